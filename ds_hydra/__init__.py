@@ -1,0 +1,14 @@
+"""ds_hydra: DeepSpeed ZeRO-3 training with a parallel strategy chosen for every iteration."""
+
+from ds_hydra.version import __version__
+
+__all__ = ["HydraEngine", "__version__", "initialize"]
+
+
+def __getattr__(name: str) -> object:
+    """Import the engine (and with it torch and deepspeed) only when it is asked for."""
+    if name in ("initialize", "HydraEngine"):
+        from ds_hydra import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module 'ds_hydra' has no attribute {name!r}")

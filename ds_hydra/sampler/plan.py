@@ -1,0 +1,177 @@
+"""What one iteration does: the plan that rank 0 broadcasts and every rank checks before acting."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ds_hydra.errors import InfeasiblePlanError
+from ds_hydra.strategy.scheme import Scheme, Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalBatch:
+    """The sequences of one iteration, before anything is decided or loaded.
+
+    `sample_indices[i]` is the dataset row of sequence i, `lengths[i]` its tokens, `num_label_tokens`
+    the number of positions that contribute to the loss of the whole mini-batch.
+    """
+
+    iteration: int
+    sample_indices: tuple[int, ...]
+    lengths: tuple[int, ...]
+    num_label_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """What one pipeline runs: its ranks and its packed rows in 1F1B order.
+
+    `micro_batches[j]` lists positions in `IterationPlan.lengths`; `ranks[stage * tp + t]`.
+    """
+
+    scheme: Scheme
+    ranks: tuple[int, ...]
+    micro_batches: tuple[tuple[int, ...], ...]
+    makespan_ms: float
+    lower_bound_ms: float
+
+    def stage_ranks(self, stage: int) -> tuple[int, ...]:
+        """The TP group of `stage`."""
+        tp = self.scheme.tp
+        return self.ranks[stage * tp : (stage + 1) * tp]
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationPlan:
+    """All decisions of one iteration. A plan that exists is legal: every sequence is placed exactly once."""
+
+    iteration: int
+    num_devices: int
+    strategy: Strategy
+    sample_indices: tuple[int, ...]
+    lengths: tuple[int, ...]
+    num_label_tokens: int
+    pipelines: tuple[PipelinePlan, ...]
+    makespan_ms: float
+    lower_bound_ms: float
+
+    def __post_init__(self) -> None:
+        if len(self.sample_indices) != len(self.lengths):
+            raise InfeasiblePlanError(
+                f"plan of iteration {self.iteration}: {len(self.sample_indices)} sample indices "
+                f"for {len(self.lengths)} lengths"
+            )
+        placed = sorted(i for p in self.pipelines for row in p.micro_batches for i in row)
+        if placed != list(range(len(self.lengths))):
+            raise InfeasiblePlanError(
+                f"plan of iteration {self.iteration}: places {len(placed)} sequences "
+                f"({len(set(placed))} distinct) of {len(self.lengths)}"
+            )
+        if any(not row for p in self.pipelines for row in p.micro_batches):
+            raise InfeasiblePlanError(f"plan of iteration {self.iteration}: has a micro-batch without sequences")
+        schemes = tuple(p.scheme for p in self.pipelines)
+        blocks = tuple(p.ranks for p in self.pipelines)
+        if schemes != self.strategy.schemes or blocks != self.strategy.place():
+            raise InfeasiblePlanError(
+                f"plan of iteration {self.iteration}: pipelines do not follow strategy {self.strategy}"
+            )
+        if self.strategy.num_devices > self.num_devices:
+            raise InfeasiblePlanError(
+                f"strategy {self.strategy} needs {self.strategy.num_devices} ranks, there are {self.num_devices}"
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the global mini-batch."""
+        return sum(self.lengths)
+
+    @property
+    def imbalance(self) -> float:
+        """Predicted slowest over fastest pipeline, minus 1; pipelines without sequences are not counted."""
+        times = [p.makespan_ms for p in self.pipelines if p.micro_batches]
+        return max(times) / min(times) - 1 if times and min(times) > 0 else 0.0
+
+    def row_lengths(self, micro_batch: Sequence[int]) -> tuple[int, ...]:
+        """Lengths of the sequences of one packed row."""
+        return tuple(self.lengths[i] for i in micro_batch)
+
+    @cached_property
+    def digest(self) -> int:
+        """63-bit fingerprint of every decision in the plan; equal on all ranks or nothing runs."""
+        text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as a JSON document; `from_json` restores an equal plan."""
+        return {
+            "schema": "ds_hydra.plan/1",
+            "iteration": self.iteration,
+            "num_devices": self.num_devices,
+            "strategy": str(self.strategy),
+            "makespan_ms": self.makespan_ms,
+            "lower_bound_ms": self.lower_bound_ms,
+            "num_label_tokens": self.num_label_tokens,
+            "sample_indices": list(self.sample_indices),
+            "lengths": list(self.lengths),
+            "pipelines": [
+                {
+                    "tp": p.scheme.tp,
+                    "pp": p.scheme.pp,
+                    "ranks": list(p.ranks),
+                    "makespan_ms": p.makespan_ms,
+                    "lower_bound_ms": p.lower_bound_ms,
+                    "micro_batches": [list(row) for row in p.micro_batches],
+                }
+                for p in self.pipelines
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> IterationPlan:
+        """The plan in a document written by `to_json`."""
+        return cls(
+            iteration=document["iteration"],
+            num_devices=document["num_devices"],
+            strategy=Strategy.parse(document["strategy"]),
+            sample_indices=tuple(document["sample_indices"]),
+            lengths=tuple(document["lengths"]),
+            num_label_tokens=document["num_label_tokens"],
+            makespan_ms=document["makespan_ms"],
+            lower_bound_ms=document["lower_bound_ms"],
+            pipelines=tuple(
+                PipelinePlan(
+                    scheme=Scheme(p["tp"], p["pp"]),
+                    ranks=tuple(p["ranks"]),
+                    micro_batches=tuple(tuple(row) for row in p["micro_batches"]),
+                    makespan_ms=p["makespan_ms"],
+                    lower_bound_ms=p["lower_bound_ms"],
+                )
+                for p in document["pipelines"]
+            ),
+        )
+
+    def __str__(self) -> str:
+        lines = [
+            f"iteration {self.iteration}: {self.strategy}, {len(self.lengths)} sequences, "
+            f"{self.num_tokens} tokens, predicted {self.makespan_ms:.1f} ms "
+            f"(lower bound {self.lower_bound_ms:.1f} ms)",
+            f"  {'ranks':<12} {'scheme':<8} {'rows':>4} {'tokens':>8} {'longest':>8} {'ms':>9}",
+        ]
+        for p in self.pipelines:
+            lengths = [self.lengths[i] for row in p.micro_batches for i in row]
+            ranks = f"{p.ranks[0]}-{p.ranks[-1]}" if len(p.ranks) > 1 else f"{p.ranks[0]}"
+            lines.append(
+                f"  {ranks:<12} {p.scheme!s:<8} {len(p.micro_batches):>4} {sum(lengths):>8} "
+                f"{max(lengths, default=0):>8} {p.makespan_ms:>9.1f}"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,173 @@
+"""What is known about one model on one kind of hardware: latency and memory of every scheme.
+
+One profile is one JSON file (schema `ds_hydra.profile/1`). Lengths are tokens, times milliseconds,
+sizes bytes. Source of both models: Hydraulis, App. B.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.scheme import Scheme
+
+PROFILE_SCHEMA = "ds_hydra.profile/1"
+EMBEDDING_BYTES_PER_ELEMENT = 16
+"""`e` of App. B.1: bytes of weights, gradients and optimizer states per embedding element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyModel:
+    """T(l, P) = a l^2 + b l + c (App. B.2): forward + backward of ONE stage, one row of one sequence.
+
+    A packed row of lengths l_i costs sum(a l_i^2 + b l_i) + c. Left out: P2P between stages.
+    """
+
+    quadratic_ms: float
+    linear_ms: float
+    constant_ms: float
+
+    def sequence_ms(self, length_tokens: int) -> float:
+        """a l^2 + b l, the part of T that adds up over the sequences of a packed row."""
+        return (self.quadratic_ms * length_tokens + self.linear_ms) * length_tokens
+
+    def row_ms(self, lengths_tokens: Iterable[int]) -> float:
+        """Time of one stage for one packed row; 0.0 for a row without sequences."""
+        total = sum(self.sequence_ms(length) for length in lengths_tokens)
+        return total + self.constant_ms if total else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """Bytes that one rank needs under <TP,PP> on N devices for a packed row of S tokens (App. B.1).
+
+    activations  L * (S * H / TP) * A
+    states       L * H^2 / N * B * alpha + (L / PP) * (H^2 / TP) * B * (1 - alpha)
+    embedding    H * V / N * e * alpha + (H * V / TP) * e * (1 - alpha)
+
+    with L = `num_layers`, H = `hidden_size`, V = `vocab_size`, A = `activation_bytes[tp]`,
+    B = `state_bytes`, alpha = `sharded_fraction`, e = 16. Activations do not shrink with PP, because a
+    1F1B stage holds up to PP micro-batches of its L/PP layers.
+    """
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    activation_bytes: Mapping[int, float]
+    state_bytes: float
+    sharded_fraction: float
+    memory_bytes: int
+    reserved_bytes: int
+    safety_margin_bytes: int
+
+    def rank_bytes(self, scheme: Scheme, num_devices: int, row_tokens: int) -> float:
+        """Bytes of one rank (left side of App. B.1, without reserved and safety margin)."""
+        return self._state_bytes(scheme, num_devices) + row_tokens * self._bytes_per_token(scheme)
+
+    def max_len_tokens(self, scheme: Scheme, num_devices: int) -> int:
+        """MaxLen(P): longest packed row that fits; 0 or less where the states alone do not fit."""
+        budget = self.memory_bytes - self.safety_margin_bytes - self.reserved_bytes
+        free = budget - self._state_bytes(scheme, num_devices)
+        return int(free // self._bytes_per_token(scheme))
+
+    def _bytes_per_token(self, scheme: Scheme) -> float:
+        if scheme.tp not in self.activation_bytes:
+            raise HydraConfigError(
+                f"scheme {scheme}: the profile has no activation bytes for TP {scheme.tp}; "
+                f"it has TP {sorted(self.activation_bytes)}"
+            )
+        return self.num_layers * self.hidden_size / scheme.tp * self.activation_bytes[scheme.tp]
+
+    def _state_bytes(self, scheme: Scheme, num_devices: int) -> float:
+        hidden_2 = self.hidden_size**2
+        embedding = self.hidden_size * self.vocab_size * EMBEDDING_BYTES_PER_ELEMENT
+        sharded = (self.num_layers * hidden_2 * self.state_bytes + embedding) / num_devices
+        held = (self.num_layers / scheme.pp * hidden_2 * self.state_bytes + embedding) / scheme.tp
+        return sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Latency of every profiled scheme, the memory model, and UtilLen per TP degree."""
+
+    name: str
+    latency: Mapping[Scheme, LatencyModel]
+    memory: MemoryModel
+    saturation_tokens: Mapping[int, int]
+    document: Mapping[str, Any]
+    """The JSON document this profile was read from (source, hardware and model names, links)."""
+
+    def get_latency(self, scheme: Scheme) -> LatencyModel:
+        """T(., scheme); raises HydraConfigError naming the schemes that were profiled."""
+        if scheme not in self.latency:
+            raise HydraConfigError(
+                f"scheme {scheme} is not in profile {self.name!r}, which has "
+                f"{', '.join(str(known) for known in sorted(self.latency))}; profile it or remove it from "
+                "hydra.strategies"
+            )
+        return self.latency[scheme]
+
+    def max_len_tokens(self, scheme: Scheme, num_devices: int) -> int:
+        """MaxLen(scheme) on a cluster of `num_devices`."""
+        return self.memory.max_len_tokens(scheme, num_devices)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], *, source: str = "profile") -> Profile:
+        """The profile in a `ds_hydra.profile/1` document; raises HydraConfigError naming what is wrong."""
+        if document.get("schema") != PROFILE_SCHEMA:
+            raise HydraConfigError(
+                f"{source}: schema is {document.get('schema')!r}, expected {PROFILE_SCHEMA!r}"
+            )
+        try:
+            hardware, model, memory = document["hardware"], document["model"], document["memory"]
+            per_tp = memory["activation_bytes_per_token_per_layer_per_hidden"]
+            return cls(
+                name=f"{model['name']} on {hardware['name']}",
+                latency={
+                    Scheme(entry["tp"], entry["pp"]): LatencyModel(
+                        quadratic_ms=float(entry["quadratic_ms"]),
+                        linear_ms=float(entry["linear_ms"]),
+                        constant_ms=float(entry["constant_ms"]),
+                    )
+                    for entry in document["schemes"]
+                },
+                memory=MemoryModel(
+                    num_layers=model["num_layers"],
+                    hidden_size=model["hidden_size"],
+                    vocab_size=model["vocab_size"],
+                    activation_bytes={int(tp): float(value) for tp, value in per_tp.items()},
+                    state_bytes=float(memory["state_bytes_per_layer_per_hidden2"]),
+                    sharded_fraction=float(memory["sharded_fraction"]),
+                    memory_bytes=int(hardware["memory_bytes"]),
+                    reserved_bytes=int(hardware["reserved_bytes"]),
+                    safety_margin_bytes=int(hardware["safety_margin_bytes"]),
+                ),
+                saturation_tokens={
+                    int(tp): int(tokens) for tp, tokens in document.get("saturation_tokens", {}).items()
+                },
+                document=document,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise HydraConfigError(f"{source}: not a valid {PROFILE_SCHEMA} document: {error!r}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """The profile in the JSON file `path`."""
+        return cls.from_json(read_json_object(path), source=str(path))
+
+
+def read_json_object(path: str | Path) -> dict[str, Any]:
+    """The JSON object in `path`; raises HydraConfigError naming the file and what is wrong with it."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HydraConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise HydraConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise HydraConfigError(f"{path} holds a JSON {type(document).__name__}, expected an object")
+    return document
