@@ -1,0 +1,73 @@
+"""Process groups of all strategies, created once and shared between them.
+
+[Note: Group order]
+`new_group` is collective over all ranks, members or not, and must be called in the same order everywhere. Every
+rank therefore asks the pool for the groups of a whole strategy, which it creates in sorted order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy import Strategy
+
+GroupKey = tuple[str, tuple[int, ...]]
+"""(purpose, ranks): groups with equal ranks but another purpose never share a communicator."""
+
+
+def groups_of(strategy: Strategy) -> set[GroupKey]:
+    """Groups that `strategy` needs: one per TP group, and one per direction for each pipeline with PP > 1."""
+    keys: set[GroupKey] = set()
+    for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
+        if scheme.tp > 1:
+            keys |= {("tp", ranks[s : s + scheme.tp]) for s in range(0, len(ranks), scheme.tp)}
+        if scheme.pp > 1:
+            keys |= {("pp_down", ranks), ("pp_up", ranks)}
+    return keys
+
+
+class GroupPool:
+    """Process groups keyed by purpose and ranks. Every method that creates groups is collective over all ranks."""
+
+    def __init__(self, max_groups: int):
+        self._max_groups = max_groups
+        self._groups: dict[GroupKey, dist.ProcessGroup | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def ensure(self, strategies: Iterable[Strategy]) -> None:
+        """Create the groups of all `strategies` that do not exist yet; raises HydraConfigError beyond the bound."""
+        wanted = sorted(set().union(*(groups_of(s) for s in strategies)) - self._groups.keys())
+        self.create(wanted)
+
+    def create(self, keys: Iterable[GroupKey]) -> None:
+        """Create the groups `keys`, in the given order, equal on all ranks."""
+        keys = list(keys)
+        total = len(self._groups) + len(keys)
+        if total > self._max_groups:
+            raise HydraConfigError(
+                f"the strategies need {total} process groups, more than hydra.max_process_groups = "
+                f"{self._max_groups}; raise it to {total} (each group costs communicator memory) or list "
+                "fewer strategies in hydra.strategies"
+            )
+        for purpose, ranks in keys:
+            group = dist.new_group(list(ranks))
+            # Ranks outside a group get a sentinel: nothing to communicate with.
+            self._groups[purpose, ranks] = group if dist.get_rank() in ranks else None
+
+    def get(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of `ranks` for `purpose`; this rank must be a member."""
+        group = self._groups[purpose, ranks]
+        assert group is not None, f"rank {dist.get_rank()} is not in {purpose} group {ranks}"
+        return group
+
+    def destroy(self) -> None:
+        """Destroy all groups (releases their threads and descriptors)."""
+        for group in self._groups.values():
+            if group is not None:
+                dist.destroy_process_group(group)
+        self._groups.clear()

@@ -1,0 +1,388 @@
+"""The model without parameters: its own layer code, ready to run on pulled slices, and where each slice goes.
+
+[Note: Skeleton]
+DeepSpeed's hooks on the trained model would gather whole parameters, collectively. Propagation therefore runs on
+a deep copy whose parameters are on the meta device (no memory) and whose buffers are real. A stage binds its
+slices into the copy's modules, runs the model's own `forward`, and unbinds them. Layers of other stages are
+replaced by modules that pass the hidden state through, so the outer forward (rotary embedding, layer types,
+logit scaling) is the model's own for every family.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.engine import attention
+from ds_hydra.engine.attention import PackedRow
+from ds_hydra.engine.tensor_parallel import TensorParallel, hook_colwise, hook_embedding, hook_rowwise
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.strategy import Scheme
+from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, SliceRef, Slicing
+
+SUPPORTED_STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
+"""Styles of transformers' tp plans that run on pulled slices."""
+
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+KEY_VALUE_PROJECTIONS = {"k_proj", "v_proj"}
+QUERY_PROJECTIONS = {"q_proj"}
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """Where one parameter lives in the skeleton: `module._parameters[attribute]`."""
+
+    module: nn.Module
+    attribute: str
+    param: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that travel together: the embedding, one decoder layer, or norm and head."""
+
+    name: str
+    bindings: tuple[Binding, ...]
+
+
+class PassThrough(nn.Module):
+    """Stands in for a layer of another stage, or for the final norm: returns the hidden state."""
+
+    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        """`hidden_states`, untouched."""
+        return hidden_states
+
+
+def shape_of(param: nn.Parameter) -> torch.Size:
+    """Full shape, also of a parameter that `deepspeed.zero.Init` has already partitioned."""
+    return param.ds_shape if hasattr(param, "ds_shape") else param.shape
+
+
+class Skeleton:
+    """A parameter-free copy of a causal language model, runnable one stage at a time.
+
+    `params` are the model's own parameters in the order of `specs`. Raises UnsupportedModelError by name for
+    what cannot be trained.
+    """
+
+    def __init__(self, model: nn.Module, *, activation_checkpointing: bool = False):
+        check_model(model)
+        attention.register()
+        self.params: list[nn.Parameter] = list(model.parameters())
+        self.tp = TensorParallel()
+        memo = {
+            id(p): nn.Parameter(torch.empty(shape_of(p), device="meta", dtype=p.dtype), p.requires_grad)
+            for p in self.params
+        }
+        index_of = {id(memo[id(p)]): i for i, p in enumerate(self.params)}
+        self._model = copy.deepcopy(model, memo)
+        self._model.config._attn_implementation = attention.ATTENTION_NAME
+        self._base = self._model.base_model
+        self._base.config._attn_implementation = attention.ATTENTION_NAME
+        self._model.train()
+        if activation_checkpointing:
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._layers = list(self._base.layers)
+        self._norm = self._base.norm
+        self._embedding: nn.Embedding = self._model.get_input_embeddings()
+        self._padding_idx = self._embedding.padding_idx
+        head = self._model.get_output_embeddings()
+        self.units: tuple[Unit, ...] = (
+            _unit("embed", [self._embedding], index_of),
+            *(_unit(f"layer.{i}", [layer], index_of) for i, layer in enumerate(self._layers)),
+            _unit("head", [self._norm, head], index_of),
+        )
+        self._check_all_params_have_a_unit(model)
+        self.specs = self._build_specs(model, head)
+        self._hook(head)
+        self._pass_through = PassThrough()
+        self.supports_pp = self._probe_pass_through()
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self._layers)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the activations that stages exchange."""
+        return int(self._base.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding."""
+        return int(shape_of(self._embedding.weight)[0])
+
+    def check_scheme(self, scheme: Scheme) -> None:
+        """Raise HydraConfigError where this model cannot run under `scheme`, naming degrees that work."""
+        if scheme.pp > self.num_layers:
+            raise HydraConfigError(
+                f"scheme {scheme}: PP {scheme.pp} is above the model's {self.num_layers} layers; "
+                f"use PP {self.num_layers} or less in hydra.strategies"
+            )
+        if scheme.pp > 1 and not self.supports_pp:
+            raise UnsupportedModelError(
+                f"scheme {scheme}: {type(self._model).__name__} adds something to the embeddings outside its "
+                "embedding module, so its layers cannot be split into stages; use PP 1 in hydra.strategies"
+            )
+        if scheme.tp == 1:
+            return
+        config = self._base.config
+        heads, kv_heads = config.num_attention_heads, _num_kv_heads(config)
+        if heads % scheme.tp:
+            works = [d for d in range(1, heads + 1) if heads % d == 0]
+            raise HydraConfigError(
+                f"scheme {scheme}: TP {scheme.tp} does not divide the model's {heads} attention heads; "
+                f"use TP {', '.join(map(str, works))} in hydra.strategies"
+            )
+        if kv_heads % scheme.tp and scheme.tp % kv_heads:
+            works = [
+                d for d in range(1, heads + 1) if heads % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)
+            ]
+            raise HydraConfigError(
+                f"scheme {scheme}: TP {scheme.tp} and the model's {kv_heads} key-value heads do not divide "
+                f"each other; use TP {', '.join(map(str, works))} in hydra.strategies"
+            )
+        refused = sorted(set(_tp_plan(self._model).values()) - SUPPORTED_STYLES)
+        if refused:
+            raise UnsupportedModelError(
+                f"scheme {scheme}: the tp plan of {type(self._model).__name__} uses {', '.join(refused)}, which "
+                "ds_hydra does not run; use TP 1 in hydra.strategies"
+            )
+
+    def stage_layers(self, num_stages: int, stage: int) -> range:
+        """Decoder layers of `stage`; where layers do not divide, earlier stages get one more."""
+        base, extra = divmod(self.num_layers, num_stages)
+        begin = stage * base + min(stage, extra)
+        return range(begin, begin + base + (stage < extra))
+
+    def stage_units(self, num_stages: int, stage: int) -> tuple[Unit, ...]:
+        """Units that `stage` needs, in the order in which forward uses them."""
+        layers = [self.units[1 + i] for i in self.stage_layers(num_stages, stage)]
+        first = [self.units[0]] if stage == 0 else []
+        last = [self.units[-1]] if stage == num_stages - 1 else []
+        return (*first, *layers, *last)
+
+    def buckets(self, scheme: Scheme, stage: int, tp_rank: int) -> RankBuckets:
+        """Slices that rank `tp_rank` of `stage` pulls, one bucket per unit.
+
+        A parameter that two units of the stage share (tied embeddings with PP 1) is pulled once, by the first.
+        """
+        seen: set[int] = set()
+        buckets: list[Bucket] = []
+        for unit in self.stage_units(scheme.pp, stage):
+            refs = []
+            for binding in unit.bindings:
+                if binding.param in seen:
+                    continue
+                seen.add(binding.param)
+                spec = self.specs[binding.param]
+                region = spec.slice_region(scheme.tp, tp_rank)
+                refs.append(SliceRef(binding.param, region, spec.pushes_gradient(tp_rank)))
+            buckets.append(tuple(refs))
+        return tuple(buckets)
+
+    def bind(self, scheme: Scheme, stage: int, leaves: dict[int, nn.Parameter]) -> None:
+        """Put the stage's slices into the modules and other stages' layers out of the way."""
+        for unit in self.stage_units(scheme.pp, stage):
+            for binding in unit.bindings:
+                binding.module._parameters[binding.attribute] = leaves[binding.param]
+        self._embedding.padding_idx = self._local_padding_idx(self._embedding.weight.shape[0])
+        own = self.stage_layers(scheme.pp, stage)
+        self._show_layers(own, with_norm=stage == scheme.pp - 1)
+
+    def unbind(self) -> None:
+        """Put meta parameters back, so that nothing of the iteration stays alive."""
+        for unit in self.units:
+            for binding in unit.bindings:
+                spec = self.specs[binding.param]
+                binding.module._parameters[binding.attribute] = nn.Parameter(
+                    torch.empty(spec.shape, device="meta"), spec.requires_grad
+                )
+        self.tp.enter(None, 1, 0, 0)
+
+    def forward_stage(
+        self, row: PackedRow, *, input_ids: Tensor | None, hidden: Tensor | None, is_last: bool
+    ) -> Tensor:
+        """The model's own forward over the bound stage: hidden states, or this rank's logits on the last.
+
+        `input_ids` [1, T] on the first stage, else `hidden` [1, T, H] from the stage before.
+        """
+        inputs = {"input_ids": input_ids} if hidden is None else {"inputs_embeds": hidden}
+        model = self._model if is_last else self._base
+        output = model(**inputs, position_ids=row.position_ids(), use_cache=False, packed_row=row)
+        self.tp.forget_input()
+        return output.logits if is_last else output.last_hidden_state
+
+    def to_device(self, device: torch.device) -> None:
+        """Move buffers (rotary frequencies) to the compute device."""
+        for module in self._model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+
+    def _build_specs(self, model: nn.Module, head: nn.Module) -> tuple[ParamSpec, ...]:
+        styles = dict(self._module_styles())
+        slicing: dict[int, tuple[Slicing, int]] = {}
+        config = self._base.config
+        for unit in self.units:
+            for binding in unit.bindings:
+                style, name = styles.get(binding.module, ("replicated", ""))
+                slicing[binding.param] = _slicing_of(style, name, binding.attribute, config)
+        for module in (head, self._embedding):  # vocabulary rows, whatever the model's plan gathers
+            for attribute in module._parameters:
+                for unit in (self.units[0], self.units[-1]):
+                    for binding in unit.bindings:
+                        if binding.module is module and binding.attribute == attribute:
+                            slicing[binding.param] = (Slicing.COLWISE, 0)
+        names = {id(p): n for n, p in model.named_parameters()}
+        specs = []
+        for index, param in enumerate(self.params):
+            rule, num_blocks = slicing[index]
+            specs.append(
+                ParamSpec(
+                    fqn=names[id(param)],
+                    shape=tuple(shape_of(param)),
+                    slicing=rule,
+                    num_blocks=num_blocks,
+                    requires_grad=param.requires_grad,
+                )
+            )
+        return tuple(specs)
+
+    def _module_styles(self) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
+        """(module, (style, last name part)) of every module that the tp plan mentions."""
+        patterns = [
+            (re.compile(pattern.replace(".", r"\.").replace("*", r"\d+")), style)
+            for pattern, style in _tp_plan(self._model).items()
+        ]
+        for name, module in self._base.named_modules():
+            for pattern, style in patterns:
+                if pattern.fullmatch(name):
+                    yield module, (style, name.rsplit(".", 1)[-1])
+
+    def _hook(self, head: nn.Module) -> None:
+        for module, (style, _) in self._module_styles():
+            if style == "colwise":
+                hook_colwise(module, self.tp)
+            elif style == "rowwise":
+                hook_rowwise(module, self.tp)
+        hook_embedding(self._embedding, self.tp)
+        hook_colwise(head, self.tp)
+
+    def _local_padding_idx(self, num_rows: int) -> int | None:
+        """Row of the padding token in this rank's slice of the embedding (its gradient is zero)."""
+        if self._padding_idx is None:
+            return None
+        local = self._padding_idx - self.tp.vocab_begin
+        return local if 0 <= local < num_rows else None
+
+    def _show_layers(self, own: range, *, with_norm: bool) -> None:
+        for index, layer in enumerate(self._layers):
+            self._base.layers._modules[str(index)] = layer if index in own else self._pass_through
+        self._base.norm = self._norm if with_norm else self._pass_through
+
+    def _probe_pass_through(self) -> bool:
+        """Whether the outer forward leaves `inputs_embeds` alone when all layers pass them through.
+
+        It does for every family whose embedding scale is inside the embedding module; one that adds
+        position embeddings or scales outside would do it again in every stage.
+        """
+        self._show_layers(range(0), with_norm=False)
+        row = PackedRow.build([3, 2], torch.device("cpu"))
+        hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
+        try:
+            with torch.no_grad():
+                output = self.forward_stage(row, input_ids=None, hidden=hidden, is_last=False)
+            same = torch.equal(output, hidden)
+        except (RuntimeError, NotImplementedError, TypeError):
+            same = False
+        self._show_layers(range(self.num_layers), with_norm=True)
+        return same
+
+    def _check_all_params_have_a_unit(self, model: nn.Module) -> None:
+        covered = {binding.param for unit in self.units for binding in unit.bindings}
+        missing = [n for i, (n, _) in enumerate(model.named_parameters()) if i not in covered]
+        if missing:
+            raise UnsupportedModelError(
+                f"{type(model).__name__} has parameters outside embedding, layers, norm and head: "
+                f"{', '.join(missing[:4])}; ds_hydra does not propagate through them"
+            )
+
+
+def _unit(name: str, modules: Sequence[nn.Module], index_of: dict[int, int]) -> Unit:
+    bindings = [
+        Binding(module, attribute, index_of[id(param)])
+        for root in modules
+        for module in root.modules()
+        for attribute, param in module._parameters.items()
+        if param is not None
+    ]
+    return Unit(name, tuple(bindings))
+
+
+def _slicing_of(style: str, name: str, attribute: str, config: Any) -> tuple[Slicing, int]:
+    """Slicing rule and number of indivisible blocks of one parameter."""
+    if style == "colwise":
+        if name in KEY_VALUE_PROJECTIONS:
+            return Slicing.COLWISE, _num_kv_heads(config)
+        return Slicing.COLWISE, config.num_attention_heads if name in QUERY_PROJECTIONS else 0
+    if style == "rowwise":
+        return (Slicing.FIRST_RANK if attribute == "bias" else Slicing.ROWWISE), 0
+    if style == "replicated_with_grad_allreduce":
+        return Slicing.REPLICATED_PARTIAL_GRAD, 0
+    return Slicing.REPLICATED, 0
+
+
+def _num_kv_heads(config: Any) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def _tp_plan(model: nn.Module) -> dict[str, str]:
+    return dict(model.base_model.config.base_model_tp_plan or {})
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise UnsupportedModelError naming the first part of `model` that ds_hydra cannot train."""
+    name = type(model).__name__
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "base_model"):
+        raise UnsupportedModelError(
+            f"{name} is not a Hugging Face causal language model; pass e.g. a LlamaForCausalLM"
+        )
+    base_config = model.base_model.config
+    for problem in _problems(model, config, base_config):
+        raise UnsupportedModelError(f"{name} (model type {config.model_type!r}): {problem}")
+
+
+def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
+    for plan in ("base_model_tp_plan", "base_model_pp_plan"):
+        if not getattr(base_config, plan, None):
+            yield f"transformers ships no {plan} for it; ds_hydra needs one to slice or split the model"
+    if getattr(config, "is_encoder_decoder", False):
+        yield "encoder-decoder models are not supported; use a decoder-only model"
+    base = model.base_model
+    missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(base, part)]
+    if missing or model.get_output_embeddings() is None:
+        yield f"has no {', '.join(missing) or 'output head'} where ds_hydra looks for it"
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if (getattr(base_config, key, 0) or 0) > 1:
+            yield f"mixture of experts ({key} = {getattr(base_config, key)}) is not supported; use a dense model"
+    for key, value in vars(base_config).items():
+        if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, int | float) and value:
+            yield f"{key} = {value}: dropout would depend on the strategy; set it to 0 in the model's config"
+    layer_types = set(getattr(base_config, "layer_types", None) or ())
+    if layer_types - SUPPORTED_LAYER_TYPES:
+        yield f"layer types {sorted(layer_types - SUPPORTED_LAYER_TYPES)} are not supported"
+    if getattr(base_config, "use_bidirectional_attention", False):
+        yield "bidirectional attention is not supported; set use_bidirectional_attention to false"
+    if len({p.dtype for p in model.parameters()}) > 1:
+        dtypes = sorted({str(p.dtype) for p in model.parameters()})
+        yield f"parameters of several dtypes ({', '.join(dtypes)}); cast the model to one, e.g. model.float()"

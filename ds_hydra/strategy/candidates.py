@@ -1,0 +1,62 @@
+"""Which strategies are worth evaluating in every iteration when the user names none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.profile import read_json_object
+from ds_hydra.strategy.scheme import Scheme, Strategy, parse_strategies
+
+STRATEGIES_SCHEMA = "ds_hydra.strategies/1"
+
+
+def power_of_two_schemes(num_devices: int) -> tuple[Scheme, ...]:
+    """Every <TP,PP> of powers of two that fits `num_devices`, smallest first."""
+    degrees = [2**i for i in range(num_devices.bit_length()) if 2**i <= num_devices]
+    schemes = [Scheme(tp, pp) for tp in degrees for pp in degrees if tp * pp <= num_devices]
+    return tuple(sorted(schemes, key=lambda s: (s.num_devices, s.pp)))
+
+
+def enumerate_strategies(
+    schemes: Iterable[Scheme], num_devices: int, *, max_distinct: int = 2
+) -> tuple[Strategy, ...]:
+    """All strategies of at most `max_distinct` different `schemes` that use every device.
+
+    >>> [str(s) for s in enumerate_strategies([Scheme(1, 1), Scheme(2, 1)], 4)]
+    ['4x<1,1>', '1x<2,1> + 2x<1,1>', '2x<2,1>']
+    """
+    ordered = sorted(set(schemes), key=lambda s: (s.num_devices, s.pp))
+
+    def fill(first: int, free: int, distinct: int) -> Iterator[tuple[Scheme, ...]]:
+        if free == 0:
+            yield ()
+            return
+        if distinct == 0:
+            return
+        for index in range(first, len(ordered)):
+            scheme = ordered[index]
+            for count in range(free // scheme.num_devices, 0, -1):
+                for rest in fill(index + 1, free - count * scheme.num_devices, distinct - 1):
+                    yield (scheme,) * count + rest
+
+    return tuple(dict.fromkeys(Strategy(found) for found in fill(0, num_devices, max_distinct)))
+
+
+def strategies_from_json(document: Mapping[str, Any], *, source: str = "strategies") -> tuple[Strategy, ...]:
+    """The candidates in a `ds_hydra.strategies/1` document."""
+    if document.get("schema") != STRATEGIES_SCHEMA or not document.get("strategies"):
+        raise HydraConfigError(
+            f"{source}: schema is {document.get('schema')!r} with "
+            f"{len(document.get('strategies') or ())} strategies, expected {STRATEGIES_SCHEMA!r} with at least one"
+        )
+    return parse_strategies(document["strategies"])
+
+
+def load_strategies(wanted: str | Sequence[str]) -> tuple[Strategy, ...]:
+    """Strategies given as texts or as the path of a `ds_hydra.strategies/1` file."""
+    if isinstance(wanted, str):
+        return strategies_from_json(read_json_object(Path(wanted)), source=wanted)
+    return parse_strategies(wanted)

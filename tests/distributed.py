@@ -1,0 +1,93 @@
+"""Runs a function on several CPU ranks: the one way in which tests start processes."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 240
+
+
+def run_distributed(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
+    """What `function(*args)` returns on each of `world_size` gloo ranks, in rank order.
+
+    Ranks are forked, so `function` may be any module-level function and imports are paid once. The first
+    failure ends the others and is raised here with the rank's own traceback.
+    """
+    import deepspeed  # noqa: F401  before the fork: paid once
+    import transformers  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        queue = context.SimpleQueue()
+        rendezvous = str(Path(folder) / "rendezvous")
+        ranks = [
+            context.Process(target=_run_rank, args=(function, args, rank, world_size, rendezvous, queue))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            return _collect(ranks, queue, time.monotonic() + timeout_s)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _collect(ranks: list[Any], queue: Any, deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(ranks):
+        if not queue.empty():
+            rank, error, value = queue.get()
+            if error is not None:
+                raise AssertionError(f"rank {rank} failed:\n{error}")
+            results[rank] = value
+            continue
+        dead = [
+            i for i, process in enumerate(ranks) if i not in results and process.exitcode not in (None, 0)
+        ]
+        if dead and queue.empty():
+            raise AssertionError(f"rank {dead[0]} died with exit code {ranks[dead[0]].exitcode}")
+        if time.monotonic() > deadline:
+            missing = sorted(set(range(len(ranks))) - results.keys())
+            raise AssertionError(f"ranks {missing} did not finish in time")
+        time.sleep(0.01)
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _run_rank(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    queue: Any,
+) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=60),
+        )
+        queue.put((rank, None, function(*args)))
+    except BaseException:
+        queue.put((rank, traceback.format_exc(), None))
+    finally:
+        os._exit(0)  # skip destructors: other ranks may already be gone
