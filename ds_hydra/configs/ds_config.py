@@ -273,5 +273,5 @@ def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise HydraConfigError(f"{max(keys, key=keys.count)!r} is given twice in one object; remove one")
+        raise HydraConfigError(f'"{max(keys, key=keys.count)}" is given twice in one object; remove one')
     return document

@@ -6,11 +6,12 @@ Lengths are tokens, times milliseconds, sizes bytes. Paths are relative to the d
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from ds_hydra.errors import HydraConfigError
@@ -38,14 +39,9 @@ def _strategies(value: object) -> tuple[str, ...] | str | None:
         return value
     if isinstance(value, list | tuple) and value and all(isinstance(text, str) and text for text in value):
         return tuple(value)
-    wanted = (
-        'wanted a list of strategies such as ["4x<1,1>", "1x<2,1> + 2x<1,1>"], or the path of a JSON file'
-    )
     if isinstance(value, str) and value:
-        wanted = (
-            f"write [{json.dumps(value)}]: strategies come as a list, a string is the path of a JSON file"
-        )
-    raise ValueError(wanted)
+        raise ValueError(f"write [{json.dumps(value)}]; a string alone is the path of a JSON file")
+    raise ValueError('wanted a list such as ["4x<1,1>", "1x<2,1> + 2x<1,1>"], or the path of a JSON file')
 
 
 Count: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
@@ -115,7 +111,7 @@ class HydraConfig(_Section):
     tokens_per_iteration: Count
     """Token budget of one global mini-batch, over all ranks; no default: the learning rate depends on it."""
 
-    strategies: Annotated[tuple[str, ...] | str | None, PlainValidator(_strategies)] = None
+    strategies: Annotated[tuple[str, ...] | str | None, BeforeValidator(_strategies)] = None
     """Candidate strategies as a list of text forms, or a `ds_hydra.strategies/1` file; null proposes them."""
 
     profile: Text | None = None
@@ -128,7 +124,7 @@ class HydraConfig(_Section):
     """Sequences above the context are cut (as is usual in pre-training), dropped, or an error."""
 
     text_column: Text = "text"
-    """Dataset column to tokenise where there is no `input_ids`; "text" is customary on the Hugging Face hub."""
+    """Dataset column to tokenise where there is no `input_ids`; "text" is the custom of the hub."""
 
     tokenizer: Text | None = None
     """Path or hub id of the tokenizer; null needs a dataset that holds `input_ids`."""
@@ -140,7 +136,7 @@ class HydraConfig(_Section):
     """Whether every epoch has an order of its own; false keeps the order of the dataset."""
 
     activation_checkpointing: bool = False
-    """Recompute each decoder layer in backward: 1/3 more time, far less memory; off, as short contexts fit."""
+    """Recompute each decoder layer in backward: 1/3 more time, far less memory; off: short contexts fit."""
 
     run_dir: Text | None = None
     """Folder for `metrics.jsonl` and the plans; null writes nothing."""
@@ -196,7 +192,10 @@ def _explain(details: ErrorDetails) -> str:
         return f"is missing and has no default; the smallest section is {SMALLEST_SECTION}"
     if details["type"] == "value_error":
         return f"is {_show(details['input'])}: {details['ctx']['error']}"
-    return f"is {_show(details['input'])}: {details['msg'].replace('Input should', 'it should')}"
+    if details["type"] == "model_type":
+        return f"is {_show(details['input'])}: it should be an object"
+    wanted = re.sub("^(Input|Value|Tuple|List|String) should", "it should", details["msg"])
+    return f"is {_show(details['input'])}: {wanted}"
 
 
 def _explain_unknown(location: _Location) -> str:
