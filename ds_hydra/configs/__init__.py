@@ -1,0 +1,6 @@
+"""What the user asked for, as validated values, and the files that come with the package."""
+
+from ds_hydra.configs.ds_config import read_ds_config
+from ds_hydra.configs.hydra_config import HydraConfig, PlannerConfig, ProfilingConfig
+
+__all__ = ["HydraConfig", "PlannerConfig", "ProfilingConfig", "read_ds_config"]

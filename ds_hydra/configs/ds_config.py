@@ -1,0 +1,277 @@
+"""The DeepSpeed JSON around the "hydra" section: what is refused, pointed out, and filled in."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ds_hydra.configs.hydra_config import SMALLEST_SECTION, HydraConfig
+from ds_hydra.errors import HydraConfigError
+
+logger = logging.getLogger(__name__)
+
+KNOWN_TOP_LEVEL_KEYS = frozenset(
+    """
+    activation_checkpointing aio autotuning bf16 bfloat16 checkpoint comet comms_logger
+    communication_data_type compile csv_monitor data_efficiency data_parallel_size data_types
+    dataloader_drop_last datastates_ckpt disable_allgather disable_python_gc dump_state
+    expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op
+    gradient_clipping gradient_predivide_factor hybrid_engine log_level managed_gradient_accumulation
+    memory_breakdown optimizer pipeline prescale_gradients scheduler
+    seq_parallel_communication_data_type sequence_parallel_size steps_per_print tensor_parallel
+    tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
+    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
+    """.split()  # noqa: SIM905 (a list literal would take fifty lines)
+)
+"""Top-level keys that DeepSpeed 0.19 reads. It ignores all others: a misspelled one has no effect."""
+
+_NEAR_MISS = 0.82
+"""Similarity from which an unknown key counts as misspelled: catches one wrong letter in a word of four."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A DeepSpeed feature that propagation outside of ZeRO-3 cannot honour.
+
+    `key` is dotted; `is_on` says whether a value switches the feature on; `instead` is a value that works.
+    """
+
+    key: str
+    why: str
+    instead: str = "false"
+    is_on: Callable[[Any], bool] = lambda value: value not in (None, False)
+
+    def find_problem(self, config: Mapping[str, Any]) -> str | None:
+        """The sentence to show if `config` switches the feature on."""
+        value = find_key(config, self.key)
+        if not self.is_on(value):
+            return None
+        return (
+            f"{self.key} is {json.dumps(value, default=repr)}: {self.why}; "
+            f"remove the key or set it to {self.instead}"
+        )
+
+
+def _is_above(limit: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and value > limit
+
+
+_OWN_LAYOUT = "ds_hydra reads the ZeRO-3 partitions itself and knows the plain layout over all ranks only"
+_OWN_PARALLELISM = "ds_hydra chooses TP and PP itself, every iteration (hydra.strategies)"
+_OWN_EXECUTION = "ds_hydra runs the layers itself, outside of the forward and backward that this changes"
+_FP32_MASTER = "ds_hydra keeps master weights and sums gradients in fp32"
+
+REFUSALS = (
+    Refusal("zero_optimization.zero_hpz_partition_size", _OWN_LAYOUT, "1", _is_above(1)),
+    Refusal("zero_optimization.mics_shard_size", _OWN_LAYOUT, "-1", _is_above(0)),
+    Refusal("zero_optimization.mics_hierarchical_params_gather", _OWN_LAYOUT),
+    Refusal("zero_optimization.zero_quantized_weights", _OWN_LAYOUT),
+    Refusal("zero_optimization.zero_quantized_nontrainable_weights", _OWN_LAYOUT),
+    Refusal("zero_optimization.zero_quantized_gradients", "gradients are summed in fp32 at their owner"),
+    Refusal(
+        "zero_optimization.offload_param.device",
+        "parameters swapped out to disk cannot be pulled",
+        '"cpu" or "none"',
+        lambda value: value == "nvme",
+    ),
+    Refusal("zero_optimization.offload_optimizer.super_offload", _OWN_EXECUTION),
+    Refusal("zero_optimization.zenflow", _OWN_EXECUTION, "null"),
+    Refusal("tensor_parallel.autotp_size", _OWN_PARALLELISM, "0", _is_above(1)),
+    Refusal("tensor_parallel.tp.tp_size", _OWN_PARALLELISM, "1", _is_above(1)),
+    Refusal("sequence_parallel_size", "sequence parallelism is not supported yet", "1", _is_above(1)),
+    Refusal("expert_parallel.enabled", "mixtures of experts are not supported yet"),
+    Refusal("torch_autocast.enabled", _OWN_EXECUTION + '; use "bf16": {"enabled": true}'),
+    Refusal("compile.deepcompile", _OWN_EXECUTION),
+    Refusal("hybrid_engine.enabled", _OWN_EXECUTION),
+    Refusal("weight_quantization", _OWN_LAYOUT, "null"),
+    Refusal("data_efficiency.enabled", "ds_hydra draws the mini-batch (hydra.tokens_per_iteration)"),
+    Refusal("bf16.bf16_master_weights_and_grads", _FP32_MASTER),
+    Refusal("fp16.fp16_master_weights_and_grads", _FP32_MASTER),
+    Refusal(
+        "gradient_accumulation_steps",
+        "an iteration is one optimizer step over hydra.tokens_per_iteration tokens, in as many "
+        "micro-batches as the plan needs",
+        "1",
+        lambda value: value not in (None, 1, "auto"),
+    ),
+    Refusal(
+        "managed_gradient_accumulation",
+        "ds_hydra tells DeepSpeed where an iteration ends",
+        "true",
+        lambda value: value is False,
+    ),
+)
+"""Checked in this order; all that apply are shown together."""
+
+
+@dataclass(frozen=True, slots=True)
+class FillIn:
+    """A DeepSpeed value that ds_hydra needs or gains from, used where the user was silent.
+
+    `unless` lists further keys that show that the user was not silent.
+    """
+
+    key: str
+    value: int | bool | str
+    why: str
+    unless: tuple[str, ...] = ()
+
+
+FILL_INS = (
+    FillIn("train_micro_batch_size_per_gpu", 1, "DeepSpeed wants a batch size; training does not use it"),
+    FillIn("gradient_accumulation_steps", 1, "the only value that works"),
+    FillIn(
+        "data_types.grad_accum_dtype",
+        "fp32",
+        "owners sum the gradients of all pipelines; DeepSpeed would do that in the dtype of the model",
+    ),
+    FillIn(
+        "zero_optimization.stage3_param_persistence_threshold",
+        0,
+        "parameters kept whole on every rank are gathered after each step, and nothing here reads them",
+        unless=("zero_optimization.param_persistence_threshold",),
+    ),
+    FillIn(
+        "zero_optimization.contiguous_gradients",
+        False,
+        "its buffer (reduce_bucket_size, 1 GB by default) serves a backward of DeepSpeed that does not run",
+    ),
+    FillIn(
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        True,
+        "save_16bit_model and the Trainer's save_model fail without it",
+        unless=(
+            "zero_optimization.gather_16bit_weights_on_model_save",
+            "zero_optimization.stage3_gather_fp16_weights_on_model_save",
+        ),
+    ),
+)
+"""Everything ds_hydra adds to the user's DeepSpeed JSON."""
+
+WITHOUT_EFFECT = {
+    "train_batch_size": "hydra.tokens_per_iteration decides how many sequences an iteration has",
+    "communication_data_type": "gradients travel in the dtype they were computed in and are summed in fp32",
+    "prescale_gradients": "gradients are divided by the number of label tokens, in fp32",
+    "gradient_predivide_factor": "gradients are divided by the number of label tokens, in fp32",
+    "activation_checkpointing": "use hydra.activation_checkpointing",
+    "dataloader_drop_last": "mini-batches run on from one epoch into the next",
+}
+"""Legal DeepSpeed keys that change nothing under ds_hydra, with what does; each is a warning."""
+
+
+def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], HydraConfig]:
+    """The DeepSpeed part (without "hydra", `FILL_INS` applied) and the validated "hydra" section.
+
+    `config` is the path of a JSON file or its content, which is not changed. Raises HydraConfigError for
+    what cannot be read, is misspelled, or asks for a feature in `REFUSALS`; logs a warning for what is
+    unknown or has no effect. `train_batch_size` is left out of the result: DeepSpeed would check it against
+    a micro-batch size and a number of accumulation steps that mean nothing here.
+    """
+    document = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else _read_json(Path(config))
+    # The content of a misspelled section counts as absent: what is found missing then would mislead.
+    if problems := list(_find_misspelled(document)) or list(_find_refused(document)):
+        raise HydraConfigError(_join_problems(problems))
+    if "hydra" not in document:
+        raise HydraConfigError(
+            f'the DeepSpeed config has no "hydra" section; the smallest one is {SMALLEST_SECTION}'
+        )
+    hydra = HydraConfig.parse(document.pop("hydra"))
+    for note in _find_without_effect(document):
+        logger.warning(note)
+    document.pop("train_batch_size", None)
+    _fill_in(document)
+    return document, hydra
+
+
+def find_key(config: Mapping[str, Any], dotted_key: str) -> Any:
+    """The value at `a.b.c`, or None where any part of the path is absent or no object."""
+    value: Any = config
+    for key in dotted_key.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return None
+        value = value[key]
+    return value
+
+
+def _find_misspelled(config: Mapping[str, Any]) -> Iterator[str]:
+    known = KNOWN_TOP_LEVEL_KEYS | {"hydra"}
+    for key in config:
+        if key in known:
+            continue
+        normalised = key.lower().replace("-", "_")
+        if nearest := get_close_matches(normalised, sorted(known), n=1, cutoff=_NEAR_MISS):
+            yield f'"{key}" is not a DeepSpeed key and would be ignored; did you mean "{nearest[0]}"?'
+
+
+def _find_refused(config: Mapping[str, Any]) -> Iterator[str]:
+    stage = find_key(config, "zero_optimization.stage")
+    if stage != 3:
+        yield (
+            f"zero_optimization.stage is {json.dumps(stage)}, expected 3, because parameters live fully "
+            'sharded between iterations; set "zero_optimization": {"stage": 3}'
+        )
+    if not isinstance(config.get("data_types") or {}, Mapping):
+        yield f"data_types is {json.dumps(config['data_types'])}, expected an object"
+    yield from filter(None, (refusal.find_problem(config) for refusal in REFUSALS))
+
+
+def _find_without_effect(config: Mapping[str, Any]) -> Iterator[str]:
+    for key in config:
+        if key in WITHOUT_EFFECT and config[key] not in (None, False, "auto"):
+            yield f"{key} has no effect: {WITHOUT_EFFECT[key]}"
+        elif key not in KNOWN_TOP_LEVEL_KEYS:
+            yield f'"{key}" is not a key that DeepSpeed or ds_hydra reads'
+    accumulation = find_key(config, "data_types.grad_accum_dtype")
+    if accumulation not in (None, "fp32", "float32", "float", "torch.float32"):
+        yield (
+            f"data_types.grad_accum_dtype is {accumulation}: the sum over pipelines is rounded to it before "
+            "the optimizer step; fp32 is safer"
+        )
+
+
+def _fill_in(config: dict[str, Any]) -> None:
+    for fill_in in FILL_INS:
+        if any(find_key(config, key) is not None for key in (fill_in.key, *fill_in.unless)):
+            continue
+        *path, key = fill_in.key.split(".")
+        section = config
+        for name in path:
+            section[name] = section.get(name) or {}  # an explicit null is silence, too
+            section = section[name]
+        section[key] = fill_in.value
+
+
+def _join_problems(problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    return "\n  ".join([f"the DeepSpeed config has {len(problems)} problems:", *problems])
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`. A key that is given twice is an error, as in DeepSpeed."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object_without_duplicates)
+    except HydraConfigError as error:
+        raise HydraConfigError(f"{path}: {error}") from None
+    except OSError as error:
+        raise HydraConfigError(f"cannot read the DeepSpeed config {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise HydraConfigError(f"{path} is not JSON (no comments, no trailing commas): {error}") from error
+    if not isinstance(document, dict):
+        raise HydraConfigError(f"{path} holds a JSON {type(document).__name__}, expected an object")
+    return document
+
+
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise HydraConfigError(f'"{max(keys, key=keys.count)}" is given twice in one object; remove one')
+    return document

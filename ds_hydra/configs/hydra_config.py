@@ -1,0 +1,239 @@
+"""What the user may ask of ds_hydra: the strict "hydra" section of the DeepSpeed JSON.
+
+Lengths are tokens, times milliseconds, sizes bytes. Paths are relative to the directory the ranks run in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from ds_hydra.errors import HydraConfigError
+
+SMALLEST_SECTION = '"hydra": {"context_length": 4096, "tokens_per_iteration": 65536}'
+"""What every error shows that has to say how a section looks."""
+
+_Value = TypeVar("_Value")
+_Location: TypeAlias = tuple[int | str, ...]
+
+
+def _whole(value: _Value) -> _Value | int:
+    """JSON users write 2e5 for 200000; a number with a fraction stays a float, which is refused."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _list_to_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _strategies(value: object) -> tuple[str, ...] | str | None:
+    if value is None:
+        return None
+    if isinstance(value, str) and value and "<" not in value:
+        return value
+    if isinstance(value, list | tuple) and value and all(isinstance(text, str) and text for text in value):
+        return tuple(value)
+    if isinstance(value, str) and value:
+        raise ValueError(f"write [{json.dumps(value)}]; a string alone is the path of a JSON file")
+    raise ValueError('wanted a list such as ["4x<1,1>", "1x<2,1> + 2x<1,1>"], or the path of a JSON file')
+
+
+Count: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Index: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Text: TypeAlias = Annotated[str, Field(min_length=1)]
+
+
+class _Section(BaseModel):
+    """Frozen, strict about types, and closed: a key that is not a field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class PlannerConfig(_Section):
+    """`hydra.planner`: how much work goes into the plan of an iteration."""
+
+    lookahead: Count = 4
+    """Iterations planned ahead of training; 4 absorb a slow plan now and then at no cost but some KB."""
+
+    num_workers: Index = 1
+    """Planning processes beside rank 0; 1 will do unless planning is slower than training, 0 is none."""
+
+    dispatch: Literal["greedy", "ideal"] = "greedy"
+    """Sequences to pipelines by Alg. 1 ("greedy", fast) or the ILP of Eq. 3 ("ideal", exact, to compare)."""
+
+    objective: Literal["recurrence", "closed_form"] = "recurrence"
+    """Time of a pipeline: event by event through 1F1B, exact for unequal rows, or the formula of Eq. 1."""
+
+    num_trials: Count = 64
+    """Shuffled trials of the greedy dispatch (T in Alg. 1); time grows with them, balance hardly."""
+
+    solver: Literal["cbc", "highs"] = "cbc"
+    """ILP solver behind `mip`; "cbc" comes with it, "highs" needs the extra `ds_hydra[highs]`."""
+
+    gap_tolerance: float = Field(default=0.01, ge=0, lt=1)
+    """Relative gap to the proven bound below which no ILP is started; 1% is less than timing noise."""
+
+    time_limit_ms: Count = 200
+    """Longest one ILP may run, in ms; it starts from the heuristic's answer, so it can only improve on it."""
+
+    deadline_ms: Count | None = 10_000
+    """Longest that training waits for a plan, in ms, before it uses the heuristic's; null waits for ever.
+
+    Only a stalled worker should reach it: plans that depend on timing are not reproducible.
+    """
+
+
+class ProfilingConfig(_Section):
+    """`hydra.profiling`: the measurement made at the start when no profile is given."""
+
+    lengths: Annotated[tuple[Count, ...], BeforeValidator(_list_to_tuple), Field(min_length=3)] | None = None
+    """Lengths to measure, in tokens, 3 or more for 3 coefficients; null takes powers of two up to context."""
+
+    repeats: Count = 3
+    """Timed runs of each length, of which the median counts; 3 survive one disturbed run."""
+
+    warmup: Index = 1
+    """Untimed runs before them; 1 pays for allocation and kernel selection."""
+
+
+class HydraConfig(_Section):
+    """The whole section. `HydraConfig.parse` builds it and raises HydraConfigError with every problem."""
+
+    context_length: Annotated[Count, Field(ge=2)]
+    """Longest sequence the model is trained on, in tokens; no default: memory and time depend on it."""
+
+    tokens_per_iteration: Count
+    """Token budget of one global mini-batch, over all ranks; no default: the learning rate depends on it."""
+
+    strategies: Annotated[tuple[str, ...] | str | None, BeforeValidator(_strategies)] = None
+    """Candidate strategies as a list of text forms, or a `ds_hydra.strategies/1` file; null proposes them."""
+
+    profile: Text | None = None
+    """A `ds_hydra.profile/1` file or the name of a shipped one; null measures this machine at the start."""
+
+    memory_limit_bytes: Count | None = None
+    """Bytes one rank may use, in place of the profile's hardware memory; null takes the profile's."""
+
+    over_length: Literal["truncate", "drop", "refuse"] = "truncate"
+    """Sequences above the context are cut (as is usual in pre-training), dropped, or an error."""
+
+    text_column: Text = "text"
+    """Dataset column to tokenise where there is no `input_ids`; "text" is the custom of the hub."""
+
+    tokenizer: Text | None = None
+    """Path or hub id of the tokenizer; null needs a dataset that holds `input_ids`."""
+
+    seed: Index = 42
+    """Seed of the order of the data and of the planner's trials; 42 as in the Hugging Face Trainer."""
+
+    shuffle: bool = True
+    """Whether every epoch has an order of its own; false keeps the order of the dataset."""
+
+    activation_checkpointing: bool = False
+    """Recompute each decoder layer in backward: 1/3 more time, far less memory; off: short contexts fit."""
+
+    run_dir: Text | None = None
+    """Folder for `metrics.jsonl` and the plans; null writes nothing."""
+
+    save_plans: bool = True
+    """Whether `run_dir` also gets every executed plan (some KB each), which a bug report needs."""
+
+    planner: PlannerConfig = PlannerConfig()
+    """How much work goes into a plan."""
+
+    profiling: ProfilingConfig = ProfilingConfig()
+    """How the machine is measured when `profile` is null."""
+
+    @classmethod
+    def parse(cls, section: object) -> HydraConfig:
+        """The validated section; raises HydraConfigError listing every problem with its key and value."""
+        if not isinstance(section, Mapping):
+            raise HydraConfigError(
+                f'"hydra" is {_show(section)}, expected an object, at least {SMALLEST_SECTION}'
+            )
+        problems = dict.fromkeys(_find_auto(section), _AUTO_REFUSED)
+        config = None
+        try:
+            config = cls.model_validate(dict(section))
+        except ValidationError as error:
+            for details in error.errors():
+                problems.setdefault(details["loc"], _explain(details))
+        if config is None or problems:
+            raise HydraConfigError(_list_problems(problems))
+        return config
+
+
+_AUTO_REFUSED = (
+    'is "auto", which the Trainer fills in for DeepSpeed\'s keys only; leave the key out to get its default, '
+    "or write the value"
+)
+
+
+def _find_auto(section: Mapping[Any, Any], location: _Location = ()) -> Iterator[_Location]:
+    for key, value in section.items():
+        if isinstance(value, Mapping):
+            yield from _find_auto(value, (*location, key))
+        elif value == "auto":
+            yield (*location, key)
+
+
+def _explain(details: ErrorDetails) -> str:
+    """What is wrong at one location, and what would be right."""
+    location = details["loc"]
+    if details["type"] == "extra_forbidden":
+        return _explain_unknown(location)
+    if details["type"] == "missing":
+        return f"is missing and has no default; the smallest section is {SMALLEST_SECTION}"
+    if details["type"] == "value_error":
+        return f"is {_show(details['input'])}: {details['ctx']['error']}"
+    if details["type"] == "model_type":
+        return f"is {_show(details['input'])}: it should be an object"
+    wanted = re.sub("^(Input|Value|Tuple|List|String) should", "it should", details["msg"])
+    return f"is {_show(details['input'])}: {wanted}"
+
+
+def _explain_unknown(location: _Location) -> str:
+    """The nearest known key, or where the key belongs, or all keys of that section."""
+    *path, key = location
+    known = list(_section_at(path).model_fields)
+    nearest = get_close_matches(str(key), known, n=1, cutoff=0.6)
+    if nearest:
+        return f"is not a key; did you mean {_dotted((*path, nearest[0]))}?"
+    for home, section in _SECTIONS.items():
+        if str(key) in section.model_fields:
+            return f"is not a key here; write {_dotted((*home, key))}"
+    return f"is not a key; {_dotted(path)} has {', '.join(known)}"
+
+
+_SECTIONS: dict[_Location, type[BaseModel]] = {
+    (): HydraConfig,
+    ("planner",): PlannerConfig,
+    ("profiling",): ProfilingConfig,
+}
+
+
+def _section_at(path: list[int | str]) -> type[BaseModel]:
+    return _SECTIONS[tuple(path)]
+
+
+def _dotted(location: _Location | list[int | str]) -> str:
+    return ".".join(["hydra", *map(str, location)])
+
+
+def _show(value: object) -> str:
+    """The value as JSON, shortened to a line."""
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _list_problems(problems: Mapping[_Location, str]) -> str:
+    lines = [f"{_dotted(location)} {text}" for location, text in problems.items()]
+    if len(lines) == 1:
+        return lines[0]
+    return "\n  ".join([f'the "hydra" section has {len(lines)} problems:', *lines])

@@ -1,0 +1,164 @@
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.batches import NUM_REMEMBERED_STATES, SamplerState, TokenBudgetSampler
+
+lengths_lists = st.lists(st.integers(1, 50), min_size=1, max_size=40)
+budgets = st.integers(1, 120)
+seeds = st.integers(0, 5)
+
+
+def make_sampler(lengths, budget, seed=0, shuffle=True):
+    return TokenBudgetSampler(lengths, np.asarray(lengths) - 1, budget, seed=seed, shuffle=shuffle)
+
+
+@given(lengths_lists, budgets, seeds, st.booleans())
+def test_every_epoch_holds_every_sequence_once(lengths, budget, seed, shuffle):
+    sampler = make_sampler(lengths, budget, seed, shuffle)
+    stream = []
+    while len(stream) < 3 * len(lengths):
+        stream += next(sampler).sample_indices
+    for epoch in range(3):
+        indices = stream[epoch * len(lengths) : (epoch + 1) * len(lengths)]
+        assert sorted(indices) == list(range(len(lengths)))
+
+
+@given(lengths_lists, budgets, seeds)
+def test_batches_are_as_full_as_the_rule_allows(lengths, budget, seed):
+    sampler = make_sampler(lengths, budget, seed)
+    batches = [next(sampler) for _ in range(20)]
+    for batch, following in pairwise(batches):
+        assert batch.num_tokens <= budget or len(batch.lengths) == 1
+        assert batch.num_tokens + following.lengths[0] > budget
+
+
+@given(lengths_lists, budgets, seeds)
+def test_batches_describe_their_sequences(lengths, budget, seed):
+    sampler = make_sampler(lengths, budget, seed)
+    for iteration in range(5):
+        batch = next(sampler)
+        assert batch.iteration == iteration
+        assert batch.lengths == tuple(lengths[i] for i in batch.sample_indices)
+        assert batch.num_label_tokens == sum(batch.lengths) - len(batch.lengths)
+
+
+@given(lengths_lists, budgets, seeds, st.booleans(), st.integers(0, 12), st.integers(0, 12))
+def test_resume_equals_the_uninterrupted_stream(lengths, budget, seed, shuffle, executed, ahead):
+    """Planning has drawn `ahead` batches more than were executed when the checkpoint is taken."""
+    sampler = make_sampler(lengths, budget, seed, shuffle)
+    for _ in range(executed + ahead):
+        next(sampler)
+    state = json.loads(json.dumps(sampler.state_dict(executed)))
+
+    resumed = make_sampler(lengths, budget, seed, shuffle)
+    resumed.load_state_dict(state)
+
+    uninterrupted = make_sampler(lengths, budget, seed, shuffle)
+    expected = [next(uninterrupted) for _ in range(executed + 5)][executed:]
+    assert [next(resumed) for _ in range(5)] == expected
+
+
+def test_same_seed_same_batches_other_seed_other_batches():
+    lengths = list(range(1, 60))
+    first, second, other = (
+        make_sampler(lengths, 99, 1),
+        make_sampler(lengths, 99, 1),
+        make_sampler(lengths, 99, 2),
+    )
+    batches = [next(first) for _ in range(30)]
+    assert batches == [next(second) for _ in range(30)]
+    assert batches != [next(other) for _ in range(30)]
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    sampler = make_sampler([1] * 50, 50)
+    assert next(sampler).sample_indices != next(sampler).sample_indices
+
+
+def test_order_is_pinned():
+    """A change of the order would break the resume of every checkpoint that exists."""
+    sampler = make_sampler([5, 3, 8, 2, 7, 4], 11, seed=42)
+    assert [next(sampler).sample_indices for _ in range(4)] == [(3, 2), (5, 4), (1, 0), (4,)]
+
+
+def test_a_sequence_above_the_budget_comes_alone():
+    sampler = make_sampler([2, 30, 3], 10, shuffle=False)
+    assert [next(sampler).sample_indices for _ in range(4)] == [(0,), (1,), (2, 0), (1,)]
+
+
+def test_a_budget_of_several_epochs():
+    batch = next(make_sampler([2, 3], 13, shuffle=False))
+    assert batch.sample_indices == (0, 1, 0, 1, 0)
+
+
+def test_draw_leaves_the_stream_alone():
+    sampler = make_sampler([2, 3, 4], 5, shuffle=False)
+    before = sampler.state_dict()
+    sampler.draw(SamplerState(epoch=1, position=2))
+    assert sampler.state_dict() == before
+
+
+def test_it_is_an_endless_iterator_and_its_own_batch_sampler():
+    sampler = make_sampler([2, 3], 5)
+    assert iter(sampler) is sampler
+    assert sampler.batch_sampler is sampler
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget", "message"),
+    [
+        ([], 5, "dataset is empty"),
+        ([3, 7], 0, "tokens_per_iteration is 0, expected 1 or more, for example 7"),
+    ],
+)
+def test_unusable_data_is_a_config_error(lengths, budget, message):
+    with pytest.raises(HydraConfigError, match=message):
+        make_sampler(lengths, budget)
+
+
+def test_the_advised_budget_works():
+    assert next(make_sampler([3, 7], 7)).num_tokens <= 7
+
+
+def test_arguments_that_contradict_each_other():
+    with pytest.raises(ValueError, match="has shape"):
+        TokenBudgetSampler([1, 2], [1], 5)
+    with pytest.raises(ValueError, match="sequence 1 has no token"):
+        TokenBudgetSampler([1, 0], [0, 0], 5)
+
+
+@pytest.mark.parametrize(
+    ("other", "key"),
+    [
+        (make_sampler([2, 3, 4], 5), "num_sequences"),
+        (make_sampler([2, 3], 5, seed=9), "seed"),
+        (make_sampler([2, 3], 5, shuffle=False), "shuffle"),
+    ],
+)
+def test_a_checkpoint_of_another_order_is_refused(other, key):
+    state = other.state_dict()
+    with pytest.raises(HydraConfigError, match=f"taken with {key}"):
+        make_sampler([2, 3], 5).load_state_dict(state)
+
+
+def test_another_budget_may_continue_a_checkpoint():
+    sampler = make_sampler([2, 3, 4], 5, shuffle=False)
+    next(sampler)
+    wider = make_sampler([2, 3, 4], 9, shuffle=False)
+    wider.load_state_dict(sampler.state_dict())
+    assert next(wider).sample_indices == (2, 0, 1)
+
+
+def test_states_of_the_far_past_are_forgotten():
+    sampler = make_sampler([1], 1)
+    for _ in range(NUM_REMEMBERED_STATES + 2):
+        next(sampler)
+    assert sampler.state_dict(2)["iteration"] == 2
+    with pytest.raises(ValueError, match="no state for iteration 1"):
+        sampler.state_dict(1)

@@ -1,0 +1,395 @@
+import copy
+import inspect
+import json
+import logging
+
+import pytest
+from pydantic import BaseModel
+
+from ds_hydra.configs import HydraConfig, PlannerConfig, ProfilingConfig, read_ds_config
+from ds_hydra.configs.ds_config import FILL_INS, KNOWN_TOP_LEVEL_KEYS, REFUSALS, WITHOUT_EFFECT, find_key
+from ds_hydra.errors import HydraConfigError
+
+SMALLEST = {"context_length": 4096, "tokens_per_iteration": 65536}
+
+
+def ds_config(hydra=SMALLEST, **changes):
+    return {"zero_optimization": {"stage": 3}, "hydra": copy.deepcopy(hydra), **changes}
+
+
+def section_problem(**changes):
+    with pytest.raises(HydraConfigError) as caught:
+        HydraConfig.parse(SMALLEST | changes)
+    return str(caught.value)
+
+
+def config_problem(config):
+    with pytest.raises(HydraConfigError) as caught:
+        read_ds_config(config)
+    return str(caught.value)
+
+
+def nested(dotted_key, value):
+    for key in reversed(dotted_key.split(".")):
+        value = {key: value}
+    return value
+
+
+def merge(base, extra):
+    """`base` with the nested dict `extra` laid over it."""
+    merged = dict(base)
+    for key, value in extra.items():
+        merged[key] = merge(merged.get(key, {}), value) if isinstance(value, dict) else value
+    return merged
+
+
+# The "hydra" section
+
+
+def test_the_smallest_section_gets_all_defaults():
+    config = HydraConfig.parse(SMALLEST)
+    assert (config.context_length, config.tokens_per_iteration) == (4096, 65536)
+    assert (config.over_length, config.text_column, config.strategies) == ("truncate", "text", None)
+    assert config.planner == PlannerConfig()
+    assert config.profiling == ProfilingConfig()
+
+
+def test_a_full_section_round_trips_through_json():
+    section = {
+        **SMALLEST,
+        "strategies": ["4x<1,1>", "1x<2,1> + 2x<1,1>"],
+        "profile": "profile.json",
+        "memory_limit_bytes": 10**9,
+        "over_length": "refuse",
+        "text_column": "body",
+        "tokenizer": "tokenizer/",
+        "seed": 1,
+        "shuffle": False,
+        "activation_checkpointing": True,
+        "run_dir": "runs/1",
+        "save_plans": False,
+        "planner": {
+            "lookahead": 2,
+            "num_workers": 0,
+            "solver": "highs",
+            "gap_tolerance": 0,
+            "deadline_ms": None,
+        },
+        "profiling": {"lengths": [128, 512, 1024], "repeats": 1, "warmup": 0},
+    }
+    config = HydraConfig.parse(section)
+    assert HydraConfig.parse(json.loads(config.model_dump_json())) == config
+    assert merge(config.model_dump(mode="json"), section) == config.model_dump(mode="json")
+
+
+def test_numbers_may_be_written_with_an_exponent():
+    assert HydraConfig.parse(SMALLEST | {"tokens_per_iteration": 2e5}).tokens_per_iteration == 200_000
+
+
+def test_strategies_may_be_a_file():
+    assert HydraConfig.parse(SMALLEST | {"strategies": "candidates.json"}).strategies == "candidates.json"
+
+
+def test_the_config_cannot_be_changed():
+    with pytest.raises(ValueError, match="frozen"):
+        HydraConfig.parse(SMALLEST).seed = 1
+
+
+@pytest.mark.parametrize("section", [HydraConfig, PlannerConfig, ProfilingConfig])
+def test_every_field_says_what_it_is(section: type[BaseModel]):
+    for name, field in section.model_fields.items():
+        assert field.description, f"{section.__name__}.{name} has no sentence under it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_lenght": 1}, "hydra.context_lenght is not a key; did you mean hydra.context_length?"),
+        (
+            {"planner": {"lookahed": 2}},
+            "hydra.planner.lookahed is not a key; did you mean hydra.planner.lookahead?",
+        ),
+        ({"lookahead": 2}, "hydra.lookahead is not a key here; write hydra.planner.lookahead"),
+        (
+            {"profiling": {"zzz": 2}},
+            "hydra.profiling.zzz is not a key; hydra.profiling has lengths, repeats, warmup",
+        ),
+        ({"seed": -1}, "hydra.seed is -1: it should be greater than or equal to 0"),
+        ({"context_length": 1}, "hydra.context_length is 1: it should be greater than or equal to 2"),
+        ({"context_length": "4096"}, 'hydra.context_length is "4096": it should be a valid integer'),
+        ({"context_length": True}, "hydra.context_length is true: it should be a valid integer"),
+        ({"tokens_per_iteration": 2.5}, "hydra.tokens_per_iteration is 2.5: it should be a valid integer"),
+        ({"over_length": "cut"}, "hydra.over_length is \"cut\": it should be 'truncate', 'drop' or 'refuse'"),
+        ({"shuffle": 1}, "hydra.shuffle is 1: it should be a valid boolean"),
+        ({"strategies": "4x<1,1>"}, 'hydra.strategies is "4x<1,1>": write ["4x<1,1>"]'),
+        ({"strategies": []}, "hydra.strategies is []: wanted a list such as"),
+        ({"strategies": [4]}, "hydra.strategies is [4]: wanted a list such as"),
+        (
+            {"planner": {"solver": "gurobi"}},
+            "hydra.planner.solver is \"gurobi\": it should be 'cbc' or 'highs'",
+        ),
+        ({"planner": []}, "hydra.planner is []: it should be an object"),
+        (
+            {"profiling": {"lengths": [5, 6]}},
+            "hydra.profiling.lengths is [5, 6]: it should have at least 3 items",
+        ),
+        ({"seed": "auto"}, 'hydra.seed is "auto", which the Trainer fills in for DeepSpeed\'s keys only'),
+        ({"tokenizer": "auto"}, 'hydra.tokenizer is "auto"'),
+        ({"planner": {"lookahead": "auto"}}, 'hydra.planner.lookahead is "auto"'),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_key_and_what_is_wanted(changes, message):
+    assert section_problem(**changes).startswith(message)
+
+
+def test_all_problems_are_listed():
+    text = section_problem(seed=-1, shufle=True, planner={"solver": "auto", "num_trials": 0})
+    assert text.startswith('the "hydra" section has 4 problems:\n')
+    for key in ("hydra.seed", "hydra.shufle", "hydra.planner.solver", "hydra.planner.num_trials"):
+        assert f"\n  {key} is " in text
+
+
+def test_missing_keys_come_with_the_smallest_section():
+    with pytest.raises(
+        HydraConfigError, match=r'hydra.context_length is missing .*"tokens_per_iteration": 65536'
+    ):
+        HydraConfig.parse({"tokens_per_iteration": 1})
+    with pytest.raises(HydraConfigError, match='"hydra" is \\[\\], expected an object, at least'):
+        HydraConfig.parse([])
+
+
+# The DeepSpeed JSON around it
+
+
+def test_a_file_and_its_content_give_the_same(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(ds_config()))
+    assert read_ds_config(path) == read_ds_config(str(path)) == read_ds_config(ds_config())
+
+
+def test_the_users_dict_is_not_changed():
+    config = ds_config(optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
+    before = copy.deepcopy(config)
+    result, _ = read_ds_config(config)
+    result["optimizer"]["params"]["lr"] = 5
+    assert config == before
+
+
+def test_silence_is_filled_in():
+    result, _ = read_ds_config(ds_config())
+    assert result == {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "contiguous_gradients": False,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    }
+
+
+def test_an_explicit_null_is_silence():
+    result, _ = read_ds_config(ds_config(data_types=None, gradient_accumulation_steps=None))
+    assert result["data_types"] == {"grad_accum_dtype": "fp32"}
+    assert result["gradient_accumulation_steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train_micro_batch_size_per_gpu", 4),
+        ("train_micro_batch_size_per_gpu", "auto"),
+        ("data_types.grad_accum_dtype", "bf16"),
+        ("zero_optimization.stage3_param_persistence_threshold", 100),
+        ("zero_optimization.contiguous_gradients", True),
+        ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
+    ],
+)
+def test_what_the_user_said_stays(key, value):
+    result, _ = read_ds_config(merge(ds_config(), nested(key, value)))
+    assert find_key(result, key) == value
+
+
+@pytest.mark.parametrize("fill_in", [f for f in FILL_INS if f.unless], ids=lambda f: f.key)
+def test_other_spellings_of_a_key_are_not_silence(fill_in):
+    for key in fill_in.unless:
+        result, _ = read_ds_config(merge(ds_config(), nested(key, 7)))
+        assert find_key(result, fill_in.key) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("zero_optimisation", "zero_optimization"),
+        ("Zero-Optimization", "zero_optimization"),
+        ("optimiser", "optimizer"),
+        ("gradient_accumulation_step", "gradient_accumulation_steps"),
+        ("train_micro_batch_size", "train_micro_batch_size_per_gpu"),
+        ("bf_16", "bf16"),
+        ("Hydra", "hydra"),
+        ("hydr", "hydra"),
+    ],
+)
+def test_a_near_miss_of_a_top_level_key_is_an_error(key, meant):
+    text = config_problem(ds_config(**{key: {}}))
+    assert text == f'"{key}" is not a DeepSpeed key and would be ignored; did you mean "{meant}"?'
+
+
+def test_unrelated_keys_pass_with_a_warning(caplog):
+    result, _ = read_ds_config(ds_config(my_notes="v2", eval_batch_size=4))
+    assert result["my_notes"] == "v2"
+    assert [record.message.split('"')[1] for record in caplog.records] == ["my_notes", "eval_batch_size"]
+
+
+def test_known_keys_pass_in_silence(caplog):
+    for key in KNOWN_TOP_LEVEL_KEYS - set(WITHOUT_EFFECT) - {"zero_optimization"}:
+        read_ds_config(ds_config(**{key: None}))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, None, True, "3"])
+def test_another_stage_is_refused(stage):
+    text = config_problem(ds_config(zero_optimization={"stage": stage}))
+    assert text.startswith(f"zero_optimization.stage is {json.dumps(stage)}, expected 3, because")
+
+
+def test_no_zero_section_is_refused():
+    assert "zero_optimization.stage is null, expected 3" in config_problem({"hydra": SMALLEST})
+
+
+REFUSED = {
+    "zero_optimization.zero_hpz_partition_size": 8,
+    "zero_optimization.mics_shard_size": 8,
+    "zero_optimization.mics_hierarchical_params_gather": True,
+    "zero_optimization.zero_quantized_weights": True,
+    "zero_optimization.zero_quantized_nontrainable_weights": True,
+    "zero_optimization.zero_quantized_gradients": True,
+    "zero_optimization.offload_param.device": "nvme",
+    "zero_optimization.offload_optimizer.super_offload": True,
+    "zero_optimization.zenflow": {"topk_ratio": 0.1},
+    "tensor_parallel.autotp_size": 2,
+    "tensor_parallel.tp.tp_size": 2,
+    "sequence_parallel_size": 2,
+    "expert_parallel.enabled": True,
+    "torch_autocast.enabled": True,
+    "compile.deepcompile": True,
+    "hybrid_engine.enabled": True,
+    "weight_quantization": {"quantized_initialization": {}},
+    "data_efficiency.enabled": True,
+    "bf16.bf16_master_weights_and_grads": True,
+    "fp16.fp16_master_weights_and_grads": True,
+    "gradient_accumulation_steps": 4,
+    "managed_gradient_accumulation": False,
+}
+
+
+def test_every_refusal_is_tested():
+    assert [refusal.key for refusal in REFUSALS] == list(REFUSED)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.key)
+def test_an_unsupported_feature_is_refused_by_name_and_the_advice_works(refusal):
+    value = REFUSED[refusal.key]
+    text = config_problem(merge(ds_config(), nested(refusal.key, value)))
+    assert text.startswith(f"{refusal.key} is {json.dumps(value)}: ")
+    advised = json.loads(refusal.instead.split(" or ")[0])
+    read_ds_config(merge(ds_config(), nested(refusal.key, advised)))
+
+
+def test_all_refusals_are_listed():
+    text = config_problem(ds_config(zero_optimization={"stage": 2}, sequence_parallel_size=2))
+    assert text.startswith("the DeepSpeed config has 2 problems:\n  zero_optimization.stage is 2")
+
+
+@pytest.mark.parametrize("key", WITHOUT_EFFECT)
+def test_what_has_no_effect_is_said(key, caplog):
+    read_ds_config(ds_config(**{key: 64}))
+    assert [record.message for record in caplog.records] == [f"{key} has no effect: {WITHOUT_EFFECT[key]}"]
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_a_coarse_gradient_sum_is_said(caplog):
+    read_ds_config(ds_config(data_types={"grad_accum_dtype": "bf16"}))
+    assert "data_types.grad_accum_dtype is bf16" in caplog.text
+
+
+def test_no_hydra_section_shows_the_smallest_one():
+    text = config_problem({"zero_optimization": {"stage": 3}})
+    assert 'has no "hydra" section' in text
+    advised = json.loads("{" + text.partition("the smallest one is ")[2] + "}")
+    read_ds_config({"zero_optimization": {"stage": 3}, **advised})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"a": 1,}', "is not JSON"),
+        ("[]", "holds a JSON list, expected an object"),
+        ('{"bf16": {"enabled": true, "enabled": false}}', '"enabled" is given twice'),
+    ],
+)
+def test_an_unreadable_file_is_named(tmp_path, content, message):
+    path = tmp_path / "ds_config.json"
+    path.write_text(content)
+    text = config_problem(path)
+    assert str(path) in text
+    assert message in text
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert config_problem(tmp_path / "none.json").endswith("none.json: No such file or directory")
+
+
+def test_data_types_of_the_wrong_kind():
+    assert config_problem(ds_config(data_types="fp32")) == 'data_types is "fp32", expected an object'
+
+
+# Against the installed DeepSpeed
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train_batch_size": 512},
+        {"train_micro_batch_size_per_gpu": 4, "train_batch_size": 512},
+        {"bf16": {"enabled": True}, "gradient_clipping": 1.0},
+        {"fp16": {"enabled": True}},
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+        {"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}},
+    ],
+    ids=str,
+)
+def test_deepspeed_accepts_the_result(changes):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    result, _ = read_ds_config(ds_config(**changes))
+    config = DeepSpeedConfig(copy.deepcopy(result))
+    assert config.gradient_accumulation_steps == 1
+    assert config.grad_accum_dtype == "fp32"
+    assert config.zero_config.param_persistence_threshold == 0
+    assert not config.zero_config.contiguous_gradients
+    assert config.zero_config.gather_16bit_weights_on_model_save
+
+
+def test_every_key_that_deepspeed_reads_is_known():
+    """Keys are looked up by constants of these modules; a new one must not be called unknown."""
+    from deepspeed.runtime import config, constants
+
+    source = inspect.getsource(config)
+    read = {
+        value
+        for module in (config, constants)
+        for name, value in vars(module).items()
+        if name.isupper() and isinstance(value, str) and f"param_dict, {name}" in source
+    }
+    assert len(read) > 10
+    assert read <= KNOWN_TOP_LEVEL_KEYS
+
+
+def test_keys_that_deepspeed_removed_are_not_known():
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
+
+    assert not KNOWN_TOP_LEVEL_KEYS & set(_REMOVED_TOP_LEVEL_CONFIG_KEYS)

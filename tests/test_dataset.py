@@ -1,0 +1,201 @@
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.dataset import RawTokenize, TokenDataset
+
+WORDS = ["<eos>", "<unk>", "a", "b", "c", "d"]
+TEXTS = ["a b c", "b", "", "d d d d d d d d", None, "c a"]
+EOS = 0
+
+
+def make_tokenizer() -> Tokenizer:
+    vocab = {word: index for index, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+@pytest.fixture(params=["tokenizers", "transformers"])
+def tokenize(request):
+    if request.param == "tokenizers":
+        return RawTokenize(make_tokenizer(), eos_token_id=EOS)
+    return PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(), eos_token="<eos>", unk_token="<unk>")
+
+
+def from_ids(rows, context_length=8, **kwargs):
+    return TokenDataset.from_dataset(
+        Dataset.from_dict({"input_ids": rows}), context_length=context_length, **kwargs
+    )
+
+
+def assert_row(row, input_ids, labels=None):
+    np.testing.assert_array_equal(row["input_ids"], input_ids)
+    np.testing.assert_array_equal(row["labels"], input_ids if labels is None else labels)
+    assert row["input_ids"].dtype == row["labels"].dtype == np.int64
+
+
+def test_texts_are_tokenised_and_end_with_eos(tokenize):
+    dataset = TokenDataset.from_dataset(
+        Dataset.from_dict({"text": TEXTS, "source": ["x"] * 6}), context_length=16, tokenize=tokenize
+    )
+    assert dataset.lengths.tolist() == [4, 2, 9, 3]
+    assert dataset.num_label_tokens.tolist() == [3, 1, 8, 2]
+    assert dataset.report.num_without_label == 2, "the empty text and the null have an eos only"
+    assert_row(dataset[0], [2, 3, 4, EOS])
+    assert_row(dataset[3], [4, 2, EOS])
+
+
+def test_eos_can_be_left_out_and_is_not_doubled(tokenize):
+    texts = Dataset.from_dict({"text": ["a b", "a b <eos>"]})
+    plain = TokenDataset.from_dataset(texts, context_length=16, tokenize=tokenize, append_eos=False)
+    assert plain.lengths.tolist() == [2, 3]
+    ended = TokenDataset.from_dataset(texts, context_length=16, tokenize=tokenize)
+    assert ended.lengths.tolist() == [3, 3]
+
+
+def test_tokenising_happens_once(tmp_path, tokenize):
+    """A second reading, even with another context, comes from the cache of `datasets`."""
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"text": "a b c"}\n{"text": "c a"}\n')
+    texts = Dataset.from_json(str(path), cache_dir=str(tmp_path / "cache"))
+    TokenDataset.from_dataset(texts, context_length=16, tokenize=tokenize)
+    files = sorted((tmp_path / "cache").rglob("cache-*.arrow"))
+    TokenDataset.from_dataset(texts, context_length=2, tokenize=tokenize)
+    assert len(files) == 1
+    assert sorted((tmp_path / "cache").rglob("cache-*.arrow")) == files
+
+
+def test_token_ids_of_a_dataset_are_used_as_they_are():
+    dataset = from_ids([[5, 6, 7], [1], [], [8, 9]])
+    assert dataset.lengths.tolist() == [3, 2]
+    assert len(dataset) == 2
+    assert_row(dataset[1], [8, 9])
+    assert dataset.report.num_without_label == 2
+
+
+def test_explicit_labels_are_counted_where_they_are_predicted():
+    """The label at place 0 has no position before it that could predict it."""
+    rows = {
+        "input_ids": [[1, 2, 3], [1, 2, 3], [4, 5, 6, 7], [1, 2]],
+        "labels": [[1, -100, 3], [1, -100, -100], [-100, 5, 6, 7], [-100, 2]],
+    }
+    dataset = TokenDataset.from_dataset(Dataset.from_dict(rows), context_length=3)
+    assert dataset.num_label_tokens.tolist() == [1, 2, 1]
+    assert_row(dataset[0], [1, 2, 3], [1, -100, 3])
+    assert_row(dataset[1], [4, 5, 6], [-100, 5, 6])
+    assert dataset.report.num_without_label == 1
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([-100, 1, 2]), max_size=12), min_size=1, max_size=12),
+    st.integers(2, 10),
+)
+def test_label_counts_equal_the_plain_definition(labels, context_length):
+    labels = [*labels, [7, 7]]
+    rows = Dataset.from_dict({"input_ids": [[9] * len(row) for row in labels], "labels": labels})
+    dataset = TokenDataset.from_dataset(rows, context_length=context_length)
+    expected = [sum(label != -100 for label in row[1:context_length]) for row in labels]
+    assert dataset.num_label_tokens.tolist() == [count for count in expected if count]
+
+
+def test_truncate_keeps_the_beginning_and_counts():
+    dataset = from_ids([[1, 2, 3, 4, 5], [6, 7, 8], [9, 10, 11, 12]], context_length=3)
+    assert dataset.lengths.tolist() == [3, 3, 3]
+    assert_row(dataset[0], [1, 2, 3])
+    assert (dataset.report.num_truncated, dataset.report.num_cut_tokens) == (2, 3)
+
+
+def test_drop_keeps_the_others_and_counts():
+    dataset = from_ids([[1, 2, 3, 4, 5], [6, 7, 8], [9]], context_length=3, over_length="drop")
+    assert dataset.lengths.tolist() == [3]
+    assert_row(dataset[0], [6, 7, 8])
+    assert (dataset.report.num_dropped, dataset.report.num_without_label) == (1, 1)
+
+
+def test_refuse_names_the_row_and_both_ways_out():
+    rows = [[1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4]]
+    with pytest.raises(HydraConfigError) as caught:
+        from_ids(rows, context_length=3, over_length="refuse")
+    for part in ("row 1", "5 tokens", "hydra.context_length 3", "2 rows", "hydra.over_length", "to 5"):
+        assert part in str(caught.value)
+    assert from_ids(rows, context_length=5, over_length="refuse").report.num_truncated == 0
+
+
+def test_report_prints_what_was_cut_and_left_out():
+    report = from_ids([[1] * 1500, [1, 2, 3], [1]], context_length=1000).report
+    assert str(report) == (
+        "2 sequences, 1,003 tokens, mean 502, longest 1,000\n"
+        "1 truncated to 1,000 tokens (500 tokens cut, 33.3%)\n"
+        "1 left out, without a token to predict"
+    )
+    dropped = from_ids([[1] * 1500, [1, 2, 3]], context_length=1000, over_length="drop").report
+    assert str(dropped).endswith("1 dropped, longer than 1,000 tokens")
+
+
+def test_lengths_cannot_be_changed():
+    with pytest.raises(ValueError, match="read-only"):
+        from_ids([[1, 2]]).lengths[0] = 5
+
+
+def test_a_selected_and_shuffled_dataset():
+    rows = (
+        Dataset.from_dict({"input_ids": [[i] * (i + 2) for i in range(10)]}).shuffle(seed=3).select(range(4))
+    )
+    dataset = TokenDataset.from_dataset(rows, context_length=99)
+    for index in range(4):
+        assert_row(dataset[index], rows[index]["input_ids"])
+        assert dataset.lengths[index] == len(rows[index]["input_ids"])
+
+
+def test_more_rows_than_one_read(monkeypatch):
+    monkeypatch.setattr("ds_hydra.sampler.dataset._ROWS_PER_READ", 3)
+    dataset = from_ids([[1] * length for length in range(2, 10)], context_length=99)
+    assert dataset.lengths.tolist() == list(range(2, 10))
+
+
+text = Dataset.from_dict({"text": ["a b"], "title": ["t"]})
+BAD_DATA = [
+    (Dataset.from_dict({"text": []}), "dataset is empty"),
+    (
+        text.rename_column("text", "body"),
+        "text column 'text', but the columns body, title; set hydra.text_column",
+    ),
+    (Dataset.from_dict({"text": [1, 2]}), "holds Value\\('int64'\\), expected text"),
+    (text, "no tokenizer; set hydra.tokenizer"),
+    (DatasetDict(train=text, test=text), r"splits train, test; give one, such as dataset\['train'\]"),
+    ([[1, 2]], "is a list, expected a datasets.Dataset"),
+    (text.to_iterable_dataset(), "is a IterableDataset, expected"),
+    (Dataset.from_dict({"input_ids": [[1], []]}), "2 rows is left: 2 have no token to predict"),
+    (Dataset.from_dict({"input_ids": ["a b"]}), "column 'input_ids' holds string, expected lists"),
+    (
+        Dataset.from_dict({"input_ids": [[1, 2]], "labels": [3]}),
+        "column 'labels' holds int64, expected lists",
+    ),
+    (
+        Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3]]}),
+        "row 1 has 2 input_ids and 1 labels",
+    ),
+    (
+        Dataset.from_dict({"input_ids": [[1, 2], [3, 0]], "attention_mask": [[1, 1], [1, 0]]}),
+        "row 1 of the dataset is padded",
+    ),
+]
+
+
+@pytest.mark.parametrize(("dataset", "message"), BAD_DATA)
+def test_unusable_data_is_a_config_error(dataset, message):
+    with pytest.raises(HydraConfigError, match=message):
+        TokenDataset.from_dataset(dataset, context_length=8)
+
+
+def test_nothing_left_after_dropping_names_the_key():
+    with pytest.raises(
+        HydraConfigError, match=r"1 are longer than hydra.context_length 2; set hydra.over_length"
+    ):
+        from_ids([[1, 2, 3], [1]], context_length=2, over_length="drop")
