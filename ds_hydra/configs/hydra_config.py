@@ -67,7 +67,7 @@ class PlannerConfig(_Section):
     dispatch: Literal["greedy", "ideal"] = "greedy"
     """Sequences to pipelines by Alg. 1 ("greedy", fast) or the ILP of Eq. 3 ("ideal", exact, to compare)."""
 
-    objective: Literal["recurrence", "closed_form"] = "recurrence"
+    objective: Literal["exact", "closed_form"] = "exact"
     """Time of a pipeline: event by event through 1F1B, exact for unequal rows, or the formula of Eq. 1."""
 
     num_trials: Count = 64
@@ -143,6 +143,9 @@ class HydraConfig(_Section):
 
     save_plans: bool = True
     """Whether `run_dir` also gets every executed plan (some KB each), which a bug report needs."""
+
+    max_process_groups: Count = 256
+    """Process groups that all strategies together may need; each costs communicator memory on its ranks."""
 
     planner: PlannerConfig = PlannerConfig()
     """How much work goes into a plan."""

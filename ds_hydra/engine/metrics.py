@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,12 +80,13 @@ def measured_imbalance(pipelines: Sequence[PipelineMetrics]) -> float:
 class RunLog:
     """Writes `metrics.jsonl` and, if wanted, one JSON file per executed plan into a run folder."""
 
-    def __init__(self, run_dir: Path, *, save_plans: bool, append: bool = True):
+    def __init__(self, run_dir: Path, *, save_plans: bool):
+        self._run_dir = run_dir
         self._plans = run_dir / "plans" if save_plans else None
         run_dir.mkdir(parents=True, exist_ok=True)
         if self._plans is not None:
             self._plans.mkdir(exist_ok=True)
-        self._file = (run_dir / "metrics.jsonl").open("a" if append else "w", encoding="utf-8")
+        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
 
     def write(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
         """Append one iteration."""
@@ -94,6 +95,10 @@ class RunLog:
         if self._plans is not None:
             path = self._plans / f"iteration_{plan.iteration:06d}.json"
             path.write_text(json.dumps(plan.to_json()), encoding="utf-8")
+
+    def write_profile(self, document: Mapping[str, Any]) -> None:
+        """Keep the profile that this run measured; `hydra.profile` can name the file in the next run."""
+        (self._run_dir / "profile.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
 
     def close(self) -> None:
         """Close the file."""

@@ -139,20 +139,20 @@ class Propagator:
         """Create the process groups of `strategies`."""
         self.groups.ensure(strategies)
 
-    def check_plan(self, plan: IterationPlan) -> None:
-        """Raise PlanMismatchError on every rank where ranks hold different plans."""
-        mine = torch.tensor([plan.digest], dtype=torch.int64, device=self._device)
-        all_digests = torch.empty(self.num_ranks, dtype=torch.int64, device=self._device)
-        dist.all_gather_into_tensor(all_digests, mine)
-        digests = all_digests.tolist()
-        if len(set(digests)) > 1:
+    def check_plan(self, plan: IterationPlan, batch_fingerprint: int) -> None:
+        """Raise PlanMismatchError on every rank where ranks hold different plans or mini-batches."""
+        mine = torch.tensor([plan.digest, batch_fingerprint], dtype=torch.int64, device=self._device)
+        all_ranks = torch.empty(2 * self.num_ranks, dtype=torch.int64, device=self._device)
+        dist.all_gather_into_tensor(all_ranks, mine)
+        for what, digests in zip(("plan", "mini-batch"), all_ranks.view(-1, 2).T.tolist(), strict=True):
             differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-            raise PlanMismatchError(
-                f"iteration {plan.iteration}: plan digest {digests[0]:016x} on rank 0 differs from "
-                f"{digests[differing[0]]:016x} on rank {differing[0]} ({len(differing)} of {self.num_ranks} "
-                "ranks differ); nothing was exchanged. Every rank must be given the same mini-batch and "
-                "configuration"
-            )
+            if differing:
+                raise PlanMismatchError(
+                    f"iteration {plan.iteration}: the digest of the {what} is {digests[0]:016x} on rank 0 and "
+                    f"{digests[differing[0]]:016x} on rank {differing[0]} ({len(differing)} of "
+                    f"{self.num_ranks} ranks differ); nothing was exchanged. Give every rank the same "
+                    "mini-batch, dataset and configuration"
+                )
 
     def train(
         self, plan: IterationPlan, load: LoadExample, grads_P: Sequence[Tensor], loss_scale: float
@@ -189,6 +189,23 @@ class Propagator:
             propagate_ms=(self._now() - pulled) * 1e3,
             push_ms=0.0,
         )
+
+    def time_propagation(self, plan: IterationPlan, load: LoadExample, num_runs: int) -> list[float]:
+        """Milliseconds of the slowest rank in each of `num_runs` forward + backward runs of `plan`.
+
+        Slices are pulled once; gradients are thrown away.
+        """
+        link = self._link_of(plan.strategy)
+        slices = self._pull(link)
+        mine = []
+        for _ in range(num_runs):
+            dist.barrier()
+            start = self._now()
+            self._propagate(plan, link, slices, load, 1.0)
+            mine.append((self._now() - start) * 1e3)
+        slowest = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return list(slowest.tolist())
 
     def _link_of(self, strategy: Strategy) -> StrategyLink:
         if strategy not in self._links:

@@ -106,6 +106,11 @@ class Skeleton:
         self.supports_pp = self._probe_pass_through()
 
     @property
+    def config(self) -> Any:
+        """The base model's configuration."""
+        return self._base.config
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self._layers)

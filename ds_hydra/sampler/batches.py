@@ -82,6 +82,11 @@ class TokenBudgetSampler:
         """This sampler: the Trainer of transformers asks for `batch_sampler.batch_sampler` after a resume."""
         return self
 
+    @property
+    def state(self) -> SamplerState:
+        """Where the stream stands, for `draw`."""
+        return self._state
+
     def __iter__(self) -> Iterator[GlobalBatch]:
         return self
 

@@ -1,0 +1,44 @@
+# Two commands for users (demo, test), one for developers (check). Everything lives in $(VENV).
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+export OMP_NUM_THREADS ?= 1
+export DS_ACCELERATOR ?= cpu
+export TOKENIZERS_PARALLELISM ?= false
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format clean
+
+help:  ## show this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(INSTALLED)  ## create the virtual environment
+
+# The last step compiles DeepSpeed's CPU collectives once, so that no training run waits for a compiler.
+$(INSTALLED): setup.cfg pyproject.toml requirements/constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt torch numpy setuptools
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt --editable '.[dev]'
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+	@touch $(INSTALLED)
+
+demo: $(INSTALLED)  ## train a small LLaMA on the standard library's source with 4 CPU ranks
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_gpus 4 --no_local_rank examples/stdlib/train.py
+
+test: $(INSTALLED)  ## run the tests
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest
+
+check: $(INSTALLED)  ## lint, types, import contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(INSTALLED)  ## apply the formatter
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove environment and caches
+	rm -rf $(VENV) .cache runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,354 @@
+"""HydraEngine: DeepSpeedEngine whose propagation changes its parallel strategy every iteration.
+
+DeepSpeed keeps what it is good at (ZeRO-3 partitions, fp32 master weights, Adam, clipping, loss scale,
+schedulers, monitors, checkpoints); ds_hydra replaces forward and backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.dataloader import RepeatingLoader
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger, safe_set_local_grad
+from torch import Tensor, nn
+
+from ds_hydra.configs.ds_config import read_ds_config
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.metrics import IterationMetrics, measure_pipelines, measured_imbalance
+from ds_hydra.engine.propagation import Outcome
+from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration, iterate_examples
+from ds_hydra.engine.skeleton import Skeleton
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.sampler.dataset import TokenDataset
+from ds_hydra.strategy import Strategy
+
+CLIENT_STATE_KEY = "ds_hydra"
+"""Where a checkpoint's client state keeps what belongs to ds_hydra."""
+
+
+class HydraEngine(DeepSpeedEngine):
+    """A DeepSpeed engine trained by `train_batch()` alone.
+
+    Methods are collective: all ranks call them with the same arguments.
+    """
+
+    def __init__(
+        self, args: Any, model: nn.Module, *engine_args: Any, hydra_config: HydraConfig, **engine_kwargs: Any
+    ):
+        # The copy must be made before DeepSpeed hooks the model's modules and partitions its parameters.
+        skeleton = Skeleton(model, activation_checkpointing=hydra_config.activation_checkpointing)
+        self._training_dataset: Any = None
+        self._hydra_config = hydra_config
+        self._hydra: HydraRuntime | None = None
+        super().__init__(args, model, *engine_args, **engine_kwargs)
+        self._check_partitions(skeleton)
+        self._hydra = HydraRuntime(hydra_config, skeleton, self.device)
+        self.last_metrics: IterationMetrics | None = None
+        """Metrics of the last iteration, equal on all ranks."""
+        if self._training_dataset is not None:
+            self._hydra.attach_data(self._read_data(self._training_dataset))
+        if self._hydra.is_first_rank:
+            logger.info(self._hydra.describe())
+
+    @property
+    def hydra(self) -> HydraRuntime:
+        """The collaborator that holds everything of ds_hydra."""
+        assert self._hydra is not None
+        return self._hydra
+
+    def train_batch(
+        self, batch: Sequence[ExampleLike] | None = None, strategy: str | Strategy | None = None
+    ) -> Tensor:
+        """One iteration: plan, pull, propagate, push, optimizer step. Returns the global token-mean loss.
+
+        Without `batch` the engine's own sampler draws the next mini-batch; otherwise `batch` is the global
+        mini-batch, the same list of {"input_ids": [l], "labels": [l]} on every rank. `strategy` (for example
+        "2x<1,2>") forces one, else the best candidate is taken. The loss is a 0-dim fp32 tensor, equal on all
+        ranks. Raises InfeasiblePlanError on all ranks where no strategy can hold a sequence.
+        """
+        start = time.perf_counter()
+        iteration = self._plan(batch, strategy)
+        grads_P = self._zero_gradient_shards()
+        outcome = self.hydra.train(iteration, grads_P, self._loss_scale())
+        outcomes = self.hydra.gather_outcomes(outcome)
+        loss = sum(o.loss_sum for o in outcomes) / iteration.plan.num_label_tokens
+        before_step = time.perf_counter()
+        self._deposit(grads_P)
+        del grads_P
+        self._step(iteration)
+        self._report(iteration, outcomes, loss, start, before_step)
+        return torch.tensor(loss, dtype=torch.float32, device=self.device)
+
+    def eval_batch(
+        self, batch: Sequence[ExampleLike], strategy: str | Strategy | None = None
+    ) -> Tensor:
+        """Global token-mean loss of `batch` without gradients or a step; arguments as in `train_batch`."""
+        iteration = self._plan(batch, strategy)
+        outcomes = self.hydra.gather_outcomes(
+            self.hydra.propagator.evaluate(iteration.plan, iteration.load)
+        )
+        loss = sum(o.loss_sum for o in outcomes) / iteration.plan.num_label_tokens
+        return torch.tensor(loss, dtype=torch.float32, device=self.device)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Evaluation only: in training mode the layers run inside `train_batch`."""
+        if self.module.training and torch.is_grad_enabled():
+            self._refuse_by_hand("forward()")
+        return super().forward(*inputs, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: backward is part of `train_batch`."""
+        self._refuse_by_hand("backward()")
+
+    def step(self, lr_kwargs: Any = None) -> NoReturn:
+        """Refused: the optimizer step is part of `train_batch`."""
+        self._refuse_by_hand("step()")
+
+    def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take `dataset` as the source of `train_batch()`; returns an endless iterator of mini-batches.
+
+        DeepSpeed calls this with `training_data` while it builds the engine. The iterator yields global
+        mini-batches (lists of examples) for `train_batch(batch=...)`, and is not needed for `train_batch()`.
+        """
+        self._training_dataset = dataset
+        if self._hydra is not None:
+            self._hydra.attach_data(self._read_data(dataset))
+        return _MiniBatches(self)
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """DeepSpeed's checkpoint, with the position in the data added to its client state."""
+        state = {**(client_state or {}), CLIENT_STATE_KEY: self.hydra.state_dict()}
+        return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
+        """DeepSpeed's `load_checkpoint`; training continues with the mini-batch after the checkpoint."""
+        path, client_state = super().load_checkpoint(load_dir, *args, **kwargs)
+        if client_state is not None:
+            self.hydra.load_state_dict(client_state.pop(CLIENT_STATE_KEY, {}))
+        return path, client_state
+
+    def destroy(self) -> None:
+        """Stop planning processes and files, then DeepSpeed's own clean-up."""
+        if getattr(self, "_hydra", None) is not None:
+            self.hydra.close()
+        super().destroy()
+
+    def _plan(self, batch: Sequence[ExampleLike] | None, strategy: str | Strategy | None) -> Iteration:
+        if isinstance(strategy, str):
+            strategy = Strategy.parse(strategy)
+        if batch is None:
+            if strategy is not None:
+                raise HydraConfigError(
+                    "a forced strategy needs a given mini-batch: call train_batch(batch=examples, strategy=...), "
+                    "or list the strategies to choose from in hydra.strategies"
+                )
+            return self.hydra.next_iteration()
+        return self.hydra.plan_examples(batch, strategy, self.global_steps)
+
+    def _loss_scale(self) -> float:
+        return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
+
+    def _zero_gradient_shards(self) -> list[Tensor]:
+        return [
+            torch.zeros(p.ds_tensor.numel() if p.requires_grad else 0, dtype=torch.float32, device=self.device)
+            for p in self.hydra.skeleton.params
+        ]
+
+    def _deposit(self, grads_P: Sequence[Tensor]) -> None:
+        """Hand the gradient shards to ZeRO-3 as if its own backward had reduced them."""
+        for param, grad_P in zip(self.hydra.skeleton.params, grads_P, strict=True):
+            if param.requires_grad:
+                safe_set_local_grad(param, grad_P)
+        self.optimizer.independent_gradient_partition_epilogue()
+
+    def _step(self, iteration: Iteration) -> None:
+        # DeepSpeed counts train_batch_size() samples per step; monitors shall see what was trained.
+        self.global_samples += len(iteration.plan.lengths) - self.train_batch_size()
+        self.set_gradient_accumulation_boundary(True)
+        super().step()
+        # Without this a later plain step() would take every micro-step for a boundary.
+        self._is_gradient_accumulation_boundary = None
+
+    def _report(
+        self, iteration: Iteration, outcomes: Sequence[Outcome], loss: float, start: float, before_step: float
+    ) -> None:
+        now = time.perf_counter()
+        plan = iteration.plan
+        pipelines = measure_pipelines(plan, [o.propagate_ms for o in outcomes])
+        grad_norm = self.get_global_grad_norm()
+        self.last_metrics = IterationMetrics(
+            iteration=plan.iteration,
+            loss=loss,
+            strategy=str(plan.strategy),
+            num_tokens=plan.num_tokens,
+            num_sequences=len(plan.lengths),
+            iteration_ms=(now - start) * 1e3,
+            tokens_per_s=plan.num_tokens / (now - start),
+            predicted_ms=plan.makespan_ms,
+            measured_ms=max((p.measured_ms for p in pipelines), default=0.0),
+            imbalance=measured_imbalance(pipelines),
+            lr=float(self.get_lr()[0]),
+            grad_norm=math.nan if grad_norm is None else float(grad_norm),
+            planning_ms=iteration.planned.planning_ms,
+            waited_ms=iteration.planned.waited_ms,
+            pull_ms=max(o.pull_ms for o in outcomes),
+            push_ms=max(o.push_ms for o in outcomes),
+            step_ms=(now - before_step) * 1e3,
+            pipelines=pipelines,
+        )
+        if self.hydra.log is not None:
+            self.hydra.log.write(self.last_metrics, plan)
+        if self.monitor.enabled and self.global_rank == 0:
+            metrics = self.last_metrics
+            events = {
+                "Train/Samples/train_loss": loss,
+                "Train/Samples/tokens_per_s": metrics.tokens_per_s,
+                "Train/Samples/imbalance": metrics.imbalance,
+            }
+            self.monitor.write_events([(name, value, self.global_samples) for name, value in events.items()])
+
+    def _read_data(self, dataset: Any) -> TokenDataset:
+        """Token lengths of `dataset`; rank 0 of each node tokenises, the others find its cache."""
+        config = self._hydra_config
+        tokenize = None
+        if config.tokenizer is not None:
+            from transformers import AutoTokenizer
+
+            tokenize = AutoTokenizer.from_pretrained(config.tokenizer)
+        read = functools.partial(
+            TokenDataset.from_dataset,
+            dataset,
+            context_length=config.context_length,
+            over_length=config.over_length,
+            text_column=config.text_column,
+            tokenize=tokenize,
+        )
+        with _first_on_node():
+            data = read()
+        if self.global_rank == 0:
+            logger.info(f"ds_hydra training data: {data.report}")
+        return data
+
+    def _check_partitions(self, skeleton: Skeleton) -> None:
+        """The plain ZeRO-3 layout over all ranks is the one that links are planned for."""
+        world = deepspeed.comm.get_world_size()
+        for param, spec in zip(skeleton.params, skeleton.specs, strict=True):
+            if not hasattr(param, "ds_tensor"):
+                raise HydraConfigError(
+                    f"parameter {spec.fqn} is not partitioned: zero_optimization.stage must be 3 and the model "
+                    "must not share parameters with another engine"
+                )
+            if param.ds_tensor.numel() != spec.shard_numel(world):
+                raise UnsupportedModelError(
+                    f"parameter {spec.fqn} of {spec.numel} elements has a ZeRO-3 partition of "
+                    f"{param.ds_tensor.numel()} elements, expected {spec.shard_numel(world)} (numel / {world} "
+                    "ranks, rounded up); remove zero_optimization keys that change the partitioning"
+                )
+
+    def _refuse_by_hand(self, what: str) -> NoReturn:
+        raise HydraConfigError(
+            f"{what} was called by hand, but each rank holds other layers in every iteration; call "
+            "engine.train_batch(batch=examples) (or engine.train_batch() with training_data), and "
+            "engine.eval_batch(examples) or engine.eval() for evaluation"
+        )
+
+
+class _MiniBatches:
+    """Endless global mini-batches of an engine's data, as lists of examples."""
+
+    def __init__(self, engine: HydraEngine):
+        self._engine = engine
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        return iterate_examples(self._engine.hydra)
+
+
+@contextlib.contextmanager
+def _first_on_node() -> Iterator[None]:
+    """Rank 0 of each node runs the block first, the other ranks after it. Collective."""
+    is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    try:
+        if not is_first:
+            deepspeed.comm.barrier()
+        yield
+    finally:
+        if is_first:
+            deepspeed.comm.barrier()
+
+
+@contextlib.contextmanager
+def hydra_engine_class(hydra_config: HydraConfig) -> Iterator[None]:
+    """While open, `deepspeed.initialize` builds a HydraEngine, wherever it is called from."""
+    original = deepspeed.DeepSpeedEngine
+    deepspeed.DeepSpeedEngine = functools.partial(HydraEngine, hydra_config=hydra_config)
+    try:
+        yield
+    finally:
+        deepspeed.DeepSpeedEngine = original
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | Path | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | dict[str, Any] | None = None,
+) -> tuple[HydraEngine, Any, Any, Any]:
+    """A HydraEngine, its optimizer, an iterator of mini-batches, its scheduler: `deepspeed.initialize` otherwise.
+
+    `config` (or `args.deepspeed_config`) is the DeepSpeed JSON with a "hydra" section. `training_data` is a
+    `datasets.Dataset` with `input_ids`, or with a text column and `hydra.tokenizer`. Collective over all ranks.
+    Raises HydraConfigError, on all ranks, for what must be edited.
+    """
+    from_args = getattr(args, "deepspeed_config", None)
+    given = config if config is not None else config_params if config_params is not None else from_args
+    if given is None:
+        raise HydraConfigError("no configuration: pass config= or start with --deepspeed_config FILE")
+    if from_args is not None:
+        args.deepspeed_config = None  # DeepSpeed would read the file again, "hydra" section and all
+    if model is None:
+        raise HydraConfigError("no model: pass model=, e.g. a LlamaForCausalLM")
+    ds_config, hydra_config = read_ds_config(given)
+    if model_parameters is None and optimizer is None:
+        model_parameters = [p for p in model.parameters() if p.requires_grad]
+    with hydra_engine_class(hydra_config):
+        return deepspeed.initialize(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=ds_config,
+            mesh_param=mesh_param,
+        )

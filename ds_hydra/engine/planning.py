@@ -1,0 +1,127 @@
+"""How plans reach the ranks: rank 0 plans ahead, one broadcast per iteration, errors raised on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.errors import HydraError, InfeasiblePlanError
+from ds_hydra.sampler import plan_codec
+from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
+from ds_hydra.sampler.batches import SamplerState, TokenBudgetSampler
+from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
+from ds_hydra.strategy import Profile, Strategy
+
+
+def planner_settings(config: HydraConfig) -> PlannerSettings:
+    """The planner's settings out of the validated configuration."""
+    planner = config.planner
+    return PlannerSettings(objective=planner.objective, num_trials=planner.num_trials, seed=config.seed)
+
+
+class PlanFeed:
+    """Plans of the sampler's batches, `lookahead` iterations ahead of the one that trains; rank 0 only works.
+
+    The sampler's own stream stays where training is: the feed draws ahead with `TokenBudgetSampler.draw`.
+    """
+
+    def __init__(
+        self,
+        sampler: TokenBudgetSampler,
+        *,
+        strategies: Sequence[Strategy],
+        profile: Profile,
+        num_ranks: int,
+        config: HydraConfig,
+        plans_here: bool,
+    ):
+        self._sampler = sampler
+        self._lookahead = config.planner.lookahead
+        self._ahead: SamplerState | None = None
+        self._num_submitted = 0
+        deadline_ms = config.planner.deadline_ms
+        self._planner = (
+            BackgroundPlanner(
+                strategies=strategies,
+                profile=profile,
+                num_devices=num_ranks,
+                settings=planner_settings(config),
+                num_workers=config.planner.num_workers,
+                lookahead=config.planner.lookahead,
+                deadline_s=math.inf if deadline_ms is None else deadline_ms / 1e3,
+            )
+            if plans_here
+            else None
+        )
+
+    def get(self, batch: GlobalBatch) -> PlannedIteration:
+        """The plan of `batch`, which the sampler has just drawn; keeps the lookahead filled."""
+        assert self._planner is not None, "only rank 0 plans"
+        if self._ahead is None:
+            self._planner.submit(batch)
+            self._ahead = self._sampler.state
+            self._num_submitted = batch.iteration + 1
+        while self._num_submitted <= batch.iteration + self._lookahead:
+            ahead, self._ahead = self._sampler.draw(self._ahead)
+            self._planner.submit(ahead)
+            self._num_submitted = ahead.iteration + 1
+        return self._planner.get(batch.iteration)
+
+    def close(self) -> None:
+        """Stop the planning processes."""
+        if self._planner is not None:
+            self._planner.close()
+
+    @staticmethod
+    def plan_now(
+        batch: GlobalBatch,
+        strategies: Sequence[Strategy],
+        profile: Profile,
+        num_ranks: int,
+        config: HydraConfig,
+    ) -> PlannedIteration:
+        """The plan of `batch`, made here and now."""
+        plan = plan_iteration(
+            batch,
+            strategies=strategies,
+            profile=profile,
+            num_devices=num_ranks,
+            settings=planner_settings(config),
+        )
+        return PlannedIteration(plan=plan, planning_ms=0.0, waited_ms=0.0, source="inline")
+
+
+def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -> PlannedIteration:
+    """What `make` gives on rank 0, on every rank; an error of rank 0 is raised on every rank.
+
+    Collective over all ranks: one broadcast of a header, one of the plan as a flat integer tensor.
+    """
+    planned, payload, is_error = None, np.empty(0, dtype=np.int64), False
+    if dist.get_rank() == 0:
+        try:
+            planned = make()
+            payload = plan_codec.to_array(planned.plan)
+        except HydraError as error:
+            payload, is_error = np.frombuffer(str(error).encode(), dtype=np.uint8).astype(np.int64), True
+    times_us = [int(planned.planning_ms * 1e3), int(planned.waited_ms * 1e3)] if planned else [0, 0]
+    header = torch.tensor([is_error, len(payload), *times_us], dtype=torch.int64, device=device)
+    dist.broadcast(header, src=0)
+    is_error, numel, planning_us, waited_us = header.tolist()
+    body = torch.from_numpy(payload).to(device) if planned or is_error and dist.get_rank() == 0 else None
+    if body is None:
+        body = torch.empty(numel, dtype=torch.int64, device=device)
+    dist.broadcast(body, src=0)
+    values = body.cpu().numpy()
+    if is_error:
+        raise InfeasiblePlanError(values.astype(np.uint8).tobytes().decode())
+    if planned is not None:
+        return planned
+    return PlannedIteration(
+        plan=plan_codec.from_array(values), planning_ms=planning_us / 1e3, waited_ms=waited_us / 1e3, source="worker"
+    )

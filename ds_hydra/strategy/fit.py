@@ -1,0 +1,62 @@
+"""Latency coefficients out of measured times: non-negative least squares on T(l) = a l^2 + b l + c."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from ds_hydra.strategy.profile import LatencyModel
+
+SATURATION = 0.85
+"""UtilLen(P) is the row length at which P reaches this share of its best tokens/s (App. C)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyFit:
+    """Fitted model, its relative residual at every measured length, and R^2 of the times."""
+
+    model: LatencyModel
+    lengths_tokens: tuple[int, ...]
+    relative_residuals: tuple[float, ...]
+    r_squared: float
+
+
+def fit_latency(lengths_tokens: Sequence[int], times_ms: Sequence[float]) -> LatencyFit:
+    """Coefficients >= 0 that minimise the squared relative error of T at the measured lengths.
+
+    Relative, because a plan is made of rows of all lengths. With three unknowns the exact non-negative
+    optimum is the best unconstrained fit over all subsets of terms whose coefficients come out >= 0.
+    Raises ValueError for fewer than two different lengths or times that are not positive.
+    """
+    lengths = np.asarray(lengths_tokens, dtype=np.float64)
+    times = np.asarray(times_ms, dtype=np.float64)
+    if len(set(lengths.tolist())) < 2 or (times <= 0).any():
+        raise ValueError(f"need positive times at two lengths or more, got {times_ms} at {lengths_tokens}")
+    terms = np.stack([lengths**2, lengths, np.ones_like(lengths)], axis=1) / times[:, None]
+    best, best_error = np.zeros(3), np.inf
+    for size in (1, 2, 3):
+        for subset in combinations(range(3), min(size, len(lengths))):
+            solution = np.linalg.lstsq(terms[:, subset], np.ones(len(times)), rcond=None)[0]
+            error = float(np.sum((terms[:, subset] @ solution - 1) ** 2))
+            if (solution >= 0).all() and error < best_error - 1e-15:
+                best, best_error = np.zeros(3), error
+                best[list(subset)] = solution
+    predicted = (terms @ best) * times
+    spread = float(np.sum((times - times.mean()) ** 2))
+    return LatencyFit(
+        model=LatencyModel(quadratic_ms=float(best[0]), linear_ms=float(best[1]), constant_ms=float(best[2])),
+        lengths_tokens=tuple(int(length) for length in lengths),
+        relative_residuals=tuple(float(r) for r in predicted / times - 1),
+        r_squared=1.0 - float(np.sum((times - predicted) ** 2)) / spread if spread else 1.0,
+    )
+
+
+def saturation_tokens(model: LatencyModel, longest_tokens: int) -> int:
+    """UtilLen: shortest row of one sequence, up to `longest_tokens`, at 85% of the best tokens/s in range."""
+    lengths = np.unique(np.geomspace(1, max(longest_tokens, 1), 512).astype(np.int64))
+    times = model.quadratic_ms * lengths**2 + model.linear_ms * lengths + model.constant_ms
+    rates = lengths / np.maximum(times, 1e-12)
+    return int(lengths[np.argmax(rates >= SATURATION * rates.max())])

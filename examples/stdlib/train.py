@@ -1,0 +1,95 @@
+"""Train a small LLaMA from scratch on the source files of the interpreter's standard library.
+
+    deepspeed --num_gpus 4 examples/stdlib/train.py
+
+runs on a CPU or a GPU box. Everything that is special to ds_hydra is the import, the "hydra" section of
+ds_config.json, and `engine.train_batch()`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from prepare import prepare
+from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ds_hydra
+from ds_hydra.report.run_report import plot_run, summarize_run
+
+HERE = Path(__file__).parent
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Command line; `--local_rank` and `--deepspeed_config` as DeepSpeed's launcher and users expect."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=48, help="optimizer steps (default %(default)s)")
+    parser.add_argument("--run_dir", type=Path, default=Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    parser.add_argument("--cache_dir", type=Path, default=Path(".cache"), help="tokenizer and tokens")
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
+    parser = deepspeed.add_config_arguments(parser)
+    parser.set_defaults(deepspeed_config=str(HERE / "ds_config.json"))
+    return parser.parse_args()
+
+
+def build_model(vocab_size: int, context_length: int) -> LlamaForCausalLM:
+    """A LLaMA of about 3 million parameters, equal on every rank."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=192,
+            intermediate_size=512,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=context_length,
+            bos_token_id=None,
+            eos_token_id=0,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def main() -> None:
+    """Train, then show what ran."""
+    args = parse_arguments()
+    transformers.logging.set_verbosity_error()
+    deepspeed.utils.logger.setLevel("WARNING")
+    deepspeed.init_distributed()
+    is_first_rank = dist.get_rank() == 0
+    data = prepare(args.cache_dir)
+    config = json.loads(Path(args.deepspeed_config).read_text())
+    config["hydra"] |= {"tokenizer": str(data.tokenizer_dir), "run_dir": str(args.run_dir)}
+    model = build_model(len(data.tokenizer), config["hydra"]["context_length"])
+    if is_first_rank:
+        print(f"{model.num_parameters() / 1e6:.1f} million parameters, {dist.get_world_size()} ranks")
+    engine, *_ = ds_hydra.initialize(model=model, training_data=data.dataset, config=config)
+    with tqdm(total=args.iterations, disable=not is_first_rank, file=sys.stderr, unit="it") as progress:
+        for _ in range(args.iterations):
+            engine.train_batch()
+            metrics = engine.last_metrics
+            progress.set_description_str(
+                f"loss {metrics.loss:.3f} | {metrics.tokens_per_s:,.0f} tokens/s | {metrics.strategy} | "
+                f"imbalance {metrics.imbalance:.2f}"
+            )
+            progress.update()
+    engine.destroy()
+    if is_first_rank:
+        print(summarize_run(args.run_dir))
+        plot_run(args.run_dir, args.run_dir / "strategies.png")
+        print(f"run folder: {args.run_dir} (metrics.jsonl, plans/, strategies.png)")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Engines for tests: ds_hydra's and stock DeepSpeed's, of one configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from reference import Examples, num_label_tokens
+from torch import Tensor, nn
+
+import ds_hydra
+from ds_hydra.engine import HydraEngine
+
+
+def ds_config(*, hydra: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
+    """A ZeRO-3 configuration with clipping; `hydra` adds the section of that name."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.5,
+        **sections,
+    }
+    if hydra is not None:
+        config["hydra"] = {"context_length": 128, "tokens_per_iteration": 512, **hydra}
+    return config
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)
+
+
+def start_hydra(model: nn.Module, *, hydra: dict[str, Any] | None = None, **sections: Any) -> HydraEngine:
+    config = ds_config(hydra=hydra or {}, **sections)
+    engine, *_ = ds_hydra.initialize(model=model, optimizer=adamw(model), config=config)
+    return engine
+
+
+def start_stock(model: nn.Module, **sections: Any) -> deepspeed.DeepSpeedEngine:
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=ds_config(**sections))
+    return engine
+
+
+def stock_step(engine: Any, examples: Examples) -> float:
+    """One stock iteration on the global mini-batch: this rank's share as one right-padded batch.
+
+    Causal attention makes right padding invisible to real tokens.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = examples[rank::world]
+    longest = max(len(e["input_ids"]) for e in mine)
+    ids = torch.zeros(len(mine), longest, dtype=torch.int64)
+    targets = torch.full((len(mine), longest), -100)
+    for row, example in enumerate(mine):
+        length = len(example["input_ids"])
+        ids[row, :length] = example["input_ids"]
+        targets[row, : length - 1] = example["labels"][1:]
+    logits = engine(input_ids=ids, use_cache=False).logits
+    summed = torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-100
+    )
+    total = num_label_tokens(examples)
+    engine.backward(summed / total * world)  # DeepSpeed averages over ranks
+    engine.step()
+    loss = summed.detach().double()
+    dist.all_reduce(loss)
+    return float(loss) / total
+
+
+def full_states(engine: Any, params: Sequence[nn.Parameter]) -> list[dict[str, Tensor]]:
+    """fp32 master weight and Adam moments of every parameter, gathered."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    return [
+        {
+            "param": safe_get_full_fp32_param(p).clone(),
+            "exp_avg": safe_get_full_optimizer_state(p, "exp_avg").clone(),
+            "exp_avg_sq": safe_get_full_optimizer_state(p, "exp_avg_sq").clone(),
+        }
+        for p in params
+    ]

@@ -1,0 +1,159 @@
+"""Gradients and loss do not depend on the strategy: they equal one process that runs each sequence alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from models import FAMILIES, VOCAB_SIZE, tiny
+from reference import num_label_tokens, random_examples, token_mean_gradients
+
+import ds_hydra
+from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
+from ds_hydra.strategy import Strategy
+
+RELATIVE_TOLERANCE = 1e-5
+"""fp32 sums over a row in another order than over its sequences; measured errors are below 1e-6."""
+
+STRATEGIES = {
+    4: (
+        "4x<1,1>",
+        "1x<4,1>",
+        "1x<1,4>",
+        "1x<2,2>",
+        "2x<2,1>",
+        "1x<2,1> + 1x<1,2>",
+        "1x<1,3> + 1x<1,1>",
+        "1x<2,1> + 1x<1,1>",
+        "1x<2,1>",
+        "1x<1,2> + 2x<1,1>",
+    ),
+    3: ("3x<1,1>", "1x<2,1> + 1x<1,1>", "1x<1,3>", "1x<1,2> + 1x<1,1>"),
+    1: ("1x<1,1>",),
+}
+
+LENGTHS = (33, 5, 17, 64, 9, 2, 41, 12, 3)
+
+
+def config(**hydra):
+    return {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "zero_optimization": {"stage": 3},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 0.5,
+        "hydra": {"context_length": 128, "tokens_per_iteration": 512, **hydra},
+    }
+
+
+def start_engine(model, **hydra):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    ds_config = config(**hydra)
+    del ds_config["optimizer"]
+    engine, *_ = ds_hydra.initialize(model=model, optimizer=optimizer, config=ds_config)
+    return engine
+
+
+def hand_plan(strategy: Strategy, lengths: Sequence[int], labels: int, *, empty_pipeline: bool) -> IterationPlan:
+    """Rows of one to three sequences, dealt round; the last pipeline gets none if `empty_pipeline`."""
+    num_busy = len(strategy.schemes) - (empty_pipeline and len(strategy.schemes) > 1)
+    pipelines = []
+    for index, (scheme, ranks) in enumerate(zip(strategy.schemes, strategy.place(), strict=True)):
+        mine = [i for i in range(len(lengths)) if i % num_busy == index]
+        cuts = [0, 1, 3, 6, len(mine)]
+        rows = tuple(tuple(mine[a:b]) for a, b in zip(cuts, cuts[1:], strict=False) if mine[a:b])
+        pipelines.append(
+            PipelinePlan(scheme=scheme, ranks=ranks, micro_batches=rows, makespan_ms=0, lower_bound_ms=0)
+        )
+    return IterationPlan(
+        iteration=0,
+        num_devices=dist.get_world_size(),
+        strategy=strategy,
+        sample_indices=tuple(range(len(lengths))),
+        lengths=tuple(lengths),
+        num_label_tokens=labels,
+        pipelines=tuple(pipelines),
+        makespan_ms=0,
+        lower_bound_ms=0,
+    )
+
+
+def gather_gradients(engine, grads_P):
+    """Full gradients out of every rank's shards."""
+    world = dist.get_world_size()
+    full = []
+    for spec, grad_P in zip(engine.hydra.skeleton.specs, grads_P, strict=True):
+        parts = torch.empty(world * spec.shard_numel(world))
+        dist.all_gather_into_tensor(parts, grad_P)
+        full.append(parts[: spec.numel].view(spec.shape))
+    return full
+
+
+def relative_errors(got, wanted, names):
+    """Norm-wise error of each gradient, against its own norm or a thousandth of the largest, if larger."""
+    floor = max(float(w.norm()) for w in wanted) * 1e-3
+    return {
+        name: float((g - w).norm()) / max(float(w.norm()), floor)
+        for name, g, w in zip(names, got, wanted, strict=True)
+    }
+
+
+def check_gradients(family, strategies, hydra=None, overrides=None):
+    model = tiny(family, **(overrides or {}))
+    reference = copy.deepcopy(model)
+    names = [name for name, _ in reference.named_parameters()]
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    wanted_loss, wanted = token_mean_gradients(reference, examples)
+    engine = start_engine(model, **(hydra or {}))
+    tensors = [(e["input_ids"], e["labels"]) for e in examples]
+    worst = {}
+    for text in strategies:
+        strategy = Strategy.parse(text)
+        engine.hydra.prepare_forced(strategy)
+        for empty_pipeline in (False, True):
+            plan = hand_plan(
+                strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=empty_pipeline
+            )
+            grads_P = engine._zero_gradient_shards()
+            outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+            loss = sum(o.loss_sum for o in engine.hydra.gather_outcomes(outcome)) / plan.num_label_tokens
+            errors = relative_errors(gather_gradients(engine, grads_P), wanted, names)
+            name = max(errors, key=errors.get)
+            worst[text, empty_pipeline] = (errors[name], name, abs(loss / wanted_loss - 1))
+            held = [p for u in engine.hydra.skeleton.units for b in u.bindings for p in [b.module._parameters[b.attribute]]]
+            assert all(p.is_meta for p in held), "slices outlived the iteration"
+    return worst
+
+
+def assert_parity(worst):
+    for case, (error, name, loss_error) in worst.items():
+        assert error <= RELATIVE_TOLERANCE, f"{case}: gradient of {name} is off by {error:.1e}"
+        assert loss_error <= RELATIVE_TOLERANCE, f"{case}: loss is off by {loss_error:.1e}"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "phi3"])
+def test_gradients_equal_one_process_on_4_ranks(family):
+    assert_parity(run_distributed(check_gradients, 4, family, STRATEGIES[4])[0])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gradients_equal_one_process_on_other_numbers_of_ranks(world_size):
+    assert_parity(run_distributed(check_gradients, world_size, "llama_tied", STRATEGIES[world_size])[0])
+
+
+@pytest.mark.distributed
+def test_activation_checkpointing_gives_the_same_gradients():
+    strategies = ("4x<1,1>", "1x<2,2>", "1x<4,1>", "1x<1,3> + 1x<1,1>")
+    hydra = {"activation_checkpointing": True}
+    assert_parity(run_distributed(check_gradients, 4, "llama", strategies, hydra)[0])
+
+
+@pytest.mark.distributed
+def test_a_model_that_tp_cannot_slice_still_runs_in_pipelines():
+    assert_parity(run_distributed(check_gradients, 4, "phi3", ("4x<1,1>", "1x<1,4>", "2x<1,2>"))[0])

@@ -1,0 +1,241 @@
+"""Training: equal to stock DeepSpeed ZeRO-3, reproducible, resumable, and open to DeepSpeed's other features."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from engines import ds_config, full_states, start_hydra, start_stock, stock_step
+from models import VOCAB_SIZE, tiny
+from reference import random_examples, token_mean_gradients
+
+STEPS = (
+    "4x<1,1>",
+    "1x<4,1>",
+    "1x<2,1> + 1x<1,2>",
+    "1x<1,4>",
+    "1x<2,2>",
+    "1x<1,3> + 1x<1,1>",
+    "2x<2,1>",
+    "1x<2,1> + 1x<1,1>",
+    "2x<1,2>",
+    "1x<1,2> + 2x<1,1>",
+)
+
+
+def batches(num_batches, *, num_sequences=8):
+    """Global mini-batches with a long tail: one long sequence among short ones."""
+    generator = torch.Generator().manual_seed(5)
+    result = []
+    for seed in range(num_batches):
+        lengths = torch.randint(2, 40, (num_sequences,), generator=generator).tolist()
+        lengths[seed % num_sequences] = 90
+        result.append(random_examples(lengths, VOCAB_SIZE, seed=seed))
+    return result
+
+
+def relative(a, b):
+    return float((a - b).norm()) / max(float(b.norm()), 1e-12)
+
+
+def ten_steps_against_stock():
+    model = tiny("llama")
+    stock_model = copy.deepcopy(model)
+    data = batches(len(STEPS))
+    stock = start_stock(stock_model)
+    stock_losses = [stock_step(stock, examples) for examples in data]
+    stock_norm = float(stock.get_global_grad_norm())
+    stock_states = full_states(stock, list(stock_model.parameters()))
+    engine = start_hydra(model)
+    losses = [float(engine.train_batch(b, strategy=s)) for b, s in zip(data, STEPS, strict=True)]
+    states = full_states(engine, list(model.parameters()))
+    errors = {
+        (name, kind): relative(mine[kind], theirs[kind])
+        for (name, _), mine, theirs in zip(model.named_parameters(), states, stock_states, strict=True)
+        for kind in mine
+    }
+    return {
+        "losses": losses,
+        "stock_losses": stock_losses,
+        "norms": (float(engine.get_global_grad_norm()), stock_norm),
+        "worst": max(errors.items(), key=lambda item: item[1]),
+        "steps": (engine.global_steps, stock.global_steps),
+        "samples": engine.global_samples,
+        "moved": relative(states[0]["param"], dict(tiny("llama").named_parameters())["model.embed_tokens.weight"]),
+    }
+
+
+@pytest.mark.distributed
+def test_ten_steps_of_changing_strategies_equal_stock_deepspeed():
+    result = run_distributed(ten_steps_against_stock, 4)[0]
+    torch.testing.assert_close(result["losses"], result["stock_losses"], rtol=1e-5, atol=0)
+    assert result["losses"][-1] < result["losses"][0]
+    assert result["moved"] > 1e-3
+    # Clipping is active (limit 0.5), so equal norms also mean equal clipping.
+    assert result["norms"][1] > 0.5
+    torch.testing.assert_close(*result["norms"], rtol=1e-5, atol=0)
+    (name, kind), error = result["worst"]
+    # Adam divides by sqrt(v): where a gradient is nearly zero, 1e-7 of difference may turn its sign.
+    assert error < 1e-4, f"{kind} of {name} differs by {error:.1e}"
+    assert result["steps"] == (10, 10)
+    assert result["samples"] == 80
+
+
+def bf16_against_stock():
+    model = tiny("llama")
+    stock_model = copy.deepcopy(model)
+    data = batches(4) * 3
+    stock = start_stock(stock_model, bf16={"enabled": True})
+    stock_losses = [stock_step(stock, examples) for examples in data]
+    engine = start_hydra(model, bf16={"enabled": True})
+    strategies = (STEPS * 2)[: len(data)]
+    losses = [float(engine.train_batch(b, strategy=s)) for b, s in zip(data, strategies, strict=True)]
+    dtypes = {str(p.ds_tensor.dtype) for p in model.parameters()}
+    return losses, stock_losses, dtypes
+
+
+@pytest.mark.distributed
+def test_bf16_curve_stays_within_noise_of_stock():
+    losses, stock_losses, dtypes = run_distributed(bf16_against_stock, 4)[0]
+    assert dtypes == {"torch.bfloat16"}
+    # 8 bits of mantissa: activations differ by 4e-3, losses average over hundreds of tokens.
+    torch.testing.assert_close(losses, stock_losses, rtol=5e-3, atol=0)
+    assert losses[-1] < losses[0] - 0.1
+
+
+def run_once(strategies):
+    engine = start_hydra(tiny("llama_tied"))
+    data = batches(len(strategies))
+    return [float(engine.train_batch(b, strategy=s)) for b, s in zip(data, strategies, strict=True)]
+
+
+def twice_and_resumed(folder):
+    first, second = run_once(STEPS[:6]), run_once(STEPS[:6])
+    data = batches(6)
+    engine = start_hydra(tiny("llama_tied"))
+    for batch, strategy in zip(data[:3], STEPS[:3], strict=True):
+        engine.train_batch(batch, strategy=strategy)
+    engine.save_checkpoint(folder, client_state={"mine": 7})
+    resumed = start_hydra(tiny("llama_tied", seed=1))
+    path, client_state = resumed.load_checkpoint(folder)
+    rest = [
+        float(resumed.train_batch(b, strategy=s)) for b, s in zip(data[3:], STEPS[3:6], strict=True)
+    ]
+    resumed.save_16bit_model(folder, "model.bin")
+    return first, second, rest, path is not None, client_state.get("mine"), resumed.global_steps
+
+
+@pytest.mark.distributed
+def test_same_plans_give_bit_identical_losses_and_resume_continues_the_curve(tmp_path):
+    first, second, rest, loaded, mine, steps = run_distributed(twice_and_resumed, 4, str(tmp_path))[0]
+    assert first == second
+    assert loaded
+    assert mine == 7
+    assert rest == first[3:]
+    assert steps == 6
+    weights = torch.load(tmp_path / "model.bin", weights_only=True)
+    tiny("llama_tied").load_state_dict(weights, strict=False)
+    assert set(weights) >= {n for n, _ in tiny("llama_tied").named_parameters()}
+
+
+def other_ways_to_start():
+    import deepspeed
+
+    data = batches(2)
+    wanted = []
+    reference = tiny("llama")
+    for examples in data[:1]:
+        loss, _ = token_mean_gradients(reference, examples)
+        wanted.append(loss)
+    outcome = {"reference": wanted[0]}
+    config = ds_config(hydra={})
+    with deepspeed.zero.Init(config_dict_or_path={k: v for k, v in config.items() if k != "hydra"}):
+        partitioned = tiny("llama")
+    engine = start_hydra(partitioned)
+    outcome["zero.Init"] = float(engine.train_batch(data[0], strategy="1x<2,2>"))
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    engine = start_hydra(tiny("llama"), zero_optimization=offload)
+    outcome["offload"] = float(engine.train_batch(data[0], strategy="2x<2,1>"))
+    outcome["offload_norm"] = float(engine.get_global_grad_norm())
+    engine = start_hydra(tiny("llama"))
+    outcome["eval_batch"] = float(engine.eval_batch(data[0], strategy="1x<1,2> + 1x<2,1>"))
+    outcome["norm_before"] = float(engine.train_batch(data[0]))
+    outcome["norm"] = float(engine.get_global_grad_norm())
+    engine.eval()
+    with torch.no_grad():
+        logits = engine(input_ids=data[0][0]["input_ids"].unsqueeze(0), use_cache=False).logits
+    outcome["logits"] = tuple(logits.shape)
+    return outcome
+
+
+@pytest.mark.distributed
+def test_zero_init_offload_and_evaluation():
+    outcome = run_distributed(other_ways_to_start, 4)[0]
+    for way in ("zero.Init", "offload", "eval_batch", "norm_before"):
+        assert outcome[way] == pytest.approx(outcome["reference"], rel=1e-5), way
+    assert outcome["offload_norm"] == pytest.approx(outcome["norm"], rel=1e-5)
+    assert outcome["logits"] == (1, len(batches(1)[0][0]["input_ids"]), VOCAB_SIZE)
+
+
+def frozen_params():
+    model = tiny("llama")
+    for name, param in model.named_parameters():
+        param.requires_grad_("layers.1" in name)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    engine = start_hydra(model)
+    for batch, strategy in zip(batches(3), ("1x<1,4>", "1x<2,2>", "4x<1,1>"), strict=True):
+        engine.train_batch(batch, strategy=strategy)
+    from deepspeed.runtime.zero import GatheredParameters
+
+    params = list(model.parameters())
+    with GatheredParameters(params):
+        return {n: bool((p.data == before[n]).all()) for n, p in model.named_parameters()}
+
+
+@pytest.mark.distributed
+def test_frozen_parameters_are_pulled_but_not_trained():
+    unchanged = run_distributed(frozen_params, 4)[0]
+    for name, same in unchanged.items():
+        assert same == ("layers.1" not in name), name
+
+
+def gradient_memory():
+    """Elements that propagation holds on this rank during an iteration, by strategy."""
+    from ds_hydra.engine.propagation import Slices
+    from ds_hydra.strategy import Strategy
+
+    engine = start_hydra(tiny("llama"))
+    held = {}
+    for text in ("4x<1,1>", "1x<4,1>", "1x<1,4>", "1x<2,1>"):
+        engine.hydra.prepare_forced(Strategy.parse(text))
+        link = engine.hydra.propagator._link_of(Strategy.parse(text))
+        slices = Slices(engine.hydra.skeleton, link, torch.float32, torch.device("cpu"))
+        held[text] = sum(leaf.numel() for leaf in slices.leaves.values())
+    held["model"] = sum(s.numel for s in engine.hydra.skeleton.specs)
+    return held
+
+
+@pytest.mark.distributed
+def test_a_rank_holds_only_the_slices_of_its_stage():
+    per_rank = run_distributed(gradient_memory, 4)
+    for rank, held in enumerate(per_rank):
+        assert held["4x<1,1>"] == held["model"]
+        assert held["1x<4,1>"] < 0.3 * held["model"], rank
+        assert held["1x<1,4>"] < 0.5 * held["model"], rank
+        assert (held["1x<2,1>"] == 0) == (rank >= 2)
+    assert sum(held["1x<1,4>"] for held in per_rank) == per_rank[0]["model"]
+
+
+def test_run_distributed_reports_the_failure_of_a_rank():
+    with pytest.raises(AssertionError, match="rank 1 failed.*broken on purpose"):
+        run_distributed(fail_on_rank_1, 2)
+
+
+def fail_on_rank_1():
+    if dist.get_rank() == 1:
+        raise ValueError("broken on purpose")
+    return Path.cwd().name
