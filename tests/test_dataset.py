@@ -157,6 +157,9 @@ def test_more_rows_than_one_read(monkeypatch):
     monkeypatch.setattr("ds_hydra.sampler.dataset._ROWS_PER_READ", 3)
     dataset = from_ids([[1] * length for length in range(2, 10)], context_length=99)
     assert dataset.lengths.tolist() == list(range(2, 10))
+    rows = Dataset.from_dict({"input_ids": [[1, 2]] * 5, "labels": [[1, 2]] * 4 + [[1]]})
+    with pytest.raises(HydraConfigError, match="row 4 has 2 input_ids and 1 labels"):
+        TokenDataset.from_dataset(rows, context_length=99)
 
 
 text = Dataset.from_dict({"text": ["a b"], "title": ["t"]})
