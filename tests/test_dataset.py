@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -92,6 +92,7 @@ def test_explicit_labels_are_counted_where_they_are_predicted():
     assert dataset.report.num_without_label == 1
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from([-100, 1, 2]), max_size=12), min_size=1, max_size=12),
     st.integers(2, 10),

@@ -84,8 +84,9 @@ def test_the_second_call_finds_everything(tmp_path, source_dir, monkeypatch):
 
 def test_a_changed_source_is_another_data_set(tmp_path, source_dir):
     first = prepare_small(tmp_path, source_dir)
-    (source_dir / "a.py").write_text("VALUE = 2\n")
-    assert prepare_small(tmp_path, source_dir).dataset["text"][0] == "VALUE = 2\n"
+    changed = FILES["a.py"].replace("1", "2")
+    (source_dir / "a.py").write_text(changed)
+    assert prepare_small(tmp_path, source_dir).dataset["text"][0] == changed
     assert first.dataset["text"][0] == FILES["a.py"]
 
 
@@ -102,7 +103,12 @@ def test_an_interrupted_preparation_is_done_again(tmp_path, source_dir, monkeypa
         patch.setattr(prepare, "train_tokenizer", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prepare_small(tmp_path, source_dir)
-    assert len(prepare_small(tmp_path, source_dir).dataset) == 4
+    (unfinished,) = (tmp_path / "cache").glob("*.tmp")
+    (unfinished / "stray").touch()
+    data = prepare_small(tmp_path, source_dir)
+    assert len(data.dataset) == 4
+    assert {path.name for path in data.tokenizer_dir.parent.iterdir()} == {"texts", "tokenizer"}
+    assert not unfinished.exists()
 
 
 def interrupt(*_):
