@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.errors import HydraConfigError
@@ -18,6 +18,7 @@ def make_sampler(lengths, budget, seed=0, shuffle=True):
     return TokenBudgetSampler(lengths, np.asarray(lengths) - 1, budget, seed=seed, shuffle=shuffle)
 
 
+@settings(deadline=None)
 @given(lengths_lists, budgets, seeds, st.booleans())
 def test_every_epoch_holds_every_sequence_once(lengths, budget, seed, shuffle):
     sampler = make_sampler(lengths, budget, seed, shuffle)
@@ -29,6 +30,7 @@ def test_every_epoch_holds_every_sequence_once(lengths, budget, seed, shuffle):
         assert sorted(indices) == list(range(len(lengths)))
 
 
+@settings(deadline=None)
 @given(lengths_lists, budgets, seeds)
 def test_batches_are_as_full_as_the_rule_allows(lengths, budget, seed):
     sampler = make_sampler(lengths, budget, seed)
@@ -38,6 +40,7 @@ def test_batches_are_as_full_as_the_rule_allows(lengths, budget, seed):
         assert batch.num_tokens + following.lengths[0] > budget
 
 
+@settings(deadline=None)
 @given(lengths_lists, budgets, seeds)
 def test_batches_describe_their_sequences(lengths, budget, seed):
     sampler = make_sampler(lengths, budget, seed)
@@ -48,6 +51,7 @@ def test_batches_describe_their_sequences(lengths, budget, seed):
         assert batch.num_label_tokens == sum(batch.lengths) - len(batch.lengths)
 
 
+@settings(deadline=None)
 @given(lengths_lists, budgets, seeds, st.booleans(), st.integers(0, 12), st.integers(0, 12))
 def test_resume_equals_the_uninterrupted_stream(lengths, budget, seed, shuffle, executed, ahead):
     """Planning has drawn `ahead` batches more than were executed when the checkpoint is taken."""

@@ -135,7 +135,7 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
         ),
         ({"seed": "auto"}, 'hydra.seed is "auto", which the Trainer fills in for DeepSpeed\'s keys only'),
         ({"tokenizer": "auto"}, 'hydra.tokenizer is "auto"'),
-        ({"planner": {"lookahead": "auto"}}, 'hydra.planner.lookahead is "auto"'),
+        ({"planner": {"lookahead": "auto"}}, 'hydra.planner.lookahead is "auto", which the Trainer'),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key_and_what_is_wanted(changes, message):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -92,6 +92,7 @@ def test_explicit_labels_are_counted_where_they_are_predicted():
     assert dataset.report.num_without_label == 1
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from([-100, 1, 2]), max_size=12), min_size=1, max_size=12),
     st.integers(2, 10),
@@ -157,6 +158,9 @@ def test_more_rows_than_one_read(monkeypatch):
     monkeypatch.setattr("ds_hydra.sampler.dataset._ROWS_PER_READ", 3)
     dataset = from_ids([[1] * length for length in range(2, 10)], context_length=99)
     assert dataset.lengths.tolist() == list(range(2, 10))
+    rows = Dataset.from_dict({"input_ids": [[1, 2]] * 5, "labels": [[1, 2]] * 4 + [[1]]})
+    with pytest.raises(HydraConfigError, match="row 4 has 2 input_ids and 1 labels"):
+        TokenDataset.from_dataset(rows, context_length=99)
 
 
 text = Dataset.from_dict({"text": ["a b"], "title": ["t"]})

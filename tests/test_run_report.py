@@ -1,0 +1,178 @@
+import json
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.report import plot_run, summarize_run
+from ds_hydra.report.run_plot import choose_colors
+from ds_hydra.report.run_report import METRICS_FILE, read_metrics
+from ds_hydra.strategy import Scheme, Strategy
+
+
+def make_record(iteration, strategy, measured=(110.0,), predicted=100.0, loss=2.0):
+    """One line of metrics; `measured` times go to the pipelines in turn."""
+    parsed = Strategy.parse(strategy)
+    times = [measured[i % len(measured)] for i in range(len(parsed.schemes))]
+    return {
+        "iteration": iteration,
+        "loss": loss,
+        "strategy": strategy,
+        "num_tokens": 1000,
+        "num_sequences": 5,
+        "iteration_ms": 200.0,
+        "tokens_per_s": 5000.0 + iteration,
+        "predicted_ms": predicted,
+        "measured_ms": max(times),
+        "imbalance": max(times) / min(times) - 1 if min(times) else 0.0,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "planning_ms": 1.0,
+        "waited_ms": 0.0,
+        "pull_ms": 1.0,
+        "push_ms": 1.0,
+        "step_ms": 1.0,
+        "pipelines": [
+            {
+                "tp": scheme.tp,
+                "pp": scheme.pp,
+                "ranks": list(ranks),
+                "num_micro_batches": 1,
+                "num_tokens": 500,
+                "predicted_ms": predicted,
+                "measured_ms": time,
+            }
+            for scheme, ranks, time in zip(parsed.schemes, parsed.place(), times, strict=True)
+        ],
+    }
+
+
+def write_run(run_dir, records, tail=""):
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+    return run_dir
+
+
+RECORDS = [
+    make_record(0, "4x<1,1>", (100.0, 80.0), loss=8.25),
+    make_record(1, "1x<2,1> + 2x<1,1>", (90.0, 120.0), loss=7.0),
+    make_record(2, "1x<4,1>", (150.0,), loss=6.0),
+    make_record(3, "4x<1,1>", (100.0, 100.0), loss=6.5),
+    make_record(4, "1x<2,1> + 1x<1,1>", (110.0, 100.0), loss=5.125),
+]
+
+
+def test_the_summary(tmp_path):
+    summary = summarize_run(write_run(tmp_path, RECORDS))
+    assert (summary.num_iterations, summary.num_heterogeneous, summary.num_tokens) == (5, 2, 5000)
+    assert summary.total_s == pytest.approx(1.0)
+    assert (summary.first_loss, summary.last_loss) == (8.25, 5.125)
+    assert summary.tokens_per_s == 5002
+    # measured / predicted of the slowest pipelines: 1.0, 1.2, 1.5, 1.0, 1.1
+    assert summary.measured_over_predicted == pytest.approx(1.1)
+    assert summary.absolute_error == pytest.approx(0.1)
+    # 0.25, 0.333, 0, 0, 0.1
+    assert summary.imbalance == pytest.approx(0.1)
+
+
+def test_strategies_are_counted_most_used_first_under_one_name(tmp_path):
+    records = [*RECORDS, make_record(5, "<2,1> + 2x<1,1>"), make_record(6, "2x<1,1>+1x<2,1>", (60.0,))]
+    summary = summarize_run(write_run(tmp_path, records))
+    assert [(str(use.strategy), use.num_iterations) for use in summary.strategies] == [
+        ("1x<2,1> + 2x<1,1>", 3),
+        ("4x<1,1>", 2),
+        ("1x<2,1> + 1x<1,1>", 1),
+        ("1x<4,1>", 1),
+    ]
+    assert summary.strategies[0].measured_ms == 110
+
+
+def test_the_printed_summary(tmp_path):
+    assert str(summarize_run(write_run(tmp_path, RECORDS))).splitlines() == [
+        "strategy           iterations        tokens/s  predicted   measured",
+        "4x<1,1>               2 ####            5,002     100 ms     100 ms",
+        "1x<2,1> + 1x<1,1>     1 ##              5,004     100 ms     110 ms",
+        "1x<2,1> + 2x<1,1>     1 ##              5,001     100 ms     120 ms",
+        "1x<4,1>               1 ##              5,002     100 ms     150 ms",
+        "",
+        "5 iterations, 5,000 tokens in 1.0 s; 4 strategies, 2 iterations heterogeneous",
+        "loss            8.250 -> 5.125",
+        "tokens/s        5,002 (median)",
+        "measured time   1.10 x predicted, off by 10.0% (medians)",
+        "imbalance       10.0% (median)",
+    ]
+
+
+def test_an_error_in_both_directions_does_not_cancel(tmp_path):
+    records = [make_record(0, "1x<1,1>", (50.0,)), make_record(1, "1x<1,1>", (150.0,))]
+    summary = summarize_run(write_run(tmp_path, records))
+    assert summary.measured_over_predicted == pytest.approx(1.0)
+    assert summary.absolute_error == pytest.approx(0.5)
+
+
+def test_a_run_without_predictions_has_no_ratio(tmp_path):
+    summary = summarize_run(write_run(tmp_path, [make_record(0, "1x<1,1>", predicted=0.0)]))
+    assert np.isnan(summary.measured_over_predicted)
+
+
+def test_an_iteration_that_a_resumed_run_repeats_counts_once(tmp_path):
+    records = [*RECORDS, make_record(3, "4x<1,1>", loss=1.0), make_record(4, "4x<1,1>", loss=0.5)]
+    read = read_metrics(write_run(tmp_path, records))
+    assert [(record.iteration, record.loss) for record in read][3:] == [(3, 1.0), (4, 0.5)]
+
+
+def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
+    assert len(read_metrics(write_run(tmp_path, RECORDS, tail='{"iteration": 5, "lo'))) == 5
+    assert len(read_metrics(write_run(tmp_path, RECORDS, tail=json.dumps(make_record(5, "1x<1,1>"))))) == 6
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty: no iteration was finished"),
+        ('{"iter', "is empty: no iteration was finished"),
+        ("nonsense\n", "line 1 is not JSON"),
+        (json.dumps(RECORDS[0]) + "\n[]\n", "line 2 is not the record of an iteration"),
+        ('{"iteration": 0, "loss": 1.0}\n', "line 1 has no 'strategy'"),
+        (
+            json.dumps(RECORDS[0] | {"strategy": "fast"}) + "\n",
+            "line 1 is not the record .* cannot read 'fast'",
+        ),
+    ],
+)
+def test_a_bad_file_is_named_with_the_line(tmp_path, content, message):
+    (tmp_path / METRICS_FILE).write_text(content)
+    with pytest.raises(HydraConfigError, match=message) as caught:
+        summarize_run(tmp_path)
+    assert str(tmp_path / METRICS_FILE) in str(caught.value)
+
+
+@pytest.mark.parametrize("use", [summarize_run, lambda run_dir: plot_run(run_dir, run_dir / "run.png")])
+def test_a_folder_without_a_run(tmp_path, use):
+    with pytest.raises(HydraConfigError, match=r"cannot read .*metrics.jsonl: No such file.*hydra.run_dir"):
+        use(tmp_path / "none")
+
+
+def test_the_picture_shows_pipelines_idle_ranks_times_and_loss(tmp_path):
+    plot_run(write_run(tmp_path, RECORDS), tmp_path / "run.png")
+    pixels = (imread(tmp_path / "run.png")[:, :, :3] * 255).round().astype(int)
+    assert pixels.shape[0] > 800
+    assert pixels.shape[1] > 1200
+    shown = set(map(tuple, pixels.reshape(-1, 3)))
+    colors = choose_colors([Scheme(1, 1), Scheme(2, 1), Scheme(4, 1)])
+    for color in colors.values():
+        assert tuple(round(channel * 255) for channel in color) in shown
+    assert (236, 236, 236) in shown, "idle ranks"
+
+
+@pytest.mark.parametrize("num_iterations", [1, 300])
+def test_pictures_of_other_sizes(tmp_path, num_iterations):
+    records = [make_record(i, "1x<2,2> + 1x<1,1>", (5.0, 0.0)) for i in range(num_iterations)]
+    plot_run(write_run(tmp_path, records), tmp_path / "run.png")
+    assert (tmp_path / "run.png").stat().st_size > 10_000
+
+
+def test_schemes_are_told_apart():
+    schemes = [Scheme(tp, pp) for tp in (1, 2, 4, 8, 16, 32) for pp in (1, 2, 4)]
+    assert len(set(choose_colors(schemes).values())) == len(schemes)
