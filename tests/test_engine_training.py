@@ -45,7 +45,7 @@ def relative(a, b):
 def ten_steps_against_stock():
     model = tiny("llama")
     stock_model = copy.deepcopy(model)
-    data = batches(len(STEPS))
+    data = batches(len(STEPS) // 2) * 2
     stock = start_stock(stock_model)
     stock_losses = [stock_step(stock, examples) for examples in data]
     stock_norm = float(stock.get_global_grad_norm())
@@ -73,7 +73,7 @@ def ten_steps_against_stock():
 def test_ten_steps_of_changing_strategies_equal_stock_deepspeed():
     result = run_distributed(ten_steps_against_stock, 4)[0]
     torch.testing.assert_close(result["losses"], result["stock_losses"], rtol=1e-5, atol=0)
-    assert result["losses"][-1] < result["losses"][0]
+    assert all(second < first for first, second in zip(result["losses"], result["losses"][5:], strict=False))
     assert result["moved"] > 1e-3
     # Clipping is active (limit 0.5), so equal norms also mean equal clipping.
     assert result["norms"][1] > 0.5
@@ -142,19 +142,20 @@ def test_same_plans_give_bit_identical_losses_and_resume_continues_the_curve(tmp
     assert set(weights) >= {n for n, _ in tiny("llama_tied").named_parameters()}
 
 
-def other_ways_to_start():
-    import deepspeed
+def other_ways_to_start(folder):
+    from transformers import LlamaForCausalLM
+    from transformers.integrations import HfDeepSpeedConfig
 
     data = batches(2)
-    wanted = []
     reference = tiny("llama")
-    for examples in data[:1]:
-        loss, _ = token_mean_gradients(reference, examples)
-        wanted.append(loss)
-    outcome = {"reference": wanted[0]}
-    config = ds_config(hydra={})
-    with deepspeed.zero.Init(config_dict_or_path={k: v for k, v in config.items() if k != "hydra"}):
-        partitioned = tiny("llama")
+    outcome = {"reference": token_mean_gradients(reference, data[0])[0]}
+    if dist.get_rank() == 0:
+        reference.save_pretrained(folder)
+    dist.barrier()
+    keep_alive = HfDeepSpeedConfig(ds_config())  # from_pretrained now partitions while it loads (zero.Init)
+    partitioned = LlamaForCausalLM.from_pretrained(folder)
+    del keep_alive
+    outcome["is_partitioned"] = all(hasattr(p, "ds_id") and p.numel() == 0 for p in partitioned.parameters())
     engine = start_hydra(partitioned)
     outcome["zero.Init"] = float(engine.train_batch(data[0], strategy="1x<2,2>"))
     offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
@@ -173,8 +174,9 @@ def other_ways_to_start():
 
 
 @pytest.mark.distributed
-def test_zero_init_offload_and_evaluation():
-    outcome = run_distributed(other_ways_to_start, 4)[0]
+def test_zero_init_offload_and_evaluation(tmp_path):
+    outcome = run_distributed(other_ways_to_start, 4, str(tmp_path))[0]
+    assert outcome["is_partitioned"]
     for way in ("zero.Init", "offload", "eval_batch", "norm_before"):
         assert outcome[way] == pytest.approx(outcome["reference"], rel=1e-5), way
     assert outcome["offload_norm"] == pytest.approx(outcome["norm"], rel=1e-5)
@@ -231,7 +233,7 @@ def test_a_rank_holds_only_the_slices_of_its_stage():
 
 
 def test_run_distributed_reports_the_failure_of_a_rank():
-    with pytest.raises(AssertionError, match="rank 1 failed.*broken on purpose"):
+    with pytest.raises(AssertionError, match="(?s)rank 1 failed.*broken on purpose"):
         run_distributed(fail_on_rank_1, 2)
 
 
