@@ -8,7 +8,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from reference import Examples, num_label_tokens
+from single_process import Examples, num_label_tokens
 from torch import Tensor, nn
 
 import ds_hydra

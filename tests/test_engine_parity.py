@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from models import FAMILIES, VOCAB_SIZE, tiny
-from reference import num_label_tokens, random_examples, token_mean_gradients
+from single_process import num_label_tokens, random_examples, token_mean_gradients
 
 import ds_hydra
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan

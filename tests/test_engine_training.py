@@ -11,7 +11,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 from engines import ds_config, full_states, start_hydra, start_stock, stock_step
 from models import VOCAB_SIZE, tiny
-from reference import random_examples, token_mean_gradients
+from single_process import random_examples, token_mean_gradients
 
 STEPS = (
     "4x<1,1>",
