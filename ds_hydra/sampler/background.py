@@ -1,0 +1,334 @@
+"""Plans that are ready when the engine asks for them: planning processes some iterations ahead of training.
+
+Workers are started with `python -m ds_hydra.sampler._worker` and not forked or spawned through
+multiprocessing: a fork of a process that holds CUDA and NCCL is not safe, and `spawn` imports the user's
+script, and with it torch, once more in every worker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Literal
+
+import ds_hydra
+from ds_hydra import errors
+from ds_hydra.sampler._worker import read_message, write_message
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.planner import DEFAULT_SETTINGS, PlannerSettings, plan_iteration
+from ds_hydra.strategy.profile import Profile
+from ds_hydra.strategy.scheme import Strategy, parse_strategies
+
+logger = logging.getLogger(__name__)
+
+_MAX_ATTEMPTS = 3
+"""Workers that one iteration may lose before it is planned in line (where an exception has a traceback)."""
+_CLOSE_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningTask:
+    """Everything about planning that is the same for all iterations."""
+
+    strategies: tuple[Strategy, ...]
+    profile: Profile
+    num_devices: int
+    settings: PlannerSettings
+
+    def plan(self, batch: GlobalBatch) -> IterationPlan:
+        """`plan_iteration` of `batch`."""
+        return plan_iteration(
+            batch,
+            strategies=self.strategies,
+            profile=self.profile,
+            num_devices=self.num_devices,
+            settings=self.settings,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The task as a JSON document."""
+        return {
+            "strategies": [str(strategy) for strategy in self.strategies],
+            "profile": self.profile.document,
+            "num_devices": self.num_devices,
+            "settings": self.settings.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> PlanningTask:
+        """The task in a document written by `to_json`."""
+        return cls(
+            strategies=parse_strategies(document["strategies"]),
+            profile=Profile.from_json(document["profile"]),
+            num_devices=document["num_devices"],
+            settings=PlannerSettings.from_json(document["settings"]),
+        )
+
+
+def batch_to_json(batch: GlobalBatch) -> dict[str, Any]:
+    """`batch` as a JSON document; `batch_from_json` restores it."""
+    return {
+        "iteration": batch.iteration,
+        "sample_indices": batch.sample_indices,
+        "lengths": batch.lengths,
+        "num_label_tokens": batch.num_label_tokens,
+    }
+
+
+def batch_from_json(document: Mapping[str, Any]) -> GlobalBatch:
+    """The batch in a document written by `batch_to_json`."""
+    return GlobalBatch(
+        iteration=document["iteration"],
+        sample_indices=tuple(document["sample_indices"]),
+        lengths=tuple(document["lengths"]),
+        num_label_tokens=document["num_label_tokens"],
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedIteration:
+    """A plan, what it cost, and how long the caller was held up for it.
+
+    `source`: "worker", "inline" (no workers, or they died of this iteration), or "deadline" (the worker was
+    late, so this is the heuristic plan).
+    """
+
+    plan: IterationPlan
+    planning_ms: float
+    waited_ms: float
+    source: Literal["worker", "inline", "deadline"]
+
+
+class BackgroundPlanner:
+    """Plans submitted iterations in `num_workers` processes; only rank 0 has one.
+
+    Submit iterations while `has_room`, then `get` them in any order. Plans do not depend on the number of
+    workers, unless one is later than `deadline_s`, counted from the call of `get`: then the heuristic plan
+    (no refinement) is made in line and a warning logged. A worker that dies is replaced, what it worked on
+    is planned again, and a warning logged. `close` ends all workers; it is called at exit as well.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategies: Sequence[Strategy],
+        profile: Profile,
+        num_devices: int,
+        settings: PlannerSettings = DEFAULT_SETTINGS,
+        num_workers: int = 1,
+        lookahead: int = 4,
+        deadline_s: float = 30.0,
+    ) -> None:
+        self.task = PlanningTask(
+            strategies=tuple(strategies), profile=profile, num_devices=num_devices, settings=settings
+        )
+        self.lookahead = lookahead
+        self.deadline_s = deadline_s
+        self.num_restarts = 0
+        self.num_late = 0
+        self._pending: dict[int, GlobalBatch] = {}
+        self._replies: dict[int, dict[str, Any]] = {}
+        self._changed = threading.Condition()
+        self._queue: SimpleQueue[GlobalBatch | None] = SimpleQueue()
+        self._is_closed = False
+        self._owner = os.getpid()
+        self._workers = [_Worker(self.task) for _ in range(num_workers)]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(worker,), name=f"ds_hydra-planner-{i}", daemon=True)
+            for i, worker in enumerate(self._workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.close)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether fewer than `lookahead` iterations are submitted and not yet fetched."""
+        return len(self._pending) < self.lookahead
+
+    @property
+    def worker_pids(self) -> tuple[int, ...]:
+        """Process ids of the workers that run now."""
+        return tuple(pid for worker in self._workers if (pid := worker.pid) is not None)
+
+    def submit(self, batch: GlobalBatch) -> None:
+        """Hands `batch` to the next free worker; returns at once."""
+        if self._is_closed:
+            raise RuntimeError("the background planner is closed")
+        if batch.iteration in self._pending:
+            raise ValueError(f"iteration {batch.iteration} is already submitted")
+        self._pending[batch.iteration] = batch
+        if self._workers:
+            self._queue.put(batch)
+
+    def get(self, iteration: int) -> PlannedIteration:
+        """The plan of a submitted iteration, once. Raises the error that planning raised, in this process."""
+        if iteration not in self._pending:
+            raise ValueError(f"iteration {iteration} is not submitted; pending: {sorted(self._pending)}")
+        start = time.perf_counter()
+        with self._changed:
+            if self._workers:
+                self._changed.wait_for(lambda: iteration in self._replies, self.deadline_s)
+            batch = self._pending.pop(iteration)
+            reply = self._replies.pop(iteration, None)
+        if reply is None:
+            return self._plan_inline(batch, start, is_late=bool(self._workers))
+        if "error" in reply:
+            raise getattr(errors, reply["error"]["type"])(reply["error"]["message"])
+        if "plan" not in reply:
+            return self._plan_inline(batch, start, is_late=False)
+        return PlannedIteration(
+            plan=IterationPlan.from_json(reply["plan"]),
+            planning_ms=reply["planning_ms"],
+            waited_ms=_elapsed_ms(start),
+            source="worker",
+        )
+
+    def _plan_inline(self, batch: GlobalBatch, start: float, *, is_late: bool) -> PlannedIteration:
+        task = self.task
+        if is_late:
+            self.num_late += 1
+            logger.warning(
+                "iteration %d: no plan after %.1f s, training with the heuristic plan; raise "
+                "hydra.planner.num_workers or hydra.planner.lookahead",
+                batch.iteration,
+                self.deadline_s,
+            )
+            task = replace(task, settings=task.settings.heuristic())
+        planning_start = time.perf_counter()
+        plan = task.plan(batch)
+        return PlannedIteration(
+            plan=plan,
+            planning_ms=_elapsed_ms(planning_start),
+            waited_ms=_elapsed_ms(start),
+            source="deadline" if is_late else "inline",
+        )
+
+    def _serve(self, worker: _Worker) -> None:
+        """Feeds one worker until the queue hands out None."""
+        while (batch := self._queue.get()) is not None:
+            if batch.iteration not in self._pending:
+                continue  # fetched by its deadline before any worker was free
+            reply = self._ask(worker, batch)
+            with self._changed:
+                if batch.iteration in self._pending:
+                    self._replies[batch.iteration] = reply
+                self._changed.notify_all()
+
+    def _ask(self, worker: _Worker, batch: GlobalBatch) -> dict[str, Any]:
+        """The reply of `worker`, started again when it dies; an empty one if it keeps dying."""
+        for _ in range(_MAX_ATTEMPTS):
+            reply = worker.plan(batch)
+            if reply is not None or self._is_closed:
+                return reply or {}
+            self.num_restarts += 1
+            logger.warning(
+                "a planning process ended (%s) while planning iteration %d; starting another one",
+                worker.exit_text,
+                batch.iteration,
+            )
+        return {}
+
+    def close(self) -> None:
+        """Ends all workers; what was submitted is forgotten. May be called more than once."""
+        if self._is_closed or os.getpid() != self._owner:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        for _ in self._threads:
+            self._queue.put(None)
+        for worker in self._workers:
+            worker.close()
+        for thread in self._threads:
+            thread.join(_CLOSE_TIMEOUT_S)
+
+    def __enter__(self) -> BackgroundPlanner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Worker:
+    """One planning process, started at the first batch and again whenever it has died."""
+
+    def __init__(self, task: PlanningTask) -> None:
+        self._setup = task.to_json()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, None while it does not run."""
+        process = self._process
+        return process.pid if process is not None and process.poll() is None else None
+
+    @property
+    def exit_text(self) -> str:
+        """How the process ended."""
+        process = self._process
+        return "could not be started" if process is None else f"exit code {process.wait()}"
+
+    def plan(self, batch: GlobalBatch) -> dict[str, Any] | None:
+        """The worker's reply; None if it died or could not be started."""
+        try:
+            process = self._start()
+            if process is None or process.stdin is None or process.stdout is None:
+                return None
+            write_message(process.stdin, batch_to_json(batch))  # type: ignore[arg-type]
+            return read_message(process.stdout)  # type: ignore[arg-type]
+        except (OSError, ValueError):  # ValueError: the pipe was closed by `close`
+            return None
+
+    def _start(self) -> subprocess.Popen[bytes] | None:
+        with self._lock:
+            if self._is_closed or self.pid is not None:
+                return self._process
+            root = str(Path(ds_hydra.__file__).parent.parent)
+            paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ds_hydra.sampler._worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )
+            if self._process.stdin is not None:
+                write_message(self._process.stdin, self._setup)  # type: ignore[arg-type]
+            return self._process
+
+    def close(self) -> None:
+        """Ends the process: closes its stdin, and kills it if it is busy for longer than a moment."""
+        with self._lock:
+            self._is_closed = True
+            process = self._process
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(_CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:
+                    continue  # what was buffered for a dead process
+
+
+def _elapsed_ms(start: float) -> float:
+    return (time.perf_counter() - start) * 1e3

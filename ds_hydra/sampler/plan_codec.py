@@ -1,0 +1,117 @@
+"""An iteration plan as one flat int64 array, the form in which rank 0 broadcasts it, and back.
+
+Layout (every count before what it counts):
+
+    magic, iteration, num_devices, num_label_tokens, makespan, lower bound,
+    number of sequences n, n sample indices, n lengths,
+    number of pipelines, then for each pipeline
+        tp, pp, makespan, lower bound, number of rows, then for each row its size and its sequences
+
+Times are the bit patterns of their doubles, so that the digest of a decoded plan is that of the original.
+Ranks are not sent: they follow from the strategy.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+
+from ds_hydra.errors import PlanMismatchError
+from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
+from ds_hydra.sampler.schedule import IntArray
+from ds_hydra.strategy.scheme import Scheme, Strategy
+
+_MAGIC = 0x44534859_00000001
+"""'DSHY' and the version of the layout."""
+
+
+def to_array(plan: IterationPlan) -> IntArray:
+    """`plan` as a flat int64 array; `from_array` restores an equal plan."""
+    flat: list[int] = [
+        _MAGIC,
+        plan.iteration,
+        plan.num_devices,
+        plan.num_label_tokens,
+        _double_bits(plan.makespan_ms),
+        _double_bits(plan.lower_bound_ms),
+        len(plan.lengths),
+        *plan.sample_indices,
+        *plan.lengths,
+        len(plan.pipelines),
+    ]
+    for pipeline in plan.pipelines:
+        flat += [pipeline.scheme.tp, pipeline.scheme.pp]
+        flat += [_double_bits(pipeline.makespan_ms), _double_bits(pipeline.lower_bound_ms)]
+        flat.append(len(pipeline.micro_batches))
+        for row in pipeline.micro_batches:
+            flat += [len(row), *row]
+    return np.array(flat, dtype=np.int64)
+
+
+def from_array(array: IntArray) -> IterationPlan:
+    """The plan in an array written by `to_array`; raises PlanMismatchError if it holds anything else."""
+    try:
+        values = iter(array.tolist())
+        plan = _read_plan(values)
+    except (StopIteration, ValueError, OverflowError, MemoryError) as error:
+        raise PlanMismatchError(
+            f"received {array.size} integers that are not a whole plan: {error!r}"
+        ) from error
+    left = sum(1 for _ in values)
+    if left:
+        raise PlanMismatchError(f"received a plan of {array.size - left} integers with {left} more after it")
+    return plan
+
+
+def _read_plan(values: Iterator[int]) -> IterationPlan:
+    magic = next(values)
+    if magic != _MAGIC:
+        raise ValueError(
+            f"starts with {magic:#x}, expected {_MAGIC:#x}; all ranks need the same ds_hydra version"
+        )
+    iteration, num_devices, num_label_tokens = _take(values, 3)
+    makespan, lower_bound = _take(values, 2)
+    num_sequences = next(values)
+    sample_indices, lengths = _take(values, num_sequences), _take(values, num_sequences)
+    read = [_read_pipeline(values) for _ in range(next(values))]
+    strategy = Strategy(tuple(scheme for scheme, *_ in read))
+    return IterationPlan(
+        iteration=iteration,
+        num_devices=num_devices,
+        strategy=strategy,
+        sample_indices=sample_indices,
+        lengths=lengths,
+        num_label_tokens=num_label_tokens,
+        pipelines=tuple(
+            PipelinePlan(
+                scheme=scheme, ranks=ranks, micro_batches=rows, makespan_ms=time, lower_bound_ms=bound
+            )
+            for (scheme, time, bound, rows), ranks in zip(read, strategy.place())
+        ),
+        makespan_ms=_double(makespan),
+        lower_bound_ms=_double(lower_bound),
+    )
+
+
+def _read_pipeline(values: Iterator[int]) -> tuple[Scheme, float, float, tuple[tuple[int, ...], ...]]:
+    tp, pp, makespan, lower_bound, num_rows = _take(values, 5)
+    rows = tuple([_take(values, next(values)) for _ in range(num_rows)])
+    return Scheme(tp, pp), _double(makespan), _double(lower_bound), rows
+
+
+def _take(values: Iterator[int], count: int) -> tuple[int, ...]:
+    taken = tuple(islice(values, count))
+    if len(taken) != count:
+        raise ValueError(f"ends where {count} integers were announced")
+    return taken
+
+
+def _double_bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _double(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -1,0 +1,239 @@
+"""The decision of one iteration: which strategy, which sequences on which pipeline, packed into which rows.
+
+`plan_iteration` is a pure function: equal arguments give equal plans, on any machine and in any process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
+from ds_hydra.sampler.bounds import strategy_bound_ms
+from ds_hydra.sampler.dispatch import dispatch_trials, fit_trials, improve_dispatch
+from ds_hydra.sampler.packing import pipeline_bound_ms
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
+from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
+from ds_hydra.sampler.refine import pack_pipelines, pipeline_cost, refine_pipelines
+from ds_hydra.sampler.schedule import FORWARD_FRACTION, FloatArray, IntArray, makespan_ms
+from ds_hydra.strategy.profile import Profile
+from ds_hydra.strategy.scheme import Scheme, Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerSettings:
+    """How plans are valued and searched for.
+
+    `objective`: "exact" values a pipeline by the 1F1B recurrence over its own rows, "closed_form" by Eq. (1).
+    `num_trials`: trials of Alg. 1 for each strategy. `forward_fraction`: part of T that is the forward pass.
+    `max_refine_steps`: exchanges between packed pipelines, 0 for none (the heuristic plan).
+    `enough_gap`: a strategy is not refined further once it is this close to its lower bound.
+    `max_len_override`: MaxLen of schemes in tokens, in place of what the memory model says.
+    """
+
+    objective: Literal["exact", "closed_form"] = "exact"
+    num_trials: int = 4
+    seed: int = 0
+    forward_fraction: float = FORWARD_FRACTION
+    max_refine_steps: int = 400
+    enough_gap: float = 1e-3
+    max_len_override: Mapping[Scheme, int] = field(default_factory=dict)
+
+    def heuristic(self) -> PlannerSettings:
+        """The same without refinement: plans in a fraction of the time."""
+        return replace(self, num_trials=1, max_refine_steps=0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The settings as a JSON document."""
+        document = {name: getattr(self, name) for name in self.__slots__}
+        document["max_len_override"] = [
+            [scheme.tp, scheme.pp, tokens] for scheme, tokens in self.max_len_override.items()
+        ]
+        return document
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> PlannerSettings:
+        """The settings in a document written by `to_json`."""
+        override = {Scheme(tp, pp): tokens for tp, pp, tokens in document["max_len_override"]}
+        return cls(**{**document, "max_len_override": override})
+
+
+DEFAULT_SETTINGS = PlannerSettings()
+
+
+def plan_iteration(
+    batch: GlobalBatch,
+    *,
+    strategies: Sequence[Strategy],
+    profile: Profile,
+    num_devices: int,
+    settings: PlannerSettings = DEFAULT_SETTINGS,
+) -> IterationPlan:
+    """The fastest plan found for `batch` over all `strategies`; the first of equals.
+
+    Strategies are planned in the order of their lower bounds until no other can win.
+    `IterationPlan.lower_bound_ms` holds for the chosen strategy, whatever the dispatch and packing.
+
+    Raises InfeasiblePlanError if a sequence fits on no pipeline of any strategy, HydraConfigError if a
+    strategy needs more devices than there are or a scheme that was not profiled.
+    """
+    planner = _BatchPlanner(batch, profile, num_devices, settings)
+    return planner.plan(_check_strategies(strategies, num_devices))
+
+
+def _check_strategies(strategies: Sequence[Strategy], num_devices: int) -> Sequence[Strategy]:
+    if not strategies:
+        raise HydraConfigError("there is no candidate strategy; set hydra.strategies, e.g. ['1x<1,1>']")
+    for strategy in strategies:
+        if strategy.num_devices > num_devices:
+            raise HydraConfigError(
+                f"strategy {strategy} needs {strategy.num_devices} ranks, there are {num_devices}; "
+                f"remove it from hydra.strategies or start {strategy.num_devices} ranks"
+            )
+    return strategies
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """One strategy, and once it is planned where its sequences are (in sorted order)."""
+
+    strategy: Strategy
+    problem: DispatchProblem
+    lower_bound_ms: float
+    assignment: IntArray
+    rows: IntArray
+    makespan_ms: float = np.inf
+
+
+class _BatchPlanner:
+    """One mini-batch, sorted once, and the costs of its sequences, shared by all candidate strategies."""
+
+    def __init__(
+        self, batch: GlobalBatch, profile: Profile, num_devices: int, settings: PlannerSettings
+    ) -> None:
+        self.batch, self.profile, self.num_devices, self.settings = batch, profile, num_devices, settings
+        lengths = np.array(batch.lengths, dtype=np.int64)
+        if lengths.size and lengths.min() < 1:
+            raise HydraConfigError(
+                f"sequence {lengths.argmin()} of iteration {batch.iteration} has {lengths.min()} tokens; "
+                "remove sequences without tokens from the dataset"
+            )
+        self.order = np.argsort(-lengths, kind="stable")
+        self.lengths = lengths[self.order]
+
+    def plan(self, strategies: Sequence[Strategy]) -> IterationPlan:
+        """The best plan over `strategies`."""
+        feasible = [s for s in strategies if self.lengths.size == 0 or self.lengths[0] <= self.longest(s)]
+        if not feasible:
+            raise self._no_plan(strategies)
+        candidates = sorted((self._bound(s) for s in feasible), key=lambda c: c.lower_bound_ms)
+        best = candidates[0]
+        for candidate in candidates:
+            if candidate.lower_bound_ms < best.makespan_ms:
+                self._search(candidate)
+                best = min(best, candidate, key=lambda c: c.makespan_ms)
+        return self._finish(best)
+
+    def longest(self, strategy: Strategy) -> int:
+        """Largest MaxLen over the schemes of `strategy`, in tokens."""
+        return max(self.max_len_tokens(scheme) for scheme in strategy.schemes)
+
+    def max_len_tokens(self, scheme: Scheme) -> int:
+        """MaxLen of `scheme`: the setting, else by the memory model; 0 where nothing fits."""
+        override = self.settings.max_len_override.get(scheme)
+        return (
+            override
+            if override is not None
+            else max(0, self.profile.max_len_tokens(scheme, self.num_devices))
+        )
+
+    def _no_plan(self, strategies: Iterable[Strategy]) -> InfeasiblePlanError:
+        largest = max(self.longest(strategy) for strategy in strategies)
+        position = int(self.order[0])
+        advice = f"lower hydra.context_length to {largest} or less, or " if largest > 0 else ""
+        return InfeasiblePlanError(
+            f"iteration {self.batch.iteration}: sequence {position} has {self.lengths[0]} tokens, the "
+            f"largest MaxLen over all candidate strategies is {largest}; {advice}raise "
+            "hydra.memory_limit_bytes or add a strategy with higher TP to hydra.strategies"
+        )
+
+    def _problem(self, strategy: Strategy) -> DispatchProblem:
+        counts = Counter(strategy.schemes)
+        kinds = [
+            PipelineKind(count, scheme.pp, self.max_len_tokens(scheme), self.profile.get_latency(scheme))
+            for scheme, count in counts.items()
+        ]
+        settings = self.settings
+        return make_problem(
+            self.lengths,
+            kinds,
+            forward_fraction=settings.forward_fraction,
+            is_exact=settings.objective == "exact",
+        )
+
+    def _bound(self, strategy: Strategy) -> _Candidate:
+        problem = self._problem(strategy)
+        assignment, rows = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
+        estimate = dispatch_trials(problem, self.settings.num_trials, self.settings.seed, assignment)
+        bound = strategy_bound_ms(problem, 1.5 * estimate)
+        return _Candidate(strategy, problem, bound, assignment, rows)
+
+    def _search(self, candidate: _Candidate) -> None:
+        problem, assignment, rows = candidate.problem, candidate.assignment, candidate.rows
+        num_steps = self.settings.max_refine_steps
+        enough_ms = candidate.lower_bound_ms * (1 + self.settings.enough_gap)
+        estimate = improve_dispatch(problem, assignment, enough_ms, num_steps, 16)
+        if num_steps > 0 and estimate > enough_ms:
+            estimate = fit_trials(problem, candidate.lower_bound_ms, estimate, 8, assignment)
+            improve_dispatch(problem, assignment, enough_ms, num_steps, 16)
+        value = pack_pipelines(problem, assignment, rows)
+        candidate.makespan_ms = refine_pipelines(problem, assignment, rows, value, enough_ms, num_steps, 16)
+
+    def _finish(self, best: _Candidate) -> IterationPlan:
+        batch = self.batch
+        pipelines = tuple(
+            self._pipeline(best, pipeline, scheme, ranks)
+            for pipeline, (scheme, ranks) in enumerate(zip(best.strategy.schemes, best.strategy.place()))
+        )
+        makespan = max(pipeline.makespan_ms for pipeline in pipelines)
+        return IterationPlan(
+            iteration=batch.iteration,
+            num_devices=self.num_devices,
+            strategy=best.strategy,
+            sample_indices=batch.sample_indices,
+            lengths=batch.lengths,
+            num_label_tokens=batch.num_label_tokens,
+            pipelines=pipelines,
+            makespan_ms=makespan,
+            lower_bound_ms=min(makespan, best.lower_bound_ms),
+        )
+
+    def _pipeline(
+        self, best: _Candidate, pipeline: int, scheme: Scheme, ranks: tuple[int, ...]
+    ) -> PipelinePlan:
+        members = np.flatnonzero(best.assignment == pipeline)
+        kind = best.problem.kind_of[pipeline]
+        costs = best.problem.sequence_ms[kind, members]
+        cost = pipeline_cost(best.problem, kind)
+        num_rows = int(best.rows[members].max()) + 1 if members.size else 0
+        rows = [members[best.rows[members] == row] for row in range(num_rows)]
+        return PipelinePlan(
+            scheme=scheme,
+            ranks=ranks,
+            micro_batches=tuple(tuple(self.order[row].tolist()) for row in rows),
+            makespan_ms=self._makespan_ms(best.problem, kind, rows),
+            lower_bound_ms=pipeline_bound_ms(self.lengths[members], costs, cost),
+        )
+
+    def _makespan_ms(self, problem: DispatchProblem, kind: int, rows: Sequence[IntArray]) -> float:
+        times: FloatArray = np.array([problem.sequence_ms[kind, row].sum() for row in rows])
+        return makespan_ms(
+            times + problem.constant_ms[kind],
+            int(problem.num_stages[kind]),
+            problem.forward_fraction,
+            problem.is_exact,
+        )

@@ -1,0 +1,70 @@
+"""One mini-batch and the pipelines of one strategy, as the arrays that compiled code works on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hydra.sampler.schedule import FORWARD_FRACTION, FloatArray, IntArray, balance_rows
+from ds_hydra.strategy.profile import LatencyModel
+
+
+class PipelineKind(NamedTuple):
+    """`num_pipelines` interchangeable pipelines: same scheme, same MaxLen."""
+
+    num_pipelines: int
+    num_stages: int
+    max_len_tokens: int
+    latency: LatencyModel
+
+
+class DispatchProblem(NamedTuple):
+    """Sequences (descending) and pipelines of one strategy.
+
+    `kind_of[j]` is the kind of pipeline j; pipelines of one kind are consecutive. `sequence_ms[k, i]` is
+    a l^2 + b l of sequence i on kind k; `ratio[k]` and `share[k]` are its `RowBalance`. A pipeline is
+    valued by Eq. (2) without the constant of T (`is_eq2`), as in Eq. (3), or else by the time that an even
+    packing will take, which is what the planner needs: by the closed form, or nearly by the 1F1B
+    recurrence (`is_exact`).
+    """
+
+    lengths: IntArray
+    sequence_ms: FloatArray
+    kind_of: IntArray
+    num_stages: IntArray
+    constant_ms: FloatArray
+    max_len_tokens: IntArray
+    ratio: FloatArray
+    share: FloatArray
+    forward_fraction: float
+    is_exact: bool
+    is_eq2: bool
+
+
+def make_problem(
+    lengths: IntArray,
+    kinds: Sequence[PipelineKind],
+    *,
+    forward_fraction: float = FORWARD_FRACTION,
+    is_exact: bool = True,
+    is_eq2: bool = False,
+) -> DispatchProblem:
+    """The problem of dispatching `lengths` (descending) to the pipelines of `kinds`."""
+    tokens = np.array(lengths, dtype=np.float64)
+    latency = [kind.latency for kind in kinds]
+    balance = [balance_rows(kind.num_stages, forward_fraction) for kind in kinds]
+    return DispatchProblem(
+        lengths=np.array(lengths, dtype=np.int64),
+        sequence_ms=np.array([(t.quadratic_ms * tokens + t.linear_ms) * tokens for t in latency]),
+        kind_of=np.repeat(np.arange(len(kinds)), [kind.num_pipelines for kind in kinds]),
+        num_stages=np.array([kind.num_stages for kind in kinds], dtype=np.int64),
+        constant_ms=np.array([0.0 if is_eq2 else t.constant_ms for t in latency], dtype=np.float64),
+        max_len_tokens=np.array([kind.max_len_tokens for kind in kinds], dtype=np.int64),
+        ratio=np.array([b.ratio for b in balance]),
+        share=np.array([b.share for b in balance]),
+        forward_fraction=forward_fraction,
+        is_exact=is_exact,
+        is_eq2=is_eq2,
+    )

@@ -1,0 +1,136 @@
+"""How packed pipelines are evened out: sequences change places between the slowest pipeline and fast ones.
+
+Dispatch values a pipeline by an estimate; here rows are packed, so times are true, and an exchange stays only
+if both pipelines, packed again, end before the slowest one did.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ds_hydra.sampler.compiled import compiled
+from ds_hydra.sampler.dispatch import (
+    apply_exchange,
+    choose_targets,
+    count_loads,
+    estimate_after_ms,
+    find_exchanges,
+    recount,
+)
+from ds_hydra.sampler.order import EPSILON
+from ds_hydra.sampler.packing import Effort, PipelineCost, pack_rows
+from ds_hydra.sampler.problem import DispatchProblem
+from ds_hydra.sampler.schedule import FloatArray, IntArray, RowBalance
+
+_NUM_EXCHANGES = 8
+_FIRST_EFFORT = Effort(2, 100)
+_EXCHANGE_EFFORT = Effort(3, 600)
+_SLOWEST_EFFORT = Effort(10, 8000)
+
+
+@compiled
+def pipeline_cost(problem: DispatchProblem, kind: int) -> PipelineCost:
+    """What packing has to know about pipelines of `kind`."""
+    return PipelineCost(
+        problem.num_stages[kind],
+        problem.constant_ms[kind],
+        problem.max_len_tokens[kind],
+        problem.forward_fraction,
+        problem.is_exact,
+        RowBalance(problem.ratio[kind], problem.share[kind]),
+    )
+
+
+@compiled
+def pack_pipeline(
+    problem: DispatchProblem, assignment: IntArray, pipeline: int, effort: Effort, rows: IntArray
+) -> float:
+    """Packs the sequences of `pipeline`, writes their `rows`, returns the time of the pipeline."""
+    members = np.flatnonzero(assignment == pipeline)
+    kind = problem.kind_of[pipeline]
+    packed = np.zeros(members.size, dtype=np.int64)
+    cost = pipeline_cost(problem, kind)
+    time, _ = pack_rows(problem.lengths[members], problem.sequence_ms[kind][members], cost, effort, packed)
+    rows[members] = packed
+    return time
+
+
+@compiled
+def pack_pipelines(problem: DispatchProblem, assignment: IntArray, rows: IntArray) -> FloatArray:
+    """Packs all pipelines quickly; writes `rows`, returns the time of each pipeline."""
+    value = np.zeros(problem.kind_of.size)
+    for pipeline in range(value.size):
+        value[pipeline] = pack_pipeline(problem, assignment, pipeline, _FIRST_EFFORT, rows)
+    return value
+
+
+@compiled
+def refine_pipelines(
+    problem: DispatchProblem,
+    assignment: IntArray,
+    rows: IntArray,
+    value: FloatArray,
+    enough_ms: float,
+    max_steps: int,
+    num_targets: int,
+) -> float:
+    """Exchanges sequences until the iteration gets no shorter, or lasts `enough_ms` at most.
+
+    Changes `assignment`, `rows` and `value`; returns the time of the slowest pipeline.
+    """
+    loads = count_loads(problem, assignment)
+    is_searched = np.zeros(value.size, dtype=np.bool_)
+    found_ms, found = np.zeros(_NUM_EXCHANGES), np.zeros((_NUM_EXCHANGES, 3), dtype=np.int64)
+    bias = np.zeros(value.size)
+    for pipeline in range(value.size):
+        bias[pipeline] = value[pipeline] - estimate_after_ms(problem, loads, pipeline, -1, -1)
+    for _ in range(max_steps):
+        slowest = int(np.argmax(value))
+        if value[slowest] <= enough_ms:
+            break
+        if not is_searched[slowest]:
+            is_searched[slowest] = True
+            old_rows = rows.copy()
+            time = pack_pipeline(problem, assignment, slowest, _SLOWEST_EFFORT, rows)
+            if time < value[slowest]:
+                bias[slowest] += time - value[slowest]
+                value[slowest] = time
+                continue
+            rows[:] = old_rows
+        is_target = choose_targets(problem, value, slowest, num_targets)
+        num_found = find_exchanges(
+            problem, assignment, loads, value, bias, slowest, is_target, found_ms, found
+        )
+        partner = _try_exchanges(problem, assignment, rows, value, slowest, found[:num_found])
+        if partner < 0:
+            break
+        recount(problem, assignment, loads, slowest, partner)
+        for pipeline in (slowest, partner):
+            bias[pipeline] = value[pipeline] - estimate_after_ms(problem, loads, pipeline, -1, -1)
+            is_searched[pipeline] = False
+    return float(value.max())
+
+
+@compiled
+def _try_exchanges(
+    problem: DispatchProblem,
+    assignment: IntArray,
+    rows: IntArray,
+    value: FloatArray,
+    slowest: int,
+    exchanges: IntArray,
+) -> int:
+    """Carries out the first of `exchanges` that helps once packed; returns its partner, -1 if none does."""
+    old_assignment, old_rows = assignment.copy(), rows.copy()
+    for number in range(exchanges.shape[0]):
+        partner = int(exchanges[number, 2])
+        apply_exchange(assignment, slowest, exchanges[number])
+        here = pack_pipeline(problem, assignment, slowest, _EXCHANGE_EFFORT, rows)
+        if here < value[slowest] * (1 - EPSILON):
+            there = pack_pipeline(problem, assignment, partner, _EXCHANGE_EFFORT, rows)
+            if there < value[slowest] * (1 - EPSILON):
+                value[slowest], value[partner] = here, there
+                return partner
+        assignment[:] = old_assignment
+        rows[:] = old_rows
+    return -1

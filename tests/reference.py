@@ -1,0 +1,82 @@
+"""Where tests and benchmarks find the reference data, and small builders that several tests share."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.strategy.profile import Profile
+from ds_hydra.strategy.scheme import Strategy, parse_strategies
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+STRATEGIES_32B_64 = parse_strategies(
+    [
+        "4x<16,1>",
+        "1x<16,1> + 2x<8,3>",
+        "1x<16,1> + 6x<8,1>",
+        "1x<16,1> + 12x<4,1>",
+        "1x<8,3> + 10x<4,1>",
+        "1x<8,1> + 14x<4,1>",
+        "8x<4,2>",
+    ]
+)
+"""Candidates of the paper's case study: LLaMA 32B on 64 A800, context 32K."""
+
+
+def reference_path(name: str) -> Path | None:
+    """The reference file `name`, from $DS_HYDRA_SHARED or `../shared` beside the repository."""
+    shared = Path(os.environ.get("DS_HYDRA_SHARED", REPOSITORY.parent / "shared"))
+    path = shared / "data" / name
+    return path if path.exists() else None
+
+
+def load_reference(name: str) -> Any:
+    """The JSON reference `name`; skips the test where the data is absent."""
+    path = reference_path(name)
+    if path is None:
+        pytest.skip(f"reference data {name} is absent; set DS_HYDRA_SHARED to the folder that holds data/")
+    return json.loads(path.read_text())
+
+
+def make_profile(schemes: dict[str, tuple[float, float, float]], *, max_len: int = 100) -> Profile:
+    """A profile of small numbers: T of each scheme, e.g. {"<2,1>": (a, b, c)}, and one MaxLen for all."""
+    texts = {text: Strategy.parse(text).schemes[0] for text in schemes}
+    return Profile.from_json(
+        {
+            "schema": "ds_hydra.profile/1",
+            "hardware": {
+                "name": "test",
+                "memory_bytes": max_len,
+                "reserved_bytes": 0,
+                "safety_margin_bytes": 0,
+            },
+            "model": {"name": "test", "num_layers": 1, "hidden_size": 1, "vocab_size": 0},
+            "memory": {
+                "activation_bytes_per_token_per_layer_per_hidden": {
+                    str(scheme.tp): scheme.tp for scheme in texts.values()
+                },
+                "state_bytes_per_layer_per_hidden2": 0,
+                "sharded_fraction": 1,
+            },
+            "schemes": [
+                {"tp": s.tp, "pp": s.pp, "quadratic_ms": a, "linear_ms": b, "constant_ms": c}
+                for s, (a, b, c) in zip(texts.values(), schemes.values())
+            ],
+        }
+    )
+
+
+def make_batch(lengths: list[int], iteration: int = 0) -> GlobalBatch:
+    """A mini-batch of `lengths`; sequence i is dataset row 10 + i."""
+    return GlobalBatch(
+        iteration=iteration,
+        sample_indices=tuple(range(10, 10 + len(lengths))),
+        lengths=tuple(lengths),
+        num_label_tokens=max(0, sum(lengths) - len(lengths)),
+    )

@@ -1,0 +1,175 @@
+"""Planning processes: the same plans as in line, also when processes die or are late, and no process left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from reference import REPOSITORY, make_batch, make_profile
+
+from ds_hydra.errors import InfeasiblePlanError
+from ds_hydra.sampler.background import BackgroundPlanner
+from ds_hydra.strategy.scheme import parse_strategies
+
+PROFILE = make_profile({"<1,1>": (0.01, 1.0, 3.0), "<2,1>": (0.006, 0.6, 4.0), "<1,2>": (0.005, 0.5, 2.0)})
+STRATEGIES = parse_strategies(["4x<1,1>", "2x<2,1>", "1x<2,1> + 1x<1,2>"])
+BATCHES = [make_batch([5 + (7 * i + j * j) % 60 for j in range(20 + i)], i) for i in range(6)]
+
+
+def make_planner(**changes):
+    return BackgroundPlanner(strategies=STRATEGIES, profile=PROFILE, num_devices=4, **changes)
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def wait_until(condition, timeout_s=60.0):
+    """Waits for what another process does; returns whether it happened."""
+    end = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.fixture(scope="module")
+def inline_plans():
+    with make_planner(num_workers=0) as planner:
+        for batch in BATCHES:
+            planner.submit(batch)
+        results = [planner.get(batch.iteration) for batch in BATCHES]
+    assert {result.source for result in results} == {"inline"}
+    return [result.plan for result in results]
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_plans_do_not_depend_on_the_number_of_workers(num_workers, inline_plans):
+    with make_planner(num_workers=num_workers) as planner:
+        for batch in BATCHES:
+            planner.submit(batch)
+        results = {i: planner.get(i) for i in (3, 0, 5, 1, 2, 4)}
+        pids = planner.worker_pids
+    assert [results[i].plan for i in range(6)] == inline_plans
+    assert {result.source for result in results.values()} == {"worker"}
+    assert all(result.planning_ms > 0 for result in results.values())
+    assert len(pids) >= 1
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_has_room_follows_lookahead():
+    with make_planner(num_workers=0, lookahead=2) as planner:
+        planner.submit(BATCHES[0])
+        assert planner.has_room
+        planner.submit(BATCHES[1])
+        assert not planner.has_room
+        planner.get(0)
+        assert planner.has_room
+
+
+def test_a_killed_worker_loses_no_iteration_and_changes_no_plan(inline_plans, caplog):
+    with make_planner(num_workers=1) as planner:
+        planner.submit(BATCHES[0])
+        planner.get(0)
+        (victim,) = planner.worker_pids
+        os.kill(victim, signal.SIGSTOP)  # so that it is in the middle of what comes next
+        for batch in BATCHES[1:]:
+            planner.submit(batch)
+        os.kill(victim, signal.SIGKILL)
+        plans = [planner.get(batch.iteration).plan for batch in BATCHES[1:]]
+        assert planner.num_restarts == 1
+    assert plans == inline_plans[1:]
+    assert "starting another one" in caplog.text
+
+
+def test_a_late_worker_is_replaced_by_the_heuristic_plan(caplog):
+    with make_planner(num_workers=1, deadline_s=0.2) as planner:
+        planner.submit(BATCHES[0])
+        assert wait_until(lambda: planner.worker_pids)
+        for pid in planner.worker_pids:
+            os.kill(pid, signal.SIGSTOP)
+        planner.submit(BATCHES[1])
+        late = planner.get(1)
+        for pid in planner.worker_pids:
+            os.kill(pid, signal.SIGCONT)
+    assert late.source == "deadline"
+    assert late.waited_ms >= 200
+    assert late.plan.iteration == 1
+    assert planner.num_late == 1
+    assert "iteration 1: no plan after 0.2 s" in caplog.text
+
+
+def test_errors_travel_back_and_do_not_end_the_worker(inline_plans):
+    with make_planner(num_workers=1) as planner:
+        planner.submit(make_batch([10_000], iteration=77))
+        planner.submit(BATCHES[0])
+        with pytest.raises(InfeasiblePlanError, match="iteration 77: sequence 0 has 10000 tokens"):
+            planner.get(77)
+        assert planner.get(0).plan == inline_plans[0]
+        assert planner.num_restarts == 0
+
+
+def test_iterations_are_submitted_and_fetched_once():
+    with make_planner(num_workers=0) as planner:
+        planner.submit(BATCHES[0])
+        with pytest.raises(ValueError, match="iteration 0 is already submitted"):
+            planner.submit(BATCHES[0])
+        planner.get(0)
+        with pytest.raises(ValueError, match="iteration 0 is not submitted"):
+            planner.get(0)
+    with pytest.raises(RuntimeError, match="closed"):
+        planner.submit(BATCHES[1])
+
+
+SCRIPT = """
+    import sys, time
+    sys.path.insert(0, {tests!r})
+    from test_background import BATCHES, make_planner
+
+    planner = make_planner(num_workers=2)
+    for batch in BATCHES:
+        planner.submit(batch)
+    planner.get(0)
+    print(*planner.worker_pids, flush=True)
+    {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "kill"),
+    [
+        ("pass", None),
+        ("raise RuntimeError('training failed')", None),
+        ("time.sleep(600)", signal.SIGINT),
+        ("time.sleep(600)", signal.SIGTERM),
+        ("time.sleep(600)", signal.SIGKILL),
+    ],
+    ids=["exit", "exception", "ctrl-c", "terminated", "killed"],
+)
+def test_no_process_is_left_and_nothing_hangs(end, kill):
+    code = textwrap.dedent(SCRIPT).format(tests=str(REPOSITORY / "tests"), end=end)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        start_new_session=True,
+    )
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 2
+    if kill == signal.SIGINT:
+        os.killpg(process.pid, kill)  # as a terminal does
+    elif kill is not None:
+        process.send_signal(kill)
+    process.communicate(timeout=60)
+    assert wait_until(lambda: not any(is_alive(pid) for pid in pids))

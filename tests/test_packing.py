@@ -1,0 +1,175 @@
+"""Packing of one pipeline: legal, recomputable, within its bounds, near the references."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import load_reference
+
+from ds_hydra.errors import InfeasiblePlanError
+from ds_hydra.sampler.ilp import SolverLimits
+from ds_hydra.sampler.packing import min_num_rows, pack_sequences
+from ds_hydra.sampler.schedule import makespan_ms
+from ds_hydra.strategy.profile import LatencyModel
+
+MAX_LEN = 30
+latencies = st.builds(
+    LatencyModel,
+    quadratic_ms=st.sampled_from([0.0, 0.05, 0.5]),
+    linear_ms=st.sampled_from([0.5, 1.0]),
+    constant_ms=st.sampled_from([0.0, 1.0, 10.0]),
+)
+cases = {"latency": latencies, "num_stages": st.integers(1, 4), "is_exact": st.booleans()}
+
+
+def length_lists(size):
+    return st.lists(st.integers(1, MAX_LEN), min_size=1, max_size=size)
+
+
+def recompute(rows, lengths, latency, num_stages, is_exact):
+    times = np.array([latency.row_ms(lengths[i] for i in row) for row in rows])
+    return makespan_ms(times, num_stages, 1 / 3, is_exact)
+
+
+def partitions(items):
+    """All ways to divide `items` into non-empty groups."""
+    if not items:
+        yield []
+        return
+    for smaller in partitions(items[1:]):
+        yield [[items[0]], *smaller]
+        for i, group in enumerate(smaller):
+            yield [*smaller[:i], [items[0], *group], *smaller[i + 1 :]]
+
+
+def fits(groups, lengths):
+    return all(sum(lengths[i] for i in group) <= MAX_LEN for group in groups)
+
+
+def brute_force(lengths, latency, num_stages, is_exact):
+    best = np.inf
+    for groups in partitions(list(range(len(lengths)))):
+        if fits(groups, lengths):
+            orders = itertools.permutations(groups) if is_exact and num_stages > 1 else [groups]
+            best = min(
+                best, *(recompute(rows, lengths, latency, num_stages, is_exact) for rows in orders), np.inf
+            )
+    return best
+
+
+@settings(deadline=None)
+@given(lengths=length_lists(40), **cases)
+def test_rows_are_legal_and_the_objective_can_be_recomputed(lengths, latency, num_stages, is_exact):
+    packing = pack_sequences(
+        lengths, latency=latency, num_stages=num_stages, max_len_tokens=MAX_LEN, is_exact=is_exact
+    )
+    assert sorted(i for row in packing.rows for i in row) == list(range(len(lengths)))
+    assert all(row for row in packing.rows)
+    assert fits(packing.rows, lengths)
+    assert packing.objective_ms == pytest.approx(
+        recompute(packing.rows, lengths, latency, num_stages, is_exact), rel=1e-12
+    )
+    assert packing.lower_bound_ms <= packing.objective_ms
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=length_lists(5), **cases)
+def test_bound_and_objective_enclose_the_optimum(lengths, latency, num_stages, is_exact):
+    packing = pack_sequences(
+        lengths, latency=latency, num_stages=num_stages, max_len_tokens=MAX_LEN, is_exact=is_exact
+    )
+    optimum = brute_force(lengths, latency, num_stages, is_exact)
+    assert packing.lower_bound_ms <= optimum * (1 + 1e-9)
+    assert optimum * (1 - 1e-9) <= packing.objective_ms <= optimum * 1.2
+    if packing.is_optimal:
+        assert packing.objective_ms == pytest.approx(optimum)
+
+
+@settings(deadline=None, max_examples=25)
+@given(lengths=length_lists(6), **cases)
+def test_integer_programs_keep_the_bound_valid(lengths, latency, num_stages, is_exact):
+    packing = pack_sequences(
+        lengths,
+        latency=latency,
+        num_stages=num_stages,
+        max_len_tokens=MAX_LEN,
+        is_exact=is_exact,
+        limits=SolverLimits(gap_tolerance=0.0),
+    )
+    optimum = brute_force(lengths, latency, num_stages, is_exact)
+    assert packing.lower_bound_ms <= optimum * (1 + 1e-6)
+    assert packing.objective_ms >= optimum * (1 - 1e-9)
+    if not is_exact or num_stages == 1:
+        assert packing.objective_ms <= optimum * (1 + 1e-6)
+
+
+@given(length_lists(7))
+def test_min_num_rows_is_a_lower_bound(lengths):
+    fewest = min(len(groups) for groups in partitions(list(range(len(lengths)))) if fits(groups, lengths))
+    assert 1 <= min_num_rows(np.array(sorted(lengths, reverse=True)), MAX_LEN) <= fewest
+
+
+def test_capacity_so_tight_that_only_the_integer_program_finds_the_rows():
+    lengths = [57, 23, 20, 55, 24, 21, 43, 31, 26, 45, 33, 22]  # four rows of 100, filled exactly
+    latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=1000.0)
+    kwargs = {"latency": latency, "num_stages": 1, "max_len_tokens": 100}
+    heuristic = pack_sequences(lengths, **kwargs)
+    solved = pack_sequences(lengths, **kwargs, limits=SolverLimits(gap_tolerance=0.0))
+    assert len(heuristic.rows) == 5
+    assert not heuristic.is_optimal
+    assert len(solved.rows) == 4
+    assert solved.is_optimal
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_corner_cases(num_stages, is_exact):
+    latency = LatencyModel(quadratic_ms=0.1, linear_ms=1.0, constant_ms=2.0)
+
+    def pack(lengths):
+        return pack_sequences(
+            lengths, latency=latency, num_stages=num_stages, max_len_tokens=MAX_LEN, is_exact=is_exact
+        )
+
+    assert pack([]).rows == ()
+    assert pack([]).objective_ms == 0.0
+    one = pack([7])
+    assert one.rows == ((0,),)
+    assert one.is_optimal
+    assert one.objective_ms == pytest.approx(num_stages * latency.row_ms([7]))
+    full = pack([MAX_LEN] * 5)
+    assert sorted(full.rows) == [(i,) for i in range(5)]
+    assert full.objective_ms == pytest.approx((num_stages - 1 + 5) * latency.row_ms([MAX_LEN]))
+
+
+def test_a_sequence_above_max_len_is_refused():
+    latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
+    with pytest.raises(InfeasiblePlanError, match=r"31 tokens .* lower hydra.context_length to 30"):
+        pack_sequences([31, 3], latency=latency, num_stages=1, max_len_tokens=30)
+
+
+def test_reference_instances():
+    gaps = []
+    for instance in load_reference("planner/reference_packing.json")["instances"]:
+        packing = pack_sequences(
+            instance["lengths"],
+            latency=LatencyModel(
+                quadratic_ms=instance["quadratic_ms"],
+                linear_ms=instance["linear_ms"],
+                constant_ms=instance["constant_ms"],
+            ),
+            num_stages=instance["pp"],
+            max_len_tokens=instance["max_len"],
+            is_exact=False,
+            limits=SolverLimits(),
+        )
+        best_known = instance["best_known_objective_ms"]
+        assert packing.lower_bound_ms <= best_known * (1 + 1e-6), instance["id"]
+        assert packing.objective_ms >= instance["lower_bound_ms"] * (1 - 1e-6), instance["id"]
+        gaps.append(packing.objective_ms / best_known - 1)
+    assert np.mean(gaps) <= 0.002
+    assert max(gaps) <= 0.012

@@ -1,0 +1,250 @@
+"""Whole plans: legal, recomputable, within bounds, the same for equal input, refused with useful advice."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import STRATEGIES_32B_64, load_reference, make_batch, make_profile
+
+from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
+from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
+from ds_hydra.sampler.schedule import makespan_ms
+from ds_hydra.strategy.profile import Profile
+from ds_hydra.strategy.scheme import Scheme, Strategy, parse_strategies
+
+PROFILE = make_profile(
+    {
+        "<1,1>": (0.010, 1.0, 3.0),
+        "<2,1>": (0.006, 0.6, 4.0),
+        "<1,2>": (0.005, 0.5, 2.0),
+        "<4,1>": (0.004, 0.4, 5.0),
+        "<2,2>": (0.003, 0.3, 2.5),
+        "<1,3>": (0.003, 0.3, 2.0),
+    }
+)
+MAX_LEN = {
+    Scheme(1, 1): 20,
+    Scheme(2, 1): 40,
+    Scheme(1, 2): 25,
+    Scheme(4, 1): 80,
+    Scheme(2, 2): 50,
+    Scheme(1, 3): 30,
+}
+STRATEGIES = parse_strategies(
+    ["1x<4,1> + 4x<1,1>", "2x<2,1> + 2x<1,2>", "4x<2,1>", "2x<2,2>", "1x<2,2> + 1x<2,1> + 2x<1,1>", "2x<1,3>"]
+)
+
+objectives = st.sampled_from(["exact", "closed_form"])
+batches = st.lists(st.integers(1, 80), min_size=1, max_size=40)
+subsets = st.lists(st.sampled_from(STRATEGIES), min_size=1, max_size=4, unique=True)
+
+
+def plan(lengths, strategies=STRATEGIES, objective="exact", **changes):
+    return plan_iteration(
+        make_batch(lengths),
+        strategies=strategies,
+        profile=PROFILE,
+        num_devices=8,
+        settings=PlannerSettings(objective=objective, max_len_override=MAX_LEN, **changes),
+    )
+
+
+def recompute(plan, objective, profile=PROFILE):
+    """Makespan of every pipeline from its rows and the profile alone."""
+    result = []
+    for pipeline in plan.pipelines:
+        latency = profile.get_latency(pipeline.scheme)
+        rows = [latency.row_ms(plan.row_lengths(row)) for row in pipeline.micro_batches]
+        result.append(makespan_ms(np.array(rows), pipeline.scheme.pp, 1 / 3, objective == "exact"))
+    return result
+
+
+@settings(deadline=None)
+@given(batches, subsets, objectives)
+def test_plans_are_legal_and_recomputable(lengths, strategies, objective):
+    longest = max(max(MAX_LEN[scheme] for scheme in s.schemes) for s in strategies)
+    lengths = [min(length, longest) for length in lengths]
+    result = plan(lengths, strategies, objective)
+    assert result.strategy in strategies
+    for pipeline in result.pipelines:
+        for row in pipeline.micro_batches:
+            assert sum(result.row_lengths(row)) <= MAX_LEN[pipeline.scheme]
+    times = recompute(result, objective)
+    assert [p.makespan_ms for p in result.pipelines] == pytest.approx(times, rel=1e-12)
+    assert result.makespan_ms == pytest.approx(max(times), rel=1e-12)
+    assert 0 < result.lower_bound_ms <= result.makespan_ms
+    assert all(p.lower_bound_ms <= p.makespan_ms * (1 + 1e-12) for p in result.pipelines)
+
+
+def groupings(items):
+    """All ways to divide `items` into non-empty groups."""
+    if not items:
+        yield []
+        return
+    for smaller in groupings(items[1:]):
+        yield [[items[0]], *smaller]
+        for i, group in enumerate(smaller):
+            yield [*smaller[:i], [items[0], *group], *smaller[i + 1 :]]
+
+
+def fastest_pipeline(lengths, scheme, objective):
+    """Shortest time of one pipeline over all packings and row orders."""
+    if not lengths:
+        return 0.0
+    latency = PROFILE.get_latency(scheme)
+    best = np.inf
+    for groups in groupings(lengths):
+        if all(sum(group) <= MAX_LEN[scheme] for group in groups):
+            for rows in itertools.permutations([latency.row_ms(group) for group in groups]):
+                best = min(best, makespan_ms(np.array(rows), scheme.pp, 1 / 3, objective == "exact"))
+    return best
+
+
+def brute_force(lengths, strategy, objective):
+    best = np.inf
+    for owners in itertools.product(range(len(strategy.schemes)), repeat=len(lengths)):
+        best = min(
+            best,
+            max(
+                fastest_pipeline([l for l, o in zip(lengths, owners) if o == number], scheme, objective)
+                for number, scheme in enumerate(strategy.schemes)
+            ),
+        )
+    return best
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=4),
+    st.sampled_from(parse_strategies(["1x<1,3> + 1x<2,1>", "2x<1,2>", "1x<2,2> + 1x<1,2>", "3x<2,1>"])),
+    objectives,
+)
+def test_bound_and_makespan_enclose_the_optimum(lengths, strategy, objective):
+    lengths = [min(length, 25) for length in lengths]
+    result = plan(lengths, [strategy], objective)
+    optimum = brute_force(lengths, strategy, objective)
+    assert result.lower_bound_ms <= optimum * (1 + 1e-9)
+    assert optimum * (1 - 1e-9) <= result.makespan_ms <= optimum * 1.2
+
+
+@settings(deadline=None, max_examples=30)
+@given(batches, st.randoms(use_true_random=False))
+def test_equal_input_equal_plan_and_order_of_the_batch_is_irrelevant(lengths, random):
+    first = plan(lengths)
+    assert plan(lengths) == first
+    assert plan(lengths).digest == first.digest
+    random.shuffle(lengths)
+    assert plan(lengths).makespan_ms == first.makespan_ms
+
+
+@settings(deadline=None, max_examples=30)
+@given(batches)
+def test_more_candidates_never_make_it_slower(lengths):
+    single = [
+        plan(lengths, [strategy]).makespan_ms
+        for strategy in STRATEGIES
+        if max(lengths) <= max(MAX_LEN[scheme] for scheme in strategy.schemes)
+    ]
+    assert plan(lengths).makespan_ms <= min(single) * (1 + 1e-3)
+
+
+@settings(deadline=None, max_examples=30)
+@given(batches)
+def test_the_heuristic_plan_is_legal_and_no_better_than_its_bound(lengths):
+    result = plan(lengths, num_trials=1, max_refine_steps=0)
+    assert result.makespan_ms == pytest.approx(max(recompute(result, "exact")), rel=1e-12)
+    assert result.lower_bound_ms <= result.makespan_ms
+
+
+def test_one_sequence_leaves_pipelines_empty():
+    result = plan([5])
+    assert sum(len(p.micro_batches) for p in result.pipelines) == 1
+    assert result.makespan_ms == result.lower_bound_ms
+    assert result.imbalance == 0.0
+
+
+def test_a_batch_without_sequences_is_an_empty_plan():
+    result = plan([])
+    assert result.makespan_ms == 0.0
+    assert all(not p.micro_batches for p in result.pipelines)
+
+
+def test_all_sequences_at_max_len():
+    result = plan([20] * 9, [Strategy.parse("8x<1,1>")])
+    assert sorted(len(p.micro_batches) for p in result.pipelines) == [1] * 7 + [2]
+
+
+def test_sample_indices_and_labels_pass_through():
+    batch = make_batch([3, 4, 5], iteration=7)
+    result = plan_iteration(batch, strategies=STRATEGIES, profile=PROFILE, num_devices=8)
+    assert (result.iteration, result.sample_indices, result.lengths, result.num_label_tokens) == (
+        7,
+        batch.sample_indices,
+        batch.lengths,
+        batch.num_label_tokens,
+    )
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=10), subsets)
+@settings(deadline=None)
+def test_advice_for_a_sequence_that_fits_nowhere_works(lengths, strategies):
+    try:
+        plan(lengths, strategies)
+    except InfeasiblePlanError as error:
+        message = str(error)
+        assert f"sequence {lengths.index(max(lengths))} has {max(lengths)} tokens" in message
+        advice = int(re.search(r"lower hydra.context_length to (\d+)", message)[1])
+        plan([min(length, advice) for length in lengths], strategies)
+
+
+def test_a_sequence_that_fits_only_one_candidate_selects_it():
+    assert plan([80] + [1] * 30).strategy == Strategy.parse("1x<4,1> + 4x<1,1>")
+
+
+def test_bad_input_is_refused_where_it_enters():
+    with pytest.raises(HydraConfigError, match=r"strategy 9x<1,1> needs 9 ranks, there are 8"):
+        plan([1], [Strategy.parse("9x<1,1>")])
+    with pytest.raises(HydraConfigError, match=r"no candidate strategy; set hydra\.strategies"):
+        plan([1], [])
+    with pytest.raises(HydraConfigError, match="sequence 1 of iteration 0 has 0 tokens"):
+        plan([1, 0])
+    with pytest.raises(HydraConfigError, match=r"scheme <8,1> is not in profile"):
+        plan_iteration(
+            make_batch([1]),
+            strategies=[Strategy.parse("1x<8,1>")],
+            profile=PROFILE,
+            num_devices=8,
+            settings=PlannerSettings(max_len_override={Scheme(8, 1): 100}),
+        )
+
+
+def test_settings_round_trip_through_json():
+    changed = PlannerSettings(objective="closed_form", seed=3, max_len_override=MAX_LEN)
+    assert PlannerSettings.from_json(changed.to_json()) == changed
+
+
+def test_planning_imports_neither_torch_nor_deepspeed():
+    code = (
+        "import sys; import ds_hydra.sampler.planner, ds_hydra.sampler.background;"
+        "assert not {'torch', 'deepspeed', 'transformers', 'mip'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", ["cc_200K_ctx32K", "gh_100K_ctx32K"])
+def test_64_gpus(name):
+    profile = Profile.from_json(load_reference("profiles/a800_llama2_32b.json"))
+    gaps = []
+    for iteration, lengths in enumerate(load_reference(f"planner/{name}.json")["batches"][:20]):
+        batch = make_batch(lengths, iteration)
+        result = plan_iteration(batch, strategies=STRATEGIES_32B_64, profile=profile, num_devices=64)
+        assert result.makespan_ms == pytest.approx(max(recompute(result, "exact", profile)), rel=1e-9)
+        gaps.append(result.makespan_ms / result.lower_bound_ms - 1)
+    assert np.mean(gaps) <= 0.03

@@ -1,0 +1,124 @@
+"""The 1F1B recurrence against an event simulation, and the bounds that are built on it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_hydra.sampler.schedule import (
+    _critical_path,
+    balance_rows,
+    closed_form_ms,
+    makespan_ms,
+    one_f_one_b_ms,
+)
+
+row_lists = st.lists(st.floats(0.1, 100.0), min_size=1, max_size=12)
+stages = st.integers(1, 6)
+fractions = st.sampled_from([0.25, 1 / 3, 0.5])
+
+
+def simulate(row_ms: list[float], num_stages: int, forward_fraction: float) -> float:
+    """1F1B by events: each stage has its list of operations and runs the next one when its input is there."""
+    num_rows = len(row_ms)
+    todo = []
+    for stage in range(num_stages):
+        warm_up = min(num_stages - 1 - stage, num_rows)
+        ops = [("F", j) for j in range(warm_up)]
+        for i in range(num_rows - warm_up):
+            ops += [("F", warm_up + i), ("B", i)]
+        todo.append(ops + [("B", i) for i in range(num_rows - warm_up, num_rows)])
+    done: dict[tuple[str, int, int], float] = {}
+    clock = [0.0] * num_stages
+    while any(todo):
+        for stage in range(num_stages):
+            while todo[stage]:
+                kind, row = todo[stage][0]
+                if kind == "F":
+                    needed = ("F", stage - 1, row) if stage > 0 else None
+                else:
+                    needed = ("B", stage + 1, row) if stage < num_stages - 1 else ("F", stage, row)
+                if needed is not None and needed not in done:
+                    break
+                start = max(clock[stage], done[needed] if needed else 0.0)
+                share = forward_fraction if kind == "F" else 1 - forward_fraction
+                clock[stage] = start + share * row_ms[row]
+                done[kind, stage, row] = clock[stage]
+                todo[stage].pop(0)
+    return max(clock)
+
+
+@given(row_lists, stages, fractions)
+def test_recurrence_is_the_event_simulation(rows, num_stages, fraction):
+    assert one_f_one_b_ms(np.array(rows), num_stages, fraction) == pytest.approx(
+        simulate(rows, num_stages, fraction), rel=1e-12
+    )
+
+
+@given(st.floats(0.1, 100.0), st.integers(1, 12), stages, fractions)
+def test_equal_rows_take_the_closed_form(row, num_rows, num_stages, fraction):
+    rows = np.full(num_rows, row)
+    assert one_f_one_b_ms(rows, num_stages, fraction) == pytest.approx(closed_form_ms(rows, num_stages))
+
+
+@given(row_lists, stages, fractions)
+def test_closed_form_is_never_faster(rows, num_stages, fraction):
+    rows = np.array(rows)
+    assert one_f_one_b_ms(rows, num_stages, fraction) <= closed_form_ms(rows, num_stages) * (1 + 1e-12)
+
+
+def test_one_stage_takes_the_sum_of_its_rows():
+    assert one_f_one_b_ms(np.array([5.0, 1.0, 3.0]), 1, 1 / 3) == 9.0
+
+
+def test_example_by_hand():
+    # Stage 1: F0 1..2, B0 2..4, F1 4..5, B1 5..7; stage 0 then runs B1 7..9.
+    assert one_f_one_b_ms(np.array([3.0, 3.0]), 2, 1 / 3) == pytest.approx(9.0)
+
+
+def test_no_rows_take_no_time():
+    assert one_f_one_b_ms(np.zeros(0), 4, 1 / 3) == 0.0
+    assert closed_form_ms(np.zeros(0), 4) == 0.0
+
+
+def test_makespan_follows_the_objective():
+    rows = np.array([1.0, 9.0])
+    assert makespan_ms(rows, 2, 1 / 3, False) == 27.0
+    assert makespan_ms(rows, 2, 1 / 3, True) < 27.0
+
+
+@given(row_lists, stages, fractions)
+def test_critical_path_is_as_long_as_the_makespan(rows, num_stages, fraction):
+    rows = np.array(rows)
+    path = np.zeros(rows.size)
+    makespan = _critical_path(rows, num_stages, fraction, path)
+    assert makespan == pytest.approx(one_f_one_b_ms(rows, num_stages, fraction))
+    assert path @ rows == pytest.approx(makespan)
+
+
+@settings(deadline=None)
+@given(row_lists, st.integers(2, 5))
+def test_no_division_into_rows_beats_the_balance_ratio(rows, num_stages):
+    rows = np.array(rows)
+    ratio = balance_rows(num_stages).ratio[rows.size]
+    assert one_f_one_b_ms(rows, num_stages, 1 / 3) >= ratio * rows.sum() * (1 - 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_rows", "optimum"),
+    [
+        (2, 2, 22 / 15),
+        (2, 3, 23 / 18),
+        (2, 8, 1.0681606),
+        (4, 4, 1.66),
+        (4, 8, 1.2738482),
+        (8, 16, 1.3156067),
+    ],
+)
+def test_balance_is_near_the_linear_programs_optimum(num_stages, num_rows, optimum):
+    balance = balance_rows(num_stages)
+    reached = one_f_one_b_ms(balance.share[num_rows, :num_rows].copy(), num_stages, 1 / 3)
+    assert optimum * 0.99 <= balance.ratio[num_rows] <= optimum * (1 + 1e-7)
+    assert optimum * (1 - 1e-7) <= reached <= optimum * 1.01
