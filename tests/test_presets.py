@@ -1,0 +1,114 @@
+import configparser
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds_hydra.configs import find_file, list_files, load_model_preset, read_ds_config
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy import Profile, Scheme
+
+MODELS = ("llama2_13b", "llama2_32b", "llama2_7b")
+
+
+def load(kind, name):
+    return json.loads(find_file(kind, name).read_text())
+
+
+def test_what_is_shipped():
+    assert list_files("models") == MODELS
+    assert list_files("profiles") == tuple(f"a800_{model}" for model in MODELS)
+    assert list_files("lengths") == ("commoncrawl", "github")
+    assert list_files("deepspeed") == tuple(f"{model}_zero3" for model in MODELS)
+
+
+def test_a_path_stays_a_path():
+    assert find_file("profiles", "my/profile.json") == Path("my/profile.json")
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(HydraConfigError) as caught:
+        load_model_preset("llama2-7b")
+    for part in ("'llama2-7b' is not among the models", "did you mean 'llama2_7b'?", *MODELS, ".json"):
+        assert part in str(caught.value)
+
+
+def test_shipped_files_are_package_data():
+    """The pattern of setup.cfg, tried on the source tree: a file outside of it would miss from the wheel."""
+    root = Path(__file__).parents[1]
+    setup = configparser.ConfigParser()
+    setup.read(root / "setup.cfg")
+    patterns = setup["options.package_data"]["ds_hydra"].split()
+    shipped = {path for pattern in patterns for path in (root / "ds_hydra").glob(pattern)}
+    assert set((root / "ds_hydra").rglob("*.json")) <= shipped
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters"),
+    [("llama2_7b", 6_738_415_616), ("llama2_13b", 13_015_864_320), ("llama2_32b", 32_528_943_616)],
+)
+def test_presets_are_the_published_models(name, num_parameters):
+    """7B and 13B: the sizes of Meta's checkpoints. 32B: 60 layers of hidden size 6656, counted by hand."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**load_model_preset(name))
+    assert config.to_diff_dict()["rope_parameters"]["rope_theta"] == 10000.0
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_profile_and_preset_describe_one_model(model):
+    profile, preset = load("profiles", f"a800_{model}")["model"], load_model_preset(model)
+    assert profile["num_layers"] == preset["num_hidden_layers"]
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads"):
+        assert profile[key] == preset[key]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "max_len"),
+    [
+        ("a800_llama2_7b", 8, {Scheme(1, 2): 9669, Scheme(2, 2): 21698, Scheme(8, 1): 75238}),
+        ("a800_llama2_13b", 16, {Scheme(1, 1): 674, Scheme(2, 4): 13454, Scheme(8, 1): 43918}),
+        ("a800_llama2_32b", 32, {Scheme(4, 2): 10752, Scheme(16, 1): 38638}),
+        ("a800_llama2_32b", 64, {Scheme(4, 2): 12457, Scheme(16, 1): 43685}),
+    ],
+)
+def test_profiles_give_the_max_len_of_the_paper(name, num_devices, max_len):
+    """MaxLen by the formula of App. B.1, worked out for these profiles independently of this package."""
+    profile = Profile.load(find_file("profiles", name))
+    assert {scheme: profile.max_len_tokens(scheme, num_devices) for scheme in max_len} == max_len
+
+
+@pytest.mark.parametrize("name", ["commoncrawl", "github"])
+def test_histograms_add_up(name):
+    histogram = load("lengths", name)
+    counts = {int(length): count for length, count in histogram["counts"].items()}
+    assert histogram["schema"] == "ds_hydra.lengths/1"
+    assert sum(counts.values()) == histogram["num_sequences"]
+    assert sum(length * count for length, count in counts.items()) == histogram["num_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("name", "mean", "median", "share_from_32k"),
+    [("commoncrawl", 679, 368, 0.0004), ("github", 2487, 690, 0.008)],
+)
+def test_histograms_have_the_tail_that_their_source_states(name, mean, median, share_from_32k):
+    histogram = load("lengths", name)
+    lengths, counts = np.array([(int(length), count) for length, count in histogram["counts"].items()]).T
+    assert lengths[np.searchsorted(counts.cumsum(), counts.sum() / 2)] == median
+    assert np.average(lengths, weights=counts).round() == mean
+    assert counts[lengths >= 32768].sum() / counts.sum() == pytest.approx(share_from_32k, rel=0.15)
+
+
+@pytest.mark.parametrize("name", [f"{model}_zero3" for model in MODELS])
+def test_ready_configs_are_accepted_by_us_and_by_deepspeed(name, caplog):
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    ds_config, hydra = read_ds_config(find_file("deepspeed", name))
+    assert not [record for record in caplog.records if record.name.startswith("ds_hydra")]
+    assert find_file("profiles", hydra.profile).exists()
+    assert DeepSpeedConfig(ds_config).bfloat16_config.enabled
