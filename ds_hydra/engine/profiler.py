@@ -50,10 +50,12 @@ def measure_profile(
         total=total, desc="profiling", unit="run", disable=propagator.rank != 0, file=sys.stderr
     ) as progress:
         for scheme in schemes:
+            if config.profiling.warmup:  # allocations and kernel selection, once per scheme
+                _stage_ms(propagator, homogeneous[scheme], lengths[0], config.profiling.warmup)
             times = []
             for length in lengths:
                 progress.set_postfix_str(f"{scheme} {length} tokens")
-                times.append(_stage_ms(propagator, homogeneous[scheme], length, config))
+                times.append(_stage_ms(propagator, homogeneous[scheme], length, config.profiling.repeats))
                 progress.update()
             entries.append(_scheme_entry(scheme, lengths, times))
         activation = {}
@@ -165,12 +167,11 @@ def _probe_example(vocab_size: int, length: int) -> Example:
     return tokens, tokens
 
 
-def _stage_ms(propagator: Propagator, strategy: Strategy, length: int, config: HydraConfig) -> float:
+def _stage_ms(propagator: Propagator, strategy: Strategy, length: int, num_runs: int) -> float:
     """Median stage time, of the slowest rank, for one row of one sequence of `length` tokens."""
     plan = _probe_plan(strategy, propagator.num_ranks, length)
     example = _probe_example(propagator.skeleton.vocab_size, length)
-    num_runs = config.profiling.warmup + config.profiling.repeats
-    times = propagator.time_propagation(plan, lambda _: example, num_runs)[config.profiling.warmup :]
+    times = propagator.time_propagation(plan, lambda _: example, num_runs)
     return statistics.median(times) / (2 * strategy.schemes[0].pp - 1)
 
 

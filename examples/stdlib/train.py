@@ -23,7 +23,8 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hydra
-from ds_hydra.report.run_report import plot_run, summarize_run
+from ds_hydra.report.run_plot import plot_run
+from ds_hydra.report.run_report import summarize_run
 
 HERE = Path(__file__).parent
 
