@@ -126,8 +126,10 @@ def _draw_times(axes: Axes, records: list[IterationRecord], colors: Colors) -> N
             left = record.iteration - 0.43 + place * width
             bars[pipeline.scheme].append((left, pipeline.measured_ms, width))
     for scheme, scheme_bars in bars.items():
-        left, height, width = zip(*scheme_bars, strict=True)
-        axes.bar(left, height, width, align="edge", color=colors[scheme], edgecolor="white", linewidth=frame)
+        lefts, heights, widths = zip(*scheme_bars, strict=True)
+        axes.bar(
+            lefts, heights, widths, align="edge", color=colors[scheme], edgecolor="white", linewidth=frame
+        )
     iterations = np.array([r.iteration for r in records])
     predicted = axes.hlines(
         [r.predicted_ms for r in records],
