@@ -237,6 +237,11 @@ def test_a_near_miss_of_a_top_level_key_is_an_error(key, meant):
     assert text == f'"{key}" is not a DeepSpeed key and would be ignored; did you mean "{meant}"?'
 
 
+def test_a_misspelled_section_is_not_also_called_absent():
+    config = {"zero_optimisation": {"stage": 3}, "hydra": SMALLEST}
+    assert config_problem(config).startswith('"zero_optimisation" is not a DeepSpeed key')
+
+
 def test_unrelated_keys_pass_with_a_warning(caplog):
     result, _ = read_ds_config(ds_config(my_notes="v2", eval_batch_size=4))
     assert result["my_notes"] == "v2"

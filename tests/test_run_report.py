@@ -2,11 +2,12 @@ import json
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.report import plot_run, summarize_run
-from ds_hydra.report.run_plot import choose_colors
+from ds_hydra.report.run_plot import choose_colors, paint_ranks
 from ds_hydra.report.run_report import METRICS_FILE, read_metrics
 from ds_hydra.strategy import Scheme, Strategy
 
@@ -154,16 +155,24 @@ def test_a_folder_without_a_run(tmp_path, use):
         use(tmp_path / "none")
 
 
-def test_the_picture_shows_pipelines_idle_ranks_times_and_loss(tmp_path):
+def test_ranks_are_painted_by_the_scheme_of_their_pipeline(tmp_path):
+    records = read_metrics(write_run(tmp_path, [RECORDS[1], RECORDS[4]]))
+    colors = {Scheme(1, 1): (1.0, 0.0, 0.0), Scheme(2, 1): (0.0, 0.0, 1.0)}
+    image = paint_ranks(records, colors)
+    red, blue, white, idle = (1, 0, 0), (0, 0, 1), (1, 1, 1), to_rgb("#ececec")
+    np.testing.assert_allclose(image[:, 0], [blue, blue, red, red])
+    np.testing.assert_allclose(image[:, 1:3], np.broadcast_to(white, (4, 2, 3)), err_msg="not in the file")
+    np.testing.assert_allclose(image[:, 3], [blue, blue, red, idle])
+
+
+def test_the_picture_is_written(tmp_path):
     plot_run(write_run(tmp_path, RECORDS), tmp_path / "run.png")
     pixels = (imread(tmp_path / "run.png")[:, :, :3] * 255).round().astype(int)
     assert pixels.shape[0] > 800
     assert pixels.shape[1] > 1200
     shown = set(map(tuple, pixels.reshape(-1, 3)))
-    colors = choose_colors([Scheme(1, 1), Scheme(2, 1), Scheme(4, 1)])
-    for color in colors.values():
+    for color in choose_colors([Scheme(1, 1), Scheme(2, 1), Scheme(4, 1)]).values():
         assert tuple(round(channel * 255) for channel in color) in shown
-    assert (236, 236, 236) in shown, "idle ranks"
 
 
 @pytest.mark.parametrize("num_iterations", [1, 300])

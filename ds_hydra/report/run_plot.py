@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -60,17 +61,10 @@ def choose_colors(schemes: Sequence[Scheme]) -> Colors:
 
 def _draw_strategies(axes: Axes, records: list[IterationRecord], colors: Colors) -> None:
     """Ranks (downwards) by iterations, coloured by the scheme of the rank's pipeline."""
-    num_ranks = 1 + max(rank for r in records for p in r.pipelines for rank in p.ranks)
-    first, last = records[0].iteration, records[-1].iteration
-    image = np.ones((num_ranks, last - first + 1, 3))
-    for record in records:
-        column = record.iteration - first
-        image[:, column] = to_rgb(_IDLE)
-        for pipeline in record.pipelines:
-            image[list(pipeline.ranks), column] = colors[pipeline.scheme]
-    axes.imshow(
-        image, aspect="auto", interpolation="nearest", extent=(first - 0.5, last + 0.5, num_ranks - 0.5, -0.5)
-    )
+    image = paint_ranks(records, colors)
+    num_ranks = len(image)
+    extent = (records[0].iteration - 0.5, records[-1].iteration + 0.5, num_ranks - 0.5, -0.5)
+    axes.imshow(image, aspect="auto", interpolation="nearest", extent=extent)
     if len(records) <= _MAX_FRAMED_ITERATIONS:
         _frame_pipelines(axes, records, num_ranks)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -80,6 +74,19 @@ def _draw_strategies(axes: Axes, records: list[IterationRecord], colors: Colors)
         handles.append(Patch(facecolor=_IDLE, edgecolor="#bbbbbb", hatch="////", label="idle"))
     axes.spines[:].set_visible(False)
     _head(axes, "Pipelines <TP,PP> of each iteration", handles)
+
+
+def paint_ranks(records: Sequence[IterationRecord], colors: Colors) -> npt.NDArray[np.float64]:
+    """Colours [num_ranks, last - first iteration + 1, RGB]; white where an iteration is missing."""
+    num_ranks = 1 + max(rank for r in records for p in r.pipelines for rank in p.ranks)
+    first, last = records[0].iteration, records[-1].iteration
+    image = np.ones((num_ranks, last - first + 1, 3))
+    for record in records:
+        column = record.iteration - first
+        image[:, column] = to_rgb(_IDLE)
+        for pipeline in record.pipelines:
+            image[list(pipeline.ranks), column] = colors[pipeline.scheme]
+    return image
 
 
 def _frame_pipelines(axes: Axes, records: list[IterationRecord], num_ranks: int) -> None:
@@ -119,8 +126,10 @@ def _draw_times(axes: Axes, records: list[IterationRecord], colors: Colors) -> N
             left = record.iteration - 0.43 + place * width
             bars[pipeline.scheme].append((left, pipeline.measured_ms, width))
     for scheme, scheme_bars in bars.items():
-        left, height, width = zip(*scheme_bars, strict=True)
-        axes.bar(left, height, width, align="edge", color=colors[scheme], edgecolor="white", linewidth=frame)
+        lefts, heights, widths = zip(*scheme_bars, strict=True)
+        axes.bar(
+            lefts, heights, widths, align="edge", color=colors[scheme], edgecolor="white", linewidth=frame
+        )
     iterations = np.array([r.iteration for r in records])
     predicted = axes.hlines(
         [r.predicted_ms for r in records],
