@@ -73,7 +73,9 @@ def _run_rank(
     rendezvous: str,
     queue: Any,
 ) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size)
+    )
     import torch
     import torch.distributed as dist
 

@@ -12,9 +12,7 @@ from torch import nn
 VOCAB_SIZE = 251  # not divisible by 2, 3 or 4
 
 
-def tiny(
-    family: str, seed: int = 0, **overrides: Any
-) -> nn.Module:
+def tiny(family: str, seed: int = 0, **overrides: Any) -> nn.Module:
     """An untrained model of `family` (see FAMILIES) with fp32 weights."""
     torch.manual_seed(seed)
     transformers.logging.set_verbosity_error()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -13,6 +14,7 @@ from models import FAMILIES, VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 
 import ds_hydra
+from ds_hydra.engine.propagation import gather_rows
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Strategy
 
@@ -58,14 +60,16 @@ def start_engine(model, **hydra):
     return engine
 
 
-def hand_plan(strategy: Strategy, lengths: Sequence[int], labels: int, *, empty_pipeline: bool) -> IterationPlan:
+def hand_plan(
+    strategy: Strategy, lengths: Sequence[int], labels: int, *, empty_pipeline: bool
+) -> IterationPlan:
     """Rows of one to three sequences, dealt round; the last pipeline gets none if `empty_pipeline`."""
     num_busy = len(strategy.schemes) - (empty_pipeline and len(strategy.schemes) > 1)
     pipelines = []
     for index, (scheme, ranks) in enumerate(zip(strategy.schemes, strategy.place(), strict=True)):
         mine = [i for i in range(len(lengths)) if i % num_busy == index]
         cuts = [0, 1, 3, 6, len(mine)]
-        rows = tuple(tuple(mine[a:b]) for a, b in zip(cuts, cuts[1:], strict=False) if mine[a:b])
+        rows = tuple(tuple(mine[a:b]) for a, b in itertools.pairwise(cuts) if mine[a:b])
         pipelines.append(
             PipelinePlan(scheme=scheme, ranks=ranks, micro_batches=rows, makespan_ms=0, lower_bound_ms=0)
         )
@@ -84,12 +88,9 @@ def hand_plan(strategy: Strategy, lengths: Sequence[int], labels: int, *, empty_
 
 def gather_gradients(engine, grads_P):
     """Full gradients out of every rank's shards."""
-    world = dist.get_world_size()
     full = []
     for spec, grad_P in zip(engine.hydra.skeleton.specs, grads_P, strict=True):
-        parts = torch.empty(world * spec.shard_numel(world))
-        dist.all_gather_into_tensor(parts, grad_P)
-        full.append(parts[: spec.numel].view(spec.shape))
+        full.append(gather_rows(grad_P).flatten()[: spec.numel].view(spec.shape))
     return full
 
 
@@ -115,16 +116,19 @@ def check_gradients(family, strategies, hydra=None, overrides=None):
         strategy = Strategy.parse(text)
         engine.hydra.prepare_forced(strategy)
         for empty_pipeline in (False, True):
-            plan = hand_plan(
-                strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=empty_pipeline
-            )
+            plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=empty_pipeline)
             grads_P = engine._zero_gradient_shards()
             outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
             loss = sum(o.loss_sum for o in engine.hydra.gather_outcomes(outcome)) / plan.num_label_tokens
             errors = relative_errors(gather_gradients(engine, grads_P), wanted, names)
             name = max(errors, key=errors.get)
             worst[text, empty_pipeline] = (errors[name], name, abs(loss / wanted_loss - 1))
-            held = [p for u in engine.hydra.skeleton.units for b in u.bindings for p in [b.module._parameters[b.attribute]]]
+            held = [
+                p
+                for u in engine.hydra.skeleton.units
+                for b in u.bindings
+                for p in [b.module._parameters[b.attribute]]
+            ]
             assert all(p.is_meta for p in held), "slices outlived the iteration"
     return worst
 

@@ -65,7 +65,9 @@ def ten_steps_against_stock():
         "worst": max(errors.items(), key=lambda item: item[1]),
         "steps": (engine.global_steps, stock.global_steps),
         "samples": engine.global_samples,
-        "moved": relative(states[0]["param"], dict(tiny("llama").named_parameters())["model.embed_tokens.weight"]),
+        "moved": relative(
+            states[0]["param"], dict(tiny("llama").named_parameters())["model.embed_tokens.weight"]
+        ),
     }
 
 
@@ -122,9 +124,7 @@ def twice_and_resumed(folder):
     engine.save_checkpoint(folder, client_state={"mine": 7})
     resumed = start_hydra(tiny("llama_tied", seed=1))
     path, client_state = resumed.load_checkpoint(folder)
-    rest = [
-        float(resumed.train_batch(b, strategy=s)) for b, s in zip(data[3:], STEPS[3:6], strict=True)
-    ]
+    rest = [float(resumed.train_batch(b, strategy=s)) for b, s in zip(data[3:], STEPS[3:6], strict=True)]
     resumed.save_16bit_model(folder, "model.bin")
     return first, second, rest, path is not None, client_state.get("mine"), resumed.global_steps
 
@@ -233,7 +233,7 @@ def test_a_rank_holds_only_the_slices_of_its_stage():
 
 
 def test_run_distributed_reports_the_failure_of_a_rank():
-    with pytest.raises(AssertionError, match="(?s)rank 1 failed.*broken on purpose"):
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 failed.*broken on purpose"):
         run_distributed(fail_on_rank_1, 2)
 
 

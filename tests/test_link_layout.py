@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -61,8 +63,8 @@ def test_colwise_slices_partition_the_rows(rows, tp_size):
     spec = ParamSpec(fqn="p", shape=(rows, 3), slicing=Slicing.COLWISE)
     regions = [spec.slice_region(tp_size, t) for t in range(tp_size)]
     assert sum(r.num_rows for r in regions) == rows
-    assert [r.row for r in regions][0] == 0
-    assert all(a.row + a.num_rows == b.row for a, b in zip(regions, regions[1:], strict=False))
+    assert regions[0].row == 0
+    assert all(a.row + a.num_rows == b.row for a, b in itertools.pairwise(regions))
 
 
 def test_fewer_key_value_heads_than_ranks_share_whole_heads():
@@ -72,7 +74,9 @@ def test_fewer_key_value_heads_than_ranks_share_whole_heads():
 
 
 def test_degree_that_cuts_a_head_is_refused_with_the_degrees_that_work():
-    spec = ParamSpec(fqn="layers.0.self_attn.q_proj.weight", shape=(24, 5), slicing=Slicing.COLWISE, num_blocks=6)
+    spec = ParamSpec(
+        fqn="layers.0.self_attn.q_proj.weight", shape=(24, 5), slicing=Slicing.COLWISE, num_blocks=6
+    )
     with pytest.raises(HydraConfigError, match=r"q_proj.*TP 4 and 6 heads.*hydra\.strategies"):
         spec.slice_region(4, 0)
 
@@ -95,7 +99,8 @@ def simulate_pull(specs, rank_buckets, full):
         return full[param][rank * size : (rank + 1) * size]
 
     slices = [
-        [[np.full(ref.region.numel, -1.0) for ref in bucket] for bucket in buckets] for buckets in rank_buckets
+        [[np.full(ref.region.numel, -1.0) for ref in bucket] for bucket in buckets]
+        for buckets in rank_buckets
     ]
     for index in range(len(plans[0].rounds)):
         packed = []

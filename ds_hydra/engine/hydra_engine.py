@@ -17,8 +17,6 @@ from typing import Any, NoReturn
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger, safe_set_local_grad
 from torch import Tensor, nn
@@ -90,14 +88,10 @@ class HydraEngine(DeepSpeedEngine):
         self._report(iteration, outcomes, loss, start, before_step)
         return torch.tensor(loss, dtype=torch.float32, device=self.device)
 
-    def eval_batch(
-        self, batch: Sequence[ExampleLike], strategy: str | Strategy | None = None
-    ) -> Tensor:
+    def eval_batch(self, batch: Sequence[ExampleLike], strategy: str | Strategy | None = None) -> Tensor:
         """Global token-mean loss of `batch` without gradients or a step; arguments as in `train_batch`."""
         iteration = self._plan(batch, strategy)
-        outcomes = self.hydra.gather_outcomes(
-            self.hydra.propagator.evaluate(iteration.plan, iteration.load)
-        )
+        outcomes = self.hydra.gather_outcomes(self.hydra.propagator.evaluate(iteration.plan, iteration.load))
         loss = sum(o.loss_sum for o in outcomes) / iteration.plan.num_label_tokens
         return torch.tensor(loss, dtype=torch.float32, device=self.device)
 
@@ -168,7 +162,9 @@ class HydraEngine(DeepSpeedEngine):
 
     def _zero_gradient_shards(self) -> list[Tensor]:
         return [
-            torch.zeros(p.ds_tensor.numel() if p.requires_grad else 0, dtype=torch.float32, device=self.device)
+            torch.zeros(
+                p.ds_tensor.numel() if p.requires_grad else 0, dtype=torch.float32, device=self.device
+            )
             for p in self.hydra.skeleton.params
         ]
 

@@ -162,7 +162,9 @@ def run_forward_only(
     return losses
 
 
-def _receive_activation(info: StageInfo, io: StageIO, num_tokens: int, *, requires_grad: bool) -> Tensor | None:
+def _receive_activation(
+    info: StageInfo, io: StageIO, num_tokens: int, *, requires_grad: bool
+) -> Tensor | None:
     if info.is_first:
         return None
     return io.receive_activation(info.empty_activation(num_tokens)).requires_grad_(requires_grad)

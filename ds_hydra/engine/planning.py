@@ -113,7 +113,7 @@ def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -
     header = torch.tensor([is_error, len(payload), *times_us], dtype=torch.int64, device=device)
     dist.broadcast(header, src=0)
     is_error, numel, planning_us, waited_us = header.tolist()
-    body = torch.from_numpy(payload).to(device) if planned or is_error and dist.get_rank() == 0 else None
+    body = torch.from_numpy(payload).to(device) if planned or (is_error and dist.get_rank() == 0) else None
     if body is None:
         body = torch.empty(numel, dtype=torch.int64, device=device)
     dist.broadcast(body, src=0)
@@ -123,5 +123,8 @@ def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -
     if planned is not None:
         return planned
     return PlannedIteration(
-        plan=plan_codec.from_array(values), planning_ms=planning_us / 1e3, waited_ms=waited_us / 1e3, source="worker"
+        plan=plan_codec.from_array(values),
+        planning_ms=planning_us / 1e3,
+        waited_ms=waited_us / 1e3,
+        source="worker",
     )

@@ -142,9 +142,8 @@ class Propagator:
     def check_plan(self, plan: IterationPlan, batch_fingerprint: int) -> None:
         """Raise PlanMismatchError on every rank where ranks hold different plans or mini-batches."""
         mine = torch.tensor([plan.digest, batch_fingerprint], dtype=torch.int64, device=self._device)
-        all_ranks = torch.empty(2 * self.num_ranks, dtype=torch.int64, device=self._device)
-        dist.all_gather_into_tensor(all_ranks, mine)
-        for what, digests in zip(("plan", "mini-batch"), all_ranks.view(-1, 2).T.tolist(), strict=True):
+        all_ranks = gather_rows(mine)
+        for what, digests in zip(("plan", "mini-batch"), all_ranks.T.tolist(), strict=True):
             differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
             if differing:
                 raise PlanMismatchError(
@@ -301,6 +300,13 @@ class Propagator:
     def _now(self) -> float:
         get_accelerator().synchronize()
         return time.perf_counter()
+
+
+def gather_rows(mine: Tensor) -> Tensor:
+    """[num_ranks, n] out of every rank's [n], in rank order. Collective over all ranks."""
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return torch.stack(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

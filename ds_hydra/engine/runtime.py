@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.files import find_file
@@ -21,7 +20,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.metrics import RunLog
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
 from ds_hydra.engine.profiler import measure_profile, nominal_profile
-from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
+from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator, gather_rows
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.background import PlannedIteration
@@ -138,11 +137,9 @@ class HydraRuntime:
         """Outcomes of all ranks, in rank order, on every rank."""
         fields = [outcome.loss_sum, outcome.pull_ms, outcome.propagate_ms, outcome.push_ms]
         mine = torch.tensor(fields, dtype=torch.float64, device=self._device)
-        everyone = torch.empty(self.num_ranks * len(fields), dtype=torch.float64, device=self._device)
-        dist.all_gather_into_tensor(everyone, mine)
         return [
             Outcome(loss_sum=loss, pull_ms=pull, propagate_ms=propagate, push_ms=push)
-            for loss, pull, propagate, push in everyone.view(self.num_ranks, len(fields)).tolist()
+            for loss, pull, propagate, push in gather_rows(mine).tolist()
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,7 +217,9 @@ class HydraRuntime:
 
     def _check_examples(self, tensors: Sequence[Example], iteration: int) -> GlobalBatch:
         if not tensors:
-            raise HydraConfigError("the global mini-batch is empty: train_batch(batch=examples) got 0 examples")
+            raise HydraConfigError(
+                "the global mini-batch is empty: train_batch(batch=examples) got 0 examples"
+            )
         lengths = tuple(len(input_ids) for input_ids, _ in tensors)
         if max(lengths) > self.config.context_length:
             index = int(np.argmax(lengths))
@@ -231,7 +230,9 @@ class HydraRuntime:
             )
         num_label_tokens = sum(int((labels[1:] != -100).sum()) for _, labels in tensors)
         if not num_label_tokens:
-            raise HydraConfigError("no example of the mini-batch has a token to predict (labels are all -100)")
+            raise HydraConfigError(
+                "no example of the mini-batch has a token to predict (labels are all -100)"
+            )
         return GlobalBatch(
             iteration=iteration,
             sample_indices=tuple(range(len(tensors))),

@@ -1,0 +1,1 @@
+"""Which sequences an iteration trains on, and how they are dispatched and packed: lengths in, plans out."""

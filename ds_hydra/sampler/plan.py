@@ -78,7 +78,9 @@ class IterationPlan:
                 f"({len(set(placed))} distinct) of {len(self.lengths)}"
             )
         if any(not row for p in self.pipelines for row in p.micro_batches):
-            raise InfeasiblePlanError(f"plan of iteration {self.iteration}: has a micro-batch without sequences")
+            raise InfeasiblePlanError(
+                f"plan of iteration {self.iteration}: has a micro-batch without sequences"
+            )
         schemes = tuple(p.scheme for p in self.pipelines)
         blocks = tuple(p.ranks for p in self.pipelines)
         if schemes != self.strategy.schemes or blocks != self.strategy.place():

@@ -105,14 +105,10 @@ class Link:
             _buffer_view(buffer, transfer).copy_(source(transfer))
         return buffer
 
-    def _all_to_all(
-        self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
-    ) -> Tensor:
+    def _all_to_all(self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]) -> Tensor:
         received = torch.empty(sum(receive_splits), dtype=send.dtype, device=self._device)
         if len(send_splits) > 1:
-            dist.all_to_all_single(
-                received, send, list(receive_splits), list(send_splits), group=self._group
-            )
+            dist.all_to_all_single(received, send, list(receive_splits), list(send_splits), group=self._group)
         return received
 
 

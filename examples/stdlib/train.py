@@ -31,7 +31,9 @@ HERE = Path(__file__).parent
 
 def parse_arguments() -> argparse.Namespace:
     """Command line; `--local_rank` and `--deepspeed_config` as DeepSpeed's launcher and users expect."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=48, help="optimizer steps (default %(default)s)")
     parser.add_argument("--run_dir", type=Path, default=Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     parser.add_argument("--cache_dir", type=Path, default=Path(".cache"), help="tokenizer and tokens")
@@ -67,7 +69,7 @@ def main() -> None:
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.init_distributed()
     is_first_rank = dist.get_rank() == 0
-    data = prepare(args.cache_dir)
+    data = prepare(args.cache_dir, unit="definition")
     config = json.loads(Path(args.deepspeed_config).read_text())
     config["hydra"] |= {"tokenizer": str(data.tokenizer_dir), "run_dir": str(args.run_dir)}
     model = build_model(len(data.tokenizer), config["hydra"]["context_length"])
