@@ -7,13 +7,14 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-import torch
 import torch.distributed as dist
 from distributed import run_distributed
+from engines import start_hydra
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import FAMILIES, VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 
-import ds_hydra
 from ds_hydra.engine.propagation import gather_rows
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Strategy
@@ -39,25 +40,6 @@ STRATEGIES = {
 }
 
 LENGTHS = (33, 5, 17, 64, 9, 2, 41, 12, 3)
-
-
-def config(**hydra):
-    return {
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
-        "zero_optimization": {"stage": 3},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "gradient_clipping": 0.5,
-        "hydra": {"context_length": 128, "tokens_per_iteration": 512, **hydra},
-    }
-
-
-def start_engine(model, **hydra):
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    ds_config = config(**hydra)
-    del ds_config["optimizer"]
-    engine, *_ = ds_hydra.initialize(model=model, optimizer=optimizer, config=ds_config)
-    return engine
 
 
 def hand_plan(
@@ -109,7 +91,7 @@ def check_gradients(family, strategies, hydra=None, overrides=None):
     names = [name for name, _ in reference.named_parameters()]
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
     wanted_loss, wanted = token_mean_gradients(reference, examples)
-    engine = start_engine(model, **(hydra or {}))
+    engine = start_hydra(model, hydra=hydra)
     tensors = [(e["input_ids"], e["labels"]) for e in examples]
     worst = {}
     for text in strategies:
@@ -161,3 +143,48 @@ def test_activation_checkpointing_gives_the_same_gradients():
 @pytest.mark.distributed
 def test_a_model_that_tp_cannot_slice_still_runs_in_pipelines():
     assert_parity(run_distributed(check_gradients, 4, "phi3", ("4x<1,1>", "1x<1,4>", "2x<1,2>"))[0])
+
+
+@st.composite
+def random_case(draw):
+    """A strategy of at most 4 ranks and a mini-batch; some pipelines and ranks may stay without work."""
+    schemes, free = [], 4
+    while free and (not schemes or draw(st.booleans())):
+        scheme = draw(st.sampled_from([s for s in SCHEMES if s[0] * s[1] <= free]))
+        schemes.append(scheme)
+        free -= scheme[0] * scheme[1]
+    lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=9))
+    lengths[0] = max(lengths[0], 2)  # at least one token must be predicted
+    return " + ".join(f"1x<{tp},{pp}>" for tp, pp in schemes), lengths
+
+
+SCHEMES = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (1, 4), (2, 2))
+
+
+def check_planned_cases(cases):
+    """The planner's own placement of random mini-batches under random strategies."""
+    model = tiny("llama_tied")
+    reference = copy.deepcopy(model)
+    names = [name for name, _ in reference.named_parameters()]
+    engine = start_hydra(model)
+    worst = {}
+    for seed, (text, lengths) in enumerate(cases):
+        examples = random_examples(lengths, VOCAB_SIZE, seed=seed)
+        wanted_loss, wanted = token_mean_gradients(reference, examples)
+        iteration = engine.hydra.plan_examples(examples, Strategy.parse(text), 0)
+        grads_P = engine._zero_gradient_shards()
+        outcome = engine.hydra.train(iteration, grads_P, 1.0)
+        loss = (
+            sum(o.loss_sum for o in engine.hydra.gather_outcomes(outcome)) / iteration.plan.num_label_tokens
+        )
+        errors = relative_errors(gather_gradients(engine, grads_P), wanted, names)
+        name = max(errors, key=errors.get)
+        worst[text, tuple(lengths)] = (errors[name], name, abs(loss / wanted_loss - 1))
+    return worst
+
+
+@pytest.mark.distributed
+@settings(max_examples=3, deadline=None)
+@given(cases=st.lists(random_case(), min_size=12, max_size=12))
+def test_gradients_of_random_batches_and_strategies_equal_one_process(cases):
+    assert_parity(run_distributed(check_planned_cases, 4, cases)[0])

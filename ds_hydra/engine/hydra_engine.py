@@ -42,11 +42,16 @@ class HydraEngine(DeepSpeedEngine):
     """
 
     def __init__(
-        self, args: Any, model: nn.Module, *engine_args: Any, hydra_config: HydraConfig, **engine_kwargs: Any
+        self,
+        args: Any,
+        model: nn.Module,
+        *engine_args: Any,
+        hydra_config: HydraConfig,
+        training_data: Any = None,
+        **engine_kwargs: Any,
     ):
         # The copy must be made before DeepSpeed hooks the model's modules and partitions its parameters.
         skeleton = Skeleton(model, activation_checkpointing=hydra_config.activation_checkpointing)
-        self._training_dataset: Any = None
         self._hydra_config = hydra_config
         self._hydra: HydraRuntime | None = None
         super().__init__(args, model, *engine_args, **engine_kwargs)
@@ -54,8 +59,8 @@ class HydraEngine(DeepSpeedEngine):
         self._hydra = HydraRuntime(hydra_config, skeleton, self.device)
         self.last_metrics: IterationMetrics | None = None
         """Metrics of the last iteration, equal on all ranks."""
-        if self._training_dataset is not None:
-            self._hydra.attach_data(self._read_data(self._training_dataset))
+        if training_data is not None:  # not DeepSpeed's truth value: an empty dataset is an error to report
+            self.training_dataloader = self.deepspeed_io(training_data)
         if self._hydra.is_first_rank:
             logger.info(self._hydra.describe())
 
@@ -110,14 +115,12 @@ class HydraEngine(DeepSpeedEngine):
         self._refuse_by_hand("step()")
 
     def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take `dataset` as the source of `train_batch()`; returns an endless iterator of mini-batches.
+        """Take `dataset` as the source of `train_batch()`; returns an endless iterable of mini-batches.
 
-        DeepSpeed calls this with `training_data` while it builds the engine. The iterator yields global
-        mini-batches (lists of examples) for `train_batch(batch=...)`, and is not needed for `train_batch()`.
+        Called with `training_data` at the end of initialisation. The iterable yields global mini-batches
+        (lists of examples) for `train_batch(batch=...)`, and is not needed for `train_batch()`.
         """
-        self._training_dataset = dataset
-        if self._hydra is not None:
-            self._hydra.attach_data(self._read_data(dataset))
+        self.hydra.attach_data(self._read_data(dataset))
         return _MiniBatches(self)
 
     def save_checkpoint(

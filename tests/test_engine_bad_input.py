@@ -1,0 +1,256 @@
+"""Typical mistakes: every rank gets the same clear error, nothing hangs, and the engine stays usable."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from engines import adamw, ds_config, start_hydra
+from models import VOCAB_SIZE, tiny
+from single_process import random_examples
+
+import ds_hydra
+from ds_hydra.errors import (
+    HydraConfigError,
+    InfeasiblePlanError,
+    PlanMismatchError,
+    UnsupportedModelError,
+)
+from ds_hydra.strategy.profile import PROFILE_SCHEMA
+
+
+def dataset(*lengths):
+    return datasets.Dataset.from_list([{"input_ids": list(range(length))} for length in lengths])
+
+
+def initialize(model=None, data=None, hydra=None, **sections):
+    model = model or tiny("llama", num_hidden_layers=2)
+    config = ds_config(hydra=hydra or {}, **sections)
+    return ds_hydra.initialize(model=model, optimizer=adamw(model), training_data=data, config=config)[0]
+
+
+def gpt2():
+    import transformers
+
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2))
+
+
+def mixtral():
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+    )
+
+
+def small_profile(memory_bytes):
+    """A profile under which TP 2 holds about twice the tokens of TP 1."""
+    return {
+        "schema": PROFILE_SCHEMA,
+        "hardware": {
+            "name": "test",
+            "memory_bytes": memory_bytes,
+            "reserved_bytes": 0,
+            "safety_margin_bytes": 0,
+        },
+        "model": {"name": "tiny", "num_layers": 2, "hidden_size": 32, "vocab_size": VOCAB_SIZE},
+        "memory": {
+            "activation_bytes_per_token_per_layer_per_hidden": {"1": 100, "2": 100},
+            "state_bytes_per_layer_per_hidden2": 1,
+            "sharded_fraction": 0.9,
+        },
+        "schemes": [
+            {"tp": tp, "pp": 1, "quadratic_ms": 1e-4, "linear_ms": 0.1 / tp, "constant_ms": 1.0}
+            for tp in (1, 2)
+        ],
+    }
+
+
+MISTAKES = {
+    "misspelled hydra key": (
+        lambda: initialize(hydra={"contxt_length": 64}),
+        HydraConfigError,
+        ("contxt_length", "context_length"),
+    ),
+    "auto in our section": (
+        lambda: initialize(hydra={"tokens_per_iteration": "auto"}),
+        HydraConfigError,
+        ("tokens_per_iteration", "auto"),
+    ),
+    "misspelled DeepSpeed key": (
+        lambda: initialize(zero_optimisation={"stage": 3}),
+        HydraConfigError,
+        ("zero_optimisation", "zero_optimization"),
+    ),
+    "ZeRO stage 2": (
+        lambda: initialize(zero_optimization={"stage": 2}),
+        HydraConfigError,
+        ("zero_optimization.stage", "2", "3"),
+    ),
+    "too many ranks": (
+        lambda: initialize(hydra={"strategies": ["1x<2,2>"]}),
+        HydraConfigError,
+        ("1x<2,2>", "4 ranks", "there are 2", "hydra.strategies"),
+    ),
+    "TP does not divide the heads": (
+        lambda: initialize(
+            tiny("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48),
+            hydra={"strategies": ["1x<2,1>"]},
+        ),
+        HydraConfigError,
+        ("<2,1>", "3 attention heads", "TP 1, 3", "hydra.strategies"),
+    ),
+    "PP above the layers": (
+        lambda: initialize(tiny("llama", num_hidden_layers=1), hydra={"strategies": ["1x<1,2>"]}),
+        HydraConfigError,
+        ("<1,2>", "1 layers", "hydra.strategies"),
+    ),
+    "no strategy text": (
+        lambda: initialize(hydra={"strategies": ["2x1"]}),
+        HydraConfigError,
+        ("2x1", "2x<4,1>"),
+    ),
+    "model without a plan": (lambda: initialize(gpt2()), UnsupportedModelError, ("gpt2", "tp_plan")),
+    "mixture of experts": (lambda: initialize(mixtral()), UnsupportedModelError, ("mixtral", "experts")),
+    "dropout": (
+        lambda: initialize(tiny("llama", attention_dropout=0.1)),
+        UnsupportedModelError,
+        ("attention_dropout = 0.1", "set it to 0"),
+    ),
+    "not a Hugging Face model": (
+        lambda: initialize(torch.nn.Linear(2, 2)),
+        UnsupportedModelError,
+        ("Linear", "LlamaForCausalLM"),
+    ),
+    "empty dataset": (
+        lambda: initialize(data=datasets.Dataset.from_dict({"input_ids": []})),
+        HydraConfigError,
+        ("empty",),
+    ),
+    "no text column": (
+        lambda: initialize(data=datasets.Dataset.from_dict({"content": ["a b"]})),
+        HydraConfigError,
+        ("'text'", "content", "hydra.text_column"),
+    ),
+    "sequence above the context, refused": (
+        lambda: initialize(data=dataset(5, 300), hydra={"over_length": "refuse"}),
+        HydraConfigError,
+        ("row 1", "300", "128", "hydra.over_length"),
+    ),
+}
+
+
+def make_mistakes(folder):
+    """(type, message) of the error that each mistake raised on this rank."""
+    raised = {}
+    for name, (mistake, _, _) in MISTAKES.items():
+        raised[name] = error_of(mistake)
+    profile = Path(folder) / "profile.json"
+    if dist.get_rank() == 0:
+        profile.write_text(json.dumps(small_profile(400_000)))
+    dist.barrier()
+    strategies = ["2x<1,1>", "1x<2,1>"]
+    hydra = {"profile": str(profile), "strategies": strategies, "context_length": 120}
+    engine = initialize(data=dataset(110, 110, 110), hydra=hydra)
+    raised["longer than any pipeline holds"] = error_of(engine.train_batch)
+    engine = start_hydra(tiny("llama", num_hidden_layers=2))
+    good = random_examples([7, 9], VOCAB_SIZE)
+    mine = random_examples([7, 9], VOCAB_SIZE, seed=dist.get_rank())
+    raised["forward by hand"] = error_of(lambda: engine(good[0]["input_ids"].unsqueeze(0)))
+    raised["backward by hand"] = error_of(lambda: engine.backward(torch.zeros(())))
+    raised["step by hand"] = error_of(engine.step)
+    raised["no data"] = error_of(engine.train_batch)
+    raised["empty batch"] = error_of(lambda: engine.train_batch(batch=[]))
+    raised["no input_ids"] = error_of(lambda: engine.train_batch(batch=[{"ids": [1, 2]}]))
+    raised["nothing to predict"] = error_of(lambda: engine.train_batch(batch=[{"input_ids": [1]}]))
+    long = [{"input_ids": list(range(129))}]
+    raised["example above the context"] = error_of(lambda: engine.train_batch(batch=long))
+    raised["forced strategy too large"] = error_of(lambda: engine.train_batch(batch=good, strategy="1x<4,1>"))
+    raised["another batch on each rank"] = error_of(
+        lambda: engine.train_batch(batch=mine, strategy="2x<1,1>")
+    )
+    before = engine.global_steps
+    loss = float(engine.train_batch(batch=good, strategy="1x<2,1>"))
+    raised["afterwards"] = ("ok", f"{loss:.6f} {before} {engine.global_steps}")
+    return raised
+
+
+LATER_MISTAKES = {
+    "longer than any pipeline holds": (InfeasiblePlanError, ("110", "hydra.memory_limit_bytes")),
+    "forward by hand": (HydraConfigError, ("forward()", "train_batch")),
+    "backward by hand": (HydraConfigError, ("backward()", "train_batch")),
+    "step by hand": (HydraConfigError, ("step()", "train_batch")),
+    "no data": (HydraConfigError, ("training_data", "train_batch(batch=")),
+    "empty batch": (HydraConfigError, ("0 examples",)),
+    "no input_ids": (HydraConfigError, ("example 0", "input_ids")),
+    "nothing to predict": (HydraConfigError, ("-100",)),
+    "example above the context": (HydraConfigError, ("example 0", "129", "128", "hydra.context_length")),
+    "forced strategy too large": (HydraConfigError, ("1x<4,1>", "4 ranks", "there are 2")),
+    "another batch on each rank": (PlanMismatchError, ("mini-batch", "rank 1")),
+}
+
+
+def error_of(action):
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+@pytest.mark.distributed
+def test_mistakes_get_the_same_clear_error_on_all_ranks(tmp_path):
+    raised = run_distributed(make_mistakes, 2, str(tmp_path))
+    expected = {name: (kind, words) for name, (_, kind, words) in MISTAKES.items()} | LATER_MISTAKES
+    for name, (kind, words) in expected.items():
+        for rank, by_rank in enumerate(raised):
+            got_kind, message = by_rank[name]
+            assert got_kind == kind.__name__, f"{name}, rank {rank}: {got_kind}: {message}"
+            for word in words:
+                assert word in message, f"{name}, rank {rank}: no {word!r} in {message!r}"
+    kind, text = raised[0]["afterwards"]
+    assert kind == "ok"
+    assert text.split()[1:] == ["0", "1"], "a refused mini-batch must not count as a step"
+    assert raised[1]["afterwards"] == raised[0]["afterwards"]
+
+
+SCRIPT = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from models import tiny
+import ds_hydra
+model = tiny("llama")
+config = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+          "hydra": {"context_length": 64, "tokens_per_iteration": 128, "strategy": ["2x<1,1>"]}}
+ds_hydra.initialize(model=model, config=config)
+print("not reached")
+"""
+
+
+@pytest.mark.distributed
+def test_the_launcher_stops_with_the_message_and_a_failing_exit_code(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    tests = str(Path(__file__).parent)
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank"]
+    result = subprocess.run(
+        [*launcher, "--master_port", "29617", str(script), tests],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        check=False,
+    )
+    output = result.stdout + result.stderr
+    assert result.returncode != 0
+    assert "hydra.strategy is not a key; did you mean hydra.strategies?" in output
+    assert "not reached" not in output
