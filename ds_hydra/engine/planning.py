@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -46,6 +46,7 @@ class PlanFeed:
         self._ahead: SamplerState | None = None
         self._num_submitted = 0
         deadline_ms = config.planner.deadline_ms
+        self._deadline_s = threading.TIMEOUT_MAX if deadline_ms is None else deadline_ms / 1e3
         self._planner = (
             BackgroundPlanner(
                 strategies=strategies,
@@ -54,7 +55,7 @@ class PlanFeed:
                 settings=planner_settings(config),
                 num_workers=config.planner.num_workers,
                 lookahead=config.planner.lookahead,
-                deadline_s=math.inf if deadline_ms is None else deadline_ms / 1e3,
+                deadline_s=threading.TIMEOUT_MAX,  # the first plan may wait for compilation
             )
             if plans_here
             else None
@@ -71,7 +72,9 @@ class PlanFeed:
             ahead, self._ahead = self._sampler.draw(self._ahead)
             self._planner.submit(ahead)
             self._num_submitted = ahead.iteration + 1
-        return self._planner.get(batch.iteration)
+        planned = self._planner.get(batch.iteration)
+        self._planner.deadline_s = self._deadline_s
+        return planned
 
     def close(self) -> None:
         """Stop the planning processes."""
