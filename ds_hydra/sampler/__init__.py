@@ -1,0 +1,1 @@
+"""From token lengths to one `IterationPlan`: pure decisions, and processes that make them ahead of time."""
