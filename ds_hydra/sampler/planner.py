@@ -18,9 +18,9 @@ from ds_hydra.sampler.dispatch import dispatch_trials, fit_trials, improve_dispa
 from ds_hydra.sampler.packing import pipeline_bound_ms
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
-from ds_hydra.sampler.refine import pack_pipelines, pipeline_cost, refine_pipelines
+from ds_hydra.sampler.refine import kick_and_refine, pack_pipelines, pipeline_cost, refine_pipelines
 from ds_hydra.sampler.schedule import FORWARD_FRACTION, FloatArray, IntArray, makespan_ms
-from ds_hydra.strategy.profile import Profile
+from ds_hydra.strategy.profile import LatencyModel, Profile
 from ds_hydra.strategy.scheme import Scheme, Strategy
 
 
@@ -31,6 +31,7 @@ class PlannerSettings:
     `objective`: "exact" values a pipeline by the 1F1B recurrence over its own rows, "closed_form" by Eq. (1).
     `num_trials`: trials of Alg. 1 for each strategy. `forward_fraction`: part of T that is the forward pass.
     `max_refine_steps`: exchanges between packed pipelines, 0 for none (the heuristic plan).
+    `num_kicks`: restarts of the refinement from a disturbed plan, where the bound leaves more than 1%.
     `enough_gap`: a strategy is not refined further once it is this close to its lower bound.
     `max_len_override`: MaxLen of schemes in tokens, in place of what the memory model says.
     """
@@ -40,6 +41,7 @@ class PlannerSettings:
     seed: int = 0
     forward_fraction: float = FORWARD_FRACTION
     max_refine_steps: int = 400
+    num_kicks: int = 12
     enough_gap: float = 1e-3
     max_len_override: Mapping[Scheme, int] = field(default_factory=dict)
 
@@ -97,6 +99,15 @@ def _check_strategies(strategies: Sequence[Strategy], num_devices: int) -> Seque
     return strategies
 
 
+_NUM_FIT_STEPS = 8
+_NUM_TARGETS = 4
+"""Fast pipelines that the slowest one exchanges sequences with, besides two of each scheme."""
+
+
+_KICK_GAP, _KICK_REACH = 0.01, 0.05
+"""Kicks are for plans more than 1% above their bound and less than 5% above the best plan so far."""
+
+
 @dataclass(slots=True)
 class _Candidate:
     """One strategy, and once it is planned where its sequences are (in sorted order)."""
@@ -134,7 +145,7 @@ class _BatchPlanner:
         best = candidates[0]
         for candidate in candidates:
             if candidate.lower_bound_ms < best.makespan_ms:
-                self._search(candidate)
+                self._search(candidate, best.makespan_ms)
                 best = min(best, candidate, key=lambda c: c.makespan_ms)
         return self._finish(best)
 
@@ -182,16 +193,23 @@ class _BatchPlanner:
         bound = strategy_bound_ms(problem, 1.5 * estimate)
         return _Candidate(strategy, problem, bound, assignment, rows)
 
-    def _search(self, candidate: _Candidate) -> None:
+    def _search(self, candidate: _Candidate, best_ms: float) -> None:
+        """Plans `candidate`; searches longer where it can still beat `best_ms`, the best one so far."""
         problem, assignment, rows = candidate.problem, candidate.assignment, candidate.rows
         num_steps = self.settings.max_refine_steps
         enough_ms = candidate.lower_bound_ms * (1 + self.settings.enough_gap)
-        estimate = improve_dispatch(problem, assignment, enough_ms, num_steps, 16)
+        estimate = improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
         if num_steps > 0 and estimate > enough_ms:
-            estimate = fit_trials(problem, candidate.lower_bound_ms, estimate, 8, assignment)
-            improve_dispatch(problem, assignment, enough_ms, num_steps, 16)
+            estimate = fit_trials(problem, candidate.lower_bound_ms, estimate, _NUM_FIT_STEPS, assignment)
+            improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
         value = pack_pipelines(problem, assignment, rows)
-        candidate.makespan_ms = refine_pipelines(problem, assignment, rows, value, enough_ms, num_steps, 16)
+        time = refine_pipelines(problem, assignment, rows, value, enough_ms, num_steps, _NUM_TARGETS)
+        worth_ms = candidate.lower_bound_ms * (1 + _KICK_GAP)
+        if num_steps > 0 and worth_ms < time < best_ms * (1 + _KICK_REACH):
+            time = kick_and_refine(
+                problem, assignment, rows, value, worth_ms, num_steps, _NUM_TARGETS, self.settings.num_kicks
+            )
+        candidate.makespan_ms = time
 
     def _finish(self, best: _Candidate) -> IterationPlan:
         batch = self.batch
@@ -237,3 +255,22 @@ class _BatchPlanner:
             problem.forward_fraction,
             problem.is_exact,
         )
+
+
+def warm_up() -> None:
+    """Loads (the first time ever: compiles) the compiled code, so that the first plan takes no longer."""
+    latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=1.0)
+    for is_exact in (True, False):
+        kinds = [PipelineKind(1, 2, 20, latency), PipelineKind(1, 1, 9, latency)]
+        problem = make_problem(np.arange(9, 0, -1), kinds, is_exact=is_exact)
+        assignment, rows = np.zeros(9, dtype=np.int64), np.zeros(9, dtype=np.int64)
+        estimate = dispatch_trials(problem, 1, 0, assignment)
+        bound = strategy_bound_ms(problem, estimate)
+        fit_trials(problem, bound, estimate, 1, assignment)
+        improve_dispatch(problem, assignment, bound, 1, _NUM_TARGETS)
+        value = pack_pipelines(problem, assignment, rows)
+        refine_pipelines(problem, assignment, rows, value, bound, 1, _NUM_TARGETS)
+        kick_and_refine(problem, assignment, rows, value, bound, 1, _NUM_TARGETS, 1)
+        members = np.flatnonzero(assignment == 0)
+        costs = problem.sequence_ms[0, members]
+        pipeline_bound_ms(problem.lengths[members], costs, pipeline_cost(problem, 0))
