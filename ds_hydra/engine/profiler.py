@@ -51,7 +51,9 @@ def measure_profile(
     with tqdm(total=total, desc="profiling", disable=propagator.rank != 0, file=sys.stderr) as progress:
         for scheme in schemes:
             progress.set_postfix_str(f"{scheme} warm-up")
-            for _ in range(config.profiling.warmup):  # the longest row: its memory is touched for the first time
+            for _ in range(
+                config.profiling.warmup
+            ):  # the longest row: its memory is touched for the first time
                 _stage_ms(propagator, homogeneous[scheme], lengths[-1])
             progress.update()
         # Rounds over all cases, so that a disturbance of some seconds hits every scheme alike.
