@@ -67,7 +67,7 @@ def test_strategies_from_a_file(tmp_path):
     path.write_text(json.dumps({"schema": "ds_hydra.strategies/1", "strategies": ["2x<1,1>", "1x<2,1>"]}))
     assert [str(s) for s in load_strategies(str(path))] == ["2x<1,1>", "1x<2,1>"]
     path.write_text(json.dumps({"schema": "something", "strategies": []}))
-    with pytest.raises(HydraConfigError, match="ds_hydra.strategies/1"):
+    with pytest.raises(HydraConfigError, match=r"ds_hydra\.strategies/1"):
         load_strategies(str(path))
     with pytest.raises(HydraConfigError, match="cannot read"):
         load_strategies(str(tmp_path / "absent.json"))
