@@ -13,7 +13,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraError, InfeasiblePlanError
 from ds_hydra.sampler import plan_codec
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
-from ds_hydra.sampler.batches import SamplerState, TokenBudgetSampler
+from ds_hydra.sampler.batches import TokenBudgetSampler
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
 from ds_hydra.strategy import Profile, Strategy
@@ -43,8 +43,7 @@ class PlanFeed:
     ):
         self._sampler = sampler
         self._lookahead = config.planner.lookahead
-        self._ahead: SamplerState | None = None
-        self._num_submitted = 0
+        self._ahead = sampler.state
         deadline_ms = config.planner.deadline_ms
         self._deadline_s = threading.TIMEOUT_MAX if deadline_ms is None else deadline_ms / 1e3
         self._planner = (
@@ -60,21 +59,20 @@ class PlanFeed:
             if plans_here
             else None
         )
+        self._submit_until(self._ahead.iteration + self._lookahead)
 
     def get(self, batch: GlobalBatch) -> PlannedIteration:
         """The plan of `batch`, which the sampler has just drawn; keeps the lookahead filled."""
         assert self._planner is not None, "only rank 0 plans"
-        if self._ahead is None:
-            self._planner.submit(batch)
-            self._ahead = self._sampler.state
-            self._num_submitted = batch.iteration + 1
-        while self._num_submitted <= batch.iteration + self._lookahead:
-            ahead, self._ahead = self._sampler.draw(self._ahead)
-            self._planner.submit(ahead)
-            self._num_submitted = ahead.iteration + 1
+        self._submit_until(batch.iteration + self._lookahead)
         planned = self._planner.get(batch.iteration)
         self._planner.deadline_s = self._deadline_s
         return planned
+
+    def _submit_until(self, iteration: int) -> None:
+        while self._planner is not None and self._ahead.iteration < iteration:
+            batch, self._ahead = self._sampler.draw(self._ahead)
+            self._planner.submit(batch)
 
     def close(self) -> None:
         """Stop the planning processes."""

@@ -93,6 +93,15 @@ class HydraRuntime:
                 "train_batch() without a batch needs training data: pass training_data=dataset to "
                 "ds_hydra.initialize, or call train_batch(batch=examples)"
             )
+        feed = self.start_planning()
+        batch = next(self.sampler)
+        planned = broadcast_plan(lambda: feed.get(batch), self._device)
+        self.propagator.check_plan(planned.plan, fingerprint(batch.sample_indices, batch.lengths))
+        return Iteration(planned, self._load_from(self._data, planned.plan))
+
+    def start_planning(self) -> PlanFeed:
+        """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a missing profile."""
+        assert self.sampler is not None
         if self._feed is None:
             self._feed = PlanFeed(
                 self.sampler,
@@ -102,10 +111,7 @@ class HydraRuntime:
                 config=self.config,
                 plans_here=self.is_first_rank,
             )
-        batch = next(self.sampler)
-        planned = broadcast_plan(lambda: self._require_feed().get(batch), self._device)
-        self.propagator.check_plan(planned.plan, fingerprint(batch.sample_indices, batch.lengths))
-        return Iteration(planned, self._load_from(self._data, planned.plan))
+        return self._feed
 
     def plan_examples(
         self, examples: Sequence[ExampleLike], strategy: Strategy | None, iteration: int
@@ -172,10 +178,6 @@ class HydraRuntime:
             f"ds_hydra: {len(self.strategies)} candidate strategies on {self.num_ranks} ranks ({names}), "
             f"{len(self.propagator.groups)} process groups"
         )
-
-    def _require_feed(self) -> PlanFeed:
-        assert self._feed is not None
-        return self._feed
 
     def _candidates(self) -> tuple[Strategy, ...]:
         if self.config.strategies is not None:

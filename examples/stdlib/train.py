@@ -35,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--iterations", type=int, default=40, help="optimizer steps (default %(default)s)")
+    parser.add_argument("--iterations", type=int, default=48, help="optimizer steps (default %(default)s)")
     parser.add_argument("--run_dir", type=Path, default=Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
     parser.add_argument("--cache_dir", type=Path, default=Path(".cache"), help="tokenizer and tokens")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
