@@ -55,7 +55,11 @@ def start(size: str, dtype: str) -> ds_hydra.HydraEngine:
         **SIZES[size], num_attention_heads=16, num_key_value_heads=16, tie_word_embeddings=False
     )
     model = LlamaForCausalLM(config)
-    section = {"context_length": 64, "tokens_per_iteration": 64, "strategies": STRATEGIES[dist.get_world_size()]}
+    section = {
+        "context_length": 64,
+        "tokens_per_iteration": 64,
+        "strategies": STRATEGIES[dist.get_world_size()],
+    }
     engine, *_ = ds_hydra.initialize(
         model=model,
         config={
@@ -170,7 +174,9 @@ def print_table(size: str, dtype: str, times: dict) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=[*SIZES, "all"], default="50M")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--rounds", type=int, default=7)

@@ -22,7 +22,15 @@ from ds_hydra.strategy import Profile, Strategy
 def planner_settings(config: HydraConfig) -> PlannerSettings:
     """The planner's settings out of the validated configuration."""
     planner = config.planner
-    return PlannerSettings(objective=planner.objective, num_trials=planner.num_trials, seed=config.seed)
+    return PlannerSettings(
+        objective=planner.objective,
+        dispatch=planner.dispatch,
+        num_trials=planner.num_trials,
+        seed=config.seed,
+        solver=planner.solver,
+        solver_gap=planner.gap_tolerance,
+        solver_deadline_s=planner.time_limit_ms / 1e3,
+    )
 
 
 class PlanFeed:
