@@ -22,7 +22,7 @@ $(INSTALLED): setup.cfg pyproject.toml requirements/constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt torch numpy setuptools
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt --editable '.[dev]'
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-	$(BIN)/python -m ds_hydra.sampler.warm_up
+	$(BIN)/python -c "from ds_hydra.sampler.planner import warm_up; warm_up()"
 	@touch $(INSTALLED)
 
 demo: $(INSTALLED)  ## train a small LLaMA on the standard library's source with 4 CPU ranks

@@ -43,7 +43,9 @@ def _commands() -> None:
 
 @app.command()
 def plan(
-    profile: Annotated[Path, typer.Option(help="Profile of model and hardware, ds_hydra.profile/1.")],
+    profile: Annotated[
+        str, typer.Option(help="A ds_hydra.profile/1 file, or the name of a shipped one (a800_llama2_32b).")
+    ],
     strategies: Annotated[Path, typer.Option(help="Candidate strategies, ds_hydra.strategies/1.")],
     lengths: Annotated[Path, typer.Option(help="JSON list of sequence lengths in tokens.")],
     objective: Annotated[
@@ -78,15 +80,16 @@ def _errors_to_stderr() -> Iterator[None]:
 
 
 def _plan(
-    profile_path: Path, strategies_path: Path, lengths_path: Path, objective: Objective, seed: int
+    profile_name: str, strategies_path: Path, lengths_path: Path, objective: Objective, seed: int
 ) -> tuple[IterationPlan, float]:
     """The plan, and the time that planning took without loading compiled code."""
+    from ds_hydra.configs.files import find_profile
     from ds_hydra.sampler.plan import GlobalBatch
     from ds_hydra.sampler.planner import PlannerSettings, plan_iteration, warm_up
     from ds_hydra.strategy.profile import Profile
     from ds_hydra.strategy.scheme import parse_strategies
 
-    profile = Profile.load(profile_path)
+    profile = Profile.load(find_profile(profile_name))
     texts, num_devices = _read_strategies(strategies_path)
     lengths = _read_lengths(lengths_path)
     warm_up()

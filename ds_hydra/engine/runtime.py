@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hydra.configs.files import find_file
+from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.metrics import RunLog
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
@@ -205,7 +205,7 @@ class HydraRuntime:
 
     def _find_profile(self) -> Profile:
         if self.config.profile is not None:
-            document = Profile.load(find_file("profiles", self.config.profile)).document
+            document = Profile.load(find_profile(self.config.profile)).document
         else:
             document = measure_profile(self.propagator, self.strategies, self.config)
             if self.log is not None:
