@@ -72,3 +72,10 @@ def test_long_sequences_that_cannot_share_need_a_pipeline_each():
     latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
     problem = make([50, 50, 50, 1, 1], [PipelineKind(2, 1, 50, latency)])
     assert strategy_bound_ms(problem, MUCH_MS) == pytest.approx(100.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_rows_filled_to_the_last_token_are_possible(is_exact):
+    latency = LatencyModel(quadratic_ms=0.02, linear_ms=0.5, constant_ms=0.0)
+    problem = make([39, 39, 39], [PipelineKind(1, 1, 39, latency)], is_exact)
+    assert strategy_bound_ms(problem, MUCH_MS) == pytest.approx(find_ms(problem), rel=1e-3)

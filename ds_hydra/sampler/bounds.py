@@ -19,6 +19,7 @@ from __future__ import annotations
 import numpy as np
 
 from ds_hydra.sampler.compiled import compiled
+from ds_hydra.sampler.order import EPSILON
 from ds_hydra.sampler.problem import DispatchProblem
 from ds_hydra.sampler.schedule import MAX_BALANCED_ROWS, FloatArray, IntArray
 
@@ -172,7 +173,7 @@ def _is_impossible(problem: DispatchProblem, limit_ms: float, prices: FloatArray
                     best, best_price = kind, price
             demand[0, best] += problem.sequence_ms[best, i]
             demand[1, best] += problem.lengths[i]
-        if np.sum(prices * (demand - supply)) > 0.0:
+        if np.sum(prices * demand) > np.sum(prices * supply) * (1 + EPSILON):
             return True
         rate = 0.5 / (1 + 0.2 * step)
         scale = np.maximum(np.maximum(demand, supply), 1e-300)
