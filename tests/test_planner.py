@@ -250,9 +250,10 @@ def test_64_gpus(name):
     assert np.mean(gaps) <= 0.03
 
 
-def test_ideal_dispatch_is_legal_and_within_bounds():
+@pytest.mark.parametrize("solver", ["cbc", "highs"])
+def test_ideal_dispatch_is_legal_and_within_bounds(solver):
     lengths = [17, 25, 3, 20, 22, 9, 31, 8, 8, 25, 14, 40]
-    result = plan(lengths, [Strategy.parse("2x<2,1> + 2x<1,2>")], dispatch="ideal")
+    result = plan(lengths, [Strategy.parse("2x<2,1> + 2x<1,2>")], dispatch="ideal", solver=solver)
     assert result.makespan_ms == pytest.approx(max(recompute(result, "exact")), rel=1e-12)
     assert result.makespan_ms <= plan(lengths, [Strategy.parse("2x<2,1> + 2x<1,2>")]).makespan_ms * 1.05
 
@@ -273,3 +274,4 @@ def test_rows_of_a_tight_pipeline_are_solved_for():
 
     assert num_rows("none") == 5
     assert num_rows("cbc") == 4
+    assert num_rows("highs") == 4

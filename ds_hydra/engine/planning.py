@@ -27,6 +27,8 @@ def planner_settings(config: HydraConfig) -> PlannerSettings:
         dispatch=planner.dispatch,
         num_trials=planner.num_trials,
         seed=config.seed,
+        # Backward takes twice the forward, and recomputes it first under activation checkpointing.
+        forward_fraction=1 / 4 if config.activation_checkpointing else 1 / 3,
         solver=planner.solver,
         solver_gap=planner.gap_tolerance,
         solver_deadline_s=planner.time_limit_ms / 1e3,
