@@ -18,4 +18,4 @@ class InfeasiblePlanError(HydraError, ValueError):
 
 
 class PlanMismatchError(HydraError, RuntimeError):
-    """Ranks hold different plans for one iteration. Nothing was exchanged and no state was changed."""
+    """Ranks hold different plans for one iteration. No gradient was exchanged, no weight changed."""

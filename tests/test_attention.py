@@ -84,7 +84,7 @@ def test_cost_of_a_window_is_linear_in_the_length(monkeypatch):
 
 def test_positions_restart_in_every_sequence():
     row = PackedRow.build([3, 1, 2], torch.device("cpu"))
-    assert row.position_ids().tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
     assert row.cu_seqlens.tolist() == [0, 3, 4, 6]
 
 

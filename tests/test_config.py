@@ -131,7 +131,7 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
         ({"planner": []}, "hydra.planner is []: it should be an object"),
         (
             {"profiling": {"lengths": [5, 6]}},
-            "hydra.profiling.lengths is [5, 6]: it should have at least 3 items",
+            "hydra.profiling.lengths is [5, 6]: wanted three different lengths of 2 tokens or more",
         ),
         ({"seed": "auto"}, 'hydra.seed is "auto", which the Trainer fills in for DeepSpeed\'s keys only'),
         ({"tokenizer": "auto"}, 'hydra.tokenizer is "auto"'),

@@ -117,6 +117,23 @@ MISTAKES = {
         HydraConfigError,
         ("'text'", "content", "hydra.text_column"),
     ),
+    "token id outside the vocabulary": (
+        lambda: initialize(data=datasets.Dataset.from_dict({"input_ids": [[1, VOCAB_SIZE + 4, 3]]})),
+        HydraConfigError,
+        (str(VOCAB_SIZE + 4), str(VOCAB_SIZE), "hydra.tokenizer"),
+    ),
+    "no tokenizer there": (
+        lambda: initialize(
+            data=datasets.Dataset.from_dict({"text": ["a b"]}), hydra={"tokenizer": "./nowhere"}
+        ),
+        HydraConfigError,
+        ("hydra.tokenizer", "nowhere", "tokenizer.json"),
+    ),
+    "lengths that determine nothing": (
+        lambda: initialize(hydra={"profiling": {"lengths": [8, 8, 8]}}),
+        HydraConfigError,
+        ("hydra.profiling.lengths", "three different lengths"),
+    ),
     "sequence above the context, refused": (
         lambda: initialize(data=dataset(5, 300), hydra={"over_length": "refuse"}),
         HydraConfigError,
@@ -151,6 +168,20 @@ def make_mistakes(folder):
     long = [{"input_ids": list(range(129))}]
     raised["example above the context"] = error_of(lambda: engine.train_batch(batch=long))
     raised["forced strategy too large"] = error_of(lambda: engine.train_batch(batch=good, strategy="1x<4,1>"))
+    outside = [{"input_ids": [1, VOCAB_SIZE, 2]}]
+    raised["id outside the vocabulary"] = error_of(
+        lambda: engine.train_batch(batch=outside, strategy="1x<2,1>")
+    )
+    only_rank_1 = long if dist.get_rank() == 1 else good
+    raised["mistake on rank 1 alone"] = error_of(
+        lambda: engine.train_batch(batch=only_rank_1, strategy="2x<1,1>")
+    )
+    frozen = engine.hydra.skeleton.params[0].requires_grad_(False)
+    raised["frozen later"] = error_of(lambda: engine.train_batch(batch=good, strategy="2x<1,1>"))
+    frozen.requires_grad_(True)
+    blocked = Path(folder) / "file"
+    blocked.touch()
+    raised["run_dir is a file"] = error_of(lambda: initialize(hydra={"run_dir": str(blocked)}))
     raised["another batch on each rank"] = error_of(
         lambda: engine.train_batch(batch=mine, strategy="2x<1,1>")
     )
@@ -171,6 +202,13 @@ LATER_MISTAKES = {
     "nothing to predict": (HydraConfigError, ("-100",)),
     "example above the context": (HydraConfigError, ("example 0", "129", "128", "hydra.context_length")),
     "forced strategy too large": (HydraConfigError, ("1x<4,1>", "4 ranks", "there are 2")),
+    "id outside the vocabulary": (
+        HydraConfigError,
+        ("example 0", str(VOCAB_SIZE), "resize_token_embeddings"),
+    ),
+    "mistake on rank 1 alone": (HydraConfigError, ("129", "hydra.context_length")),
+    "frozen later": (HydraConfigError, ("requires_grad", "before ds_hydra.initialize")),
+    "run_dir is a file": (HydraConfigError, ("hydra.run_dir", "file")),
     "another batch on each rank": (PlanMismatchError, ("mini-batch", "rank 1")),
 }
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from models import FAMILIES, VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 
-from ds_hydra.engine.propagation import gather_rows
+from ds_hydra.engine.agreement import gather_rows
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Strategy
 

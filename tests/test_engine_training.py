@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from pathlib import Path
@@ -304,3 +305,48 @@ def test_training_from_a_dataset_writes_its_run_and_resumes_its_mini_batches(tmp
         assert plan.num_tokens == line["num_tokens"] <= 300
         drawn += plan.sample_indices
     assert len(set(drawn[:32])) == len(drawn[:32]), "a sequence was drawn twice in one epoch"
+
+
+def what_is_held():
+    """Rows of logits that reach the loss under TP 4, and slices alive after a good and a failing iteration."""
+    import gc
+    import weakref
+
+    from ds_hydra.engine import propagation
+
+    engine = start_hydra(tiny("llama"))
+    examples = batches(1)[0]
+    widths, alive = [], []
+    bind, loss_of = engine.hydra.skeleton.bind, propagation.summed_cross_entropy
+
+    def watching_bind(scheme, stage, leaves):
+        alive.extend(weakref.ref(leaf) for leaf in leaves.values())
+        bind(scheme, stage, leaves)
+
+    def watching_loss(logits_TV, targets_T, tp):
+        widths.append(logits_TV.shape[-1])
+        return loss_of(logits_TV, targets_T, tp)
+
+    def failing_loss(*_arguments):
+        raise RuntimeError("broken on purpose")
+
+    engine.hydra.skeleton.bind = watching_bind
+    propagation.summed_cross_entropy = watching_loss
+    engine.train_batch(examples, strategy="1x<4,1>")
+    propagation.summed_cross_entropy = failing_loss
+    with contextlib.suppress(RuntimeError):
+        engine.train_batch(examples, strategy="1x<4,1>")
+    propagation.summed_cross_entropy = loss_of
+    gc.collect()
+    survivors = sum(ref() is not None for ref in alive)
+    loss = float(engine.train_batch(examples, strategy="4x<1,1>"))
+    return max(widths), len(alive), survivors, loss
+
+
+@pytest.mark.distributed
+def test_logits_stay_split_and_slices_die_with_the_iteration():
+    for widest, num_seen, survivors, loss in run_distributed(what_is_held, 4):
+        assert widest <= -(-VOCAB_SIZE // 4)
+        assert num_seen > 0
+        assert survivors == 0
+        assert loss > 0

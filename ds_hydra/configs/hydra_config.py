@@ -28,8 +28,13 @@ def _whole(value: _Value) -> _Value | int:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _list_to_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
+def _lengths(value: object) -> object:
+    if not isinstance(value, list | tuple) or not all(isinstance(length, int) for length in value):
+        return value
+    lengths = tuple(sorted(set(value)))
+    if len(lengths) < 3 or lengths[0] < 2:
+        raise ValueError("wanted three different lengths of 2 tokens or more, such as [64, 512, 4096]")
+    return lengths
 
 
 def _strategies(value: object) -> tuple[str, ...] | str | None:
@@ -92,8 +97,8 @@ class PlannerConfig(_Section):
 class ProfilingConfig(_Section):
     """`hydra.profiling`: the measurement made at the start when no profile is given."""
 
-    lengths: Annotated[tuple[Count, ...], BeforeValidator(_list_to_tuple), Field(min_length=3)] | None = None
-    """Lengths to measure, in tokens, 3 or more for 3 coefficients; null takes powers of two up to context."""
+    lengths: Annotated[tuple[Count, ...], BeforeValidator(_lengths)] | None = None
+    """Lengths to measure, in tokens, 3 or more for 3 coefficients; null takes powers of four up to context."""
 
     repeats: Count = 3
     """Timed runs of each length, of which the median counts; 3 survive one disturbed run."""

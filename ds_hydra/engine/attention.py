@@ -29,22 +29,20 @@ class PackedRow:
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     """[num_sequences + 1] int32 on the compute device: begin of every sequence, then the row's length."""
+    position_ids: Tensor
+    """[1, T] on the compute device: positions that restart at 0 in every sequence."""
 
     @classmethod
     def build(cls, lengths: Sequence[int], device: torch.device) -> PackedRow:
         """The row that concatenates sequences of `lengths` tokens."""
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(tuple(lengths), ends.to(device, non_blocking=True))
+        positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+        return cls(tuple(lengths), ends.to(device), positions.to(device))
 
     @property
     def num_tokens(self) -> int:
         """Tokens of the row."""
         return sum(self.lengths)
-
-    def position_ids(self) -> Tensor:
-        """[1, T] positions that restart at 0 in every sequence."""
-        parts = [torch.arange(length) for length in self.lengths]
-        return torch.cat(parts).unsqueeze(0).to(self.cu_seqlens.device, non_blocking=True)
 
 
 def hydra_varlen(
@@ -68,10 +66,12 @@ def hydra_varlen(
     by c tanh(s / c). The number of query heads per key-value head is taken from the tensors, because under
     TP a rank may hold a replica of a key-value head.
     """
-    if s_aux is not None or dropout:
+    if s_aux is not None:
+        raise UnsupportedModelError(f"{type(module).__name__}: attention sinks are not supported")
+    if dropout:
         raise UnsupportedModelError(
-            f"{type(module).__name__}: attention sinks and attention dropout are not supported; "
-            "set attention_dropout to 0 in the model's config"
+            f"{type(module).__name__}: attention dropout {dropout} is not supported; set attention_dropout to 0 "
+            "in the model's config"
         )
     longest = max(packed_row.lengths)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None

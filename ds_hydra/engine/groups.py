@@ -29,6 +29,18 @@ def groups_of(strategy: Strategy) -> set[GroupKey]:
     return keys
 
 
+def within_groups(strategies: Iterable[Strategy], max_groups: int) -> tuple[Strategy, ...]:
+    """`strategies`, homogeneous ones first, without those that would need more than `max_groups` groups in all."""
+    kept: list[Strategy] = []
+    keys: set[GroupKey] = set()
+    for strategy in sorted(strategies, key=lambda s: s.is_heterogeneous):
+        wanted = keys | groups_of(strategy)
+        if len(wanted) <= max_groups:
+            kept.append(strategy)
+            keys = wanted
+    return tuple(kept)
+
+
 class GroupPool:
     """Process groups keyed by purpose and ranks. Every method that creates groups is collective over all ranks."""
 
@@ -68,6 +80,6 @@ class GroupPool:
     def destroy(self) -> None:
         """Destroy all groups (releases their threads and descriptors)."""
         for group in self._groups.values():
-            if group is not None:
+            if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         self._groups.clear()

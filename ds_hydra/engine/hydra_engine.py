@@ -7,6 +7,7 @@ schedulers, monitors, checkpoints); ds_hydra replaces forward and backward.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 import os
@@ -25,7 +26,7 @@ from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.metrics import IterationMetrics, measure_pipelines, measured_imbalance
 from ds_hydra.engine.propagation import Outcome
-from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration, iterate_examples
+from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.sampler.dataset import TokenDataset
@@ -58,7 +59,7 @@ class HydraEngine(DeepSpeedEngine):
         self._check_partitions(skeleton)
         self._hydra = HydraRuntime(hydra_config, skeleton, self.device)
         self.last_metrics: IterationMetrics | None = None
-        """Metrics of the last iteration, equal on all ranks."""
+        """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and step time."""
         if training_data is not None:  # not DeepSpeed's truth value: an empty dataset is an error to report
             self.training_dataloader = self.deepspeed_io(training_data)
             self._hydra.start_planning()
@@ -82,6 +83,7 @@ class HydraEngine(DeepSpeedEngine):
         ranks. Raises InfeasiblePlanError on all ranks where no strategy can hold a sequence.
         """
         start = time.perf_counter()
+        self._check_trainable()
         iteration = self._plan(batch, strategy)
         grads_P = self._zero_gradient_shards()
         outcome = self.hydra.train(iteration, grads_P, self._loss_scale())
@@ -137,10 +139,14 @@ class HydraEngine(DeepSpeedEngine):
         return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's `load_checkpoint`; training continues with the mini-batch after the checkpoint."""
+        """DeepSpeed's `load_checkpoint`; training continues with the mini-batch after the checkpoint.
+
+        With `load_module_only` the position in the data stays as it is.
+        """
         path, client_state = super().load_checkpoint(load_dir, *args, **kwargs)
-        if client_state is not None:
-            self.hydra.load_state_dict(client_state.pop(CLIENT_STATE_KEY, {}))
+        state = (client_state or {}).pop(CLIENT_STATE_KEY, {})
+        if not kwargs.get("load_module_only", False):  # new data may start from another run's weights
+            self.hydra.load_state_dict(state)
         return path, client_state
 
     def destroy(self) -> None:
@@ -160,6 +166,15 @@ class HydraEngine(DeepSpeedEngine):
                 )
             return self.hydra.next_iteration()
         return self.hydra.plan_examples(batch, strategy, self.global_steps)
+
+    def _check_trainable(self) -> None:
+        """What is trained was fixed at initialisation: in the link plans and in ZeRO-3's own groups."""
+        for param, spec in zip(self.hydra.skeleton.params, self.hydra.skeleton.specs, strict=True):
+            if param.requires_grad != spec.requires_grad:
+                raise HydraConfigError(
+                    f"{spec.fqn}.requires_grad is {param.requires_grad} and was {spec.requires_grad} at "
+                    "initialisation; set it before ds_hydra.initialize"
+                )
 
     def _loss_scale(self) -> float:
         return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
@@ -232,7 +247,13 @@ class HydraEngine(DeepSpeedEngine):
         if config.tokenizer is not None:
             from transformers import AutoTokenizer
 
-            tokenize = AutoTokenizer.from_pretrained(config.tokenizer)
+            try:
+                tokenize = AutoTokenizer.from_pretrained(config.tokenizer)
+            except (OSError, ValueError) as error:
+                raise HydraConfigError(
+                    f"hydra.tokenizer is {config.tokenizer!r}, which cannot be loaded; give a folder with "
+                    f"tokenizer.json or a hub id ({error})"
+                ) from error
         read = functools.partial(
             TokenDataset.from_dataset,
             dataset,
@@ -278,7 +299,7 @@ class _MiniBatches:
         self._engine = engine
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        return iterate_examples(self._engine.hydra)
+        return self._engine.hydra.iterate_examples()
 
 
 @contextlib.contextmanager
@@ -331,6 +352,7 @@ def initialize(
     if given is None:
         raise HydraConfigError("no configuration: pass config= or start with --deepspeed_config FILE")
     if from_args is not None:
+        args = copy.copy(args)  # the caller's stays as it is
         args.deepspeed_config = None  # DeepSpeed would read the file again, "hydra" section and all
     if model is None:
         raise HydraConfigError("no model: pass model=, e.g. a LlamaForCausalLM")

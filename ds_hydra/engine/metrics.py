@@ -90,7 +90,8 @@ class RunLog:
 
     def write(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
         """Append one iteration."""
-        self._file.write(json.dumps(metrics.to_json()) + "\n")
+        document = {k: None if v != v else v for k, v in metrics.to_json().items()}  # NaN is not JSON
+        self._file.write(json.dumps(document) + "\n")
         self._file.flush()
         if self._plans is not None:
             path = self._plans / f"iteration_{plan.iteration:06d}.json"

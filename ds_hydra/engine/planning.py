@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.errors import HydraError, InfeasiblePlanError
+from ds_hydra.engine.agreement import raise_together
 from ds_hydra.sampler import plan_codec
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
@@ -111,30 +111,29 @@ class PlanFeed:
 def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -> PlannedIteration:
     """What `make` gives on rank 0, on every rank; an error of rank 0 is raised on every rank.
 
-    Collective over all ranks: one broadcast of a header, one of the plan as a flat integer tensor.
+    Collective over all ranks: one all-gather, one broadcast of a header, one of the plan as a flat integer
+    tensor.
     """
-    planned, payload, is_error = None, np.empty(0, dtype=np.int64), False
+    planned, error = None, None
     if dist.get_rank() == 0:
         try:
             planned = make()
-            payload = plan_codec.to_array(planned.plan)
-        except HydraError as error:
-            payload, is_error = np.frombuffer(str(error).encode(), dtype=np.uint8).astype(np.int64), True
-    times_us = [int(planned.planning_ms * 1e3), int(planned.waited_ms * 1e3)] if planned else [0, 0]
-    header = torch.tensor([is_error, len(payload), *times_us], dtype=torch.int64, device=device)
+        except Exception as caught:  # whatever it is, the other ranks wait for it
+            error = caught
+    raise_together(error, device)
+    payload = np.empty(0, dtype=np.int64) if planned is None else plan_codec.to_array(planned.plan)
+    times_us = [0, 0] if planned is None else [int(planned.planning_ms * 1e3), int(planned.waited_ms * 1e3)]
+    header = torch.tensor([len(payload), *times_us], dtype=torch.int64, device=device)
     dist.broadcast(header, src=0)
-    is_error, numel, planning_us, waited_us = header.tolist()
-    body = torch.from_numpy(payload).to(device) if planned or (is_error and dist.get_rank() == 0) else None
-    if body is None:
-        body = torch.empty(numel, dtype=torch.int64, device=device)
+    numel, planning_us, waited_us = header.tolist()
+    body = torch.zeros(numel, dtype=torch.int64, device=device)
+    if planned is not None:
+        body.copy_(torch.from_numpy(payload))
     dist.broadcast(body, src=0)
-    values = body.cpu().numpy()
-    if is_error:
-        raise InfeasiblePlanError(values.astype(np.uint8).tobytes().decode())
     if planned is not None:
         return planned
     return PlannedIteration(
-        plan=plan_codec.from_array(values),
+        plan=plan_codec.from_array(body.cpu().numpy()),
         planning_ms=planning_us / 1e3,
         waited_ms=waited_us / 1e3,
         source="worker",

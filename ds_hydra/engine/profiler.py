@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +19,9 @@ from tqdm import tqdm
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.propagation import Example, Propagator
 from ds_hydra.engine.skeleton import Skeleton
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
-from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.fit import fit_latency, saturation_tokens
 from ds_hydra.strategy.profile import PROFILE_SCHEMA
 
@@ -38,22 +40,18 @@ def measure_profile(
     disturb each other as they will in training. The stage time is the makespan over 2 PP - 1 (1F1B).
     """
     schemes = sorted({scheme for strategy in strategies for scheme in strategy.schemes})
-    lengths = config.profiling.lengths or _default_lengths(config.context_length)
-    skeleton = propagator.skeleton
-    tp_degrees = sorted({scheme.tp for scheme in schemes})
     homogeneous = {s: _homogeneous(s, propagator.num_ranks) for s in schemes}
-    widths = {tp: _homogeneous(Scheme(tp, 1), propagator.num_ranks) for tp in tp_degrees}
-    propagator.prepare([*homogeneous.values(), *widths.values()])
-    cases = [(scheme, length) for scheme in schemes for length in lengths]
+    propagator.prepare(homogeneous.values())
+    model = _measure_memory(propagator, homogeneous, config)
+    lengths_of = _lengths_that_fit(propagator, schemes, model, config)
+    cases = [(scheme, length) for scheme, lengths in lengths_of.items() for length in lengths]
     times: dict[tuple[Scheme, int], list[float]] = {case: [] for case in cases}
-    activation = {}
     total = len(schemes) + config.profiling.repeats * len(cases)
     with tqdm(total=total, desc="profiling", disable=propagator.rank != 0, file=sys.stderr) as progress:
-        for scheme in schemes:
+        for scheme, lengths in lengths_of.items():
             progress.set_postfix_str(f"{scheme} warm-up")
-            for _ in range(
-                config.profiling.warmup
-            ):  # the longest row: its memory is touched for the first time
+            for _ in range(config.profiling.warmup):
+                # With the longest row, whose memory is touched for the first time.
                 _stage_ms(propagator, homogeneous[scheme], lengths[-1])
             progress.update()
         # Rounds over all cases, so that a disturbance of some seconds hits every scheme alike.
@@ -62,24 +60,73 @@ def measure_profile(
                 progress.set_postfix_str(f"{scheme} {length} tokens")
                 times[scheme, length].append(_stage_ms(propagator, homogeneous[scheme], length))
                 progress.update()
-    for tp, strategy in widths.items():
-        activation[tp] = _activation_bytes(propagator, strategy, min(lengths[-1], 1024))
     entries = [
         _scheme_entry(scheme, lengths, [statistics.median(times[scheme, length]) for length in lengths])
-        for scheme in schemes
+        for scheme, lengths in lengths_of.items()
     ]
+    return {**model, "saturation_tokens": _saturation(entries, config.context_length), "schemes": entries}
+
+
+def _measure_memory(
+    propagator: Propagator, homogeneous: dict[Scheme, Strategy], config: HydraConfig
+) -> dict[str, Any]:
+    """The profile without its times: hardware, model, and activation bytes of every TP degree.
+
+    Measured with a short row under the deepest pipeline of each degree, which needs the least memory.
+    """
+    deepest = {scheme.tp: scheme for scheme in sorted(homogeneous, key=lambda scheme: scheme.pp)}
+    length = min(config.context_length, 512)
+    activation = {
+        str(tp): _activation_bytes(propagator, homogeneous[scheme], length)
+        for tp, scheme in sorted(deepest.items())
+    }
     return {
         "schema": PROFILE_SCHEMA,
         "source": f"measured at start on {propagator.num_ranks} ranks",
-        "hardware": _hardware(propagator),
-        "model": describe_model(skeleton),
+        "hardware": _hardware(),
+        "model": describe_model(propagator.skeleton),
         "memory": {
-            "activation_bytes_per_token_per_layer_per_hidden": {str(tp): a for tp, a in activation.items()},
-            **_state_memory(skeleton),
+            "activation_bytes_per_token_per_layer_per_hidden": activation,
+            **_state_memory(propagator.skeleton),
         },
-        "saturation_tokens": _saturation(entries, config.context_length),
-        "schemes": entries,
+        "schemes": [],
     }
+
+
+def _lengths_that_fit(
+    propagator: Propagator, schemes: Sequence[Scheme], model: dict[str, Any], config: HydraConfig
+) -> dict[Scheme, tuple[int, ...]]:
+    """Lengths to measure under each scheme: those up to its MaxLen, with MaxLen in place of the first above it.
+
+    Schemes that hold too little for two lengths are left out of the profile.
+    """
+    memory = limit_memory(model, config.memory_limit_bytes).memory
+    wanted = config.profiling.lengths or _default_lengths(config.context_length)
+    fitting = {}
+    for scheme in schemes:
+        longest = memory.max_len_tokens(scheme, propagator.num_ranks)
+        lengths = tuple(sorted({min(length, longest) for length in wanted}))
+        if longest >= 2 and len(lengths) >= 2:
+            fitting[scheme] = lengths
+    if not fitting:
+        raise HydraConfigError(
+            f"no scheme of {', '.join(map(str, schemes))} has memory for rows of {wanted[0]} tokens; raise "
+            "hydra.memory_limit_bytes, or start more ranks"
+        )
+    return fitting
+
+
+def limit_memory(document: Mapping[str, Any], memory_limit_bytes: int | None) -> Profile:
+    """The profile, with the hardware's memory replaced by what the user allows a rank."""
+    if memory_limit_bytes is not None:
+        hardware = {
+            **document["hardware"],
+            "memory_bytes": memory_limit_bytes,
+            "reserved_bytes": 0,
+            "safety_margin_bytes": 0,
+        }
+        document = {**document, "hardware": hardware}
+    return Profile.from_json(document)
 
 
 def nominal_profile(skeleton: Skeleton, schemes: Iterable[Scheme]) -> dict[str, Any]:
@@ -212,11 +259,10 @@ def _activation_bytes(propagator: Propagator, strategy: Strategy, length: int) -
     example = _probe_example(propagator.skeleton.vocab_size, length)
     with _count_saved_bytes(propagator) as counted:
         propagator.time_propagation(plan, lambda _: example)
-    most = torch.tensor([sum(counted.values())], dtype=torch.float64)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    most = propagator.max_over_ranks(sum(counted.values()))
     skeleton = propagator.skeleton
     tp = strategy.schemes[0].tp
-    return float(most) / (skeleton.num_layers * length * skeleton.hidden_size / tp)
+    return most / (skeleton.num_layers * length * skeleton.hidden_size / tp)
 
 
 @contextmanager
@@ -252,10 +298,11 @@ def _state_memory(skeleton: Skeleton) -> dict[str, float]:
     }
 
 
-def _hardware(propagator: Propagator) -> dict[str, Any]:
+def _hardware() -> dict[str, Any]:
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        memory, reserved = psutil.virtual_memory().total // propagator.num_ranks, 0
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+        memory, reserved = psutil.virtual_memory().total // ranks_here, 0
         name = "cpu"
     else:
         memory, reserved = int(accelerator.total_memory()), 2**30  # contexts and communicators

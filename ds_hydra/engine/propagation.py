@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from ds_hydra.engine.agreement import gather_rows
 from ds_hydra.engine.attention import PackedRow
 from ds_hydra.engine.groups import GroupPool
 from ds_hydra.engine.pipeline import StageInfo, StageIO, run_1f1b, run_forward_only
@@ -139,7 +140,7 @@ class Propagator:
         """Create the process groups of `strategies`."""
         self.groups.ensure(strategies)
 
-    def check_plan(self, plan: IterationPlan, batch_fingerprint: int) -> None:
+    def check_plan(self, plan: IterationPlan, batch_fingerprint: int = 0) -> None:
         """Raise PlanMismatchError on every rank where ranks hold different plans or mini-batches."""
         mine = torch.tensor([plan.digest, batch_fingerprint], dtype=torch.int64, device=self._device)
         all_ranks = gather_rows(mine)
@@ -160,34 +161,26 @@ class Propagator:
 
         `grads_P[param]` are flat fp32 shards (empty for frozen parameters). Slices live only inside this call.
         """
+        outcome, slices = self._pull_and_propagate(plan, load, loss_scale)
+        start = self._now()
+        self._push_link.push(self._link_of(plan.strategy).push, slices.grad_bucket_S, grads_P)
+        return replace(outcome, push_ms=(self._now() - start) * 1e3)
+
+    def evaluate(self, plan: IterationPlan, load: LoadExample) -> Outcome:
+        """Forward only; no gradient is computed."""
+        return self._pull_and_propagate(plan, load, None)[0]
+
+    def _pull_and_propagate(
+        self, plan: IterationPlan, load: LoadExample, loss_scale: float | None
+    ) -> tuple[Outcome, Slices]:
         link = self._link_of(plan.strategy)
         start = self._now()
         slices = self._pull(link)
         pulled = self._now()
         loss_sum = self._propagate(plan, link, slices, load, loss_scale)
-        propagated = self._now()
-        self._push_link.push(link.push, slices.grad_bucket_S, grads_P)
-        pushed = self._now()
-        return Outcome(
-            loss_sum=loss_sum,
-            pull_ms=(pulled - start) * 1e3,
-            propagate_ms=(propagated - pulled) * 1e3,
-            push_ms=(pushed - propagated) * 1e3,
-        )
-
-    def evaluate(self, plan: IterationPlan, load: LoadExample) -> Outcome:
-        """Forward only; no gradient is computed."""
-        link = self._link_of(plan.strategy)
-        start = self._now()
-        slices = self._pull(link)
-        pulled = self._now()
-        loss_sum = self._propagate(plan, link, slices, load, None)
-        return Outcome(
-            loss_sum=loss_sum,
-            pull_ms=(pulled - start) * 1e3,
-            propagate_ms=(self._now() - pulled) * 1e3,
-            push_ms=0.0,
-        )
+        propagate_ms = (self._now() - pulled) * 1e3
+        pull_ms = (pulled - start) * 1e3
+        return Outcome(loss_sum=loss_sum, pull_ms=pull_ms, propagate_ms=propagate_ms, push_ms=0.0), slices
 
     def time_propagation(self, plan: IterationPlan, load: LoadExample) -> float:
         """Milliseconds of the slowest rank in one forward + backward of `plan`; gradients are thrown away."""
@@ -196,9 +189,13 @@ class Propagator:
         dist.barrier()
         start = self._now()
         self._propagate(plan, link, slices, load, 1.0)
-        mine = torch.tensor((self._now() - start) * 1e3, dtype=torch.float64, device=self._device)
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-        return float(mine)
+        return self.max_over_ranks((self._now() - start) * 1e3)
+
+    def max_over_ranks(self, value: float) -> float:
+        """The largest `value` of any rank."""
+        largest = torch.tensor(value, dtype=torch.float64, device=self._device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return float(largest)
 
     def _link_of(self, strategy: Strategy) -> StrategyLink:
         if strategy not in self._links:
@@ -294,13 +291,6 @@ class Propagator:
     def _now(self) -> float:
         get_accelerator().synchronize()
         return time.perf_counter()
-
-
-def gather_rows(mine: Tensor) -> Tensor:
-    """[num_ranks, n] out of every rank's [n], in rank order. Collective over all ranks."""
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine)
-    return torch.stack(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

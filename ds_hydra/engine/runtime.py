@@ -17,17 +17,20 @@ from torch import Tensor
 
 from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.agreement import gather_rows, raise_together
+from ds_hydra.engine.groups import within_groups
 from ds_hydra.engine.metrics import RunLog
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
-from ds_hydra.engine.profiler import measure_profile, nominal_profile
-from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator, gather_rows
+from ds_hydra.engine.profiler import limit_memory, measure_profile, nominal_profile
+from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
 from ds_hydra.engine.skeleton import Skeleton
-from ds_hydra.errors import HydraConfigError
+from ds_hydra.engine.tensor_parallel import IGNORED_LABEL
+from ds_hydra.errors import HydraConfigError, PlanMismatchError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
 from ds_hydra.sampler.dataset import TokenDataset
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.candidates import enumerate_strategies, load_strategies, power_of_two_schemes
 
 ExampleLike = Mapping[str, Any]
@@ -58,25 +61,40 @@ class HydraRuntime:
         self.propagator = Propagator(skeleton, device=device, max_groups=config.max_process_groups)
         self.num_ranks = self.propagator.num_ranks
         self.is_first_rank = self.propagator.rank == 0
+        self._profile: Profile | None = None
+        if config.profile is not None:
+            document = Profile.load(find_profile(config.profile)).document
+            self._profile = limit_memory(document, config.memory_limit_bytes)
         self.strategies = self._candidates()
         self.propagator.prepare(self.strategies)
-        self._profile: Profile | None = None
         self._feed: PlanFeed | None = None
         self._data: TokenDataset | None = None
         self.sampler: TokenBudgetSampler | None = None
         self.log: RunLog | None = None
-        if config.run_dir is not None and self.is_first_rank:
-            self.log = RunLog(Path(config.run_dir), save_plans=config.save_plans)
+        raise_together(self._open_log(), device)
 
     @property
     def profile(self) -> Profile:
         """The profile in use: the configured one, else measured now (which is collective)."""
         if self._profile is None:
-            self._profile = self._find_profile()
+            document = measure_profile(self.propagator, self.strategies, self.config)
+            if self.log is not None:
+                self.log.write_profile(document)
+            self._profile = limit_memory(document, self.config.memory_limit_bytes)
+            if self.config.strategies is None:  # schemes that hold no row were left out
+                known = self._profile.latency
+                self.strategies = tuple(s for s in self.strategies if all(x in known for x in s.schemes))
         return self._profile
 
     def attach_data(self, data: TokenDataset) -> None:
         """Draw mini-batches from `data` from now on."""
+        if data.max_token_id >= self.skeleton.vocab_size:
+            raise HydraConfigError(
+                f"the dataset holds token id {data.max_token_id}, the model's vocabulary has "
+                f"{self.skeleton.vocab_size}; use the model's tokenizer (hydra.tokenizer) or call "
+                "model.resize_token_embeddings"
+            )
+        self.close_feed()
         self._data = data
         self.sampler = TokenBudgetSampler(
             data.lengths,
@@ -96,7 +114,9 @@ class HydraRuntime:
         feed = self.start_planning()
         batch = next(self.sampler)
         planned = broadcast_plan(lambda: feed.get(batch), self._device)
-        self.propagator.check_plan(planned.plan, fingerprint(batch.sample_indices, batch.lengths))
+        plan = planned.plan
+        self.propagator.check_plan(plan)
+        raise_together(_compare_batch(plan, batch), self._device)
         return Iteration(planned, self._load_from(self._data, planned.plan))
 
     def start_planning(self) -> PlanFeed:
@@ -117,8 +137,14 @@ class HydraRuntime:
         self, examples: Sequence[ExampleLike], strategy: Strategy | None, iteration: int
     ) -> Iteration:
         """A plan for a given global mini-batch, the same list on every rank, optionally of one strategy."""
-        tensors = [_to_example(example, index) for index, example in enumerate(examples)]
-        batch = self._check_examples(tensors, iteration)
+        tensors, batch, error = [], None, None
+        try:
+            tensors = [_to_example(example, index) for index, example in enumerate(examples)]
+            batch = self._check_examples(tensors, iteration)
+        except HydraConfigError as caught:
+            error = caught
+        raise_together(error, self._device)
+        assert batch is not None
         strategies = self.strategies if strategy is None else (strategy,)
         if strategy is not None:
             self.prepare_forced(strategy)
@@ -148,6 +174,15 @@ class HydraRuntime:
             for loss, pull, propagate, push in gather_rows(mine).tolist()
         ]
 
+    def iterate_examples(self) -> Iterator[list[dict[str, Any]]]:
+        """Mini-batches from where training is, as lists of examples, without drawing them; not collective."""
+        assert self.sampler is not None
+        assert self._data is not None
+        state = self.sampler.state
+        while True:
+            batch, state = self.sampler.draw(state)
+            yield [self._data[index] for index in batch.sample_indices]
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the sampler; empty without training data."""
         return {} if self.sampler is None else {"sampler": self.sampler.state_dict()}
@@ -165,8 +200,9 @@ class HydraRuntime:
             self._feed = None
 
     def close(self) -> None:
-        """Stop planning processes, close files; not collective. Safe to call twice."""
+        """Stop planning processes, close files, release process groups. Safe to call twice."""
         self.close_feed()
+        self.propagator.groups.destroy()
         if self.log is not None:
             self.log.close()
             self.log = None
@@ -184,15 +220,40 @@ class HydraRuntime:
             strategies = load_strategies(self.config.strategies)
             for strategy in strategies:
                 self._check_strategy(strategy)
+                for scheme in strategy.schemes if self._profile is not None else ():
+                    self._profile.get_latency(scheme)
             return strategies
-        schemes = []
-        for scheme in power_of_two_schemes(self.num_ranks):
-            try:
-                self.skeleton.check_scheme(scheme)
-            except HydraConfigError:
-                continue  # proposing leaves out what this model cannot run
-            schemes.append(scheme)
-        return enumerate_strategies(schemes, self.num_ranks)
+        schemes = [scheme for scheme in power_of_two_schemes(self.num_ranks) if self._can_run(scheme)]
+        if not schemes:
+            raise HydraConfigError(
+                f"profile {self.config.profile!r} has no scheme that this model can run on {self.num_ranks} ranks; "
+                "set hydra.strategies, or hydra.profile to another one"
+            )
+        return within_groups(
+            enumerate_strategies(schemes, self.num_ranks), self.config.max_process_groups // 2
+        )
+
+    def _can_run(self, scheme: Scheme) -> bool:
+        """Whether a proposal may contain `scheme`: the model, the profile and the memory allow it."""
+        try:
+            self.skeleton.check_scheme(scheme)
+        except HydraConfigError:
+            return False
+        if self._profile is None:
+            return True
+        return scheme in self._profile.latency and self._profile.max_len_tokens(scheme, self.num_ranks) > 0
+
+    def _open_log(self) -> Exception | None:
+        """Open the run folder on rank 0; returns what went wrong."""
+        if self.config.run_dir is None or not self.is_first_rank:
+            return None
+        try:
+            self.log = RunLog(Path(self.config.run_dir), save_plans=self.config.save_plans)
+        except OSError as error:
+            return HydraConfigError(
+                f"hydra.run_dir is {self.config.run_dir!r}: {error.strerror}; name a folder that can be written"
+            )
+        return None
 
     def _check_strategy(self, strategy: Strategy) -> None:
         if strategy.num_devices > self.num_ranks:
@@ -203,24 +264,16 @@ class HydraRuntime:
         for scheme in set(strategy.schemes):
             self.skeleton.check_scheme(scheme)
 
-    def _find_profile(self) -> Profile:
-        if self.config.profile is not None:
-            document = Profile.load(find_profile(self.config.profile)).document
-        else:
-            document = measure_profile(self.propagator, self.strategies, self.config)
-            if self.log is not None:
-                self.log.write_profile(document)
-        return _limit_memory(document, self.config.memory_limit_bytes)
-
     def _profile_for_forced(self, strategy: Strategy) -> Profile:
-        if self._profile is not None or self.config.profile is not None:
-            return self.profile
+        if self._profile is not None and all(scheme in self._profile.latency for scheme in strategy.schemes):
+            return self._profile
         return Profile.from_json(nominal_profile(self.skeleton, strategy.schemes))
 
     def _check_examples(self, tensors: Sequence[Example], iteration: int) -> GlobalBatch:
         if not tensors:
             raise HydraConfigError(
-                "the global mini-batch is empty: train_batch(batch=examples) got 0 examples"
+                "the global mini-batch is empty: train_batch(batch=examples) got 0 examples; give every rank the "
+                "whole list of {'input_ids': [...]}, at least one with 2 tokens"
             )
         lengths = tuple(len(input_ids) for input_ids, _ in tensors)
         if max(lengths) > self.config.context_length:
@@ -230,7 +283,10 @@ class HydraRuntime:
                 f"hydra.context_length {self.config.context_length}; cut it, or set hydra.context_length to "
                 f"{lengths[index]}"
             )
-        num_label_tokens = sum(int((labels[1:] != -100).sum()) for _, labels in tensors)
+        for index, (input_ids, labels) in enumerate(tensors):
+            self._check_ids(index, "input_ids", input_ids)
+            self._check_ids(index, "labels", labels[labels != IGNORED_LABEL])
+        num_label_tokens = sum(int((labels[1:] != IGNORED_LABEL).sum()) for _, labels in tensors)
         if not num_label_tokens:
             raise HydraConfigError(
                 "no example of the mini-batch has a token to predict (labels are all -100)"
@@ -242,6 +298,15 @@ class HydraRuntime:
             num_label_tokens=num_label_tokens,
         )
 
+    def _check_ids(self, index: int, key: str, ids: Tensor) -> None:
+        vocab_size = self.skeleton.vocab_size
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            outside = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
+            raise HydraConfigError(
+                f"example {index} of the mini-batch has {outside} in its {key}, the model's vocabulary has "
+                f"{vocab_size} tokens; use the model's tokenizer or call model.resize_token_embeddings"
+            )
+
     @staticmethod
     def _load_from(data: TokenDataset, plan: IterationPlan) -> LoadExample:
         def load(position: int) -> Example:
@@ -251,12 +316,15 @@ class HydraRuntime:
         return load
 
 
-def fingerprint(*parts: Sequence[int]) -> int:
-    """63-bit fingerprint of lists of integers."""
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(np.asarray(part, dtype=np.int64).tobytes())
-    return int.from_bytes(digest.digest(), "big") >> 1
+def _compare_batch(plan: IterationPlan, batch: GlobalBatch) -> PlanMismatchError | None:
+    """What is wrong if `plan` is not one of `batch`, which this rank has drawn itself."""
+    if (plan.sample_indices, plan.lengths) == (batch.sample_indices, batch.lengths):
+        return None
+    return PlanMismatchError(
+        f"iteration {batch.iteration}: the plan is for {len(plan.lengths)} sequences from row "
+        f"{plan.sample_indices[0]} on, this rank drew {len(batch.lengths)} from row {batch.sample_indices[0]} on; "
+        "give every rank the same dataset and configuration"
+    )
 
 
 def fingerprint_tensors(tensors: Sequence[Example]) -> int:
@@ -281,24 +349,3 @@ def _to_example(example: ExampleLike, index: int) -> Example:
             "expected the same number, at least one (labels not shifted)"
         )
     return input_ids, labels
-
-
-def _limit_memory(document: Mapping[str, Any], memory_limit_bytes: int | None) -> Profile:
-    """The profile, with the hardware's memory replaced by what the user allows a rank."""
-    if memory_limit_bytes is not None:
-        hardware = {
-            **document["hardware"],
-            "memory_bytes": memory_limit_bytes,
-            "reserved_bytes": 0,
-            "safety_margin_bytes": 0,
-        }
-        document = {**document, "hardware": hardware}
-    return Profile.from_json(document)
-
-
-def iterate_examples(runtime: HydraRuntime) -> Iterator[list[dict[str, Any]]]:
-    """Global mini-batches of the runtime's data as lists of examples; not collective."""
-    assert runtime.sampler is not None
-    assert runtime._data is not None
-    for batch in runtime.sampler:
-        yield [runtime._data[index] for index in batch.sample_indices]

@@ -81,7 +81,8 @@ class Skeleton:
             id(p): nn.Parameter(torch.empty(shape_of(p), device="meta", dtype=p.dtype), p.requires_grad)
             for p in self.params
         }
-        index_of = {id(memo[id(p)]): i for i, p in enumerate(self.params)}
+        self._meta_params: list[nn.Parameter] = [memo[id(p)] for p in self.params]
+        index_of = {id(meta): i for i, meta in enumerate(self._meta_params)}
         self._model = copy.deepcopy(model, memo)
         self._model.config._attn_implementation = attention.ATTENTION_NAME
         self._base = self._model.base_model
@@ -101,9 +102,10 @@ class Skeleton:
         )
         self._check_all_params_have_a_unit(model)
         self.specs = self._build_specs(model, head)
+        self._unplanned = self._find_unplanned()
         self._hook(head)
         self._pass_through = PassThrough()
-        self.supports_pp = self._probe_pass_through()
+        self._no_pp_because = self._probe_pass_through()
 
     @property
     def config(self) -> Any:
@@ -132,10 +134,10 @@ class Skeleton:
                 f"scheme {scheme}: PP {scheme.pp} is above the model's {self.num_layers} layers; "
                 f"use PP {self.num_layers} or less in hydra.strategies"
             )
-        if scheme.pp > 1 and not self.supports_pp:
+        if scheme.pp > 1 and self._no_pp_because:
             raise UnsupportedModelError(
-                f"scheme {scheme}: {type(self._model).__name__} adds something to the embeddings outside its "
-                "embedding module, so its layers cannot be split into stages; use PP 1 in hydra.strategies"
+                f"scheme {scheme}: the layers of {type(self._model).__name__} cannot be split into stages, because "
+                f"{self._no_pp_because}; use PP 1 in hydra.strategies"
             )
         if scheme.tp == 1:
             return
@@ -154,6 +156,11 @@ class Skeleton:
             raise HydraConfigError(
                 f"scheme {scheme}: TP {scheme.tp} and the model's {kv_heads} key-value heads do not divide "
                 f"each other; use TP {', '.join(map(str, works))} in hydra.strategies"
+            )
+        if self._unplanned:
+            raise UnsupportedModelError(
+                f"scheme {scheme}: parameters {', '.join(self._unplanned[:3])} are used between sliced layers, but "
+                f"the tp plan of {type(self._model).__name__} does not say how; use TP 1 in hydra.strategies"
             )
         refused = sorted(set(_tp_plan(self._model).values()) - SUPPORTED_STYLES)
         if refused:
@@ -207,10 +214,7 @@ class Skeleton:
         """Put meta parameters back, so that nothing of the iteration stays alive."""
         for unit in self.units:
             for binding in unit.bindings:
-                spec = self.specs[binding.param]
-                binding.module._parameters[binding.attribute] = nn.Parameter(
-                    torch.empty(spec.shape, device="meta"), spec.requires_grad
-                )
+                binding.module._parameters[binding.attribute] = self._meta_params[binding.param]
         self.tp.enter(None, 1, 0, 0)
 
     def forward_stage(
@@ -222,7 +226,7 @@ class Skeleton:
         """
         inputs = {"input_ids": input_ids} if hidden is None else {"inputs_embeds": hidden}
         model = self._model if is_last else self._base
-        output = model(**inputs, position_ids=row.position_ids(), use_cache=False, packed_row=row)
+        output = model(**inputs, position_ids=row.position_ids, use_cache=False, packed_row=row)
         self.tp.forget_input()
         return output.logits if is_last else output.last_hidden_state
 
@@ -236,17 +240,16 @@ class Skeleton:
     def _build_specs(self, model: nn.Module, head: nn.Module) -> tuple[ParamSpec, ...]:
         styles = dict(self._module_styles())
         slicing: dict[int, tuple[Slicing, int]] = {}
-        config = self._base.config
         for unit in self.units:
             for binding in unit.bindings:
+                if binding.module in (
+                    head,
+                    self._embedding,
+                ):  # vocabulary rows, whatever the model's plan gathers
+                    slicing[binding.param] = (Slicing.COLWISE, 0)
+                    continue
                 style, name = styles.get(binding.module, ("replicated", ""))
-                slicing[binding.param] = _slicing_of(style, name, binding.attribute, config)
-        for module in (head, self._embedding):  # vocabulary rows, whatever the model's plan gathers
-            for attribute in module._parameters:
-                for unit in (self.units[0], self.units[-1]):
-                    for binding in unit.bindings:
-                        if binding.module is module and binding.attribute == attribute:
-                            slicing[binding.param] = (Slicing.COLWISE, 0)
+                slicing[binding.param] = _slicing_of(style, name, binding.attribute, self.config)
         names = {id(p): n for n, p in model.named_parameters()}
         specs = []
         for index, param in enumerate(self.params):
@@ -294,8 +297,8 @@ class Skeleton:
             self._base.layers._modules[str(index)] = layer if index in own else self._pass_through
         self._base.norm = self._norm if with_norm else self._pass_through
 
-    def _probe_pass_through(self) -> bool:
-        """Whether the outer forward leaves `inputs_embeds` alone when all layers pass them through.
+    def _probe_pass_through(self) -> str:
+        """Why the outer forward does not leave `inputs_embeds` alone when all layers pass them through, or "".
 
         It does for every family whose embedding scale is inside the embedding module; one that adds
         position embeddings or scales outside would do it again in every stage.
@@ -306,11 +309,36 @@ class Skeleton:
         try:
             with torch.no_grad():
                 output = self.forward_stage(row, input_ids=None, hidden=hidden, is_last=False)
-            same = torch.equal(output, hidden)
-        except (RuntimeError, NotImplementedError, TypeError):
-            same = False
+            problem = (
+                "" if torch.equal(output, hidden) else "it changes embeddings outside its embedding module"
+            )
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            problem = f"running it without layers fails ({error})"
         self._show_layers(range(self.num_layers), with_norm=True)
-        return same
+        return problem
+
+    def _find_unplanned(self) -> list[str]:
+        """Parameters beside colwise layers (same parent module) whose own module the tp plan does not mention.
+
+        Their gradient would be partial on each rank of a TP group, or not; only the plan can say.
+        """
+        styles = {module: style for module, (style, _) in self._module_styles()}
+        parents = [
+            module
+            for layer in self._layers
+            for module in layer.modules()
+            if any(styles.get(child) == "colwise" for child in module.children())
+        ]
+        param_of = {(b.module, b.attribute): b.param for unit in self.units for b in unit.bindings}
+        found = {
+            self.specs[param_of[module, attribute]].fqn
+            for parent in parents
+            for module in parent.modules()
+            if module not in styles
+            for attribute, param in module._parameters.items()
+            if param is not None
+        }
+        return sorted(found)
 
     def _check_all_params_have_a_unit(self, model: nn.Module) -> None:
         covered = {binding.param for unit in self.units for binding in unit.bindings}
@@ -388,6 +416,9 @@ def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
         yield f"layer types {sorted(layer_types - SUPPORTED_LAYER_TYPES)} are not supported"
     if getattr(base_config, "use_bidirectional_attention", False):
         yield "bidirectional attention is not supported; set use_bidirectional_attention to false"
+    sinks = [name for name, _ in model.named_parameters() if name.endswith("sinks")]
+    if sinks:
+        yield f"attention sinks ({sinks[0]}) are not supported"
     if len({p.dtype for p in model.parameters()}) > 1:
         dtypes = sorted({str(p.dtype) for p in model.parameters()})
         yield f"parameters of several dtypes ({', '.join(dtypes)}); cast the model to one, e.g. model.float()"

@@ -86,6 +86,7 @@ class TokenDataset:
 
     lengths: IntArray
     num_label_tokens: IntArray
+    max_token_id: int
     report: DataReport
     _rows: datasets.Dataset
     _row_of: IntArray
@@ -111,7 +112,7 @@ class TokenDataset:
         _check_dataset(dataset)
         if "input_ids" not in dataset.column_names:
             dataset = _tokenize_dataset(dataset, text_column, tokenize, append_eos)
-        full_lengths, num_label_tokens = _measure(dataset, context_length)
+        full_lengths, num_label_tokens, max_token_id = _measure(dataset, context_length)
         has_label = num_label_tokens > 0
         is_over = full_lengths > context_length
         if over_length == "refuse" and is_over.any():
@@ -124,6 +125,7 @@ class TokenDataset:
         return cls(
             lengths=_read_only(lengths),
             num_label_tokens=_read_only(num_label_tokens[is_kept]),
+            max_token_id=max_token_id,
             report=DataReport(
                 num_rows=len(dataset),
                 num_sequences=len(lengths),
@@ -215,12 +217,19 @@ def _token_columns(dataset: datasets.Dataset) -> list[str]:
     return [name for name in ("input_ids", "labels") if name in dataset.column_names]
 
 
-def _measure(dataset: datasets.Dataset, context_length: int) -> tuple[IntArray, IntArray]:
-    """Tokens of each row, and predicted tokens within its first `context_length`; reads Arrow, no rows."""
+def _measure(dataset: datasets.Dataset, context_length: int) -> tuple[IntArray, IntArray, int]:
+    """Tokens of each row, predicted tokens within its first `context_length`, and the largest token id.
+
+    Reads Arrow, no rows. Raises HydraConfigError for a negative token id.
+    """
     lengths, num_label_tokens = [], []
+    max_token_id = 0
     first_row = 0
     for table in _read_tables(dataset):
-        offsets, _ = _flatten(table["input_ids"], "input_ids")
+        offsets, ids = _flatten(table["input_ids"], "input_ids")
+        if ids.size and ids.min() < 0:
+            raise HydraConfigError(f"column 'input_ids' holds {ids.min()}, expected token ids of 0 or more")
+        max_token_id = max(max_token_id, int(ids.max(initial=0)))
         _refuse_padding(table, first_row)
         lengths.append(np.diff(offsets))
         num_label_tokens.append(
@@ -229,7 +238,7 @@ def _measure(dataset: datasets.Dataset, context_length: int) -> tuple[IntArray, 
             else np.clip(lengths[-1], 1, context_length) - 1
         )
         first_row += len(table)
-    return np.concatenate(lengths), np.concatenate(num_label_tokens)
+    return np.concatenate(lengths), np.concatenate(num_label_tokens), max_token_id
 
 
 def _read_tables(dataset: datasets.Dataset) -> Iterator[pa.Table]:

@@ -45,11 +45,6 @@ class PipelinePlan:
     makespan_ms: float
     lower_bound_ms: float
 
-    def stage_ranks(self, stage: int) -> tuple[int, ...]:
-        """The TP group of `stage`."""
-        tp = self.scheme.tp
-        return self.ranks[stage * tp : (stage + 1) * tp]
-
 
 @dataclass(frozen=True, kw_only=True)
 class IterationPlan:

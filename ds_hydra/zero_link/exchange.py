@@ -50,7 +50,7 @@ class Link:
         `shards_P[param]` are this rank's shards (flat, one dtype), `bucket_S[r][slot]` the flat slices
         of its r-th bucket, written in place.
         """
-        dtype = _common_dtype(shards_P)
+        dtype = shards_P[0].dtype
 
         def begin(index: int) -> _Exchange:
             round_ = plan.rounds[index]
@@ -165,7 +165,3 @@ def _run_rounds(
 
 def _slices_of(slices: Sequence[Tensor]) -> Callable[[Transfer], Tensor]:
     return lambda transfer: _slice_view(slices[transfer.slot], transfer)
-
-
-def _common_dtype(shards: Sequence[Tensor]) -> torch.dtype:
-    return shards[0].dtype if shards else torch.float32

@@ -12,10 +12,8 @@ arrives. That one rule subsumes data parallel reduction, tied embeddings and sha
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from ds_hydra.zero_link.layout import BlockCopy, ParamSpec, Region, mutual_blocks
 
@@ -85,12 +83,6 @@ class LinkPlan:
     def local_elements(self) -> int:
         """Elements copied inside this rank."""
         return sum(t.block.numel for r in self.rounds for t in r.local)
-
-    @cached_property
-    def digest(self) -> int:
-        """63-bit fingerprint of this rank's part of the link plan."""
-        text = repr((self.rank, self.num_ranks, self.rounds))
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def plan_link(

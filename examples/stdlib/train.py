@@ -19,7 +19,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
-from prepare import prepare
+from prepare import DEFAULT_CACHE_DIR, prepare
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--iterations", type=int, default=48, help="optimizer steps (default %(default)s)")
     parser.add_argument("--run_dir", type=Path, default=Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    parser.add_argument("--cache_dir", type=Path, default=Path(".cache"), help="tokenizer and tokens")
+    parser.add_argument("--cache_dir", type=Path, default=DEFAULT_CACHE_DIR, help="tokenizer and tokens")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     parser = deepspeed.add_config_arguments(parser)
     parser.set_defaults(deepspeed_config=str(HERE / "ds_config.json"))

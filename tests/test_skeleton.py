@@ -1,0 +1,83 @@
+"""Which models and schemes are accepted, and what is said of the others; no rank is started."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+from models import FAMILIES, tiny
+
+from ds_hydra.engine.skeleton import Skeleton
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.strategy import Scheme
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def test_skeleton_holds_no_parameter_memory_and_leaves_the_model_alone():
+    model = tiny("llama")
+    implementation = model.config._attn_implementation
+    skeleton = Skeleton(model)
+    assert all(b.module._parameters[b.attribute].is_meta for unit in skeleton.units for b in unit.bindings)
+    assert not any(p.is_meta for p in model.parameters())
+    assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_parameter_is_in_a_unit_and_stages_partition_the_layers(family):
+    skeleton = Skeleton(tiny(family))
+    covered = {b.param for unit in skeleton.units for b in unit.bindings}
+    assert covered == set(range(len(skeleton.specs)))
+    for num_stages in (1, 2, 3, 4):
+        layers = [i for stage in range(num_stages) for i in skeleton.stage_layers(num_stages, stage)]
+        assert layers == list(range(skeleton.num_layers))
+        sizes = [len(skeleton.stage_layers(num_stages, stage)) for stage in range(num_stages)]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_parameters_that_the_tp_plan_does_not_mention_refuse_tp():
+    model = transformers.ApertusForCausalLM(transformers.ApertusConfig(**SIZES)).float()
+    skeleton = Skeleton(model)
+    skeleton.check_scheme(Scheme(1, 2))
+    with pytest.raises(UnsupportedModelError, match=r"<2,1>.*act_fn.*use TP 1"):
+        skeleton.check_scheme(Scheme(2, 1))
+
+
+def test_styles_that_are_not_run_refuse_tp_by_name():
+    with pytest.raises(UnsupportedModelError, match=r"colwise_gather_output.*use TP 1"):
+        Skeleton(tiny("phi3")).check_scheme(Scheme(2, 1))
+
+
+def test_attention_sinks_are_refused_at_the_start():
+    config = transformers.GraniteSwaConfig(**SIZES) if hasattr(transformers, "GraniteSwaConfig") else None
+    if config is None:
+        pytest.skip("this transformers has no dense model with attention sinks")
+    with pytest.raises(UnsupportedModelError, match="sinks"):
+        Skeleton(transformers.GraniteSwaForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        (Scheme(3, 1), "TP 3 does not divide the model's 4 attention heads; use TP 1, 2, 4"),
+        (Scheme(1, 5), "PP 5 is above the model's 4 layers; use PP 4 or less"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_with_those_that_do(scheme, words):
+    with pytest.raises(HydraConfigError, match=words):
+        Skeleton(tiny("llama")).check_scheme(scheme)
+
+
+def test_key_value_heads_and_tp_must_divide_each_other():
+    model = tiny("llama", num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
+    with pytest.raises(HydraConfigError, match=r"TP 3 and the model's 2 key-value heads.*use TP 1, 2, 6"):
+        Skeleton(model).check_scheme(Scheme(3, 1))
