@@ -58,11 +58,11 @@ def test_styles_that_are_not_run_refuse_tp_by_name():
 
 
 def test_attention_sinks_are_refused_at_the_start():
-    config = transformers.GraniteSwaConfig(**SIZES) if hasattr(transformers, "GraniteSwaConfig") else None
+    config = transformers.GraniteSWAConfig(**SIZES) if hasattr(transformers, "GraniteSWAConfig") else None
     if config is None:
         pytest.skip("this transformers has no dense model with attention sinks")
     with pytest.raises(UnsupportedModelError, match="sinks"):
-        Skeleton(transformers.GraniteSwaForCausalLM(config))
+        Skeleton(transformers.GraniteSWAForCausalLM(config))
 
 
 @pytest.mark.parametrize(
