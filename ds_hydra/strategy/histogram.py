@@ -16,7 +16,7 @@ from ds_hydra.strategy.profile import read_json_object
 LENGTHS_SCHEMA = "ds_hydra.lengths/1"
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
-OverLength: TypeAlias = Literal["truncate", "drop"]
+OverLength: TypeAlias = Literal["truncate", "drop", "split"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -42,21 +42,33 @@ class LengthHistogram:
         return int(self.lengths_tokens[np.searchsorted(np.cumsum(self.counts), share * self.num_sequences)])
 
     def limit(self, context_length: int, over_length: OverLength = "truncate") -> LengthHistogram:
-        """The histogram that training sees: longer sequences cut to the context, or dropped."""
+        """The histogram that training sees: longer sequences cut to the context, dropped, or split.
+
+        A split sequence gives as many sequences of `context_length` as it holds, and its rest.
+        """
         is_over = self.lengths_tokens > context_length
-        num_over = int(self.counts[is_over].sum())
-        lengths, counts = self.lengths_tokens[~is_over], self.counts[~is_over]
-        if over_length == "truncate" and num_over:
-            if lengths.size and lengths[-1] == context_length:
-                counts = np.append(counts[:-1], counts[-1] + num_over)
-            else:
-                lengths, counts = np.append(lengths, context_length), np.append(counts, num_over)
-        if not lengths.size:
+        lengths, counts = self.lengths_tokens[is_over], self.counts[is_over]
+        limited = dict(zip(self.lengths_tokens[~is_over].tolist(), self.counts[~is_over].tolist()))
+        whole, rest = np.divmod(lengths, context_length)
+        if over_length != "drop" and lengths.size:
+            num_whole = counts.sum() if over_length == "truncate" else whole @ counts
+            limited[context_length] = limited.get(context_length, 0) + int(num_whole)
+        if over_length == "split":
+            for length, count in zip(rest.tolist(), counts.tolist()):
+                limited[length] = limited.get(length, 0) + count
+        limited.pop(0, None)
+        if not limited:
             raise HydraConfigError(
                 f"histogram {self.name!r}: no sequence is left within a context of {context_length} tokens; the "
                 f"shortest has {self.lengths_tokens[0]}; raise the context to that or truncate"
             )
-        return LengthHistogram(name=self.name, lengths_tokens=lengths, counts=counts)
+        return LengthHistogram.from_counts(limited, name=self.name)
+
+    def count_over(self, context_length: int) -> tuple[int, int]:
+        """Sequences longer than the context, and the tokens that they have beyond it."""
+        is_over = self.lengths_tokens > context_length
+        beyond = (self.lengths_tokens[is_over] - context_length) @ self.counts[is_over]
+        return int(self.counts[is_over].sum()), int(beyond)
 
     def draw_batches(self, tokens_per_iteration: int, num_batches: int, seed: int) -> Iterator[IntArray]:
         """Lengths of `num_batches` mini-batches drawn with replacement, each within the token budget.
