@@ -143,7 +143,7 @@ def test_what_becomes_of_long_documents_is_counted(tmp_path, words, over_length,
         "--context", 3, "--over-length", over_length,
     )  # fmt: skip
     document = json.loads(result.stdout)
-    assert document["counts"] == {length: count for length, count in sorted(counts.items())}
+    assert document["counts"] == dict(sorted(counts.items()))
     assert (document["num_over_length"], document["num_tokens_beyond_context"]) == (2, 6)
 
 
