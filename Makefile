@@ -16,12 +16,13 @@ help:  ## show this list
 
 install: $(INSTALLED)  ## create the virtual environment
 
-# The last step compiles DeepSpeed's CPU collectives once, so that no training run waits for a compiler.
+# The last two steps compile DeepSpeed's CPU collectives and the planner once, so that no run waits for a compiler.
 $(INSTALLED): setup.cfg pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt torch numpy setuptools
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt --editable '.[dev]'
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+	$(BIN)/python -c "from ds_hydra.sampler.planner import warm_up; warm_up()"
 	@touch $(INSTALLED)
 
 demo: $(INSTALLED)  ## train a small LLaMA on the standard library's source with 4 CPU ranks

@@ -8,11 +8,13 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from models import VOCAB_SIZE
 from single_process import Examples, num_label_tokens
 from torch import Tensor, nn
 
 import ds_hydra
 from ds_hydra.engine import HydraEngine
+from ds_hydra.strategy.profile import PROFILE_SCHEMA
 
 
 def ds_config(*, hydra: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
@@ -85,3 +87,26 @@ def full_states(engine: Any, params: Sequence[nn.Parameter]) -> list[dict[str, T
         }
         for p in params
     ]
+
+
+def small_profile(memory_bytes):
+    """A profile under which TP 2 holds about twice the tokens of TP 1."""
+    return {
+        "schema": PROFILE_SCHEMA,
+        "hardware": {
+            "name": "test",
+            "memory_bytes": memory_bytes,
+            "reserved_bytes": 0,
+            "safety_margin_bytes": 0,
+        },
+        "model": {"name": "tiny", "num_layers": 2, "hidden_size": 32, "vocab_size": VOCAB_SIZE},
+        "memory": {
+            "activation_bytes_per_token_per_layer_per_hidden": {"1": 100, "2": 100},
+            "state_bytes_per_layer_per_hidden2": 1,
+            "sharded_fraction": 0.9,
+        },
+        "schemes": [
+            {"tp": tp, "pp": 1, "quadratic_ms": 1e-4, "linear_ms": 0.1 / tp, "constant_ms": 1.0}
+            for tp in (1, 2)
+        ],
+    }

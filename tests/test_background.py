@@ -85,9 +85,10 @@ def test_a_killed_worker_loses_no_iteration_and_changes_no_plan(inline_plans, ca
         for batch in BATCHES[1:]:
             planner.submit(batch)
         os.kill(victim, signal.SIGKILL)
-        plans = [planner.get(batch.iteration).plan for batch in BATCHES[1:]]
+        results = [planner.get(batch.iteration) for batch in BATCHES[1:]]
         assert planner.num_restarts == 1
-    assert plans == inline_plans[1:]
+    assert [result.plan for result in results] == inline_plans[1:]
+    assert {result.source for result in results} == {"worker"}
     assert "starting another one" in caplog.text
 
 

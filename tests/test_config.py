@@ -126,7 +126,7 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
         ({"strategies": [4]}, "hydra.strategies is [4]: wanted a list such as"),
         (
             {"planner": {"solver": "gurobi"}},
-            "hydra.planner.solver is \"gurobi\": it should be 'cbc' or 'highs'",
+            "hydra.planner.solver is \"gurobi\": it should be 'cbc', 'highs' or 'none'",
         ),
         ({"planner": []}, "hydra.planner is []: it should be an object"),
         (

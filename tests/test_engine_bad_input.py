@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import adamw, ds_config, start_hydra
+from engines import adamw, ds_config, small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 
@@ -24,7 +24,6 @@ from ds_hydra.errors import (
     PlanMismatchError,
     UnsupportedModelError,
 )
-from ds_hydra.strategy.profile import PROFILE_SCHEMA
 
 
 def dataset(*lengths):
@@ -50,29 +49,6 @@ def mixtral():
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
     )
-
-
-def small_profile(memory_bytes):
-    """A profile under which TP 2 holds about twice the tokens of TP 1."""
-    return {
-        "schema": PROFILE_SCHEMA,
-        "hardware": {
-            "name": "test",
-            "memory_bytes": memory_bytes,
-            "reserved_bytes": 0,
-            "safety_margin_bytes": 0,
-        },
-        "model": {"name": "tiny", "num_layers": 2, "hidden_size": 32, "vocab_size": VOCAB_SIZE},
-        "memory": {
-            "activation_bytes_per_token_per_layer_per_hidden": {"1": 100, "2": 100},
-            "state_bytes_per_layer_per_hidden2": 1,
-            "sharded_fraction": 0.9,
-        },
-        "schemes": [
-            {"tp": tp, "pp": 1, "quadratic_ms": 1e-4, "linear_ms": 0.1 / tp, "constant_ms": 1.0}
-            for tp in (1, 2)
-        ],
-    }
 
 
 MISTAKES = {

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import ds_config, full_states, start_hydra, start_stock, stock_step
+from engines import adamw, ds_config, full_states, small_profile, start_hydra, start_stock, stock_step
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples, token_mean_gradients
+
+import ds_hydra
+from ds_hydra.sampler.plan import IterationPlan
 
 STEPS = (
     "4x<1,1>",
@@ -241,3 +245,62 @@ def fail_on_rank_1():
     if dist.get_rank() == 1:
         raise ValueError("broken on purpose")
     return Path.cwd().name
+
+
+def train_from_dataset(folder):
+    """Iterations from the engine's own sampler, and the same after a resume."""
+    import datasets
+
+    if dist.get_rank() == 0:
+        (Path(folder) / "profile.json").write_text(json.dumps(small_profile(3_000_000)))
+    dist.barrier()
+    rows = [
+        {"input_ids": e["input_ids"].tolist(), "labels": e["labels"].tolist()} for b in batches(4) for e in b
+    ]
+    dataset = datasets.Dataset.from_list(rows)
+    hydra = {
+        "profile": f"{folder}/profile.json",
+        "strategies": ["4x<1,1>", "1x<2,1> + 2x<1,1>", "2x<2,1>"],
+        "tokens_per_iteration": 300,
+        "run_dir": f"{folder}/run",
+    }
+
+    def start(**more):
+        model = tiny("llama")
+        config = ds_config(hydra=hydra | more)
+        engine, *_ = ds_hydra.initialize(
+            model=model, optimizer=adamw(model), config=config, training_data=dataset
+        )
+        return engine
+
+    engine = start()
+    losses = [float(engine.train_batch()) for _ in range(3)]
+    engine.save_checkpoint(folder)
+    losses += [float(engine.train_batch()) for _ in range(3)]
+    engine.destroy()
+    resumed = start(run_dir=None)
+    resumed.load_checkpoint(folder)
+    rest = [float(resumed.train_batch()) for _ in range(3)]
+    first_batch = next(iter(resumed.training_dataloader))
+    resumed.destroy()
+    return losses, rest, {"input_ids", "labels"} == set(first_batch[0])
+
+
+@pytest.mark.distributed
+def test_training_from_a_dataset_writes_its_run_and_resumes_its_mini_batches(tmp_path):
+    results = run_distributed(train_from_dataset, 4, str(tmp_path))
+    losses, rest, has_examples = results[0]
+    assert all(result[0] == losses for result in results)
+    assert rest == losses[3:]
+    assert has_examples
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == list(range(6))
+    assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-6)
+    drawn = []
+    for line in lines:
+        path = tmp_path / f"run/plans/iteration_{line['iteration']:06d}.json"
+        plan = IterationPlan.from_json(json.loads(path.read_text()))
+        assert str(plan.strategy) == line["strategy"]
+        assert plan.num_tokens == line["num_tokens"] <= 300
+        drawn += plan.sample_indices
+    assert len(set(drawn[:32])) == len(drawn[:32]), "a sequence was drawn twice in one epoch"

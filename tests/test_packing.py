@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import load_reference
 
-from ds_hydra.errors import InfeasiblePlanError
-from ds_hydra.sampler.ilp import SolverLimits
+from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
+from ds_hydra.sampler.ilp import SolverLimits, make_model
 from ds_hydra.sampler.packing import min_num_rows, pack_sequences
 from ds_hydra.sampler.schedule import makespan_ms
 from ds_hydra.strategy.profile import LatencyModel
@@ -173,3 +173,12 @@ def test_reference_instances():
         gaps.append(packing.objective_ms / best_known - 1)
     assert np.mean(gaps) <= 0.002
     assert max(gaps) <= 0.012
+
+
+def test_a_missing_solver_is_named(monkeypatch):
+    def fails(**_arguments):
+        raise FileNotFoundError("no HiGHS library")  # what mip raises without it
+
+    monkeypatch.setattr("mip.Model", fails)
+    with pytest.raises(HydraConfigError, match=r"pip install 'ds_hydra\[highs\]'"):
+        make_model(SolverLimits(solver="highs"))

@@ -248,3 +248,30 @@ def test_64_gpus(name):
         assert result.makespan_ms == pytest.approx(max(recompute(result, "exact", profile)), rel=1e-9)
         gaps.append(result.makespan_ms / result.lower_bound_ms - 1)
     assert np.mean(gaps) <= 0.03
+
+
+@pytest.mark.parametrize("solver", ["cbc", "highs"])
+def test_ideal_dispatch_is_legal_and_within_bounds(solver):
+    lengths = [17, 25, 3, 20, 22, 9, 31, 8, 8, 25, 14, 40]
+    result = plan(lengths, [Strategy.parse("2x<2,1> + 2x<1,2>")], dispatch="ideal", solver=solver)
+    assert result.makespan_ms == pytest.approx(max(recompute(result, "exact")), rel=1e-12)
+    assert result.makespan_ms <= plan(lengths, [Strategy.parse("2x<2,1> + 2x<1,2>")]).makespan_ms * 1.05
+
+
+def test_rows_of_a_tight_pipeline_are_solved_for():
+    profile = make_profile({"<1,1>": (0.0, 1.0, 1000.0)}, max_len=100)
+    lengths = [57, 23, 20, 55, 24, 21, 43, 31, 26, 45, 33, 22]  # four rows of 100, filled exactly
+
+    def num_rows(solver):
+        result = plan_iteration(
+            make_batch(lengths),
+            strategies=[Strategy.parse("1x<1,1>")],
+            profile=profile,
+            num_devices=1,
+            settings=PlannerSettings(solver=solver),
+        )
+        return len(result.pipelines[0].micro_batches)
+
+    assert num_rows("none") == 5
+    assert num_rows("cbc") == 4
+    assert num_rows("highs") == 4

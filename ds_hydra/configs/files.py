@@ -38,6 +38,12 @@ def find_file(kind: Kind, name_or_path: str) -> Path:
     return _folder(kind) / f"{name_or_path}.json"
 
 
+def find_profile(name_or_path: str) -> Path:
+    """The profile of that path, whatever it ends in, or the shipped one of that name."""
+    path = Path(name_or_path)
+    return path if path.is_file() else find_file("profiles", name_or_path)
+
+
 def load_model_preset(name: str) -> dict[str, Any]:
     """The fields of a preset, for `LlamaConfig(**load_model_preset("llama2_7b"))`.
 

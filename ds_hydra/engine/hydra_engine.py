@@ -61,6 +61,7 @@ class HydraEngine(DeepSpeedEngine):
         """Metrics of the last iteration, equal on all ranks."""
         if training_data is not None:  # not DeepSpeed's truth value: an empty dataset is an error to report
             self.training_dataloader = self.deepspeed_io(training_data)
+            self._hydra.start_planning()
         if self._hydra.is_first_rank:
             logger.info(self._hydra.describe())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,7 +13,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraError, InfeasiblePlanError
 from ds_hydra.sampler import plan_codec
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
-from ds_hydra.sampler.batches import SamplerState, TokenBudgetSampler
+from ds_hydra.sampler.batches import TokenBudgetSampler
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
 from ds_hydra.strategy import Profile, Strategy
@@ -22,7 +22,17 @@ from ds_hydra.strategy import Profile, Strategy
 def planner_settings(config: HydraConfig) -> PlannerSettings:
     """The planner's settings out of the validated configuration."""
     planner = config.planner
-    return PlannerSettings(objective=planner.objective, num_trials=planner.num_trials, seed=config.seed)
+    return PlannerSettings(
+        objective=planner.objective,
+        dispatch=planner.dispatch,
+        num_trials=planner.num_trials,
+        seed=config.seed,
+        # Backward takes twice the forward, and recomputes it first under activation checkpointing.
+        forward_fraction=1 / 4 if config.activation_checkpointing else 1 / 3,
+        solver=planner.solver,
+        solver_gap=planner.gap_tolerance,
+        solver_deadline_s=planner.time_limit_ms / 1e3,
+    )
 
 
 class PlanFeed:
@@ -43,9 +53,9 @@ class PlanFeed:
     ):
         self._sampler = sampler
         self._lookahead = config.planner.lookahead
-        self._ahead: SamplerState | None = None
-        self._num_submitted = 0
+        self._ahead = sampler.state
         deadline_ms = config.planner.deadline_ms
+        self._deadline_s = threading.TIMEOUT_MAX if deadline_ms is None else deadline_ms / 1e3
         self._planner = (
             BackgroundPlanner(
                 strategies=strategies,
@@ -54,24 +64,25 @@ class PlanFeed:
                 settings=planner_settings(config),
                 num_workers=config.planner.num_workers,
                 lookahead=config.planner.lookahead,
-                deadline_s=math.inf if deadline_ms is None else deadline_ms / 1e3,
+                deadline_s=threading.TIMEOUT_MAX,  # the first plan may wait for compilation
             )
             if plans_here
             else None
         )
+        self._submit_until(self._ahead.iteration + self._lookahead)
 
     def get(self, batch: GlobalBatch) -> PlannedIteration:
         """The plan of `batch`, which the sampler has just drawn; keeps the lookahead filled."""
         assert self._planner is not None, "only rank 0 plans"
-        if self._ahead is None:
+        self._submit_until(batch.iteration + self._lookahead)
+        planned = self._planner.get(batch.iteration)
+        self._planner.deadline_s = self._deadline_s
+        return planned
+
+    def _submit_until(self, iteration: int) -> None:
+        while self._planner is not None and self._ahead.iteration < iteration:
+            batch, self._ahead = self._sampler.draw(self._ahead)
             self._planner.submit(batch)
-            self._ahead = self._sampler.state
-            self._num_submitted = batch.iteration + 1
-        while self._num_submitted <= batch.iteration + self._lookahead:
-            ahead, self._ahead = self._sampler.draw(self._ahead)
-            self._planner.submit(ahead)
-            self._num_submitted = ahead.iteration + 1
-        return self._planner.get(batch.iteration)
 
     def close(self) -> None:
         """Stop the planning processes."""

@@ -44,25 +44,30 @@ def measure_profile(
     homogeneous = {s: _homogeneous(s, propagator.num_ranks) for s in schemes}
     widths = {tp: _homogeneous(Scheme(tp, 1), propagator.num_ranks) for tp in tp_degrees}
     propagator.prepare([*homogeneous.values(), *widths.values()])
-    entries = []
-    total = len(schemes) * len(lengths) + len(tp_degrees)
-    with tqdm(
-        total=total, desc="profiling", unit="run", disable=propagator.rank != 0, file=sys.stderr
-    ) as progress:
+    cases = [(scheme, length) for scheme in schemes for length in lengths]
+    times: dict[tuple[Scheme, int], list[float]] = {case: [] for case in cases}
+    activation = {}
+    total = len(schemes) + config.profiling.repeats * len(cases)
+    with tqdm(total=total, desc="profiling", disable=propagator.rank != 0, file=sys.stderr) as progress:
         for scheme in schemes:
-            if config.profiling.warmup:  # allocations and kernel selection, once per scheme
-                _stage_ms(propagator, homogeneous[scheme], lengths[0], config.profiling.warmup)
-            times = []
-            for length in lengths:
-                progress.set_postfix_str(f"{scheme} {length} tokens")
-                times.append(_stage_ms(propagator, homogeneous[scheme], length, config.profiling.repeats))
-                progress.update()
-            entries.append(_scheme_entry(scheme, lengths, times))
-        activation = {}
-        for tp, strategy in widths.items():
-            progress.set_postfix_str(f"memory of TP {tp}")
-            activation[tp] = _activation_bytes(propagator, strategy, min(lengths[-1], 1024))
+            progress.set_postfix_str(f"{scheme} warm-up")
+            for _ in range(
+                config.profiling.warmup
+            ):  # the longest row: its memory is touched for the first time
+                _stage_ms(propagator, homogeneous[scheme], lengths[-1])
             progress.update()
+        # Rounds over all cases, so that a disturbance of some seconds hits every scheme alike.
+        for _ in range(config.profiling.repeats):
+            for scheme, length in cases:
+                progress.set_postfix_str(f"{scheme} {length} tokens")
+                times[scheme, length].append(_stage_ms(propagator, homogeneous[scheme], length))
+                progress.update()
+    for tp, strategy in widths.items():
+        activation[tp] = _activation_bytes(propagator, strategy, min(lengths[-1], 1024))
+    entries = [
+        _scheme_entry(scheme, lengths, [statistics.median(times[scheme, length]) for length in lengths])
+        for scheme in schemes
+    ]
     return {
         "schema": PROFILE_SCHEMA,
         "source": f"measured at start on {propagator.num_ranks} ranks",
@@ -167,12 +172,11 @@ def _probe_example(vocab_size: int, length: int) -> Example:
     return tokens, tokens
 
 
-def _stage_ms(propagator: Propagator, strategy: Strategy, length: int, num_runs: int) -> float:
-    """Median stage time, of the slowest rank, for one row of one sequence of `length` tokens."""
+def _stage_ms(propagator: Propagator, strategy: Strategy, length: int) -> float:
+    """Stage time, of the slowest rank, for one row of one sequence of `length` tokens."""
     plan = _probe_plan(strategy, propagator.num_ranks, length)
     example = _probe_example(propagator.skeleton.vocab_size, length)
-    times = propagator.time_propagation(plan, lambda _: example, num_runs)
-    return statistics.median(times) / (2 * strategy.schemes[0].pp - 1)
+    return propagator.time_propagation(plan, lambda _: example) / (2 * strategy.schemes[0].pp - 1)
 
 
 def _scheme_entry(scheme: Scheme, lengths: Sequence[int], times_ms: Sequence[float]) -> dict[str, Any]:
@@ -207,7 +211,7 @@ def _activation_bytes(propagator: Propagator, strategy: Strategy, length: int) -
     plan = _probe_plan(strategy, propagator.num_ranks, length)
     example = _probe_example(propagator.skeleton.vocab_size, length)
     with _count_saved_bytes(propagator) as counted:
-        propagator.time_propagation(plan, lambda _: example, 1)
+        propagator.time_propagation(plan, lambda _: example)
     most = torch.tensor([sum(counted.values())], dtype=torch.float64)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     skeleton = propagator.skeleton

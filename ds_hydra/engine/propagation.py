@@ -189,22 +189,16 @@ class Propagator:
             push_ms=0.0,
         )
 
-    def time_propagation(self, plan: IterationPlan, load: LoadExample, num_runs: int) -> list[float]:
-        """Milliseconds of the slowest rank in each of `num_runs` forward + backward runs of `plan`.
-
-        Slices are pulled once; gradients are thrown away.
-        """
+    def time_propagation(self, plan: IterationPlan, load: LoadExample) -> float:
+        """Milliseconds of the slowest rank in one forward + backward of `plan`; gradients are thrown away."""
         link = self._link_of(plan.strategy)
         slices = self._pull(link)
-        mine = []
-        for _ in range(num_runs):
-            dist.barrier()
-            start = self._now()
-            self._propagate(plan, link, slices, load, 1.0)
-            mine.append((self._now() - start) * 1e3)
-        slowest = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return list(slowest.tolist())
+        dist.barrier()
+        start = self._now()
+        self._propagate(plan, link, slices, load, 1.0)
+        mine = torch.tensor((self._now() - start) * 1e3, dtype=torch.float64, device=self._device)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        return float(mine)
 
     def _link_of(self, strategy: Strategy) -> StrategyLink:
         if strategy not in self._links:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hydra.configs.files import find_file
+from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.metrics import RunLog
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
@@ -93,6 +93,15 @@ class HydraRuntime:
                 "train_batch() without a batch needs training data: pass training_data=dataset to "
                 "ds_hydra.initialize, or call train_batch(batch=examples)"
             )
+        feed = self.start_planning()
+        batch = next(self.sampler)
+        planned = broadcast_plan(lambda: feed.get(batch), self._device)
+        self.propagator.check_plan(planned.plan, fingerprint(batch.sample_indices, batch.lengths))
+        return Iteration(planned, self._load_from(self._data, planned.plan))
+
+    def start_planning(self) -> PlanFeed:
+        """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a missing profile."""
+        assert self.sampler is not None
         if self._feed is None:
             self._feed = PlanFeed(
                 self.sampler,
@@ -102,10 +111,7 @@ class HydraRuntime:
                 config=self.config,
                 plans_here=self.is_first_rank,
             )
-        batch = next(self.sampler)
-        planned = broadcast_plan(lambda: self._require_feed().get(batch), self._device)
-        self.propagator.check_plan(planned.plan, fingerprint(batch.sample_indices, batch.lengths))
-        return Iteration(planned, self._load_from(self._data, planned.plan))
+        return self._feed
 
     def plan_examples(
         self, examples: Sequence[ExampleLike], strategy: Strategy | None, iteration: int
@@ -173,10 +179,6 @@ class HydraRuntime:
             f"{len(self.propagator.groups)} process groups"
         )
 
-    def _require_feed(self) -> PlanFeed:
-        assert self._feed is not None
-        return self._feed
-
     def _candidates(self) -> tuple[Strategy, ...]:
         if self.config.strategies is not None:
             strategies = load_strategies(self.config.strategies)
@@ -203,7 +205,7 @@ class HydraRuntime:
 
     def _find_profile(self) -> Profile:
         if self.config.profile is not None:
-            document = Profile.load(find_file("profiles", self.config.profile)).document
+            document = Profile.load(find_profile(self.config.profile)).document
         else:
             document = measure_profile(self.propagator, self.strategies, self.config)
             if self.log is not None:

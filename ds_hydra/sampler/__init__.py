@@ -1,1 +1,1 @@
-"""Which sequences an iteration trains on, and how they are dispatched and packed: lengths in, plans out."""
+"""From token lengths to one `IterationPlan`: pure decisions, and processes that make them ahead of time."""

@@ -60,7 +60,9 @@ def main() -> None:
 
     from ds_hydra.errors import HydraError
     from ds_hydra.sampler.background import PlanningTask, batch_from_json
+    from ds_hydra.sampler.planner import warm_up
 
+    warm_up()
     task = PlanningTask.from_json(setup)
     while (request := read_message(requests)) is not None:
         start = time.perf_counter()

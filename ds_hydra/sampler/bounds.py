@@ -1,12 +1,17 @@
 """How fast a strategy can be at best for one mini-batch: a proven lower bound of the iteration.
 
-For a limit M on the iteration, a pipeline of kind k can take at most `cap_k(M)` ms of sequences, and a
-sequence can run on kind k only if one row with it alone ends within M. If sequences may be divided freely
-between the remaining kinds and still do not fit, no plan ends within M. By duality that is so if
+Suppose that an iteration ends within M. A sequence can then run on kind k only if a row of it alone ends
+within M there, and a pipeline of kind k with V rows holds at most `load_k(V)` ms and `tokens_k(V)` tokens of
+sequences. Even if sequences may be divided freely between pipelines, for all prices w, u >= 0 of time and
+tokens
 
-    sum_i min_k(w_k * cost_ik) > sum_k w_k * count_k * cap_k(M)      for some weights w >= 0
+    sum_i min_k (w_k cost_ik + u_k length_i)  <=  sum_pipelines max_V (w_k load_k(V) + u_k tokens_k(V))
 
-so that every w found proves its M; the bound is the largest M for which one was found.
+so that prices which violate this prove that M is impossible. The bound is the largest M for which such prices
+were found (prices by multiplicative steps, M by bisection).
+
+The longest sequences are looked at one by one: those that run on one kind only, and of which no two can share
+a pipeline, need a pipeline each, and with PP > 1 leave less room there.
 """
 
 from __future__ import annotations
@@ -14,79 +19,166 @@ from __future__ import annotations
 import numpy as np
 
 from ds_hydra.sampler.compiled import compiled
+from ds_hydra.sampler.order import EPSILON
 from ds_hydra.sampler.problem import DispatchProblem
-from ds_hydra.sampler.schedule import MAX_BALANCED_ROWS, FloatArray
+from ds_hydra.sampler.schedule import MAX_BALANCED_ROWS, FloatArray, IntArray
 
-_WEIGHT_STEPS = 40
+_NUM_STEPS = 40
 _PRECISION = 2e-4
 
 
 @compiled
-def _capacity_ms(problem: DispatchProblem, kind: int, limit_ms: float, densest_row_ms: float) -> float:
-    """cap_k(M): most sequence time that a pipeline of `kind` finishes within `limit_ms`, over every V.
+def _capacity(
+    problem: DispatchProblem, kind: int, limit_ms: float, first: int, held: int, prices: FloatArray
+) -> tuple[float, float]:
+    """Time and tokens that a pipeline of `kind` holds within `limit_ms`, for the V that is worth most.
 
-    With V rows the load is at most what V rows of MaxLen tokens can hold (`densest_row_ms` each), and, from
-    the bounds of one pipeline (`packing.row_count_bound_ms`), at most what V rows can do in that time.
+    `held` is a sequence that is known to be there (-1: none).
+    `first` is the longest sequence allowed there: no row of MaxLen tokens takes longer than one at its time
+    per token, and none is cheaper per token than the linear part of T. How much V rows can do in that time
+    follows from the bounds of one pipeline (`packing.row_count_bound_ms`).
     """
+    max_len = problem.max_len_tokens[kind]
+    densest_row_ms = problem.sequence_ms[kind, first] / problem.lengths[first] * max_len
+    last = problem.lengths.size - 1
+    cheapest_token_ms = problem.sequence_ms[kind, last] / problem.lengths[last]
     if problem.is_eq2:
-        return limit_ms
+        return limit_ms, limit_ms / max(cheapest_token_ms, 1e-300)
     num_stages, constant = problem.num_stages[kind], problem.constant_ms[kind]
-    best = 0.0
+    outside = min(problem.forward_fraction, 1.0 - problem.forward_fraction)
+    best_load, best_tokens = 0.0, 0.0
     for num_rows in range(1, problem.lengths.size + 1):
         if problem.is_exact:
             ratio = 1.0 if num_rows > MAX_BALANCED_ROWS else problem.ratio[kind, num_rows]
             work = min(limit_ms / ratio, limit_ms - (num_stages - 1) * constant)
+            if held >= 0 and num_stages > 1:
+                alone_ms = problem.sequence_ms[kind, held] + constant
+                work = min(work, (limit_ms - (num_stages - outside) * alone_ms) / outside)
         else:
             work = limit_ms * num_rows / (num_stages - 1 + num_rows)
-        load = work - num_rows * constant
-        best = max(best, min(load, num_rows * densest_row_ms))
-        if num_rows * densest_row_ms >= limit_ms and num_rows > MAX_BALANCED_ROWS:
+        load = min(work - num_rows * constant, num_rows * densest_row_ms)
+        if load <= 0.0:
+            continue
+        tokens = min(float(num_rows * max_len), load / max(cheapest_token_ms, 1e-300))
+        value = prices[0] * load + prices[1] * tokens
+        if value > prices[0] * best_load + prices[1] * best_tokens:
+            best_load, best_tokens = load, tokens
+        if num_rows * max_len > tokens and num_rows > MAX_BALANCED_ROWS:
             break
-    return best
+    return best_load, best_tokens
 
 
 @compiled
-def _is_impossible(problem: DispatchProblem, limit_ms: float, weights: FloatArray) -> bool:
-    """Whether some weights prove that nothing ends within `limit_ms`; `weights` start and end the search."""
-    num_kinds, num_sequences = problem.num_stages.size, problem.lengths.size
-    capacity = np.zeros(num_kinds)
-    first_allowed = np.zeros(num_kinds, dtype=np.int64)
-    for kind in range(num_kinds):
-        first = 0
+def _first_allowed(problem: DispatchProblem, limit_ms: float) -> IntArray:
+    """Longest sequence (index) that each kind can run within `limit_ms`; the number of sequences for none."""
+    first_allowed = np.zeros(problem.num_stages.size, dtype=np.int64)
+    for kind in range(first_allowed.size):
         constant, num_stages = problem.constant_ms[kind], problem.num_stages[kind]
-        while first < num_sequences and (
+        first = 0
+        while first < problem.lengths.size and (
             problem.lengths[first] > problem.max_len_tokens[kind]
             or num_stages * (problem.sequence_ms[kind, first] + constant) > limit_ms
         ):
             first += 1
         first_allowed[kind] = first
-        if first < num_sequences:
-            per_token = problem.sequence_ms[kind, first] / problem.lengths[first]
-            densest_row_ms = per_token * problem.max_len_tokens[kind]
-            count = np.sum(problem.kind_of == kind)
-            capacity[kind] = count * _capacity_ms(problem, kind, limit_ms, densest_row_ms)
-    if first_allowed.min() > 0 or capacity.sum() == 0.0:
+    return first_allowed
+
+
+@compiled
+def _pair_ms(problem: DispatchProblem, kind: int, a: int, b: int) -> float:
+    """Lower bound of the time of a pipeline of `kind` with sequences `a` and `b`, of which `a` is the longer.
+
+    In one row, if they fit, or else in two or more, by `packing.row_count_bound_ms`.
+    """
+    num_stages, constant = problem.num_stages[kind], problem.constant_ms[kind]
+    longer, shorter = problem.sequence_ms[kind, a], problem.sequence_ms[kind, b]
+    if problem.is_eq2:
+        return float(num_stages * longer + shorter)
+    together = np.inf
+    if problem.lengths[a] + problem.lengths[b] <= problem.max_len_tokens[kind]:
+        together = num_stages * (longer + shorter + constant)
+    if num_stages == 1:
+        return float(min(together, longer + shorter + 2 * constant))
+    if not problem.is_exact:
+        return float(min(together, (num_stages + 1) * (longer + constant)))
+    outside = min(problem.forward_fraction, 1.0 - problem.forward_fraction)
+    return float(min(together, num_stages * (longer + constant) + outside * (shorter + constant)))
+
+
+@compiled
+def _num_apart(problem: DispatchProblem, kind: int, limit_ms: float, num_forced: int) -> int:
+    """How many of the `num_forced` longest sequences, all on `kind`, must be on pipelines of their own."""
+    apart = min(num_forced, 1)
+    while apart < num_forced and _pair_ms(problem, kind, apart - 1, apart) > limit_ms:
+        apart += 1
+    return apart
+
+
+@compiled
+def _supply(
+    problem: DispatchProblem,
+    kind: int,
+    limit_ms: float,
+    first: int,
+    count: int,
+    apart: int,
+    prices: FloatArray,
+) -> tuple[float, float]:
+    """Time and tokens that `count` pipelines of `kind` hold, `apart` of them with a long sequence each."""
+    load, tokens = _capacity(problem, kind, limit_ms, first, -1, prices)
+    load, tokens = load * (count - apart), tokens * (count - apart)
+    for held in range(apart):
+        more = _capacity(problem, kind, limit_ms, first, held, prices)
+        load += more[0]
+        tokens += more[1]
+    return load, tokens
+
+
+@compiled
+def _is_impossible(problem: DispatchProblem, limit_ms: float, prices: FloatArray) -> bool:
+    """Whether prices prove that nothing ends within `limit_ms`; the search starts at `prices`, changes them.
+
+    `prices[0]` are those of time, `prices[1]` those of tokens, by kind.
+    """
+    num_kinds, num_sequences = problem.num_stages.size, problem.lengths.size
+    first_allowed = _first_allowed(problem, limit_ms)
+    if first_allowed.min() > 0:
         return True
-    assigned = np.zeros(num_kinds)
-    for step in range(_WEIGHT_STEPS):
-        assigned[:] = 0.0
-        for i in range(num_sequences):
-            best = -1
-            for kind in range(num_kinds):
-                if i >= first_allowed[kind] and (
-                    best < 0
-                    or weights[kind] * problem.sequence_ms[kind, i]
-                    < weights[best] * problem.sequence_ms[best, i]
-                ):
-                    best = kind
-            assigned[best] += problem.sequence_ms[best, i]
-        if np.sum(weights * (assigned - capacity)) > 0:
+    counts = np.zeros(num_kinds, dtype=np.int64)
+    for kind in problem.kind_of:
+        counts[kind] += 1
+    apart = np.zeros(num_kinds, dtype=np.int64)
+    for kind in range(num_kinds):
+        num_forced = num_sequences if first_allowed[kind] == 0 else 0
+        for other in range(num_kinds):
+            if other != kind:
+                num_forced = min(num_forced, first_allowed[other])
+        apart[kind] = _num_apart(problem, kind, limit_ms, num_forced)
+        if apart[kind] > counts[kind]:
             return True
-        if num_kinds == 1:
-            return False
-        scale = np.maximum(assigned, capacity)
-        weights *= np.exp((0.5 / (1 + 0.2 * step)) * (assigned - capacity) / np.maximum(scale, 1e-300))
-        weights /= weights.sum()
+    demand, supply = np.zeros((2, num_kinds)), np.zeros((2, num_kinds))
+    for step in range(_NUM_STEPS):
+        demand[:] = 0.0
+        supply[:] = 0.0
+        for kind in range(num_kinds):
+            if first_allowed[kind] < num_sequences:
+                supply[0, kind], supply[1, kind] = _supply(
+                    problem, kind, limit_ms, first_allowed[kind], counts[kind], apart[kind], prices[:, kind]
+                )
+        for i in range(num_sequences):
+            best, best_price = -1, np.inf
+            for kind in range(num_kinds):
+                price = prices[0, kind] * problem.sequence_ms[kind, i] + prices[1, kind] * problem.lengths[i]
+                if i >= first_allowed[kind] and price < best_price:
+                    best, best_price = kind, price
+            demand[0, best] += problem.sequence_ms[best, i]
+            demand[1, best] += problem.lengths[i]
+        if np.sum(prices * demand) > np.sum(prices * supply) * (1 + EPSILON):
+            return True
+        rate = 0.5 / (1 + 0.2 * step)
+        scale = np.maximum(np.maximum(demand, supply), 1e-300)
+        prices *= np.exp(rate * (demand - supply) / scale)
+        prices /= prices[0].max()
     return False
 
 
@@ -106,11 +198,14 @@ def strategy_bound_ms(problem: DispatchProblem, upper_ms: float) -> float:
                 time = problem.num_stages[kind] * (problem.sequence_ms[kind, i] + problem.constant_ms[kind])
                 alone = min(alone, time)
         low = max(low, alone)
-    weights = np.full(problem.num_stages.size, 1.0 / problem.num_stages.size)
+    num_kinds = problem.num_stages.size
+    prices = np.ones((2, num_kinds))
+    for kind in range(num_kinds):
+        prices[1, kind] = 0.05 * problem.sequence_ms[kind].sum() / problem.lengths.sum()
     high = upper_ms
     while low < high * (1 - _PRECISION):
         middle = (low + high) / 2
-        if _is_impossible(problem, middle, weights):
+        if _is_impossible(problem, middle, prices):
             low = middle
         else:
             high = middle

@@ -6,6 +6,7 @@ on many.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,7 +43,8 @@ def estimate_ms(problem: DispatchProblem, kind: int, load_ms: float, tokens: int
     """Time of a pipeline of `kind` with sequences of `tokens` and `load_ms` in all, the longest at `longest`.
 
     The number of rows is the best of those around sqrt((PP-1) load / c), where the closed form has its
-    minimum, and not below tokens / MaxLen.
+    minimum, and not below tokens / MaxLen. Around a row that is much longer than the others about half of
+    the others' time is hidden (at most 1 - min(phi, 1-phi), see `packing.row_count_bound_ms`).
     """
     if longest < 0:
         return 0.0
@@ -59,8 +61,10 @@ def estimate_ms(problem: DispatchProblem, kind: int, load_ms: float, tokens: int
     best = np.inf
     for num_rows in range(max(min_rows, centre - 2, 1), max(min_rows, centre + 1) + 1):
         if problem.is_exact:
+            work = load_ms + num_rows * constant
             ratio = 1.0 if num_rows > MAX_BALANCED_ROWS else problem.ratio[kind, num_rows]
-            value = max((load_ms + num_rows * constant) * ratio, num_stages * (longest_ms + constant))
+            around_longest = (num_stages - 0.5) * (longest_ms + constant) + 0.5 * work
+            value = max(work * ratio, around_longest)
         else:
             value = (max(longest_ms, load_ms / num_rows) + constant) * (num_stages - 1 + num_rows)
         best = min(best, value)
@@ -399,13 +403,10 @@ def dispatch_sequences(
             f"a sequence of {max(lengths)} tokens does not fit; the largest MaxLen is {largest}; "
             f"lower hydra.context_length to {largest} or raise hydra.memory_limit_bytes"
         )
-    alike = list(dict.fromkeys(kind._replace(num_pipelines=1) for kind in kinds))
-    kind_of = np.array(
-        [alike.index(kind._replace(num_pipelines=1)) for kind in kinds for _ in range(kind.num_pipelines)]
-    )
-    merged = [
-        kind._replace(num_pipelines=int(np.sum(kind_of == number))) for number, kind in enumerate(alike)
-    ]
+    pipelines = [kind._replace(num_pipelines=1) for kind in kinds for _ in range(kind.num_pipelines)]
+    counts = Counter(pipelines)
+    merged = [kind._replace(num_pipelines=count) for kind, count in counts.items()]
+    kind_of = np.array([list(counts).index(pipeline) for pipeline in pipelines])
     order = np.argsort(-np.array(lengths, dtype=np.int64), kind="stable")
     problem = make_problem(np.array(lengths, dtype=np.int64)[order], merged, is_eq2=True)
     sorted_assignment = np.zeros(len(lengths), dtype=np.int64)

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from ds_hydra.errors import HydraConfigError
+
 if TYPE_CHECKING:
     import mip
 
@@ -28,10 +30,15 @@ class SolverLimits:
 
 
 def make_model(limits: SolverLimits) -> mip.Model:
-    """An empty minimisation with the limits set; raises ImportError naming the extra for a missing HiGHS."""
+    """An empty minimisation with the limits set; raises HydraConfigError for a missing HiGHS."""
     import mip
 
-    model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.HIGHS if limits.solver == "highs" else mip.CBC)
+    try:
+        model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.HIGHS if limits.solver == "highs" else mip.CBC)
+    except FileNotFoundError as error:
+        raise HydraConfigError(
+            "the solver 'highs' is not installed; pip install 'ds_hydra[highs]' or choose the solver 'cbc'"
+        ) from error
     model.verbose = 0
     model.threads = 1
     model.seed = 1

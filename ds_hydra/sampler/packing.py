@@ -42,14 +42,15 @@ class PipelineCost(NamedTuple):
 
 
 class Effort(NamedTuple):
-    """How long packing searches: numbers of V to build, and objective evaluations for each of them."""
+    """How long packing searches: numbers of V to build, evaluations for each, and kicks of the best one."""
 
     num_row_counts: int
     num_evaluations: int
+    num_kicks: int
 
 
-QUICK = Effort(3, 300)
-THOROUGH = Effort(12, 20_000)
+_NUM_KICKED = 4
+THOROUGH = Effort(12, 10_000, 40)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,16 +104,24 @@ def min_num_rows(lengths: IntArray, max_len: int) -> int:
 def row_count_bound_ms(num_rows: int, load_ms: float, longest_ms: float, cost: PipelineCost) -> float:
     """Lower bound of the objective with `num_rows` rows; sequences cost `load_ms`, the longest `longest_ms`.
 
-    Closed form: max(longest, load/V) + c, times PP-1+V. Exact: the row of the longest sequence passes all
-    stages forward and backward; some stage is busy with all rows; before and after it the first and the last
-    row pass the other PP-1 stages; and no division into V rows beats `RowBalance.ratio`.
+    Closed form: max(longest, load/V) + c, times PP-1+V. Exact, the largest of three:
+
+    - No division into V rows beats `RowBalance.ratio`.
+    - Some stage is busy with all rows, while the first and the last one also pass the other PP-1 stages.
+    - The row of the longest sequence passes all stages forward and backward. On stage 0 meanwhile, earlier
+      rows may run backward and later ones forward, but the forward passes of the former come before and the
+      backward passes of the latter after it: PP t_longest + min(phi, 1-phi) (all other rows).
     """
     num_stages, constant = cost.num_stages, cost.constant_ms
     if not cost.is_exact:
         return (max(longest_ms, load_ms / num_rows) + constant) * (num_stages - 1 + num_rows)
     work = load_ms + num_rows * constant
+    if num_stages == 1:
+        return work
     ratio = 1.0 if num_rows > MAX_BALANCED_ROWS else cost.balance.ratio[num_rows]
-    return float(max(work * ratio, work + (num_stages - 1) * constant, num_stages * (longest_ms + constant)))
+    outside = min(cost.forward_fraction, 1.0 - cost.forward_fraction)
+    around_longest = (num_stages - outside) * (longest_ms + constant) + outside * work
+    return float(max(work * ratio, work + (num_stages - 1) * constant, around_longest))
 
 
 @compiled
@@ -218,6 +227,14 @@ def _drop_empty_rows(rows: IntArray) -> int:
     return int(num_rows)
 
 
+class _RowState(NamedTuple):
+    """Rows while they are improved: time, tokens and number of sequences of each."""
+
+    times: FloatArray
+    tokens: IntArray
+    counts: IntArray
+
+
 @compiled
 def _improve_rows(
     sequence_ms: FloatArray,
@@ -227,60 +244,125 @@ def _improve_rows(
     cost: PipelineCost,
     num_evaluations: int,
 ) -> float:
-    """Moves single sequences and swaps pairs between rows while the objective falls; returns it.
+    """Moves and swaps sequences, and swaps rows, while the objective falls; returns it.
 
-    The number of rows stays. In the closed form only sequences of the slowest row are worth looking at.
+    The number of rows stays. In the closed form only sequences of the slowest row are worth looking at,
+    and the order of rows does not count.
     """
     times = row_times_ms(sequence_ms, rows, num_rows, cost.constant_ms)
-    tokens = np.zeros(num_rows, dtype=np.int64)
-    counts = np.zeros(num_rows, dtype=np.int64)
+    state = _RowState(times, np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64))
     for i in range(rows.size):
-        tokens[rows[i]] += lengths[i]
-        counts[rows[i]] += 1
+        state.tokens[rows[i]] += lengths[i]
+        state.counts[rows[i]] += 1
     best = makespan_ms(times, cost.num_stages, cost.forward_fraction, cost.is_exact)
     left = num_evaluations
-    has_improved = True
-    while has_improved and left > 0:
-        has_improved = False
+    while left > 0:
+        before = best
+        if cost.is_exact:
+            best, left = _swap_rows(rows, state, cost, best, left)
         for i in range(rows.size):
-            for other in range(num_rows + rows.size - i - 1):
-                source = rows[i]
-                if not cost.is_exact and times[source] < times.max():
-                    break
-                partner = other - num_rows + i + 1
-                target = rows[partner] if other >= num_rows else other
-                tokens_delta = lengths[i]
-                ms_delta = sequence_ms[i]
-                if other >= num_rows:
-                    tokens_delta -= lengths[partner]
-                    ms_delta -= sequence_ms[partner]
-                elif counts[source] == 1:
-                    continue
-                if source == target or tokens_delta == 0:
-                    continue
-                if tokens[target] + tokens_delta > cost.max_len_tokens:
-                    continue
-                times[source] -= ms_delta
-                times[target] += ms_delta
-                left -= 1
-                value = makespan_ms(times, cost.num_stages, cost.forward_fraction, cost.is_exact)
-                if value < best * (1 - EPSILON):
-                    best = value
-                    has_improved = True
-                    tokens[source] -= tokens_delta
-                    tokens[target] += tokens_delta
-                    rows[i] = target
-                    if other >= num_rows:
-                        rows[partner] = source
-                    else:
-                        counts[source] -= 1
-                        counts[target] += 1
-                else:
-                    times[source] += ms_delta
-                    times[target] -= ms_delta
-                if left == 0:
-                    return best
+            if cost.is_exact or state.times[rows[i]] == state.times.max():
+                best, left = _move_sequence(sequence_ms, lengths, rows, i, state, cost, best, left)
+                best, left = _swap_sequence(sequence_ms, lengths, rows, i, state, cost, best, left)
+        if best == before:
+            break
     return best
+
+
+@compiled
+def _swap_rows(
+    rows: IntArray, state: _RowState, cost: PipelineCost, best: float, left: int
+) -> tuple[float, int]:
+    """Swaps the places of two rows wherever that helps; returns the objective and evaluations left."""
+    for a in range(state.times.size):
+        for b in range(a + 1, state.times.size):
+            if left <= 0:
+                return best, left
+            state.times[a], state.times[b] = state.times[b], state.times[a]
+            value = makespan_ms(state.times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+            left -= 1
+            if value < best * (1 - EPSILON):
+                best = value
+                state.tokens[a], state.tokens[b] = state.tokens[b], state.tokens[a]
+                state.counts[a], state.counts[b] = state.counts[b], state.counts[a]
+                for i in range(rows.size):
+                    if rows[i] == a:
+                        rows[i] = b
+                    elif rows[i] == b:
+                        rows[i] = a
+            else:
+                state.times[a], state.times[b] = state.times[b], state.times[a]
+    return best, left
+
+
+@compiled
+def _move_sequence(
+    sequence_ms: FloatArray,
+    lengths: IntArray,
+    rows: IntArray,
+    i: int,
+    state: _RowState,
+    cost: PipelineCost,
+    best: float,
+    left: int,
+) -> tuple[float, int]:
+    """Moves sequence `i` to any row where that helps; returns the objective and evaluations left."""
+    for target in range(state.times.size):
+        source = rows[i]
+        if left <= 0 or state.counts[source] == 1:
+            break
+        if target == source or state.tokens[target] + lengths[i] > cost.max_len_tokens:
+            continue
+        state.times[source] -= sequence_ms[i]
+        state.times[target] += sequence_ms[i]
+        value = makespan_ms(state.times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+        left -= 1
+        if value < best * (1 - EPSILON):
+            best = value
+            rows[i] = target
+            state.tokens[source] -= lengths[i]
+            state.tokens[target] += lengths[i]
+            state.counts[source] -= 1
+            state.counts[target] += 1
+        else:
+            state.times[source] += sequence_ms[i]
+            state.times[target] -= sequence_ms[i]
+    return best, left
+
+
+@compiled
+def _swap_sequence(
+    sequence_ms: FloatArray,
+    lengths: IntArray,
+    rows: IntArray,
+    i: int,
+    state: _RowState,
+    cost: PipelineCost,
+    best: float,
+    left: int,
+) -> tuple[float, int]:
+    """Swaps sequence `i` with shorter ones where that helps; returns the objective and evaluations left."""
+    for j in range(i + 1, rows.size):
+        source, target = rows[i], rows[j]
+        tokens = lengths[i] - lengths[j]
+        if left <= 0:
+            break
+        if source == target or tokens == 0 or state.tokens[target] + tokens > cost.max_len_tokens:
+            continue
+        delta = sequence_ms[i] - sequence_ms[j]
+        state.times[source] -= delta
+        state.times[target] += delta
+        value = makespan_ms(state.times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+        left -= 1
+        if value < best * (1 - EPSILON):
+            best = value
+            rows[i], rows[j] = target, source
+            state.tokens[source] -= tokens
+            state.tokens[target] += tokens
+        else:
+            state.times[source] += delta
+            state.times[target] -= delta
+    return best, left
 
 
 @compiled
@@ -320,7 +402,33 @@ def pack_rows(
             best = value
             best_num_rows = num_rows
             rows[:] = trial
+    for seed in range(effort.num_kicks if best_num_rows > 1 else 0):
+        trial[:] = rows
+        _kick(lengths, trial, best_num_rows, cost.max_len_tokens, seed)
+        num_rows = _drop_empty_rows(trial)
+        value = _improve_rows(sequence_ms, lengths, trial, num_rows, cost, effort.num_evaluations)
+        if value < best * (1 - EPSILON):
+            best = value
+            best_num_rows = num_rows
+            rows[:] = trial
     return best, best_num_rows
+
+
+@compiled
+def _kick(lengths: IntArray, rows: IntArray, num_rows: int, max_len: int, seed: int) -> None:
+    """Moves a few sequences, chosen by `seed`, to other rows that can hold them, out of a local optimum."""
+    order = shuffled_order(lengths, 1e6, seed)
+    targets = shuffled_order(np.ones(min(lengths.size, _NUM_KICKED), dtype=np.int64), 1e6, seed + 1)
+    tokens = np.zeros(num_rows, dtype=np.int64)
+    for i in range(rows.size):
+        tokens[rows[i]] += lengths[i]
+    for k in range(targets.size):
+        i = order[k]
+        target = (rows[i] + 1 + targets[k]) % num_rows
+        if tokens[target] + lengths[i] <= max_len:
+            tokens[rows[i]] -= lengths[i]
+            tokens[target] += lengths[i]
+            rows[i] = target
 
 
 @compiled

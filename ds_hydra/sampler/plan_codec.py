@@ -74,9 +74,9 @@ def _read_plan(values: Iterator[int]) -> IterationPlan:
         )
     iteration, num_devices, num_label_tokens = _take(values, 3)
     makespan, lower_bound = _take(values, 2)
-    num_sequences = next(values)
+    num_sequences = _read_count(values)
     sample_indices, lengths = _take(values, num_sequences), _take(values, num_sequences)
-    read = [_read_pipeline(values) for _ in range(next(values))]
+    read = [_read_pipeline(values) for _ in range(_read_count(values))]
     strategy = Strategy(tuple(scheme for scheme, *_ in read))
     return IterationPlan(
         iteration=iteration,
@@ -97,9 +97,16 @@ def _read_plan(values: Iterator[int]) -> IterationPlan:
 
 
 def _read_pipeline(values: Iterator[int]) -> tuple[Scheme, float, float, tuple[tuple[int, ...], ...]]:
-    tp, pp, makespan, lower_bound, num_rows = _take(values, 5)
-    rows = tuple([_take(values, next(values)) for _ in range(num_rows)])
+    tp, pp, makespan, lower_bound = _take(values, 4)
+    rows = tuple([_take(values, _read_count(values)) for _ in range(_read_count(values))])
     return Scheme(tp, pp), _double(makespan), _double(lower_bound), rows
+
+
+def _read_count(values: Iterator[int]) -> int:
+    count = next(values)
+    if count < 0:
+        raise ValueError(f"announces {count} integers")
+    return count
 
 
 def _take(values: Iterator[int], count: int) -> tuple[int, ...]:

@@ -14,13 +14,14 @@ import numpy as np
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.bounds import strategy_bound_ms
-from ds_hydra.sampler.dispatch import dispatch_trials, fit_trials, improve_dispatch
-from ds_hydra.sampler.packing import pipeline_bound_ms
+from ds_hydra.sampler.dispatch import dispatch_sequences, dispatch_trials, fit_trials, improve_dispatch
+from ds_hydra.sampler.ilp import SolverLimits
+from ds_hydra.sampler.packing import pipeline_bound_ms, solve_packing
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
-from ds_hydra.sampler.refine import pack_pipelines, pipeline_cost, refine_pipelines
+from ds_hydra.sampler.refine import kick_and_refine, pack_pipelines, pipeline_cost, refine_pipelines
 from ds_hydra.sampler.schedule import FORWARD_FRACTION, FloatArray, IntArray, makespan_ms
-from ds_hydra.strategy.profile import Profile
+from ds_hydra.strategy.profile import LatencyModel, Profile
 from ds_hydra.strategy.scheme import Scheme, Strategy
 
 
@@ -29,23 +30,45 @@ class PlannerSettings:
     """How plans are valued and searched for.
 
     `objective`: "exact" values a pipeline by the 1F1B recurrence over its own rows, "closed_form" by Eq. (1).
+    `dispatch`: "greedy" by Alg. 1, "ideal" starts from the integer program of Eq. (3): seconds, and more.
     `num_trials`: trials of Alg. 1 for each strategy. `forward_fraction`: part of T that is the forward pass.
     `max_refine_steps`: exchanges between packed pipelines, 0 for none (the heuristic plan).
+    `num_kicks`: restarts of the refinement from a disturbed plan, where the bound leaves more than 1%.
     `enough_gap`: a strategy is not refined further once it is this close to its lower bound.
+    `solver`: for integer programs. The rows of the slowest pipeline of the chosen plan are solved for where
+    their bound leaves more than `solver_gap`, within `solver_max_nodes` and `solver_deadline_s`.
     `max_len_override`: MaxLen of schemes in tokens, in place of what the memory model says.
     """
 
     objective: Literal["exact", "closed_form"] = "exact"
+    dispatch: Literal["greedy", "ideal"] = "greedy"
     num_trials: int = 4
     seed: int = 0
     forward_fraction: float = FORWARD_FRACTION
     max_refine_steps: int = 400
+    num_kicks: int = 12
     enough_gap: float = 1e-3
+    solver: Literal["cbc", "highs", "none"] = "cbc"
+    solver_gap: float = 0.02
+    solver_max_nodes: int = 500
+    solver_deadline_s: float = 2.0
     max_len_override: Mapping[Scheme, int] = field(default_factory=dict)
 
     def heuristic(self) -> PlannerSettings:
         """The same without refinement: plans in a fraction of the time."""
-        return replace(self, num_trials=1, max_refine_steps=0)
+        return replace(self, dispatch="greedy", num_trials=1, max_refine_steps=0, solver="none")
+
+    @property
+    def solver_limits(self) -> SolverLimits | None:
+        """Limits of integer programs; None where `solver` is "none"."""
+        if self.solver == "none":
+            return None
+        return SolverLimits(
+            solver=self.solver,
+            gap_tolerance=self.solver_gap,
+            max_nodes=self.solver_max_nodes,
+            deadline_s=self.solver_deadline_s,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The settings as a JSON document."""
@@ -97,6 +120,18 @@ def _check_strategies(strategies: Sequence[Strategy], num_devices: int) -> Seque
     return strategies
 
 
+_NUM_FIT_STEPS = 8
+_NUM_TARGETS = 4
+"""Fast pipelines that the slowest one exchanges sequences with, besides two of each scheme."""
+
+
+_MAX_SOLVED = 4
+"""Pipelines whose rows are solved for in one iteration."""
+
+_KICK_GAP, _KICK_REACH = 0.01, 0.05
+"""Kicks are for plans more than 1% above their bound and less than 5% above the best plan so far."""
+
+
 @dataclass(slots=True)
 class _Candidate:
     """One strategy, and once it is planned where its sequences are (in sorted order)."""
@@ -106,7 +141,13 @@ class _Candidate:
     lower_bound_ms: float
     assignment: IntArray
     rows: IntArray
-    makespan_ms: float = np.inf
+    value: FloatArray
+    """Time of each pipeline."""
+
+    @property
+    def makespan_ms(self) -> float:
+        """Time of the slowest pipeline, inf before the strategy is planned."""
+        return float(self.value.max())
 
 
 class _BatchPlanner:
@@ -134,8 +175,9 @@ class _BatchPlanner:
         best = candidates[0]
         for candidate in candidates:
             if candidate.lower_bound_ms < best.makespan_ms:
-                self._search(candidate)
+                self._search(candidate, best.makespan_ms)
                 best = min(best, candidate, key=lambda c: c.makespan_ms)
+        self._solve_slowest(best)
         return self._finish(best)
 
     def longest(self, strategy: Strategy) -> int:
@@ -162,36 +204,80 @@ class _BatchPlanner:
         )
 
     def _problem(self, strategy: Strategy) -> DispatchProblem:
-        counts = Counter(strategy.schemes)
-        kinds = [
-            PipelineKind(count, scheme.pp, self.max_len_tokens(scheme), self.profile.get_latency(scheme))
-            for scheme, count in counts.items()
-        ]
         settings = self.settings
         return make_problem(
             self.lengths,
-            kinds,
+            self._kinds(strategy),
             forward_fraction=settings.forward_fraction,
             is_exact=settings.objective == "exact",
         )
+
+    def _kinds(self, strategy: Strategy) -> list[PipelineKind]:
+        return [
+            PipelineKind(count, scheme.pp, self.max_len_tokens(scheme), self.profile.get_latency(scheme))
+            for scheme, count in Counter(strategy.schemes).items()
+        ]
 
     def _bound(self, strategy: Strategy) -> _Candidate:
         problem = self._problem(strategy)
         assignment, rows = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
         estimate = dispatch_trials(problem, self.settings.num_trials, self.settings.seed, assignment)
         bound = strategy_bound_ms(problem, 1.5 * estimate)
-        return _Candidate(strategy, problem, bound, assignment, rows)
+        value = np.full(len(strategy.schemes), np.inf)
+        return _Candidate(strategy, problem, bound, assignment, rows, value)
 
-    def _search(self, candidate: _Candidate) -> None:
+    def _search(self, candidate: _Candidate, best_ms: float) -> None:
+        """Plans `candidate`; searches longer where it can still beat `best_ms`, the best one so far."""
         problem, assignment, rows = candidate.problem, candidate.assignment, candidate.rows
         num_steps = self.settings.max_refine_steps
         enough_ms = candidate.lower_bound_ms * (1 + self.settings.enough_gap)
-        estimate = improve_dispatch(problem, assignment, enough_ms, num_steps, 16)
+        estimate = improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
         if num_steps > 0 and estimate > enough_ms:
-            estimate = fit_trials(problem, candidate.lower_bound_ms, estimate, 8, assignment)
-            improve_dispatch(problem, assignment, enough_ms, num_steps, 16)
-        value = pack_pipelines(problem, assignment, rows)
-        candidate.makespan_ms = refine_pipelines(problem, assignment, rows, value, enough_ms, num_steps, 16)
+            fit_trials(problem, candidate.lower_bound_ms, estimate, _NUM_FIT_STEPS, assignment)
+            improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
+        if self.settings.dispatch == "ideal":
+            assignment[:] = self._ideal_dispatch(candidate.strategy)
+        value = candidate.value = pack_pipelines(problem, assignment, rows)
+        refine_pipelines(problem, assignment, rows, value, enough_ms, num_steps, _NUM_TARGETS)
+        worth_ms = candidate.lower_bound_ms * (1 + _KICK_GAP)
+        if num_steps > 0 and worth_ms < value.max() < best_ms * (1 + _KICK_REACH):
+            kick_and_refine(
+                problem, assignment, rows, value, worth_ms, num_steps, _NUM_TARGETS, self.settings.num_kicks
+            )
+
+    def _ideal_dispatch(self, strategy: Strategy) -> IntArray:
+        """The solution of Eq. (3) within the limits of the solver, in sorted order of the sequences."""
+        found = dispatch_sequences(
+            self.lengths.tolist(),
+            self._kinds(strategy),
+            seed=self.settings.seed,
+            limits=replace(self.settings.solver_limits or SolverLimits(), gap_tolerance=1e-4),
+        )
+        return np.array(found.assignment, dtype=np.int64)
+
+    def _solve_slowest(self, best: _Candidate) -> None:
+        """Solves for the rows of the slowest pipelines of `best` as long as that makes the iteration shorter.
+
+        Only where an integer program is exact: by the closed form, and for one stage, whose time is that of
+        the fewest rows.
+        """
+        limits = self.settings.solver_limits
+        for _ in range(_MAX_SOLVED if limits is not None else 0):
+            slowest = int(best.value.argmax())
+            members = np.flatnonzero(best.assignment == slowest)
+            kind = best.problem.kind_of[slowest]
+            cost = pipeline_cost(best.problem, kind)
+            lengths, costs = self.lengths[members], best.problem.sequence_ms[kind, members]
+            bound = pipeline_bound_ms(lengths, costs, cost)
+            is_solvable = cost.num_stages == 1 or not cost.is_exact
+            if limits is None or not is_solvable or best.value[slowest] <= bound * (1 + limits.gap_tolerance):
+                return
+            rows = best.rows[members]
+            solved_ms, _, _ = solve_packing(lengths, costs, cost, limits, rows)
+            if solved_ms >= best.value[slowest]:
+                return
+            best.value[slowest] = solved_ms
+            best.rows[members] = rows
 
     def _finish(self, best: _Candidate) -> IterationPlan:
         batch = self.batch
@@ -237,3 +323,22 @@ class _BatchPlanner:
             problem.forward_fraction,
             problem.is_exact,
         )
+
+
+def warm_up() -> None:
+    """Loads (the first time ever: compiles) the compiled code, so that the first plan takes no longer."""
+    latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=1.0)
+    for is_exact in (True, False):
+        kinds = [PipelineKind(1, 2, 20, latency), PipelineKind(1, 1, 9, latency)]
+        problem = make_problem(np.arange(9, 0, -1), kinds, is_exact=is_exact)
+        assignment, rows = np.zeros(9, dtype=np.int64), np.zeros(9, dtype=np.int64)
+        estimate = dispatch_trials(problem, 1, 0, assignment)
+        bound = strategy_bound_ms(problem, estimate)
+        fit_trials(problem, bound, estimate, 1, assignment)
+        improve_dispatch(problem, assignment, bound, 1, _NUM_TARGETS)
+        value = pack_pipelines(problem, assignment, rows)
+        refine_pipelines(problem, assignment, rows, value, bound, 1, _NUM_TARGETS)
+        kick_and_refine(problem, assignment, rows, value, bound, 1, _NUM_TARGETS, 1)
+        members = np.flatnonzero(assignment == 0)
+        costs = problem.sequence_ms[0, members]
+        pipeline_bound_ms(problem.lengths[members], costs, pipeline_cost(problem, 0))

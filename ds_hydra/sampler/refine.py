@@ -17,15 +17,15 @@ from ds_hydra.sampler.dispatch import (
     find_exchanges,
     recount,
 )
-from ds_hydra.sampler.order import EPSILON
+from ds_hydra.sampler.order import EPSILON, shuffled_order
 from ds_hydra.sampler.packing import Effort, PipelineCost, pack_rows
 from ds_hydra.sampler.problem import DispatchProblem
 from ds_hydra.sampler.schedule import FloatArray, IntArray, RowBalance
 
 _NUM_EXCHANGES = 8
-_FIRST_EFFORT = Effort(2, 100)
-_EXCHANGE_EFFORT = Effort(3, 600)
-_SLOWEST_EFFORT = Effort(10, 8000)
+_FIRST_EFFORT = Effort(2, 100, 0)
+_EXCHANGE_EFFORT = Effort(3, 600, 0)
+_SLOWEST_EFFORT = Effort(8, 4000, 4)
 
 
 @compiled
@@ -109,6 +109,51 @@ def refine_pipelines(
             bias[pipeline] = value[pipeline] - estimate_after_ms(problem, loads, pipeline, -1, -1)
             is_searched[pipeline] = False
     return float(value.max())
+
+
+@compiled
+def kick_and_refine(
+    problem: DispatchProblem,
+    assignment: IntArray,
+    rows: IntArray,
+    value: FloatArray,
+    enough_ms: float,
+    max_steps: int,
+    num_targets: int,
+    num_kicks: int,
+) -> float:
+    """Leaves a local optimum: moves a few sequences off the slowest pipeline, refines, keeps what is better.
+
+    Changes `assignment`, `rows` and `value`; returns the time of the slowest pipeline.
+    """
+    for seed in range(num_kicks):
+        best = value.max()
+        if best <= enough_ms:
+            break
+        new_assignment, new_rows = assignment.copy(), rows.copy()
+        _kick(problem, new_assignment, int(np.argmax(value)), seed)
+        new_value = pack_pipelines(problem, new_assignment, new_rows)
+        time = refine_pipelines(
+            problem, new_assignment, new_rows, new_value, enough_ms, max_steps, num_targets
+        )
+        if time < best * (1 - EPSILON):
+            assignment[:] = new_assignment
+            rows[:] = new_rows
+            value[:] = new_value
+    return float(value.max())
+
+
+@compiled
+def _kick(problem: DispatchProblem, assignment: IntArray, slowest: int, seed: int) -> None:
+    """Moves one to three sequences of `slowest`, chosen by `seed`, to any pipelines that can hold them."""
+    members = np.flatnonzero(assignment == slowest)
+    order = shuffled_order(np.ones(members.size, dtype=np.int64), 1.0, seed)
+    targets = shuffled_order(np.ones(assignment.max() + 1, dtype=np.int64), 1.0, seed + 1)
+    num_kicked = min(1 + seed % 3, members.size, targets.size)
+    for k in range(num_kicked):
+        i, target = members[order[k]], targets[k]
+        if problem.lengths[i] <= problem.max_len_tokens[problem.kind_of[target]]:
+            assignment[i] = target
 
 
 @compiled

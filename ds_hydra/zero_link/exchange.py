@@ -6,6 +6,7 @@ Legend: tensors ending in `_P` are flat ZeRO-3 shards of one parameter, tensors 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -50,16 +51,23 @@ class Link:
         of its r-th bucket, written in place.
         """
         dtype = _common_dtype(shards_P)
-        for index, round_ in enumerate(plan.rounds):
-            slices = bucket_S[index] if index < len(bucket_S) else ()
+
+        def begin(index: int) -> _Exchange:
+            round_ = plan.rounds[index]
             send = self._pack(round_.shard_side, dtype, lambda t: _shard_view(shards_P[t.param], t))
-            received = self._all_to_all(send, round_.shard_splits, round_.slice_splits)
+            return self._all_to_all(send, round_.shard_splits, round_.slice_splits)
+
+        def finish(index: int, received: Tensor) -> None:
+            round_ = plan.rounds[index]
+            slices = bucket_S[index] if index < len(bucket_S) else ()
             for transfer in round_.local:
                 _slice_view(slices[transfer.slot], transfer).copy_(
                     _shard_view(shards_P[transfer.param], transfer)
                 )
             for transfer in round_.slice_side:
                 _slice_view(slices[transfer.slot], transfer).copy_(_buffer_view(received, transfer))
+
+        _run_rounds(range(len(plan.rounds)), begin, finish)
 
     def push(
         self, plan: LinkPlan, grad_bucket_S: Sequence[Sequence[Tensor]], grads_P: Sequence[Tensor]
@@ -69,12 +77,19 @@ class Link:
         Sums run in fp32 in the order of contributing ranks, so they are deterministic for a given plan.
         Buckets go in reverse, the order in which backward completes them.
         """
-        for index in reversed(range(len(plan.rounds))):
+
+        def grads_of(index: int) -> Sequence[Tensor]:
+            return grad_bucket_S[index] if index < len(grad_bucket_S) else ()
+
+        def begin(index: int) -> _Exchange:
             round_ = plan.rounds[index]
-            grads = grad_bucket_S[index] if index < len(grad_bucket_S) else ()
-            send = self._pack(round_.slice_side, torch.float32, _slices_of(grads))
-            received = self._all_to_all(send, round_.slice_splits, round_.shard_splits)
-            self._accumulate(plan.rank, round_, grads, received, grads_P)
+            send = self._pack(round_.slice_side, torch.float32, _slices_of(grads_of(index)))
+            return self._all_to_all(send, round_.slice_splits, round_.shard_splits)
+
+        def finish(index: int, received: Tensor) -> None:
+            self._accumulate(plan.rank, plan.rounds[index], grads_of(index), received, grads_P)
+
+        _run_rounds(reversed(range(len(plan.rounds))), begin, finish)
 
     def _accumulate(
         self,
@@ -105,11 +120,47 @@ class Link:
             _buffer_view(buffer, transfer).copy_(source(transfer))
         return buffer
 
-    def _all_to_all(self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]) -> Tensor:
+    def _all_to_all(
+        self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
+    ) -> _Exchange:
         received = torch.empty(sum(receive_splits), dtype=send.dtype, device=self._device)
-        if len(send_splits) > 1:
-            dist.all_to_all_single(received, send, list(receive_splits), list(send_splits), group=self._group)
-        return received
+        if len(send_splits) == 1:
+            return _Exchange(None, send, received)
+        work = dist.all_to_all_single(
+            received, send, list(receive_splits), list(send_splits), group=self._group, async_op=True
+        )
+        return _Exchange(work, send, received)
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchange:
+    """An all-to-all under way; both buffers must live until it is done."""
+
+    work: dist.Work | None
+    send: Tensor
+    received: Tensor
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.received
+
+
+def _run_rounds(
+    order: Iterable[int], begin: Callable[[int], _Exchange], finish: Callable[[int, Tensor], None]
+) -> None:
+    """All rounds, each packed and posted while the one before is on the wire (a window of two rounds).
+
+    Nothing in here waits for another rank's computation, so every rank posts every round in the same order.
+    """
+    under_way: tuple[int, _Exchange] | None = None
+    for index in order:
+        next_exchange = begin(index)
+        if under_way is not None:
+            finish(under_way[0], under_way[1].wait())
+        under_way = (index, next_exchange)
+    if under_way is not None:
+        finish(under_way[0], under_way[1].wait())
 
 
 def _slices_of(slices: Sequence[Tensor]) -> Callable[[Transfer], Tensor]:

@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import deepspeed
@@ -65,6 +66,7 @@ def build_model(vocab_size: int, context_length: int) -> LlamaForCausalLM:
 def main() -> None:
     """Train, then show what ran."""
     args = parse_arguments()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about names that DeepSpeed uses
     transformers.logging.set_verbosity_error()
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.init_distributed()

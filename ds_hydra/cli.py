@@ -1,0 +1,162 @@
+"""What can be asked on the command line: `ds-hydra plan`, without torch and without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ds_hydra.errors import HydraConfigError, HydraError
+
+if TYPE_CHECKING:
+    from ds_hydra.sampler.plan import IterationPlan
+
+STRATEGIES_SCHEMA = "ds_hydra.strategies/1"
+
+app = typer.Typer(
+    help="Heterogeneous parallel training of Hugging Face causal language models on DeepSpeed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class Objective(str, Enum):
+    """How the time of a pipeline is predicted."""
+
+    EXACT = "exact"
+    CLOSED_FORM = "closed_form"
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps `plan` a subcommand while it is the only one."""
+
+
+@app.command()
+def plan(
+    profile: Annotated[
+        str, typer.Option(help="A ds_hydra.profile/1 file, or the name of a shipped one (a800_llama2_32b).")
+    ],
+    strategies: Annotated[Path, typer.Option(help="Candidate strategies, ds_hydra.strategies/1.")],
+    lengths: Annotated[Path, typer.Option(help="JSON list of sequence lengths in tokens.")],
+    objective: Annotated[
+        Objective, typer.Option(help="1F1B recurrence over the rows, or (PP-1+V) x slowest row.")
+    ] = Objective.EXACT,
+    seed: Annotated[int, typer.Option(help="Seed of the dispatch trials.")] = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Plan one global mini-batch: strategy, dispatch and packing.
+
+    Example: ds-hydra plan --profile profile.json --strategies strategies.json --lengths lengths.json --json
+    """
+    with _errors_to_stderr():
+        result, planning_ms = _plan(profile, strategies, lengths, objective, seed)
+    if as_json:
+        print(json.dumps(_plan_document(result, planning_ms)))
+    else:
+        print(result)
+        print(f"planned in {planning_ms:.1f} ms; slowest pipeline {result.imbalance:.1%} above the fastest")
+
+
+@contextmanager
+def _errors_to_stderr() -> Iterator[None]:
+    """Ends the command with the message of a ds_hydra error, without a traceback."""
+    try:
+        yield
+    except HydraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+def _plan(
+    profile_name: str, strategies_path: Path, lengths_path: Path, objective: Objective, seed: int
+) -> tuple[IterationPlan, float]:
+    """The plan, and the time that planning took without loading compiled code."""
+    from ds_hydra.configs.files import find_profile
+    from ds_hydra.sampler.plan import GlobalBatch
+    from ds_hydra.sampler.planner import PlannerSettings, plan_iteration, warm_up
+    from ds_hydra.strategy.profile import Profile
+    from ds_hydra.strategy.scheme import parse_strategies
+
+    profile = Profile.load(find_profile(profile_name))
+    texts, num_devices = _read_strategies(strategies_path)
+    lengths = _read_lengths(lengths_path)
+    warm_up()
+    start = time.perf_counter()
+    result = plan_iteration(
+        GlobalBatch(
+            iteration=0,
+            sample_indices=tuple(range(len(lengths))),
+            lengths=tuple(lengths),
+            num_label_tokens=sum(lengths) - len(lengths),
+        ),
+        strategies=parse_strategies(texts),
+        profile=profile,
+        num_devices=num_devices,
+        settings=PlannerSettings(objective=objective.value, seed=seed),
+    )
+    return result, (time.perf_counter() - start) * 1e3
+
+
+def _read_strategies(path: Path) -> tuple[list[str], int]:
+    """Texts of the candidate strategies and the number of devices in a `ds_hydra.strategies/1` file."""
+    from ds_hydra.strategy.profile import read_json_object
+
+    document = read_json_object(path)
+    if document.get("schema") != STRATEGIES_SCHEMA:
+        raise HydraConfigError(
+            f"{path}: schema is {document.get('schema')!r}, expected {STRATEGIES_SCHEMA!r}"
+        )
+    texts, num_devices = document.get("strategies"), document.get("num_devices")
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise HydraConfigError(f"{path}: strategies must be a list of texts, e.g. ['4x<16,1>', '8x<8,1>']")
+    if not isinstance(num_devices, int) or num_devices < 1:
+        raise HydraConfigError(f"{path}: num_devices is {num_devices!r}, expected 1 or more")
+    return texts, num_devices
+
+
+def _read_lengths(path: Path) -> list[int]:
+    """The JSON list of token lengths in `path`."""
+    try:
+        lengths: Any = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise HydraConfigError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise HydraConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(lengths, list) or not lengths:
+        raise HydraConfigError(f"{path}: expected a JSON list of lengths in tokens, e.g. [1024, 77, 311]")
+    for position, length in enumerate(lengths):
+        if type(length) is not int or length < 1:
+            raise HydraConfigError(
+                f"{path}: length {position} is {length!r}, expected an integer of 1 or more"
+            )
+    return lengths
+
+
+def _plan_document(result: IterationPlan, planning_ms: float) -> dict[str, Any]:
+    """What `ds-hydra plan --json` prints; an index is a position in the given list of lengths."""
+    document = result.to_json()
+    return {
+        "strategy": document["strategy"],
+        "makespan_ms": document["makespan_ms"],
+        "lower_bound_ms": document["lower_bound_ms"],
+        "imbalance": result.imbalance,
+        "planning_ms": planning_ms,
+        "pipelines": document["pipelines"],
+    }
+
+
+def main() -> None:
+    """Entry point of `ds-hydra`."""
+    app()

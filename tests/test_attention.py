@@ -1,0 +1,95 @@
+"""Packed attention equals each sequence alone, at the cost of each sequence alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ds_hydra.engine import attention
+from ds_hydra.engine.attention import PackedRow, hydra_varlen
+from ds_hydra.errors import UnsupportedModelError
+
+MODULE = torch.nn.Identity()
+
+
+def dense_reference(query, key, value, *, window=None, softcap=None):
+    """One sequence, every score computed and masked."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    position = torch.arange(query.shape[2])
+    distance = position.unsqueeze(1) - position.unsqueeze(0)
+    hidden = (distance < 0) | (distance >= (window or query.shape[2]))
+    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value
+
+
+@given(
+    lengths=st.lists(st.integers(1, 23), min_size=1, max_size=5),
+    groups=st.sampled_from([1, 2, 4]),
+    window=st.sampled_from([None, 1, 3, 8]),
+    softcap=st.sampled_from([None, 2.0]),
+)
+def test_packed_row_equals_its_sequences(lengths, groups, window, softcap):
+    torch.manual_seed(sum(lengths))
+    total = sum(lengths)
+    query = torch.randn(1, 4, total, 8, requires_grad=True)
+    key = torch.randn(1, 4 // groups, total, 8, requires_grad=True)
+    value = torch.randn(1, 4 // groups, total, 8, requires_grad=True)
+    row = PackedRow.build(lengths, torch.device("cpu"))
+    out, _ = hydra_varlen(
+        MODULE, query, key, value, None, packed_row=row, sliding_window=window, softcap=softcap
+    )
+    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    wanted = torch.cat([dense_reference(*p, window=window, softcap=softcap) for p in parts], 2).transpose(
+        1, 2
+    )
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+    gradients = torch.autograd.grad(out.square().sum(), (query, key, value), retain_graph=True)
+    for got, expected in zip(
+        gradients, torch.autograd.grad(wanted.square().sum(), (query, key, value)), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def scores_computed(monkeypatch, lengths, window=None):
+    """Query-key pairs that reach the attention kernel for a row of `lengths`."""
+    pairs = []
+
+    def counting(query, key, value, **_kwargs):
+        pairs.append(query.shape[2] * key.shape[2])
+        return torch.zeros(*query.shape[:-1], value.shape[-1])
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", counting)
+    row = PackedRow.build(lengths, torch.device("cpu"))
+    shape = (1, 2, row.num_tokens, 4)
+    hydra_varlen(
+        MODULE, torch.zeros(shape), torch.zeros(shape), torch.zeros(shape), None,
+        packed_row=row, sliding_window=window,
+    )  # fmt: skip
+    return sum(pairs)
+
+
+def test_cost_of_a_packed_row_is_the_sum_over_its_sequences(monkeypatch):
+    assert scores_computed(monkeypatch, [4096]) == 4096**2
+    assert scores_computed(monkeypatch, [128] * 32) == 4096**2 / 32
+
+
+def test_cost_of_a_window_is_linear_in_the_length(monkeypatch):
+    assert scores_computed(monkeypatch, [4096], window=128) < 2 * 128 * 4096
+
+
+def test_positions_restart_in_every_sequence():
+    row = PackedRow.build([3, 1, 2], torch.device("cpu"))
+    assert row.position_ids().tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert row.cu_seqlens.tolist() == [0, 3, 4, 6]
+
+
+def test_what_the_kernels_cannot_do_is_refused():
+    row = PackedRow.build([2], torch.device("cpu"))
+    heads = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(UnsupportedModelError, match="attention_dropout"):
+        hydra_varlen(MODULE, heads, heads, heads, None, packed_row=row, dropout=0.1)

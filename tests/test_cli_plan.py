@@ -1,0 +1,126 @@
+"""`ds-hydra plan`: the JSON contract, the table, errors, and what it must not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from reference import make_profile
+from typer.testing import CliRunner
+
+from ds_hydra.cli import app
+
+LENGTHS = [17, 40, 3, 60, 22, 9, 31, 8, 8, 25]
+
+
+@pytest.fixture
+def files(tmp_path):
+    profile = make_profile(
+        {"<1,1>": (0.01, 1.0, 3.0), "<2,1>": (0.006, 0.6, 4.0), "<1,2>": (0.005, 0.5, 2.0)}
+    )
+    documents = {
+        "profile": profile.document,
+        "strategies": {
+            "schema": "ds_hydra.strategies/1",
+            "num_devices": 4,
+            "context_length": 100,
+            "strategies": ["4x<1,1>", "1x<2,1> + 1x<1,2>"],
+        },
+        "lengths": LENGTHS,
+    }
+    for name, document in documents.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    return tmp_path
+
+
+def arguments(files, *more):
+    paths = [f"--{name}={files / name}.json" for name in ("profile", "strategies", "lengths")]
+    return ["plan", *paths, *more]
+
+
+def invoke(files, *more):
+    return CliRunner().invoke(app, arguments(files, *more))
+
+
+@pytest.mark.parametrize("objective", ["exact", "closed_form"])
+def test_json_is_one_document_with_the_agreed_keys(files, objective):
+    result = invoke(files, "--json", f"--objective={objective}")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert {"strategy", "makespan_ms", "lower_bound_ms", "planning_ms", "pipelines"} <= set(plan)
+    assert 0 < plan["lower_bound_ms"] <= plan["makespan_ms"]
+    assert plan["makespan_ms"] == max(p["makespan_ms"] for p in plan["pipelines"])
+    for pipeline in plan["pipelines"]:
+        assert {"tp", "pp", "ranks", "makespan_ms", "lower_bound_ms", "micro_batches"} <= set(pipeline)
+        assert len(pipeline["ranks"]) == pipeline["tp"] * pipeline["pp"]
+    placed = [i for p in plan["pipelines"] for row in p["micro_batches"] for i in row]
+    assert sorted(placed) == list(range(len(LENGTHS)))
+
+
+def test_table_names_every_pipeline(files):
+    result = invoke(files)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("iteration 0: ")
+    header, *pipelines = result.stdout.splitlines()[1:-1]
+    assert header.split() == ["ranks", "scheme", "rows", "tokens", "longest", "ms"]
+    assert sum(int(line.split()[3]) for line in pipelines) == sum(LENGTHS)
+    assert "planned in" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "lengths",
+            "[1, 101]",
+            "sequence 1 has 101 tokens, the largest MaxLen over all candidate strategies is 100",
+        ),
+        ("lengths", "[1, 0]", "length 1 is 0, expected an integer of 1 or more"),
+        ("lengths", "{}", "expected a JSON list of lengths"),
+        ("lengths", "[1,", "is not JSON"),
+        ("strategies", '{"schema": "x"}', "schema is 'x', expected 'ds_hydra.strategies/1'"),
+        (
+            "strategies",
+            '{"schema": "ds_hydra.strategies/1", "num_devices": 2, "strategies": ["4x<1,1>"]}',
+            "strategy 4x<1,1> needs 4 ranks, there are 2",
+        ),
+        (
+            "strategies",
+            '{"schema": "ds_hydra.strategies/1", "num_devices": 4, "strategies": ["4x<1>"]}',
+            "cannot read '4x<1>'",
+        ),
+        ("profile", '{"schema": "y"}', "schema is 'y', expected 'ds_hydra.profile/1'"),
+    ],
+)
+def test_errors_go_to_stderr_without_traceback(files, name, content, message):
+    (files / f"{name}.json").write_text(content)
+    result = invoke(files, "--json")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+
+
+def test_a_missing_file_is_named(files):
+    (files / "lengths.json").unlink()
+    result = invoke(files)
+    assert result.exit_code == 1
+    assert f"cannot read {files / 'lengths.json'}" in result.stderr
+
+
+def test_help_has_an_example():
+    result = CliRunner().invoke(app, ["plan", "--help"])
+    assert "Example: ds-hydra plan --profile" in " ".join(result.stdout.split())
+
+
+def test_the_command_imports_neither_torch_nor_deepspeed(files):
+    code = (
+        "import sys; from ds_hydra.cli import app;"
+        f"app({arguments(files, '--json')!r}, standalone_mode=False);"
+        "assert not {'torch', 'deepspeed', 'transformers', 'mip'} & set(sys.modules), 'heavy import'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    json.loads(done.stdout)
