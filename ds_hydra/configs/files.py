@@ -10,8 +10,9 @@ from typing import Any, Literal, TypeAlias
 
 from ds_hydra.errors import HydraConfigError
 
-Kind: TypeAlias = Literal["models", "profiles", "lengths", "deepspeed"]
-"""Fields of a `LlamaConfig`; schema `ds_hydra.profile/1`; schema `ds_hydra.lengths/1`; DeepSpeed JSON."""
+Kind: TypeAlias = Literal["models", "profiles", "lengths", "deepspeed", "hardware"]
+"""Fields of a `LlamaConfig`; schemas `ds_hydra.profile/1`, `ds_hydra.lengths/1`; DeepSpeed JSON;
+schema `ds_hydra.hardware/1`."""
 
 
 def list_files(kind: Kind) -> tuple[str, ...]:

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
+import numpy.typing as npt
 
 from ds_hydra.strategy.profile import LatencyModel
+
+FloatArray = npt.NDArray[np.float64]
 
 SATURATION = 0.85
 """UtilLen(P) is the row length at which P reaches this share of its best tokens/s (App. C)."""
@@ -33,17 +36,12 @@ def fit_latency(lengths_tokens: Sequence[int], times_ms: Sequence[float]) -> Lat
     """
     lengths = np.asarray(lengths_tokens, dtype=np.float64)
     times = np.asarray(times_ms, dtype=np.float64)
-    if len(set(lengths.tolist())) < 2 or (times <= 0).any():
-        raise ValueError(f"need positive times at two lengths or more, got {times_ms} at {lengths_tokens}")
+    if len(set(lengths.tolist())) < 2 or not (np.isfinite(times) & (times > 0)).all():
+        raise ValueError(
+            f"need positive, finite times at two lengths or more, got {times_ms} at {lengths_tokens}"
+        )
     terms = np.stack([lengths**2, lengths, np.ones_like(lengths)], axis=1) / times[:, None]
-    best, best_error = np.zeros(3), np.inf
-    for size in (1, 2, 3):
-        for subset in combinations(range(3), min(size, len(lengths))):
-            solution = np.linalg.lstsq(terms[:, subset], np.ones(len(times)), rcond=None)[0]
-            error = float(np.sum((terms[:, subset] @ solution - 1) ** 2))
-            if (solution >= 0).all() and error < best_error - 1e-15:
-                best, best_error = np.zeros(3), error
-                best[list(subset)] = solution
+    best = solve_non_negative(terms, np.ones(len(times)))
     predicted = (terms @ best) * times
     spread = float(np.sum((times - times.mean()) ** 2))
     return LatencyFit(
@@ -52,6 +50,19 @@ def fit_latency(lengths_tokens: Sequence[int], times_ms: Sequence[float]) -> Lat
         relative_residuals=tuple(float(r) for r in predicted / times - 1),
         r_squared=1.0 - float(np.sum((times - predicted) ** 2)) / spread if spread else 1.0,
     )
+
+
+def solve_non_negative(terms: FloatArray, target: FloatArray) -> FloatArray:
+    """The x >= 0 of three terms that minimises |terms x - target|^2; terms [num_samples, 3]."""
+    best, best_error = np.zeros(3), np.inf
+    for size in (1, 2, 3):
+        for subset in combinations(range(3), min(size, len(target))):
+            solution = np.linalg.lstsq(terms[:, subset], target, rcond=None)[0]
+            error = float(np.sum((terms[:, subset] @ solution - target) ** 2))
+            if (solution >= 0).all() and error < best_error - 1e-15:
+                best, best_error = np.zeros(3), error
+                best[list(subset)] = solution
+    return best
 
 
 def saturation_tokens(model: LatencyModel, longest_tokens: int) -> int:

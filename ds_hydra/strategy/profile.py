@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from ds_hydra.strategy.scheme import Scheme
 PROFILE_SCHEMA = "ds_hydra.profile/1"
 EMBEDDING_BYTES_PER_ELEMENT = 16
 """`e` of App. B.1: bytes of weights, gradients and optimizer states per embedding element."""
+
+
+VOCABULARY_TOLERANCE = 0.05
+"""Share by which the vocabulary of a profile may differ from the model's: it only moves MaxLen a little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,14 @@ class LatencyModel:
     def sequence_ms(self, length_tokens: int) -> float:
         """a l^2 + b l, the part of T that adds up over the sequences of a packed row."""
         return (self.quadratic_ms * length_tokens + self.linear_ms) * length_tokens
+
+    def __post_init__(self) -> None:
+        terms = (self.quadratic_ms, self.linear_ms, self.constant_ms)
+        if not all(isfinite(term) and term >= 0 for term in terms) or not any(terms):
+            raise HydraConfigError(
+                f"latency coefficients {terms} of l^2, l and 1: none may be negative or NaN, and one must be "
+                "above 0; fit them again without the measurements that are"
+            )
 
     def row_ms(self, lengths_tokens: Iterable[int]) -> float:
         """Time of one stage for one packed row; 0.0 for a row without sequences."""
@@ -115,6 +128,21 @@ class Profile:
         """MaxLen(scheme) on a cluster of `num_devices`."""
         return self.memory.max_len_tokens(scheme, num_devices)
 
+    def check_model(self, *, num_layers: int, hidden_size: int, vocab_size: int) -> None:
+        """Raise HydraConfigError if the profile belongs to another model than the one described.
+
+        A vocabulary may differ by `VOCABULARY_TOLERANCE`, as padded and unpadded ones do.
+        """
+        wanted = {"num_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}
+        found = {name: getattr(self.memory, name) for name in wanted}
+        is_same = found["num_layers"] == num_layers and found["hidden_size"] == hidden_size
+        if not is_same or abs(found["vocab_size"] - vocab_size) > VOCABULARY_TOLERANCE * vocab_size:
+            differing = [f"{n} {found[n]} instead of {wanted[n]}" for n in wanted if found[n] != wanted[n]]
+            raise HydraConfigError(
+                f"profile {self.name!r} is of another model: {', '.join(differing)}; give the profile of this "
+                "model in hydra.profile, or remove it to measure one at the start"
+            )
+
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "profile") -> Profile:
         """The profile in a `ds_hydra.profile/1` document; raises HydraConfigError naming what is wrong."""
@@ -151,6 +179,8 @@ class Profile:
                 },
                 document=document,
             )
+        except HydraConfigError as error:
+            raise HydraConfigError(f"{source}: {error}") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise HydraConfigError(f"{source}: not a valid {PROFILE_SCHEMA} document: {error!r}") from error
 

@@ -1,0 +1,204 @@
+"""Figures of the cost models and of the proposal: a Markdown table on stdout, all numbers in a JSON file.
+
+Command: python -m benchmarks.strategy --batches 6 --out strategy.json     (one core is used)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ds_hydra.configs import find_file
+from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.propose import PruningSettings, propose_strategies
+from ds_hydra.strategy import Profile, Scheme
+from ds_hydra.strategy.analytic import Hardware, ModelShape, predict_latency
+from ds_hydra.strategy.candidates import enumerate_strategies
+from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.profile import read_json_object
+from ds_hydra.strategy.proposal import ProposalSettings, propose_from_histogram, usable_schemes
+from ds_hydra.strategy.whole_iteration import MeasuredIteration, fit_iterations, predict_iteration
+from tests.rubick import AUTHORS_MEAN_ERROR, fit_points, validation_points
+from tests.shared_data import find_shared
+
+MODELS = ("7b", "13b", "32b")
+HISTOGRAMS = ("commoncrawl", "github")
+CONTEXT = 32768
+
+
+def profile_of(model: str) -> Profile:
+    return Profile.load(find_file("profiles", f"a800_llama2_{model}"))
+
+
+def histogram_of(name: str) -> LengthHistogram:
+    return LengthHistogram.load(find_file("lengths", name))
+
+
+def best_seconds(call: Callable[[], Any], repeats: int = 5) -> float:
+    """Shortest of several runs after one that compiles; other work on the machine only adds."""
+    call()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def proposal_seconds(model: str, histogram: str, num_devices: int) -> float:
+    profile, lengths = profile_of(model), histogram_of(histogram)
+    settings = ProposalSettings(tokens_per_iteration=200_000 * num_devices // 64)
+    return best_seconds(
+        lambda: propose_from_histogram(
+            profile, lengths, num_devices=num_devices, context_length=CONTEXT, settings=settings
+        )
+    )
+
+
+def against_all_strategies(histogram: str, num_batches: int) -> dict[str, float]:
+    """Mean planned time of new mini-batches with the proposed set and with every strategy of 8 devices."""
+    profile, tokens = profile_of("7b"), 100_000
+    lengths = histogram_of(histogram).limit(CONTEXT)
+    proposal = propose_strategies(
+        profile, lengths, num_devices=8, context_length=CONTEXT, tokens_per_iteration=tokens,
+        pruning=PruningSettings(num_batches=16),
+    )  # fmt: skip
+    every = enumerate_strategies(usable_schemes(profile, 8), 8, max_distinct=4)
+    times: dict[str, list[float]] = {"proposed": [], "every": []}
+    for index, drawn in enumerate(lengths.draw_batches(tokens, num_batches, seed=1234)):
+        batch = GlobalBatch(
+            iteration=index, sample_indices=tuple(range(len(drawn))), lengths=tuple(drawn.tolist()),
+            num_label_tokens=len(drawn),
+        )  # fmt: skip
+        for name, strategies in (("proposed", proposal.strategies), ("every", every)):
+            plan = plan_iteration(batch, strategies=strategies, profile=profile, num_devices=8)
+            times[name].append(plan.makespan_ms)
+    return {
+        "proposed_ms": float(np.mean(times["proposed"])),
+        "every_ms": float(np.mean(times["every"])),
+        "num_proposed": len(proposal.strategies),
+        "num_every": len(every),
+    }
+
+
+def max_len_errors() -> dict[str, float]:
+    """Largest relative difference to the published MaxLen values of 4,096 tokens or more."""
+    errors: dict[str, list[float]] = {"max_len_paper_formula": [], "max_len_authors_code": []}
+    for model in MODELS:
+        path = find_shared(f"profiles/a800_llama2_{model}.json")
+        if path is None:
+            return {}
+        document = read_json_object(path)
+        profile = Profile.from_json(document)
+        for case in document["max_len_reference"]:
+            for entry in case["schemes"]:
+                found = profile.max_len_tokens(Scheme(entry["tp"], entry["pp"]), case["num_devices"])
+                for name, collected in errors.items():
+                    if entry[name] >= 4096:
+                        collected.append(abs(found / entry[name] - 1))
+    return {name: max(collected) for name, collected in errors.items()}
+
+
+def analytic_errors() -> dict[str, dict[str, list[float]]]:
+    """Relative errors of a, b and c per model and scheme; a published 0 is left out."""
+    hardware = Hardware.from_json(read_json_object(find_file("hardware", "a800")))
+    errors: dict[str, dict[str, list[float]]] = {}
+    for model in MODELS:
+        profile = profile_of(model)
+        names = ("num_layers", "hidden_size", "intermediate_size", "vocab_size")
+        shape = ModelShape(**{name: profile.document["model"][name] for name in names})
+        errors[model] = {"quadratic_ms": [], "linear_ms": [], "constant_ms": []}
+        for scheme, known in profile.latency.items():
+            found = predict_latency(shape, hardware, scheme)
+            for term, collected in errors[model].items():
+                if getattr(known, term) > 0:
+                    collected.append(getattr(found, term) / getattr(known, term) - 1)
+    return errors
+
+
+def rubick_errors() -> dict[str, float]:
+    """Mean absolute error in percent over the originals' validation points, after their fit points."""
+    if find_shared("rubick/author_predictions.json") is None:
+        return {}
+    errors = {}
+    for model in (*AUTHORS_MEAN_ERROR, "llama7b", "llama30b"):
+        fitted = fit_iterations(fit_points(model)).model
+        errors[model] = mean_error(
+            [(predict_iteration(fitted, s).total_ms, t) for _, s, t, _ in validation_points(model)]
+        )
+    for model in ("llama7b", "llama30b"):
+        errors[f"{model}, 3D plans, leave one out"] = leave_one_out(model)
+    return errors
+
+
+def leave_one_out(model: str) -> float:
+    """Error of each 3D plan after a fit to the other ones; their forward times are given, as in the data."""
+    points = [(s, t) for _, s, t, _ in validation_points(model) if s.is_3d]
+    pairs = []
+    for index, (setup, measured) in enumerate(points):
+        rest = [MeasuredIteration(setup=s, iteration_ms=t) for i, (s, t) in enumerate(points) if i != index]
+        pairs.append((predict_iteration(fit_iterations(rest).model, setup).total_ms, measured))
+    return mean_error(pairs)
+
+
+def mean_error(pairs: list[tuple[float, float]]) -> float:
+    return float(100 * np.mean([abs(found / measured - 1) for found, measured in pairs]))
+
+
+def measure(num_batches: int) -> dict[str, Any]:
+    return {
+        "max_len_errors": max_len_errors(),
+        "analytic_errors": analytic_errors(),
+        "rubick_mean_error_pct": rubick_errors(),
+        "proposal_s": {
+            f"32b {name} {n}": proposal_seconds("32b", name, n) for n in (64, 1024) for name in HISTOGRAMS
+        },
+        "against_all": {name: against_all_strategies(name, num_batches) for name in HISTOGRAMS}
+        if num_batches
+        else {},
+    }
+
+
+def as_table(found: dict[str, Any]) -> str:
+    lines = ["| figure | measured |", "|---|---|"]
+    lines += [f"| proposal, {name} devices | {value:.2f} s |" for name, value in found["proposal_s"].items()]
+    for name, times in found["against_all"].items():
+        lines.append(
+            f"| 7B on 8 devices, {name}: {times['num_proposed']:.0f} proposed against all "
+            f"{times['num_every']:.0f} strategies | {times['proposed_ms'] / times['every_ms'] - 1:+.2%} |"
+        )
+    lines += [f"| MaxLen against {name} | {value:.2%} |" for name, value in found["max_len_errors"].items()]
+    for model, terms in found["analytic_errors"].items():
+        for term, errors in terms.items():
+            size = np.abs(errors)
+            lines.append(
+                f"| roofline, {model}, {term}: median, worst | {np.median(size):.1%}, {max(size):.1%} |"
+            )
+    for model, error in found["rubick_mean_error_pct"].items():
+        theirs = f" (originals {AUTHORS_MEAN_ERROR[model]})" if model in AUTHORS_MEAN_ERROR else ""
+        lines.append(f"| Rubick, {model}, mean error | {error:.2f}%{theirs} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--batches", type=int, default=6, help="mini-batches for the exhaustive comparison, 0: none"
+    )
+    parser.add_argument("--out", type=Path, default=None, help="JSON file with all numbers")
+    arguments = parser.parse_args()
+    found = measure(arguments.batches)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(as_table(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""What the sub-commands share: errors without traceback, documents as files and on stdout."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from ds_hydra.errors import HydraConfigError, HydraError
+
+
+@contextmanager
+def errors_to_stderr() -> Iterator[None]:
+    """End the command with the message of a ds_hydra error, without a traceback."""
+    try:
+        yield
+    except HydraError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+def log(text: str) -> None:
+    """A line for the user on stderr; stdout belongs to results."""
+    print(text, file=sys.stderr)
+
+
+def write_document(document: Mapping[str, Any], out: Path | None) -> None:
+    """Write `document` to the file `out`, if there is one; a file that exists is replaced as a whole."""
+    if out is None:
+        return
+    partial = out.with_name(out.name + ".writing")
+    try:
+        partial.write_text(json.dumps(document) + "\n", encoding="utf-8")
+        partial.replace(out)
+    except OSError as error:
+        raise HydraConfigError(f"cannot write {out}: {error.strerror}") from error
+    log(f"wrote {out}")

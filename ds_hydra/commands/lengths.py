@@ -1,0 +1,186 @@
+"""`ds-hydra lengths`: the token-length histogram of a dataset, and a plot of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from tqdm import tqdm
+
+from ds_hydra.commands.common import errors_to_stderr, log, write_document
+from ds_hydra.errors import HydraConfigError
+
+if TYPE_CHECKING:
+    from ds_hydra.sampler.dataset import Tokenize
+    from ds_hydra.strategy.histogram import LengthHistogram
+
+
+class OverLength(str, Enum):
+    """What becomes of a sequence longer than the context."""
+
+    KEEP = "keep"
+    TRUNCATE = "truncate"
+    DROP = "drop"
+    SPLIT = "split"
+
+
+def register(app: typer.Typer) -> None:
+    """Add `lengths` to `app`."""
+    app.command()(lengths)
+
+
+def lengths(
+    dataset: Annotated[
+        str, typer.Option(help="A data file, a folder of them, a saved dataset, or a hub id.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where to write ds_hydra.lengths/1.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Path or hub id; not needed for data with input_ids.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    config: Annotated[str | None, typer.Option(help="Configuration of a hub dataset.")] = None,
+    text_column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text",
+    streaming: Annotated[bool, typer.Option(help="Read row by row, download and store nothing.")] = False,
+    max_rows: Annotated[
+        int | None, typer.Option(min=1, help="Rows to read at most, with --streaming.")
+    ] = None,
+    append_eos: Annotated[bool, typer.Option(help="Count the end of text that training appends.")] = True,
+    context: Annotated[int | None, typer.Option(min=2, help="Context that --over-length refers to.")] = None,
+    over_length: Annotated[
+        OverLength, typer.Option(help="What becomes of sequences longer than the context.")
+    ] = OverLength.KEEP,
+    plot: Annotated[
+        Path | None, typer.Option(help="PNG of the histogram; beside --out if not given.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Count the token lengths of a dataset.
+
+    Data at rest is tokenised once, into the cache that training uses. A stream that was interrupted is
+    continued when the command is run again.
+
+    Example: ds-hydra lengths --dataset data/ --tokenizer meta-llama/Llama-2-7b-hf --out lengths.json
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # all cores inside a batch
+    with errors_to_stderr():
+        if over_length != OverLength.KEEP and context is None:
+            raise HydraConfigError(f"--over-length {over_length.value} needs --context, e.g. --context 32768")
+        if max_rows is not None and not streaming:
+            raise HydraConfigError("--max-rows needs --streaming")
+        histogram = _measure(
+            dataset,
+            _load_tokenizer(tokenizer),
+            split,
+            config,
+            text_column,
+            streaming,
+            max_rows,
+            append_eos,
+            out,
+        )
+        document = _document(histogram, dataset, tokenizer, context, over_length)
+        write_document(document, out)
+        _plot(histogram, plot or out.with_suffix(".png"))
+    print(json.dumps(document) if as_json else _describe(histogram, document))
+
+
+def _load_tokenizer(name: str | None) -> Tokenize | None:
+    """A `tokenizer.json` without transformers, else what `AutoTokenizer` finds."""
+    if name is None:
+        return None
+    if name.endswith(".json"):
+        from tokenizers import Tokenizer
+
+        from ds_hydra.sampler.dataset import RawTokenize
+
+        return RawTokenize(Tokenizer.from_file(name))
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Tokenize = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise HydraConfigError(f"cannot load the tokenizer {name!r}: {error}") from error
+    return tokenizer
+
+
+def _measure(
+    name: str,
+    tokenize: Tokenize | None,
+    split: str,
+    config: str | None,
+    text_column: str,
+    streaming: bool,
+    max_rows: int | None,
+    append_eos: bool,
+    out: Path,
+) -> LengthHistogram:
+    from ds_hydra.sampler.length_stats import load_data, measure_dataset, measure_stream
+
+    data = load_data(name, split=split, config=config, streaming=streaming)
+    if not streaming:
+        return measure_dataset(data, tokenize, name=name, text_column=text_column, append_eos=append_eos)
+    with tqdm(desc="counting", unit="row", total=max_rows, file=sys.stderr) as bar:
+
+        def show(num_rows: int, num_tokens: int) -> None:
+            bar.update(num_rows - bar.n)
+            bar.set_postfix_str(f"{num_tokens:,} tokens")
+
+        return measure_stream(
+            data,
+            tokenize,
+            name=name,
+            text_column=text_column,
+            append_eos=append_eos,
+            max_rows=max_rows,
+            resume_file=out.with_name(out.name + ".partial"),
+            progress=show,
+        )
+
+
+def _document(
+    histogram: LengthHistogram,
+    dataset: str,
+    tokenizer: str | None,
+    context: int | None,
+    over_length: OverLength,
+) -> dict[str, Any]:
+    more: dict[str, Any] = {"source": f"{dataset}, tokenizer {tokenizer or 'none, input_ids as stored'}"}
+    limited = histogram
+    if context is not None:
+        num_over, beyond = histogram.count_over(context)
+        more |= {"context_length": context, "over_length": over_length.value}
+        more |= {"num_over_length": num_over, "num_tokens_beyond_context": beyond}
+        if over_length != OverLength.KEEP:
+            limited = histogram.limit(context, over_length.value)
+    return limited.to_json(**more)
+
+
+def _plot(histogram: LengthHistogram, path: Path) -> None:
+    from ds_hydra.report.length_plot import plot_lengths
+
+    try:
+        plot_lengths(histogram, path)
+    except OSError as error:
+        raise HydraConfigError(f"cannot write {path}: {error.strerror}") from error
+    log(f"wrote {path}")
+
+
+def _describe(histogram: LengthHistogram, document: dict[str, Any]) -> str:
+    quantiles = ", ".join(f"{share:.0%} {histogram.quantile(share):,}" for share in (0.5, 0.9, 0.99, 1.0))
+    lines = [
+        f"{histogram.num_sequences:,} sequences, {histogram.num_tokens:,} tokens, mean "
+        f"{histogram.num_tokens / histogram.num_sequences:,.0f}; up to: {quantiles}"
+    ]
+    if "context_length" in document:
+        lines.append(
+            f"{document['num_over_length']:,} longer than {document['context_length']:,} tokens, "
+            f"{document['num_tokens_beyond_context']:,} tokens beyond: {document['over_length']}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,81 @@
+"""`ds-hydra propose`: candidate strategies for a model, a dataset and a cluster."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from tqdm import tqdm
+
+from ds_hydra.commands.common import errors_to_stderr, write_document
+from ds_hydra.configs import find_file
+
+if TYPE_CHECKING:
+    from ds_hydra.sampler.propose import Proposal
+
+
+def register(app: typer.Typer) -> None:
+    """Add `propose` to `app`."""
+    app.command()(propose)
+
+
+def propose(
+    profile: Annotated[str, typer.Option(help="A ds_hydra.profile/1 file, or the name of a shipped one.")],
+    histogram: Annotated[str, typer.Option(help="A ds_hydra.lengths/1 file, or the name of a shipped one.")],
+    devices: Annotated[int, typer.Option(min=1, help="Devices of the cluster.")],
+    context: Annotated[int, typer.Option(min=2, help="Longest sequence in tokens.")],
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of one iteration; 100K for every 64 devices if not given."),
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, help="Mini-batches to try the candidates on.")] = 32,
+    max_communicators: Annotated[
+        int, typer.Option(min=0, help="Process groups that the candidates may need together.")
+    ] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the sampled mini-batches.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Where to write ds_hydra.strategies/1.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Propose candidate strategies and say why each is there.
+
+    Example: ds-hydra propose --profile a800_llama2_7b --histogram github --devices 8 --context 32768
+    --out strategies.json
+    """
+    from ds_hydra.sampler.propose import PruningSettings, propose_strategies
+    from ds_hydra.strategy import Profile
+    from ds_hydra.strategy.histogram import LengthHistogram
+
+    with errors_to_stderr():
+        with tqdm(desc="trying candidates", unit="batch", file=sys.stderr) as bar:
+
+            def show(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            proposal = propose_strategies(
+                Profile.load(find_file("profiles", profile)),
+                LengthHistogram.load(find_file("lengths", histogram)),
+                num_devices=devices,
+                context_length=context,
+                tokens_per_iteration=tokens,
+                pruning=PruningSettings(num_batches=batches, max_communicators=max_communicators, seed=seed),
+                progress=show,
+            )
+        write_document(proposal.to_json(), out)
+    print(json.dumps(proposal.to_json()) if as_json else _describe(proposal))
+
+
+def _describe(proposal: Proposal) -> str:
+    width = max(len(str(strategy)) for strategy in proposal.strategies)
+    lines = [f"{kept.strategy!s:{width}}  {kept.reason}" for kept in proposal.kept]
+    lines.append(
+        f"{len(proposal.kept)} of {proposal.num_candidates} candidates kept, {proposal.num_communicators} "
+        f"communicators; {proposal.tokens_per_iteration} tokens take {proposal.kept_ms:.0f} ms on average, "
+        f"with the best static strategy {proposal.best_static_ms:.0f} ms"
+    )
+    return "\n".join(lines)

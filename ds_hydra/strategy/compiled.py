@@ -1,0 +1,28 @@
+"""How the hot loops of the proposal are compiled: numba where it is installed, plain Python otherwise.
+
+A function marked `compiled` uses only scalars, numpy arrays and loops, so both ways give the same numbers
+(no fast-math, no threads). Compiled code is cached beside the source; numba checks only the file of the
+function itself, so remove `__pycache__/*.nb?` after editing a compiled function that another file calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar, cast
+
+try:
+    from numba import njit
+
+    HAS_NUMBA = True
+except ImportError:  # the planner is then slow, and still right
+    HAS_NUMBA = False
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """`function`, compiled at its first call."""
+    if not HAS_NUMBA:
+        return function
+    return cast(Callable[Parameters, Result], njit(cache=True, nogil=True)(function))

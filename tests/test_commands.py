@@ -1,0 +1,208 @@
+"""`ds-hydra propose` and `ds-hydra lengths` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ds_hydra.commands import lengths, propose
+from ds_hydra.sampler import length_stats
+from ds_hydra.sampler.dataset import TokenDataset
+from ds_hydra.strategy import Profile
+from ds_hydra.strategy.candidates import load_strategies
+from ds_hydra.strategy.histogram import LengthHistogram
+from tests.reference import make_profile
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+for module in (lengths, propose):
+    module.register(app)
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def files(tmp_path):
+    profile = make_profile({"<1,1>": (0.0, 1.0, 1.0), "<2,1>": (0.0, 0.6, 1.0)}, max_len=60)
+    (tmp_path / "profile.json").write_text(json.dumps(dict(profile.document)))
+    histogram = LengthHistogram.from_counts({5: 90, 50: 10})
+    (tmp_path / "lengths.json").write_text(json.dumps(histogram.to_json()))
+    return tmp_path
+
+
+def propose_arguments(files, *more):
+    return [
+        "propose", "--profile", files / "profile.json", "--histogram", files / "lengths.json",
+        "--devices", 4, "--batches", 4, *more,
+    ]  # fmt: skip
+
+
+def test_propose_prints_one_document_and_writes_the_same(files):
+    out = files / "strategies.json"
+    result = invoke(*propose_arguments(files, "--context", 50, "--json", "--out", out))
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document == json.loads(out.read_text())
+    assert document["schema"] == "ds_hydra.strategies/1"
+    assert (document["num_devices"], document["context_length"]) == (4, 50)
+    assert [str(s) for s in load_strategies(str(out))] == document["strategies"]
+
+
+def test_propose_explains_itself(files):
+    result = invoke(*propose_arguments(files, "--context", 50))
+    assert "of the sampled mini-batches" in result.stdout
+    assert "communicators" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--context", 70], "lower the context to 60"),
+        (["--context", 50, "--max-communicators", 0, "--profile", "nothing"], "not among the profiles"),
+        (["--context", 50, "--histogram", "missing.json"], "cannot read missing.json"),
+    ],
+)
+def test_propose_refuses_without_a_traceback(files, arguments, message):
+    result = invoke(*propose_arguments(files, *arguments))
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_help_has_an_example():
+    for command in ("propose", "lengths"):
+        assert f"Example: ds-hydra {command}" in " ".join(invoke(command, "--help").stdout.split())
+
+
+class SplitTokenizer:
+    """One token for each word."""
+
+    eos_token_id = 0
+
+    def __call__(self, texts):
+        return {"input_ids": [list(range(1, len(text.split()) + 1)) for text in texts]}
+
+
+@pytest.fixture
+def words(monkeypatch):
+    monkeypatch.setattr(lengths, "_load_tokenizer", lambda name: SplitTokenizer())
+
+
+TEXTS = ["a b c", "a b", "a b c d e f g", "a b", ""]  # with an end of text: 4, 3, 8, 3 and 1 tokens
+COUNTS = {"3": 2, "4": 1, "8": 1}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "arrow", "saved", "folder"])
+@pytest.mark.parametrize("streaming", [False, True])
+def test_lengths_of_local_data(tmp_path, words, kind, streaming):
+    data = datasets.Dataset.from_dict({"text": TEXTS})
+    path = tmp_path / f"data.{kind}"
+    if kind == "jsonl":
+        data.to_json(path)
+    elif kind == "parquet":
+        data.to_parquet(path)
+    elif kind == "saved":
+        data.save_to_disk(path)
+    elif kind == "arrow":
+        path.mkdir()
+        data.save_to_disk(tmp_path / "saved")
+        next((tmp_path / "saved").glob("*.arrow")).rename(path / "part.arrow")
+    else:
+        path = tmp_path / "folder"
+        path.mkdir()
+        for i, text in enumerate(TEXTS[:-1]):
+            (path / f"{i}.txt").write_text(text)
+    out = tmp_path / "lengths.json"
+    more = ["--streaming"] if streaming else []
+    result = invoke("lengths", "--dataset", path, "--tokenizer", "words", "--out", out, "--json", *more)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout) == json.loads(out.read_text())
+    assert json.loads(result.stdout)["counts"] == COUNTS
+    assert out.with_suffix(".png").stat().st_size > 1000
+    assert not out.with_name("lengths.json.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("over_length", "counts"),
+    [
+        ("keep", {"3": 2, "4": 1, "8": 1}),
+        ("truncate", {"3": 4}),
+        ("drop", {"3": 2}),
+        ("split", {"3": 5, "1": 1, "2": 1}),
+    ],
+)
+def test_what_becomes_of_long_documents_is_counted(tmp_path, words, over_length, counts):
+    datasets.Dataset.from_dict({"text": TEXTS}).to_json(tmp_path / "data.jsonl")
+    result = invoke(
+        "lengths", "--dataset", tmp_path / "data.jsonl", "--out", tmp_path / "h.json", "--json",
+        "--context", 3, "--over-length", over_length,
+    )  # fmt: skip
+    document = json.loads(result.stdout)
+    assert document["counts"] == dict(sorted(counts.items()))
+    assert (document["num_over_length"], document["num_tokens_beyond_context"]) == (2, 6)
+
+
+def test_lengths_refuses_without_a_traceback(tmp_path, words):
+    result = invoke("lengths", "--dataset", tmp_path, "--out", tmp_path / "h.json")
+    assert result.exit_code == 1
+    assert "holds no file" in result.stderr
+    result = invoke("lengths", "--dataset", tmp_path, "--out", tmp_path / "h.json", "--over-length", "drop")
+    assert "needs --context" in result.stderr
+
+
+def test_an_interrupted_stream_is_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr(length_stats, "_BATCH_ROWS", 2)
+    rows = [{"input_ids": list(range(n))} for n in (2, 3, 4, 5, 6)]
+    partial = tmp_path / "h.partial"
+    seen = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(num_rows, num_tokens):
+        raise Stop
+
+    def measure(progress):
+        stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+        return length_stats.measure_stream(stream, None, name="n", resume_file=partial, progress=progress)
+
+    with pytest.raises(Stop):
+        measure(stop)
+    assert json.loads(partial.read_text())["num_rows"] == 2
+    histogram = measure(lambda num_rows, num_tokens: seen.append(num_rows))
+    assert seen == [4, 5]
+    assert histogram.lengths_tokens.tolist() == [2, 3, 4, 5, 6]
+    assert not partial.exists()
+
+
+def test_training_finds_the_cache_of_lengths(tmp_path):
+    """Tokenising counts its calls; the second reader of the same data makes none."""
+    data = datasets.Dataset.from_dict({"text": TEXTS})
+    data.to_json(tmp_path / "data.jsonl")
+    calls = tmp_path / "calls"
+
+    def tokenize(texts):
+        with calls.open("a") as file:
+            file.write(f"{len(texts)}\n")
+        return {"input_ids": [list(range(len(text))) for text in texts]}
+
+    def load():
+        return datasets.load_dataset(
+            "json",
+            data_files=[str(tmp_path / "data.jsonl")],
+            split="train",
+            cache_dir=str(tmp_path / "cache"),
+        )
+
+    length_stats.measure_dataset(load(), tokenize, name="n")
+    TokenDataset.from_dataset(load(), context_length=4, tokenize=tokenize)
+    assert calls.read_text() == "5\n"
+
+
+def test_shipped_profiles_are_found_by_name():
+    assert Profile.load(propose.find_file("profiles", "a800_llama2_7b")).latency

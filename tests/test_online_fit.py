@@ -1,0 +1,89 @@
+"""The re-fit during training: learns the truth, shrugs off outliers, stays small, and warns of drift."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy import LatencyModel, Scheme
+from ds_hydra.strategy.fit import fit_latency
+from ds_hydra.strategy.online_fit import OnlineFit, OnlineFitSettings
+
+SCHEME = Scheme(2, 2)
+PROFILED = LatencyModel(quadratic_ms=1e-5, linear_ms=0.1, constant_ms=20.0)
+TRUTH = LatencyModel(quadratic_ms=2e-5, linear_ms=0.15, constant_ms=10.0)
+
+
+def pipeline_ms(model: LatencyModel, rows: list[list[int]]) -> float:
+    """A stand-in for the planner: rows one after the other, and a bubble of one slot."""
+    return sum(model.row_ms(row) for row in rows) * (1 + 1 / len(rows))
+
+
+def run(fit: OnlineFit, num_iterations: int, truth: LatencyModel = TRUTH, spikes: float = 0.0, seed: int = 0):
+    generator = np.random.default_rng(seed)
+    errors = []
+    for _ in range(num_iterations):
+        rows = [generator.integers(10, 9000, generator.integers(1, 6)).tolist() for _ in range(3)]
+        noise = 1 + 0.02 * generator.standard_normal()
+        if generator.random() < spikes:
+            noise *= 8
+        current = fit.models()[SCHEME]
+        predicted, measured = pipeline_ms(current, rows), pipeline_ms(truth, rows) * noise
+        errors.append(fit.observe(SCHEME, rows, predicted_ms=predicted, measured_ms=measured, model=current))
+    return errors
+
+
+def test_a_wrong_profile_is_corrected():
+    fit = OnlineFit({SCHEME: PROFILED})
+    errors = run(fit, 100)
+    assert abs(errors[0]) > 0.2
+    assert np.median(np.abs(errors[20:])) < 0.04
+    found = fit.models()[SCHEME]
+    assert found.row_ms([4000]) == pytest.approx(TRUTH.row_ms([4000]), rel=0.03)
+    assert found.row_ms([9000]) == pytest.approx(TRUTH.row_ms([9000]), rel=0.03)
+
+
+def test_outliers_do_not_move_the_model():
+    fit = OnlineFit({SCHEME: PROFILED})
+    run(fit, 100, spikes=0.25)
+    assert fit.models()[SCHEME].row_ms([4000]) == pytest.approx(TRUTH.row_ms([4000]), rel=0.03)
+
+
+def test_memory_is_bounded_and_old_truths_are_forgotten():
+    fit = OnlineFit({SCHEME: PROFILED}, OnlineFitSettings(window=30))
+    run(fit, 60, truth=TRUTH)
+    slow = LatencyModel(quadratic_ms=4e-5, linear_ms=0.3, constant_ms=20.0)
+    run(fit, 60, truth=slow, seed=1)
+    assert len(fit._samples[SCHEME]) == 30
+    assert fit.models()[SCHEME].row_ms([4000]) == pytest.approx(slow.row_ms([4000]), rel=0.05)
+
+
+def test_drift_is_warned_of_and_not_before():
+    fit = OnlineFit({SCHEME: PROFILED})
+    rows = [[1000, 2000]]
+    predicted = pipeline_ms(PROFILED, rows)
+    for factor in [1.0] * 8:
+        fit.observe(SCHEME, rows, predicted_ms=predicted, measured_ms=factor * predicted)
+    assert fit.drift_warning() is None
+    for factor in [1.5] * 8:
+        fit.observe(SCHEME, rows, predicted_ms=predicted, measured_ms=factor * predicted)
+    assert fit.drift(SCHEME) == pytest.approx(1 / 1.5 - 1)
+    assert "<2,2> are predicted -33% off" in (fit.drift_warning() or "")
+
+
+def test_schemes_without_samples_stay_as_profiled():
+    fit = OnlineFit({SCHEME: PROFILED, Scheme(1, 1): TRUTH})
+    run(fit, 10)
+    assert fit.models()[Scheme(1, 1)] == TRUTH
+    assert fit.drift(Scheme(1, 1)) is None
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_times_that_cannot_be_are_refused(value):
+    with pytest.raises(HydraConfigError, match="expected times above 0"):
+        OnlineFit({SCHEME: PROFILED}).observe(SCHEME, [[5]], predicted_ms=1.0, measured_ms=value)
+    with pytest.raises(ValueError, match="positive, finite"):
+        fit_latency([10, 20, 30], [1.0, value, 3.0])
+    with pytest.raises(HydraConfigError, match="not in the profile"):
+        OnlineFit({}).observe(SCHEME, [[5]], predicted_ms=1.0, measured_ms=1.0)

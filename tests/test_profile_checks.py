@@ -1,0 +1,35 @@
+"""Profiles that cannot be, or that belong to another model, are refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+from ds_hydra.configs import find_file, load_model_preset
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy import Profile
+from ds_hydra.strategy.profile import read_json_object
+
+
+@pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf")])
+@pytest.mark.parametrize("term", ["quadratic_ms", "linear_ms", "constant_ms"])
+def test_coefficients_that_cannot_be_are_refused(term, value):
+    document = copy.deepcopy(read_json_object(find_file("profiles", "a800_llama2_7b")))
+    document["schemes"][3][term] = value
+    with pytest.raises(HydraConfigError, match=r"p\.json: latency coefficients"):
+        Profile.from_json(document, source="p.json")
+
+
+@pytest.mark.parametrize("model", ["7b", "13b"])
+def test_shipped_profiles_belong_to_their_presets(model):
+    preset = load_model_preset(f"llama2_{model}")
+    check = Profile.load(find_file("profiles", f"a800_llama2_{model}")).check_model
+    sizes = {"hidden_size": preset["hidden_size"], "vocab_size": preset["vocab_size"]}
+    check(num_layers=preset["num_hidden_layers"], **sizes)
+    with pytest.raises(HydraConfigError, match="num_layers"):
+        check(num_layers=preset["num_hidden_layers"] + 1, **sizes)
+    with pytest.raises(HydraConfigError, match="vocab_size 30592 instead of 128256"):
+        check(num_layers=preset["num_hidden_layers"], hidden_size=preset["hidden_size"], vocab_size=128256)
+    with pytest.raises(HydraConfigError, match="hidden_size"):
+        check(num_layers=preset["num_hidden_layers"], hidden_size=1, vocab_size=preset["vocab_size"])

@@ -1,0 +1,198 @@
+"""The programme of Eq. (4) against its literal form, and what rounding makes of its answers."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_hydra.configs import find_file
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy import Profile, Scheme, Strategy, parse_strategies
+from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.proposal import (
+    PRECISION,
+    ProposalSettings,
+    RelaxedStrategy,
+    charge_ms,
+    homogeneous_strategies,
+    propose_from_histogram,
+    relaxed_strategies,
+    round_strategy,
+    usable_schemes,
+)
+from tests.reference import make_profile
+
+PAPER = ProposalSettings(device_step=0.5, length_step=10, charge="per_sequence")
+
+
+def profile_with_max_len(schemes: dict[str, tuple[float, float, float]], max_len: dict[int, int]) -> Profile:
+    """A profile whose MaxLen depends on TP only."""
+    profile = make_profile(schemes, max_len=1_000_000)
+    memory = profile.memory
+    per_tp = {tp: tp * 1_000_000 / (longest + 0.5) for tp, longest in max_len.items()}
+    object.__setattr__(memory, "activation_bytes", per_tp)
+    return profile
+
+
+def literal_time(profile, histogram, num_devices, settings):
+    """t[N][L] for every L by Eq. (4) as it is written, device by device; {L: time}."""
+    step, length_step = settings.device_step, settings.length_step
+    schemes = usable_schemes(profile, num_devices)
+    num_bins = math.ceil(histogram.lengths_tokens[-1] / length_step)
+    bin_of = -(-histogram.lengths_tokens // length_step)
+    work = {
+        s: [
+            float(np.sum((charge_ms(profile, s, histogram.lengths_tokens, num_devices, settings)
+                          * histogram.counts)[bin_of == l]))
+            for l in range(num_bins + 1)
+        ]
+        for s in schemes
+    }  # fmt: skip
+    units = round(num_devices / step)
+    t = [[0.0] + [math.inf] * num_bins for _ in range(units + 1)]
+    for n in range(1, units + 1):
+        for l in range(1, num_bins + 1):
+            best = t[n - 1][l]
+            top = min(l * length_step, int(histogram.lengths_tokens[-1]))
+            for s in schemes:
+                if profile.max_len_tokens(s, num_devices) < top:
+                    continue
+                for pipelines in range(1, n // s.num_devices + 1):
+                    for before in range(l):
+                        own = sum(work[s][before + 1 : l + 1]) / (pipelines * step)
+                        best = min(best, max(t[n - pipelines * s.num_devices][before], own))
+            t[n][l] = best
+    occupied = sorted(set(bin_of.tolist()))
+    return [t[units][l] for l in occupied]
+
+
+@settings(max_examples=25)
+@given(
+    counts=st.dictionaries(st.integers(1, 60), st.integers(1, 9), min_size=1, max_size=6),
+    costs=st.lists(st.tuples(st.floats(0, 0.1), st.floats(0.1, 3), st.floats(0, 5)), min_size=3, max_size=3),
+    num_devices=st.integers(4, 7),
+)
+def test_times_are_those_of_the_literal_programme(counts, costs, num_devices):
+    profile = profile_with_max_len(dict(zip(("<1,1>", "<2,1>", "<4,1>"), costs)), {1: 20, 2: 45, 4: 60})
+    histogram = LengthHistogram.from_counts(counts)
+    relaxed = relaxed_strategies(
+        profile, histogram, num_devices=num_devices, context_length=60, settings=PAPER
+    )
+    expected = literal_time(profile, histogram, num_devices, PAPER)
+    assert len(relaxed) == len(expected)
+    for found, time_ms in zip(relaxed, expected):
+        assert time_ms * (1 - 1e-9) <= found.time_ms <= time_ms * (1 + 2 * PRECISION)
+        used = sum(scheme.num_devices * number for scheme, number in found.num_pipelines)
+        assert used <= num_devices + 1e-6
+        held = profile.max_len_tokens(found.longest_scheme, num_devices)
+        assert held >= min(found.max_length_tokens, histogram.lengths_tokens[-1])
+
+
+def test_rounding_goes_both_ways_and_keeps_the_longest_scheme():
+    relaxed = RelaxedStrategy(
+        max_length_tokens=9,
+        num_pipelines=((Scheme(4, 1), 0.4), (Scheme(2, 1), 1.5), (Scheme(1, 1), 3.4)),
+        longest_scheme=Scheme(4, 1),
+        time_ms=1.0,
+    )
+    found = round_strategy(relaxed, 10, ())
+    assert {str(s) for s in found} == {
+        "1x<4,1> + 1x<2,1> + 3x<1,1>",
+        "1x<4,1> + 1x<2,1> + 4x<1,1>",
+        "1x<4,1> + 2x<2,1> + 2x<1,1>",
+    }
+    assert all(Scheme(4, 1) in s.schemes and s.num_devices <= 10 for s in found)
+    assert Strategy.parse("1x<4,1> + 2x<2,1> + 2x<1,1>") in found
+
+
+def test_free_devices_are_filled():
+    relaxed = RelaxedStrategy(
+        max_length_tokens=9, num_pipelines=((Scheme(4, 1), 1.6),), longest_scheme=Scheme(4, 1), time_ms=1.0
+    )
+    assert round_strategy(relaxed, 7, ()) == (Strategy.parse("1x<4,1>"),)
+    filled = round_strategy(relaxed, 7, (Scheme(4, 1), Scheme(2, 1), Scheme(1, 1)))
+    assert filled == (Strategy.parse("1x<4,1> + 1x<2,1> + 1x<1,1>"),)
+
+
+@pytest.mark.parametrize("num_devices", [6, 8, 12, 100])
+@pytest.mark.parametrize("charge", ["per_row", "per_sequence"])
+def test_every_proposed_strategy_holds_its_lengths_and_fits(num_devices, charge):
+    profile = Profile.load(find_file("profiles", "a800_llama2_7b"))
+    histogram = LengthHistogram.load(find_file("lengths", "github"))
+    settings_ = ProposalSettings(charge=charge, tokens_per_iteration=100_000)
+    context = 16384
+    proposed = propose_from_histogram(
+        profile, histogram, num_devices=num_devices, context_length=context, settings=settings_
+    )
+    assert len({p.strategy for p in proposed}) == len(proposed)
+    for p in proposed:
+        longest = max(profile.max_len_tokens(s, num_devices) for s in p.strategy.schemes)
+        assert longest >= max(p.max_lengths_tokens, default=0)
+        assert p.strategy.num_devices <= num_devices
+    static = homogeneous_strategies(profile, num_devices, context)
+    assert static
+    assert set(static) <= {p.strategy for p in proposed}
+    covered = {length for p in proposed for length in p.max_lengths_tokens}
+    assert max(covered) == context
+
+
+def test_candidates_of_the_paper_are_found():
+    """Four of the paper's seven for LLaMA 32B on CommonCrawl; its profile had other MaxLen values."""
+    profile = Profile.load(find_file("profiles", "a800_llama2_32b"))
+    histogram = LengthHistogram.load(find_file("lengths", "commoncrawl"))
+    proposed = propose_from_histogram(
+        profile,
+        histogram,
+        num_devices=64,
+        context_length=32768,
+        settings=ProposalSettings(tokens_per_iteration=200_000),
+    )
+    paper = parse_strategies(["4x<16,1>", "1x<16,1> + 12x<4,1>", "1x<8,3> + 10x<4,1>", "1x<8,1> + 14x<4,1>"])
+    assert set(paper) <= {p.strategy for p in proposed}
+
+
+def test_one_length_gives_one_scheme():
+    profile = make_profile({"<1,1>": (0.0, 1.0, 0.0), "<2,1>": (0.0, 0.6, 0.0)})
+    proposed = propose_from_histogram(
+        profile,
+        LengthHistogram.from_counts({50: 7}),
+        num_devices=4,
+        context_length=50,
+        settings=ProposalSettings(tokens_per_iteration=400),
+    )
+    assert [str(p.strategy) for p in proposed] == ["4x<1,1>", "2x<2,1>"]
+
+
+def test_context_that_nothing_holds_is_refused_with_advice_that_works():
+    profile = Profile.load(find_file("profiles", "a800_llama2_32b"))
+    histogram = LengthHistogram.load(find_file("lengths", "commoncrawl"))
+
+    def propose(num_devices, context_length):
+        return propose_from_histogram(
+            profile,
+            histogram,
+            num_devices=num_devices,
+            context_length=context_length,
+            settings=ProposalSettings(tokens_per_iteration=100_000),
+        )
+
+    with pytest.raises(HydraConfigError) as error:
+        propose(16, 32768)
+    text = str(error.value)
+    assert "activation checkpointing" in text
+    assert propose(16, int(re.search(r"lower the context to (\d+)", text)[1]))
+    assert propose(int(re.search(r"use (\d+) devices", text)[1]), 32768)
+
+
+def test_bubble_and_constant_are_charged_per_row():
+    """100 tokens in rows of 50 on two stages: (2 + 1) slots of (50 + 10) ms for 100 tokens."""
+    profile = make_profile({"<1,2>": (0.0, 1.0, 10.0)}, max_len=50)
+    settings_ = ProposalSettings(tokens_per_iteration=100)
+    object.__setattr__(profile, "saturation_tokens", {1: 50})
+    charged = charge_ms(profile, Scheme(1, 2), np.array([100]), 2, settings_)
+    assert charged[0] == pytest.approx(3 * 60)

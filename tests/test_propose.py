@@ -1,0 +1,123 @@
+"""The candidate set of a run: pruned on mini-batches, never slower than static, explained, bounded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ds_hydra.configs import find_file
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.propose import PruningSettings, count_communicators, propose_strategies
+from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.strategy.candidates import enumerate_strategies, strategies_from_json
+from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.proposal import usable_schemes
+from tests.reference import make_batch, make_profile
+
+CONTEXT, TOKENS = 32768, 65536
+
+
+def flat_profile(name: str) -> Profile:
+    """A shipped profile without pipelines of several stages, whose bounds take the planner long."""
+    document = dict(Profile.load(find_file("profiles", name)).document)
+    document["schemes"] = [entry for entry in document["schemes"] if entry["pp"] == 1]
+    return Profile.from_json(document)
+
+
+@pytest.fixture(scope="module")
+def github() -> LengthHistogram:
+    return LengthHistogram.load(find_file("lengths", "github"))
+
+
+@pytest.fixture(scope="module")
+def proposal(github):
+    return propose_strategies(
+        flat_profile("a800_llama2_7b"),
+        github,
+        num_devices=8,
+        context_length=CONTEXT,
+        tokens_per_iteration=TOKENS,
+        pruning=PruningSettings(num_batches=16),
+    )
+
+
+def test_set_is_within_two_percent_of_all_strategies_on_new_batches(proposal, github):
+    profile = flat_profile("a800_llama2_7b")
+    every = enumerate_strategies(usable_schemes(profile, 8), 8, max_distinct=4)
+    times = {"proposed": [], "every": []}
+    for lengths in github.limit(CONTEXT).draw_batches(TOKENS, 12, seed=99):
+        batch = make_batch(lengths.tolist())
+        for name, strategies in (("proposed", proposal.strategies), ("every", every)):
+            plan = plan_iteration(batch, strategies=strategies, profile=profile, num_devices=8)
+            times[name].append(plan.makespan_ms)
+    assert np.mean(times["proposed"]) <= 1.02 * np.mean(times["every"])
+
+
+def test_set_is_never_slower_than_static_and_says_why_each_is_there(proposal):
+    assert proposal.kept_ms <= proposal.best_static_ms
+    assert proposal.kept_ms <= 1.002 * proposal.all_candidates_ms
+    assert [k.is_best_static for k in proposal.kept].count(True) == 1
+    assert sum(k.share_won for k in proposal.kept) == pytest.approx(1)
+    for kept in proposal.kept:
+        assert kept.is_best_static or kept.share_won > 0
+        assert f"{kept.share_won:.0%}" in kept.reason
+        assert kept.is_best_static == ("best static" in kept.reason)
+
+
+def test_document_is_a_candidate_set(proposal):
+    document = proposal.to_json()
+    assert strategies_from_json(document) == proposal.strategies
+    assert (document["num_devices"], document["context_length"]) == (8, CONTEXT)
+    assert document["num_communicators"] == count_communicators(proposal.strategies)
+    assert [reason["strategy"] for reason in document["reasons"]] == document["strategies"]
+
+
+def test_the_same_arguments_give_the_same_set(github, proposal):
+    again = propose_strategies(
+        flat_profile("a800_llama2_7b"),
+        github,
+        num_devices=8,
+        context_length=CONTEXT,
+        tokens_per_iteration=TOKENS,
+        pruning=PruningSettings(num_batches=16),
+    )
+    assert again == proposal
+
+
+def test_communicators_are_counted_as_the_engine_makes_them():
+    from ds_hydra.engine.groups import groups_of
+
+    strategies = [Strategy.parse(t) for t in ("1x<4,1> + 2x<2,1>", "4x<2,1>", "2x<2,2>", "1x<1,3> + 5x<1,1>")]
+    expected = len(set().union(*(groups_of(s) for s in strategies)))
+    assert count_communicators(strategies) == expected == 11
+
+
+def test_communicators_are_bounded(github):
+    def propose(max_communicators: int):
+        return propose_strategies(
+            flat_profile("a800_llama2_7b"),
+            github,
+            num_devices=8,
+            context_length=CONTEXT,
+            tokens_per_iteration=TOKENS,
+            pruning=PruningSettings(num_batches=8, max_communicators=max_communicators),
+        )
+
+    assert propose(4).num_communicators <= 4
+    with pytest.raises(HydraConfigError, match="more than 0; allow 2"):
+        propose(0)
+
+
+def test_progress_is_reported(github):
+    profile = make_profile({"<1,1>": (0.0, 1.0, 0.0), "<2,1>": (0.0, 0.6, 0.0)})
+    seen = []
+    propose_strategies(
+        profile,
+        LengthHistogram.from_counts({50: 7}),
+        num_devices=4,
+        context_length=50,
+        pruning=PruningSettings(num_batches=3),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(1, 3), (2, 3), (3, 3)]
