@@ -1,4 +1,4 @@
-"""What can be asked on the command line: `ds-hydra plan`, without torch and without a GPU."""
+"""What can be asked on the command line, without torch and without a GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ds_hydra.commands import fit, lengths, propose
 from ds_hydra.errors import HydraConfigError, HydraError
 
 if TYPE_CHECKING:
@@ -34,11 +35,6 @@ class Objective(str, Enum):
 
     EXACT = "exact"
     CLOSED_FORM = "closed_form"
-
-
-@app.callback()
-def _commands() -> None:
-    """Keeps `plan` a subcommand while it is the only one."""
 
 
 @app.command()
@@ -155,6 +151,11 @@ def _plan_document(result: IterationPlan, planning_ms: float) -> dict[str, Any]:
         "planning_ms": planning_ms,
         "pipelines": document["pipelines"],
     }
+
+
+lengths.register(app)
+propose.register(app)
+fit.register(app)
 
 
 def main() -> None:

@@ -89,7 +89,7 @@ def full_states(engine: Any, params: Sequence[nn.Parameter]) -> list[dict[str, T
     ]
 
 
-def small_profile(memory_bytes):
+def small_profile(memory_bytes, num_layers=2):
     """A profile under which TP 2 holds about twice the tokens of TP 1."""
     return {
         "schema": PROFILE_SCHEMA,
@@ -99,7 +99,7 @@ def small_profile(memory_bytes):
             "reserved_bytes": 0,
             "safety_margin_bytes": 0,
         },
-        "model": {"name": "tiny", "num_layers": 2, "hidden_size": 32, "vocab_size": VOCAB_SIZE},
+        "model": {"name": "tiny", "num_layers": num_layers, "hidden_size": 32, "vocab_size": VOCAB_SIZE},
         "memory": {
             "activation_bytes_per_token_per_layer_per_hidden": {"1": 100, "2": 100},
             "state_bytes_per_layer_per_hidden2": 1,

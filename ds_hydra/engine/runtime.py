@@ -65,6 +65,11 @@ class HydraRuntime:
         if config.profile is not None:
             document = Profile.load(find_profile(config.profile)).document
             self._profile = limit_memory(document, config.memory_limit_bytes)
+            self._profile.check_model(
+                num_layers=skeleton.num_layers,
+                hidden_size=skeleton.hidden_size,
+                vocab_size=skeleton.vocab_size,
+            )
         self.strategies = self._candidates()
         self.propagator.prepare(self.strategies)
         self._feed: PlanFeed | None = None

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hydra.sampler.compiled import compiled
 from ds_hydra.sampler.order import EPSILON
 from ds_hydra.sampler.problem import DispatchProblem
 from ds_hydra.sampler.schedule import MAX_BALANCED_ROWS, FloatArray, IntArray
+from ds_hydra.strategy.compiled import compiled
 
 _NUM_STEPS = 40
 _PRECISION = 2e-4

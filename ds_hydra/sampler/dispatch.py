@@ -15,12 +15,12 @@ import numpy as np
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.bounds import strategy_bound_ms
-from ds_hydra.sampler.compiled import compiled
 from ds_hydra.sampler.dispatch_ilp import solve_dispatch
 from ds_hydra.sampler.ilp import SolverLimits
 from ds_hydra.sampler.order import EPSILON, shuffled_order
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
 from ds_hydra.sampler.schedule import MAX_BALANCED_ROWS, FloatArray, IntArray
+from ds_hydra.strategy.compiled import compiled
 
 MAX_EXCHANGES = 8
 """Exchanges that one search hands back, best first."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hydra.sampler.compiled import compiled
 from ds_hydra.sampler.schedule import IntArray
+from ds_hydra.strategy.compiled import compiled
 
 EPSILON = 1e-9
 """Relative improvement below which two times count as equal: rounding must not decide."""

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.errors import InfeasiblePlanError
-from ds_hydra.sampler.compiled import compiled
 from ds_hydra.sampler.ilp import SolverLimits
 from ds_hydra.sampler.order import EPSILON, shuffled_order
 from ds_hydra.sampler.packing_ilp import solve_rows
@@ -27,6 +26,7 @@ from ds_hydra.sampler.schedule import (
     balance_rows,
     makespan_ms,
 )
+from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.profile import LatencyModel
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ds_hydra.sampler.compiled import compiled
 from ds_hydra.sampler.dispatch import (
     apply_exchange,
     choose_targets,
@@ -21,6 +20,7 @@ from ds_hydra.sampler.order import EPSILON, shuffled_order
 from ds_hydra.sampler.packing import Effort, PipelineCost, pack_rows
 from ds_hydra.sampler.problem import DispatchProblem
 from ds_hydra.sampler.schedule import FloatArray, IntArray, RowBalance
+from ds_hydra.strategy.compiled import compiled
 
 _NUM_EXCHANGES = 8
 _FIRST_EFFORT = Effort(2, 100, 0)

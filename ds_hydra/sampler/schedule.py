@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hydra.sampler.compiled import compiled
+from ds_hydra.strategy.compiled import compiled
 
 FORWARD_FRACTION = 1 / 3
 

@@ -1,4 +1,4 @@
-"""How the hot loops of the proposal are compiled: numba where it is installed, plain Python otherwise.
+"""How the hot loops of planner and proposal are compiled: numba where it is installed, plain Python otherwise.
 
 A function marked `compiled` uses only scalars, numpy arrays and loops, so both ways give the same numbers
 (no fast-math, no threads). Compiled code is cached beside the source; numba checks only the file of the
