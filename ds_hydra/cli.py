@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ds_hydra.commands import fit, lengths, propose
-from ds_hydra.errors import HydraConfigError, HydraError
+from ds_hydra.commands.common import errors_to_stderr
+from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.sampler.plan import IterationPlan
@@ -56,23 +54,13 @@ def plan(
 
     Example: ds-hydra plan --profile profile.json --strategies strategies.json --lengths lengths.json --json
     """
-    with _errors_to_stderr():
+    with errors_to_stderr():
         result, planning_ms = _plan(profile, strategies, lengths, objective, seed)
     if as_json:
         print(json.dumps(_plan_document(result, planning_ms)))
     else:
         print(result)
         print(f"planned in {planning_ms:.1f} ms; slowest pipeline {result.imbalance:.1%} above the fastest")
-
-
-@contextmanager
-def _errors_to_stderr() -> Iterator[None]:
-    """Ends the command with the message of a ds_hydra error, without a traceback."""
-    try:
-        yield
-    except HydraError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
 
 
 def _plan(

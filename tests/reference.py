@@ -1,19 +1,10 @@
-"""Where tests and benchmarks find the reference data, and small builders that several tests share."""
+"""Small builders that several tests of the planner share."""
 
 from __future__ import annotations
-
-import json
-import os
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.strategy.profile import Profile
 from ds_hydra.strategy.scheme import Strategy, parse_strategies
-
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 STRATEGIES_32B_64 = parse_strategies(
     [
@@ -27,21 +18,6 @@ STRATEGIES_32B_64 = parse_strategies(
     ]
 )
 """Candidates of the paper's case study: LLaMA 32B on 64 A800, context 32K."""
-
-
-def reference_path(name: str) -> Path | None:
-    """The reference file `name`, from $DS_HYDRA_SHARED or `../shared` beside the repository."""
-    shared = Path(os.environ.get("DS_HYDRA_SHARED", REPOSITORY.parent / "shared"))
-    path = shared / "data" / name
-    return path if path.exists() else None
-
-
-def load_reference(name: str) -> Any:
-    """The JSON reference `name`; skips the test where the data is absent."""
-    path = reference_path(name)
-    if path is None:
-        pytest.skip(f"reference data {name} is absent; set DS_HYDRA_SHARED to the folder that holds data/")
-    return json.loads(path.read_text())
 
 
 def make_profile(schemes: dict[str, tuple[float, float, float]], *, max_len: int = 100) -> Profile:

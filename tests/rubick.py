@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from shared_data import shared_json, shared_rows
+
 from ds_hydra.strategy.whole_iteration import (
     IterationModel,
     IterationSetup,
     MeasuredIteration,
     predict_iteration,
 )
-from tests.shared_data import shared_json, shared_rows
 
 AUTHORS_MEAN_ERROR = {"vit": 3.36, "roberta": 4.14, "bert": 5.06, "t5": 4.11, "gpt2": 3.33}
 """Percent over all validation points, re-run of the originals' notebook (README of the data)."""

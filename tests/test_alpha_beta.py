@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from shared_data import find_shared, shared_json
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.alpha_beta import (
@@ -19,7 +20,6 @@ from ds_hydra.strategy.alpha_beta import (
     pipeline_s,
     tensor_parallel_s,
 )
-from tests.shared_data import find_shared, shared_json
 
 GIB, TERA = 1024**3, 1024**4  # the originals count both in powers of 1024
 NUM_CASES = 14

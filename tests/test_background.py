@@ -10,7 +10,8 @@ import textwrap
 import time
 
 import pytest
-from reference import REPOSITORY, make_batch, make_profile
+from reference import make_batch, make_profile
+from shared_data import REPOSITORY
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.background import BackgroundPlanner

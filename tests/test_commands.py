@@ -7,6 +7,7 @@ import json
 import datasets
 import pytest
 import typer
+from reference import make_profile
 from typer.testing import CliRunner
 
 from ds_hydra.commands import lengths, propose
@@ -15,7 +16,6 @@ from ds_hydra.sampler.dataset import TokenDataset
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.candidates import load_strategies
 from ds_hydra.strategy.histogram import LengthHistogram
-from tests.reference import make_profile
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 for module in (lengths, propose):

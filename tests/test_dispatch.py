@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import load_reference
+from shared_data import shared_json
 
 from ds_hydra.sampler.dispatch import (
     count_loads,
@@ -110,7 +110,7 @@ def test_loads_are_counted_right(kinds, lengths):
 
 def test_reference_instances():
     gaps = []
-    for instance in load_reference("planner/reference_dispatch.json")["instances"]:
+    for instance in shared_json("planner/reference_dispatch.json")["instances"]:
         kinds = [
             PipelineKind(
                 1,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from shared_data import shared_json
 from transformers import LlamaConfig, Qwen3Config
 
 from ds_hydra.engine.memory_trace import trace_layer_memory
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme
-from tests.shared_data import shared_json
 
 MODELS = ("7b", "13b", "32b")
 

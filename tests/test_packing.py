@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import load_reference
+from shared_data import shared_json
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.ilp import SolverLimits, make_model
@@ -154,7 +154,7 @@ def test_a_sequence_above_max_len_is_refused():
 
 def test_reference_instances():
     gaps = []
-    for instance in load_reference("planner/reference_packing.json")["instances"]:
+    for instance in shared_json("planner/reference_packing.json")["instances"]:
         packing = pack_sequences(
             instance["lengths"],
             latency=LatencyModel(

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import STRATEGIES_32B_64, load_reference, make_batch, make_profile
+from reference import STRATEGIES_32B_64, make_batch, make_profile
+from shared_data import shared_json
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
@@ -240,9 +241,9 @@ def test_planning_imports_neither_torch_nor_deepspeed():
 
 @pytest.mark.parametrize("name", ["cc_200K_ctx32K", "gh_100K_ctx32K"])
 def test_64_gpus(name):
-    profile = Profile.from_json(load_reference("profiles/a800_llama2_32b.json"))
+    profile = Profile.from_json(shared_json("profiles/a800_llama2_32b.json"))
     gaps = []
-    for iteration, lengths in enumerate(load_reference(f"planner/{name}.json")["batches"][:20]):
+    for iteration, lengths in enumerate(shared_json(f"planner/{name}.json")["batches"][:20]):
         batch = make_batch(lengths, iteration)
         result = plan_iteration(batch, strategies=STRATEGIES_32B_64, profile=profile, num_devices=64)
         assert result.makespan_ms == pytest.approx(max(recompute(result, "exact", profile)), rel=1e-9)

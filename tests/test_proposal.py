@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import make_profile
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
@@ -25,7 +26,6 @@ from ds_hydra.strategy.proposal import (
     round_strategy,
     usable_schemes,
 )
-from tests.reference import make_profile
 
 PAPER = ProposalSettings(device_step=0.5, length_step=10, charge="per_sequence")
 

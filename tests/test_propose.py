@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from reference import make_batch, make_profile
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
@@ -13,7 +14,6 @@ from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.candidates import enumerate_strategies, strategies_from_json
 from ds_hydra.strategy.histogram import LengthHistogram
 from ds_hydra.strategy.proposal import usable_schemes
-from tests.reference import make_batch, make_profile
 
 CONTEXT, TOKENS = 32768, 65536
 

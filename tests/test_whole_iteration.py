@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import typer
+from rubick import AUTHORS_MEAN_ERROR, fit_points, replay, validation_points
 from typer.testing import CliRunner
 
 from ds_hydra.commands import fit
@@ -20,7 +21,6 @@ from ds_hydra.strategy.whole_iteration import (
     norm_overlap,
     predict_iteration,
 )
-from tests.rubick import AUTHORS_MEAN_ERROR, fit_points, replay, validation_points
 
 MODEL = IterationModel(bwd=2.0, sync=2.0, opt=0.5, opt_offload=2.0, const_ms=5.0, off_ms=3.0, swap_ms=4.0)
 SETUP = IterationSetup(forward_ms=10.0, params_mi=10.0, dp=4, bandwidth_dp=3.0)
