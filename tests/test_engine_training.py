@@ -350,3 +350,31 @@ def test_logits_stay_split_and_slices_die_with_the_iteration():
         assert num_seen > 0
         assert survivors == 0
         assert loss > 0
+
+
+def train_without_a_scheme():
+    """Iterations of an engine whose measured profile leaves out <1,2>, which was proposed."""
+    import datasets
+
+    from ds_hydra.engine import runtime
+
+    runtime.measure_profile = lambda *_arguments: small_profile(6_000_000, num_layers=4)
+    rows = [{"input_ids": e["input_ids"].tolist()} for b in batches(2) for e in b]
+    hydra = {"tokens_per_iteration": 300}
+    results = []
+    for data in (datasets.Dataset.from_list(rows), None):
+        model = tiny("llama")
+        engine, *_ = ds_hydra.initialize(
+            model=model, optimizer=adamw(model), config=ds_config(hydra=hydra), training_data=data
+        )
+        engine.train_batch(None if data is not None else batches(1)[0])
+        results.append((engine.last_metrics.strategy, [str(s) for s in engine.hydra.strategies]))
+        engine.destroy()
+    return results
+
+
+@pytest.mark.distributed
+def test_schemes_that_the_measured_profile_leaves_out_are_not_planned_for():
+    for strategy, candidates in run_distributed(train_without_a_scheme, 2)[0]:
+        assert sorted(candidates) == ["1x<2,1>", "2x<1,1>"]
+        assert strategy in candidates

@@ -128,10 +128,11 @@ class HydraRuntime:
         """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a missing profile."""
         assert self.sampler is not None
         if self._feed is None:
+            profile = self.profile  # first: measuring it may leave out candidates
             self._feed = PlanFeed(
                 self.sampler,
                 strategies=self.strategies,
-                profile=self.profile,
+                profile=profile,
                 num_ranks=self.num_ranks,
                 config=self.config,
                 plans_here=self.is_first_rank,
@@ -150,11 +151,13 @@ class HydraRuntime:
             error = caught
         raise_together(error, self._device)
         assert batch is not None
-        strategies = self.strategies if strategy is None else (strategy,)
-        if strategy is not None:
+        if strategy is None:
+            profile = self.profile  # first: measuring it may leave out candidates
+            strategies = self.strategies
+        else:
             self.prepare_forced(strategy)
-        # A forced strategy does not wait for a measurement: any cost model can only place sequences in it.
-        profile = self.profile if strategy is None else self._profile_for_forced(strategy)
+            # Does not wait for a measurement: any cost model can only place sequences in it.
+            profile, strategies = self._profile_for_forced(strategy), (strategy,)
         planned = broadcast_plan(
             lambda: PlanFeed.plan_now(batch, strategies, profile, self.num_ranks, self.config), self._device
         )
