@@ -16,8 +16,7 @@ from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.sampler.plan import IterationPlan
-
-STRATEGIES_SCHEMA = "ds_hydra.strategies/1"
+    from ds_hydra.strategy.scheme import Strategy
 
 app = typer.Typer(
     help="Heterogeneous parallel training of Hugging Face causal language models on DeepSpeed.",
@@ -71,10 +70,9 @@ def _plan(
     from ds_hydra.sampler.plan import GlobalBatch
     from ds_hydra.sampler.planner import PlannerSettings, plan_iteration, warm_up
     from ds_hydra.strategy.profile import Profile
-    from ds_hydra.strategy.scheme import parse_strategies
 
     profile = Profile.load(find_profile(profile_name))
-    texts, num_devices = _read_strategies(strategies_path)
+    strategies, num_devices = _read_strategies(strategies_path)
     lengths = _read_lengths(lengths_path)
     warm_up()
     start = time.perf_counter()
@@ -85,7 +83,7 @@ def _plan(
             lengths=tuple(lengths),
             num_label_tokens=sum(lengths) - len(lengths),
         ),
-        strategies=parse_strategies(texts),
+        strategies=strategies,
         profile=profile,
         num_devices=num_devices,
         settings=PlannerSettings(objective=objective.value, seed=seed),
@@ -93,21 +91,17 @@ def _plan(
     return result, (time.perf_counter() - start) * 1e3
 
 
-def _read_strategies(path: Path) -> tuple[list[str], int]:
-    """Texts of the candidate strategies and the number of devices in a `ds_hydra.strategies/1` file."""
+def _read_strategies(path: Path) -> tuple[tuple[Strategy, ...], int]:
+    """The candidate strategies and the number of devices in a `ds_hydra.strategies/1` file."""
+    from ds_hydra.strategy.candidates import strategies_from_json
     from ds_hydra.strategy.profile import read_json_object
 
     document = read_json_object(path)
-    if document.get("schema") != STRATEGIES_SCHEMA:
-        raise HydraConfigError(
-            f"{path}: schema is {document.get('schema')!r}, expected {STRATEGIES_SCHEMA!r}"
-        )
-    texts, num_devices = document.get("strategies"), document.get("num_devices")
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise HydraConfigError(f"{path}: strategies must be a list of texts, e.g. ['4x<16,1>', '8x<8,1>']")
+    strategies = strategies_from_json(document, source=str(path))
+    num_devices = document.get("num_devices")
     if not isinstance(num_devices, int) or num_devices < 1:
         raise HydraConfigError(f"{path}: num_devices is {num_devices!r}, expected 1 or more")
-    return texts, num_devices
+    return strategies, num_devices
 
 
 def _read_lengths(path: Path) -> list[int]:

@@ -46,13 +46,15 @@ def enumerate_strategies(
 
 
 def strategies_from_json(document: Mapping[str, Any], *, source: str = "strategies") -> tuple[Strategy, ...]:
-    """The candidates in a `ds_hydra.strategies/1` document."""
-    if document.get("schema") != STRATEGIES_SCHEMA or not document.get("strategies"):
+    """The candidates in a `ds_hydra.strategies/1` document; raises HydraConfigError naming `source`."""
+    if document.get("schema") != STRATEGIES_SCHEMA:
         raise HydraConfigError(
-            f"{source}: schema is {document.get('schema')!r} with "
-            f"{len(document.get('strategies') or ())} strategies, expected {STRATEGIES_SCHEMA!r} with at least one"
+            f"{source}: schema is {document.get('schema')!r}, expected {STRATEGIES_SCHEMA!r}"
         )
-    return parse_strategies(document["strategies"])
+    texts = document.get("strategies")
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise HydraConfigError(f"{source}: strategies must be a list of texts, e.g. ['4x<16,1>', '8x<8,1>']")
+    return parse_strategies(texts)
 
 
 def load_strategies(wanted: str | Sequence[str]) -> tuple[Strategy, ...]:
