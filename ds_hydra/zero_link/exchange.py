@@ -37,12 +37,19 @@ class Link:
     """The LNK operator (§5.2) between ZeRO-3 shards and the slices of one iteration.
 
     All methods are collective over `group`, which spans all ranks of the plans; every rank calls them
-    with its own part of the same plan and in the same order.
+    with its own part of the same plan, and begins and finishes the same rounds in the same order. A caller
+    that overlaps rounds with computation begins and finishes them one at a time; `pull` and `push` run all.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        gradient_dtype: torch.dtype = torch.float32,
+    ):
         self._group = group
         self._device = device
+        self._gradient_dtype = gradient_dtype
 
     def pull(self, plan: LinkPlan, shards_P: Sequence[Tensor], bucket_S: Sequence[Sequence[Tensor]]) -> None:
         """Fill this rank's slices from all ranks' shards.
@@ -50,24 +57,10 @@ class Link:
         `shards_P[param]` are this rank's shards (flat, one dtype), `bucket_S[r][slot]` the flat slices
         of its r-th bucket, written in place.
         """
-        dtype = shards_P[0].dtype
-
-        def begin(index: int) -> _Exchange:
-            round_ = plan.rounds[index]
-            send = self._pack(round_.shard_side, dtype, lambda t: _shard_view(shards_P[t.param], t))
-            return self._all_to_all(send, round_.shard_splits, round_.slice_splits)
-
-        def finish(index: int, received: Tensor) -> None:
-            round_ = plan.rounds[index]
-            slices = bucket_S[index] if index < len(bucket_S) else ()
-            for transfer in round_.local:
-                _slice_view(slices[transfer.slot], transfer).copy_(
-                    _shard_view(shards_P[transfer.param], transfer)
-                )
-            for transfer in round_.slice_side:
-                _slice_view(slices[transfer.slot], transfer).copy_(_buffer_view(received, transfer))
-
-        _run_rounds(range(len(plan.rounds)), begin, finish)
+        self._run_rounds(
+            range(len(plan.rounds)),
+            lambda index: self.begin_pull(plan, index, shards_P, _bucket(bucket_S, index)),
+        )
 
     def push(
         self, plan: LinkPlan, grad_bucket_S: Sequence[Sequence[Tensor]], grads_P: Sequence[Tensor]
@@ -77,90 +70,123 @@ class Link:
         Sums run in fp32 in the order of contributing ranks, so they are deterministic for a given plan.
         Buckets go in reverse, the order in which backward completes them.
         """
+        self._run_rounds(
+            reversed(range(len(plan.rounds))),
+            lambda index: self.begin_push(plan, index, _bucket(grad_bucket_S, index), grads_P),
+        )
 
-        def grads_of(index: int) -> Sequence[Tensor]:
-            return grad_bucket_S[index] if index < len(grad_bucket_S) else ()
+    def begin_pull(
+        self, plan: LinkPlan, index: int, shards_P: Sequence[Tensor], slices: Sequence[Tensor]
+    ) -> RoundUnderWay:
+        """Pack and post round `index` of a pull; `slices` are this rank's of that round, empty if it has none.
 
-        def begin(index: int) -> _Exchange:
-            round_ = plan.rounds[index]
-            send = self._pack(round_.slice_side, torch.float32, _slices_of(grads_of(index)))
-            return self._all_to_all(send, round_.slice_splits, round_.shard_splits)
+        The slices hold nothing of use until `finish`.
+        """
+        round_ = plan.rounds[index]
 
-        def finish(index: int, received: Tensor) -> None:
-            self._accumulate(plan.rank, plan.rounds[index], grads_of(index), received, grads_P)
+        def unpack(received: Tensor) -> None:
+            for transfer in round_.local:
+                _slice_view(slices[transfer.slot], transfer).copy_(
+                    _shard_view(shards_P[transfer.param], transfer)
+                )
+            for transfer in round_.slice_side:
+                _slice_view(slices[transfer.slot], transfer).copy_(_buffer_view(received, transfer))
 
-        _run_rounds(reversed(range(len(plan.rounds))), begin, finish)
+        send = self._pack(round_.shard_side, shards_P[0].dtype, lambda t: _shard_view(shards_P[t.param], t))
+        return self._all_to_all(send, round_.shard_splits, round_.slice_splits, unpack)
 
-    def _accumulate(
-        self,
-        rank: int,
-        round_: Round,
-        grads: Sequence[Tensor],
-        received: Tensor,
-        grads_P: Sequence[Tensor],
-    ) -> None:
-        """Sum contributions in rank order: lower ranks, this rank, higher ranks."""
-        below = sum(round_.shard_splits[:rank])
+    def begin_push(
+        self, plan: LinkPlan, index: int, grads: Sequence[Tensor], grads_P: Sequence[Tensor]
+    ) -> RoundUnderWay:
+        """Pack and post round `index` of a push; `grads` are this rank's of that round, empty if it has none.
 
-        def add_received(transfers: Iterable[Transfer]) -> None:
-            for transfer in transfers:
-                _shard_view(grads_P[transfer.param], transfer).add_(_buffer_view(received, transfer))
+        `grads` must stay as they are and `grads_P` hold the sum only after `finish`.
+        """
+        round_ = plan.rounds[index]
+        send = self._pack(round_.slice_side, self._gradient_dtype, _slices_of(grads))
+        return self._all_to_all(
+            send,
+            round_.slice_splits,
+            round_.shard_splits,
+            lambda received: _accumulate(plan.rank, round_, grads, received, grads_P),
+        )
 
-        add_received(t for t in round_.shard_side if t.buffer_offset < below)
-        for transfer in round_.local:
-            _shard_view(grads_P[transfer.param], transfer).add_(_slice_view(grads[transfer.slot], transfer))
-        add_received(t for t in round_.shard_side if t.buffer_offset >= below)
+    def finish(self, under_way: RoundUnderWay) -> None:
+        """Wait for a round that was begun, and write what it brought."""
+        if under_way.work is not None:
+            under_way.work.wait()
+        under_way.unpack(under_way.received)
+
+    def _run_rounds(self, order: Iterable[int], begin: Callable[[int], RoundUnderWay]) -> None:
+        """All rounds, each packed and posted while the one before is on the wire (a window of two rounds).
+
+        Nothing in here waits for another rank's computation, so every rank posts every round in the same order.
+        """
+        under_way: RoundUnderWay | None = None
+        for index in order:
+            next_round = begin(index)
+            if under_way is not None:
+                self.finish(under_way)
+            under_way = next_round
+        if under_way is not None:
+            self.finish(under_way)
 
     def _pack(
         self, transfers: Sequence[Transfer], dtype: torch.dtype, source: Callable[[Transfer], Tensor]
     ) -> Tensor:
         numel = transfers[-1].buffer_offset + transfers[-1].block.numel if transfers else 0
-        buffer = torch.empty(numel, dtype=dtype, device=self._device)
+        buffer = self._empty(numel, dtype)
         for transfer in transfers:
             _buffer_view(buffer, transfer).copy_(source(transfer))
         return buffer
 
     def _all_to_all(
-        self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
-    ) -> _Exchange:
-        received = torch.empty(sum(receive_splits), dtype=send.dtype, device=self._device)
-        if len(send_splits) == 1:
-            return _Exchange(None, send, received)
-        work = dist.all_to_all_single(
-            received, send, list(receive_splits), list(send_splits), group=self._group, async_op=True
-        )
-        return _Exchange(work, send, received)
+        self,
+        send: Tensor,
+        send_splits: Sequence[int],
+        receive_splits: Sequence[int],
+        unpack: Callable[[Tensor], None],
+    ) -> RoundUnderWay:
+        received = self._empty(sum(receive_splits), send.dtype)
+        work = None
+        if len(send_splits) > 1:
+            work = dist.all_to_all_single(
+                received, send, list(receive_splits), list(send_splits), group=self._group, async_op=True
+            )
+        return RoundUnderWay(work, send, received, unpack)
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
 
 
 @dataclass(frozen=True, slots=True)
-class _Exchange:
-    """An all-to-all under way; both buffers must live until it is done."""
+class RoundUnderWay:
+    """A round that was begun and not finished; its buffers must live until it is."""
 
     work: dist.Work | None
     send: Tensor
     received: Tensor
-
-    def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return self.received
+    unpack: Callable[[Tensor], None]
 
 
-def _run_rounds(
-    order: Iterable[int], begin: Callable[[int], _Exchange], finish: Callable[[int, Tensor], None]
+def _accumulate(
+    rank: int, round_: Round, grads: Sequence[Tensor], received: Tensor, grads_P: Sequence[Tensor]
 ) -> None:
-    """All rounds, each packed and posted while the one before is on the wire (a window of two rounds).
+    """Sum contributions in rank order: lower ranks, this rank, higher ranks."""
+    below = sum(round_.shard_splits[:rank])
 
-    Nothing in here waits for another rank's computation, so every rank posts every round in the same order.
-    """
-    under_way: tuple[int, _Exchange] | None = None
-    for index in order:
-        next_exchange = begin(index)
-        if under_way is not None:
-            finish(under_way[0], under_way[1].wait())
-        under_way = (index, next_exchange)
-    if under_way is not None:
-        finish(under_way[0], under_way[1].wait())
+    def add_received(transfers: Iterable[Transfer]) -> None:
+        for transfer in transfers:
+            _shard_view(grads_P[transfer.param], transfer).add_(_buffer_view(received, transfer))
+
+    add_received(t for t in round_.shard_side if t.buffer_offset < below)
+    for transfer in round_.local:
+        _shard_view(grads_P[transfer.param], transfer).add_(_slice_view(grads[transfer.slot], transfer))
+    add_received(t for t in round_.shard_side if t.buffer_offset >= below)
+
+
+def _bucket(buckets: Sequence[Sequence[Tensor]], index: int) -> Sequence[Tensor]:
+    return buckets[index] if index < len(buckets) else ()
 
 
 def _slices_of(slices: Sequence[Tensor]) -> Callable[[Transfer], Tensor]:
