@@ -107,6 +107,13 @@ class ProfilingConfig(_Section):
     """Untimed runs before them; 1 pays for allocation and kernel selection."""
 
 
+class LinkConfig(_Section):
+    """`hydra.link`: how slices and gradients travel between ZeRO-3's shards and propagation."""
+
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients are sent; owners always sum in fp32. "bf16" halves the bytes at 3 digits."""
+
+
 class HydraConfig(_Section):
     """The whole section. `HydraConfig.parse` builds it and raises HydraConfigError with every problem."""
 
@@ -151,6 +158,9 @@ class HydraConfig(_Section):
 
     max_process_groups: Count = 256
     """Process groups that all strategies together may need; each costs communicator memory on its ranks."""
+
+    link: LinkConfig = LinkConfig()
+    """How slices and gradients travel."""
 
     planner: PlannerConfig = PlannerConfig()
     """How much work goes into a plan."""
@@ -221,6 +231,7 @@ def _explain_unknown(location: _Location) -> str:
 
 _SECTIONS: dict[_Location, type[BaseModel]] = {
     (): HydraConfig,
+    ("link",): LinkConfig,
     ("planner",): PlannerConfig,
     ("profiling",): ProfilingConfig,
 }

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.agreement import gather_rows
 from ds_hydra.engine.attention import PackedRow
 from ds_hydra.engine.groups import GroupPool
@@ -25,6 +26,7 @@ from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
+from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link
 
 Example = tuple[Tensor, Tensor]
@@ -32,6 +34,10 @@ Example = tuple[Tensor, Tensor]
 
 LoadExample = Callable[[int], Example]
 """The sequence at a position of the plan; called only on ranks that need its tokens or labels."""
+
+
+GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Values of `hydra.link.gradient_dtype`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,15 @@ def _attach_fp32_gradient(leaf: nn.Parameter) -> Tensor:
 class Propagator:
     """Runs plans on this rank. All methods are collective over all ranks unless they say otherwise."""
 
-    def __init__(self, skeleton: Skeleton, *, device: torch.device, max_groups: int):
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        *,
+        device: torch.device,
+        max_groups: int,
+        link_config: LinkConfig | None = None,
+    ):
+        link_config = link_config or LinkConfig()
         self.skeleton = skeleton
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
@@ -132,8 +146,10 @@ class Propagator:
         self.groups = GroupPool(max_groups)
         everyone = tuple(range(self.num_ranks))
         self.groups.create([("pull", everyone), ("push", everyone)])
-        self._pull_link = Link(self.groups.get("pull", everyone), device)
-        self._push_link = Link(self.groups.get("push", everyone), device)
+        gradient_dtype = GRADIENT_DTYPES[link_config.gradient_dtype]
+        buffers = ExchangeBuffers(device)
+        self._pull_link = Link(self.groups.get("pull", everyone), device, buffers=buffers)
+        self._push_link = Link(self.groups.get("push", everyone), device, gradient_dtype, buffers)
         self._links: dict[Strategy, StrategyLink] = {}
 
     def prepare(self, strategies: Iterable[Strategy]) -> None:

@@ -58,7 +58,9 @@ class HydraRuntime:
         self.skeleton = skeleton
         skeleton.to_device(device)
         self._device = device
-        self.propagator = Propagator(skeleton, device=device, max_groups=config.max_process_groups)
+        self.propagator = Propagator(
+            skeleton, device=device, max_groups=config.max_process_groups, link_config=config.link
+        )
         self.num_ranks = self.propagator.num_ranks
         self.is_first_rank = self.propagator.rank == 0
         self._profile: Profile | None = None

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.plan import LinkPlan, Round, Transfer
 
 
@@ -46,9 +47,11 @@ class Link:
         group: dist.ProcessGroup | None,
         device: torch.device,
         gradient_dtype: torch.dtype = torch.float32,
+        buffers: ExchangeBuffers | None = None,
     ):
+        """`buffers` may be shared by links that one thread runs one after the other."""
         self._group = group
-        self._device = device
+        self._buffers = ExchangeBuffers(device) if buffers is None else buffers
         self._gradient_dtype = gradient_dtype
 
     def pull(self, plan: LinkPlan, shards_P: Sequence[Tensor], bucket_S: Sequence[Sequence[Tensor]]) -> None:
@@ -116,6 +119,8 @@ class Link:
         if under_way.work is not None:
             under_way.work.wait()
         under_way.unpack(under_way.received)
+        self._buffers.give_back(under_way.send)
+        self._buffers.give_back(under_way.received)
 
     def _run_rounds(self, order: Iterable[int], begin: Callable[[int], RoundUnderWay]) -> None:
         """All rounds, each packed and posted while the one before is on the wire (a window of two rounds).
@@ -135,7 +140,7 @@ class Link:
         self, transfers: Sequence[Transfer], dtype: torch.dtype, source: Callable[[Transfer], Tensor]
     ) -> Tensor:
         numel = transfers[-1].buffer_offset + transfers[-1].block.numel if transfers else 0
-        buffer = self._empty(numel, dtype)
+        buffer = self._buffers.take(numel, dtype)
         for transfer in transfers:
             _buffer_view(buffer, transfer).copy_(source(transfer))
         return buffer
@@ -147,16 +152,13 @@ class Link:
         receive_splits: Sequence[int],
         unpack: Callable[[Tensor], None],
     ) -> RoundUnderWay:
-        received = self._empty(sum(receive_splits), send.dtype)
+        received = self._buffers.take(sum(receive_splits), send.dtype)
         work = None
         if len(send_splits) > 1:
             work = dist.all_to_all_single(
                 received, send, list(receive_splits), list(send_splits), group=self._group, async_op=True
             )
         return RoundUnderWay(work, send, received, unpack)
-
-    def _empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self._device)
 
 
 @dataclass(frozen=True, slots=True)
