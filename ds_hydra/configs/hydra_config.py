@@ -110,8 +110,14 @@ class ProfilingConfig(_Section):
 class LinkConfig(_Section):
     """`hydra.link`: how slices and gradients travel between ZeRO-3's shards and propagation."""
 
+    overlap: bool = True
+    """Whether pull and push run beside computation in a thread of their own; false only to compare or debug."""
+
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are sent; owners always sum in fp32. "bf16" halves the bytes at 3 digits."""
+
+    keep_frozen: bool = True
+    """Whether slices of frozen parameters stay while the strategy does; they are pulled anew after any edit."""
 
 
 class HydraConfig(_Section):
