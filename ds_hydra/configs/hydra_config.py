@@ -110,6 +110,12 @@ class ProfilingConfig(_Section):
 class LinkConfig(_Section):
     """`hydra.link`: how slices and gradients travel between ZeRO-3's shards and propagation."""
 
+    routes: Literal["node", "direct"] = "node"
+    """A slice enters a node once and spreads there ("node"; on one node the same), or once per rank ("direct")."""
+
+    devices_per_node: Count | None = None
+    """Consecutive ranks of one node; null asks the launcher, which is right unless nodes differ."""
+
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are sent; owners always sum in fp32. "bf16" halves the bytes at 3 digits."""
 

@@ -6,6 +6,7 @@ token of a packed row.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.agreement import gather_rows
 from ds_hydra.engine.attention import PackedRow
 from ds_hydra.engine.groups import GroupPool
+from ds_hydra.engine.link_agreement import check_link_plans
 from ds_hydra.engine.pipeline import StageInfo, StageIO, run_1f1b, run_forward_only
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL, summed_cross_entropy
@@ -38,6 +40,19 @@ LoadExample = Callable[[int], Example]
 
 GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Values of `hydra.link.gradient_dtype`."""
+
+
+def find_ranks_per_node(config: LinkConfig, num_ranks: int) -> int | None:
+    """Ranks of a node for node-aware routes, or None for direct ones (always on a single node).
+
+    What `hydra.link.devices_per_node` leaves open is asked of the launcher (torchrun's LOCAL_WORLD_SIZE,
+    DeepSpeed's LOCAL_SIZE); ranks that find different numbers fail when they compare their first link plan.
+    """
+    if config.routes == "direct":
+        return None
+    launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or num_ranks
+    ranks_per_node = config.devices_per_node or int(launched)
+    return ranks_per_node if ranks_per_node < num_ranks else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +160,15 @@ class Propagator:
         self._device = device
         self.groups = GroupPool(max_groups)
         everyone = tuple(range(self.num_ranks))
-        self.groups.create([("pull", everyone), ("push", everyone)])
+        self._ranks_per_node = find_ranks_per_node(link_config, self.num_ranks)
+        purposes = ["pull", "push"] + (["pull_node", "push_node"] if self._ranks_per_node else [])
+        self.groups.create([(purpose, everyone) for purpose in purposes])
+        pull, push, *of_nodes = (self.groups.get(purpose, everyone) for purpose in purposes)
+        pull_node, push_node = of_nodes or (None, None)
         gradient_dtype = GRADIENT_DTYPES[link_config.gradient_dtype]
         buffers = ExchangeBuffers(device)
-        self._pull_link = Link(self.groups.get("pull", everyone), device, buffers=buffers)
-        self._push_link = Link(self.groups.get("push", everyone), device, gradient_dtype, buffers)
+        self._pull_link = Link(pull, device, buffers=buffers, node_group=pull_node)
+        self._push_link = Link(push, device, gradient_dtype, buffers, push_node)
         self._links: dict[Strategy, StrategyLink] = {}
 
     def prepare(self, strategies: Iterable[Strategy]) -> None:
@@ -214,20 +233,27 @@ class Propagator:
         return float(largest)
 
     def _link_of(self, strategy: Strategy) -> StrategyLink:
+        """Link plans of `strategy`; the first time collective, because ranks compare them."""
         if strategy not in self._links:
-            rank_buckets = []
-            for rank in range(self.num_ranks):
-                role = Role.find(strategy, rank)
-                rank_buckets.append(
-                    self.skeleton.buckets(role.scheme, role.stage, role.tp_rank) if role else ()
+            rank_buckets = self.skeleton.strategy_buckets(strategy, self.num_ranks)
+
+            def plan(gradients: bool) -> LinkPlan:
+                return plan_link(
+                    self.skeleton.specs,
+                    rank_buckets,
+                    self.rank,
+                    gradients=gradients,
+                    ranks_per_node=self._ranks_per_node,
                 )
-            specs = self.skeleton.specs
-            self._links[strategy] = StrategyLink(
+
+            link = StrategyLink(
                 role=Role.find(strategy, self.rank),
                 buckets=rank_buckets[self.rank],
-                pull=plan_link(specs, rank_buckets, self.rank),
-                push=plan_link(specs, rank_buckets, self.rank, gradients=True),
+                pull=plan(False),
+                push=plan(True),
             )
+            check_link_plans(strategy, (link.pull, link.push), self._device)
+            self._links[strategy] = link
         return self._links[strategy]
 
     def _pull(self, link: StrategyLink) -> Slices:
