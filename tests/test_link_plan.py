@@ -1,4 +1,4 @@
-"""Link plans of all ranks fit together: every element has one source, comes back, and crosses as few wires as can be."""
+"""Link plans of all ranks fit together: every element has one source, comes back, and crosses few wires."""
 
 from __future__ import annotations
 

@@ -116,8 +116,14 @@ class LinkConfig(_Section):
     devices_per_node: Count | None = None
     """Consecutive ranks of one node; null asks the launcher, which is right unless nodes differ."""
 
+    overlap: bool = True
+    """Whether pull and push run beside computation in a thread of their own; false only to compare or debug."""
+
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are sent; owners always sum in fp32. "bf16" halves the bytes at 3 digits."""
+
+    keep_frozen: bool = True
+    """Whether slices of frozen parameters stay while the strategy does; they are pulled anew after any edit."""
 
 
 class HydraConfig(_Section):

@@ -225,7 +225,9 @@ class HydraEngine(DeepSpeedEngine):
             planning_ms=iteration.planned.planning_ms,
             waited_ms=iteration.planned.waited_ms,
             pull_ms=max(o.pull_ms for o in outcomes),
-            push_ms=max(o.push_ms for o in outcomes),
+            push_ms=min(o.push_ms for o in outcomes),
+            visible_pull_ms=max(o.visible_pull_ms for o in outcomes),
+            visible_push_ms=min(o.visible_push_ms for o in outcomes),
             step_ms=(now - before_step) * 1e3,
             pipelines=pipelines,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -177,12 +177,10 @@ class HydraRuntime:
 
     def gather_outcomes(self, outcome: Outcome) -> list[Outcome]:
         """Outcomes of all ranks, in rank order, on every rank."""
-        fields = [outcome.loss_sum, outcome.pull_ms, outcome.propagate_ms, outcome.push_ms]
-        mine = torch.tensor(fields, dtype=torch.float64, device=self._device)
-        return [
-            Outcome(loss_sum=loss, pull_ms=pull, propagate_ms=propagate, push_ms=push)
-            for loss, pull, propagate, push in gather_rows(mine).tolist()
-        ]
+        names = [field.name for field in fields(Outcome)]
+        mine = [getattr(outcome, name) for name in names]
+        rows = gather_rows(torch.tensor(mine, dtype=torch.float64, device=self._device))
+        return [Outcome(**dict(zip(names, row, strict=True))) for row in rows.tolist()]
 
     def iterate_examples(self) -> Iterator[list[dict[str, Any]]]:
         """Mini-batches from where training is, as lists of examples, without drawing them; not collective."""
@@ -212,7 +210,7 @@ class HydraRuntime:
     def close(self) -> None:
         """Stop planning processes, close files, release process groups. Safe to call twice."""
         self.close_feed()
-        self.propagator.groups.destroy()
+        self.propagator.close()
         if self.log is not None:
             self.log.close()
             self.log = None

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.zero_link.buffers import ExchangeBuffers
-from ds_hydra.zero_link.plan import Batch, LinkPlan, Message, Phase, Piece, Store
+from ds_hydra.zero_link.plan import SINGLE_NUMEL, Batch, LinkPlan, Message, Phase, Piece, Store
 
 
 def _view(tensor: Tensor, piece: Piece) -> Tensor:
@@ -33,10 +33,26 @@ def _in_buffer(buffer: Tensor, message: Message) -> Iterable[tuple[Piece, Tensor
         begin += piece.numel
 
 
+def _numel(message: Message) -> int:
+    return sum(piece.numel for piece in message)
+
+
+def _is_one_run(message: Message) -> bool:
+    """Whether `message` is one contiguous block, which needs no buffer."""
+    return len(message) == 1 and message[0].numel >= SINGLE_NUMEL and message[0].is_run
+
+
+def _cut(space: Tensor, message: Message) -> tuple[Tensor, Tensor]:
+    """The place of `message` at the beginning of `space`, and the rest."""
+    numel = _numel(message)
+    return space[:numel], space[numel:]
+
+
 @dataclass(frozen=True, slots=True)
 class _Stores:
-    """The tensors that one round reads and writes; those it does not touch may be empty."""
+    """The tensors that one round reads and writes, of one type; those it does not touch may be empty."""
 
+    dtype: torch.dtype
     shards_P: Sequence[Tensor]
     slices_S: Sequence[Tensor]
     stages: dict[int, Tensor]
@@ -135,7 +151,7 @@ class Link:
         """
         round_ = plan.rounds[index]
         dtype = shards_P[0].dtype
-        stores = _Stores(shards_P, slices_S, self._stages)
+        stores = _Stores(dtype, shards_P, slices_S, self._stages)
         if round_.staged_numel:
             self._stages[index] = self._buffers.take(round_.staged_numel, dtype)
 
@@ -164,7 +180,7 @@ class Link:
         rounds in descending order, unless it was planned with `independent_rounds`.
         """
         round_ = plan.rounds[index]
-        stores = _Stores(grads_P, grads_S, self._stages)
+        stores = _Stores(torch.float32, grads_P, grads_S, self._stages)
         if index == len(plan.rounds) - 1:
             self._stages.clear()  # an iteration that failed may have left sums
         for begun, other in enumerate(plan.rounds[: index + 1]):
@@ -217,38 +233,57 @@ class Link:
         """Post all messages of a phase; with `in_place` contiguous blocks are received where they belong."""
         posted = _Posted()
         operations: list[dist.P2POp] = []
+
+        def stays(message: Message) -> bool:
+            return in_place and _is_one_run(message)
+
+        space = self._take(posted, receive, stays, dtype)
         for batch in receive:
-            for message in batch.messages:
+            for message in batch.messages:  # in the order in which they are sent
                 for peer in batch.peers:
-                    if in_place and len(message) == 1 and message[0].is_run:
+                    if stays(message):
                         target = stores.view(batch, message[0]).flatten()
                     else:
-                        target = self._take(posted, message, dtype)
+                        target, space = _cut(space, message)
                         posted.received.append((peer, batch, message, target))
                     operations.append(dist.P2POp(dist.irecv, target, peer, self._groups[group]))
+
+        def is_sent_from_its_place(message: Message) -> bool:
+            return is_same_dtype and _is_one_run(message)
+
+        is_same_dtype = stores.dtype == dtype
+        space = self._take(posted, send, is_sent_from_its_place, dtype, once=True)
         for batch in send:
             for message in batch.messages:
-                source = self._source(posted, batch, message, stores, dtype)
+                if is_sent_from_its_place(message):
+                    source = stores.view(batch, message[0]).flatten()
+                else:
+                    source, space = _cut(space, message)
+                    for piece, place in _in_buffer(source, message):
+                        place.copy_(stores.view(batch, piece))
                 for peer in batch.peers:
                     operations.append(dist.P2POp(dist.isend, source, peer, self._groups[group]))
         if operations:
             posted.works = dist.batch_isend_irecv(operations)
         return posted
 
-    def _source(
-        self, posted: _Posted, batch: Batch, message: Message, stores: _Stores, dtype: torch.dtype
+    def _take(
+        self,
+        posted: _Posted,
+        batches: Sequence[Batch],
+        needs_none: Callable[[Message], bool],
+        dtype: torch.dtype,
+        *,
+        once: bool = False,
     ) -> Tensor:
-        """The memory to send `message` from."""
-        first = stores.view(batch, message[0])
-        if len(message) == 1 and message[0].is_run and first.dtype == dtype:
-            return first.flatten()
-        buffer = self._take(posted, message, dtype)
-        for piece, place in _in_buffer(buffer, message):
-            place.copy_(stores.view(batch, piece))
-        return buffer
-
-    def _take(self, posted: _Posted, message: Message, dtype: torch.dtype) -> Tensor:
-        buffer = self._buffers.take(sum(piece.numel for piece in message), dtype)
+        """One buffer for all messages that need a place, `once` for all peers or one place for each."""
+        numel = sum(
+            _numel(message) * (1 if once else len(batch.peers))
+            for batch in batches
+            for message in batch.messages
+            if not needs_none(message)
+        )
+        buffer = self._buffers.take(numel, dtype)
         posted.buffers.append(buffer)
         return buffer
 

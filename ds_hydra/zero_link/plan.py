@@ -98,6 +98,13 @@ class Batch:
         """Elements of one copy."""
         return int((self.table[:, 3] * self.table[:, 4]).sum())
 
+    @property
+    def buffered_numel(self) -> int:
+        """Elements of one copy that cannot travel from or to their place."""
+        _, _, stride, rows, cols = self.table.T
+        in_place = (rows * cols >= SINGLE_NUMEL) & ((rows == 1) | (stride == cols))
+        return int((rows * cols)[~in_place].sum())
+
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """The blocks in order."""
@@ -105,7 +112,7 @@ class Batch:
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """Messages for each peer; both ends cut them alike, because a block has one size."""
+        """Messages for each peer; both ends cut them alike, because a block has the same size on both."""
         alone = [(piece,) for piece in self.pieces if piece.numel >= SINGLE_NUMEL]
         packed = tuple(piece for piece in self.pieces if piece.numel < SINGLE_NUMEL)
         return (*alone, packed) if packed else tuple(alone)
@@ -174,6 +181,19 @@ class LinkPlan:
             ),
             default=0,
         )
+
+    @cached_property
+    def buffer_elements(self) -> int:
+        """Elements of the largest packed buffer that this rank sends from or receives into."""
+        sizes = [0]
+        for phase in (phase for round_ in self.rounds for phase in round_.phases):
+            if self.gradients:  # sent in another type perhaps, and received to be added
+                sizes.append(sum(batch.numel for batch in phase.incoming))
+                sizes.append(sum(batch.numel * len(batch.peers) for batch in phase.outgoing))
+            else:
+                sizes.append(sum(batch.buffered_numel for batch in phase.outgoing))
+                sizes.append(sum(batch.buffered_numel for batch in phase.incoming))
+        return max(sizes)
 
     @cached_property
     def traffic_balance(self) -> int:
