@@ -110,6 +110,12 @@ class ProfilingConfig(_Section):
 class LinkConfig(_Section):
     """`hydra.link`: how slices and gradients travel between ZeRO-3's shards and propagation."""
 
+    routes: Literal["node", "direct"] = "node"
+    """A slice enters a node once and spreads there ("node"; on one node the same), or once per rank ("direct")."""
+
+    devices_per_node: Count | None = None
+    """Consecutive ranks of one node; null asks the launcher, which is right unless nodes differ."""
+
     overlap: bool = True
     """Whether pull and push run beside computation in a thread of their own; false only to compare or debug."""
 

@@ -6,6 +6,7 @@ token of a packed row.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -18,6 +19,7 @@ from ds_hydra.engine.agreement import gather_rows
 from ds_hydra.engine.attention import PackedRow
 from ds_hydra.engine.frozen import FrozenKeeper, without_frozen
 from ds_hydra.engine.groups import GroupPool
+from ds_hydra.engine.link_agreement import check_link_plans
 from ds_hydra.engine.link_session import DeviceClock, LinkSession, LinkThread
 from ds_hydra.engine.pipeline import StageInfo, StageIO, run_1f1b, run_forward_only
 from ds_hydra.engine.skeleton import Skeleton
@@ -39,6 +41,19 @@ LoadExample = Callable[[int], Example]
 
 GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Values of `hydra.link.gradient_dtype`."""
+
+
+def find_ranks_per_node(config: LinkConfig, num_ranks: int) -> int | None:
+    """Ranks of a node for node-aware routes, or None for direct ones (always on a single node).
+
+    What `hydra.link.devices_per_node` leaves open is asked of the launcher (torchrun's LOCAL_WORLD_SIZE,
+    DeepSpeed's LOCAL_SIZE); ranks that find different numbers fail when they compare their first link plan.
+    """
+    if config.routes == "direct":
+        return None
+    launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or num_ranks
+    ranks_per_node = config.devices_per_node or int(launched)
+    return ranks_per_node if ranks_per_node < num_ranks else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +103,13 @@ class LinkMemory:
     gradient_bytes: int
     window_bytes: int
     """Packed exchange buffers: a window of two rounds has four, each as large as the largest."""
+    staged_bytes: int
+    """What this rank holds of other nodes' shards (pull) or sums for them (push), with node-aware routes."""
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.slice_bytes + self.gradient_bytes + self.window_bytes
+        return self.slice_bytes + self.gradient_bytes + self.window_bytes + self.staged_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,14 +145,16 @@ class Propagator:
         self._device = device
         self.groups = GroupPool(max_groups)
         everyone = tuple(range(self.num_ranks))
-        self.groups.create([("pull", everyone), ("push", everyone)])
+        self._ranks_per_node = find_ranks_per_node(link_config, self.num_ranks)
+        purposes = ["pull", "push"] + (["pull_node", "push_node"] if self._ranks_per_node else [])
+        self.groups.create([(purpose, everyone) for purpose in purposes])
+        pull, push, *of_nodes = (self.groups.get(purpose, everyone) for purpose in purposes)
+        pull_node, push_node = of_nodes or (None, None)
         self._gradient_dtype = GRADIENT_DTYPES[link_config.gradient_dtype]
         self.buffers = ExchangeBuffers(device)
         self.pool = SlicePool(device)
-        self._pull_link = Link(self.groups.get("pull", everyone), device, buffers=self.buffers)
-        self._push_link = Link(
-            self.groups.get("push", everyone), device, self._gradient_dtype, buffers=self.buffers
-        )
+        self._pull_link = Link(pull, device, buffers=self.buffers, node_group=pull_node)
+        self._push_link = Link(push, device, self._gradient_dtype, self.buffers, push_node)
         self._clock = DeviceClock(device)
         self._thread = LinkThread(device, overlap=link_config.overlap)
         self._frozen: FrozenKeeper | None = None
@@ -225,19 +244,25 @@ class Propagator:
         return float(largest)
 
     def _link_of(self, strategy: Strategy) -> StrategyLink:
+        """Link plans of `strategy`; the first time collective, because ranks compare them."""
         if strategy not in self._links:
-            rank_buckets = []
-            for rank in range(self.num_ranks):
-                role = Role.find(strategy, rank)
-                rank_buckets.append(
-                    self.skeleton.buckets(role.scheme, role.stage, role.tp_rank) if role else ()
+            rank_buckets = self.skeleton.strategy_buckets(strategy, self.num_ranks)
+
+            def plan(rank_buckets: Sequence[RankBuckets], *, gradients: bool) -> LinkPlan:
+                return plan_link(
+                    self.skeleton.specs,
+                    rank_buckets,
+                    self.rank,
+                    gradients=gradients,
+                    ranks_per_node=self._ranks_per_node,
                 )
-            specs = self.skeleton.specs
-            pull = plan_link(specs, rank_buckets, self.rank)
-            push = plan_link(specs, rank_buckets, self.rank, gradients=True)
+
+            pull, push = plan(rank_buckets, gradients=False), plan(rank_buckets, gradients=True)
             pull_trained = pull
             if self._frozen is not None:
-                pull_trained = plan_link(specs, without_frozen(specs, rank_buckets), self.rank)
+                trained = without_frozen(self.skeleton.specs, rank_buckets)
+                pull_trained = plan(trained, gradients=False)
+            check_link_plans(strategy, (pull, pull_trained, push), self._device)
             self._links[strategy] = StrategyLink(
                 role=Role.find(strategy, self.rank),
                 buckets=rank_buckets[self.rank],
@@ -253,7 +278,6 @@ class Propagator:
     ) -> tuple[Slices, LinkSession]:
         """Memory for the slices of `strategy`, and the session that fills it and pushes into `grads_P`."""
         link = self._link_of(strategy)
-        self.buffers.forget_failed()
         skip_frozen = self._frozen is not None and self._frozen.may_skip(strategy)
         if self._frozen is not None and not skip_frozen:
             self._frozen.pulled(strategy)
@@ -360,17 +384,13 @@ class Propagator:
     def _memory_of(self, buckets: RankBuckets, pull: LinkPlan, push: LinkPlan) -> LinkMemory:
         specs = self.skeleton.specs
         itemsize = self.skeleton.params[0].ds_tensor.dtype.itemsize
-        largest = max(_largest_buffer(pull) * itemsize, _largest_buffer(push) * self._gradient_dtype.itemsize)
+        largest = max(pull.buffer_elements * itemsize, push.buffer_elements * self._gradient_dtype.itemsize)
         return LinkMemory(
             slice_bytes=sum(slice_numel(specs, bucket) for bucket in buckets) * itemsize,
             gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in buckets) * 4,
             window_bytes=4 * largest,
+            staged_bytes=max(pull.staged_elements * itemsize, push.staged_elements * 4),
         )
-
-
-def _largest_buffer(plan: LinkPlan) -> int:
-    """Elements of the largest packed buffer that this rank sends or receives in one round."""
-    return max((max(sum(r.shard_splits), sum(r.slice_splits)) for r in plan.rounds), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

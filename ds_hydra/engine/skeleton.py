@@ -24,7 +24,7 @@ from ds_hydra.engine import attention
 from ds_hydra.engine.attention import PackedRow
 from ds_hydra.engine.tensor_parallel import TensorParallel, hook_colwise, hook_embedding, hook_rowwise
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
-from ds_hydra.strategy import Scheme
+from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, SliceRef, Slicing
 
 SUPPORTED_STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
@@ -206,6 +206,18 @@ class Skeleton:
                 refs.append(SliceRef(binding.param, region, spec.pushes_gradient(tp_rank)))
             buckets.append(tuple(refs))
         return tuple(buckets)
+
+    def strategy_buckets(self, strategy: Strategy, num_ranks: int) -> list[RankBuckets]:
+        """The buckets of all ranks under `strategy`; equal ones are one object. Idle ranks have none."""
+        known: dict[tuple[Scheme, int, int], RankBuckets] = {}
+        rank_buckets: list[RankBuckets] = [()] * num_ranks
+        for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
+            for place, rank in enumerate(ranks):
+                key = (scheme, *divmod(place, scheme.tp))
+                if key not in known:
+                    known[key] = self.buckets(*key)
+                rank_buckets[rank] = known[key]
+        return rank_buckets
 
     def bind(
         self,
