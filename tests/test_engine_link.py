@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_hydra.engine.slices import SlicePool
 from ds_hydra.strategy import Strategy
+from ds_hydra.zero_link.buffers import ALIGNMENT_BYTES
 
 BF16_TOLERANCE = 2**-8
 """bf16 rounds to 8 bits, an error of 2^-9 in each contribution; the sums themselves are fp32."""
@@ -252,7 +253,7 @@ def test_an_exchange_holds_what_the_plan_states_and_allocates_nothing_the_second
     for rank, result in enumerate(results):
         for case, (stated, held, peak, (_, again)) in result["exchanges"].items():
             assert held == stated.slice_bytes + stated.gradient_bytes, (rank, case)
-            assert 0 < peak <= stated.window_bytes, (rank, case)
+            assert 0 < peak <= stated.window_bytes + stated.staged_bytes + 4 * ALIGNMENT_BYTES, (rank, case)
             assert again == 0, (rank, case)
         _, _, _, (first, _) = result["exchanges"]["4x<1,1>"]
         assert first > 0
