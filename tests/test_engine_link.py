@@ -230,7 +230,7 @@ def link_checks(folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What `link_checks` found on each of 4 ranks, started once."""
-    return run_distributed(link_checks, 4, str(tmp_path_factory.mktemp("checkpoint")))
+    return run_distributed(link_checks, 4, str(tmp_path_factory.mktemp("checkpoint")), timeout_s=900)
 
 
 @pytest.mark.distributed
