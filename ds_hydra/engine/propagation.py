@@ -279,6 +279,8 @@ class Propagator:
         """Memory for the slices of `strategy`, and the session that fills it and pushes into `grads_P`."""
         link = self._link_of(strategy)
         self.buffers.forget_failed()
+        self._pull_link.forget_failed()
+        self._push_link.forget_failed()
         skip_frozen = self._frozen is not None and self._frozen.may_skip(strategy)
         if self._frozen is not None and not skip_frozen:
             self._frozen.pulled(strategy)

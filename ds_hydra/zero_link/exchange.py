@@ -181,8 +181,6 @@ class Link:
         """
         round_ = plan.rounds[index]
         stores = _Stores(torch.float32, grads_P, grads_S, self._stages)
-        if index == len(plan.rounds) - 1:
-            self._stages.clear()  # an iteration that failed may have left sums
         for begun, other in enumerate(plan.rounds[: index + 1]):
             if other.staged_numel and other.staged_until >= index and begun not in self._stages:
                 self._stages[begun] = self._buffers.take(other.staged_numel, torch.float32).zero_()
@@ -205,6 +203,10 @@ class Link:
     def finish(self, under_way: RoundUnderWay) -> None:
         """Wait for a round that was begun, and write what it brought."""
         under_way.complete(under_way.posted)
+
+    def forget_failed(self) -> None:
+        """Let go of what rounds that failed had staged; call when no round is under way. Not collective."""
+        self._stages.clear()
 
     def _run_rounds(self, order: Iterable[int], begin: Callable[[int], RoundUnderWay]) -> None:
         """All rounds, each packed and posted while the one before is on the wire (a window of two rounds).
