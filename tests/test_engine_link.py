@@ -57,6 +57,16 @@ def delay_rounds(propagator, random):
             setattr(link, name, functools.partial(late, getattr(link, name)))
 
 
+def check_times(outcome, overlap):
+    """Without overlap computation waits for all of pull and push."""
+    times = (outcome.pull_ms, outcome.push_ms, outcome.visible_pull_ms, outcome.visible_push_ms)
+    assert min(*times, outcome.propagate_ms) >= 0
+    assert min(times[:2]) > 0
+    if not overlap:
+        assert outcome.visible_pull_ms >= outcome.pull_ms
+        assert outcome.visible_push_ms >= outcome.push_ms
+
+
 def gradients_with_and_without_overlap(num_sequences):
     """Cases in which a sequence of strategies gives other bits with overlap than without."""
     engines = {
@@ -80,6 +90,7 @@ def gradients_with_and_without_overlap(num_sequences):
                 grads_P = engine._zero_gradient_shards()
                 outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
                 bits[overlap] = (outcome.loss_sum, [g.clone() for g in grads_P])
+                check_times(outcome, overlap)
             same = bits[True][0] == bits[False][0] and all(map(torch.equal, bits[True][1], bits[False][1]))
             if not same or not all(g.isfinite().all() for g in bits[True][1]):
                 different.append((number, str(strategy), lengths))
