@@ -35,6 +35,10 @@ class SlicePool:
         """Bytes held."""
         return sum(tensor.nbytes for tensor in self._held.values())
 
+    def addresses(self) -> set[int]:
+        """Where the storages held begin."""
+        return {tensor.untyped_storage().data_ptr() for tensor in self._held.values()}
+
     def resize(self, numels: dict[BucketKey, int], dtypes: dict[str, torch.dtype]) -> dict[BucketKey, Tensor]:
         """A flat tensor [numel] for each key; content survives where the size does, and is unknown elsewhere."""
         if self._exact:
