@@ -187,6 +187,7 @@ class ShardTable:
         self.numel = np.array([spec.numel for spec in params], dtype=np.int64)
         self.num_cols = np.array([spec.num_cols for spec in params], dtype=np.int64)
         self.shard_numel = np.array([spec.shard_numel(num_ranks) for spec in params], dtype=np.int64)
+        self._known: dict[bytes, Blocks] = {}
 
     def mutual_blocks(self, regions: Regions, owners: IntArray) -> Blocks:
         """The part of each region in each owner's shard; item `o * len(regions) + i` is region i, owners[o].
@@ -198,6 +199,14 @@ class ShardTable:
         >>> blocks.start.tolist(), blocks.rows.tolist(), blocks.cols.tolist()
         ([9], [2], [2])
         """
+        shape = (self.num_cols[regions.param], self.numel[regions.param])
+        rest = (regions.row, regions.num_rows, regions.col, regions.num_cols, owners)
+        key = np.concatenate([*shape, *rest, [len(owners)]]).tobytes()
+        if key not in self._known:  # the layers of a model differ in nothing that matters here
+            self._known[key] = self._find_blocks(regions, owners)
+        return self._known[key]
+
+    def _find_blocks(self, regions: Regions, owners: IntArray) -> Blocks:
         size = (len(owners), len(regions.param))
 
         def spread(column: IntArray) -> IntArray:
@@ -245,13 +254,29 @@ class ShardTable:
         cols = np.stack([head_cols, col_end - col, tail_cols], axis=1)
         return Blocks(item, starts[item, part], rows[item, part], cols[item, part])
 
-    def count(self, param: int, region: Region) -> IntArray:
-        """[num_ranks] elements of `region` in each owner's shard."""
-        row_len = self.num_cols[param]
-        bounds = np.minimum(np.arange(self.num_ranks + 1) * self.shard_numel[param], self.numel[param])
-        if region.numel == 0:
-            return np.zeros(self.num_ranks, dtype=np.int64)
-        row, col = bounds // row_len, bounds % row_len
+
+class RankCounts:
+    """How many elements of a region each rank owns, in closed form."""
+
+    def __init__(self, params: Sequence[ParamSpec], num_ranks: int):
+        self._params = params
+        self._num_ranks = num_ranks
+        self._known: dict[tuple[int, int, Region], IntArray] = {}
+
+    def total(self, regions: Iterable[tuple[int, Region]]) -> IntArray:
+        """[num_ranks] elements of all `regions`, pairs of parameter and rectangle, in each rank's shards."""
+        total = np.zeros(self._num_ranks, dtype=np.int64)
+        for param, region in regions:
+            spec = self._params[param]
+            key = (spec.numel, spec.num_cols, region)
+            if key not in self._known:  # the layers of a model do not differ
+                self._known[key] = self._count(spec, region)
+            total += self._known[key]
+        return total
+
+    def _count(self, spec: ParamSpec, region: Region) -> IntArray:
+        bounds = np.arange(self._num_ranks + 1) * spec.shard_numel(self._num_ranks)
+        row, col = np.divmod(np.minimum(bounds, spec.numel), max(spec.num_cols, 1))
         before: IntArray = np.clip(row - region.row, 0, region.num_rows) * region.num_cols
         is_inside = (row >= region.row) & (row < region.row + region.num_rows)
         before = before + is_inside * np.clip(col - region.col, 0, region.num_cols)
