@@ -330,8 +330,8 @@ class GalvatronSearch:
         return (
             f"no plan fits {self._settings.memory_mb:.0f} MB a device for {batch} samples on "
             f"{self._given.num_devices} devices: the smallest (PP {pp}) needs {least:.0f} MB, "
-            f"{max(least - self._settings.memory_mb, 1):.0f} MB more, of which layer {layer.name!r} takes most; give more "
-            "memory or devices, a smaller batch_step, or shorter sequences"
+            f"{max(least - self._settings.memory_mb, 1):.0f} MB more, of which layer {layer.name!r} takes most; give "
+            "more memory or devices, a smaller batch_step, or shorter sequences"
         )
 
     def _leanest(self, batch: int) -> tuple[float, int, int]:
