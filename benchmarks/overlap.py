@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import deepspeed
@@ -85,10 +86,9 @@ def draw_batch(vocab_size: int, budget: int, seed: int) -> list[dict[str, torch.
     return batch
 
 
-def measure(engine: ds_hydra.HydraEngine, model: str, rounds: int, tokens: int) -> list[dict]:
+def measure(engine: ds_hydra.HydraEngine, model: str, rounds: int, tokens: int) -> Iterator[dict]:
     propagator = engine.hydra.propagator
     threads = {overlap: LinkThread(engine.device, overlap=overlap) for overlap in (False, True)}
-    rows = []
     for strategy in STRATEGIES[dist.get_world_size()]:
         seen: dict[bool, list[list[float]]] = {False: [], True: []}
         for round_ in range(rounds + 1):
@@ -110,22 +110,23 @@ def measure(engine: ds_hydra.HydraEngine, model: str, rounds: int, tokens: int) 
             }
         pairs = zip(seen[True], seen[False], strict=True)
         row["iteration_ratio"] = round(statistics.median(on[0] / off[0] for on, off in pairs), 3)
-        rows.append(row)
-    return rows
+        yield row
 
 
-def print_table(rows: list[dict]) -> None:
+def print_head() -> None:
     print(f"{'':<20} {'visible link time / iteration':>30}   {'iteration':>24}")
     print(
         f"{'strategy':<20} {'without':>15} {'with overlap':>14}   {'without, ms':>12} {'with / without':>15}"
     )
-    for row in rows:
-        off, on = row["without"], row["with"]
-        print(
-            f"{row['strategy']:<20} {off['visible_share']:>15.1%} {on['visible_share']:>14.1%}   "
-            f"{off['iteration_ms']:>12.0f} {row['iteration_ratio']:>15.2f}",
-            flush=True,
-        )
+
+
+def print_row(row: dict) -> None:
+    off, on = row["without"], row["with"]
+    print(
+        f"{row['strategy']:<20} {off['visible_share']:>15.1%} {on['visible_share']:>14.1%}   "
+        f"{off['iteration_ms']:>12.0f} {row['iteration_ratio']:>15.2f}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -143,19 +144,24 @@ def main() -> None:
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.init_distributed()
     engine = start(args.model, args.dtype)
-    rows = measure(engine, args.model, args.rounds, args.tokens)
-    if dist.get_rank() == 0:
+    is_first_rank = dist.get_rank() == 0
+    if is_first_rank:
         device = get_accelerator().device_name()
         print(f"{args.model}, {args.dtype}, {dist.get_world_size()} ranks ({device}), {args.rounds} rounds")
-        print_table(rows)
-        if args.out:
-            document = {
-                "model": args.model,
-                "dtype": args.dtype,
-                "num_ranks": dist.get_world_size(),
-                "rows": rows,
-            }
-            args.out.write_text(json.dumps(document, indent=1) + "\n")
+        print_head()
+    rows = []
+    for row in measure(engine, args.model, args.rounds, args.tokens):
+        rows.append(row)
+        if is_first_rank:
+            print_row(row)
+    if is_first_rank and args.out:
+        document = {
+            "model": args.model,
+            "dtype": args.dtype,
+            "num_ranks": dist.get_world_size(),
+            "rows": rows,
+        }
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
     engine.destroy()
 
 
