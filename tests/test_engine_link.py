@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from random import Random
 
@@ -56,6 +55,16 @@ def delay_rounds(propagator, random):
             setattr(link, name, functools.partial(late, getattr(link, name)))
 
 
+def check_times(outcome, overlap):
+    """Without overlap computation waits for all of pull and push."""
+    times = (outcome.pull_ms, outcome.push_ms, outcome.visible_pull_ms, outcome.visible_push_ms)
+    assert min(*times, outcome.propagate_ms) >= 0
+    assert min(times[:2]) > 0
+    if not overlap:
+        assert outcome.visible_pull_ms >= outcome.pull_ms
+        assert outcome.visible_push_ms >= outcome.push_ms
+
+
 def gradients_with_and_without_overlap(num_sequences):
     """Cases in which a sequence of strategies gives other bits with overlap than without."""
     engines = {
@@ -79,6 +88,7 @@ def gradients_with_and_without_overlap(num_sequences):
                 grads_P = engine._zero_gradient_shards()
                 outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
                 bits[overlap] = (outcome.loss_sum, [g.clone() for g in grads_P])
+                check_times(outcome, overlap)
             same = bits[True][0] == bits[False][0] and all(map(torch.equal, bits[True][1], bits[False][1]))
             if not same or not all(g.isfinite().all() for g in bits[True][1]):
                 different.append((number, str(strategy), lengths))
@@ -104,7 +114,7 @@ class NewMemory(TorchDispatchMode):
 
 
 def memory_of_exchanges():
-    """(stated, held, allocated in the first exchange, in the second), by strategy."""
+    """(stated, held, (buffers in use at once, held), allocated in each of three exchanges), by strategy."""
     engine = start_hydra(tiny("llama"), hydra={"link": {"overlap": False}}, bf16={"enabled": True})
     propagator = engine.hydra.propagator
     propagator.pool = SlicePool(torch.device("cpu"), exact=True)
@@ -115,14 +125,15 @@ def memory_of_exchanges():
         engine.hydra.prepare_forced(strategy)
         propagator.buffers.peak_bytes = 0
         allocated = []
-        for _ in range(2):
+        for _ in range(3):
             with NewMemory() as new:
                 _, session = propagator._open(strategy, with_gradients=True, grads_P=grads_P)
                 with session:
                     session.finish()
             allocated.append(new.nbytes)
         memory = propagator.link_memory(strategy)
-        result[text] = memory, propagator.pool.nbytes, propagator.buffers.peak_bytes, allocated
+        buffers = propagator.buffers
+        result[text] = memory, propagator.pool.nbytes, (buffers.peak_bytes, buffers.nbytes), allocated
     return result
 
 
@@ -190,10 +201,13 @@ def frozen_slices(folder):
 
 
 def failures():
-    """What reaches the caller when the link's thread fails, and the loss of the iteration after it."""
+    """What reaches the caller when the link's thread fails on all ranks, in a pull and in the push after it.
+
+    Without TP and pipelines, where a rank would also wait for its neighbours.
+    """
     engine = start_hydra(tiny("llama"))
     examples = random_examples((9, 17), VOCAB_SIZE, seed=0)
-    engine.hydra.prepare_forced(Strategy.parse("1x<2,2>"))
+    engine.hydra.prepare_forced(Strategy.parse("4x<1,1>"))
     caught = []
     for link, name in (
         (engine.hydra.propagator._pull_link, "begin_pull"),
@@ -208,11 +222,11 @@ def failures():
 
         setattr(link, name, fail_at_round_1)
         try:
-            engine.train_batch(examples, strategy="1x<2,2>")
+            engine.train_batch(examples, strategy="4x<1,1>")
         except OSError as error:
             caught.append(str(error))
         setattr(link, name, begin)
-    return caught, threading.active_count()
+    return caught
 
 
 def link_checks(folder):
@@ -229,7 +243,7 @@ def link_checks(folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What `link_checks` found on each of 4 ranks, started once."""
-    return run_distributed(link_checks, 4, str(tmp_path_factory.mktemp("checkpoint")))
+    return run_distributed(link_checks, 4, str(tmp_path_factory.mktemp("checkpoint")), timeout_s=900)
 
 
 @pytest.mark.distributed
@@ -248,14 +262,15 @@ def test_overlap_changes_no_bit_of_200_random_sequences_of_strategies(results):
 
 
 @pytest.mark.distributed
-def test_an_exchange_holds_what_the_plan_states_and_allocates_nothing_the_second_time(results):
+def test_an_exchange_holds_what_the_plan_states_and_soon_allocates_nothing(results):
     for rank, result in enumerate(results):
-        for case, (stated, held, peak, (_, again)) in result["exchanges"].items():
+        for case, (stated, held, (in_use, buffers), allocated) in result["exchanges"].items():
             assert held == stated.slice_bytes + stated.gradient_bytes, (rank, case)
-            assert 0 < peak <= stated.window_bytes, (rank, case)
-            assert again == 0, (rank, case)
-        _, _, _, (first, _) = result["exchanges"]["4x<1,1>"]
-        assert first > 0
+            assert 0 < in_use <= stated.window_bytes + stated.staged_bytes, (rank, case)
+            assert allocated[-1] == 0, (rank, case)
+            # Buffers of the strategies before are kept as long as they are the larger ones.
+            assert buffers <= 2 * result["exchanges"]["4x<1,1>"][0].window_bytes, (rank, case)
+        assert result["exchanges"]["4x<1,1>"][3][0] > 0
 
 
 @pytest.mark.distributed
@@ -289,5 +304,4 @@ def test_frozen_slices_stay_until_strategy_or_weights_change(results):
 @pytest.mark.distributed
 def test_errors_of_the_link_reach_the_caller(results):
     for result in results:
-        caught, _ = result["failures"]
-        assert caught == ["begin_pull is broken on purpose", "begin_push is broken on purpose"]
+        assert result["failures"] == ["begin_pull is broken on purpose", "begin_push is broken on purpose"]

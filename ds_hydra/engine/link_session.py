@@ -254,7 +254,9 @@ class LinkSession:
     def finish(self) -> LinkTimes:
         """Computation is over: wait for the rest of the push. Raises what the thread raised."""
         for index in range(len(self._gradients)):
-            self.gradients_complete(index)
+            if not self._gradients.is_raised(index):
+                self._slices.zero_missing(index)
+                self.gradients_complete(index)
         begin = self._clock.stamp()
         if self._pushing is None:
             self._pushing = self._thread.submit(self._push)

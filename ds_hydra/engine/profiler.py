@@ -259,6 +259,8 @@ def _activation_bytes(propagator: Propagator, strategy: Strategy, length: int) -
     example = _probe_example(propagator.skeleton.vocab_size, length)
     with _count_saved_bytes(propagator) as counted:
         propagator.time_propagation(plan, lambda _: example)
+    for address in propagator.pool.addresses():  # autograd keeps views of weights, which are not activations
+        counted.pop(address, None)
     most = propagator.max_over_ranks(sum(counted.values()))
     skeleton = propagator.skeleton
     tp = strategy.schemes[0].tp

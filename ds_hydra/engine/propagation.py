@@ -102,7 +102,10 @@ class LinkMemory:
     slice_bytes: int
     gradient_bytes: int
     window_bytes: int
-    """Packed exchange buffers: a window of two rounds has four, each as large as the largest."""
+    """Packed exchange buffers: a window of two rounds has four, each as large as the largest.
+
+    Memory of the CPU is handed out with gaps, which may add as much again.
+    """
     staged_bytes: int
     """What this rank holds of other nodes' shards (pull) or sums for them (push), with node-aware routes."""
 

@@ -219,8 +219,8 @@ class HydraRuntime:
         """Candidates and communicators, for the start of a run."""
         names = ", ".join(str(s) for s in self.strategies)
         return (
-            f"ds_hydra: {len(self.strategies)} candidate strategies on {self.num_ranks} ranks ({names}), "
-            f"{len(self.propagator.groups)} process groups"
+            f"ds_hydra: {len(self.strategies)} candidate strategies on {self.num_ranks} ranks ({names}); "
+            f"{self.propagator.groups}"
         )
 
     def _candidates(self) -> tuple[Strategy, ...]:

@@ -35,6 +35,10 @@ class SlicePool:
         """Bytes held."""
         return sum(tensor.nbytes for tensor in self._held.values())
 
+    def addresses(self) -> set[int]:
+        """Where the storages held begin."""
+        return {tensor.untyped_storage().data_ptr() for tensor in self._held.values()}
+
     def resize(self, numels: dict[BucketKey, int], dtypes: dict[str, torch.dtype]) -> dict[BucketKey, Tensor]:
         """A flat tensor [numel] for each key; content survives where the size does, and is unknown elsewhere."""
         if self._exact:
@@ -70,7 +74,8 @@ def gradient_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
 class Slices:
     """The slices of this rank's stage for one iteration, and their fp32 gradients if `with_gradients`.
 
-    The tensors are views into `pool`: making new Slices of a pool ends the life of the old ones' content.
+    The tensors are views into `pool`: making new Slices of a pool ends the life of the old ones' content. Gradients
+    are complete after `on_gradient` or `zero_missing`.
     `on_gradient(bucket)`, if set, is called in backward when all gradients of a bucket have been accumulated in the
     micro-batch announced by `expect_last_backward`.
     """
@@ -89,16 +94,14 @@ class Slices:
         self.grad_bucket_S: list[list[Tensor]] = []
         self.on_gradient: Callable[[int], None] | None = None
         self._missing: list[set[int]] = []
+        self._untouched: list[dict[int, Tensor]] = []
         self._is_last_backward = False
         numels = {("slices", r): slice_numel(specs, bucket) for r, bucket in enumerate(buckets)}
         if with_gradients:
             numels |= {("grads", r): gradient_numel(specs, bucket) for r, bucket in enumerate(buckets)}
         flat = pool.resize(numels, {"slices": dtype, "grads": torch.float32})
         for index, bucket in enumerate(buckets):
-            slices_flat, grads_flat = flat["slices", index], flat.get(("grads", index))
-            if grads_flat is not None:
-                grads_flat.zero_()
-            self._add_bucket(specs, bucket, slices_flat, grads_flat)
+            self._add_bucket(specs, bucket, flat["slices", index], flat.get(("grads", index)))
 
     def expect_last_backward(self) -> None:
         """From now on, report buckets whose gradients are complete; call before the last micro-batch's backward."""
@@ -107,11 +110,18 @@ class Slices:
             if not missing:
                 self._report(index)
 
+    def zero_missing(self, index: int) -> None:
+        """Set to zero what no micro-batch has given a gradient in this bucket."""
+        for grad in self._untouched[index].values():
+            grad.zero_()
+        self._untouched[index].clear()
+
     def _add_bucket(
         self, specs: Sequence[ParamSpec], bucket: Bucket, slices_flat: Tensor, grads_flat: Tensor | None
     ) -> None:
         flats, grads = [], []
-        missing: set[int] = set()
+        self._missing.append(set())
+        self._untouched.append({})
         for ref in bucket:
             spec = specs[ref.param]
             shape = spec.slice_shape(ref.region)
@@ -126,28 +136,34 @@ class Slices:
                 grads.append(flat.new_empty(0, dtype=torch.float32))
                 continue
             grad, grads_flat = grads_flat[:numel], grads_flat[padded:]
-            self._attach_gradient(leaf, grad.view_as(leaf), len(self._missing), ref.param)
-            missing.add(ref.param)
+            self._attach_gradient(leaf, grad.view_as(leaf), len(self._missing) - 1, ref.param)
             grads.append(grad)
         self.bucket_S.append(flats)
         self.grad_bucket_S.append(grads)
-        self._missing.append(missing)
 
     def _attach_gradient(self, leaf: nn.Parameter, main_grad: Tensor, bucket: int, param: int) -> None:
-        """Let the gradient of `leaf` add up over micro-batches in the fp32 tensor `main_grad`."""
+        """Let the gradient of `leaf` add up over micro-batches in the fp32 tensor `main_grad`.
+
+        The first one is copied, so that nobody has to set the memory to zero.
+        """
         in_place = leaf.dtype == torch.float32
-        if in_place:
-            leaf.grad = main_grad  # autograd adds in place
+        missing, untouched = self._missing[bucket], self._untouched[bucket]
+        missing.add(param)
+        untouched[param] = main_grad
 
         def after_accumulate(leaf: Tensor) -> None:
-            if not in_place:
+            assert leaf.grad is not None
+            if param in untouched:
+                del untouched[param]
+                main_grad.copy_(leaf.grad)
+                leaf.grad = main_grad if in_place else None  # autograd adds in place
+            elif not in_place:
                 # A 16-bit sum over micro-batches would lose what small gradients contribute.
-                assert leaf.grad is not None
                 main_grad.add_(leaf.grad)
                 leaf.grad = None
-            if self._is_last_backward and param in self._missing[bucket]:
-                self._missing[bucket].remove(param)
-                if not self._missing[bucket]:
+            if self._is_last_backward and param in missing:
+                missing.remove(param)
+                if not missing:
                     self._report(bucket)
 
         leaf.register_post_accumulate_grad_hook(after_accumulate)
