@@ -11,17 +11,18 @@ heads. What several ranks need alike is packed once and sent to each: an all-gat
 a broadcast where it is a part; their pushes are a reduce-scatter and a reduction, in the order of ranks.
 
 [Note: Node-aware routes]
-The rectangles that a node's ranks need of a parameter cut each other into cells. A cell crosses the node's
-boundary once: in the first round in which a rank of the node needs it, to the rank of the node that has the
+The rectangles that a node's ranks need of a parameter cut each other into cells. A cell that several of them need
+crosses the node's boundary once: in the first round in which one needs it, to the rank of the node that has the
 owner's place (owner modulo ranks per node), which stages it and spreads it inside the node in a second phase, now
-and in later rounds. Shards inside the node are read directly. A push sums a cell on the staging rank in the
-order of ranks, and sends the sum to the owner in that first round, the last one of the push to need it.
+and in later rounds. A push sums such a cell on the staging rank in the order of ranks, and sends the sum to the
+owner in that first round, the last one of the push to need it. Cells that one rank of a node needs go straight to
+it, and shards inside the node are read directly.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -29,6 +30,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ds_hydra.zero_link.layout import Blocks, IntArray, ParamSpec, Region, Regions, ShardTable
 
@@ -356,6 +358,12 @@ class _Asks:
         ).reshape(-1, 5)
         return cls(Regions.of((param, region) for param, _, region, _, _ in items), *slices.T.copy())
 
+    def where(self, chosen: npt.NDArray[np.bool_]) -> _Asks:
+        """The chosen ones."""
+        index = np.flatnonzero(chosen)
+        columns = (self.slot, self.slice_row, self.slice_col, self.slice_cols, self.cell)
+        return _Asks(self.regions.take(index), *(column[index] for column in columns))
+
 
 class _Planner:
     """Direct routes: every rank reads every shard itself."""
@@ -454,12 +462,16 @@ def _split(store: Store, peers: IntArray, pieces: IntArray) -> tuple[Batch, ...]
 class Cells:
     """The rectangles into which the needs of a node's ranks cut each other.
 
-    `round[c]` is the first round that needs cell c; `asks[place, round]` what the rank at `place` needs then.
+    `round[c]` is the first round that needs cell c, `is_shared[c]` whether it is needed more than once;
+    `asks[place, round]` is what the rank at `place` needs then, `shared` and `alone` its two parts.
     """
 
     regions: Regions
     round: IntArray
+    is_shared: npt.NDArray[np.bool_]
     asks: dict[tuple[int, int], _Asks]
+    shared: dict[tuple[int, int], _Asks]
+    alone: dict[tuple[int, int], _Asks]
 
 
 class _NodePlanner(_Planner):
@@ -482,8 +494,10 @@ class _NodePlanner(_Planner):
 
     def asks(self, rank: int, index: int) -> _Asks:
         """What `rank`, of this node, needs in round `index`, as cells."""
-        place = rank - self.nodes.ranks(self.node).start
-        return self._cells.asks.get((place, index), _NOTHING)
+        return self._part(self._cells.asks, rank, index)
+
+    def _part(self, asks: dict[tuple[int, int], _Asks], rank: int, index: int) -> _Asks:
+        return asks.get((rank - self.nodes.ranks(self.node).start, index), _NOTHING)
 
     def readers(self, index: int, ranks: range) -> Iterable[tuple[int, ...]]:
         """Groups of other ranks of this node that need the same in round `index`."""
@@ -493,25 +507,35 @@ class _NodePlanner(_Planner):
         """Shards across nodes to the staging ranks and inside the node; then what is staged, inside the node."""
         first = self.shard_phase(index, self.nodes.ranks(self.node))
         across, staged_numel = self._staged_from_owners(index)
+        outside = self.nodes.outside(self.node)
+        alone = self.slices_from(self._part(self._cells.alone, self.rank, index), outside, outside)
+        # Both ends list what goes between them in this order: inside the node, staged, straight to one rank.
         first = Phase(
             outgoing=(*first.outgoing, *self._shards_to_nodes(index)),
-            incoming=(*first.incoming, *across),
+            incoming=(*first.incoming, *across, *alone),
             local=first.local,
         )
         return Round((first, self._spread_phase(index)), staged_numel, self._staged_until[index])
 
     def _shards_to_nodes(self, index: int) -> Iterable[Batch]:
-        """Own shards to the staging rank of every other node that needs them for the first time."""
+        """Own shards to the staging rank of other nodes that need them for the first time, and to lone readers."""
         kinds: dict[int, list[int]] = {}
         for node in range(self.nodes.num_nodes):
             if node != self.node:
                 kinds.setdefault(id(self._cells_of.get(node)), []).append(node)
         for nodes in kinds.values():
             cells = self._cells_of.get(nodes[0])
-            regions = cells.regions.take(np.flatnonzero(cells.round == index))
+            regions = cells.regions.take(np.flatnonzero((cells.round == index) & cells.is_shared))
             pieces = self.shard_pieces(regions, np.array([self.rank]))
             if len(pieces):
                 yield Batch(Store.SHARD, tuple(self.nodes.staging_rank(self.rank, n) for n in nodes), pieces)
+            for place in range(self.nodes.ranks_per_node):
+                alone = cells.alone.get((place, index))
+                if alone is not None:
+                    pieces = self.shard_pieces(alone.regions, np.array([self.rank]))
+                    if len(pieces):
+                        readers = tuple(self.nodes.ranks(node)[place] for node in nodes)
+                        yield Batch(Store.SHARD, readers, pieces)
 
     def _place_staged(self) -> IntArray:
         """Where each cell of each owner staged here begins in its round's staging memory: [owners, cells]."""
@@ -520,7 +544,7 @@ class _NodePlanner(_Planner):
         num_cells = len(cells.round)
         self._staged_numel = np.zeros(self.asked.num_rounds, dtype=np.int64)
         until = np.arange(self.asked.num_rounds)
-        for (_, index), asks in cells.asks.items():
+        for (_, index), asks in cells.shared.items():
             np.maximum.at(until, cells.round[asks.cell], index)
         self._staged_until: list[int] = until.tolist()
         if not num_cells or not len(self._owners):
@@ -532,7 +556,7 @@ class _NodePlanner(_Planner):
         numel = numel.astype(np.int64).reshape(len(self._owners), num_cells)
         begin = np.zeros_like(numel)
         for index in range(self.asked.num_rounds):
-            mine = np.flatnonzero(cells.round == index)
+            mine = np.flatnonzero((cells.round == index) & cells.is_shared)
             flat = numel[:, mine].ravel()
             begin[:, mine] = (np.cumsum(flat) - flat).reshape(len(self._owners), len(mine))
             self._staged_numel[index] = flat.sum()
@@ -540,7 +564,7 @@ class _NodePlanner(_Planner):
 
     def _staged_from_owners(self, index: int) -> tuple[tuple[Batch, ...], int]:
         """What arrives from other nodes in round `index`, and how much it is."""
-        mine = np.flatnonzero(self._cells.round == index)
+        mine = np.flatnonzero((self._cells.round == index) & self._cells.is_shared)
         if not len(mine) or not len(self._owners):
             return (), 0
         owner, pieces = self._stage_pieces(self._cells.regions.take(mine), mine)
@@ -563,12 +587,13 @@ class _NodePlanner(_Planner):
         outgoing = []
         ranks = self.nodes.ranks(self.node)
         if len(self._owners):
-            for members in self.readers(index, ranks):
-                asks = self.asks(members[0], index)
+            parts = {m: self._part(self._cells.shared, m, index) for m in ranks if m != self.rank}
+            for members in _group_equal({m: part.cell.tobytes() for m, part in parts.items()}):
+                asks = parts[members[0]]
                 _, pieces = self._stage_pieces(asks.regions, asks.cell)
                 if len(pieces):
                     outgoing.append(Batch(Store.STAGE, members, pieces))
-        own = self.asks(self.rank, index)
+        own = self._part(self._cells.shared, self.rank, index)
         incoming: list[Batch] = []
         for server in ranks:
             owners = self.nodes.owners_staged_by(server)
@@ -616,6 +641,11 @@ class Nodes:
         begin = node * self.ranks_per_node
         return range(begin, min(begin + self.ranks_per_node, self.num_ranks))
 
+    def outside(self, node: int) -> IntArray:
+        """Ranks of all other nodes, ascending."""
+        ranks = self.ranks(node)
+        return np.array([r for r in range(self.num_ranks) if r not in ranks], dtype=np.int64)
+
     def staging_rank(self, owner: int, node: int) -> int:
         """The rank of `node` that receives what `owner`, in another node, has for it."""
         ranks = self.ranks(node)
@@ -624,7 +654,7 @@ class Nodes:
     def owners_staged_by(self, rank: int) -> IntArray:
         """Ranks of other nodes whose elements `rank` stages, ascending."""
         node = self.node_of(rank)
-        others = [o for o in range(self.num_ranks) if self.node_of(o) != node]
+        others = self.outside(node).tolist()
         return np.array([o for o in others if self.staging_rank(o, node) == rank], dtype=np.int64)
 
 
@@ -656,19 +686,33 @@ class CellsOfNodes:
                     wants.setdefault(key, []).append(_Want(place, index, slot, ref.region))
         regions: list[tuple[int, Region]] = []
         rounds: list[int] = []
+        is_shared: list[bool] = []
+        inside: dict[frozenset[Region], dict[Region, set[Region]]] = {}
         items: dict[tuple[int, int], list[tuple[int, int, Region, Region, int]]] = {}
         for (_, param), group in sorted(wants.items()):
-            for cell in cut_cells({want.region for want in group}):
-                readers = [want for want in group if _contains(want.region, cell)]
+            distinct = frozenset(want.region for want in group)
+            if distinct not in inside:  # the layers of a model are cut alike
+                inside[distinct] = {
+                    cell: {region for region in distinct if _contains(region, cell)}
+                    for cell in cut_cells(distinct)
+                }
+            for cell, covering in inside[distinct].items():
+                readers = [want for want in group if want.region in covering]
                 for want in readers:
                     item = (param, want.slot, cell, want.region, len(regions))
                     items.setdefault((want.place, want.round), []).append(item)
                 regions.append((param, cell))
                 rounds.append(min(want.round for want in readers))
+                is_shared.append(len(readers) > 1)
+        shared = np.array(is_shared, dtype=bool)
+        asks = {key: _Asks.of(value) for key, value in items.items()}
         return Cells(
-            Regions.of(regions),
-            np.array(rounds, dtype=np.int64),
-            {key: _Asks.of(value) for key, value in items.items()},
+            regions=Regions.of(regions),
+            round=np.array(rounds, dtype=np.int64),
+            is_shared=shared,
+            asks=asks,
+            shared={key: part for key, a in asks.items() if len((part := a.where(shared[a.cell])).cell)},
+            alone={key: part for key, a in asks.items() if len((part := a.where(~shared[a.cell])).cell)},
         )
 
 
@@ -679,7 +723,7 @@ class _Want(NamedTuple):
     region: Region
 
 
-def cut_cells(regions: set[Region]) -> list[Region]:
+def cut_cells(regions: Set[Region]) -> list[Region]:
     """Rectangles that do not overlap, cover what `regions` cover, and lie inside or outside of each of them.
 
     >>> cut_cells({Region(0, 4, 0, 3), Region(2, 2, 0, 3)})

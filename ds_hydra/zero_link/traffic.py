@@ -118,6 +118,7 @@ class LinkAccounts:
     def _node_rounds(self) -> Iterator[list[IntArray]]:
         nodes, num_ranks = self.nodes, self.asked.num_ranks
         everyone = np.arange(num_ranks)
+        nothing = np.zeros(num_ranks, dtype=np.int64)
         for index in range(self.asked.num_rounds):
             first = np.zeros((num_ranks, num_ranks), dtype=np.int64)
             second = np.zeros_like(first)
@@ -127,19 +128,22 @@ class LinkAccounts:
                 staging = members.start + everyone % nodes.ranks_per_node % len(members)
                 is_inside = (everyone >= members.start) & (everyone < members.stop)
                 if (id(cells), -1) not in known:
-                    known[id(cells), -1] = self._count_cells(cells, np.flatnonzero(cells.round == index))
+                    entering_cells = np.flatnonzero((cells.round == index) & cells.is_shared)
+                    known[id(cells), -1] = self._count_cells(cells, entering_cells)
                 entering = np.where(is_inside, 0, known[id(cells), -1])
                 first[everyone, staging] += entering
                 for place, member in enumerate(members):
-                    asks = cells.asks.get((place, index))
-                    if asks is None:
-                        continue
-                    if (id(cells), place) not in known:
-                        known[id(cells), place] = self._count_cells(cells, asks.cell)
-                    needed = known[id(cells), place]
-                    first[members.start : members.stop, member] += needed[members.start : members.stop]
+                    for kind, asks in enumerate((cells.asks, cells.shared)):
+                        if (place, index) not in asks:
+                            continue
+                        key = (id(cells), 2 * place + kind)
+                        if key not in known:
+                            known[key] = self._count_cells(cells, asks[place, index].cell)
+                    needed = known.get((id(cells), 2 * place), nothing)
+                    shared = known.get((id(cells), 2 * place + 1), nothing)
+                    first[:, member] += np.where(is_inside, needed, needed - shared)
                     second[:, member] += np.bincount(
-                        staging, weights=np.where(is_inside, 0, needed), minlength=num_ranks
+                        staging, weights=np.where(is_inside, 0, shared), minlength=num_ranks
                     ).astype(np.int64)
             yield [first, second]
 
