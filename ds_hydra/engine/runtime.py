@@ -21,7 +21,8 @@ from ds_hydra.engine.agreement import gather_rows, raise_together
 from ds_hydra.engine.groups import within_groups
 from ds_hydra.engine.metrics import RunLog
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
-from ds_hydra.engine.profiler import limit_memory, measure_profile, nominal_profile
+from ds_hydra.engine.profile_document import limit_memory, nominal_profile
+from ds_hydra.engine.profiler import measure_profile
 from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL
