@@ -6,6 +6,7 @@ The engine (`hydra_engine.py`) overrides DeepSpeed's methods; everything else li
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.agreement import gather_rows, raise_together
 from ds_hydra.engine.groups import within_groups
+from ds_hydra.engine.latency_tracker import LatencyTracker
 from ds_hydra.engine.metrics import RunLog
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
 from ds_hydra.engine.profile_document import limit_memory, nominal_profile
@@ -33,6 +35,8 @@ from ds_hydra.sampler.dataset import TokenDataset
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.candidates import enumerate_strategies, load_strategies, power_of_two_schemes
+
+logger = logging.getLogger(__name__)
 
 ExampleLike = Mapping[str, Any]
 """One sequence: "input_ids" and optionally "labels" (not shifted, -100 where nothing is predicted)."""
@@ -74,6 +78,8 @@ class HydraRuntime:
         self.strategies = self._candidates()
         self.propagator.prepare(self.strategies)
         self._feed: PlanFeed | None = None
+        self._tracker: LatencyTracker | None = None
+        self._tracked: Mapping[str, Any] = {}
         self._data: TokenDataset | None = None
         self.sampler: TokenBudgetSampler | None = None
         self.log: RunLog | None = None
@@ -91,6 +97,22 @@ class HydraRuntime:
                 known = self._profile.latency
                 self.strategies = tuple(s for s in self.strategies if all(x in known for x in s.schemes))
         return self._profile
+
+    @property
+    def tracker(self) -> LatencyTracker:
+        """What measured times say of the profile; measures a missing profile, which is collective."""
+        profile = self.profile
+        if self._tracker is None or self._tracker.profiled is not profile:
+            self._tracker = LatencyTracker(profile, self.config.planner, self._tracked)
+        return self._tracker
+
+    def learn(self, plan: IterationPlan, measured_ms: Sequence[float]) -> None:
+        """Take in the time of each pipeline, equal on all ranks; warns on rank 0 of drift. Not collective."""
+        if self._profile is None:
+            return  # strategies were forced, and their plans valued by FLOP counts
+        warning = self.tracker.observe(plan, measured_ms)
+        if warning is not None and self.is_first_rank:
+            logger.warning("iteration %d: %s", plan.iteration, warning)
 
     def attach_data(self, data: TokenDataset) -> None:
         """Draw mini-batches from `data` from now on."""
@@ -129,11 +151,11 @@ class HydraRuntime:
         """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a missing profile."""
         assert self.sampler is not None
         if self._feed is None:
-            profile = self.profile  # first: measuring it may leave out candidates
+            tracker = self.tracker  # first: measuring the profile may leave out candidates
             self._feed = PlanFeed(
                 self.sampler,
                 strategies=self.strategies,
-                profile=profile,
+                profile_of=tracker.profile_for,
                 num_ranks=self.num_ranks,
                 config=self.config,
                 plans_here=self.is_first_rank,
@@ -153,12 +175,12 @@ class HydraRuntime:
         raise_together(error, self._device)
         assert batch is not None
         if strategy is None:
-            profile = self.profile  # first: measuring it may leave out candidates
+            profile = self.tracker.profile_for(iteration)  # first: measuring may leave out candidates
             strategies = self.strategies
         else:
             self.prepare_forced(strategy)
             # Does not wait for a measurement: any cost model can only place sequences in it.
-            profile, strategies = self._profile_for_forced(strategy), (strategy,)
+            profile, strategies = self._profile_for_forced(strategy, iteration), (strategy,)
         planned = broadcast_plan(
             lambda: PlanFeed.plan_now(batch, strategies, profile, self.num_ranks, self.config), self._device
         )
@@ -194,10 +216,13 @@ class HydraRuntime:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the sampler; empty without training data."""
-        return {} if self.sampler is None else {"sampler": self.sampler.state_dict()}
+        sampler = {} if self.sampler is None else {"sampler": self.sampler.state_dict()}
+        return sampler | ({} if self._profile is None else {"latency": self.tracker.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the mini-batches where `state` was taken."""
+        """Continue the mini-batches where `state` was taken, with the same corrections of the profile."""
+        self.close_feed()
+        self._tracker, self._tracked = None, state.get("latency", {})
         if self.sampler is not None and "sampler" in state:
             self.close_feed()
             self.sampler.load_state_dict(state["sampler"])
@@ -273,9 +298,9 @@ class HydraRuntime:
         for scheme in set(strategy.schemes):
             self.skeleton.check_scheme(scheme)
 
-    def _profile_for_forced(self, strategy: Strategy) -> Profile:
+    def _profile_for_forced(self, strategy: Strategy, iteration: int) -> Profile:
         if self._profile is not None and all(scheme in self._profile.latency for scheme in strategy.schemes):
-            return self._profile
+            return self.tracker.profile_for(iteration)
         return Profile.from_json(nominal_profile(self.skeleton, strategy.schemes))
 
     def _check_examples(self, tensors: Sequence[Example], iteration: int) -> GlobalBatch:
