@@ -173,7 +173,8 @@ class OnlineFit:
         terms = np.concatenate([sums / times[:, None], prior_terms])
         target = np.concatenate([np.ones(times.size), prior_terms @ prior])
         found = solve_non_negative(terms, target)
-        return _from_array(found)
+        # Squared relative errors weigh slow samples least; the level is where half of them are slower.
+        return _from_array(found * float(np.median(times / (sums @ found))))
 
 
 def _from_array(terms: FloatArray) -> LatencyModel:

@@ -136,6 +136,12 @@ class Profile:
             entries.append(dict(entry) if model is None else {**entry, **asdict(model)})
         return Profile.from_json({**self.document, "schemes": entries})
 
+    def only(self, schemes: Iterable[Scheme]) -> Profile:
+        """This profile without the schemes that are not among `schemes`."""
+        kept = set(schemes)
+        entries = [e for e in self.document["schemes"] if Scheme(e["tp"], e["pp"]) in kept]
+        return Profile.from_json({**self.document, "schemes": entries})
+
     def check_model(self, *, num_layers: int, hidden_size: int, vocab_size: int) -> None:
         """Raise HydraConfigError if the profile belongs to another model than the one described.
 
