@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.agreement import gather_rows, raise_together
+from ds_hydra.engine.agreement import broadcast_text, gather_rows, raise_together
 from ds_hydra.engine.groups import within_groups
 from ds_hydra.engine.latency_tracker import LatencyTracker
 from ds_hydra.engine.metrics import RunLog
@@ -33,10 +33,17 @@ from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
 from ds_hydra.sampler.dataset import TokenDataset
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.propose import Proposal, PruningSettings, propose_strategies
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.candidates import enumerate_strategies, load_strategies, power_of_two_schemes
+from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.proposal import check_context
+from ds_hydra.strategy.scheme import parse_strategies
 
 logger = logging.getLogger(__name__)
+
+MAX_ENUMERATED_RANKS = 8
+"""Ranks up to which every strategy of two schemes is a candidate; for more, the lengths of the data decide."""
 
 ExampleLike = Mapping[str, Any]
 """One sequence: "input_ids" and optionally "labels" (not shifted, -100 where nothing is predicted)."""
@@ -78,6 +85,8 @@ class HydraRuntime:
         self.strategies = self._candidates()
         self.propagator.prepare(self.strategies)
         self._feed: PlanFeed | None = None
+        self._proposed_with: Profile | None = None
+        self._reasons: list[str] = []
         self._tracker: LatencyTracker | None = None
         self._tracked: Mapping[str, Any] = {}
         self._data: TokenDataset | None = None
@@ -152,6 +161,7 @@ class HydraRuntime:
         assert self.sampler is not None
         if self._feed is None:
             tracker = self.tracker  # first: measuring the profile may leave out candidates
+            self._fit_candidates_to_data()
             self._feed = PlanFeed(
                 self.sampler,
                 strategies=self.strategies,
@@ -246,7 +256,7 @@ class HydraRuntime:
         names = ", ".join(str(s) for s in self.strategies)
         return (
             f"ds_hydra: {len(self.strategies)} candidate strategies on {self.num_ranks} ranks ({names}), "
-            f"{len(self.propagator.groups)} process groups"
+            f"{len(self.propagator.groups)} process groups" + "".join(f"\n  {line}" for line in self._reasons)
         )
 
     def _candidates(self) -> tuple[Strategy, ...]:
@@ -263,8 +273,49 @@ class HydraRuntime:
                 f"profile {self.config.profile!r} has no scheme that this model can run on {self.num_ranks} ranks; "
                 "set hydra.strategies, or hydra.profile to another one"
             )
-        return within_groups(
-            enumerate_strategies(schemes, self.num_ranks), self.config.max_process_groups // 2
+        # Half of the groups are left for forced strategies, or for what the lengths of the data will suggest.
+        if self.num_ranks > MAX_ENUMERATED_RANKS:
+            wanted = [Strategy((scheme,) * (self.num_ranks // scheme.num_devices)) for scheme in schemes]
+        else:
+            wanted = list(enumerate_strategies(schemes, self.num_ranks))
+        return within_groups(wanted, self.config.max_process_groups // 2)
+
+    def _fit_candidates_to_data(self) -> None:
+        """Propose candidates from the lengths of the data where they are too many to try all.
+
+        Rank 0 proposes. Raises HydraConfigError on all ranks where no candidate holds the longest sequence.
+        """
+        assert self._data is not None
+        profile = self.profile
+        longest = int(self._data.lengths.max())
+        is_fixed = self.config.strategies is not None or self.num_ranks <= MAX_ENUMERATED_RANKS
+        if not is_fixed and self._proposed_with is not profile:
+            proposal, error = None, None
+            try:
+                proposal = self._propose(profile, longest) if self.is_first_rank else None
+            except Exception as caught:  # whatever it is, the other ranks wait for it
+                error = caught
+            raise_together(error, self._device)
+            lines = [] if proposal is None else [f"{kept.strategy}: {kept.reason}" for kept in proposal.kept]
+            self._reasons = broadcast_text(lines, 0, self._device)
+            self.strategies = parse_strategies(line.split(":")[0] for line in self._reasons)
+            self.propagator.prepare(self.strategies)
+            self._proposed_with = profile
+        schemes = {scheme for strategy in self.strategies for scheme in strategy.schemes}
+        check_context(profile, self.num_ranks, longest, schemes=schemes)
+
+    def _propose(self, profile: Profile, longest_tokens: int) -> Proposal:
+        """Candidates for the attached data, within the process groups that are left; not collective."""
+        assert self._data is not None
+        lengths, counts = np.unique(self._data.lengths, return_counts=True)
+        groups_left = self.config.max_process_groups - len(self.propagator.groups)
+        return propose_strategies(
+            profile.only(scheme for scheme in profile.latency if self._can_run(scheme)),
+            LengthHistogram.from_counts(dict(zip(lengths.tolist(), counts.tolist(), strict=True))),
+            num_devices=self.num_ranks,
+            context_length=longest_tokens,
+            tokens_per_iteration=self.config.tokens_per_iteration,
+            pruning=PruningSettings(max_communicators=groups_left, seed=self.config.seed),
         )
 
     def _can_run(self, scheme: Scheme) -> bool:
