@@ -52,6 +52,18 @@ def test_outliers_do_not_move_the_model():
     assert fit.models()[SCHEME].row_ms([4000]) == pytest.approx(TRUTH.row_ms([4000]), rel=0.03)
 
 
+def test_half_of_the_times_are_above_the_prediction_however_they_scatter():
+    """Least squares of relative errors alone would be a quarter too low here."""
+    fit = OnlineFit({SCHEME: PROFILED})
+    generator = np.random.default_rng(3)
+    for _ in range(200):
+        rows = [generator.integers(500, 4000, 3).tolist()]
+        measured = pipeline_ms(TRUTH, rows) * np.exp(0.5 * generator.standard_normal())
+        fit.observe(SCHEME, rows, predicted_ms=pipeline_ms(PROFILED, rows), measured_ms=measured)
+    typical = [1500, 2250, 3000]
+    assert fit.models()[SCHEME].row_ms(typical) == pytest.approx(TRUTH.row_ms(typical), rel=0.12)
+
+
 def test_memory_is_bounded_and_old_truths_are_forgotten():
     fit = OnlineFit({SCHEME: PROFILED}, OnlineFitSettings(window=30))
     run(fit, 60, truth=TRUTH)
