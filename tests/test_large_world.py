@@ -19,7 +19,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine import runtime
 from ds_hydra.engine.groups import groups_of
 from ds_hydra.engine.runtime import HydraRuntime
-from ds_hydra.errors import HydraConfigError
+from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.histogram import LengthHistogram
 from ds_hydra.strategy.scheme import Scheme, parse_strategies
@@ -109,7 +109,7 @@ def train_on_proposals(folder):
         {"memory_limit_bytes": 600_000},
         {"memory_limit_bytes": 600_000, "strategies": ["2x<2,1>"]},
     ):
-        with pytest.raises(HydraConfigError) as caught:
+        with pytest.raises(InfeasiblePlanError) as caught:
             start(128, hydra)
         messages.append(str(caught.value))
     return found, described, losses, messages
@@ -132,3 +132,4 @@ def test_four_ranks_propose_once_and_agree(tmp_path):
         for message in result[3]:
             assert "no scheme holds a row of 128 tokens on 4 devices, the longest that fits has" in message
             assert "activation checkpointing" in message
+            assert "raise hydra.memory_limit_bytes" in message

@@ -28,7 +28,7 @@ from ds_hydra.engine.profiler import measure_profile
 from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL
-from ds_hydra.errors import HydraConfigError, PlanMismatchError
+from ds_hydra.errors import HydraConfigError, InfeasiblePlanError, PlanMismatchError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
 from ds_hydra.sampler.dataset import TokenDataset
@@ -283,12 +283,19 @@ class HydraRuntime:
     def _fit_candidates_to_data(self) -> None:
         """Propose candidates from the lengths of the data where they are too many to try all.
 
-        Rank 0 proposes. Raises HydraConfigError on all ranks where no candidate holds the longest sequence.
+        Rank 0 proposes. Raises InfeasiblePlanError on all ranks where nothing holds the longest sequence.
         """
         assert self._data is not None
         profile = self.profile
         longest = int(self._data.lengths.max())
         is_fixed = self.config.strategies is not None or self.num_ranks <= MAX_ENUMERATED_RANKS
+        schemes = {scheme for strategy in self.strategies for scheme in strategy.schemes}
+        if not is_fixed:
+            schemes = {scheme for scheme in profile.latency if self._can_run(scheme)}
+        try:
+            check_context(profile, self.num_ranks, longest, schemes=schemes)
+        except HydraConfigError as error:
+            raise InfeasiblePlanError(f"training data: {error}, or raise hydra.memory_limit_bytes") from error
         if not is_fixed and self._proposed_with is not profile:
             proposal, error = None, None
             try:
@@ -301,8 +308,6 @@ class HydraRuntime:
             self.strategies = parse_strategies(line.split(":")[0] for line in self._reasons)
             self.propagator.prepare(self.strategies)
             self._proposed_with = profile
-        schemes = {scheme for strategy in self.strategies for scheme in strategy.schemes}
-        check_context(profile, self.num_ranks, longest, schemes=schemes)
 
     def _propose(self, profile: Profile, longest_tokens: int) -> Proposal:
         """Candidates for the attached data, within the process groups that are left; not collective."""
