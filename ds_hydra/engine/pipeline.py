@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hydra.engine.trace import Recorder
+from ds_hydra.simulator.timeline import EventKind
+
 
 class Pass(str, Enum):
     """What a stage does with a micro-batch."""
@@ -118,18 +121,25 @@ StageForward = Callable[[int, Tensor | None], Tensor]
 """(micro-batch, activation of the previous stage or None) -> activation, or the loss on the last stage."""
 
 
-def run_1f1b(info: StageInfo, io: StageIO, row_tokens: Sequence[int], forward: StageForward) -> list[Tensor]:
+def run_1f1b(
+    info: StageInfo,
+    io: StageIO,
+    row_tokens: Sequence[int],
+    forward: StageForward,
+    recorder: Recorder,
+) -> list[Tensor]:
     """Forward and backward of every row through this stage; returns the detached losses (last stage only).
 
     `row_tokens[j]` is the length of row j, so receivers know every shape from the plan. Collective over the
-    pipeline: all its ranks call it with the same rows.
+    pipeline: all its ranks call it with the same rows. `recorder` gets the span of each pass, without waits.
     """
     losses: list[Tensor] = []
     saved: dict[int, tuple[Tensor | None, Tensor]] = {}
     for pass_, index in one_forward_one_backward(info.num_stages, info.stage, len(row_tokens)):
         if pass_ is Pass.FORWARD:
             received = _receive_activation(info, io, row_tokens[index], requires_grad=True)
-            output = forward(index, received)
+            with recorder.span(EventKind.FORWARD, index):
+                output = forward(index, received)
             saved[index] = (received, output)
             if info.is_last:
                 losses.append(output.detach())
@@ -139,7 +149,8 @@ def run_1f1b(info: StageInfo, io: StageIO, row_tokens: Sequence[int], forward: S
             received, output = saved.pop(index)
             grad = None if info.is_last else io.receive_gradient(torch.empty_like(output))
             if output.requires_grad:  # false where everything up to here is frozen
-                torch.autograd.backward(output, grad)
+                with recorder.span(EventKind.BACKWARD, index):
+                    torch.autograd.backward(output, grad)
             if received is not None:
                 io.send_gradient(torch.zeros_like(received) if received.grad is None else received.grad)
     io.finish()

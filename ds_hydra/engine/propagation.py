@@ -21,8 +21,10 @@ from ds_hydra.engine.groups import GroupPool
 from ds_hydra.engine.pipeline import StageInfo, StageIO, run_1f1b, run_forward_only
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL, summed_cross_entropy
+from ds_hydra.engine.trace import Recorder
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
+from ds_hydra.simulator.timeline import EventKind
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
 from ds_hydra.zero_link.exchange import Link
@@ -79,6 +81,8 @@ class Outcome:
     pull_ms: float
     propagate_ms: float
     push_ms: float
+    busy_ms: float = 0.0
+    """Time inside forwards and backwards, TP collectives included."""
 
 
 class Slices:
@@ -135,6 +139,7 @@ class Propagator:
         self._pull_link = Link(self.groups.get("pull", everyone), device)
         self._push_link = Link(self.groups.get("push", everyone), device)
         self._links: dict[Strategy, StrategyLink] = {}
+        self.recorder = Recorder()
 
     def prepare(self, strategies: Iterable[Strategy]) -> None:
         """Create the process groups of `strategies`."""
@@ -163,7 +168,8 @@ class Propagator:
         """
         outcome, slices = self._pull_and_propagate(plan, load, loss_scale)
         start = self._now()
-        self._push_link.push(self._link_of(plan.strategy).push, slices.grad_bucket_S, grads_P)
+        with self.recorder.span(EventKind.PUSH):
+            self._push_link.push(self._link_of(plan.strategy).push, slices.grad_bucket_S, grads_P)
         return replace(outcome, push_ms=(self._now() - start) * 1e3)
 
     def evaluate(self, plan: IterationPlan, load: LoadExample) -> Outcome:
@@ -175,12 +181,21 @@ class Propagator:
     ) -> tuple[Outcome, Slices]:
         link = self._link_of(plan.strategy)
         start = self._now()
-        slices = self._pull(link)
+        self.recorder.begin()
+        with self.recorder.span(EventKind.PULL):
+            slices = self._pull(link)
         pulled = self._now()
         loss_sum = self._propagate(plan, link, slices, load, loss_scale)
         propagate_ms = (self._now() - pulled) * 1e3
         pull_ms = (pulled - start) * 1e3
-        return Outcome(loss_sum=loss_sum, pull_ms=pull_ms, propagate_ms=propagate_ms, push_ms=0.0), slices
+        outcome = Outcome(
+            loss_sum=loss_sum,
+            pull_ms=pull_ms,
+            propagate_ms=propagate_ms,
+            push_ms=0.0,
+            busy_ms=self.recorder.busy_ms,
+        )
+        return outcome, slices
 
     def time_propagation(self, plan: IterationPlan, load: LoadExample) -> float:
         """Milliseconds of the slowest rank in one forward + backward of `plan`; gradients are thrown away."""
@@ -244,9 +259,11 @@ class Propagator:
             def forward(index: int, hidden: Tensor | None) -> Tensor:
                 return self._forward_row(stage, rows[index], hidden, scale)
 
-            run = run_forward_only if loss_scale is None else run_1f1b
             row_tokens = [row.packed.num_tokens for row in rows]
-            losses = run(stage, self._stage_io(role), row_tokens, forward)
+            if loss_scale is None:
+                losses = run_forward_only(stage, self._stage_io(role), row_tokens, forward)
+            else:
+                losses = run_1f1b(stage, self._stage_io(role), row_tokens, forward, self.recorder)
         finally:
             self.skeleton.unbind()
         if not losses or role.tp_rank > 0:
