@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 from pathlib import Path
 
@@ -346,7 +347,7 @@ def check_timeline(timeline, line):
             passes = [e for e in mine if e.kind in (EventKind.FORWARD, EventKind.BACKWARD)]
             order = one_forward_one_backward(track.scheme.pp, stage, track.num_micro_batches)
             assert [(e.kind.name, e.micro_batch) for e in passes] == [(p.name, row) for p, row in order]
-            assert all(a.end_ms <= b.start_ms for a, b in zip(mine, mine[1:], strict=False))
+            assert all(a.end_ms <= b.start_ms for a, b in itertools.pairwise(mine))
             assert sum(e.duration_ms for e in passes) <= pipeline["measured_ms"] + 0.01
     assert timeline.duration_ms <= line["iteration_ms"] + 0.01
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.report.run_report import METRICS_FILE, METRICS_SCHEMA
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.simulator.timeline import Timeline
 from ds_hydra.strategy import Profile
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from ds_hydra.engine.propagation import Outcome
     from ds_hydra.engine.skeleton import Skeleton
 
-METRICS_SCHEMA = "ds_hydra.metrics/1"
 RUN_SCHEMA = "ds_hydra.run/1"
 
 
@@ -188,7 +188,7 @@ class RunLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         if self._plans is not None:
             self._plans.mkdir(exist_ok=True)
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
 
     def write(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
         """Append one iteration."""
