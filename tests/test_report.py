@@ -473,6 +473,10 @@ def check_trace_events(document):
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert document["displayTimeUnit"] in ("ms", "ns")
     open_slices, threads, named = {}, set(), set()
+    # Perfetto takes thread 0, and threads of one id in two processes, for the same thread.
+    pairs = {(e["pid"], e["tid"]) for e in document["traceEvents"]}
+    assert len({tid for _, tid in pairs}) == len(pairs)
+    assert all(pid > 0 and tid > 0 for pid, tid in pairs)
     for event in sorted(
         document["traceEvents"], key=lambda e: (e["pid"], e["tid"], e["ts"], -e.get("dur", 0))
     ):

@@ -7,14 +7,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import ceil, isfinite, isnan
 from statistics import median
+from typing import TypeVar
 
 import numpy as np
 from markupsafe import Markup
 
 from ds_hydra.report import svg
-from ds_hydra.report.run_folder import Run, rank_memory
+from ds_hydra.report.run_folder import RankMemory, Run, rank_memory
 from ds_hydra.report.slowest import divide_time
 from ds_hydra.strategy import Scheme
+
+_Item = TypeVar("_Item")
 
 _NUM_COLORS = 8
 _MAX_STRIP_CELLS = 400
@@ -249,7 +252,7 @@ def _scheme_legend(schemes: Sequence[Scheme], extra: tuple[str, str]) -> Markup:
     return svg.legend([*entries, extra])
 
 
-def _thin(items: Sequence) -> Sequence:
+def _thin(items: Sequence[_Item]) -> Sequence[_Item]:
     """At most some thousand of `items`, evenly spread."""
     return items[:: ceil(len(items) / _MAX_DOTS) or 1] if items else items
 
@@ -295,7 +298,7 @@ def draw_lengths(runs: Sequence[Run]) -> list[Markup]:
         return [Markup('<p class="none">No plans, no lengths.</p>') for _ in runs]
     max_lens = [size for run in runs for size in run.max_len().values() if size > 0]
     low = max(1, min(all_lengths))
-    high = max(all_lengths) + 1
+    high = max(all_lengths) + 1.0
     shown = [size for size in max_lens if size <= 4 * high]
     high = max([high, *(1.05 * size for size in shown)])
     high = max(high, 2.0 * low)
@@ -388,7 +391,7 @@ def draw_memory(runs: Sequence[Run]) -> list[Markup]:
     panels = []
     for ranks, limit in zip(memories, limits, strict=True):
         size = ceil(len(ranks) / _MAX_BARS)
-        marks = []
+        marks: list[str] = []
         for start in range(0, len(ranks), size):
             marks += _memory_marks(ranks[start : start + size], x, y, unit, name)
         entries = [(svg.swatch("f0"), "measured peak"), (svg.stroke("model"), "memory model (App. B.1)")]
@@ -404,7 +407,9 @@ def draw_memory(runs: Sequence[Run]) -> list[Markup]:
     return panels
 
 
-def _memory_marks(group: Sequence, x: svg.Axis, y: svg.Axis, unit: float, name: str) -> Iterator[str]:
+def _memory_marks(
+    group: Sequence[RankMemory], x: svg.Axis, y: svg.Axis, unit: float, name: str
+) -> Iterator[str]:
     """Bar and tick of one rank, or of several where there are more ranks than room."""
     left, right = x.percent(group[0].rank - 0.4), x.percent(group[-1].rank + 0.4)
     who = f"rank {group[0].rank}" if len(group) == 1 else f"ranks {group[0].rank}-{group[-1].rank}"

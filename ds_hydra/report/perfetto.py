@@ -1,7 +1,7 @@
 """Traces for Perfetto and chrome://tracing: predicted and measured tracks of the traced iterations.
 
 The trace-event format: a JSON object with `traceEvents`; "X" is a complete event, "M" metadata, "C" a counter,
-times in microseconds. One process per source, one thread per stage; traced iterations follow each other
+times in whole microseconds. One process per source, one thread per stage; traced iterations follow each other
 without the ones between them.
 """
 
@@ -25,8 +25,10 @@ _ITERATIONS, _PREDICTED, _MEASURED = 1, 2, 3
 """Process ids, in the order in which viewers show them."""
 _PROCESSES = {_ITERATIONS: "iterations", _PREDICTED: "predicted", _MEASURED: "measured"}
 _NAMES = {EventKind.FORWARD: "F", EventKind.BACKWARD: "B"}
-_TRANSFERS = 1 << 16
-"""Offset of the threads of P2P and overlapped pulls and pushes, which may run beside a stage's passes."""
+_THREADS = 1 << 20
+"""Thread ids of a process begin at its id times this: Perfetto takes equal ids, and 0, for the same thread."""
+_LINK = 1 << 19
+"""Offset of the threads of P2P, pulls and pushes, which may run beside a stage's passes."""
 
 
 def trace_run(run: Run) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def _document(
     groups: Iterable[tuple[list[Timeline], IterationPlan | None, IterationRecord | None]],
 ) -> dict[str, Any]:
     events: list[TraceEvent] = []
-    threads: dict[tuple[int, int], str] = {(_ITERATIONS, 0): "iteration"}
+    threads: dict[tuple[int, int], str] = {(_ITERATIONS, _ITERATIONS * _THREADS): "iteration"}
     start_ms = 0.0
     for timelines, plan, record in groups:
         duration_ms = max(timeline.duration_ms for timeline in timelines)
@@ -78,7 +80,7 @@ def _document(
                     "name": "tokens per second",
                     "ph": "C",
                     "pid": _ITERATIONS,
-                    "tid": 0,
+                    "tid": _ITERATIONS * _THREADS,
                     "ts": _us(start_ms),
                     "args": {"tokens/s": record.tokens_per_s},
                 }
@@ -100,7 +102,7 @@ def _iteration_event(
         "cat": "iteration",
         "ph": "X",
         "pid": _ITERATIONS,
-        "tid": 0,
+        "tid": _ITERATIONS * _THREADS,
         "ts": _us(start_ms),
         "dur": _us(duration_ms),
         "args": args,
@@ -112,7 +114,8 @@ def _timeline_events(
 ) -> Iterator[TraceEvent]:
     process = _PREDICTED if timeline.source == "predicted" else _MEASURED
     for event in timeline.events:
-        thread, name = _thread(timeline, event)
+        offset, name = _thread(timeline, event)
+        thread = process * _THREADS + offset
         threads.setdefault((process, thread), name)
         yield {
             "name": f"{_NAMES[event.kind]}{event.micro_batch}" if event.kind in _NAMES else event.kind.value,
@@ -127,14 +130,14 @@ def _timeline_events(
 
 
 def _thread(timeline: Timeline, event: Event) -> tuple[int, str]:
-    """Thread id and name: the stage's first rank; what may overlap its passes has a thread of its own."""
+    """Place among the threads and name: a stage's first rank; what may overlap its passes has its own thread."""
     if event.pipeline < 0:
         first = max((max(track.ranks) for track in timeline.pipelines), default=-1) + 1
         return first, f"rank {first} and idle ones after it"
     track = timeline.pipelines[event.pipeline]
     first = track.ranks[event.stage * track.scheme.tp]
     if event.kind in (EventKind.P2P, EventKind.PULL, EventKind.PUSH):
-        return _TRANSFERS + first, f"rank {first} link"
+        return _LINK + first, f"rank {first} link"
     return first, f"rank {first}"
 
 
@@ -150,11 +153,17 @@ def _args(event: Event, plan: IterationPlan | None) -> dict[str, Any]:
 
 def _metadata(threads: dict[tuple[int, int], str]) -> Iterator[TraceEvent]:
     for process in sorted({process for process, _ in threads}):
-        yield _meta("process_name", process, 0, {"name": _PROCESSES[process]})
-        yield _meta("process_sort_index", process, 0, {"sort_index": process})
+        first = min(thread for other, thread in threads if other == process)
+        yield _meta("process_name", process, first, {"name": _PROCESSES[process]})
+        yield _meta("process_sort_index", process, first, {"sort_index": process})
     for (process, thread), name in sorted(threads.items()):
         yield _meta("thread_name", process, thread, {"name": name})
-        yield _meta("thread_sort_index", process, thread, {"sort_index": thread % _TRANSFERS})
+        yield _meta(
+            "thread_sort_index",
+            process,
+            thread,
+            {"sort_index": 2 * (thread % _LINK) + int(thread % _THREADS >= _LINK)},
+        )
 
 
 def _meta(name: str, process: int, thread: int, args: dict[str, Any]) -> TraceEvent:
