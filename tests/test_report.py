@@ -432,6 +432,27 @@ def test_a_gantt_of_a_large_cluster_shows_slowest_and_fastest_pipelines():
     assert f"{slowest:,.1f} ms" in drawn
 
 
+def test_an_overlapped_link_is_drawn_beside_the_passes():
+    timeline = measure(make_plan(1, "1x<4,1> + 2x<2,1>"))
+    overlapped = replace(
+        timeline,
+        events=tuple(
+            replace(e, start_ms=0.0) if e.kind is EventKind.PUSH and e.pipeline == 0 else e
+            for e in timeline.events
+        ),
+    )
+    assert draw_gantt([timeline]).count("narrow") == 0
+    assert draw_gantt([overlapped]).count('class="push narrow"') == 1
+
+
+def test_only_the_visible_part_of_an_overlapped_link_counts():
+    line = make_record(0, "1x<1,1>", (150.0,)) | {"pull_ms": 90.0, "push_ms": 80.0}
+    hidden = line | {"visible_pull_ms": 9.0, "visible_push_ms": 8.0}
+    assert (divide_time([IterationRecord.from_json(line)]).pull) == 90
+    shares = divide_time([IterationRecord.from_json(hidden)])
+    assert (shares.pull, shares.push) == (9, 8)
+
+
 def test_blocks_say_what_they_are():
     plan = make_plan(1, "1x<4,1> + 2x<2,1>")
     drawn = draw_gantt([measure(plan)], plan)

@@ -261,8 +261,8 @@ _PARTS = {
     "compute": ("f0", "forward and backward"),
     "idle": ("hatched", "idle: bubbles, unequal pipelines, ranks without work"),
     "plan_wait": ("f6", "waiting for the plan"),
-    "pull": ("f2", "pull"),
-    "push": ("f5", "push"),
+    "pull": ("f2", "waiting for the pull"),
+    "push": ("f5", "waiting for the push"),
     "step": ("step", "optimizer step"),
     "other": ("rest", "other: data, agreement between ranks, logging"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -71,10 +72,11 @@ def _draw_one(timeline: Timeline, axis: svg.Axis, plan: IterationPlan | None) ->
             marks.append(
                 f'<line class="between" x1="0" x2="100%" y1="{index * height}" y2="{index * height}"/>'
             )
-    for event in timeline.events:
+    beside = _beside_passes(timeline)
+    for event in sorted(timeline.events, key=lambda event: event in beside):  # narrow blocks over wide ones
         row = places.get((event.pipeline, event.stage))
         if row is not None:
-            marks += _draw_event(event, row, height, axis, plan)
+            marks += _draw_event(event, row, height, axis, plan, is_narrow=event in beside)
     names = "".join(
         f'<div><b>{escape(row.name)}</b><span class="more"> {escape(row.detail)}</span></div>' for row in rows
     )
@@ -145,13 +147,33 @@ def _idle(
         yield svg.bar(start, end, f"{row * height + 1}", f"{height - 2}", "hatched")
 
 
+def _beside_passes(timeline: Timeline) -> set[Event]:
+    """Events during which the stage may compute: P2P, and pulls and pushes that overlap a forward or backward."""
+    passes: defaultdict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in timeline.passes():
+        passes[event.pipeline, event.stage].append(event)
+    return {
+        event
+        for event in timeline.events
+        if event.kind is EventKind.P2P
+        or (
+            event.kind in (EventKind.PULL, EventKind.PUSH)
+            and any(
+                other.start_ms < event.end_ms and event.start_ms < other.end_ms
+                for other in passes[event.pipeline, event.stage]
+            )
+        )
+    }
+
+
 def _draw_event(
-    event: Event, row: int, height: int, axis: svg.Axis, plan: IterationPlan | None
+    event: Event, row: int, height: int, axis: svg.Axis, plan: IterationPlan | None, *, is_narrow: bool
 ) -> Iterator[str]:
     css, text = _KINDS[event.kind]
     left, right = axis.percent(event.start_ms), axis.percent(event.end_ms)
-    if event.kind is EventKind.P2P:  # on the edge of its row: the stage may compute meanwhile
-        yield svg.bar(left, right, f"{(row + 1) * height - 4}", "3", css, tip=_describe(event, text, plan))
+    if is_narrow:
+        edge = (row + 1) * height - 5
+        yield svg.bar(left, right, f"{edge}", "4", f"{css} narrow", tip=_describe(event, text, plan))
         return
     top = row * height + 1
     yield svg.bar(left, right, f"{top}", f"{height - 2}", f"{css} block", tip=_describe(event, text, plan))

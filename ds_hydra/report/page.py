@@ -234,7 +234,10 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
             "error of prediction",
             ["no prediction" if isnan(s.absolute_error) else f"{s.absolute_error:.1%}" for s in summaries],
         ),
-        ("pull and push", [_share(s.pull + s.push, u) for s, u in zip(shares, summaries, strict=True)]),
+        (
+            "waited for pull and push",
+            [_share(s.pull + s.push, u) for s, u in zip(shares, summaries, strict=True)],
+        ),
         ("waited for plans", [_share(s.plan_wait, u) for s, u in zip(shares, summaries, strict=True)]),
         ("rows filled to", [f"{median(p):.0%} of MaxLen" if p else "not measured" for p in packs]),
     ]

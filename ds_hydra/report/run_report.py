@@ -54,6 +54,9 @@ class IterationRecord:
     waited_ms: float = 0.0
     pull_ms: float = 0.0
     push_ms: float = 0.0
+    visible_pull_ms: float = 0.0
+    """Part of the pull that computation waited for; all of it where a run does not say."""
+    visible_push_ms: float = 0.0
     step_ms: float = 0.0
 
     @property
@@ -96,6 +99,8 @@ class IterationRecord:
             waited_ms=float(document.get("waited_ms", 0.0)),
             pull_ms=float(document.get("pull_ms", 0.0)),
             push_ms=float(document.get("push_ms", 0.0)),
+            visible_pull_ms=float(document.get("visible_pull_ms", document.get("pull_ms", 0.0))),
+            visible_push_ms=float(document.get("visible_push_ms", document.get("push_ms", 0.0))),
             step_ms=float(document.get("step_ms", 0.0)),
         )
 

@@ -18,6 +18,8 @@ _MISPREDICTED = 0.10
 class TimeShares:
     """One iteration, or a sum of them, cut into what ranks did on average; milliseconds, all 0 or more.
 
+    `pull` and `push` are what computation waited for; what it hid is in `compute`.
+
     `compute` and `idle` divide the time of the slowest pipeline by the bubble; where a run did not measure
     the bubble, all of it is `compute`.
     """
@@ -36,10 +38,10 @@ def divide_time(records: Sequence[IterationRecord]) -> TimeShares:
     idle = sum(0.0 if isnan(r.bubble) else max(0.0, r.bubble) * r.measured_ms for r in records)
     named = {
         "plan_wait": sum(r.waited_ms for r in records),
-        "pull": sum(r.pull_ms for r in records),
+        "pull": sum(r.visible_pull_ms for r in records),
         "compute": sum(r.measured_ms for r in records) - idle,
         "idle": idle,
-        "push": sum(r.push_ms for r in records),
+        "push": sum(r.visible_push_ms for r in records),
         "step": sum(r.step_ms for r in records),
     }
     other = sum(r.iteration_ms for r in records) - sum(named.values())
@@ -89,7 +91,7 @@ class _Usual:
         self._ratio = 1 + (median(errors) if errors else 0.0)
         self._parts = {
             name: median(getattr(r, name) for r in records)
-            for name in ("waited_ms", "pull_ms", "push_ms", "step_ms")
+            for name in ("waited_ms", "visible_pull_ms", "visible_push_ms", "step_ms")
         }
 
     def explain(self, record: IterationRecord) -> list[Cause]:
@@ -132,8 +134,8 @@ class _Usual:
     def _parts_causes(self, record: IterationRecord) -> list[Cause]:
         texts = {
             "waited_ms": "waited {:,.0f} ms for its plan",
-            "pull_ms": "pull took {:,.0f} ms, usual {:,.0f}",
-            "push_ms": "push took {:,.0f} ms, usual {:,.0f}",
+            "visible_pull_ms": "pull took {:,.0f} ms, usual {:,.0f}",
+            "visible_push_ms": "push took {:,.0f} ms, usual {:,.0f}",
             "step_ms": "optimizer step took {:,.0f} ms, usual {:,.0f}",
         }
         return [
