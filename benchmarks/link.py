@@ -85,7 +85,10 @@ class Case:
         self.grads_P = [torch.zeros(p.ds_tensor.numel(), device=self.device) for p in skeleton.params]
 
     def pull(self, strategy: Strategy) -> Slices:
-        return self.propagator._pull(self.propagator._link_of(strategy))
+        slices, session = self.propagator._open(strategy, with_gradients=True, grads_P=None)
+        with session:
+            session.finish()
+        return slices
 
     def push(self, strategy: Strategy, slices: Slices) -> None:
         link = self.propagator._link_of(strategy)

@@ -58,6 +58,7 @@ class HydraEngine(DeepSpeedEngine):
         self._hydra_config = hydra_config
         self._hydra: HydraRuntime | None = None
         memory = MemoryWatch()  # before DeepSpeed's buffers and states
+        self._grads_P: list[Tensor] = []
         super().__init__(args, model, *engine_args, **engine_kwargs)
         self._check_partitions(skeleton)
         self._hydra = HydraRuntime(hydra_config, skeleton, self.device, memory)
@@ -95,7 +96,6 @@ class HydraEngine(DeepSpeedEngine):
         before_step = time.perf_counter()
         with self.hydra.propagator.recorder.span(EventKind.STEP):
             self._deposit(grads_P)
-            del grads_P
             self._step(iteration)
         self._report(iteration, outcomes, loss, start, before_step)
         return torch.tensor(loss, dtype=torch.float32, device=self.device)
@@ -184,12 +184,17 @@ class HydraEngine(DeepSpeedEngine):
         return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
 
     def _zero_gradient_shards(self) -> list[Tensor]:
-        return [
-            torch.zeros(
-                p.ds_tensor.numel() if p.requires_grad else 0, dtype=torch.float32, device=self.device
-            )
-            for p in self.hydra.skeleton.params
-        ]
+        """This rank's fp32 gradient shards, set to zero; the same memory in every iteration."""
+        if not self._grads_P:
+            self._grads_P = [
+                torch.zeros(
+                    p.ds_tensor.numel() if p.requires_grad else 0, dtype=torch.float32, device=self.device
+                )
+                for p in self.hydra.skeleton.params
+            ]
+        else:
+            torch._foreach_zero_(self._grads_P)
+        return self._grads_P
 
     def _deposit(self, grads_P: Sequence[Tensor]) -> None:
         """Hand the gradient shards to ZeRO-3 as if its own backward had reduced them."""

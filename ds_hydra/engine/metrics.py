@@ -71,7 +71,13 @@ class IterationMetrics:
     waited_ms: float
     """Time this iteration waited for its plan."""
     pull_ms: float
+    """Time the link spent pulling, on the slowest rank, hidden behind computation or not."""
     push_ms: float
+    """Time the link spent pushing, on the rank that waited least for others."""
+    visible_pull_ms: float
+    """Part of it that computation waited for, on the rank that waited longest."""
+    visible_push_ms: float
+    """What was left to push when the last rank had computed its last gradient."""
     step_ms: float
     pipelines: tuple[PipelineMetrics, ...]
 
@@ -88,7 +94,7 @@ class IterationMetrics:
             "imbalance": self.imbalance,
             "bubble": self.bubble,
             "plan_wait_ms": self.waited_ms,
-            "link_ms": self.pull_ms + self.push_ms,
+            "link_ms": self.visible_pull_ms + self.visible_push_ms,
             "prediction_error": self.prediction_error,
             "pack_occupancy": self.pack_occupancy,
             "strategy": self.strategy_index,
@@ -119,7 +125,9 @@ def measure_iteration(
         imbalance=measured_imbalance(pipelines),
         bubble=1 - sum(o.busy_ms for o in outcomes) / available_ms if available_ms > 0 else 0.0,
         pull_ms=max(o.pull_ms for o in outcomes),
-        push_ms=max(o.push_ms for o in outcomes),
+        push_ms=min(o.push_ms for o in outcomes),
+        visible_pull_ms=max(o.visible_pull_ms for o in outcomes),
+        visible_push_ms=min(o.visible_push_ms for o in outcomes),
         pipelines=pipelines,
         **given,
     )

@@ -127,11 +127,13 @@ def run_1f1b(
     row_tokens: Sequence[int],
     forward: StageForward,
     recorder: Recorder,
+    before_last_backward: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
     """Forward and backward of every row through this stage; returns the detached losses (last stage only).
 
-    `row_tokens[j]` is the length of row j, so receivers know every shape from the plan. Collective over the
-    pipeline: all its ranks call it with the same rows. `recorder` gets the span of each pass, without waits.
+    `row_tokens[j]` is the length of row j, so receivers know every shape from the plan. `recorder` gets the span of
+    each pass, without waits for other stages. `before_last_backward` is called before the backward pass that
+    completes the gradients. Collective over the pipeline: all its ranks call it with the same rows.
     """
     losses: list[Tensor] = []
     saved: dict[int, tuple[Tensor | None, Tensor]] = {}
@@ -148,6 +150,8 @@ def run_1f1b(
         else:
             received, output = saved.pop(index)
             grad = None if info.is_last else io.receive_gradient(torch.empty_like(output))
+            if index == len(row_tokens) - 1:
+                before_last_backward()
             if output.requires_grad:  # false where everything up to here is frozen
                 with recorder.span(EventKind.BACKWARD, index):
                     torch.autograd.backward(output, grad)

@@ -48,6 +48,10 @@ class Recorder:
         yield
         self._spans.append((kind, micro_batch, start, self._mark()))
 
+    def add(self, kind: EventKind, start: Any, end: Any) -> None:
+        """Record a span between two marks taken elsewhere: `perf_counter()` on a CPU, events on an accelerator."""
+        self._spans.append((kind, -1, start, end))
+
     def read(self) -> list[tuple[EventKind, int, float, float]]:
         """(kind, micro-batch, start, end) in ms since `begin()`; the device must have reached all of it."""
         return [(kind, row, self._ms(start), self._ms(end)) for kind, row, start, end in self._spans]
