@@ -90,8 +90,8 @@ class Page:
         )
 
     def evaluate(self, expression: str) -> Any:
-        """Value of a JavaScript expression."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
+        """Value of a JavaScript expression, of a promise when it is kept."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -110,11 +110,10 @@ class Page:
         return Image.open(io.BytesIO(base64.b64decode(answer["data"]))).convert("RGB")
 
 
-def num_colors(picture: Image.Image) -> int:
-    """Colours that cover at least one pixel in 2,000: an empty plot has its ground, its grid, and no more."""
-    pixels = np.asarray(picture, dtype=np.int64).reshape(-1, 3) @ [65536, 256, 1]
-    _, counts = np.unique(pixels, return_counts=True)
-    return int((counts >= max(1, len(pixels) // 2000)).sum())
+def num_colored(picture: Image.Image) -> int:
+    """Pixels that are not grey: ground, grid and text are grey on these pages, what is drawn has a colour."""
+    pixels = np.asarray(picture, dtype=np.int64)
+    return int((pixels.max(axis=2) - pixels.min(axis=2) > 40).sum())
 
 
 @contextmanager

@@ -273,7 +273,8 @@ def train_from_dataset(folder):
 
     def start(**more):
         model = tiny("llama")
-        config = ds_config(hydra=hydra | more)
+        monitor = {"enabled": "run_dir" not in more, "output_path": folder, "job_name": "monitor"}
+        config = ds_config(hydra=hydra | more, csv_monitor=monitor)
         engine, *_ = ds_hydra.initialize(
             model=model, optimizer=adamw(model), config=config, training_data=dataset
         )
@@ -303,6 +304,7 @@ def test_training_from_a_dataset_writes_its_run_and_resumes_its_mini_batches(tmp
     assert [line["iteration"] for line in lines] == list(range(6))
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-6)
     check_run_folder(tmp_path / "run", lines)
+    check_monitor(tmp_path / "monitor", lines)
     drawn = []
     for line in lines:
         path = tmp_path / f"run/plans/iteration_{line['iteration']:06d}.json"
@@ -335,6 +337,30 @@ def check_run_folder(run_dir, lines):
         assert len(trace["peak_bytes"]) == 4
         assert min(trace["peak_bytes"]) > 1_000_000
         check_timeline(timeline, line)
+
+
+def check_monitor(folder, lines):
+    """DeepSpeed's CSV monitor has the numbers of `metrics.jsonl`, at the samples trained so far."""
+    wanted = {
+        "train_loss": [line["loss"] for line in lines],
+        "tokens_per_s": [line["tokens_per_s"] for line in lines],
+        "imbalance": [line["imbalance"] for line in lines],
+        "bubble": [line["bubble"] for line in lines],
+        "plan_wait_ms": [line["waited_ms"] for line in lines],
+        "link_ms": [line["pull_ms"] + line["push_ms"] for line in lines],
+        "prediction_error": [line["prediction_error"] for line in lines],
+        "pack_occupancy": [line["pack_occupancy"] for line in lines],
+        "strategy": [line["strategy_index"] for line in lines],
+    }
+    samples = list(itertools.accumulate(line["num_sequences"] for line in lines))
+    for name, values in wanted.items():
+        written = [
+            line.split(",") for line in (folder / f"Train_Samples_{name}.csv").read_text().splitlines()[1:]
+        ]
+        # DeepSpeed itself writes a train_loss, too; its events come with the step, ours after it.
+        ours = written[1::2] if len(written) == 2 * len(lines) else written
+        assert [float(value) for _, value in ours] == pytest.approx(values), name
+        assert [int(at) for at, _ in ours] == samples, name
 
 
 def check_timeline(timeline, line):

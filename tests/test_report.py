@@ -406,6 +406,38 @@ def test_a_simulated_case_has_strip_and_gantt():
         render_simulation([], title="none")
 
 
+def test_a_file_of_timelines_becomes_a_page_and_a_trace(tmp_path):
+    plans = [make_plan(iteration) for iteration in range(3)]
+    timelines = [predict_timeline(plan, PROFILE, forward_fraction=1 / 3) for plan in plans]
+    path = tmp_path / "case.jsonl"
+    path.write_text("".join(json.dumps(timeline.to_json()) + "\n" for timeline in timelines))
+    result = invoke(path, "--perfetto", "--json")
+    document = json.loads(result.stdout)
+    assert [line["duration_ms"] for line in document["iterations"]] == [t.duration_ms for t in timelines]
+    assert (tmp_path / "case.html").read_text().count('class="gantt"') == 3
+    check_trace_events(json.loads((tmp_path / "case.perfetto.json").read_text()))
+    assert "3 timelines of 3 iterations" in invoke(path).stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty; expected a ds_hydra.timeline/1 document on each line"),
+        ("{\n", "line 1 is not JSON"),
+        ("[]\n", "line 1 holds a JSON list, expected a timeline"),
+        (
+            '{"schema": "ds_hydra.plan/1"}\n',
+            "line 1: schema is 'ds_hydra.plan/1', expected 'ds_hydra.timeline/1'",
+        ),
+    ],
+)
+def test_a_file_of_something_else(tmp_path, text, message):
+    (tmp_path / "case.jsonl").write_text(text)
+    result = invoke(tmp_path / "case.jsonl")
+    assert result.exit_code == 1
+    assert message in result.stderr
+
+
 def test_a_gantt_of_a_large_cluster_shows_slowest_and_fastest_pipelines():
     timeline = predict_timeline(make_plan(2, "1x<4,1> + 1x<2,2>"), PROFILE, forward_fraction=1 / 3)
     many = 50

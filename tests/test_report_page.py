@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from browser import find_chromium, num_colors, open_browser
-from PIL import Image
+from browser import find_chromium, num_colored, open_browser
 from run_folders import PROFILE, make_plan, write_run_folder
 from test_run_report import make_record, write_run
 
@@ -84,10 +83,8 @@ def test_the_page_is_whole_at_every_width_and_in_light_and_dark(page, pages, nam
     plots = page.evaluate(PLOTS)
     assert len(plots) >= {"run": 10, "compare": 20, "bare": 6, "simulation": 2}[name]
     for words, x, y, plot_width, plot_height in plots:
-        # With a little of the ground around: the strip of a single iteration is one colour.
-        plot = picture.crop((int(x) - 3, int(y) - 3, int(x + plot_width) + 3, int(y + plot_height) + 3))
-        assert np.asarray(plot).std() > 2, f"{words} shows nothing"
-        assert num_colors(plot) >= 2, f"{words} shows nothing"
+        plot = picture.crop((int(x), int(y), int(x + plot_width), int(y + plot_height)))
+        assert num_colored(plot) >= 20, f"{words} shows nothing"
     assert page.complaints == []
 
 
@@ -134,6 +131,8 @@ def test_the_selector_shows_the_chosen_iteration(page, pages):
 def test_pointing_at_a_block_says_what_it_is(page, pages):
     page.open(pages["run"], width=400)
     page.evaluate("document.querySelector('#gantt').scrollIntoView()")
+    # The event of this scroll comes with the next frame, and scrolling hides the text.
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
     x, y = page.evaluate(
         "(() => { const r = [...document.querySelectorAll('#gantt .choice:not([hidden]) .fwd.block')].at(-1)"
         ".getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()"
@@ -141,6 +140,7 @@ def test_pointing_at_a_block_says_what_it_is(page, pages):
     assert page.evaluate("document.querySelector('#tip').hidden")
     page.point_at(x, y)
     assert page.evaluate("document.querySelector('#tip').textContent").startswith("forward of micro-batch")
+    assert not page.evaluate("document.querySelector('#tip').hidden")
     box = page.evaluate(
         "(() => { const r = document.querySelector('#tip').getBoundingClientRect(); return [r.left, r.right]; })()"
     )
@@ -177,4 +177,8 @@ def test_what_the_checks_would_miss_is_not_missed(page, pages, tmp_path):
     assert "undefinedName" in said
     assert "asked the network for https://example.org/x" in said
     page.complaints.clear()
-    assert num_colors(Image.new("RGB", (300, 200), "white")) == 1
+    hide = "document.querySelector('#loss .line').remove()"
+    page.open(pages["run"], width=1280)
+    assert num_colored(page.screenshot("#loss .canvas")) > 500
+    page.evaluate(hide)
+    assert num_colored(page.screenshot("#loss .canvas")) == 0

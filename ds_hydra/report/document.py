@@ -10,6 +10,7 @@ from typing import Any
 
 from ds_hydra.report.run_folder import Run, rank_memory
 from ds_hydra.report.slowest import divide_time, find_slowest
+from ds_hydra.simulator.timeline import Timeline
 
 REPORT_SCHEMA = "ds_hydra.report/1"
 
@@ -17,6 +18,25 @@ REPORT_SCHEMA = "ds_hydra.report/1"
 def describe_runs(runs: Sequence[Run]) -> dict[str, Any]:
     """`ds_hydra.report/1`: the numbers of each run that its page shows. What is unknown is null."""
     return {"schema": REPORT_SCHEMA, "runs": [_describe(run) for run in runs]}
+
+
+def describe_timelines(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """`ds_hydra.report/1` of simulated iterations."""
+    return {
+        "schema": REPORT_SCHEMA,
+        "timelines": len(timelines),
+        "num_iterations": len({timeline.iteration for timeline in timelines}),
+        "iterations": [
+            {
+                "iteration": timeline.iteration,
+                "source": timeline.source,
+                "strategy": timeline.strategy,
+                "duration_ms": timeline.duration_ms,
+                "bubble": timeline.bubble,
+            }
+            for timeline in timelines
+        ],
+    }
 
 
 def _describe(run: Run) -> dict[str, Any]:

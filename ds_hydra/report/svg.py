@@ -46,9 +46,8 @@ def linear_axis(
     """An axis from exactly `low` to `high` with ticks at round numbers."""
     if not high > low:
         low, high = low - 0.5, high + 0.5
-    step = _round_step((high - low) / num_ticks)
-    if integer:
-        step = max(1.0, ceil(step))
+    step = _round_step((high - low) / num_ticks, (1, 2, 5, 10) if integer else (1, 2, 2.5, 5, 10))
+    step = max(1.0, step) if integer else step
     ticks = [index * step for index in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
     digits = max(0, -floor(log10(step)))
     make = label or (lambda value: f"{value:,.{digits}f}")
@@ -73,10 +72,10 @@ def log_axis(low: float, high: float) -> Axis:
     return Axis(low, high, ticks, is_log=True)
 
 
-def _round_step(raw: float) -> float:
-    """1, 2, 2.5 or 5 times a power of ten, next to `raw`."""
+def _round_step(raw: float, factors: Sequence[float]) -> float:
+    """A factor times a power of ten, next to `raw`."""
     magnitude = 10.0 ** floor(log10(raw))
-    return min((factor * magnitude for factor in (1, 2, 2.5, 5, 10)), key=lambda step: abs(log2(step / raw)))
+    return min((factor * magnitude for factor in factors), key=lambda step: abs(log2(step / raw)))
 
 
 def plot(

@@ -92,7 +92,7 @@ def main() -> None:
         plot_run(args.run_dir, args.run_dir / "strategies.png")
         write_page(render_runs([load_run(args.run_dir)]), args.run_dir / "report.html")
         print(f"run folder: {args.run_dir} (metrics.jsonl, plans/, trace.jsonl, strategies.png)")
-        print(f"report: {(args.run_dir / 'report.html').resolve()}")
+        print(f"report: {args.run_dir / 'report.html'}")
     dist.barrier()
     dist.destroy_process_group()
 
