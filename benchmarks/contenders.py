@@ -72,10 +72,6 @@ class Task:
         return [self.tokens_of(length, generator) for batch in self.batches for length in batch]
 
 
-class Stop(Exception):
-    """The driver wants no more iterations."""
-
-
 @dataclass
 class Turns:
     """This rank's end of the conversation with the driver."""
@@ -91,9 +87,8 @@ class Turns:
         self.connection.send({"ready": True, **facts})
 
     def wait(self) -> None:
-        """Block until it is this contender's turn; raises Stop after the last one."""
-        if self.connection.recv() == "stop":
-            raise Stop
+        """Block until it is this contender's turn; after the last one the driver ends the process."""
+        self.connection.recv()
         self._start, self._cpu = time.perf_counter(), time.process_time()
 
     def done(self, loss_share: float, **facts: Any) -> None:
@@ -170,10 +165,14 @@ def measure_profile(task: Task, turns: Turns, path: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stock:
-    """A way to run the Trainer on stock DeepSpeed. `parallel`: "data", "ulysses" or "autotp" (all ranks, one group)."""
+    """A way to run the Trainer on stock DeepSpeed. `parallel`: "data", "ulysses" or "autotp" (all ranks, one group).
+
+    `attention` of flattened rows: one call per sequence, or "sdpa" as transformers has it, with a mask of the row.
+    """
 
     place: Callable[[Batch, Shape], Placement]
     packs: bool = True
+    attention: str = PACKED_ATTENTION
     parallel: str = "data"
     checkpointing: bool = False
 
@@ -267,9 +266,8 @@ def run_stock(task: Task, turns: Turns, *, stock: Stock) -> None:
         # Ulysses accepts the name sdpa only; this process has no other use for it.
         transformers.AttentionInterface.register("sdpa", per_sequence_attention)
         arguments["parallelism_config"] = _ulysses(world)
-    model.config._attn_implementation = (
-        PACKED_ATTENTION if stock.packs and stock.parallel != "ulysses" else "sdpa"
-    )
+    uses_sdpa = not stock.packs or stock.parallel == "ulysses"
+    model.config._attn_implementation = "sdpa" if uses_sdpa else stock.attention
     accumulation = len(rows[rank]) // len(task.batches)
     tp = {"tensor_parallel": {"autotp_size": world}} if stock.parallel == "autotp" else {}
     losses: list[float] = []
@@ -373,6 +371,7 @@ def _ulysses(world: int) -> Any:
 STOCK = {
     "padding": Stock(place=place_evenly, packs=False),
     "packing": Stock(place=place_first_fit),
+    "packing_sdpa": Stock(place=place_first_fit, attention="sdpa"),
     "rebalance": Stock(place=place_rebalanced),
     "rebalance_padding": Stock(place=place_rebalanced, packs=False),
     "kk_tokens": Stock(place=place_balanced_tokens),
@@ -385,6 +384,7 @@ STOCK = {
 TITLES = {
     "padding": "(1) Trainer, ZeRO-3, padding",
     "packing": "(2) ZeRO-3, first-fit-decreasing packing",
+    "packing_sdpa": "(2) the same, attention with a mask of the row (sdpa)",
     "rebalance": "(3) ZeRO-3, batch_rebalance, flattened",
     "rebalance_padding": "(3) ZeRO-3, batch_rebalance, padding",
     "kk_tokens": "(4) ZeRO-3, Karmarkar-Karp on tokens",
@@ -448,8 +448,6 @@ def run_rank(name: str, task: Task, place: RankPlace, connection: Connection) ->
         )
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)  # takes the group that exists
         run_contender(name, task, turns)
-    except Stop:
-        pass
     except BaseException:
         connection.send({"error": traceback.format_exc()})
     finally:

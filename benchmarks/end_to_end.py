@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,12 @@ class Settings:
             quadratic_flops=self.model.quadratic_flops,
         )
 
+    @property
+    def profile_name(self) -> str:
+        """File of the measured profile, which depends on ranks, context and model only."""
+        size = f"{self.model.num_layers}x{self.model.hidden_size}"
+        return f"profile_{self.num_ranks}ranks_{self.context_length}_{size}.json"
+
     def to_json(self) -> dict[str, Any]:
         """As stored in the files."""
         model = {name: getattr(self.model, name) for name in self.model.__slots__}
@@ -174,7 +181,7 @@ def run_workload(
     workload: Workload, names: Sequence[str], settings: Settings, cores: Sequence[int], out: Path
 ) -> None:
     """Measure all contenders of one workload and write its file."""
-    profile_path = out / f"profile_{settings.num_ranks}ranks.json"
+    profile_path = out / settings.profile_name
     if not profile_path.exists():
         measure_profile(settings, cores, profile_path)
     profile = Profile.load(profile_path)
@@ -252,12 +259,15 @@ def take_turns(
 
 
 def hardware(cores: Sequence[int]) -> str:
-    """Processor and the cores in use."""
+    """Processor, the cores in use, and the versions of what is compared."""
     models = [
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
     ]
     name = models[0].split(":", 1)[1].strip() if models else "unknown processor"
-    return f"{name}, {len(cores)} cores"
+    versions = ", ".join(
+        f"{package} {version(package)}" for package in ("torch", "deepspeed", "transformers")
+    )
+    return f"{name}, {len(cores)} cores; {versions}"
 
 
 # ---- reading the files
@@ -362,7 +372,7 @@ def make_table(documents: Sequence[dict[str, Any]]) -> str:
             f"{len(document['batches'])} iterations of {np.mean([sum(b) for b in document['batches']]):,.0f} tokens in "
             f"{np.mean([len(b) for b in document['batches']]):.0f} sequences on average (median "
             f"{int(np.median(lengths))}, longest {max(lengths):,}); {attention_share(document):.0%} of the FLOPs in "
-            f"attention; load {document['load_before']:.1f} at the start.",
+            f"attention; {document['hardware']}; {document['date']}, load {document['load_before']:.1f} at the start.",
             "",
             "| contender | useful tokens/s, median | all | ds_hydra is faster by, median of pairs (quartiles) | all "
             "| FLOPs of slowest rank over mean | peak memory per rank | loss differs by |",
@@ -414,11 +424,17 @@ def make_plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    shown = [[row for row in read_rows(d) if row.name != "hydra"][::-1] for d in documents]
+    heights = [0.9 + 0.26 * len(rows) for rows in shown]
     figure, axes = plt.subplots(
-        1, len(documents), figsize=(3.4 * len(documents) + 2.2, 3.8), sharey=False, squeeze=False
+        len(documents),
+        1,
+        figsize=(8.5, sum(heights) + 0.4),
+        sharex=True,
+        squeeze=False,
+        height_ratios=heights,
     )
-    for axis, document in zip(axes[0], documents, strict=True):
-        rows = [row for row in read_rows(document) if row.name != "hydra"][::-1]
+    for axis, document, rows in zip(axes[:, 0], documents, shown, strict=True):
         for place, row in enumerate(rows):
             low, middle, high = np.percentile(row.ratios, [25, 50, 75])
             colour = "#9aa5b1" if row.name.startswith("hydra") else "#2f6f9f"
@@ -428,12 +444,12 @@ def make_plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
             axis.text(0.03, place, f"{middle:.2f}", va="center", color="white", fontsize=9)
         axis.axvline(1.0, color="black", linewidth=0.8)
         axis.set_yticks(range(len(rows)), [TITLES[row.name] for row in rows], fontsize=7)
-        axis.set_title(
-            f"{WORKLOADS[document['workload']].name}, {document['settings']['num_ranks']} ranks", fontsize=9
-        )
-        axis.set_xlabel("time / time of ds_hydra", fontsize=8)
+        title = f"{WORKLOADS[document['workload']].title}, {document['settings']['num_ranks']} ranks"
+        axis.set_title(title, fontsize=9, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("bars: median of pairs, lines: quartiles, diamonds: all iterations together", fontsize=8)
+    axes[-1, 0].set_xlabel(
+        "time / time of ds_hydra; bars: median of pairs, lines: quartiles, diamonds: all together", fontsize=8
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -459,7 +475,9 @@ def parse_arguments() -> argparse.Namespace:
         "--quick", action="store_true", help="tiny: shows that everything runs, measures nothing"
     )
     parser.add_argument("--fresh", action="store_true", help="run workloads again that have a file")
-    parser.add_argument("--out", type=Path, default=Path("runs/end_to_end"), help="default %(default)s")
+    parser.add_argument(
+        "--out", type=Path, help="default runs/end_to_end, with --quick runs/end_to_end_quick"
+    )
     return parser.parse_args()
 
 
@@ -477,6 +495,7 @@ def main() -> None:
         warmup=args.warmup,
         model=model,
     )
+    args.out = args.out or Path("runs/end_to_end_quick" if args.quick else "runs/end_to_end")
     args.out.mkdir(parents=True, exist_ok=True)
     cores = sorted(os.sched_getaffinity(0))
     warm_up()  # compiled code of the planner, once, before ranks are forked

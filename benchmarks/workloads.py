@@ -85,7 +85,7 @@ WORKLOADS = {
             name="github",
             title="GitHub-like lengths",
             draw=_from_histogram("github"),
-            contenders=_BALANCED,
+            contenders=("packing_sdpa", *_BALANCED),
         ),
         Workload(
             name="commoncrawl",
