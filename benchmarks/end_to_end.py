@@ -15,7 +15,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["TQDM_DISABLE"] = "1"  # of the ranks; the driver shows its own
 
 import argparse
 import json
@@ -248,7 +247,7 @@ def take_turns(
         for name in names:
             groups[name] = stack.enter_context(Group(name, task, cores))
             attempt(name, groups[name].answers)
-        for _ in tqdm(range(num), desc=task.workload, file=sys.stderr, disable=False):
+        for _ in tqdm(range(num), desc=task.workload, file=sys.stderr):
             order = list(groups)
             shuffle(order)
             for name in order:
