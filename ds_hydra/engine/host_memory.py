@@ -15,7 +15,7 @@ def keep_freed_memory() -> bool:
 
     A tensor of some MB is otherwise mapped, touched page by page, and unmapped in every layer. Returns whether it
     was done: not where another C library is in use, nor where the user has chosen through the environment. Holds
-    for the process; peak memory stays what it was.
+    for the process, which keeps the memory of its peak until it ends.
     """
     if any(name in os.environ for name in _USER_CHOICES):
         return False
