@@ -18,12 +18,14 @@ from typing import Any, NoReturn
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger, safe_set_local_grad
 from torch import Tensor, nn
 
 from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.host_memory import keep_freed_memory
 from ds_hydra.engine.metrics import IterationMetrics, measure_iteration
 from ds_hydra.engine.propagation import Outcome
 from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration
@@ -53,6 +55,8 @@ class HydraEngine(DeepSpeedEngine):
         training_data: Any = None,
         **engine_kwargs: Any,
     ):
+        if get_accelerator().device_name() == "cpu":
+            keep_freed_memory()
         # The copy must be made before DeepSpeed hooks the model's modules and partitions its parameters.
         skeleton = Skeleton(model, activation_checkpointing=hydra_config.activation_checkpointing)
         self._hydra_config = hydra_config

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import LinkConfig
-from ds_hydra.engine.agreement import gather_rows
+from ds_hydra.engine.agreement import gather_rows, raise_together
 from ds_hydra.engine.attention import PackedRow
 from ds_hydra.engine.frozen import FrozenKeeper, without_frozen
 from ds_hydra.engine.groups import GroupPool
@@ -184,11 +184,19 @@ class Propagator:
         """Create the process groups of `strategies`."""
         self.groups.ensure(strategies)
 
-    def check_plan(self, plan: IterationPlan, batch_fingerprint: int = 0) -> None:
-        """Raise PlanMismatchError on every rank where ranks hold different plans or mini-batches."""
-        mine = torch.tensor([plan.digest, batch_fingerprint], dtype=torch.int64, device=self._device)
-        all_ranks = gather_rows(mine)
-        for what, digests in zip(("plan", "mini-batch"), all_ranks.T.tolist(), strict=True):
+    def check_plan(
+        self, plan: IterationPlan, batch_fingerprint: int = 0, problem: Exception | None = None
+    ) -> None:
+        """Raise PlanMismatchError on every rank where ranks hold different plans or mini-batches.
+
+        A `problem` that any rank brings is raised on all. One all-gather.
+        """
+        row = [plan.digest, batch_fingerprint, problem is not None]
+        all_ranks = gather_rows(torch.tensor(row, dtype=torch.int64, device=self._device))
+        *columns, problems = all_ranks.T.tolist()
+        if any(problems):
+            raise_together(problem, self._device)
+        for what, digests in zip(("plan", "mini-batch"), columns, strict=True):
             differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
             if differing:
                 raise PlanMismatchError(
@@ -368,7 +376,7 @@ class Propagator:
         if not stage.is_last:
             return output
         assert row.targets_T is not None
-        return summed_cross_entropy(output[0], row.targets_T, self.skeleton.tp) * scale
+        return summed_cross_entropy(output[0], row.targets_T, self.skeleton.tp, scale)
 
     def _enter(self, role: Role, slices: Slices, session: LinkSession) -> None:
         tp = role.scheme.tp

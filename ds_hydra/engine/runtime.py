@@ -160,8 +160,7 @@ class HydraRuntime:
         batch = next(self.sampler)
         planned = broadcast_plan(lambda: feed.get(batch), self._device)
         plan = planned.plan
-        self.propagator.check_plan(plan)
-        raise_together(_compare_batch(plan, batch), self._device)
+        self.propagator.check_plan(plan, problem=_compare_batch(plan, batch))
         return Iteration(planned, self._load_from(self._data, planned.plan))
 
     def start_planning(self) -> PlanFeed:
