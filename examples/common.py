@@ -17,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
+from deepspeed.accelerator import get_accelerator
 from stdlib.prepare import DEFAULT_CACHE_DIR, StdlibData, prepare, prepare_rows
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
@@ -61,6 +62,11 @@ def start(*, quiet: bool = True) -> bool:
         deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.init_distributed()
     return dist.get_rank() == 0
+
+
+def is_cpu() -> bool:
+    """Whether there is no accelerator: the Trainer of transformers wants to be told."""
+    return str(get_accelerator().device_name()) == "cpu"
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 from typing import Any, NoReturn
 
 import torch
@@ -103,6 +104,12 @@ class HydraTrainer(transformers.Trainer):
             raise HydraConfigError(
                 "HydraTrainer needs DeepSpeed: pass TrainingArguments(deepspeed='ds_config.json'), or start with "
                 "accelerate launch --use_deepspeed"
+            )
+        num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+        if self.args.world_size != num_ranks:  # each rank would take itself for the first
+            raise HydraConfigError(
+                f"transformers counts {self.args.world_size} ranks, the launcher started {num_ranks}; on CPU pass "
+                "TrainingArguments(use_cpu=True)"
             )
         hf_config = self.accelerator.state.deepspeed_plugin.hf_ds_config
         drop_batch_size_mismatches(hf_config)
@@ -218,6 +225,16 @@ class HydraTrainer(transformers.Trainer):
 
     # ---- Training
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers, once: DeepSpeed cannot start a second engine on the model."""
+        if self.deepspeed is not None:
+            raise HydraConfigError(
+                "this HydraTrainer has trained or evaluated already, and DeepSpeed cannot start an engine on its "
+                "model again; make a new model and a new HydraTrainer (to evaluate before the first step set "
+                "eval_on_start=True)"
+            )
+        return super().train(*args, **kwargs)
+
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
         """As transformers; iterations are counted by drawing the mini-batches ahead."""
         assert self._epochs is not None
@@ -250,12 +267,6 @@ class HydraTrainer(transformers.Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
-        if self.deepspeed is not None:
-            raise HydraConfigError(
-                "this HydraTrainer has trained or evaluated already, and DeepSpeed cannot start an engine on its "
-                "model again; make a new model and a new HydraTrainer (to evaluate before the first step set "
-                "eval_on_start=True)"
-            )
         _unify_adapter_dtype(self.model, self._warn)
         with hydra_engine_class(self.hydra_config):
             model, train_dataloader = super()._prepare_for_training(max_steps, train_dataloader, None)

@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         save_steps=12,
         save_total_limit=2,
         report_to="none",
+        use_cpu=common.is_cpu(),
     )
     script, args = parser.parse_args_into_dataclasses(arguments)
     texts = common.load_texts(

@@ -88,6 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         logging_steps=4,
         save_strategy="no",
         report_to="none",
+        use_cpu=common.is_cpu(),
     )
     script, args = parser.parse_args_into_dataclasses(arguments)
     texts = common.prepare(script.cache_dir, unit="definition")
