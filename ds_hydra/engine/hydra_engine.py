@@ -229,6 +229,7 @@ class HydraEngine(DeepSpeedEngine):
             step_ms=(now - before_step) * 1e3,
             pipelines=pipelines,
         )
+        self.hydra.learn(plan, [p.measured_ms for p in pipelines])
         if self.hydra.log is not None:
             self.hydra.log.write(self.last_metrics, plan)
         if self.monitor.enabled and self.global_rank == 0:
