@@ -173,7 +173,7 @@ def check_planned_cases(cases):
     """The planner's own placement of random mini-batches under random strategies.
 
     The gradients of a row of two tokens cancel so far that the single process itself is up to 5e-5 off the same
-    process in double precision. There, and only there, twice its own error is allowed.
+    process in double precision, as another order of sums is. There, and only there, four times that is allowed.
     """
     model = tiny("llama_tied")
     reference = copy.deepcopy(model)
@@ -194,7 +194,7 @@ def check_planned_cases(cases):
         own = max(relative_errors([w.double() for w in wanted], exactly, names).values())
         errors = relative_errors(gather_gradients(engine, grads_P), wanted, names)
         name = max(errors, key=errors.get)
-        error = errors[name] / max(1.0, 2 * own / RELATIVE_TOLERANCE)
+        error = errors[name] / max(1.0, 4 * own / RELATIVE_TOLERANCE)
         worst[text, tuple(lengths)] = (error, name, abs(loss / wanted_loss - 1))
     return worst
 
