@@ -265,6 +265,8 @@ def test_no_zero_section_is_refused():
 
 
 REFUSED = {
+    "checkpoint.writer": {"type": "VANILLA"},
+    "datastates_ckpt": {"host_cache_size": 16},
     "zero_optimization.zero_hpz_partition_size": 8,
     "zero_optimization.mics_shard_size": 8,
     "zero_optimization.mics_hierarchical_params_gather": True,

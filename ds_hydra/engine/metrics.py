@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_hydra.sampler.plan import IterationPlan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,8 @@ class IterationMetrics:
     pull_ms: float
     push_ms: float
     step_ms: float
+    skipped_steps: int
+    """Iterations so far whose gradient was NaN or Inf and changed no weight."""
     pipelines: tuple[PipelineMetrics, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -81,6 +87,7 @@ class RunLog:
     """Writes `metrics.jsonl` and, if wanted, one JSON file per executed plan into a run folder."""
 
     def __init__(self, run_dir: Path, *, save_plans: bool):
+        self.num_lost = 0
         self._run_dir = run_dir
         self._plans = run_dir / "plans" if save_plans else None
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -89,7 +96,17 @@ class RunLog:
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
 
     def write(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
-        """Append one iteration."""
+        """Append one iteration. What cannot be written is lost with a warning: training matters more."""
+        try:
+            self._write(metrics, plan)
+        except OSError as error:
+            self.num_lost += 1
+            if self.num_lost == 1:
+                logger.warning(
+                    "metrics of iteration %d are lost (and maybe later ones): %s", plan.iteration, error
+                )
+
+    def _write(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
         document = {k: None if v != v else v for k, v in metrics.to_json().items()}  # NaN is not JSON
         self._file.write(json.dumps(document) + "\n")
         self._file.flush()
@@ -103,4 +120,5 @@ class RunLog:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take
+            self._file.close()

@@ -5,7 +5,9 @@ The engine (`hydra_engine.py`) overrides DeepSpeed's methods; everything else li
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,21 +19,27 @@ from torch import Tensor
 
 from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.agreement import gather_rows, raise_together
+from ds_hydra.engine.agreement import broadcast_text, gather_rows, raise_together
 from ds_hydra.engine.groups import within_groups
 from ds_hydra.engine.metrics import RunLog
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
 from ds_hydra.engine.profiler import limit_memory, measure_profile, nominal_profile
 from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
 from ds_hydra.engine.skeleton import Skeleton
+from ds_hydra.engine.stop_request import StopRequest
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL
-from ds_hydra.errors import HydraConfigError, PlanMismatchError
+from ds_hydra.engine.watchdog import Watchdog, start_watchdog
+from ds_hydra.errors import HydraConfigError, HydraDataError, PlanMismatchError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
 from ds_hydra.sampler.dataset import TokenDataset
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.candidates import enumerate_strategies, load_strategies, power_of_two_schemes
+
+logger = logging.getLogger(__name__)
+
+STATE_SCHEMA = "ds_hydra.state/1"
 
 ExampleLike = Mapping[str, Any]
 """One sequence: "input_ids" and optionally "labels" (not shifted, -100 where nothing is predicted)."""
@@ -48,6 +56,17 @@ class Iteration:
     def plan(self) -> IterationPlan:
         """The plan."""
         return self.planned.plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """What all ranks measured in one iteration."""
+
+    ranks: list[Outcome]
+    nonfinite_ranks: list[int]
+    """Ranks with NaN or Inf among the gradients that they own."""
+    is_stop_requested: bool
+    """Whether any rank was told to stop (SIGTERM)."""
 
 
 class HydraRuntime:
@@ -70,13 +89,17 @@ class HydraRuntime:
                 hidden_size=skeleton.hidden_size,
                 vocab_size=skeleton.vocab_size,
             )
-        self.strategies = self._candidates()
+        self.strategies = self._proposed = self._candidates()
         self.propagator.prepare(self.strategies)
         self._feed: PlanFeed | None = None
         self._data: TokenDataset | None = None
         self.sampler: TokenBudgetSampler | None = None
+        self._next_iteration: int | None = None
+        """The iteration that a checkpoint continues with; None where the sampler stands."""
         self.log: RunLog | None = None
         raise_together(self._open_log(), device)
+        self._watchdog = self._start_watchdog()
+        self._stop_request = StopRequest(config.faults.save_on_sigterm is not None)
 
     @property
     def profile(self) -> Profile:
@@ -85,10 +108,8 @@ class HydraRuntime:
             document = measure_profile(self.propagator, self.strategies, self.config)
             if self.log is not None:
                 self.log.write_profile(document)
-            self._profile = limit_memory(document, self.config.memory_limit_bytes)
-            if self.config.strategies is None:  # schemes that hold no row were left out
-                known = self._profile.latency
-                self.strategies = tuple(s for s in self.strategies if all(x in known for x in s.schemes))
+            self._use_measured(document)
+        assert self._profile is not None
         return self._profile
 
     def attach_data(self, data: TokenDataset) -> None:
@@ -117,12 +138,21 @@ class HydraRuntime:
                 "ds_hydra.initialize, or call train_batch(batch=examples)"
             )
         feed = self.start_planning()
+        if self._next_iteration is None:
+            self._next_iteration = self.sampler.state.iteration
         batch = next(self.sampler)
         planned = broadcast_plan(lambda: feed.get(batch), self._device)
         plan = planned.plan
         self.propagator.check_plan(plan)
-        raise_together(_compare_batch(plan, batch), self._device)
-        return Iteration(planned, self._load_from(self._data, planned.plan))
+        error: Exception | None = _compare_batch(plan, batch)
+        examples: dict[int, Example] = {}
+        if error is None:
+            try:
+                examples = self._fetch(self._data, plan)
+            except Exception as caught:  # whatever the user's data raise, the other ranks wait
+                error = caught
+        raise_together(error, self._device)
+        return Iteration(planned, examples.__getitem__)
 
     def start_planning(self) -> PlanFeed:
         """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a missing profile."""
@@ -173,14 +203,24 @@ class HydraRuntime:
         """Gradients of the iteration, added into `grads_P`."""
         return self.propagator.train(iteration.plan, iteration.load, grads_P, loss_scale)
 
-    def gather_outcomes(self, outcome: Outcome) -> list[Outcome]:
-        """Outcomes of all ranks, in rank order, on every rank."""
+    def section(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """What all ranks do together: the loss of one of them is an error on the others. Not collective itself."""
+        return contextlib.nullcontext() if self._watchdog is None else self._watchdog.section(phase)
+
+    def gather_outcomes(self, outcome: Outcome, grads_P: Sequence[Tensor] = ()) -> Outcomes:
+        """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say."""
+        is_finite = not grads_P or bool(torch.stack([grad_P.sum() for grad_P in grads_P]).isfinite().all())
         fields = [outcome.loss_sum, outcome.pull_ms, outcome.propagate_ms, outcome.push_ms]
-        mine = torch.tensor(fields, dtype=torch.float64, device=self._device)
-        return [
-            Outcome(loss_sum=loss, pull_ms=pull, propagate_ms=propagate, push_ms=push)
-            for loss, pull, propagate, push in gather_rows(mine).tolist()
-        ]
+        fields += [float(not is_finite), float(self._stop_request.is_set)]
+        rows = gather_rows(torch.tensor(fields, dtype=torch.float64, device=self._device)).tolist()
+        return Outcomes(
+            ranks=[
+                Outcome(loss_sum=loss, pull_ms=pull, propagate_ms=propagate, push_ms=push)
+                for loss, pull, propagate, push, *_ in rows
+            ],
+            nonfinite_ranks=[rank for rank, row in enumerate(rows) if row[4]],
+            is_stop_requested=any(row[5] for row in rows),
+        )
 
     def iterate_examples(self) -> Iterator[list[dict[str, Any]]]:
         """Mini-batches from where training is, as lists of examples, without drawing them; not collective."""
@@ -192,14 +232,57 @@ class HydraRuntime:
             yield [self._data[index] for index in batch.sample_indices]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the sampler; empty without training data."""
-        return {} if self.sampler is None else {"sampler": self.sampler.state_dict()}
+        """What a checkpoint keeps: position in the data, cost model, and the configuration of both."""
+        state: dict[str, Any] = {
+            "schema": STATE_SCHEMA,
+            "num_ranks": self.num_ranks,
+            "seed": self.config.seed,
+            "config": self.config.model_dump(mode="json"),
+            "config_digest": self.config.digest,
+        }
+        if self._profile is not None:
+            state["cost_model"] = {"profile": dict(self._profile.document)}
+        if self.sampler is not None:
+            state["sampler"] = self.sampler.state_dict(self._next_iteration)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the mini-batches where `state` was taken."""
+        """Continue the mini-batches where `state` was taken, with the plans that would have been made.
+
+        A profile that was measured is taken over on the same number of ranks, so that plans do not depend on
+        a second measurement; on another number the new measurement stands.
+        """
+        self._warn_of_changes(state)
+        self.close_feed()
         if self.sampler is not None and "sampler" in state:
-            self.close_feed()
             self.sampler.load_state_dict(state["sampler"])
+            self._next_iteration = None
+        profile = state.get("cost_model", {}).get("profile")
+        if profile is not None and self.config.profile is None and state["num_ranks"] == self.num_ranks:
+            self._use_measured(profile)
+
+    def mark_trained(self, iteration: int) -> None:
+        """The weights have seen `iteration`: a checkpoint continues after it; not collective."""
+        self._next_iteration = iteration + 1
+
+    def _use_measured(self, document: Mapping[str, Any]) -> None:
+        """Plan with a measured profile, and with the candidates that it knows."""
+        self._profile = limit_memory(document, self.config.memory_limit_bytes)
+        if self.config.strategies is None:  # schemes that hold no row were left out
+            known = self._profile.latency
+            self.strategies = tuple(s for s in self._proposed if all(x in known for x in s.schemes))
+
+    def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
+        saved = state.get("config", {})
+        if not self.is_first_rank or state.get("config_digest", self.config.digest) == self.config.digest:
+            return
+        now = self.config.model_dump(mode="json")
+        changes = [
+            f"hydra.{key} was {saved.get(key)!r}, now {now.get(key)!r}"
+            for key in sorted(now.keys() | saved.keys())
+            if saved.get(key) != now.get(key)
+        ]
+        logger.warning("resumed with another configuration: %s", "; ".join(changes))
 
     def close_feed(self) -> None:
         """Stop planning ahead; not collective."""
@@ -250,6 +333,18 @@ class HydraRuntime:
         if self._profile is None:
             return True
         return scheme in self._profile.latency and self._profile.max_len_tokens(scheme, self.num_ranks) > 0
+
+    def _start_watchdog(self) -> Watchdog | None:
+        faults = self.config.faults
+        if self.num_ranks == 1 or not faults.watchdog:
+            return None
+        return start_watchdog(
+            self.propagator.rank,
+            self.num_ranks,
+            lambda text: broadcast_text([text], 0, self._device)[0],
+            silence_s=faults.silence_s,
+            grace_s=faults.grace_s,
+        )
 
     def _open_log(self) -> Exception | None:
         """Open the run folder on rank 0; returns what went wrong."""
@@ -315,13 +410,20 @@ class HydraRuntime:
                 f"{vocab_size} tokens; use the model's tokenizer or call model.resize_token_embeddings"
             )
 
-    @staticmethod
-    def _load_from(data: TokenDataset, plan: IterationPlan) -> LoadExample:
-        def load(position: int) -> Example:
-            example = data[plan.sample_indices[position]]
-            return torch.from_numpy(example["input_ids"]), torch.from_numpy(example["labels"])
-
-        return load
+    def _fetch(self, data: TokenDataset, plan: IterationPlan) -> dict[int, Example]:
+        """The sequences that this rank needs, by position in the plan. Raises HydraDataError naming the row."""
+        examples = {}
+        for position in self.propagator.positions_needed(plan):
+            index = plan.sample_indices[position]
+            try:
+                example = data[index]
+            except Exception as error:
+                raise HydraDataError(
+                    f"iteration {plan.iteration}: example {index} of the training data raised "
+                    f"{type(error).__name__}: {error}; mend or remove it, and resume from the last checkpoint"
+                ) from error
+            examples[position] = torch.from_numpy(example["input_ids"]), torch.from_numpy(example["labels"])
+        return examples
 
 
 def _compare_batch(plan: IterationPlan, batch: GlobalBatch) -> PlanMismatchError | None:
