@@ -265,8 +265,6 @@ def test_no_zero_section_is_refused():
 
 
 REFUSED = {
-    "checkpoint.writer": {"type": "VANILLA"},
-    "datastates_ckpt": {"host_cache_size": 16},
     "zero_optimization.zero_hpz_partition_size": 8,
     "zero_optimization.mics_shard_size": 8,
     "zero_optimization.mics_hierarchical_params_gather": True,
@@ -285,6 +283,8 @@ REFUSED = {
     "hybrid_engine.enabled": True,
     "weight_quantization": {"quantized_initialization": {}},
     "data_efficiency.enabled": True,
+    "checkpoint.writer": {"type": "VANILLA"},
+    "datastates_ckpt": {"host_cache_size": 16},
     "bf16.bf16_master_weights_and_grads": True,
     "fp16.fp16_master_weights_and_grads": True,
     "gradient_accumulation_steps": 4,

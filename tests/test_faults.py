@@ -263,7 +263,7 @@ def faults_that_ranks_survive(folder):
 @pytest.mark.distributed
 def test_faults_that_leave_all_ranks_able_to_train(tmp_path):
     results = run_distributed(faults_that_ranks_survive, 2, str(tmp_path))
-    for rank, outcome in enumerate(results):
+    for outcome in results:
         assert outcome["nan"] == (True, 1, 2, 1)
         row, (kind, text) = outcome["data"]
         assert kind is HydraDataError
