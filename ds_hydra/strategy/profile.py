@@ -20,7 +20,7 @@ PROFILE_SCHEMA = "ds_hydra.profile/1"
 MAX_FILE_BYTES = 1 << 28
 """Size up to which a JSON file is read; the largest shipped one has less than 1 MB."""
 
-_LARGEST_COUNT, _LARGEST_BYTES = 1 << 32, 1 << 60
+_LARGEST_COUNT, _LARGEST_BYTES = 1 << 32, 1 << 63
 """Beyond these a profile is damaged, and arithmetic on it would overflow."""
 
 EMBEDDING_BYTES_PER_ELEMENT = 16
