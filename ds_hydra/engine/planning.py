@@ -18,6 +18,9 @@ from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
 from ds_hydra.strategy import Profile, Strategy
 
+_FIRST_DEADLINE_S = 600.0
+"""For the first plan, which may wait for compilation; a planning process that hangs is not waited for for ever."""
+
 
 def planner_settings(config: HydraConfig) -> PlannerSettings:
     """The planner's settings out of the validated configuration."""
@@ -64,7 +67,7 @@ class PlanFeed:
                 settings=planner_settings(config),
                 num_workers=config.planner.num_workers,
                 lookahead=config.planner.lookahead,
-                deadline_s=threading.TIMEOUT_MAX,  # the first plan may wait for compilation
+                deadline_s=_FIRST_DEADLINE_S,
             )
             if plans_here
             else None
