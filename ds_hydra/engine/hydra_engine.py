@@ -418,6 +418,7 @@ class HydraEngine(DeepSpeedEngine):
             push_ms=max(o.push_ms for o in outcomes),
             step_ms=(now - before_step) * 1e3,
             skipped_steps=self.skipped_steps,
+            straggler=self.hydra.straggler.observe(pipelines),
             pipelines=pipelines,
         )
         if self.hydra.log is not None:

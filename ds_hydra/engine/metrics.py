@@ -54,6 +54,8 @@ class IterationMetrics:
     step_ms: float
     skipped_steps: int
     """Iterations so far whose gradient was NaN or Inf and changed no weight."""
+    straggler: int | None
+    """The rank whose pipelines have been slower than predicted for some iterations, if there is one."""
     pipelines: tuple[PipelineMetrics, ...]
 
     def to_json(self) -> dict[str, Any]:

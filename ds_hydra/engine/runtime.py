@@ -27,6 +27,7 @@ from ds_hydra.engine.profiler import limit_memory, measure_profile, nominal_prof
 from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.engine.stop_request import StopRequest
+from ds_hydra.engine.straggler import StragglerFinder
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL
 from ds_hydra.engine.watchdog import Watchdog, start_watchdog
 from ds_hydra.errors import HydraConfigError, HydraDataError, PlanMismatchError
@@ -98,6 +99,7 @@ class HydraRuntime:
         """The iteration that a checkpoint continues with; None where the sampler stands."""
         self.log: RunLog | None = None
         raise_together(self._open_log(), device)
+        self.straggler = StragglerFinder()
         self._watchdog = self._start_watchdog()
         self._stop_request = StopRequest(config.faults.save_on_sigterm is not None)
 
