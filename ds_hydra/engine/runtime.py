@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +21,33 @@ from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.agreement import broadcast_text, gather_rows, raise_together
 from ds_hydra.engine.groups import within_groups
+from ds_hydra.engine.latency_tracker import LatencyTracker
 from ds_hydra.engine.metrics import RunLog
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
-from ds_hydra.engine.profiler import limit_memory, measure_profile, nominal_profile
+from ds_hydra.engine.profile_document import limit_memory, nominal_profile
+from ds_hydra.engine.profiler import measure_profile
 from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.engine.stop_request import StopRequest
 from ds_hydra.engine.straggler import StragglerFinder
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL
 from ds_hydra.engine.watchdog import Watchdog, start_watchdog
-from ds_hydra.errors import HydraConfigError, HydraDataError, PlanMismatchError
+from ds_hydra.errors import HydraConfigError, HydraDataError, InfeasiblePlanError, PlanMismatchError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
 from ds_hydra.sampler.dataset import TokenDataset
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.propose import Proposal, PruningSettings, propose_strategies
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.candidates import enumerate_strategies, load_strategies, power_of_two_schemes
+from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.proposal import check_context
+from ds_hydra.strategy.scheme import parse_strategies
 
 logger = logging.getLogger(__name__)
+
+MAX_ENUMERATED_RANKS = 8
+"""Ranks up to which every strategy of two schemes is a candidate; for more, the lengths of the data decide."""
 
 STATE_SCHEMA = "ds_hydra.state/1"
 
@@ -78,7 +87,9 @@ class HydraRuntime:
         self.skeleton = skeleton
         skeleton.to_device(device)
         self._device = device
-        self.propagator = Propagator(skeleton, device=device, max_groups=config.max_process_groups)
+        self.propagator = Propagator(
+            skeleton, device=device, max_groups=config.max_process_groups, link_config=config.link
+        )
         self.num_ranks = self.propagator.num_ranks
         self.is_first_rank = self.propagator.rank == 0
         self._profile: Profile | None = None
@@ -90,9 +101,13 @@ class HydraRuntime:
                 hidden_size=skeleton.hidden_size,
                 vocab_size=skeleton.vocab_size,
             )
-        self.strategies = self._proposed = self._candidates()
+        self.strategies = self._at_start = self._candidates()
         self.propagator.prepare(self.strategies)
         self._feed: PlanFeed | None = None
+        self._proposed_with: Profile | None = None
+        self._reasons: list[str] = []
+        self._tracker: LatencyTracker | None = None
+        self._tracked: Mapping[str, Any] = {}
         self._data: TokenDataset | None = None
         self.sampler: TokenBudgetSampler | None = None
         self._next_iteration: int | None = None
@@ -113,6 +128,22 @@ class HydraRuntime:
             self._use_measured(document)
         assert self._profile is not None
         return self._profile
+
+    @property
+    def tracker(self) -> LatencyTracker:
+        """What measured times say of the profile; measures a missing profile, which is collective."""
+        profile = self.profile
+        if self._tracker is None or self._tracker.profiled is not profile:
+            self._tracker = LatencyTracker(profile, self.config.planner, self._tracked)
+        return self._tracker
+
+    def learn(self, plan: IterationPlan, measured_ms: Sequence[float]) -> None:
+        """Take in the time of each pipeline, equal on all ranks; warns on rank 0 of drift. Not collective."""
+        if self._profile is None:
+            return  # strategies were forced, and their plans valued by FLOP counts
+        warning = self.tracker.observe(plan, measured_ms)
+        if warning is not None and self.is_first_rank:
+            logger.warning("iteration %d: %s", plan.iteration, warning)
 
     def attach_data(self, data: TokenDataset) -> None:
         """Draw mini-batches from `data` from now on."""
@@ -160,11 +191,12 @@ class HydraRuntime:
         """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a missing profile."""
         assert self.sampler is not None
         if self._feed is None:
-            profile = self.profile  # first: measuring it may leave out candidates
+            tracker = self.tracker  # first: measuring the profile may leave out candidates
+            self._fit_candidates_to_data()
             self._feed = PlanFeed(
                 self.sampler,
                 strategies=self.strategies,
-                profile=profile,
+                profile_of=tracker.profile_for,
                 num_ranks=self.num_ranks,
                 config=self.config,
                 plans_here=self.is_first_rank,
@@ -184,12 +216,12 @@ class HydraRuntime:
         raise_together(error, self._device)
         assert batch is not None
         if strategy is None:
-            profile = self.profile  # first: measuring it may leave out candidates
+            profile = self.tracker.profile_for(iteration)  # first: measuring may leave out candidates
             strategies = self.strategies
         else:
             self.prepare_forced(strategy)
             # Does not wait for a measurement: any cost model can only place sequences in it.
-            profile, strategies = self._profile_for_forced(strategy), (strategy,)
+            profile, strategies = self._profile_for_forced(strategy, iteration), (strategy,)
         planned = broadcast_plan(
             lambda: PlanFeed.plan_now(batch, strategies, profile, self.num_ranks, self.config), self._device
         )
@@ -212,16 +244,14 @@ class HydraRuntime:
     def gather_outcomes(self, outcome: Outcome, grads_P: Sequence[Tensor] = ()) -> Outcomes:
         """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say."""
         is_finite = not grads_P or bool(torch.stack([grad_P.sum() for grad_P in grads_P]).isfinite().all())
-        fields = [outcome.loss_sum, outcome.pull_ms, outcome.propagate_ms, outcome.push_ms]
-        fields += [float(not is_finite), float(self._stop_request.is_set)]
-        rows = gather_rows(torch.tensor(fields, dtype=torch.float64, device=self._device)).tolist()
+        names = [field.name for field in fields(Outcome)]
+        mine = [getattr(outcome, name) for name in names]
+        mine += [float(not is_finite), float(self._stop_request.is_set)]
+        rows = gather_rows(torch.tensor(mine, dtype=torch.float64, device=self._device)).tolist()
         return Outcomes(
-            ranks=[
-                Outcome(loss_sum=loss, pull_ms=pull, propagate_ms=propagate, push_ms=push)
-                for loss, pull, propagate, push, *_ in rows
-            ],
-            nonfinite_ranks=[rank for rank, row in enumerate(rows) if row[4]],
-            is_stop_requested=any(row[5] for row in rows),
+            ranks=[Outcome(**dict(zip(names, row[:-2], strict=True))) for row in rows],
+            nonfinite_ranks=[rank for rank, row in enumerate(rows) if row[-2]],
+            is_stop_requested=any(row[-1] for row in rows),
         )
 
     def iterate_examples(self) -> Iterator[list[dict[str, Any]]]:
@@ -244,6 +274,7 @@ class HydraRuntime:
         }
         if self._profile is not None:
             state["cost_model"] = {"profile": dict(self._profile.document)}
+            state["latency"] = self.tracker.state_dict()
         if self.sampler is not None:
             state["sampler"] = self.sampler.state_dict(self._next_iteration)
         return state
@@ -256,11 +287,13 @@ class HydraRuntime:
         """
         self._warn_of_changes(state)
         self.close_feed()
+        same_ranks = state.get("num_ranks", self.num_ranks) == self.num_ranks
+        self._tracker, self._tracked = None, state.get("latency", {}) if same_ranks else {}
         if self.sampler is not None and "sampler" in state:
             self.sampler.load_state_dict(state["sampler"])
             self._next_iteration = None
         profile = state.get("cost_model", {}).get("profile")
-        if profile is not None and self.config.profile is None and state["num_ranks"] == self.num_ranks:
+        if profile is not None and self.config.profile is None and same_ranks:
             self._use_measured(profile)
 
     def mark_trained(self, iteration: int) -> None:
@@ -272,7 +305,7 @@ class HydraRuntime:
         self._profile = limit_memory(document, self.config.memory_limit_bytes)
         if self.config.strategies is None:  # schemes that hold no row were left out
             known = self._profile.latency
-            self.strategies = tuple(s for s in self._proposed if all(x in known for x in s.schemes))
+            self.strategies = tuple(s for s in self._at_start if all(x in known for x in s.schemes))
 
     def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
         saved = state.get("config", {})
@@ -295,7 +328,7 @@ class HydraRuntime:
     def close(self) -> None:
         """Stop planning processes, close files, release process groups. Safe to call twice."""
         self.close_feed()
-        self.propagator.groups.destroy()
+        self.propagator.close()
         if self.log is not None:
             self.log.close()
             self.log = None
@@ -304,8 +337,8 @@ class HydraRuntime:
         """Candidates and communicators, for the start of a run."""
         names = ", ".join(str(s) for s in self.strategies)
         return (
-            f"ds_hydra: {len(self.strategies)} candidate strategies on {self.num_ranks} ranks ({names}), "
-            f"{len(self.propagator.groups)} process groups"
+            f"ds_hydra: {len(self.strategies)} candidate strategies on {self.num_ranks} ranks ({names}); "
+            f"{self.propagator.groups}" + "".join(f"\n  {line}" for line in self._reasons)
         )
 
     def _candidates(self) -> tuple[Strategy, ...]:
@@ -322,8 +355,54 @@ class HydraRuntime:
                 f"profile {self.config.profile!r} has no scheme that this model can run on {self.num_ranks} ranks; "
                 "set hydra.strategies, or hydra.profile to another one"
             )
-        return within_groups(
-            enumerate_strategies(schemes, self.num_ranks), self.config.max_process_groups // 2
+        # Half of the groups are left for forced strategies, or for what the lengths of the data will suggest.
+        if self.num_ranks > MAX_ENUMERATED_RANKS:
+            wanted = [Strategy((scheme,) * (self.num_ranks // scheme.num_devices)) for scheme in schemes]
+        else:
+            wanted = list(enumerate_strategies(schemes, self.num_ranks))
+        return within_groups(wanted, self.config.max_process_groups // 2)
+
+    def _fit_candidates_to_data(self) -> None:
+        """Propose candidates from the lengths of the data where they are too many to try all.
+
+        Rank 0 proposes. Raises InfeasiblePlanError on all ranks where nothing holds the longest sequence.
+        """
+        assert self._data is not None
+        profile = self.profile
+        longest = int(self._data.lengths.max())
+        is_fixed = self.config.strategies is not None or self.num_ranks <= MAX_ENUMERATED_RANKS
+        schemes = {scheme for strategy in self.strategies for scheme in strategy.schemes}
+        if not is_fixed:
+            schemes = {scheme for scheme in profile.latency if self._can_run(scheme)}
+        try:
+            check_context(profile, self.num_ranks, longest, schemes=schemes)
+        except HydraConfigError as error:
+            raise InfeasiblePlanError(f"training data: {error}, or raise hydra.memory_limit_bytes") from error
+        if not is_fixed and self._proposed_with is not profile:
+            proposal, error = None, None
+            try:
+                proposal = self._propose(profile, longest) if self.is_first_rank else None
+            except Exception as caught:  # whatever it is, the other ranks wait for it
+                error = caught
+            raise_together(error, self._device)
+            lines = [] if proposal is None else [f"{kept.strategy}: {kept.reason}" for kept in proposal.kept]
+            self._reasons = broadcast_text(lines, 0, self._device)
+            self.strategies = parse_strategies(line.split(":")[0] for line in self._reasons)
+            self.propagator.prepare(self.strategies)
+            self._proposed_with = profile
+
+    def _propose(self, profile: Profile, longest_tokens: int) -> Proposal:
+        """Candidates for the attached data, within the process groups that are left; not collective."""
+        assert self._data is not None
+        lengths, counts = np.unique(self._data.lengths, return_counts=True)
+        groups_left = self.config.max_process_groups - len(self.propagator.groups)
+        return propose_strategies(
+            profile.only(scheme for scheme in profile.latency if self._can_run(scheme)),
+            LengthHistogram.from_counts(dict(zip(lengths.tolist(), counts.tolist(), strict=True))),
+            num_devices=self.num_ranks,
+            context_length=longest_tokens,
+            tokens_per_iteration=self.config.tokens_per_iteration,
+            pruning=PruningSettings(max_communicators=groups_left, seed=self.config.seed),
         )
 
     def _can_run(self, scheme: Scheme) -> bool:
@@ -369,9 +448,9 @@ class HydraRuntime:
         for scheme in set(strategy.schemes):
             self.skeleton.check_scheme(scheme)
 
-    def _profile_for_forced(self, strategy: Strategy) -> Profile:
+    def _profile_for_forced(self, strategy: Strategy, iteration: int) -> Profile:
         if self._profile is not None and all(scheme in self._profile.latency for scheme in strategy.schemes):
-            return self._profile
+            return self.tracker.profile_for(iteration)
         return Profile.from_json(nominal_profile(self.skeleton, strategy.schemes))
 
     def _check_examples(self, tensors: Sequence[Example], iteration: int) -> GlobalBatch:
