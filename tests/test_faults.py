@@ -71,6 +71,7 @@ KILLS = (
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(1800)
 def test_a_killed_rank_is_named_and_restarts_give_the_same_curve(tmp_path):
     whole = tmp_path / "whole"
     assert [rank.exit_code for rank in run_until_end(train_to_the_end, 3, whole, str(whole))] == [0, 0, 0]
@@ -97,6 +98,10 @@ def one_rank_fails(folder, how):
     if dist.get_rank() == 1:
         mark_fault(folder)
         if how == "stopped":
+            if os.fork() == 0:  # ends the stopped process when the others have had time to end
+                time.sleep(20)
+                os.kill(os.getppid(), signal.SIGKILL)
+                os._exit(0)
             os.kill(os.getpid(), signal.SIGSTOP)
         elif how == "ctrl-c":
             os.kill(os.getpid(), signal.SIGINT)
@@ -114,39 +119,18 @@ def one_rank_fails(folder, how):
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("how", ["stopped", "failed", "ctrl-c"])
 def test_a_silent_or_failed_rank_is_named(tmp_path, how):
-    context = run_one_rank_fails(tmp_path, how)
+    ended = run_until_end(one_rank_fails, 3, tmp_path, str(tmp_path), how)
     told = {
         "stopped": "rank 1 is silent for 3 s",
         "failed": "rank 1 failed in propagation: MemoryError: no room left, on purpose",
         "ctrl-c": "rank 1 is gone: its process ended",
     }[how]
     for rank in (0, 2):
-        assert context[rank].exit_code in (1, 75), context[rank].stderr
-        assert told in context[rank].stderr
-
-
-def run_one_rank_fails(folder, how):
-    """As `run_until_end`; a stopped rank is ended once the others have."""
-    if how != "stopped":
-        return run_until_end(one_rank_fails, 3, folder, str(folder), how)
-    import faults
-
-    faults.HANG_S, before = 40, faults.HANG_S
-    try:
-        return run_until_end(resume_when_left_alone, 3, folder, str(folder))
-    finally:
-        faults.HANG_S = before
-
-
-def resume_when_left_alone(folder):
-    """Rank 1 stops; a child of it lets it go on after a while, for the test to end."""
-    if dist.get_rank() == 1 and os.fork() == 0:
-        time.sleep(20)
-        os.kill(os.getppid(), signal.SIGKILL)
-        os._exit(0)
-    one_rank_fails(folder, "stopped")
+        assert ended[rank].exit_code in (1, 75), ended[rank].stderr
+        assert told in ended[rank].stderr
 
 
 def start_with_data(folder, *, hydra=None, model=None, rows=None, **sections):
