@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -74,6 +75,7 @@ HYDRA = {"context_length": 4096, "tokens_per_iteration": 65536, "planner": {"loo
 
 def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
     """Name -> (reader, a valid input as a JSON value)."""
+    logging.getLogger("ds_hydra.configs.ds_config").setLevel(logging.ERROR)  # warnings about odd keys
     manifest = folder / "ds_hydra_manifest.json"
 
     def read_manifest(document: Any) -> None:
