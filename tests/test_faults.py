@@ -35,10 +35,10 @@ def kill_in(engine, where, folder):
     """Let this rank die the next time it comes to `where`."""
     propagator = engine.hydra.propagator
     owner, name = {
-        "pull": (propagator._pull_link, "pull"),
+        "pull": (propagator._pull_link, "begin_pull"),
         "forward": (engine.hydra.skeleton, "forward_stage"),
         "backward": (pipeline.torch.autograd, "backward"),
-        "push": (propagator._push_link, "push"),
+        "push": (propagator._push_link, "begin_push"),
         "step": (engine.optimizer, "step"),
         "save": (engine.checkpoint_engine, "_save"),
     }[where]
