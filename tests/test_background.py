@@ -93,6 +93,17 @@ def test_a_killed_worker_loses_no_iteration_and_changes_no_plan(inline_plans, ca
     assert "starting another one" in caplog.text
 
 
+def test_plans_are_made_in_line_where_no_worker_can_start(monkeypatch, inline_plans, caplog):
+    monkeypatch.setattr(sys, "executable", "/no/such/interpreter")
+    with make_planner(num_workers=2) as planner:
+        for batch in BATCHES:
+            planner.submit(batch)
+        results = [planner.get(batch.iteration) for batch in BATCHES]
+    assert [result.plan for result in results] == inline_plans
+    assert {result.source for result in results} == {"inline"}
+    assert "could not be started" in caplog.text
+
+
 def test_a_late_worker_is_replaced_by_the_heuristic_plan(caplog):
     with make_planner(num_workers=1, deadline_s=0.2) as planner:
         planner.submit(BATCHES[0])

@@ -283,6 +283,8 @@ REFUSED = {
     "hybrid_engine.enabled": True,
     "weight_quantization": {"quantized_initialization": {}},
     "data_efficiency.enabled": True,
+    "checkpoint.writer": {"type": "VANILLA"},
+    "datastates_ckpt": {"host_cache_size": 16},
     "bf16.bf16_master_weights_and_grads": True,
     "fp16.fp16_master_weights_and_grads": True,
     "gradient_accumulation_steps": 4,

@@ -139,7 +139,9 @@ def memory_of_exchanges():
 
 def memory_over_iterations():
     """Addresses held after each round over some strategies, with the pool that the CPU gets."""
-    engine = start_hydra(tiny("llama"), hydra={"link": {"overlap": False}})  # the same rounds at once every time
+    engine = start_hydra(
+        tiny("llama"), hydra={"link": {"overlap": False}}
+    )  # the same rounds at once every time
     examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
     held = []
     for _ in range(4):

@@ -66,6 +66,7 @@ def _is_above(limit: int) -> Callable[[Any], bool]:
 _OWN_LAYOUT = "ds_hydra reads the ZeRO-3 partitions itself and knows the plain layout over all ranks only"
 _OWN_PARALLELISM = "ds_hydra chooses TP and PP itself, every iteration (hydra.strategies)"
 _OWN_EXECUTION = "ds_hydra runs the layers itself, outside of the forward and backward that this changes"
+_OWN_FILES = "ds_hydra writes checkpoint files itself, so that a crash leaves the one before"
 _FP32_MASTER = "ds_hydra keeps master weights and sums gradients in fp32"
 
 REFUSALS = (
@@ -92,6 +93,8 @@ REFUSALS = (
     Refusal("hybrid_engine.enabled", _OWN_EXECUTION),
     Refusal("weight_quantization", _OWN_LAYOUT, "null"),
     Refusal("data_efficiency.enabled", "ds_hydra draws the mini-batch (hydra.tokens_per_iteration)"),
+    Refusal("checkpoint.writer", _OWN_FILES, "null"),
+    Refusal("datastates_ckpt", _OWN_FILES, "null"),
     Refusal("bf16.bf16_master_weights_and_grads", _FP32_MASTER),
     Refusal("fp16.fp16_master_weights_and_grads", _FP32_MASTER),
     Refusal(

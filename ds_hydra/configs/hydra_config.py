@@ -5,6 +5,7 @@ Lengths are tokens, times milliseconds, sizes bytes. Paths are relative to the d
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -119,6 +120,22 @@ class ProfilingConfig(_Section):
     """Untimed runs before them; 1 pays for allocation and kernel selection."""
 
 
+class FaultsConfig(_Section):
+    """`hydra.faults`: what happens when a rank is lost or told to stop."""
+
+    watchdog: bool = True
+    """Whether ranks watch each other over one TCP connection each to rank 0; off: collectives time out."""
+
+    silence_s: Count = 60
+    """Seconds without a sign of life after which a rank counts as lost; a process that ends is seen at once."""
+
+    grace_s: Count = 10
+    """Seconds after a loss until a rank that still waits in a collective ends itself, with exit code 75."""
+
+    save_on_sigterm: Text | None = None
+    """Folder for a checkpoint after the iteration in which any rank gets SIGTERM, then exit code 0; null: none."""
+
+
 class LinkConfig(_Section):
     """`hydra.link`: how slices and gradients travel between ZeRO-3's shards and propagation."""
 
@@ -195,6 +212,9 @@ class HydraConfig(_Section):
     profiling: ProfilingConfig = ProfilingConfig()
     """How the machine is measured when `profile` is null."""
 
+    faults: FaultsConfig = FaultsConfig()
+    """What happens when a rank is lost or told to stop."""
+
     @classmethod
     def parse(cls, section: object) -> HydraConfig:
         """The validated section; raises HydraConfigError listing every problem with its key and value."""
@@ -212,6 +232,12 @@ class HydraConfig(_Section):
         if config is None or problems:
             raise HydraConfigError(_list_problems(problems))
         return config
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that two sections share only if every key is equal, written or default."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 _AUTO_REFUSED = (
@@ -261,6 +287,7 @@ _SECTIONS: dict[_Location, type[BaseModel]] = {
     ("link",): LinkConfig,
     ("planner",): PlannerConfig,
     ("profiling",): ProfilingConfig,
+    ("faults",): FaultsConfig,
 }
 
 

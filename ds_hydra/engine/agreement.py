@@ -45,6 +45,8 @@ def broadcast_text(texts: list[str], source: int, device: torch.device) -> list[
     payload = join_texts(texts)
     size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     dist.broadcast(size, src=source)
+    if not int(size):
+        return [""]
     body = torch.zeros(int(size), dtype=torch.uint8, device=device)
     if dist.get_rank() == source:
         body.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))

@@ -25,19 +25,33 @@ from torch import Tensor, nn
 
 from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.agreement import broadcast_text, raise_together
+from ds_hydra.engine.checkpoint import (
+    HydraCheckpointEngine,
+    Saving,
+    find_tag,
+    only_weights,
+    read_tensors,
+    resolve_tag,
+    verify,
+)
 from ds_hydra.engine.host_memory import keep_freed_memory
 from ds_hydra.engine.metrics import IterationMetrics, measure_iteration
 from ds_hydra.engine.propagation import Outcome
+from ds_hydra.engine.reshard import model_file, read_model_states, read_optimizer_states
 from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.engine.trace import MemoryWatch
-from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.errors import CheckpointError, HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.sampler.dataset import TokenDataset
 from ds_hydra.simulator.timeline import EventKind
 from ds_hydra.strategy import Strategy
 
 CLIENT_STATE_KEY = "ds_hydra"
 """Where a checkpoint's client state keeps what belongs to ds_hydra."""
+
+_LOSS_SCALE_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
+"""What a ZeRO-3 optimizer keeps when only weights are loaded."""
 
 
 class HydraEngine(DeepSpeedEngine):
@@ -92,22 +106,34 @@ class HydraEngine(DeepSpeedEngine):
         """
         start = time.perf_counter()
         self._check_trainable()
-        iteration = self._plan(batch, strategy)
-        grads_P = self._zero_gradient_shards()
-        outcome = self.hydra.train(iteration, grads_P, self._loss_scale())
-        outcomes = self.hydra.gather_outcomes(outcome)
-        loss = sum(o.loss_sum for o in outcomes) / iteration.plan.num_label_tokens
-        before_step = time.perf_counter()
-        with self.hydra.propagator.recorder.span(EventKind.STEP):
-            self._deposit(grads_P)
-            self._step(iteration)
-        self._report(iteration, outcomes, loss, start, before_step)
+        with self.hydra.section("plan"):
+            iteration = self._plan(batch, strategy)
+            with self.hydra.section("propagation"):
+                grads_P = self._zero_gradient_shards()
+                outcome = self.hydra.train(iteration, grads_P, self._loss_scale())
+                outcomes = self.hydra.gather_outcomes(outcome, grads_P)
+            loss = sum(o.loss_sum for o in outcomes.ranks) / iteration.plan.num_label_tokens
+            before_step = time.perf_counter()
+            with self.hydra.section("step"):
+                if outcomes.nonfinite_ranks and not self.fp16_enabled():
+                    self._skip_step(iteration, outcomes.nonfinite_ranks)
+                else:
+                    with self.hydra.propagator.recorder.span(EventKind.STEP):
+                        self._deposit(grads_P)
+                        self._step(iteration)
+            if batch is None:
+                self.hydra.mark_trained(iteration.plan.iteration)
+            self._report(iteration, outcomes.ranks, loss, start, before_step)
+        if outcomes.is_stop_requested and self._hydra_config.faults.save_on_sigterm is not None:
+            self._save_and_exit(self._hydra_config.faults.save_on_sigterm)
         return torch.tensor(loss, dtype=torch.float32, device=self.device)
 
     def eval_batch(self, batch: Sequence[ExampleLike], strategy: str | Strategy | None = None) -> Tensor:
         """Global token-mean loss of `batch` without gradients or a step; arguments as in `train_batch`."""
-        iteration = self._plan(batch, strategy)
-        outcomes = self.hydra.gather_outcomes(self.hydra.propagator.evaluate(iteration.plan, iteration.load))
+        with self.hydra.section("evaluation"):
+            iteration = self._plan(batch, strategy)
+            outcome = self.hydra.propagator.evaluate(iteration.plan, iteration.load)
+            outcomes = self.hydra.gather_outcomes(outcome).ranks
         loss = sum(o.loss_sum for o in outcomes) / iteration.plan.num_label_tokens
         return torch.tensor(loss, dtype=torch.float32, device=self.device)
 
@@ -142,20 +168,159 @@ class HydraEngine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """DeepSpeed's checkpoint, with the position in the data added to its client state."""
-        state = {**(client_state or {}), CLIENT_STATE_KEY: self.hydra.state_dict()}
-        return super().save_checkpoint(save_dir, tag, state, save_latest, exclude_frozen_parameters)
+        """DeepSpeed's checkpoint, written aside and put in its place whole (see engine/checkpoint.py).
 
-    def load_checkpoint(self, load_dir: str, *args: Any, **kwargs: Any) -> Any:
+        Its client state also holds the position in the data, the cost model and the configuration. Raises
+        CheckpointError on all ranks where one of them could not write; then the checkpoint before it stays.
+        """
+        with self.hydra.section("saving"):
+            self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        return True
+
+    def _save(
+        self,
+        save_dir: str,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        save_latest: bool,
+        exclude_frozen_parameters: bool,
+    ) -> None:
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        saving = Saving(save_dir, tag)
+        state = {**(client_state or {}), CLIENT_STATE_KEY: self.hydra.state_dict()}
+        commits = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
+        self._together(saving.begin if commits else None)
+        super().save_checkpoint(str(saving.folder), tag, state, False, exclude_frozen_parameters)
+        self.checkpoint_engine.write_digests(saving.folder, self.global_rank)
+        error = self.checkpoint_engine.take_error()
+        try:
+            raise_together(error, self.device)
+            world_size = deepspeed.comm.get_world_size()
+            self._together(
+                functools.partial(saving.commit, world_size=world_size, save_latest=save_latest)
+                if commits
+                else None
+            )
+        except CheckpointError:
+            if commits:
+                saving.abort()
+            raise
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> Any:
         """DeepSpeed's `load_checkpoint`; training continues with the mini-batch after the checkpoint.
 
-        With `load_module_only` the position in the data stays as it is.
+        The checkpoint may have been saved by another number of ranks, or by stock DeepSpeed. Files that are
+        not as they were written are refused by name (CheckpointError, on all ranks), and nothing but tensors
+        and plain values is unpickled. With `load_module_only` only weights are loaded: the position in the
+        data, the step count and the optimizer stay as they are.
         """
-        path, client_state = super().load_checkpoint(load_dir, *args, **kwargs)
+        options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        with self.hydra.section("loading"):
+            return self._load(load_dir, tag, *options, custom_load_fn)
+
+    def _load(
+        self,
+        load_dir: str,
+        tag: str | None,
+        load_module_strict: bool,
+        load_optimizer_states: bool,
+        load_lr_scheduler_states: bool,
+        load_module_only: bool,
+        custom_load_fn: Callable[..., Any] | None,
+    ) -> Any:
+        universal = self.load_universal_checkpoint()
+        tag = self._agree_on_tag(load_dir, tag, "latest_universal" if universal else "latest")
+        if tag is None:
+            return super().load_checkpoint(load_dir, None)  # which says what is missing
+        folder = Path(load_dir, tag)
+        rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+        self._together(functools.partial(verify, folder, reader=rank, num_readers=world_size))
+        if not universal:
+            self._together(functools.partial(self._read_checkpoint, folder, load_optimizer_states))
+        with_optimizer = load_optimizer_states if universal else True  # else what was read stands in for it
+        options = (load_module_strict, with_optimizer, load_lr_scheduler_states, load_module_only)
+        try:
+            with only_weights():
+                path, client_state = super().load_checkpoint(load_dir, tag, *options, custom_load_fn)
+            if load_module_only and not universal:
+                states = self.checkpoint_engine.handed["_optim_states.pt"]["optimizer_state_dict"]
+                scaler = {key: getattr(self.optimizer, key) for key in _LOSS_SCALE_KEYS}
+                self.optimizer.load_state_dict([states | scaler] * world_size, load_optimizer_states=False)
+        finally:
+            self.checkpoint_engine.handed = {}
         state = (client_state or {}).pop(CLIENT_STATE_KEY, {})
-        if not kwargs.get("load_module_only", False):  # new data may start from another run's weights
+        if not load_module_only:  # new data may start from another run's weights
             self.hydra.load_state_dict(state)
         return path, client_state
+
+    def _read_checkpoint(self, folder: Path, load_optimizer_states: bool) -> None:
+        """Read what this rank needs, whatever number of ranks has saved it, before anything is changed."""
+        rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+        model = read_model_states(folder, rank, world_size)
+        old_world = read_tensors(model_file(folder, 0), mmap=True)["dp_world_size"]
+        handed = {"_model_states.pt": model}
+        if self.zero_nvme_offload_optimizer():
+            if old_world != world_size:
+                raise CheckpointError(
+                    f"{folder} was saved by {old_world} ranks with the optimizer on NVMe, and there are "
+                    f"{world_size}; resume on {old_world} ranks, or convert it to a universal checkpoint"
+                )
+        else:
+            groups = self._get_zero_param_shapes()
+            optim = read_optimizer_states(folder, model["param_shapes"], old_world, groups, rank, world_size)
+            if not load_optimizer_states:
+                optim["optimizer_state_dict"]["optimizer_state_dict"] = self.optimizer.state_dict()[
+                    "optimizer_state_dict"
+                ]
+            handed["_optim_states.pt"] = optim
+        self.checkpoint_engine.handed = handed
+
+    def _agree_on_tag(self, load_dir: str, tag: str | None, latest: str) -> str | None:
+        """The folder of the given checkpoint, or of the one that rank 0 sees as the last; None without one."""
+        found: list[str] = []
+
+        def look() -> None:
+            wanted = find_tag(Path(load_dir), latest) if tag is None else str(tag)
+            found.append(resolve_tag(Path(load_dir), wanted) if wanted else "")
+
+        self._together(look if self.global_rank == 0 else None)
+        return broadcast_text(found or [""], 0, self.device)[0] or None
+
+    def _together(self, action: Callable[[], Any] | None) -> None:
+        """Run what this rank has to do with files, if anything; an error is raised on all ranks."""
+        error: Exception | None = None
+        try:
+            if action is not None:
+                action()
+        except HydraError as caught:
+            error = caught
+        except OSError as caught:
+            error = CheckpointError(f"{caught}; the checkpoint before it, if any, is as it was")
+        raise_together(error, self.device)
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()
+        self.checkpoint_engine = HydraCheckpointEngine()
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        self.checkpoint_engine.copy_recovery_script(
+            functools.partial(super()._copy_recovery_script, save_path)
+        )
+
+    def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
+        # DeepSpeed looks for the file of this very rank, which a smaller world has not written.
+        if self.load_universal_checkpoint():
+            return super()._get_all_ckpt_names(checkpoints_path, tag)
+        return [str(model_file(Path(checkpoints_path, tag), 0))]
 
     def destroy(self) -> None:
         """Stop planning processes and files, then DeepSpeed's own clean-up."""
@@ -215,6 +380,31 @@ class HydraEngine(DeepSpeedEngine):
         # Without this a later plain step() would take every micro-step for a boundary.
         self._is_gradient_accumulation_boundary = None
 
+    def _skip_step(self, iteration: Iteration, ranks: Sequence[int]) -> None:
+        """Count an iteration without changing a weight, as DeepSpeed does after an overflow in fp16.
+
+        In bf16 and fp32 DeepSpeed would step, and every weight would be NaN from then on.
+        """
+        if self.global_rank == 0:
+            logger.warning(
+                f"iteration {iteration.plan.iteration}: NaN or Inf among the gradients of ranks {list(ranks)}; "
+                f"no weight was changed ({self.skipped_steps + 1} steps skipped so far)"
+            )
+        self.global_samples += len(iteration.plan.lengths)
+        self.global_steps += 1
+        self.micro_steps += 1
+        self.skipped_steps += 1
+        self._step_applied = False
+        self._global_grad_norm = math.inf
+
+    def _save_and_exit(self, save_dir: str) -> NoReturn:
+        """What SIGTERM asks for, on all ranks after the same iteration."""
+        self.save_checkpoint(save_dir)
+        if self.global_rank == 0:
+            logger.info(f"SIGTERM: saved step {self.global_steps} in {save_dir}, ending")
+        self.destroy()
+        raise SystemExit(0)
+
     def _report(
         self, iteration: Iteration, outcomes: Sequence[Outcome], loss: float, start: float, before_step: float
     ) -> None:
@@ -232,6 +422,8 @@ class HydraEngine(DeepSpeedEngine):
             grad_norm=math.nan if grad_norm is None else float(grad_norm),
             strategy_index=self.hydra.find_candidate(iteration.plan.strategy),
             pack_occupancy=self.hydra.pack_occupancy(iteration.plan),
+            skipped_steps=self.skipped_steps,
+            find_straggler=self.hydra.straggler.observe,
         )
         self.hydra.learn(iteration.plan, [p.measured_ms for p in metrics.pipelines])
         self.last_metrics = metrics

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import isfinite, nan
 from pathlib import Path
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from ds_hydra.engine.skeleton import Skeleton
 
 RUN_SCHEMA = "ds_hydra.run/1"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +85,10 @@ class IterationMetrics:
     visible_push_ms: float
     """What was left to push when the last rank had computed its last gradient."""
     step_ms: float
+    skipped_steps: int
+    """Iterations so far whose gradient was NaN or Inf and changed no weight."""
+    straggler: int | None
+    """The rank whose pipelines have been slower than predicted for some iterations, if there is one."""
     pipelines: tuple[PipelineMetrics, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -107,7 +115,12 @@ class IterationMetrics:
 
 
 def measure_iteration(
-    plan: IterationPlan, outcomes: Sequence[Outcome], *, iteration_ms: float, **given: Any
+    plan: IterationPlan,
+    outcomes: Sequence[Outcome],
+    *,
+    iteration_ms: float,
+    find_straggler: Callable[[Sequence[PipelineMetrics]], int | None],
+    **given: Any,
 ) -> IterationMetrics:
     """Metrics of `plan` out of what each rank measured; `given` are the fields that the engine knows itself."""
     pipelines = measure_pipelines(plan, [o.propagate_ms for o in outcomes])
@@ -130,6 +143,7 @@ def measure_iteration(
         push_ms=min(o.push_ms for o in outcomes),
         visible_pull_ms=max(o.visible_pull_ms for o in outcomes),
         visible_push_ms=min(o.visible_push_ms for o in outcomes),
+        straggler=find_straggler(pipelines),
         pipelines=pipelines,
         **given,
     )
@@ -194,6 +208,7 @@ class RunLog:
     """Writes `metrics.jsonl` and, if wanted, one JSON file per executed plan into a run folder."""
 
     def __init__(self, run_dir: Path, *, save_plans: bool):
+        self.num_lost = 0
         self._run_dir = run_dir
         self._plans = run_dir / "plans" if save_plans else None
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -202,18 +217,33 @@ class RunLog:
         self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
 
     def write(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
-        """Append one iteration."""
-        self._file.write(json.dumps(metrics.to_json()) + "\n")
-        self._file.flush()
-        if self._plans is not None:
-            path = self._plans / f"iteration_{plan.iteration:06d}.json"
-            path.write_text(json.dumps(plan.to_json()), encoding="utf-8")
+        """Append one iteration. What cannot be written is lost with a warning: training matters more."""
+        with self._forgiving(plan.iteration):
+            self._file.write(json.dumps(metrics.to_json()) + "\n")
+            self._file.flush()
+            if self._plans is not None:
+                path = self._plans / f"iteration_{plan.iteration:06d}.json"
+                path.write_text(json.dumps(plan.to_json()), encoding="utf-8")
 
     def write_trace(self, timeline: Timeline, peak_bytes: Sequence[int]) -> None:
-        """Append the times of all stages, and the most memory each rank has used, to `trace.jsonl`."""
+        """Append the times of all stages, and the most memory each rank has used, to `trace.jsonl`; may be lost too."""
         document = {**timeline.to_json(), "peak_bytes": list(peak_bytes)}
-        with (self._run_dir / "trace.jsonl").open("a", encoding="utf-8") as file:
+        with (
+            self._forgiving(timeline.iteration),
+            (self._run_dir / "trace.jsonl").open("a", encoding="utf-8") as file,
+        ):
             file.write(json.dumps(document) + "\n")
+
+    @contextlib.contextmanager
+    def _forgiving(self, iteration: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.num_lost += 1
+            if self.num_lost == 1:
+                logger.warning(
+                    "metrics of iteration %d are lost (and maybe later ones): %s", iteration, error
+                )
 
     def write_run(self, document: Mapping[str, Any]) -> None:
         """Say what this run is in `run.json`; a resumed run says it again."""
@@ -225,4 +255,5 @@ class RunLog:
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take
+            self._file.close()

@@ -24,6 +24,9 @@ IntArray = npt.NDArray[np.int64]
 ENVELOPE_INTS = 4096
 """Integers (32 KiB) in which every plan of some hundred sequences travels at once."""
 
+_FIRST_DEADLINE_S = 600.0
+"""For the first plan, which may wait for compilation; a planning process that hangs is not waited for for ever."""
+
 
 def planner_settings(config: HydraConfig) -> PlannerSettings:
     """The planner's settings out of the validated configuration."""
@@ -72,7 +75,7 @@ class PlanFeed:
                 settings=planner_settings(config),
                 num_workers=config.planner.num_workers,
                 lookahead=config.planner.lookahead,
-                deadline_s=threading.TIMEOUT_MAX,  # the first plan may wait for compilation
+                deadline_s=_FIRST_DEADLINE_S,
             )
             if plans_here
             else None

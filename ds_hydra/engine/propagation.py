@@ -206,6 +206,13 @@ class Propagator:
                     "mini-batch, dataset and configuration"
                 )
 
+    def positions_needed(self, plan: IterationPlan) -> list[int]:
+        """Positions of the sequences whose tokens or labels this rank needs; not collective."""
+        role = Role.find(plan.strategy, self.rank)
+        if role is None or 0 < role.stage < role.scheme.pp - 1:
+            return []
+        return [position for row in plan.pipelines[role.pipeline].micro_batches for position in row]
+
     def train(
         self, plan: IterationPlan, load: LoadExample, grads_P: Sequence[Tensor], loss_scale: float
     ) -> Outcome:

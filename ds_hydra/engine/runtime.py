@@ -5,6 +5,7 @@ The engine (`hydra_engine.py`) overrides DeepSpeed's methods; everything else li
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
@@ -28,9 +29,12 @@ from ds_hydra.engine.profile_document import limit_memory, nominal_profile
 from ds_hydra.engine.profiler import measure_profile
 from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
 from ds_hydra.engine.skeleton import Skeleton
+from ds_hydra.engine.stop_request import StopRequest
+from ds_hydra.engine.straggler import StragglerFinder
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL
 from ds_hydra.engine.trace import MemoryWatch, TraceChoice, gather_timeline
-from ds_hydra.errors import HydraConfigError, InfeasiblePlanError, PlanMismatchError
+from ds_hydra.engine.watchdog import Watchdog, start_watchdog
+from ds_hydra.errors import HydraConfigError, HydraDataError, InfeasiblePlanError, PlanMismatchError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
 from ds_hydra.sampler.dataset import TokenDataset
@@ -47,6 +51,8 @@ logger = logging.getLogger(__name__)
 MAX_ENUMERATED_RANKS = 8
 """Ranks up to which every strategy of two schemes is a candidate; for more, the lengths of the data decide."""
 
+STATE_SCHEMA = "ds_hydra.state/1"
+
 ExampleLike = Mapping[str, Any]
 """One sequence: "input_ids" and optionally "labels" (not shifted, -100 where nothing is predicted)."""
 
@@ -62,6 +68,17 @@ class Iteration:
     def plan(self) -> IterationPlan:
         """The plan."""
         return self.planned.plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """What all ranks measured in one iteration."""
+
+    ranks: list[Outcome]
+    nonfinite_ranks: list[int]
+    """Ranks with NaN or Inf among the gradients that they own."""
+    is_stop_requested: bool
+    """Whether any rank was told to stop (SIGTERM)."""
 
 
 class HydraRuntime:
@@ -88,7 +105,7 @@ class HydraRuntime:
                 hidden_size=skeleton.hidden_size,
                 vocab_size=skeleton.vocab_size,
             )
-        self.strategies = self._candidates()
+        self.strategies = self._at_start = self._candidates()
         self.propagator.prepare(self.strategies)
         self._feed: PlanFeed | None = None
         self._proposed_with: Profile | None = None
@@ -97,10 +114,15 @@ class HydraRuntime:
         self._tracked: Mapping[str, Any] = {}
         self._data: TokenDataset | None = None
         self.sampler: TokenBudgetSampler | None = None
+        self._next_iteration: int | None = None
+        """The iteration that a checkpoint continues with; None where the sampler stands."""
         self.log: RunLog | None = None
         self._memory = memory or MemoryWatch()
         self._traces = TraceChoice(config.trace_every if config.run_dir is not None else 0)
         raise_together(self._open_log(), device)
+        self.straggler = StragglerFinder()
+        self._watchdog = self._start_watchdog()
+        self._stop_request = StopRequest(config.faults.save_on_sigterm is not None)
 
     @property
     def profile(self) -> Profile:
@@ -109,10 +131,8 @@ class HydraRuntime:
             document = measure_profile(self.propagator, self.strategies, self.config)
             if self.log is not None:
                 self.log.write_profile(document)
-            self._profile = limit_memory(document, self.config.memory_limit_bytes)
-            if self.config.strategies is None:  # schemes that hold no row were left out
-                known = self._profile.latency
-                self.strategies = tuple(s for s in self.strategies if all(x in known for x in s.schemes))
+            self._use_measured(document)
+        assert self._profile is not None
         return self._profile
 
     @property
@@ -157,11 +177,20 @@ class HydraRuntime:
                 "ds_hydra.initialize, or call train_batch(batch=examples)"
             )
         feed = self.start_planning()
+        if self._next_iteration is None:
+            self._next_iteration = self.sampler.state.iteration
         batch = next(self.sampler)
         planned = broadcast_plan(lambda: feed.get(batch), self._device)
         plan = planned.plan
-        self.propagator.check_plan(plan, problem=_compare_batch(plan, batch))
-        return Iteration(planned, self._load_from(self._data, planned.plan))
+        problem: Exception | None = _compare_batch(plan, batch)
+        examples: dict[int, Example] = {}
+        if problem is None:
+            try:
+                examples = self._fetch(self._data, plan)
+            except Exception as caught:  # whatever the user's data raise, the other ranks wait
+                problem = caught
+        self.propagator.check_plan(plan, problem=problem)
+        return Iteration(planned, examples.__getitem__)
 
     def start_planning(self) -> PlanFeed:
         """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a missing profile."""
@@ -213,12 +242,22 @@ class HydraRuntime:
         """Gradients of the iteration, added into `grads_P`."""
         return self.propagator.train(iteration.plan, iteration.load, grads_P, loss_scale)
 
-    def gather_outcomes(self, outcome: Outcome) -> list[Outcome]:
-        """Outcomes of all ranks, in rank order, on every rank."""
+    def section(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        """What all ranks do together: the loss of one of them is an error on the others. Not collective itself."""
+        return contextlib.nullcontext() if self._watchdog is None else self._watchdog.section(phase)
+
+    def gather_outcomes(self, outcome: Outcome, grads_P: Sequence[Tensor] = ()) -> Outcomes:
+        """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say."""
+        is_finite = not grads_P or bool(torch.stack([grad_P.sum() for grad_P in grads_P]).isfinite().all())
         names = [field.name for field in fields(Outcome)]
         mine = [getattr(outcome, name) for name in names]
-        rows = gather_rows(torch.tensor(mine, dtype=torch.float64, device=self._device))
-        return [Outcome(**dict(zip(names, row, strict=True))) for row in rows.tolist()]
+        mine += [float(not is_finite), float(self._stop_request.is_set)]
+        rows = gather_rows(torch.tensor(mine, dtype=torch.float64, device=self._device)).tolist()
+        return Outcomes(
+            ranks=[Outcome(**dict(zip(names, row[:-2], strict=True))) for row in rows],
+            nonfinite_ranks=[rank for rank, row in enumerate(rows) if row[-2]],
+            is_stop_requested=any(row[-1] for row in rows),
+        )
 
     def find_candidate(self, strategy: Strategy) -> int:
         """Position of `strategy` among the candidates; -1 for one that was forced. Not collective."""
@@ -250,17 +289,60 @@ class HydraRuntime:
             yield [self._data[index] for index in batch.sample_indices]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the sampler; empty without training data."""
-        sampler = {} if self.sampler is None else {"sampler": self.sampler.state_dict()}
-        return sampler | ({} if self._profile is None else {"latency": self.tracker.state_dict()})
+        """What a checkpoint keeps: position in the data, cost model, and the configuration of both."""
+        state: dict[str, Any] = {
+            "schema": STATE_SCHEMA,
+            "num_ranks": self.num_ranks,
+            "seed": self.config.seed,
+            "config": self.config.model_dump(mode="json"),
+            "config_digest": self.config.digest,
+        }
+        if self._profile is not None:
+            state["cost_model"] = {"profile": dict(self._profile.document)}
+            state["latency"] = self.tracker.state_dict()
+        if self.sampler is not None:
+            state["sampler"] = self.sampler.state_dict(self._next_iteration)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the mini-batches where `state` was taken, with the same corrections of the profile."""
+        """Continue the mini-batches where `state` was taken, with the plans that would have been made.
+
+        A profile that was measured is taken over on the same number of ranks, so that plans do not depend on
+        a second measurement; on another number the new measurement stands.
+        """
+        self._warn_of_changes(state)
         self.close_feed()
-        self._tracker, self._tracked = None, state.get("latency", {})
+        same_ranks = state.get("num_ranks", self.num_ranks) == self.num_ranks
+        self._tracker, self._tracked = None, state.get("latency", {}) if same_ranks else {}
         if self.sampler is not None and "sampler" in state:
-            self.close_feed()
             self.sampler.load_state_dict(state["sampler"])
+            self._next_iteration = None
+        profile = state.get("cost_model", {}).get("profile")
+        if profile is not None and self.config.profile is None and same_ranks:
+            self._use_measured(profile)
+
+    def mark_trained(self, iteration: int) -> None:
+        """The weights have seen `iteration`: a checkpoint continues after it; not collective."""
+        self._next_iteration = iteration + 1
+
+    def _use_measured(self, document: Mapping[str, Any]) -> None:
+        """Plan with a measured profile, and with the candidates that it knows."""
+        self._profile = limit_memory(document, self.config.memory_limit_bytes)
+        if self.config.strategies is None:  # schemes that hold no row were left out
+            known = self._profile.latency
+            self.strategies = tuple(s for s in self._at_start if all(x in known for x in s.schemes))
+
+    def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
+        saved = state.get("config", {})
+        if not self.is_first_rank or state.get("config_digest", self.config.digest) == self.config.digest:
+            return
+        now = self.config.model_dump(mode="json")
+        changes = [
+            f"hydra.{key} was {saved.get(key)!r}, now {now.get(key)!r}"
+            for key in sorted(now.keys() | saved.keys())
+            if saved.get(key) != now.get(key)
+        ]
+        logger.warning("resumed with another configuration: %s", "; ".join(changes))
 
     def close_feed(self) -> None:
         """Stop planning ahead; not collective."""
@@ -358,6 +440,18 @@ class HydraRuntime:
             return True
         return scheme in self._profile.latency and self._profile.max_len_tokens(scheme, self.num_ranks) > 0
 
+    def _start_watchdog(self) -> Watchdog | None:
+        faults = self.config.faults
+        if self.num_ranks == 1 or not faults.watchdog:
+            return None
+        return start_watchdog(
+            self.propagator.rank,
+            self.num_ranks,
+            lambda text: broadcast_text([text], 0, self._device)[0],
+            silence_s=faults.silence_s,
+            grace_s=faults.grace_s,
+        )
+
     def _open_log(self) -> Exception | None:
         """Open the run folder on rank 0; returns what went wrong."""
         if self.config.run_dir is None or not self.is_first_rank:
@@ -425,13 +519,20 @@ class HydraRuntime:
                 f"{vocab_size} tokens; use the model's tokenizer or call model.resize_token_embeddings"
             )
 
-    @staticmethod
-    def _load_from(data: TokenDataset, plan: IterationPlan) -> LoadExample:
-        def load(position: int) -> Example:
-            example = data[plan.sample_indices[position]]
-            return torch.from_numpy(example["input_ids"]), torch.from_numpy(example["labels"])
-
-        return load
+    def _fetch(self, data: TokenDataset, plan: IterationPlan) -> dict[int, Example]:
+        """The sequences that this rank needs, by position in the plan. Raises HydraDataError naming the row."""
+        examples = {}
+        for position in self.propagator.positions_needed(plan):
+            index = plan.sample_indices[position]
+            try:
+                example = data[index]
+            except Exception as error:
+                raise HydraDataError(
+                    f"iteration {plan.iteration}: example {index} of the training data raised "
+                    f"{type(error).__name__}: {error}; mend or remove it, and resume from the last checkpoint"
+                ) from error
+            examples[position] = torch.from_numpy(example["input_ids"]), torch.from_numpy(example["labels"])
+        return examples
 
 
 def _compare_batch(plan: IterationPlan, batch: GlobalBatch) -> PlanMismatchError | None:

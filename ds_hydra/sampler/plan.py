@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ds_hydra.errors import InfeasiblePlanError
+from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.strategy.scheme import Scheme, Strategy
 
 
@@ -135,7 +135,20 @@ class IterationPlan:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> IterationPlan:
-        """The plan in a document written by `to_json`."""
+        """The plan in a document written by `to_json`; raises HydraConfigError if it holds anything else."""
+        try:
+            return cls._read(document)
+        except HydraConfigError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise HydraConfigError(f"not a valid ds_hydra.plan/1 document: {error!r}"[:300]) from error
+
+    @classmethod
+    def _read(cls, document: Mapping[str, Any]) -> IterationPlan:
+        for name in ("iteration", "num_devices", "num_label_tokens", "sample_indices", "lengths"):
+            values = document[name] if isinstance(document[name], list) else [document[name]]
+            if not all(type(value) is int for value in values):
+                raise TypeError(f"{name} must be whole numbers")
         return cls(
             iteration=document["iteration"],
             num_devices=document["num_devices"],

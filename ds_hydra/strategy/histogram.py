@@ -98,6 +98,8 @@ class LengthHistogram:
                 f"histogram {name!r}: lengths must be 1 or more and counts 0 or more; found "
                 f"{next((length, count) for length, count in kept if length < 1 or count < 0)}"
             )
+        if sum(length * count for length, count in kept) >= 1 << 63:
+            raise HydraConfigError(f"histogram {name!r} counts 2^63 tokens or more; its numbers are damaged")
         table = np.array(kept, dtype=np.int64)
         return cls(name=name, lengths_tokens=table[:, 0].copy(), counts=table[:, 1].copy())
 

@@ -17,6 +17,12 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.scheme import Scheme
 
 PROFILE_SCHEMA = "ds_hydra.profile/1"
+MAX_FILE_BYTES = 1 << 28
+"""Size up to which a JSON file is read; the largest shipped one has less than 1 MB."""
+
+_LARGEST_COUNT, _LARGEST_BYTES = 1 << 32, 1 << 63
+"""Beyond these a profile is damaged, and arithmetic on it would overflow."""
+
 EMBEDDING_BYTES_PER_ELEMENT = 16
 """`e` of App. B.1: bytes of weights, gradients and optimizer states per embedding element."""
 
@@ -76,6 +82,25 @@ class MemoryModel:
     memory_bytes: int
     reserved_bytes: int
     safety_margin_bytes: int
+
+    def __post_init__(self) -> None:
+        counts = (self.num_layers, self.hidden_size, self.vocab_size)
+        is_whole = all(type(count) is int and count <= _LARGEST_COUNT for count in counts)
+        if not is_whole or min(self.num_layers, self.hidden_size) < 1 or self.vocab_size < 0:
+            raise HydraConfigError(
+                f"num_layers, hidden_size and vocab_size are {counts}, expected counts from 1 up"
+            )
+        sizes = (self.memory_bytes, self.reserved_bytes, self.safety_margin_bytes, self.state_bytes)
+        if not all(0 <= size <= _LARGEST_BYTES for size in sizes):
+            raise HydraConfigError(
+                f"bytes of memory, reserve, margin and states are {sizes}, expected 0 or more"
+            )
+        if not all(0 < value <= _LARGEST_COUNT for value in self.activation_bytes.values()):
+            raise HydraConfigError(
+                f"activation bytes are {dict(self.activation_bytes)}, expected more than 0"
+            )
+        if not 0 <= self.sharded_fraction <= 1:
+            raise HydraConfigError(f"sharded_fraction is {self.sharded_fraction}, expected 0 to 1")
 
     def rank_bytes(self, scheme: Scheme, num_devices: int, row_tokens: int) -> float:
         """Bytes of one rank (left side of App. B.1, without reserved and safety margin)."""
@@ -195,7 +220,7 @@ class Profile:
             )
         except HydraConfigError as error:
             raise HydraConfigError(f"{source}: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise HydraConfigError(f"{source}: not a valid {PROFILE_SCHEMA} document: {error!r}") from error
 
     @classmethod
@@ -207,10 +232,14 @@ class Profile:
 def read_json_object(path: str | Path) -> dict[str, Any]:
     """The JSON object in `path`; raises HydraConfigError naming the file and what is wrong with it."""
     try:
+        if (size := Path(path).stat().st_size) > MAX_FILE_BYTES:
+            raise HydraConfigError(f"{path} has {size} bytes, expected at most {MAX_FILE_BYTES}")
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise HydraConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except HydraConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise HydraConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise HydraConfigError(f"{path} holds a JSON {type(document).__name__}, expected an object")

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 
 from ds_hydra.errors import HydraConfigError
 
-_SCHEME_TEXT = re.compile(r"\s*(?:(\d+)\s*x\s*)?<\s*(\d+)\s*,\s*(\d+)\s*>\s*")
+_SCHEME_TEXT = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<\s*(\d{1,9})\s*,\s*(\d{1,9})\s*>\s*")
+
+
+MAX_DEVICES = 1 << 20
+"""Ranks that a strategy may name: far above any cluster, and small enough to list."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -20,8 +24,10 @@ class Scheme:
     pp: int
 
     def __post_init__(self) -> None:
-        if self.tp < 1 or self.pp < 1:
+        if not isinstance(self.tp, int) or not isinstance(self.pp, int) or self.tp < 1 or self.pp < 1:
             raise HydraConfigError(f"scheme <{self.tp},{self.pp}>: TP and PP degrees must be 1 or more")
+        if self.tp * self.pp > MAX_DEVICES:
+            raise HydraConfigError(f"scheme {str(self)[:80]}: more than {MAX_DEVICES} ranks")
 
     @property
     def num_devices(self) -> int:
@@ -59,14 +65,19 @@ class Strategy:
         '1x<2,2> + 4x<1,1>'
         """
         schemes: list[Scheme] = []
+        num_devices = 0
         for term in text.split("+"):
             match = _SCHEME_TEXT.fullmatch(term)
             if match is None or match[1] == "0":
                 raise HydraConfigError(
-                    f"strategy {text!r}: cannot read {term.strip()!r}; "
+                    f"strategy {text[:80]!r}: cannot read {term.strip()[:80]!r}; "
                     "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'"
                 )
-            schemes += [Scheme(int(match[2]), int(match[3]))] * int(match[1] or 1)
+            scheme, count = Scheme(int(match[2]), int(match[3])), int(match[1] or 1)
+            num_devices += count * scheme.num_devices
+            if num_devices > MAX_DEVICES:
+                raise HydraConfigError(f"strategy {text[:80]!r} names more than {MAX_DEVICES} ranks")
+            schemes += [scheme] * count
         return cls(tuple(schemes))
 
     @property

@@ -1,0 +1,320 @@
+"""Who is still there: a rank that ends, fails or falls silent is named to all others, which then stop.
+
+[Note: Watchdog]
+A collective only says that a connection broke (gloo), or nothing at all (NCCL). So every rank keeps one TCP
+connection to rank 0, served by a thread. The kernel closes it the moment a process ends, however it ends; a host that
+is cut off falls silent. Rank 0 tells the others which rank it was, and each rank raises RankLostError out of its
+broken collective, or ends itself where it would wait for ever. Messages are fixed records and a short text; nothing in
+them is unpickled, and a connection has to begin with a random token that went through the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ds_hydra.errors import HydraError, RankLostError
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE = 75
+"""Of a process that ends itself because it waits for a lost rank (EX_TEMPFAIL: a restart may help)."""
+
+_RECORD = struct.Struct("!BiqI")
+"""Kind, rank, section, bytes of the text that follows."""
+_ALIVE, _FAILED, _LOST = 0, 1, 2
+_MAX_TEXT_BYTES = 4096
+_TICK_S = 0.5
+_VERDICT_WAIT_S = 3.0
+_CONNECT_TIMEOUT_S = 60.0
+_TOKEN_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What happened to `rank`; a failure concerns one section only, a loss all that follow."""
+
+    rank: int
+    text: str
+    section: int | None = None
+
+
+class Watchdog:
+    """One per process. Creating it is collective over all ranks; everything else is not.
+
+    `exchange_text` gives rank 0's text on every rank. `silence_s`: without a sign of life for so long, a rank
+    counts as lost. `grace_s`: a rank that still waits in a collective so long after another was lost ends
+    itself with `EXIT_CODE`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        exchange_text: Callable[[str], str],
+        *,
+        silence_s: float,
+        grace_s: float,
+    ) -> None:
+        self._rank = rank
+        self._silence_s = silence_s
+        self._grace_s = grace_s
+        self._section = 0
+        self._is_inside = False
+        self._phase = "start"
+        self._verdict: Verdict | None = None
+        self._deadline: float | None = None
+        self._changed = threading.Condition()
+        self._peers: dict[int, _Peer] = {}
+        self._selector = selectors.DefaultSelector()
+        for peer, connection in self._connect(num_ranks, exchange_text):
+            self._peers[peer] = _Peer(peer, connection)
+            self._selector.register(connection, selectors.EVENT_READ, self._peers[peer])
+        # A child that keeps the connection open would hide the end of this process.
+        os.register_at_fork(after_in_child=self._close_in_child)
+        threading.Thread(target=self._serve, name="ds_hydra-watchdog", daemon=True).start()
+
+    @contextlib.contextmanager
+    def section(self, phase: str) -> Iterator[None]:
+        """What runs inside is collective over all ranks: raises RankLostError where another rank is lost.
+
+        Errors of ds_hydra pass: all ranks raise those together. Sections may be nested; the outer one counts.
+        """
+        if self._is_inside:
+            before, self._phase = self._phase, phase
+            yield
+            self._phase = before
+            return
+        with self._changed:
+            self._section += 1
+            self._phase = phase
+            verdict = self._relevant_verdict()
+            self._is_inside = True
+        try:
+            if verdict is not None:
+                raise RankLostError(self._describe(verdict))
+            yield
+        except HydraError:
+            raise
+        except (Exception, KeyboardInterrupt) as error:
+            raise_from = self._find_cause(error)
+            if raise_from is None:
+                raise
+            raise raise_from from error
+        finally:
+            with self._changed:
+                self._is_inside = False
+                self._deadline = None
+
+    def _find_cause(self, error: BaseException) -> RankLostError | None:
+        """The loss behind `error`; where there is none, `error` is this rank's own and the others are told."""
+        with self._changed:
+            if _looks_like_a_lost_peer(error):
+                self._changed.wait_for(lambda: self._relevant_verdict() is not None, _VERDICT_WAIT_S)
+            verdict = self._relevant_verdict()
+        if verdict is not None:
+            return RankLostError(self._describe(verdict))
+        text = f"failed in {self._phase}: {type(error).__name__}: {str(error).strip()[:500]}"
+        self._tell(Verdict(self._rank, text, self._section))
+        return None
+
+    def _relevant_verdict(self) -> Verdict | None:
+        verdict = self._verdict
+        is_relevant = verdict is not None and verdict.section in (None, self._section)
+        return verdict if is_relevant and verdict.rank != self._rank else None  # type: ignore[union-attr]
+
+    def _describe(self, verdict: Verdict) -> str:
+        return (
+            f"rank {verdict.rank} {verdict.text}; rank {self._rank} was in {self._phase} and cannot go on "
+            "without it. Restart from the last checkpoint (torchrun --max-restarts does)"
+        )
+
+    # The thread.
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select(_TICK_S):
+                self._receive(key.data)
+            now = time.monotonic()
+            for peer in list(self._peers.values()):
+                if now - peer.last_seen > self._silence_s:
+                    self._drop(
+                        peer, f"is silent for {self._silence_s:.0f} s (host cut off, or process stopped)"
+                    )
+                elif now - peer.last_told > self._silence_s / 4:
+                    peer.last_told = now
+                    self._send(peer, _ALIVE, self._rank, 0, "")
+            self._end_if_stuck(now)
+
+    def _receive(self, peer: _Peer) -> None:
+        try:
+            data = peer.connection.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(peer, "is gone: its process ended")
+            return
+        peer.last_seen = time.monotonic()
+        peer.buffer += data
+        for kind, rank, section, text in peer.take_records():
+            if kind in (_FAILED, _LOST):
+                self._hear(Verdict(rank, text, section if kind == _FAILED else None))
+
+    def _drop(self, peer: _Peer, text: str) -> None:
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        del self._peers[peer.rank]
+        self._hear(Verdict(peer.rank, text))
+
+    def _hear(self, verdict: Verdict) -> None:
+        """Keep the first loss (others follow from it), and tell the others if this is rank 0."""
+        with self._changed:
+            current = self._relevant_verdict()
+            if current is None or (current.section is not None and current.rank == verdict.rank):
+                self._verdict = verdict
+                if self._is_inside and self._relevant_verdict() is not None:
+                    self._deadline = time.monotonic() + self._grace_s
+                    logger.error("%s", self._describe(verdict))
+            self._changed.notify_all()
+        if self._rank == 0:
+            self._tell(verdict)
+
+    def _tell(self, verdict: Verdict) -> None:
+        kind = _LOST if verdict.section is None else _FAILED
+        for peer in list(self._peers.values()):
+            if peer.rank != verdict.rank:
+                self._send(peer, kind, verdict.rank, verdict.section or 0, verdict.text)
+
+    @staticmethod
+    def _send(peer: _Peer, kind: int, rank: int, section: int, text: str) -> None:
+        body = text.encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
+        with contextlib.suppress(OSError), peer.lock:  # a broken connection shows up in select
+            peer.connection.sendall(_RECORD.pack(kind, rank, section, len(body)) + body)
+
+    def _end_if_stuck(self, now: float) -> None:
+        with self._changed:
+            deadline = self._deadline
+            is_stuck = deadline is not None and self._is_inside and now > deadline
+            verdict = self._verdict
+        if is_stuck and verdict is not None:
+            print(
+                f"ds_hydra: {self._describe(verdict)}; ending rank {self._rank}", file=sys.stderr, flush=True
+            )
+            os._exit(EXIT_CODE)
+
+    def _close_in_child(self) -> None:
+        self._selector.close()
+        for peer in self._peers.values():
+            peer.connection.close()
+
+    # Setting up.
+
+    def _connect(
+        self, num_ranks: int, exchange_text: Callable[[str], str]
+    ) -> list[tuple[int, socket.socket]]:
+        if self._rank != 0:
+            host, port, token = exchange_text("").split(" ")
+            connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
+            connection.sendall(bytes.fromhex(token) + struct.pack("!i", self._rank))
+            return [(0, _prepared(connection))]
+        host = os.environ.get("MASTER_ADDR") or "127.0.0.1"
+        with _listen(host, num_ranks) as server:
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            exchange_text(f"{host} {server.getsockname()[1]} {token.hex()}")
+            return _accept(server, num_ranks, token)
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One connection and what is known about its other end."""
+
+    rank: int
+    connection: socket.socket
+    last_seen: float = 0.0
+    last_told: float = 0.0
+    buffer: bytes = b""
+    lock: threading.Lock = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        self.last_seen = time.monotonic()
+        self.lock = threading.Lock()
+
+    def take_records(self) -> Iterator[tuple[int, int, int, str]]:
+        """The complete records at the begin of the buffer, removed from it."""
+        while len(self.buffer) >= _RECORD.size:
+            kind, rank, section, size = _RECORD.unpack_from(self.buffer)
+            end = _RECORD.size + min(size, _MAX_TEXT_BYTES)
+            if len(self.buffer) < end:
+                return
+            text = self.buffer[_RECORD.size : end].decode("utf-8", "replace")
+            self.buffer = self.buffer[end:]
+            yield kind, rank, section, text
+
+
+def _listen(host: str, backlog: int) -> socket.socket:
+    """A listening socket on rank 0's address, on all addresses where the name is not one of this machine."""
+    try:
+        return socket.create_server((host, 0), backlog=backlog)
+    except OSError:
+        return socket.create_server(("", 0), backlog=backlog)
+
+
+def _accept(server: socket.socket, num_ranks: int, token: bytes) -> list[tuple[int, socket.socket]]:
+    accepted: dict[int, socket.socket] = {}
+    end = time.monotonic() + _CONNECT_TIMEOUT_S
+    while len(accepted) < num_ranks - 1:
+        server.settimeout(max(0.1, end - time.monotonic()))
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            missing = sorted(set(range(1, num_ranks)) - accepted.keys())
+            raise RankLostError(f"ranks {missing} did not reach rank 0's watchdog") from None
+        connection.settimeout(5.0)
+        try:
+            hello = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
+        except OSError:
+            hello = b""
+        if not secrets.compare_digest(hello[:_TOKEN_BYTES], token) or len(hello) < _TOKEN_BYTES + 4:
+            connection.close()  # not one of ours
+            continue
+        accepted[struct.unpack("!i", hello[_TOKEN_BYTES:])[0]] = _prepared(connection)
+    return sorted(accepted.items())
+
+
+def _prepared(connection: socket.socket) -> socket.socket:
+    connection.settimeout(5.0)  # of a send; reads come after select
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _looks_like_a_lost_peer(error: BaseException) -> bool:
+    """Whether an error comes from a collective; then it is worth waiting for the reason."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _COLLECTIVE_WORDS)
+
+
+_COLLECTIVE_WORDS = ("gloo", "NCCL", "onnection", "Broken pipe", "imed out", "ProcessGroup")
+
+
+_watchdog: Watchdog | None = None
+
+
+def start_watchdog(
+    rank: int, num_ranks: int, exchange_text: Callable[[str], str], *, silence_s: float, grace_s: float
+) -> Watchdog:
+    """The watchdog of this process, started by its first engine. Collective over all ranks."""
+    global _watchdog
+    if _watchdog is None:
+        _watchdog = Watchdog(rank, num_ranks, exchange_text, silence_s=silence_s, grace_s=grace_s)
+    return _watchdog

@@ -1,0 +1,110 @@
+"""Ranks that may die: what became of each, what it wrote to stderr, and how long after the fault it ended."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HANG_S = 600
+"""Only a run that never ends takes so long."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank ended."""
+
+    exit_code: int
+    stderr: str
+    seconds_after_fault: float
+    """From the mark that `mark_fault` left; NaN without one."""
+
+
+def run_until_end(function: Callable[..., Any], world_size: int, folder: Path, *args: Any) -> list[Ended]:
+    """Fork `world_size` gloo ranks that run `function(*args)`, and wait until every one has ended by itself."""
+    import deepspeed  # noqa: F401  before the fork: paid once
+    import transformers  # noqa: F401
+
+    folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("fork")
+    rendezvous = f"{folder}/rendezvous_{time.monotonic_ns()}"
+    ranks = [
+        context.Process(target=_run, args=(function, args, rank, world_size, str(folder), rendezvous))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    ends: dict[int, float] = {}
+    limit = time.monotonic() + HANG_S
+    while len(ends) < world_size and time.monotonic() < limit:
+        ends |= {i: time.monotonic() for i, p in enumerate(ranks) if i not in ends and p.exitcode is not None}
+        time.sleep(0.005)
+    hanging = sorted(set(range(world_size)) - ends.keys())
+    for process in ranks:
+        process.kill()
+        process.join()
+    texts = [(folder / f"stderr_{rank}").read_text() for rank in range(world_size)]
+    assert not hanging, f"ranks {hanging} hang:\n" + "\n".join(texts)
+    mark = folder / "fault"
+    fault = float(mark.read_text()) if mark.exists() else float("nan")
+    return [
+        Ended(process.exitcode, text, ends[rank] - fault)
+        for rank, (process, text) in enumerate(zip(ranks, texts, strict=True))
+    ]
+
+
+def mark_fault(folder: str | Path) -> None:
+    """Note the time of the fault that follows."""
+    Path(folder, "fault").write_text(repr(time.monotonic()))
+
+
+def die(folder: str | Path) -> None:
+    """SIGKILL for this process."""
+    mark_fault(folder)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def append_json(path: str | Path, value: Any) -> None:
+    with Path(path).open("a") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def read_json_lines(path: str | Path) -> list[Any]:
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def _run(
+    function: Callable[..., Any], args: Any, rank: int, world_size: int, folder: str, rendezvous: str
+) -> None:
+    stderr = os.open(f"{folder}/stderr_{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(stderr, 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size)
+    )
+    os.environ.pop("MASTER_ADDR", None)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    code = 1
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+        function(*args)
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,178 @@
+"""Readers of what comes from disk or from another rank, under damaged input: our errors, quickly, or nothing."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from engines import ds_config, small_profile
+from reference import make_batch, make_profile
+
+from ds_hydra.configs.ds_config import read_ds_config
+from ds_hydra.engine.checkpoint import MANIFEST_SCHEMA, verify
+from ds_hydra.errors import HydraError
+from ds_hydra.sampler import plan_codec
+from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.strategy.candidates import strategies_from_json
+from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.profile import Profile
+from ds_hydra.strategy.scheme import Strategy, parse_strategies
+
+SLOWEST_S = 1.0
+
+
+def _plan() -> IterationPlan:
+    profile = make_profile({"<1,1>": (0.01, 1.0, 3.0), "<2,1>": (0.006, 0.6, 4.0)})
+    strategies = parse_strategies(["1x<2,1> + 2x<1,1>"])
+    return plan_iteration(
+        make_batch([5, 9, 30, 7, 12], 3), strategies=strategies, profile=profile, num_devices=4
+    )
+
+
+def read_profile(document: Any) -> None:
+    """As the engine uses a profile: read it, then ask for times and for memory."""
+    profile = Profile.from_json(document)
+    for scheme, latency in profile.latency.items():
+        latency.row_ms([3, 5])
+        profile.max_len_tokens(scheme, 4)
+
+
+def read_histogram(document: Any) -> None:
+    histogram = LengthHistogram.from_json(document)
+    assert histogram.num_tokens >= histogram.num_sequences > 0
+    histogram.quantile(0.5)
+
+
+def read_plan(document: Any) -> None:
+    plan = IterationPlan.from_json(document)
+    assert IterationPlan.from_json(plan.to_json()).digest == plan.digest
+
+
+def read_array(values: Any) -> None:
+    """A plan as another rank would receive it."""
+    is_array = isinstance(values, list) and all(type(v) is int and abs(v) < 1 << 63 for v in values)
+    if is_array:
+        plan_codec.from_array(np.array(values, dtype=np.int64))
+
+
+def read_strategy(text: Any) -> None:
+    if isinstance(text, str):
+        strategy = Strategy.parse(text)
+        assert Strategy.parse(str(strategy)) == strategy
+        strategy.place()
+
+
+HYDRA = {"context_length": 4096, "tokens_per_iteration": 65536, "planner": {"lookahead": 2}}
+
+
+def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
+    """Name -> (reader, a valid input as a JSON value)."""
+    logging.getLogger("ds_hydra.configs.ds_config").setLevel(logging.ERROR)  # warnings about odd keys
+    manifest = folder / "ds_hydra_manifest.json"
+
+    def read_manifest(document: Any) -> None:
+        manifest.write_text(json.dumps(document))
+        verify(folder)
+
+    return {
+        "configuration": (
+            lambda document: read_ds_config(document) and None if isinstance(document, dict) else None,
+            ds_config(hydra=HYDRA),
+        ),
+        "profile": (read_profile, small_profile(6_000_000)),
+        "histogram": (
+            read_histogram,
+            {"schema": "ds_hydra.lengths/1", "name": "a", "counts": {"3": 4, "17": 1, "4096": 2}},
+        ),
+        "strategies": (
+            lambda document: strategies_from_json(document) and None,
+            {"schema": "ds_hydra.strategies/1", "strategies": ["4x<1,1>", "1x<2,1> + 2x<1,1>"]},
+        ),
+        "strategy": (read_strategy, "1x<2,1> + 2x<1,1>"),
+        "plan": (read_plan, _plan().to_json()),
+        "plan array": (read_array, plan_codec.to_array(_plan()).tolist()),
+        "manifest": (
+            read_manifest,
+            {"schema": MANIFEST_SCHEMA, "files": {"a.pt": {"bytes": 3, "sha256": "0"}}},
+        ),
+    }
+
+
+def check(reader: Callable[[Any], None], value: Any) -> str:
+    """ "accepted" or "refused"; raises AssertionError for any other outcome."""
+    start = time.perf_counter()
+    try:
+        if isinstance(value, dict) or not _wants_object(reader):
+            reader(value)
+        outcome = "accepted"
+    except HydraError as error:
+        outcome = "refused" if len(str(error)) < 100_000 else "refused at length"
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__}: {error} for {json.dumps(value)[:2000]}") from error
+    assert time.perf_counter() - start < SLOWEST_S, f"slow: {json.dumps(value)[:2000]}"
+    return outcome
+
+
+def _wants_object(reader: Callable[[Any], None]) -> bool:
+    # `read_json_object` has refused everything else before these readers are called.
+    return reader not in (read_strategy, read_array)
+
+
+ODD_VALUES = (
+    None, True, False, 0, -1, 1, 3, 2**31, 2**63, -(2**63), 10**30, 1e308, -1e308, 0.5, float("inf"), float("nan"),
+    "", "a", "0", "-1", "9" * 30, "999999999x<1,1>", "1x<999999,999999>", "\0", "é", "x" * 5000, [], {}, [[]], [0],
+    ["a"], {"a": 1}, {"": None}, "auto",
+)  # fmt: skip
+
+
+def mutate(value: Any, generator: random.Random) -> Any:
+    """`value` with one to three places changed: replaced, removed, doubled, renamed or swapped."""
+    value = copy.deepcopy(value)
+    for _ in range(generator.randint(1, 3)):
+        value = _mutate_once(value, generator)
+    return value
+
+
+def _mutate_once(value: Any, generator: random.Random) -> Any:
+    if isinstance(value, dict) and value and generator.random() < 0.9:
+        key = generator.choice(list(value))
+        kind = generator.random()
+        if kind < 0.08:
+            del value[key]
+        elif kind < 0.16:
+            value[_mutate_text(key, generator)] = value[key]
+        else:
+            value[key] = _mutate_once(value[key], generator)
+        return value
+    if isinstance(value, list) and value and generator.random() < 0.9:
+        index = generator.randrange(len(value))
+        kind = generator.random()
+        if kind < 0.1:
+            del value[index]
+        elif kind < 0.2:
+            value.insert(index, copy.deepcopy(generator.choice(value)))
+        else:
+            value[index] = _mutate_once(value[index], generator)
+        return value
+    if isinstance(value, str) and generator.random() < 0.6:
+        return _mutate_text(value, generator)
+    if type(value) in (int, float) and generator.random() < 0.5:
+        return value + generator.choice([-1, 1, 7, -(2**40), 2**40]) if abs(value) < 1e300 else -value
+    return copy.deepcopy(generator.choice(ODD_VALUES))
+
+
+def _mutate_text(text: str, generator: random.Random) -> str:
+    place = generator.randint(0, len(text))
+    return (
+        text[:place]
+        + generator.choice(["", "0", "9", "x", "<", ">", ",", "+", "-", " ", "é", "\0", "٣"])
+        + text[place + generator.randint(0, 2) :]
+    )

@@ -1,0 +1,232 @@
+"""Files of a checkpoint: a crash at any moment leaves one that can be read, damage is named, no code is run."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ds_hydra.engine import checkpoint
+from ds_hydra.engine.checkpoint import HydraCheckpointEngine, Saving, read_tensors, verify
+from ds_hydra.errors import CheckpointError
+
+FILES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+def save(save_dir, tag, value, *, numel=2000):
+    """What an engine of one rank does to save `value`; DeepSpeed's part is the loop over files."""
+    saving, writer = Saving(str(save_dir), tag), HydraCheckpointEngine()
+    saving.begin()
+    writer.makedirs(str(saving.folder / tag), exist_ok=True)
+    for name in FILES:
+        writer.save({"value": value, "weights": torch.full((numel,), value)}, str(saving.folder / tag / name))
+    Path(saving.folder, "zero_to_fp32.py").write_text("# DeepSpeed's script\n")
+    writer.write_digests(saving.folder, 0)
+    if error := writer.take_error():
+        saving.abort()
+        raise error
+    saving.commit(world_size=1, save_latest=True)
+
+
+def load(save_dir):
+    """The value of the last checkpoint, after all checks that `load_checkpoint` makes."""
+    tag = checkpoint.find_tag(Path(save_dir), "latest")
+    folder = Path(save_dir, checkpoint.resolve_tag(Path(save_dir), tag))
+    verify(folder)
+    contents = [read_tensors(folder / name) for name in FILES]
+    assert {c["value"] for c in contents} == {float(c["weights"][0]) for c in contents}
+    (value,) = {c["value"] for c in contents}
+    return value
+
+
+def in_child(action):
+    """Exit code of a forked process that runs `action`."""
+    process = multiprocessing.get_context("fork").Process(target=action)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def watch_events(seen, limit=None):
+    """Count what touches the disk; die at event number `limit`."""
+    os.fsync = lambda _: None  # slow, and the page cache survives a process
+    wanted = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+    def touch(*_):
+        seen.append(1)
+        if len(seen) == limit:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(lambda event, _: touch() if event in wanted else None)
+    write = checkpoint._DigestingFile.write
+
+    def counting_write(self, data):
+        touch()
+        return write(self, data)
+
+    checkpoint._DigestingFile.write = counting_write
+
+
+@pytest.mark.parametrize("tag", ["step2", "step1"], ids=["new tag", "same tag"])
+def test_a_crash_at_any_moment_leaves_the_checkpoint_before_or_the_new_one(tmp_path, tag):
+    save(tmp_path / "count", "step1", 1.0)
+
+    def count():
+        seen = []
+        watch_events(seen)
+        save(tmp_path / "count", tag, 2.0)
+        (tmp_path / "num_events").write_text(str(len(seen)))
+
+    assert in_child(count) == 0
+    num_events = int((tmp_path / "num_events").read_text())
+    assert num_events > 30
+    found = []
+    for moment in range(1, num_events + 1):
+        save_dir = tmp_path / f"run{moment}"
+        save(save_dir, "step1", 1.0)
+
+        def crash(save_dir=save_dir, moment=moment):
+            watch_events([], moment)
+            save(save_dir, tag, 2.0)
+
+        assert in_child(crash) == -signal.SIGKILL
+        found.append(load(save_dir))
+        save(save_dir, "step3", 3.0)
+        assert load(save_dir) == 3.0
+        assert not [p for p in save_dir.iterdir() if p.name.startswith(".")]
+    assert sorted(found) == found, "the old one up to some moment, the new one from then on"
+    assert set(found) == {1.0, 2.0}
+
+
+def test_a_crash_at_a_random_time_leaves_a_checkpoint(tmp_path):
+    save(tmp_path, "step0", 0.0, numel=200_000)
+    generator = random.Random(7)
+    codes = []
+    for attempt in range(1, 25):
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=save_many, args=(tmp_path, attempt))
+        process.start()
+        time.sleep(generator.uniform(0.005, 0.06))
+        process.kill()
+        process.join()
+        codes.append(process.exitcode)
+        assert load(tmp_path) <= attempt * 100 + 99
+    assert set(codes) == {-signal.SIGKILL}
+
+
+def save_many(save_dir, attempt):
+    for step in range(100):
+        save(save_dir, f"step{attempt}_{step % 3}", float(attempt * 100 + step), numel=200_000)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    save(tmp_path, "step1", 1.0)
+    save(tmp_path, "step2", 2.0)
+    return tmp_path
+
+
+def damage(path, kind):
+    content = bytearray(path.read_bytes())
+    if kind == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif kind == "altered":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("name", [*FILES, checkpoint.MANIFEST_NAME])
+@pytest.mark.parametrize("kind", ["truncated", "altered", "missing"])
+def test_damage_is_reported_by_name_with_what_else_is_there(saved, name, kind):
+    if (name, kind) == (checkpoint.MANIFEST_NAME, "missing"):
+        pytest.skip("a folder without a manifest is stock DeepSpeed's")
+    path = saved / "step2" / name
+    if name == checkpoint.MANIFEST_NAME and kind == "altered":
+        path.write_text(path.read_text().replace('"bytes": ', '"bytes": 1'))
+        name = FILES[0]
+    else:
+        damage(path, kind)
+    with pytest.raises(CheckpointError, match=f"{name}.*(truncated|altered|missing)") as caught:
+        load(saved)
+    if path.name != checkpoint.MANIFEST_NAME:
+        assert "there is also step1: pass tag=... to load_checkpoint" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "missing"])
+def test_damage_to_a_file_without_a_manifest_is_an_error_by_name(saved, kind):
+    (saved / "step2" / checkpoint.MANIFEST_NAME).unlink()
+    damage(saved / "step2" / FILES[1], kind)
+    with pytest.raises(CheckpointError, match=FILES[1]):
+        load(saved)
+
+
+class Malicious:
+    """Unpickled, it would leave a file behind."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def __reduce__(self):
+        return open, (str(self._path), "w")
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_no_code_of_a_file_is_run(tmp_path, legacy):
+    path, trace = tmp_path / "file.pt", tmp_path / "trace"
+    torch.save({"a": Malicious(trace)}, path, _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(CheckpointError, match=r"file\.pt cannot be read: .*io\.open"):
+        read_tensors(path)
+    with checkpoint.only_weights(), pytest.raises(pickle.UnpicklingError):
+        torch.load(path, weights_only=False)  # as DeepSpeed asks for it
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("tag", ["", "../evil", "a/b", ".hidden", "a\0b"])
+def test_a_tag_is_the_name_of_one_folder(tmp_path, tag):
+    with pytest.raises(CheckpointError, match="expected the name of a folder"):
+        Saving(str(tmp_path), tag)
+    (tmp_path / "latest").write_text(tag)
+    with pytest.raises(CheckpointError, match="expected the name of a folder"):
+        checkpoint.find_tag(tmp_path, "latest")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        [],
+        {"schema": "other"},
+        {"schema": checkpoint.MANIFEST_SCHEMA},
+        {"schema": checkpoint.MANIFEST_SCHEMA, "files": {"../../etc/passwd": {"bytes": 1, "sha256": ""}}},
+        {"schema": checkpoint.MANIFEST_SCHEMA, "files": {"a": 3}},
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused(saved, document):
+    (saved / "step2" / checkpoint.MANIFEST_NAME).write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=checkpoint.MANIFEST_NAME):
+        load(saved)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(saved):
+    def fill():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))  # as a full disk: write() fails
+        try:
+            save(saved, "step3", 3.0, numel=1_000_000)
+        except CheckpointError as error:
+            os._exit(7 if "was not saved" in str(error) else 8)
+
+    assert in_child(fill) == 7
+    assert load(saved) == 2.0
+    assert not list(saved.glob(".saving-*"))

@@ -1,0 +1,74 @@
+"""A short run of the fuzzers in `fuzzing.py`; benchmarks/reliability.py makes the long one."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from fuzzing import ODD_VALUES, check, mutate, targets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.candidates import load_strategies
+from ds_hydra.strategy.profile import Profile
+
+NAMES = (
+    "configuration", "profile", "histogram", "strategies", "strategy", "plan", "plan array", "manifest",
+)  # fmt: skip
+
+
+def test_all_targets_are_run(tmp_path):
+    assert tuple(targets(tmp_path)) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mutated_input_is_read_or_refused(tmp_path, name):
+    reader, seed = targets(tmp_path)[name]
+    if name != "manifest":  # whose file does not exist
+        assert check(reader, seed) == "accepted"
+    generator = random.Random(1)
+    outcomes = [check(reader, mutate(seed, generator)) for _ in range(1500)]
+    assert set(outcomes) <= {"accepted", "refused"}
+    assert "refused" in outcomes
+
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.sampled_from(ODD_VALUES)
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+)
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_any_value_in_any_place_is_read_or_refused(tmp_path_factory, data):
+    name = data.draw(st.sampled_from(NAMES))
+    reader, seed = targets(tmp_path_factory.getbasetemp())[name]
+    if isinstance(seed, dict):
+        key = data.draw(st.sampled_from(sorted(seed)))
+        check(reader, {**seed, key: data.draw(VALUES)})
+    else:
+        check(reader, data.draw(st.text() if isinstance(seed, str) else st.lists(st.integers())))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[" * 200_000, b"\xff\xfe", b"1" * 5000, b'{"a": 1', b"null", b"\x80\x04K\x01."]
+)
+def test_files_that_are_not_json_objects_are_refused_by_name(tmp_path, content):
+    path = tmp_path / "file.json"
+    path.write_bytes(content)
+    for read in (Profile.load, lambda path: load_strategies(str(path))):
+        with pytest.raises(HydraConfigError, match=r"file\.json"):
+            read(path)
+
+
+def test_a_huge_count_takes_no_memory():
+    for text in ("999999999x<1,1>", "1x<99999,99999>", " + ".join(["99999x<4,4>"] * 3)):
+        with pytest.raises(HydraConfigError, match="more than 1048576 ranks"):
+            load_strategies([text])
+    with pytest.raises(HydraConfigError, match="cannot read"):
+        load_strategies([json.dumps("9" * 5000)])
