@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands import fit, lengths, propose
+from ds_hydra.commands import fit, lengths, propose, simulate
 from ds_hydra.commands.common import errors_to_stderr
 from ds_hydra.errors import HydraConfigError
 
@@ -138,6 +138,7 @@ def _plan_document(result: IterationPlan, planning_ms: float) -> dict[str, Any]:
 lengths.register(app)
 propose.register(app)
 fit.register(app)
+simulate.register(app)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.candidates import STRATEGIES_SCHEMA
 from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.neighbours import neighbour_strategies
 from ds_hydra.strategy.profile import Profile
 from ds_hydra.strategy.proposal import (
     ProposalSettings,
@@ -26,6 +27,7 @@ from ds_hydra.strategy.proposal import (
     default_tokens_per_iteration,
     homogeneous_strategies,
     propose_from_histogram,
+    usable_schemes,
 )
 from ds_hydra.strategy.scheme import Strategy
 
@@ -40,11 +42,13 @@ HEURISTIC = PlannerSettings().heuristic()
 class PruningSettings:
     """How candidates are tried out.
 
+    `num_rounds`: how often the strategies one step away from the winners are tried too.
     `tolerance`: how much slower, on average over the sampled mini-batches, the set that stays may be than
     the set of all candidates. `max_communicators`: process groups that the set may need at most.
     """
 
     num_batches: int = 32
+    num_rounds: int = 1
     tolerance: float = 0.002
     max_communicators: int = 512
     seed: int = 0
@@ -156,6 +160,10 @@ def propose_strategies(
     static_ms = [trial.times_ms(strategy) for strategy in static]
     best = int(np.argmin([times.mean() for times in static_ms]))
     winners = trial.winners([c.strategy for c in candidates], progress)
+    for _ in range(pruning.num_rounds):
+        schemes = usable_schemes(profile, num_devices)
+        near = dict.fromkeys(n for won in winners for n in (won, *neighbour_strategies(won, schemes)))
+        winners = trial.winners(tuple(near), None)
     table = {strategy: trial.times_ms(strategy) for strategy in winners}
     table[static[best]] = static_ms[best]
     chosen = _smallest_set(table, static[best], pruning)
@@ -280,7 +288,7 @@ def _describe(
         KeptStrategy(
             strategy=strategy,
             share_won=won[index] / times.shape[1],
-            max_lengths_tokens=lengths_of[strategy],
+            max_lengths_tokens=lengths_of.get(strategy, ()),
             is_best_static=strategy == best_static,
         )
         for index, strategy in enumerate(chosen)
