@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -163,7 +164,7 @@ def propose_strategies(
     for _ in range(pruning.num_rounds):
         schemes = usable_schemes(profile, num_devices)
         near = dict.fromkeys(n for won in winners for n in (won, *neighbour_strategies(won, schemes)))
-        winners = trial.winners(tuple(near), None)
+        winners = tuple(dict.fromkeys((*winners, *trial.winners(tuple(near), None, share=1 / 2))))
     table = {strategy: trial.times_ms(strategy) for strategy in winners}
     table[static[best]] = static_ms[best]
     chosen = _smallest_set(table, static[best], pruning)
@@ -212,10 +213,15 @@ class _Trial:
             ]
         )
 
-    def winners(self, strategies: Sequence[Strategy], progress: Progress | None) -> tuple[Strategy, ...]:
-        """Strategies that are the planner's choice for a mini-batch at least, most frequent first."""
+    def winners(
+        self, strategies: Sequence[Strategy], progress: Progress | None, share: float = 1.0
+    ) -> tuple[Strategy, ...]:
+        """Strategies that are the planner's choice for a mini-batch at least, most frequent first.
+
+        `share`: of the mini-batches that are looked at, rounded up.
+        """
         won: Counter[Strategy] = Counter()
-        for done, batch in enumerate(self._batches, start=1):
+        for done, batch in enumerate(self._batches[: ceil(share * len(self._batches))], start=1):
             won[self._plan(batch, strategies)[0]] += 1
             if progress is not None:
                 progress(done, len(self._batches))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm
 from typing import Any
 
@@ -63,6 +64,7 @@ class Cluster:
         shard = self.num_params / self.num_devices
         return 1e3 * shard * OPTIMIZER_BYTES / self.hardware.memory_rate
 
+    @lru_cache(maxsize=4096)  # noqa: B019 - a cluster is a small value, and few are made
     def link_times(self, strategy: Strategy, *, is_fully_sharded: bool = True) -> LinkTimes:
         """Pull, push and step of `strategy`.
 
