@@ -80,7 +80,8 @@ class Workload:
 class Settings:
     """How it is simulated. `systems` other than ds_hydra; `num_proposal_batches` mini-batches, drawn apart from
     those of the comparison, decide about ds_hydra's candidates. `overlap` of pull and push with propagation.
-    `max_communicators`: process groups that the candidates may need together, four for each device if None.
+    `num_proposal_rounds`: see `PruningSettings`. `max_communicators`: process groups that the candidates may
+    need together, four for each device if None.
     """
 
     iterations: int = 100
@@ -88,6 +89,7 @@ class Settings:
     overlap: bool = True
     seed: int = 1
     num_proposal_batches: int = 32
+    num_proposal_rounds: int = 1
     max_communicators: int | None = None
 
     def __post_init__(self) -> None:
@@ -299,6 +301,7 @@ def _propose(workload: Workload, settings: Settings) -> tuple[Strategy, ...]:
         tokens_per_iteration=workload.tokens_per_iteration,
         pruning=PruningSettings(
             num_batches=settings.num_proposal_batches,
+            num_rounds=settings.num_proposal_rounds,
             max_communicators=settings.max_communicators or 4 * workload.num_devices,
             seed=settings.seed + 1,
         ),

@@ -67,6 +67,7 @@ def _settings_of(point: Workload, settings: Settings) -> Settings:
         settings,
         iterations=min(settings.iterations, most),
         num_proposal_batches=min(settings.num_proposal_batches, most_proposal),
+        num_proposal_rounds=settings.num_proposal_rounds if most_proposal > 1 else 0,
     )
 
 
