@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands import fit, lengths, propose, simulate
+from ds_hydra.commands import fit, lengths, link, profile, propose, search, simulate
 from ds_hydra.commands.common import errors_to_stderr
 from ds_hydra.errors import HydraConfigError
 
@@ -136,11 +136,18 @@ def _plan_document(result: IterationPlan, planning_ms: float) -> dict[str, Any]:
 
 
 lengths.register(app)
+profile.register(app)
 propose.register(app)
 fit.register(app)
 simulate.register(app)
+link.register(app)
+search.register(app)
 
 
 def main() -> None:
     """Entry point of `ds-hydra`."""
     app()
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ds_hydra.commands import lengths, propose
 from ds_hydra.sampler import length_stats
 from ds_hydra.sampler.dataset import TokenDataset
-from ds_hydra.strategy import Profile
+from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.candidates import load_strategies
 from ds_hydra.strategy.histogram import LengthHistogram
 
@@ -153,6 +153,34 @@ def test_lengths_refuses_without_a_traceback(tmp_path, words):
     assert "holds no file" in result.stderr
     result = invoke("lengths", "--dataset", tmp_path, "--out", tmp_path / "h.json", "--over-length", "drop")
     assert "needs --context" in result.stderr
+
+
+def test_processes_share_the_work_and_one_process_finds_their_cache(tmp_path, words):
+    """Tokenised by two processes, counted again by none; a stream has no shares to give away."""
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "data")
+    arguments = ["lengths", "--dataset", tmp_path / "data", "--out", tmp_path / "h.json", "--json"]
+    result = invoke(*arguments, "--num-proc", 2)
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["counts"] == COUNTS
+    shares = sorted(path.name for path in (tmp_path / "data").glob("cache-*"))
+    assert len(shares) == 2
+    assert json.loads(invoke(*arguments).stdout)["counts"] == COUNTS
+    assert sorted(path.name for path in (tmp_path / "data").glob("cache-*")) == shares
+    result = invoke(*arguments, "--num-proc", 2, "--streaming")
+    assert "leave it out with --streaming" in result.stderr
+
+
+@pytest.mark.parametrize("devices", [3, 6])
+def test_one_length_and_odd_numbers_of_devices(files, devices):
+    (files / "lengths.json").write_text(json.dumps(LengthHistogram.from_counts({7: 3}).to_json()))
+    result = invoke(*propose_arguments(files, "--context", 50, "--devices", devices, "--json"))
+    assert result.exit_code == 0, result.stderr
+    found = [Strategy.parse(text) for text in json.loads(result.stdout)["strategies"]]
+    assert max(strategy.num_devices for strategy in found) == devices
+    (files / "lengths.json").write_text('{"schema": "ds_hydra.lengths/1", "counts": {}}')
+    result = invoke(*propose_arguments(files, "--context", 50))
+    assert result.exit_code == 1
+    assert "is empty" in result.stderr
 
 
 def test_an_interrupted_stream_is_continued(tmp_path, monkeypatch):

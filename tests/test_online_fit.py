@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,18 @@ def test_outliers_do_not_move_the_model():
     assert fit.models()[SCHEME].row_ms([4000]) == pytest.approx(TRUTH.row_ms([4000]), rel=0.03)
 
 
+def test_half_of_the_times_are_above_the_prediction_however_they_scatter():
+    """Least squares of relative errors alone would be a quarter too low here."""
+    fit = OnlineFit({SCHEME: PROFILED})
+    generator = np.random.default_rng(3)
+    for _ in range(200):
+        rows = [generator.integers(500, 4000, 3).tolist()]
+        measured = pipeline_ms(TRUTH, rows) * np.exp(0.5 * generator.standard_normal())
+        fit.observe(SCHEME, rows, predicted_ms=pipeline_ms(PROFILED, rows), measured_ms=measured)
+    typical = [1500, 2250, 3000]
+    assert fit.models()[SCHEME].row_ms(typical) == pytest.approx(TRUTH.row_ms(typical), rel=0.12)
+
+
 def test_memory_is_bounded_and_old_truths_are_forgotten():
     fit = OnlineFit({SCHEME: PROFILED}, OnlineFitSettings(window=30))
     run(fit, 60, truth=TRUTH)
@@ -72,11 +86,26 @@ def test_drift_is_warned_of_and_not_before():
     assert "<2,2> are predicted -33% off" in (fit.drift_warning() or "")
 
 
-def test_schemes_without_samples_stay_as_profiled():
+def test_schemes_without_samples_follow_the_level_of_the_others():
     fit = OnlineFit({SCHEME: PROFILED, Scheme(1, 1): TRUTH})
-    run(fit, 10)
     assert fit.models()[Scheme(1, 1)] == TRUTH
+    for _ in range(10):
+        fit.observe(SCHEME, [[500, 20]], predicted_ms=100.0, measured_ms=120.0)
+    found = fit.models()[Scheme(1, 1)]
+    assert found.row_ms([700]) == pytest.approx(1.2 * TRUTH.row_ms([700]))
     assert fit.drift(Scheme(1, 1)) is None
+
+
+def test_samples_survive_a_checkpoint():
+    fit = OnlineFit({SCHEME: PROFILED})
+    run(fit, 20)
+    again = OnlineFit({SCHEME: PROFILED})
+    again.load_state_dict(json.loads(json.dumps(fit.state_dict())))
+    assert again.models() == fit.models()
+    assert again.drift(SCHEME) == fit.drift(SCHEME)
+    elsewhere = OnlineFit({Scheme(1, 1): PROFILED})
+    elsewhere.load_state_dict(fit.state_dict())
+    assert elsewhere.models() == {Scheme(1, 1): PROFILED}
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])

@@ -50,6 +50,12 @@ def lengths(
         int | None, typer.Option(min=1, help="Rows to read at most, with --streaming.")
     ] = None,
     append_eos: Annotated[bool, typer.Option(help="Count the end of text that training appends.")] = True,
+    num_proc: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes that tokenise; fast tokenizers use all cores in one, which is the default."
+        ),
+    ] = None,
     context: Annotated[int | None, typer.Option(min=2, help="Context that --over-length refers to.")] = None,
     over_length: Annotated[
         OverLength, typer.Option(help="What becomes of sequences longer than the context.")
@@ -68,12 +74,15 @@ def lengths(
 
     Example: ds-hydra lengths --dataset data/ --tokenizer meta-llama/Llama-2-7b-hf --out lengths.json
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # all cores inside a batch
+    # All cores inside a batch, unless processes share the batches.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true" if num_proc is None else "false")
     with errors_to_stderr():
         if over_length != OverLength.KEEP and context is None:
             raise HydraConfigError(f"--over-length {over_length.value} needs --context, e.g. --context 32768")
         if max_rows is not None and not streaming:
             raise HydraConfigError("--max-rows needs --streaming")
+        if num_proc is not None and streaming:
+            raise HydraConfigError("--num-proc is for data at rest; leave it out with --streaming")
         histogram = _measure(
             dataset,
             _load_tokenizer(tokenizer),
@@ -83,6 +92,7 @@ def lengths(
             streaming,
             max_rows,
             append_eos,
+            num_proc,
             out,
         )
         document = _document(histogram, dataset, tokenizer, context, over_length)
@@ -119,13 +129,16 @@ def _measure(
     streaming: bool,
     max_rows: int | None,
     append_eos: bool,
+    num_proc: int | None,
     out: Path,
 ) -> LengthHistogram:
     from ds_hydra.sampler.length_stats import load_data, measure_dataset, measure_stream
 
     data = load_data(name, split=split, config=config, streaming=streaming)
     if not streaming:
-        return measure_dataset(data, tokenize, name=name, text_column=text_column, append_eos=append_eos)
+        return measure_dataset(
+            data, tokenize, name=name, text_column=text_column, append_eos=append_eos, num_proc=num_proc
+        )
     with tqdm(desc="counting", unit="row", total=max_rows, file=sys.stderr) as bar:
 
         def show(num_rows: int, num_tokens: int) -> None:

@@ -93,6 +93,18 @@ class PlannerConfig(_Section):
     Only a stalled worker should reach it: plans that depend on timing are not reproducible.
     """
 
+    refit: Literal["log", "plan"] = "log"
+    """Measured times correct the profile's latency: only in the log, or also in the plans to come ("plan").
+
+    "log" keeps a repeated run bit-identical; plans of "plan" depend on measured times.
+    """
+
+    refit_interval: Count = 8
+    """Iterations between two corrections of the plans; 8 see most schemes in use again."""
+
+    drift_threshold: float = Field(default=0.15, gt=0)
+    """Median relative error of a scheme's last predictions above which to warn; 15% is above usual noise."""
+
 
 class ProfilingConfig(_Section):
     """`hydra.profiling`: the measurement made at the start when no profile is given."""
@@ -105,6 +117,25 @@ class ProfilingConfig(_Section):
 
     warmup: Index = 1
     """Untimed runs before them; 1 pays for allocation and kernel selection."""
+
+
+class LinkConfig(_Section):
+    """`hydra.link`: how slices and gradients travel between ZeRO-3's shards and propagation."""
+
+    routes: Literal["node", "direct"] = "node"
+    """A slice enters a node once and spreads there ("node"; on one node the same), or once per rank ("direct")."""
+
+    devices_per_node: Count | None = None
+    """Consecutive ranks of one node; null asks the launcher, which is right unless nodes differ."""
+
+    overlap: bool = True
+    """Whether pull and push run beside computation in a thread of their own; false only to compare or debug."""
+
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients are sent; owners always sum in fp32. "bf16" halves the bytes at 3 digits."""
+
+    keep_frozen: bool = True
+    """Whether slices of frozen parameters stay while the strategy does; they are pulled anew after any edit."""
 
 
 class HydraConfig(_Section):
@@ -151,6 +182,9 @@ class HydraConfig(_Section):
 
     max_process_groups: Count = 256
     """Process groups that all strategies together may need; each costs communicator memory on its ranks."""
+
+    link: LinkConfig = LinkConfig()
+    """How slices and gradients travel."""
 
     planner: PlannerConfig = PlannerConfig()
     """How much work goes into a plan."""
@@ -221,6 +255,7 @@ def _explain_unknown(location: _Location) -> str:
 
 _SECTIONS: dict[_Location, type[BaseModel]] = {
     (): HydraConfig,
+    ("link",): LinkConfig,
     ("planner",): PlannerConfig,
     ("profiling",): ProfilingConfig,
 }

@@ -56,7 +56,7 @@ def trace_layer_memory(
 
     Left out: the all-reduce's buffers, the embedding and the head, and fragmentation.
     """
-    sliced = _slice_config(config, tp)
+    sliced = slice_config(config, tp)  # neither embedding nor head is traced
     with FakeTensorMode(), _default_dtype(dtype):
         layer, rotary = _one_layer(sliced)
         hidden = torch.empty(1, num_tokens, config.hidden_size, requires_grad=True)
@@ -77,7 +77,13 @@ def trace_layer_memory(
         )
 
 
-def _slice_config(config: PretrainedConfig, tp: int) -> PretrainedConfig:
+def slice_config(
+    config: PretrainedConfig, tp: int, *, num_layers: int = 1, vocab_size: int = 8
+) -> PretrainedConfig:
+    """The model that one rank of a TP group computes: its share of heads and MLP, `num_layers` of the layers.
+
+    Raises UnsupportedModelError if the shapes do not divide by `tp`.
+    """
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     for name, value in (("attention heads", heads), ("intermediate size", config.intermediate_size)):
         if value % tp:
@@ -87,8 +93,11 @@ def _slice_config(config: PretrainedConfig, tp: int) -> PretrainedConfig:
     sliced.num_attention_heads = heads // tp
     sliced.num_key_value_heads = max(1, (kv_heads or heads) // tp)
     sliced.intermediate_size = config.intermediate_size // tp
-    sliced.num_hidden_layers = 1
-    sliced.vocab_size = 8  # neither embedding nor head is traced
+    sliced.num_hidden_layers = num_layers
+    sliced.vocab_size = vocab_size
+    sliced.pad_token_id = None  # may be outside the rows that are left
+    if getattr(config, "layer_types", None):
+        sliced.layer_types = config.layer_types[:num_layers]
     return sliced
 
 

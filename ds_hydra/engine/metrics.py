@@ -22,6 +22,8 @@ class PipelineMetrics:
     num_tokens: int
     predicted_ms: float
     measured_ms: float
+    prediction_error: float
+    """Measured over predicted, minus 1; 0.0 without sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +48,13 @@ class IterationMetrics:
     waited_ms: float
     """Time this iteration waited for its plan."""
     pull_ms: float
+    """Time the link spent pulling, on the slowest rank, hidden behind computation or not."""
     push_ms: float
+    """Time the link spent pushing, on the rank that waited least for others."""
+    visible_pull_ms: float
+    """Part of it that computation waited for, on the rank that waited longest."""
+    visible_push_ms: float
+    """What was left to push when the last rank had computed its last gradient."""
     step_ms: float
     pipelines: tuple[PipelineMetrics, ...]
 
@@ -65,7 +73,8 @@ def measure_pipelines(plan: IterationPlan, propagate_ms: Sequence[float]) -> tup
             num_micro_batches=len(p.micro_batches),
             num_tokens=sum(sum(plan.row_lengths(row)) for row in p.micro_batches),
             predicted_ms=p.makespan_ms,
-            measured_ms=max(propagate_ms[rank] for rank in p.ranks) if p.micro_batches else 0.0,
+            measured_ms=(measured := max(propagate_ms[rank] for rank in p.ranks) if p.micro_batches else 0.0),
+            prediction_error=measured / p.makespan_ms - 1 if measured and p.makespan_ms else 0.0,
         )
         for p in plan.pipelines
     )

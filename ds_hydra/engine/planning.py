@@ -46,20 +46,22 @@ class PlanFeed:
         sampler: TokenBudgetSampler,
         *,
         strategies: Sequence[Strategy],
-        profile: Profile,
+        profile_of: Callable[[int], Profile],
         num_ranks: int,
         config: HydraConfig,
         plans_here: bool,
     ):
+        """`profile_of(iteration)` is what an iteration is planned with, asked when it is submitted."""
         self._sampler = sampler
         self._lookahead = config.planner.lookahead
         self._ahead = sampler.state
+        self._profile_of = profile_of
         deadline_ms = config.planner.deadline_ms
         self._deadline_s = threading.TIMEOUT_MAX if deadline_ms is None else deadline_ms / 1e3
         self._planner = (
             BackgroundPlanner(
                 strategies=strategies,
-                profile=profile,
+                profile=profile_of(sampler.state.iteration),
                 num_devices=num_ranks,
                 settings=planner_settings(config),
                 num_workers=config.planner.num_workers,
@@ -82,6 +84,7 @@ class PlanFeed:
     def _submit_until(self, iteration: int) -> None:
         while self._planner is not None and self._ahead.iteration < iteration:
             batch, self._ahead = self._sampler.draw(self._ahead)
+            self._planner.set_profile(self._profile_of(batch.iteration))
             self._planner.submit(batch)
 
     def close(self) -> None:

@@ -6,8 +6,9 @@ The engine (`hydra_engine.py`) overrides DeepSpeed's methods; everything else li
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,32 @@ from torch import Tensor
 
 from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.agreement import gather_rows, raise_together
+from ds_hydra.engine.agreement import broadcast_text, gather_rows, raise_together
 from ds_hydra.engine.groups import within_groups
+from ds_hydra.engine.latency_tracker import LatencyTracker
 from ds_hydra.engine.metrics import RunLog
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
-from ds_hydra.engine.profiler import limit_memory, measure_profile, nominal_profile
+from ds_hydra.engine.profile_document import limit_memory, nominal_profile
+from ds_hydra.engine.profiler import measure_profile
 from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL
-from ds_hydra.errors import HydraConfigError, PlanMismatchError
+from ds_hydra.errors import HydraConfigError, InfeasiblePlanError, PlanMismatchError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
 from ds_hydra.sampler.dataset import TokenDataset
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.propose import Proposal, PruningSettings, propose_strategies
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.candidates import enumerate_strategies, load_strategies, power_of_two_schemes
+from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.proposal import check_context
+from ds_hydra.strategy.scheme import parse_strategies
+
+logger = logging.getLogger(__name__)
+
+MAX_ENUMERATED_RANKS = 8
+"""Ranks up to which every strategy of two schemes is a candidate; for more, the lengths of the data decide."""
 
 ExampleLike = Mapping[str, Any]
 """One sequence: "input_ids" and optionally "labels" (not shifted, -100 where nothing is predicted)."""
@@ -58,7 +70,9 @@ class HydraRuntime:
         self.skeleton = skeleton
         skeleton.to_device(device)
         self._device = device
-        self.propagator = Propagator(skeleton, device=device, max_groups=config.max_process_groups)
+        self.propagator = Propagator(
+            skeleton, device=device, max_groups=config.max_process_groups, link_config=config.link
+        )
         self.num_ranks = self.propagator.num_ranks
         self.is_first_rank = self.propagator.rank == 0
         self._profile: Profile | None = None
@@ -73,6 +87,10 @@ class HydraRuntime:
         self.strategies = self._candidates()
         self.propagator.prepare(self.strategies)
         self._feed: PlanFeed | None = None
+        self._proposed_with: Profile | None = None
+        self._reasons: list[str] = []
+        self._tracker: LatencyTracker | None = None
+        self._tracked: Mapping[str, Any] = {}
         self._data: TokenDataset | None = None
         self.sampler: TokenBudgetSampler | None = None
         self.log: RunLog | None = None
@@ -90,6 +108,22 @@ class HydraRuntime:
                 known = self._profile.latency
                 self.strategies = tuple(s for s in self.strategies if all(x in known for x in s.schemes))
         return self._profile
+
+    @property
+    def tracker(self) -> LatencyTracker:
+        """What measured times say of the profile; measures a missing profile, which is collective."""
+        profile = self.profile
+        if self._tracker is None or self._tracker.profiled is not profile:
+            self._tracker = LatencyTracker(profile, self.config.planner, self._tracked)
+        return self._tracker
+
+    def learn(self, plan: IterationPlan, measured_ms: Sequence[float]) -> None:
+        """Take in the time of each pipeline, equal on all ranks; warns on rank 0 of drift. Not collective."""
+        if self._profile is None:
+            return  # strategies were forced, and their plans valued by FLOP counts
+        warning = self.tracker.observe(plan, measured_ms)
+        if warning is not None and self.is_first_rank:
+            logger.warning("iteration %d: %s", plan.iteration, warning)
 
     def attach_data(self, data: TokenDataset) -> None:
         """Draw mini-batches from `data` from now on."""
@@ -128,11 +162,12 @@ class HydraRuntime:
         """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a missing profile."""
         assert self.sampler is not None
         if self._feed is None:
-            profile = self.profile  # first: measuring it may leave out candidates
+            tracker = self.tracker  # first: measuring the profile may leave out candidates
+            self._fit_candidates_to_data()
             self._feed = PlanFeed(
                 self.sampler,
                 strategies=self.strategies,
-                profile=profile,
+                profile_of=tracker.profile_for,
                 num_ranks=self.num_ranks,
                 config=self.config,
                 plans_here=self.is_first_rank,
@@ -152,12 +187,12 @@ class HydraRuntime:
         raise_together(error, self._device)
         assert batch is not None
         if strategy is None:
-            profile = self.profile  # first: measuring it may leave out candidates
+            profile = self.tracker.profile_for(iteration)  # first: measuring may leave out candidates
             strategies = self.strategies
         else:
             self.prepare_forced(strategy)
             # Does not wait for a measurement: any cost model can only place sequences in it.
-            profile, strategies = self._profile_for_forced(strategy), (strategy,)
+            profile, strategies = self._profile_for_forced(strategy, iteration), (strategy,)
         planned = broadcast_plan(
             lambda: PlanFeed.plan_now(batch, strategies, profile, self.num_ranks, self.config), self._device
         )
@@ -175,12 +210,10 @@ class HydraRuntime:
 
     def gather_outcomes(self, outcome: Outcome) -> list[Outcome]:
         """Outcomes of all ranks, in rank order, on every rank."""
-        fields = [outcome.loss_sum, outcome.pull_ms, outcome.propagate_ms, outcome.push_ms]
-        mine = torch.tensor(fields, dtype=torch.float64, device=self._device)
-        return [
-            Outcome(loss_sum=loss, pull_ms=pull, propagate_ms=propagate, push_ms=push)
-            for loss, pull, propagate, push in gather_rows(mine).tolist()
-        ]
+        names = [field.name for field in fields(Outcome)]
+        mine = [getattr(outcome, name) for name in names]
+        rows = gather_rows(torch.tensor(mine, dtype=torch.float64, device=self._device))
+        return [Outcome(**dict(zip(names, row, strict=True))) for row in rows.tolist()]
 
     def iterate_examples(self) -> Iterator[list[dict[str, Any]]]:
         """Mini-batches from where training is, as lists of examples, without drawing them; not collective."""
@@ -193,10 +226,13 @@ class HydraRuntime:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of the sampler; empty without training data."""
-        return {} if self.sampler is None else {"sampler": self.sampler.state_dict()}
+        sampler = {} if self.sampler is None else {"sampler": self.sampler.state_dict()}
+        return sampler | ({} if self._profile is None else {"latency": self.tracker.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the mini-batches where `state` was taken."""
+        """Continue the mini-batches where `state` was taken, with the same corrections of the profile."""
+        self.close_feed()
+        self._tracker, self._tracked = None, state.get("latency", {})
         if self.sampler is not None and "sampler" in state:
             self.close_feed()
             self.sampler.load_state_dict(state["sampler"])
@@ -210,7 +246,7 @@ class HydraRuntime:
     def close(self) -> None:
         """Stop planning processes, close files, release process groups. Safe to call twice."""
         self.close_feed()
-        self.propagator.groups.destroy()
+        self.propagator.close()
         if self.log is not None:
             self.log.close()
             self.log = None
@@ -219,8 +255,8 @@ class HydraRuntime:
         """Candidates and communicators, for the start of a run."""
         names = ", ".join(str(s) for s in self.strategies)
         return (
-            f"ds_hydra: {len(self.strategies)} candidate strategies on {self.num_ranks} ranks ({names}), "
-            f"{len(self.propagator.groups)} process groups"
+            f"ds_hydra: {len(self.strategies)} candidate strategies on {self.num_ranks} ranks ({names}); "
+            f"{self.propagator.groups}" + "".join(f"\n  {line}" for line in self._reasons)
         )
 
     def _candidates(self) -> tuple[Strategy, ...]:
@@ -237,8 +273,54 @@ class HydraRuntime:
                 f"profile {self.config.profile!r} has no scheme that this model can run on {self.num_ranks} ranks; "
                 "set hydra.strategies, or hydra.profile to another one"
             )
-        return within_groups(
-            enumerate_strategies(schemes, self.num_ranks), self.config.max_process_groups // 2
+        # Half of the groups are left for forced strategies, or for what the lengths of the data will suggest.
+        if self.num_ranks > MAX_ENUMERATED_RANKS:
+            wanted = [Strategy((scheme,) * (self.num_ranks // scheme.num_devices)) for scheme in schemes]
+        else:
+            wanted = list(enumerate_strategies(schemes, self.num_ranks))
+        return within_groups(wanted, self.config.max_process_groups // 2)
+
+    def _fit_candidates_to_data(self) -> None:
+        """Propose candidates from the lengths of the data where they are too many to try all.
+
+        Rank 0 proposes. Raises InfeasiblePlanError on all ranks where nothing holds the longest sequence.
+        """
+        assert self._data is not None
+        profile = self.profile
+        longest = int(self._data.lengths.max())
+        is_fixed = self.config.strategies is not None or self.num_ranks <= MAX_ENUMERATED_RANKS
+        schemes = {scheme for strategy in self.strategies for scheme in strategy.schemes}
+        if not is_fixed:
+            schemes = {scheme for scheme in profile.latency if self._can_run(scheme)}
+        try:
+            check_context(profile, self.num_ranks, longest, schemes=schemes)
+        except HydraConfigError as error:
+            raise InfeasiblePlanError(f"training data: {error}, or raise hydra.memory_limit_bytes") from error
+        if not is_fixed and self._proposed_with is not profile:
+            proposal, error = None, None
+            try:
+                proposal = self._propose(profile, longest) if self.is_first_rank else None
+            except Exception as caught:  # whatever it is, the other ranks wait for it
+                error = caught
+            raise_together(error, self._device)
+            lines = [] if proposal is None else [f"{kept.strategy}: {kept.reason}" for kept in proposal.kept]
+            self._reasons = broadcast_text(lines, 0, self._device)
+            self.strategies = parse_strategies(line.split(":")[0] for line in self._reasons)
+            self.propagator.prepare(self.strategies)
+            self._proposed_with = profile
+
+    def _propose(self, profile: Profile, longest_tokens: int) -> Proposal:
+        """Candidates for the attached data, within the process groups that are left; not collective."""
+        assert self._data is not None
+        lengths, counts = np.unique(self._data.lengths, return_counts=True)
+        groups_left = self.config.max_process_groups - len(self.propagator.groups)
+        return propose_strategies(
+            profile.only(scheme for scheme in profile.latency if self._can_run(scheme)),
+            LengthHistogram.from_counts(dict(zip(lengths.tolist(), counts.tolist(), strict=True))),
+            num_devices=self.num_ranks,
+            context_length=longest_tokens,
+            tokens_per_iteration=self.config.tokens_per_iteration,
+            pruning=PruningSettings(max_communicators=groups_left, seed=self.config.seed),
         )
 
     def _can_run(self, scheme: Scheme) -> bool:
@@ -272,9 +354,9 @@ class HydraRuntime:
         for scheme in set(strategy.schemes):
             self.skeleton.check_scheme(scheme)
 
-    def _profile_for_forced(self, strategy: Strategy) -> Profile:
+    def _profile_for_forced(self, strategy: Strategy, iteration: int) -> Profile:
         if self._profile is not None and all(scheme in self._profile.latency for scheme in strategy.schemes):
-            return self._profile
+            return self.tracker.profile_for(iteration)
         return Profile.from_json(nominal_profile(self.skeleton, strategy.schemes))
 
     def _check_examples(self, tensors: Sequence[Example], iteration: int) -> GlobalBatch:

@@ -46,7 +46,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Plans batches until stdin ends. The first message holds everything but the batches."""
+    """Plans batches until stdin ends. A message with a "task" holds everything but the batches that follow."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches the whole group; the parent closes our stdin
@@ -54,8 +54,8 @@ def main() -> None:
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not break the protocol
-    setup = read_message(requests)
-    if setup is None:
+    first = read_message(requests)
+    if first is None:
         return
 
     from ds_hydra.errors import HydraError
@@ -63,8 +63,11 @@ def main() -> None:
     from ds_hydra.sampler.planner import warm_up
 
     warm_up()
-    task = PlanningTask.from_json(setup)
+    task = PlanningTask.from_json(first["task"])
     while (request := read_message(requests)) is not None:
+        if "task" in request:
+            task = PlanningTask.from_json(request["task"])
+            continue
         start = time.perf_counter()
         reply: dict[str, Any]
         try:

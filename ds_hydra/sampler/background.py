@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import ds_hydra
 from ds_hydra import errors
@@ -95,6 +95,13 @@ def batch_from_json(document: Mapping[str, Any]) -> GlobalBatch:
     )
 
 
+class _Job(NamedTuple):
+    """A batch, and the task as it was when the batch was submitted."""
+
+    batch: GlobalBatch
+    task: PlanningTask
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedIteration:
     """A plan, what it cost, and how long the caller was held up for it.
@@ -136,13 +143,13 @@ class BackgroundPlanner:
         self.deadline_s = deadline_s
         self.num_restarts = 0
         self.num_late = 0
-        self._pending: dict[int, GlobalBatch] = {}
+        self._pending: dict[int, _Job] = {}
         self._replies: dict[int, dict[str, Any]] = {}
         self._changed = threading.Condition()
-        self._queue: SimpleQueue[GlobalBatch | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._is_closed = False
         self._owner = os.getpid()
-        self._workers = [_Worker(self.task) for _ in range(num_workers)]
+        self._workers = [_Worker() for _ in range(num_workers)]
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), name=f"ds_hydra-planner-{i}", daemon=True)
             for i, worker in enumerate(self._workers)
@@ -161,15 +168,20 @@ class BackgroundPlanner:
         """Process ids of the workers that run now."""
         return tuple(pid for worker in self._workers if (pid := worker.pid) is not None)
 
+    def set_profile(self, profile: Profile) -> None:
+        """Plan batches that are submitted from now on with `profile`."""
+        if profile is not self.task.profile:
+            self.task = replace(self.task, profile=profile)
+
     def submit(self, batch: GlobalBatch) -> None:
         """Hands `batch` to the next free worker; returns at once."""
         if self._is_closed:
             raise RuntimeError("the background planner is closed")
         if batch.iteration in self._pending:
             raise ValueError(f"iteration {batch.iteration} is already submitted")
-        self._pending[batch.iteration] = batch
+        job = self._pending[batch.iteration] = _Job(batch, self.task)
         if self._workers:
-            self._queue.put(batch)
+            self._queue.put(job)
 
     def get(self, iteration: int) -> PlannedIteration:
         """The plan of a submitted iteration, once. Raises the error that planning raised, in this process."""
@@ -179,14 +191,14 @@ class BackgroundPlanner:
         with self._changed:
             if self._workers:
                 self._changed.wait_for(lambda: iteration in self._replies, self.deadline_s)
-            batch = self._pending.pop(iteration)
+            job = self._pending.pop(iteration)
             reply = self._replies.pop(iteration, None)
         if reply is None:
-            return self._plan_inline(batch, start, is_late=bool(self._workers))
+            return self._plan_inline(job, start, is_late=bool(self._workers))
         if "error" in reply:
             raise getattr(errors, reply["error"]["type"])(reply["error"]["message"])
         if "plan" not in reply:
-            return self._plan_inline(batch, start, is_late=False)
+            return self._plan_inline(job, start, is_late=False)
         return PlannedIteration(
             plan=IterationPlan.from_json(reply["plan"]),
             planning_ms=reply["planning_ms"],
@@ -194,8 +206,8 @@ class BackgroundPlanner:
             source="worker",
         )
 
-    def _plan_inline(self, batch: GlobalBatch, start: float, *, is_late: bool) -> PlannedIteration:
-        task = self.task
+    def _plan_inline(self, job: _Job, start: float, *, is_late: bool) -> PlannedIteration:
+        batch, task = job
         if is_late:
             self.num_late += 1
             logger.warning(
@@ -216,26 +228,27 @@ class BackgroundPlanner:
 
     def _serve(self, worker: _Worker) -> None:
         """Feeds one worker until the queue hands out None."""
-        while (batch := self._queue.get()) is not None:
-            if batch.iteration not in self._pending:
+        while (job := self._queue.get()) is not None:
+            iteration = job.batch.iteration
+            if iteration not in self._pending:
                 continue  # fetched by its deadline before any worker was free
-            reply = self._ask(worker, batch)
+            reply = self._ask(worker, job)
             with self._changed:
-                if batch.iteration in self._pending:
-                    self._replies[batch.iteration] = reply
+                if iteration in self._pending:
+                    self._replies[iteration] = reply
                 self._changed.notify_all()
 
-    def _ask(self, worker: _Worker, batch: GlobalBatch) -> dict[str, Any]:
+    def _ask(self, worker: _Worker, job: _Job) -> dict[str, Any]:
         """The reply of `worker`, started again when it dies; an empty one if it keeps dying."""
         for _ in range(_MAX_ATTEMPTS):
-            reply = worker.plan(batch)
+            reply = worker.plan(job)
             if reply is not None or self._is_closed:
                 return reply or {}
             self.num_restarts += 1
             logger.warning(
                 "a planning process ended (%s) while planning iteration %d; starting another one",
                 worker.exit_text,
-                batch.iteration,
+                job.batch.iteration,
             )
         return {}
 
@@ -264,8 +277,9 @@ class BackgroundPlanner:
 class _Worker:
     """One planning process, started at the first batch and again whenever it has died."""
 
-    def __init__(self, task: PlanningTask) -> None:
-        self._setup = task.to_json()
+    def __init__(self) -> None:
+        self._task: PlanningTask | None = None
+        """What the running process was told last."""
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
         self._lock = threading.Lock()
@@ -282,13 +296,16 @@ class _Worker:
         process = self._process
         return "could not be started" if process is None else f"exit code {process.wait()}"
 
-    def plan(self, batch: GlobalBatch) -> dict[str, Any] | None:
+    def plan(self, job: _Job) -> dict[str, Any] | None:
         """The worker's reply; None if it died or could not be started."""
         try:
             process = self._start()
             if process is None or process.stdin is None or process.stdout is None:
                 return None
-            write_message(process.stdin, batch_to_json(batch))  # type: ignore[arg-type]
+            if self._task is not job.task:
+                write_message(process.stdin, {"task": job.task.to_json()})  # type: ignore[arg-type]
+                self._task = job.task
+            write_message(process.stdin, batch_to_json(job.batch))  # type: ignore[arg-type]
             return read_message(process.stdout)  # type: ignore[arg-type]
         except (OSError, ValueError):  # ValueError: the pipe was closed by `close`
             return None
@@ -305,8 +322,7 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
-            if self._process.stdin is not None:
-                write_message(self._process.stdin, self._setup)  # type: ignore[arg-type]
+            self._task = None
             return self._process
 
     def close(self) -> None:

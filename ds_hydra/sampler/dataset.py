@@ -101,17 +101,18 @@ class TokenDataset:
         text_column: str = "text",
         tokenize: Tokenize | None = None,
         append_eos: bool = True,
+        num_proc: int | None = None,
     ) -> TokenDataset:
         """The sequences of `dataset`: its `input_ids` (with `labels` if it has them), else its texts.
 
         Texts are tokenised in batches once and found in the cache of `datasets` later, whatever the context
         length; several processes should not start that at the same time. `append_eos` ends each text with
-        `tokenize.eos_token_id` where the tokenizer has one. Raises HydraConfigError for data that cannot be
-        used.
+        `tokenize.eos_token_id` where the tokenizer has one. `num_proc` processes share the work.
+        Raises HydraConfigError for data that cannot be used.
         """
         _check_dataset(dataset)
         if "input_ids" not in dataset.column_names:
-            dataset = _tokenize_dataset(dataset, text_column, tokenize, append_eos)
+            dataset = _tokenize_dataset(dataset, text_column, tokenize, append_eos, num_proc)
         full_lengths, num_label_tokens, max_token_id = _measure(dataset, context_length)
         has_label = num_label_tokens > 0
         is_over = full_lengths > context_length
@@ -169,7 +170,11 @@ def _check_dataset(dataset: datasets.Dataset) -> None:
 
 
 def _tokenize_dataset(
-    dataset: datasets.Dataset, text_column: str, tokenize: Tokenize | None, append_eos: bool
+    dataset: datasets.Dataset,
+    text_column: str,
+    tokenize: Tokenize | None,
+    append_eos: bool,
+    num_proc: int | None,
 ) -> datasets.Dataset:
     """`dataset` with `input_ids` in place of all its columns."""
     columns = ", ".join(dataset.column_names)
@@ -200,6 +205,7 @@ def _tokenize_dataset(
             "eos_token_id": getattr(tokenize, "eos_token_id", None) if append_eos else None,
         },
         desc="tokenising",
+        num_proc=None if num_proc is None else min(num_proc, len(dataset)),
     )
 
 

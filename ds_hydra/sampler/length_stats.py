@@ -83,14 +83,19 @@ def measure_dataset(
     name: str,
     text_column: str = "text",
     append_eos: bool = True,
+    num_proc: int | None = None,
 ) -> LengthHistogram:
-    """Lengths of data at rest. Tokenises as training does, so that either finds the other's cache."""
+    """Lengths of data at rest. Tokenises as training does, so that either finds the other's cache.
+
+    With `num_proc` processes that cache is one file for each of them, which training finds as well.
+    """
     data = TokenDataset.from_dataset(
         dataset,
         context_length=NO_LIMIT,
         text_column=text_column,
         tokenize=tokenize,
         append_eos=append_eos,
+        num_proc=num_proc,
     )
     lengths, counts = np.unique(data.lengths, return_counts=True)
     return LengthHistogram.from_counts(dict(zip(lengths.tolist(), counts.tolist())), name=name)

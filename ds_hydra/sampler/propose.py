@@ -153,7 +153,10 @@ def propose_strategies(
         histogram,
         num_devices=num_devices,
         context_length=context_length,
-        settings=ProposalSettings(tokens_per_iteration=tokens),
+        # 128 tokens are the paper's step for 32K; a short context needs its own for schemes to differ.
+        settings=ProposalSettings(
+            tokens_per_iteration=tokens, length_step=max(1, min(128, context_length // 16))
+        ),
     )
     batches = _sample_batches(histogram, tokens, pruning)
     trial = _Trial(batches, profile, num_devices, pruning.planner)
@@ -261,7 +264,8 @@ def _smallest_set(
     if needed > pruning.max_communicators:
         raise HydraConfigError(
             f"the best static strategy {best_static} needs {needed} communicators, more than "
-            f"{pruning.max_communicators}; allow {needed} or more"
+            f"{pruning.max_communicators}; allow {needed} or more (--max-communicators, or "
+            "hydra.max_process_groups, half of which is for other strategies)"
         )
     goal_ms = float(np.min(list(table.values()), axis=0).mean()) * (1 + pruning.tolerance)
     chosen, times = [best_static], table[best_static]

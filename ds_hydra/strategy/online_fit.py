@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import isfinite
 
 import numpy as np
@@ -106,8 +106,30 @@ class OnlineFit:
         return error
 
     def models(self) -> dict[Scheme, LatencyModel]:
-        """T of every profiled scheme: re-fitted where there are samples, else as profiled."""
-        return {scheme: self._refit(scheme) for scheme in self._profiled}
+        """T of every profiled scheme: re-fitted where there are samples, else the profile at their level.
+
+        The level is the median ratio of all samples to the profile: were schemes without samples left as they
+        are, a machine that is slower than its profile would make them look good.
+        """
+        kept = [sample.ratio for samples in self._samples.values() for sample in samples]
+        level = float(np.median(kept)) if kept else 1.0
+        return {scheme: self._refit(scheme, level) for scheme in self._profiled}
+
+    def state_dict(self) -> dict[str, list[list[float]]]:
+        """All samples, by the text of their scheme, for a checkpoint."""
+        return {
+            str(scheme): [list(astuple(sample)) for sample in samples]
+            for scheme, samples in self._samples.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Sequence[Sequence[float]]]) -> None:
+        """Take the samples of a checkpoint in place of those there are; unknown schemes are left out."""
+        known = {str(scheme): scheme for scheme in self._profiled}
+        self._samples = {
+            known[text]: deque((_Sample(*sample) for sample in samples), maxlen=self._settings.window)
+            for text, samples in state.items()
+            if text in known
+        }
 
     def drift(self, scheme: Scheme) -> float | None:
         """Median relative error of the last predictions; None before there are enough."""
@@ -129,7 +151,7 @@ class OnlineFit:
             "or look for a slow or shared device"
         )
 
-    def _refit(self, scheme: Scheme) -> LatencyModel:
+    def _refit(self, scheme: Scheme, level: float) -> LatencyModel:
         """Non-negative least squares of relative errors, outliers left out, the profile as a prior.
 
         The prior speaks at the sums that were observed: it holds the split between the three terms, which
@@ -138,7 +160,7 @@ class OnlineFit:
         """
         samples = self._samples.get(scheme)
         if not samples:
-            return self._profiled[scheme]
+            return _from_array(_as_array(self._profiled[scheme]) * level)
         ratios = np.array([sample.ratio for sample in samples])
         kept = _without_outliers(ratios)
         sums = np.array([(s.squares, s.tokens, s.num_rows) for s in samples])[kept]
@@ -151,9 +173,13 @@ class OnlineFit:
         terms = np.concatenate([sums / times[:, None], prior_terms])
         target = np.concatenate([np.ones(times.size), prior_terms @ prior])
         found = solve_non_negative(terms, target)
-        return LatencyModel(
-            quadratic_ms=float(found[0]), linear_ms=float(found[1]), constant_ms=float(found[2])
-        )
+        # Squared relative errors weigh slow samples least; the level is where half of them are slower.
+        return _from_array(found * float(np.median(times / (sums @ found))))
+
+
+def _from_array(terms: FloatArray) -> LatencyModel:
+    quadratic, linear, constant = terms.tolist()
+    return LatencyModel(quadratic_ms=quadratic, linear_ms=linear, constant_ms=constant)
 
 
 def _as_array(model: LatencyModel) -> FloatArray:

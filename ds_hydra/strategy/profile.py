@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,20 @@ class Profile:
     def max_len_tokens(self, scheme: Scheme, num_devices: int) -> int:
         """MaxLen(scheme) on a cluster of `num_devices`."""
         return self.memory.max_len_tokens(scheme, num_devices)
+
+    def with_latency(self, latency: Mapping[Scheme, LatencyModel]) -> Profile:
+        """This profile with the coefficients of `latency` in place of its own, in the document as well."""
+        entries = []
+        for entry in self.document["schemes"]:
+            model = latency.get(Scheme(entry["tp"], entry["pp"]))
+            entries.append(dict(entry) if model is None else {**entry, **asdict(model)})
+        return Profile.from_json({**self.document, "schemes": entries})
+
+    def only(self, schemes: Iterable[Scheme]) -> Profile:
+        """This profile without the schemes that are not among `schemes`."""
+        kept = set(schemes)
+        entries = [e for e in self.document["schemes"] if Scheme(e["tp"], e["pp"]) in kept]
+        return Profile.from_json({**self.document, "schemes": entries})
 
     def check_model(self, *, num_layers: int, hidden_size: int, vocab_size: int) -> None:
         """Raise HydraConfigError if the profile belongs to another model than the one described.

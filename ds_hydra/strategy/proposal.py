@@ -17,7 +17,7 @@ what the planner is for; a proposal only says which strategies it should conside
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -94,15 +94,19 @@ def usable_schemes(profile: Profile, num_devices: int) -> tuple[Scheme, ...]:
     )
 
 
-def check_context(profile: Profile, num_devices: int, context_length: int) -> None:
-    """Raise HydraConfigError if no profiled scheme holds a row of `context_length` tokens.
+def check_context(
+    profile: Profile, num_devices: int, context_length: int, schemes: Iterable[Scheme] | None = None
+) -> None:
+    """Raise HydraConfigError if none of `schemes` (None: all profiled ones) holds a row of `context_length` tokens.
 
     The message says what fits, and how many devices would do.
     """
-    longest = _longest_row(profile, num_devices)
+    known = list(profile.latency if schemes is None else schemes)
+    longest = _longest_row(profile, known, num_devices)
     if longest >= context_length:
         return
-    enough = next((n for n in _doublings(num_devices) if _longest_row(profile, n) >= context_length), None)
+    doublings = _doublings(num_devices)
+    enough = next((n for n in doublings if _longest_row(profile, known, n) >= context_length), None)
     help_texts = [f"lower the context to {longest}"] if longest > 0 else []
     if enough is not None:
         help_texts.append(f"use {enough} devices")
@@ -114,8 +118,8 @@ def check_context(profile: Profile, num_devices: int, context_length: int) -> No
     )
 
 
-def _longest_row(profile: Profile, num_devices: int) -> int:
-    fitting = [s for s in profile.latency if s.num_devices <= num_devices]
+def _longest_row(profile: Profile, schemes: Iterable[Scheme], num_devices: int) -> int:
+    fitting = [s for s in schemes if s.num_devices <= num_devices]
     return max((profile.max_len_tokens(s, num_devices) for s in fitting), default=0)
 
 

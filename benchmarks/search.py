@@ -1,0 +1,276 @@
+"""Figures of the layer-by-layer search: a Markdown table on stdout, all numbers in a JSON file.
+
+Command: python -m benchmarks.search --out search.json     (one core is used)
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.galvatron_originals import SLOWER, OriginalModel, hetu_bert, published_tables, rtx_titan
+from ds_hydra.strategy.search import (
+    GalvatronSearch,
+    LayerStrategy,
+    SearchInput,
+    SearchSettings,
+    layer_strategies,
+)
+from ds_hydra.strategy.search.costs import CostEstimator
+from ds_hydra.strategy.search.galvatron import StagePlan, pipeline_ms
+from ds_hydra.strategy.search.layer_dp import search_layers
+from ds_hydra.strategy.search.layers import LayerProfile
+from ds_hydra.strategy.search.space import Paradigm
+from tests.shared_data import shared_path
+
+NUM_LAYERS = {"gpt-1.5b": 48, "gpt-2.7b": 32}
+RESERVED_SHARE = 0.2
+"""Of memories above 20 GB the originals' second release leaves this to the allocator."""
+
+
+def counts() -> dict[str, int]:
+    """Sizes of the decision trees on 8 devices."""
+    dp, tp = Paradigm.DP, Paradigm.TP
+    ordered = layer_strategies(8, paradigms={dp, tp}, pipelines=False, checkpoints=False)
+    return {
+        "before Takeaway #3": len(layer_strategies(8, mixes_dp_and_sdp=True)),
+        "after": len(layer_strategies(8)),
+        "without checkpointing": len(layer_strategies(8, checkpoints=False)),
+        "DP+PP": len(layer_strategies(8, paradigms={dp}, checkpoints=False)),
+        "DP+TP": len(ordered),
+        "DP+TP unordered": len({(s.tp, s.dp) for s in ordered}),
+    }
+
+
+def strategies_of_space(space: str) -> list[LayerStrategy]:
+    """The restricted spaces of Table II."""
+    full = layer_strategies(8, checkpoints=False)
+    single = {"DP": "1-1-8", "SDP": "1-1-8f", "TP": "1-8-1", "PP": "8-1-1"}
+    if space in single:
+        return [LayerStrategy.parse(single[space])]
+    if space == "dp_tp6":
+        return [s for s in full if s.pp == 1 and s.sdp == 1]
+    if space == "dp_pp4":
+        return [s for s in full if s.tp == 1 and s.sdp == 1]
+    return full
+
+
+def compare(ratios: Iterable[float | None]) -> dict[str, int]:
+    """How often our plan costs the same as theirs, less, or more; None: one of the two has no plan."""
+    found = list(ratios)
+    return {
+        "cases": len(found),
+        "same": sum(r is not None and abs(r - 1) <= 1e-9 for r in found),
+        "cheaper": sum(r is not None and r < 1 - 1e-9 for r in found),
+        "dearer": sum(r is None or r > 1 + 1e-9 for r in found),
+    }
+
+
+def ratio(original: OriginalModel, space: str, memory_gb: float, result: dict[str, Any]) -> float | None:
+    """Our cost over theirs under their cost model; 1 where both find that nothing fits."""
+    found = original.search(strategies_of_space(space), result["bsz"], 1024 * memory_gb)
+    if (found is None) != (result["time_s"] is None):
+        return None
+    return 1.0 if found is None else found[0] / 1e3 / result["time_s"]
+
+
+def reference_cases(data: Path) -> dict[str, dict[str, int]]:
+    """Search results of the originals, reached under their costs."""
+    table = {}
+    rtx = json.loads((data / "cases_rtx_titan.json").read_text())["models"]
+    for model, cases in rtx.items():
+        original = rtx_titan(data, model)
+        table[f"{model}, 8 RTX TITAN, 7 spaces, all batch sizes"] = compare(
+            ratio(original, space, result["max_mem_MB"] / 1024, result)
+            for space, searched in cases["search"].items()
+            for result in searched["results"]
+        )
+    runs = json.loads((data / "cases_2022_hetu_repo.json").read_text())["runs"]
+    for key, num_layers in (("bert8", 32), ("bert8_48", 48)):
+        original = hetu_bert(data, num_layers)
+        table[f"BERT-Huge-{num_layers} of the later repository, 8 GPUs"] = compare(
+            ratio(original, "full22", run["memory_GB"], result)
+            for run in runs[key]["runs"]
+            for result in run["all"]
+        )
+    second = json.loads((data / "cases_v2_a100.json").read_text())["cases"]
+    table["GPT 1.5B and 2.7B of the second release, 8 A100, 44 strategies, PP 1"] = compare(
+        second_release_ratio(data, case)
+        for case in second
+        if case["nodes"] == 1
+        and not case["options"]
+        and case["bsz"] in (8, 16, 64)
+        and case["result"]["pp"] == 1
+    )
+    return table
+
+
+def second_release_ratio(data: Path, case: dict[str, Any]) -> float | None:
+    _, tables, other_mb = published_tables(data, case["model"], case["bsz"], NUM_LAYERS[case["model"]])
+    budget = 1024 * case["memory_GB"] * (1 - RESERVED_SHARE * (case["memory_GB"] > 20))
+    choice = search_layers(tables, budget - other_mb)
+    return None if choice is None else tables.total_ms(choice) / 1e3 / case["result"]["time_s"]
+
+
+def own_input(data: Path, model: str) -> tuple[SearchInput, float]:
+    """The originals' profile for the package's own cost model, and their overhead of an iteration in ms."""
+    original = rtx_titan(data, model)
+    layer = original.layers[0]
+    timing, memory = layer["time"], layer["memory"]
+    kept = {int(tp): float(size) for tp, size in memory["tp_activation_per_bsz_dict"].items()}
+    profile = LayerProfile(
+        name=layer["name"],
+        count=original.counts[0],
+        forward_ms=timing["forward_computation_time"] * SLOWER,
+        weight_mb=timing["parameter_size"],
+        states_mb=4 * timing["parameter_size"],
+        activation_mb=kept,
+        boundary_mb=dict.fromkeys(kept, 0.0),
+        message_mb=timing["sequence_length"] * timing["hidden_size"] * 4 / 2**20,
+    )
+    links = {
+        int(pp): {
+            (int(group.split("_")[0]), not group.endswith("_0")): cost * SLOWER
+            for group, cost in groups.items()
+        }
+        for pp, groups in original.links.items()
+    }
+    given = SearchInput(
+        layers=(profile,),
+        num_devices=8,
+        all_reduce_ms_per_mb=links,
+        point_to_point_ms_per_mb=dict.fromkeys(links, 0.0),
+        overlap_slowdown=timing["dp_overlap_coe"],
+        gathers_each_micro_batch=False,
+    )
+    return given, timing["extra_overhead"] * original.counts[0] / 24 * SLOWER
+
+
+def predicted_ms(given: SearchInput, plan: list[LayerStrategy], batch: int, micro_batches: float) -> float:
+    """Eq. 9 for one stage's layers, repeated on every stage."""
+    costs = CostEstimator(given)
+    layers = [costs.layer_cost(given.layers[0], strategy, batch / micro_batches) for strategy in plan]
+    stage = StagePlan(
+        strategies=tuple(plan),
+        compute_ms=sum(cost.compute_ms for cost in layers),
+        slowdown_ms=sum(cost.slowdown_ms for cost in layers),
+        tail_ms=sum(cost.tail_ms for cost in layers),
+        peak_mb=0.0,
+    )
+    return pipeline_ms([stage] * plan[0].pp, micro_batches)
+
+
+def estimation_errors(data: Path) -> dict[str, dict[str, float]]:
+    """Mean |predicted / measured - 1| in percent over Table II: ours and the originals'."""
+    cases = json.loads((data / "cases_rtx_titan.json").read_text())["models"]
+    with (data / "table2_estimate_vs_measured.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["est_vs_measured_pct"]]
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        model, batch = row["model"], int(row["paper_bsz"])
+        results = cases[model]["search"][row["search_space"]]["results"]
+        plans = [
+            r
+            for r in results
+            if r["bsz"] == batch and r["max_mem_MB"] == 1024 * int(row["memory_GB"]) and r["plan"]
+        ]
+        if not plans:
+            continue
+        plan = [LayerStrategy.parse(name) for name, count in plans[0]["plan"] for _ in range(count)]
+        given, overhead_ms = own_input(data, model)
+        micro_batches = rtx_titan(data, model).micro_batches(plan[-1], batch) if plan[0].pp > 1 else 1.0
+        time_ms = predicted_ms(given, plan, batch, max(1.0, micro_batches))
+        time_ms += overhead_ms if any(s.dp > 1 for s in plan) else 0.0
+        error = 1e3 * batch / time_ms / float(row["paper_measured_throughput"]) - 1
+        errors.setdefault(model, []).append((100 * abs(error), abs(float(row["est_vs_measured_pct"]))))
+    errors["all"] = [pair for pairs in errors.values() for pair in pairs]
+    return {
+        name: {
+            "points": len(pairs),
+            "ours": mean(ours for ours, _ in pairs),
+            "originals": mean(theirs for _, theirs in pairs),
+            "worst ours": max(ours for ours, _ in pairs),
+            "worst originals": max(theirs for _, theirs in pairs),
+        }
+        for name, pairs in errors.items()
+    }
+
+
+def search_seconds(num_layers: int = 96, memory_gb: float = 16) -> dict[str, float]:
+    """CPU seconds for one batch size, and for all of them to 128 samples, on 8 devices with 44 strategies."""
+    kept = {1: 150.0, 2: 80.0, 4: 45.0, 8: 30.0}
+    layer = LayerProfile(
+        name="decoder",
+        count=num_layers,
+        forward_ms=1.2,
+        weight_mb=100.0,
+        states_mb=400.0,
+        activation_mb=kept,
+        boundary_mb=dict.fromkeys(kept, 8.0),
+        message_mb=8.0,
+    )
+    degrees = (1, 2, 4, 8)
+    given = SearchInput(
+        layers=(layer,),
+        num_devices=8,
+        all_reduce_ms_per_mb={
+            pp: {(n, c): 0.01 + 0.002 * (not c) for n in degrees[1:] for c in (True, False) if n * pp <= 8}
+            for pp in degrees
+        },
+        point_to_point_ms_per_mb=dict.fromkeys(degrees, 0.01),
+    )
+    settings = SearchSettings(memory_mb=1024 * memory_gb, max_batch=128)
+    GalvatronSearch(given, settings).best_of_batch(8)  # compiles
+    seconds = {}
+    for name, call in (
+        ("one batch size (64)", lambda: GalvatronSearch(given, settings).best_of_batch(64)),
+        ("batch sizes 8, 16, .., 128", lambda: GalvatronSearch(given, settings).best()),
+    ):
+        start = time.process_time()
+        plan = call()
+        seconds[name] = time.process_time() - start
+        assert plan is not None
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="JSON file for all figures")
+    arguments = parser.parse_args()
+    data = shared_path("galvatron")
+    figures = {
+        "counts": counts(),
+        "reference_cases": reference_cases(data),
+        "estimation_errors_percent": estimation_errors(data),
+        "search_seconds": search_seconds(),
+    }
+    print("| strategies of one layer, 8 devices | count |\n|---|---|")
+    for name, count in figures["counts"].items():
+        print(f"| {name} | {count} |")
+    print("\n| reference cases | cases | same cost | cheaper | dearer |\n|---|---|---|---|---|")
+    for name, row in figures["reference_cases"].items():
+        print(f"| {name} | {row['cases']} | {row['same']} | {row['cheaper']} | {row['dearer']} |")
+    print(
+        "\n| predicted against measured, Table II | points | ours | originals | worst ours | worst originals |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name, row in figures["estimation_errors_percent"].items():
+        cells = " | ".join(
+            f"{row[key]:.1f}%" for key in ("ours", "originals", "worst ours", "worst originals")
+        )
+        print(f"| {name} | {row['points']} | {cells} |")
+    print("\n| search, 96 layers, 8 devices, 16 GB, 44 strategies | CPU seconds |\n|---|---|")
+    for name, seconds in figures["search_seconds"].items():
+        print(f"| {name} | {seconds:.2f} |")
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

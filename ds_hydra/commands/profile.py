@@ -1,0 +1,248 @@
+"""`ds-hydra profile`: time and memory of a model under every scheme, on the devices at hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ds_hydra.commands.common import errors_to_stderr, log, write_document
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy import Profile
+from ds_hydra.strategy.proposal import check_context
+from ds_hydra.strategy.topology import Topology
+
+if TYPE_CHECKING:
+    from ds_hydra.engine.profile_run import ProfileRequest
+
+
+class DType(str, Enum):
+    """Type of weights and activations."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+def register(app: typer.Typer) -> None:
+    """Add `profile` to `app`."""
+    app.command()(profile)
+
+
+def profile(
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A shipped preset (llama2_7b, llama2_13b, llama2_32b), a folder with config.json, or a hub id; "
+            "weights are random."
+        ),
+    ],
+    context: Annotated[int, typer.Option(min=2, help="Longest sequence in tokens.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write ds_hydra.profile/1; unfinished work waits in OUT.partial."),
+    ] = None,
+    dtype: Annotated[
+        DType | None, typer.Option(help="Type of weights; bf16 if not given, fp32 on a CPU.")
+    ] = None,
+    activation_checkpointing: Annotated[
+        bool, typer.Option(help="Recompute each layer in backward, as hydra.activation_checkpointing does.")
+    ] = False,
+    tp: Annotated[
+        str | None, typer.Option(help="TP degrees, e.g. 1,2,4,8; all that fit if not given.")
+    ] = None,
+    pp: Annotated[str | None, typer.Option(help="PP degrees, e.g. 1,2; all that fit if not given.")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Row lengths to measure, 3 or more; powers of four up to the context if not given."
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each length; the median counts.")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, help="Untimed runs of each scheme before them.")] = 1,
+    memory_limit: Annotated[
+        int | None, typer.Option(min=1, help="Bytes one rank may use; the device's memory if not given.")
+    ] = None,
+    topology: Annotated[
+        Path | None,
+        typer.Option(
+            help="ds_hydra.topology/1: measure TP slices on this one device and compute the communication of "
+            "that cluster."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+    local_rank: Annotated[int | None, typer.Option("--local_rank", hidden=True)] = None,
+) -> None:
+    """Measure time and memory of a model under every scheme <TP,PP> that fits the launched ranks.
+
+    Run it under a launcher on the cluster that will train, or alone on one device with --topology. A run that
+    was interrupted continues when it is started again with the same options. Without "--log_level error" the
+    launcher of DeepSpeed logs to stdout too.
+
+    Example: deepspeed --log_level error --no_local_rank --no_python ds-hydra profile --model llama2_7b
+    --context 32768 --out profile.json
+
+    Example: torchrun --nproc-per-node 8 --no-python ds-hydra profile --model llama2_7b --context 32768
+    --out profile.json
+
+    Example: ds-hydra profile --model llama2_7b --context 32768 --tp 1,2,4,8 --pp 1,2,4
+    --topology cluster.json --out profile.json
+    """
+    with errors_to_stderr(), _stdout_to_stderr():
+        config = _config(
+            context, memory_limit, activation_checkpointing, _numbers("--lengths", lengths), repeats, warmup
+        )
+        known_topology = None if topology is None else Topology.load(topology)
+        degrees = {"tp": _numbers("--tp", tp), "pp": _numbers("--pp", pp)}
+        _check_folder(out)
+        # After all that can be checked without them: the imports take seconds.
+        from ds_hydra.engine.profile_run import ProfileRequest
+
+        request = ProfileRequest(
+            model=model,
+            config=config,
+            dtype=None if dtype is None else dtype.value,
+            topology=known_topology,
+            **degrees,
+        )
+        document, is_first_rank = _measure(request, out)
+    if is_first_rank:
+        print(json.dumps(document) if as_json else _describe(document, request), flush=True)
+    _leave()
+
+
+def _config(
+    context: int,
+    memory_limit: int | None,
+    activation_checkpointing: bool,
+    lengths: tuple[int, ...] | None,
+    repeats: int,
+    warmup: int,
+) -> HydraConfig:
+    """The part of a "hydra" section that profiling reads."""
+    if lengths is not None and max(lengths) > context:
+        raise HydraConfigError(
+            f"--lengths has {max(lengths)}, more than --context {context}; leave it out or raise --context"
+        )
+    return HydraConfig.parse(
+        {
+            "context_length": context,
+            "tokens_per_iteration": context,
+            "memory_limit_bytes": memory_limit,
+            "activation_checkpointing": activation_checkpointing,
+            "profiling": {"lengths": lengths, "repeats": repeats, "warmup": warmup},
+        }
+    )
+
+
+def _measure(request: ProfileRequest, out: Path | None) -> tuple[dict[str, Any], bool]:
+    """The document, and whether this is rank 0, which writes it."""
+    import torch.distributed as dist
+
+    from ds_hydra.engine.profile_run import join_ranks, run_profile
+
+    device = join_ranks()
+    is_first_rank = dist.get_rank() == 0
+    resume_file = None if out is None else out.with_name(out.name + ".partial")
+    if is_first_rank and resume_file is not None and resume_file.exists():
+        log(f"continuing {resume_file}")
+    document = run_profile(request, device, resume_file)
+    if is_first_rank:
+        write_document(document, out)
+        if resume_file is not None:
+            resume_file.unlink(missing_ok=True)
+        _warn_of_context(document, request)
+    return document, is_first_rank
+
+
+def _num_devices(document: dict[str, Any], request: ProfileRequest) -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if request.topology is None else request.topology.num_devices
+
+
+def _warn_of_context(document: dict[str, Any], request: ProfileRequest) -> None:
+    """Say what would help where no scheme holds the context; the profile is as measured all the same."""
+    try:
+        check_context(
+            Profile.from_json(document), _num_devices(document, request), request.config.context_length
+        )
+    except HydraConfigError as error:
+        log(f"warning: {error}")
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Whole numbers of 1 or more, separated by commas."""
+    if text is None:
+        return None
+    try:
+        numbers = tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError:
+        numbers = ()
+    if not numbers or numbers[0] < 1:
+        raise HydraConfigError(
+            f"{option} is {text!r}, expected whole numbers of 1 or more, e.g. {option} 1,2,4"
+        )
+    return numbers
+
+
+def _check_folder(out: Path | None) -> None:
+    if out is not None and not out.absolute().parent.is_dir():
+        raise HydraConfigError(f"--out is {out}, whose folder does not exist; create it or name another one")
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """DeepSpeed logs to stdout, and so do the compilers it starts; stdout belongs to the result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _leave() -> None:
+    """Leave the ranks where this command has joined them; a group that is left open is reported at exit."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _describe(document: dict[str, Any], request: ProfileRequest) -> str:
+    """A table of the schemes."""
+    known = Profile.from_json(document)
+    num_devices = _num_devices(document, request)
+    context = request.config.context_length
+    lines = [
+        f"{known.name}, {num_devices} devices; {document['source']}",
+        f"{'scheme':>8} {'MaxLen':>10} {'ms at ' + str(context):>14} {'tokens/s/device':>16} {'R2':>8}",
+    ]
+    for entry in document["schemes"]:
+        scheme = next(s for s in known.latency if (s.tp, s.pp) == (entry["tp"], entry["pp"]))
+        longest = known.max_len_tokens(scheme, num_devices)
+        time_ms = known.latency[scheme].row_ms([context])
+        rate = context / time_ms * 1e3 / scheme.num_devices
+        lines.append(
+            f"{scheme!s:>8} {max(longest, 0):>10,} {time_ms:>14,.1f} {rate:>16,.0f} {entry['r_squared']:>8.4f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    typer.run(profile)

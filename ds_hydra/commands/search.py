@@ -1,0 +1,132 @@
+"""`ds-hydra search`: the best plan of DP, SDP, TP, PP and activation checkpointing for every layer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from tqdm import tqdm
+
+from ds_hydra.commands.common import errors_to_stderr, log, write_document
+from ds_hydra.configs import find_file
+from ds_hydra.errors import HydraConfigError
+
+if TYPE_CHECKING:
+    from ds_hydra.strategy.search import SearchInput, SearchPlan
+
+
+def register(app: typer.Typer) -> None:
+    """Add `search` to `app`."""
+    app.command()(search)
+
+
+def search(
+    devices: Annotated[int, typer.Option(min=1, help="Devices of the cluster, a power of two.")],
+    memory_gb: Annotated[float, typer.Option(min=0.001, help="Memory of a device in GB (2^30 bytes).")],
+    layers: Annotated[Path | None, typer.Option(help="Layer costs and links, ds_hydra.layers/1.")] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Instead: a ds_hydra.profile/1 file, or the name of a shipped one.")
+    ] = None,
+    hardware: Annotated[
+        str, typer.Option(help="With --profile: whose links, a ds_hydra.hardware/1 file or a shipped name.")
+    ] = "a800",
+    sequence: Annotated[int, typer.Option(min=1, help="With --profile: tokens of one sample.")] = 4096,
+    max_batch: Annotated[
+        int | None, typer.Option(min=1, help="Largest batch in samples; 16 for each device if not given.")
+    ] = None,
+    batch_step: Annotated[
+        int | None, typer.Option(min=1, help="Batches are its multiples; the devices if not given.")
+    ] = None,
+    checkpointing: Annotated[bool, typer.Option(help="Whether layers may checkpoint activations.")] = True,
+    balance: Annotated[
+        bool, typer.Option(help="Whether stages may have different numbers of layers (Galvatron-BMW).")
+    ] = True,
+    plot: Annotated[Path | None, typer.Option(help="Where to draw the plan, PNG.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write ds_hydra.search/1.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Search the best static plan, layer by layer (Galvatron-BMW).
+
+    Example: ds-hydra search --profile a800_llama2_7b --devices 8 --memory-gb 40 --sequence 4096 --plot plan.png
+    """
+    from ds_hydra.strategy.search import GalvatronSearch, SearchSettings, layer_strategies
+
+    with errors_to_stderr():
+        given = _read(layers, profile, hardware, devices, sequence)
+        settings = SearchSettings(
+            memory_mb=1024 * memory_gb, max_batch=max_batch, batch_step=batch_step, balances_stages=balance
+        )
+        strategies = layer_strategies(devices, checkpoints=checkpointing)
+        with tqdm(desc="batch sizes", unit="batch", file=sys.stderr) as bar:
+
+            def show(batch: int, samples_per_s: float) -> None:
+                bar.set_postfix_str(f"batch {batch}, best {samples_per_s:.2f} samples/s")
+                bar.update()
+
+            plan = GalvatronSearch(given, settings, strategies).best(show)
+        write_document(plan.to_json(), out)
+        if plot is not None:
+            _draw(plan, plot)
+    print(json.dumps(plan.to_json()) if as_json else describe(plan))
+
+
+def describe(plan: SearchPlan) -> str:
+    """The plan as text: one line for each stage."""
+    from ds_hydra.strategy.search.galvatron import run_lengths
+
+    lines = [
+        f"batch {plan.batch_size}, PP {plan.pp}, {plan.num_micro_batches} micro-batches: "
+        f"{plan.time_ms:.1f} ms, {plan.samples_per_s:.2f} samples/s"
+    ]
+    for index, stage in enumerate(plan.stages):
+        runs = "  ".join(f"{name} x{count}" for name, count in run_lengths(stage.strategies))
+        lines.append(f"stage {index}: {stage.compute_ms:.1f} ms, {stage.peak_mb / 1024:.1f} GB   {runs}")
+    if plan.pp > 1:
+        best = 1 - 1 / plan.pp
+        lines.append(
+            f"balance of time {plan.time_balance:.3f}, of memory {plan.memory_balance:.3f} (1 - 1/PP = {best:.3f})"
+        )
+    lines.append("PP-TP-DP; * consecutive groups, f sharded (SDP), -c checkpointed")
+    return "\n".join(lines)
+
+
+def _read(
+    layers: Path | None, profile: str | None, hardware: str, devices: int, sequence: int
+) -> SearchInput:
+    from ds_hydra.strategy import Profile
+    from ds_hydra.strategy.analytic import Hardware
+    from ds_hydra.strategy.profile import read_json_object
+    from ds_hydra.strategy.search import SearchInput
+
+    if (layers is None) == (profile is None):
+        raise HydraConfigError("give either --layers or --profile, one of them")
+    if profile is None:
+        assert layers is not None
+        given = SearchInput.load(layers)
+        if given.num_devices != devices:
+            raise HydraConfigError(
+                f"{layers} describes {given.num_devices} devices, --devices is {devices}; make them agree"
+            )
+        return given
+    path = find_file("hardware", hardware)
+    return SearchInput.from_profile(
+        Profile.load(find_file("profiles", profile)),
+        Hardware.from_json(read_json_object(path), source=str(path)),
+        num_devices=devices,
+        sequence_tokens=sequence,
+    )
+
+
+def _draw(plan: SearchPlan, out: Path) -> None:
+    from ds_hydra.report.search_plot import plot_search
+
+    try:
+        plot_search(plan, out)
+    except OSError as error:
+        raise HydraConfigError(f"cannot write {out}: {error.strerror}") from error
+    log(f"wrote {out}")

@@ -1,0 +1,151 @@
+"""The parts of a `ds_hydra.profile/1` document: hardware, model, memory of the states, fitted schemes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from ds_hydra.engine.skeleton import Skeleton
+from ds_hydra.strategy import Profile, Scheme
+from ds_hydra.strategy.fit import fit_latency, saturation_tokens
+from ds_hydra.strategy.profile import PROFILE_SCHEMA
+
+OPTIMIZER_BYTES = 4 + 8 + 4 + 4
+"""Per parameter at its owner: fp32 master, two Adam moments, DeepSpeed's gradient, our accumulator."""
+GRADIENT_BYTES = 4
+"""Per element of a pulled slice: its fp32 gradient."""
+
+
+def limit_memory(document: Mapping[str, Any], memory_limit_bytes: int | None) -> Profile:
+    """The profile, with the hardware's memory replaced by what the user allows a rank."""
+    if memory_limit_bytes is not None:
+        hardware = {
+            **document["hardware"],
+            "memory_bytes": memory_limit_bytes,
+            "reserved_bytes": 0,
+            "safety_margin_bytes": 0,
+        }
+        document = {**document, "hardware": hardware}
+    return Profile.from_json(document)
+
+
+def nominal_profile(skeleton: Skeleton, schemes: Iterable[Scheme]) -> dict[str, Any]:
+    """A profile from FLOP counts at 1 TFLOP/s per rank and without a memory limit; measures nothing.
+
+    Good enough to place sequences within a strategy that the caller has forced.
+    """
+    layer_params = _layer_params(skeleton)
+    entries = []
+    for scheme in sorted(set(schemes)):
+        layers = -(-skeleton.num_layers // scheme.pp)
+        share = layers / scheme.tp * 6 / 1e9  # 2 FLOP forward + 4 backward per parameter, ms at 1 TFLOP/s
+        entries.append(
+            {
+                "tp": scheme.tp,
+                "pp": scheme.pp,
+                "quadratic_ms": share * skeleton.hidden_size,
+                "linear_ms": share * layer_params,
+                "constant_ms": share * layer_params * 32,
+            }
+        )
+    return {
+        "schema": PROFILE_SCHEMA,
+        "source": "FLOP counts, nothing measured",
+        "hardware": {
+            "name": "nominal",
+            "memory_bytes": 2**62,
+            "reserved_bytes": 0,
+            "safety_margin_bytes": 0,
+        },
+        "model": describe_model(skeleton),
+        "memory": {
+            "activation_bytes_per_token_per_layer_per_hidden": {
+                str(tp): 40.0 for tp in {scheme.tp for scheme in schemes}
+            },
+            **state_memory(skeleton),
+        },
+        "schemes": entries,
+    }
+
+
+def describe_model(skeleton: Skeleton) -> dict[str, Any]:
+    """The profile's "model" section."""
+    config = skeleton.config
+    return {
+        "name": config.model_type,
+        "num_layers": skeleton.num_layers,
+        "hidden_size": skeleton.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", None),
+        "num_attention_heads": config.num_attention_heads,
+        "vocab_size": skeleton.vocab_size,
+    }
+
+
+def scheme_entry(scheme: Scheme, lengths: Sequence[int], times_ms: Sequence[float]) -> dict[str, Any]:
+    """One entry of the profile's "schemes": coefficients of T, and the measurements that they were fitted to."""
+    fit = fit_latency(lengths, times_ms)
+    return {
+        "tp": scheme.tp,
+        "pp": scheme.pp,
+        "quadratic_ms": fit.model.quadratic_ms,
+        "linear_ms": fit.model.linear_ms,
+        "constant_ms": fit.model.constant_ms,
+        "measured": {"lengths": list(lengths), "times_ms": [round(t, 3) for t in times_ms]},
+        "relative_residuals": [round(r, 4) for r in fit.relative_residuals],
+        "r_squared": round(fit.r_squared, 5),
+    }
+
+
+def saturation(entries: Sequence[dict[str, Any]], longest: int) -> dict[str, int]:
+    """UtilLen per TP degree, from its smallest PP."""
+    by_tp: dict[int, dict[str, Any]] = {}
+    for entry in sorted(entries, key=lambda e: -e["pp"]):
+        by_tp[entry["tp"]] = entry
+    return {
+        str(tp): saturation_tokens(
+            fit_latency(entry["measured"]["lengths"], entry["measured"]["times_ms"]).model, longest
+        )
+        for tp, entry in sorted(by_tp.items())
+    }
+
+
+def _layer_params(skeleton: Skeleton) -> float:
+    layer = {b.param for unit in skeleton.units[1:-1] for b in unit.bindings}
+    return sum(skeleton.specs[i].numel for i in layer) / skeleton.num_layers
+
+
+def state_memory(skeleton: Skeleton) -> dict[str, float]:
+    """B and alpha of App. B.1, counted from the dtypes in use."""
+    element = torch.finfo(skeleton.params[0].dtype).bits // 8
+    sharded = element + OPTIMIZER_BYTES
+    held = element + GRADIENT_BYTES
+    return {
+        "state_bytes_per_layer_per_hidden2": _layer_params(skeleton)
+        / skeleton.hidden_size**2
+        * (sharded + held),
+        "sharded_fraction": sharded / (sharded + held),
+    }
+
+
+def describe_hardware() -> dict[str, Any]:
+    """The profile's "hardware" section: memory of one rank of this machine."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
+        memory, reserved = psutil.virtual_memory().total // ranks_here, 0
+        name = "cpu"
+    else:
+        memory, reserved = int(accelerator.total_memory()), 2**30  # contexts and communicators
+        name = str(torch.cuda.get_device_name()) if torch.cuda.is_available() else accelerator.device_name()
+    return {
+        "name": name,
+        "memory_bytes": memory,
+        "reserved_bytes": reserved,
+        "safety_margin_bytes": memory // 20,
+    }

@@ -1,0 +1,211 @@
+"""What `ds-hydra profile` does on every rank: join the ranks, build a random model, measure, return the profile."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.accelerator import get_accelerator
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig
+
+from ds_hydra.configs.files import list_files, load_model_preset
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.agreement import raise_together
+from ds_hydra.engine.groups import groups_of
+from ds_hydra.engine.measurements import Measurements
+from ds_hydra.engine.profile_document import limit_memory
+from ds_hydra.engine.profiler import measure_profile
+from ds_hydra.engine.propagation import Propagator
+from ds_hydra.engine.random_model import build_random_skeleton
+from ds_hydra.engine.skeleton import Skeleton
+from ds_hydra.engine.slice_profiler import profile_slices
+from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
+from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.strategy.candidates import fitting_schemes
+from ds_hydra.strategy.topology import Topology
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRequest:
+    """What to profile. `config` holds context, memory limit, checkpointing, lengths and repeats.
+
+    `dtype` None: bf16, fp32 on a CPU. `tp`, `pp`: degrees to measure, None for all that fit. `topology`:
+    the cluster that one device stands for.
+    """
+
+    model: str
+    config: HydraConfig
+    dtype: str | None = None
+    tp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] | None = None
+    topology: Topology | None = None
+
+
+def join_ranks() -> torch.device:
+    """This rank's device, after joining the ranks that a launcher has started; alone where none has."""
+    accelerator = get_accelerator()
+    if "RANK" not in os.environ:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())})
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        deepspeed.init_distributed()
+    return torch.device(accelerator.current_device_name())
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def load_model_config(name: str) -> PretrainedConfig:
+    """The configuration called `name`: a shipped preset, a folder with config.json, or a hub id."""
+    if name in list_files("models"):
+        return LlamaConfig(**load_model_preset(name))
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise HydraConfigError(
+            f"--model is {name!r}, which is neither a shipped preset ({', '.join(list_files('models'))}), nor a "
+            f"folder with a config.json, nor a readable model of the hub: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def run_profile(request: ProfileRequest, device: torch.device, resume_file: Path | None) -> dict[str, Any]:
+    """The `ds_hydra.profile/1` document, equal on all ranks. Collective over all ranks.
+
+    Measurements go to `resume_file` as they come; where it exists, what it knows is not measured again. It
+    is left behind for the caller to remove. Raises HydraConfigError or UnsupportedModelError on all ranks.
+    """
+    transformers.logging.set_verbosity_error()
+    num_ranks = dist.get_world_size()
+    dtype = DTYPES[request.dtype or ("fp32" if get_accelerator().device_name() == "cpu" else "bf16")]
+    prepared, error = None, None
+    try:
+        prepared = _prepare(request, dtype, device, num_ranks)
+    except HydraError as caught:
+        error = caught
+    raise_together(error, device)
+    assert prepared is not None
+    model_config, skeleton, schemes = prepared
+    known = Measurements.open(
+        resume_file, _identity(request, model_config, dtype, num_ranks, schemes), device
+    )
+    if request.topology is not None:
+        document = profile_slices(
+            model_config,
+            skeleton,
+            schemes,
+            request.topology,
+            request.config,
+            known,
+            dtype=dtype,
+            device=device,
+        )
+    else:
+        document = _profile_ranks(skeleton, schemes, request.config, known, device)
+    return dict(limit_memory(document, request.config.memory_limit_bytes).document)
+
+
+def _profile_ranks(
+    skeleton: Skeleton,
+    schemes: Sequence[Scheme],
+    config: HydraConfig,
+    known: Measurements,
+    device: torch.device,
+) -> dict[str, Any]:
+    num_ranks = dist.get_world_size()
+    strategies = [Strategy((scheme,) * (num_ranks // scheme.num_devices)) for scheme in schemes]
+    num_groups = len(set().union(*map(groups_of, strategies)))
+    propagator = Propagator(
+        skeleton, device=device, max_groups=num_groups + 4
+    )  # pull and push, with node-aware routes two of each
+    try:
+        return measure_profile(propagator, strategies, config, known)
+    finally:
+        propagator.close()
+
+
+def _prepare(
+    request: ProfileRequest, dtype: torch.dtype, device: torch.device, num_ranks: int
+) -> tuple[PretrainedConfig, Skeleton, tuple[Scheme, ...]]:
+    """Configuration, skeleton of the whole model, and the schemes to measure."""
+    num_devices = num_ranks
+    if request.topology is not None:
+        if num_ranks > 1:
+            raise HydraConfigError(
+                f"--topology describes the cluster that one device stands for, and {num_ranks} ranks were "
+                "started; leave it out to measure them, or start one"
+            )
+        request.topology.check_one_kind()
+        num_devices = request.topology.num_devices
+    model_config = load_model_config(request.model)
+    skeleton = build_random_skeleton(
+        model_config,
+        dtype=dtype,
+        # The whole model is only looked at where slices are measured.
+        device=torch.device("meta") if request.topology is not None else device,
+        num_ranks=num_ranks,
+        activation_checkpointing=request.config.activation_checkpointing,
+    )
+    return model_config, skeleton, _schemes(request, skeleton, num_devices)
+
+
+def _schemes(request: ProfileRequest, skeleton: Skeleton, num_devices: int) -> tuple[Scheme, ...]:
+    """Schemes of the wanted degrees that the devices hold and the model allows; raises where there is none."""
+    allowed, refused = [], ""
+    for scheme in fitting_schemes(num_devices, tp=request.tp, pp=request.pp):
+        try:
+            skeleton.check_scheme(scheme)
+            allowed.append(scheme)
+        except (HydraConfigError, UnsupportedModelError) as error:
+            refused = f"; {error}"
+    if not allowed:
+        raise HydraConfigError(
+            f"no scheme of {_degrees('--tp', request.tp)} and {_degrees('--pp', request.pp)} fits {num_devices} "
+            f"devices and the model{refused}"
+        )
+    return tuple(allowed)
+
+
+def _degrees(option: str, degrees: Sequence[int] | None) -> str:
+    return f"any {option}" if degrees is None else f"{option} {','.join(map(str, degrees))}"
+
+
+def _identity(
+    request: ProfileRequest,
+    model_config: PretrainedConfig,
+    dtype: torch.dtype,
+    num_ranks: int,
+    schemes: Sequence[Scheme],
+) -> dict[str, Any]:
+    """What must be equal for a run to continue another one."""
+    config = request.config
+    shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    return {
+        "model": request.model,
+        "model_type": model_config.model_type,
+        **{name: getattr(model_config, name, None) for name in shape},
+        "key_value_heads": getattr(model_config, "num_key_value_heads", None),
+        "dtype": str(dtype).removeprefix("torch."),
+        "context_length": config.context_length,
+        "memory_limit_bytes": config.memory_limit_bytes,
+        "activation_checkpointing": config.activation_checkpointing,
+        "profiling": config.profiling.model_dump(mode="json"),
+        "schemes": [str(scheme) for scheme in schemes],
+        "num_ranks": num_ranks,
+        "accelerator": str(get_accelerator().device_name()),
+        "measured": "schemes" if request.topology is None else "TP slices",
+    }

@@ -1,0 +1,14 @@
+"""Galvatron-BMW's search over DP, SDP, TP, PP and activation checkpointing for every layer (arXiv 2307.02031v2)."""
+
+from ds_hydra.strategy.search.galvatron import GalvatronSearch, SearchPlan, SearchSettings
+from ds_hydra.strategy.search.layers import SearchInput
+from ds_hydra.strategy.search.space import LayerStrategy, layer_strategies
+
+__all__ = [
+    "GalvatronSearch",
+    "LayerStrategy",
+    "SearchInput",
+    "SearchPlan",
+    "SearchSettings",
+    "layer_strategies",
+]

@@ -1,0 +1,272 @@
+"""`ds-hydra profile`: on ranks, on one device for a cluster, interrupted and continued, and with bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from transformers import LlamaConfig, Qwen2Config
+from typer.testing import CliRunner
+
+from ds_hydra.cli import app
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine import profile_run, profiler
+from ds_hydra.engine.measurements import Measurements
+from ds_hydra.engine.profile_run import ProfileRequest, run_profile
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy import Profile, Scheme
+from ds_hydra.strategy.topology import Topology
+
+CPU = torch.device("cpu")
+TOPOLOGY = {
+    "schema": "ds_hydra.topology/1",
+    "nodes": [{"count": 2, "num_devices": 4, "device": "A", "latency_s": 1e-4, "bytes_per_s": 1e9}],
+    "between_nodes": {"latency_s": 1e-3, "bytes_per_s": 1e8},
+}
+
+
+def save_model(folder, **changes):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "vocab_size": 251}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    LlamaConfig(**sizes | heads | changes).save_pretrained(folder)
+    return str(folder)
+
+
+def request_for(model, *, context=64, repeats=2, topology=None, tp=None, pp=None, **hydra):
+    config = HydraConfig.parse(
+        {
+            "context_length": context,
+            "tokens_per_iteration": context,
+            "profiling": {"lengths": [8, 32, 64], "repeats": repeats, "warmup": 0},
+            **hydra,
+        }
+    )
+    return ProfileRequest(model=model, config=config, topology=topology, tp=tp, pp=pp)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def count_measurements(stop_after=None):
+    """From now on counts what is timed, and fails after `stop_after` of it, as a killed run would."""
+    seen = []
+    original = profiler.stage_ms
+
+    def counted(propagator, strategy, length):
+        if stop_after is not None and len(seen) == stop_after:
+            raise Interrupted
+        seen.append((str(strategy), length))
+        return original(propagator, strategy, length)
+
+    profiler.stage_ms = counted
+    return seen, lambda: setattr(profiler, "stage_ms", original)
+
+
+def on_ranks(model, folder):
+    """Everything that needs ranks, in one start of them."""
+    resume = folder / "p.json.partial"
+    request = request_for(model)
+    seen, restore = count_measurements(stop_after=9)
+    with pytest.raises(Interrupted):
+        run_profile(request, CPU, resume)
+    restore()
+    dist.barrier()
+    found = Measurements.open(resume, json.loads(resume.read_text())["identity"], CPU).num_found
+    errors = {}
+    for name, other in {
+        "context": request_for(model, context=128),
+        "repeats": request_for(model, repeats=3),
+        "model": request_for(save_model(folder / f"other{dist.get_rank()}", hidden_size=64)),
+    }.items():
+        with pytest.raises(HydraConfigError) as caught:
+            run_profile(other, CPU, resume)
+        errors[name] = str(caught.value)
+    before = len(seen)
+    again, restore = count_measurements()
+    document = run_profile(request, CPU, resume)
+    restore()
+    dist.barrier()
+    nothing, restore = count_measurements()
+    same = run_profile(request, CPU, resume)
+    restore()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        resume.write_text(resume.read_text()[:-20])
+    dist.barrier()
+    with pytest.raises(HydraConfigError, match="remove it to measure from the start"):
+        run_profile(request, CPU, resume)
+    with pytest.raises(HydraConfigError, match="leave it out to measure them, or start one"):
+        run_profile(request_for(model, topology=Topology.from_json(TOPOLOGY)), CPU, None)
+    return {
+        "found": found,
+        "errors": errors,
+        "num_first": before,
+        "again": len(again),
+        "nothing": nothing,
+        "is_same": same == document,
+        "document": document,
+    }
+
+
+@pytest.mark.distributed
+def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
+    results = run_distributed(on_ranks, 4, save_model(tmp_path / "model"), tmp_path)
+    assert len({json.dumps(r["document"], sort_keys=True) for r in results}) == 1
+    first = results[0]
+    document = first["document"]
+    profile = Profile.from_json(document)
+    assert set(profile.latency) == {Scheme(t, p) for t, p in [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]}
+    assert all(len(entry["measured"]["times_ms"]) == 3 for entry in document["schemes"])
+    assert document["model"]["hidden_size"] == 32
+    num_cases = 3 + 6 * 3 * 2  # memory of three TP degrees; six schemes, three lengths, two runs
+    assert (first["num_first"], first["found"]) == (9, 9)
+    assert first["again"] == num_cases - 9
+    assert first["nothing"] == []
+    assert first["is_same"]
+    assert "context_length 64 instead of 128" in first["errors"]["context"]
+    assert "'repeats': 2" in first["errors"]["repeats"]
+    assert "'repeats': 3" in first["errors"]["repeats"]
+    assert "hidden_size 32 instead of 64" in first["errors"]["model"]
+    for result in results:
+        assert all("p.json.partial" in text for text in result["errors"].values())
+
+
+def two_ways(model):
+    """The same small profile of one device, its communication free and dear."""
+    free = dict(TOPOLOGY, nodes=[TOPOLOGY["nodes"][0] | {"latency_s": 0.0, "bytes_per_s": 1e15}])
+    free["between_nodes"] = {"latency_s": 0.0, "bytes_per_s": 1e15}
+    known = Measurements()
+    documents = []
+    profile_run.Measurements = SimpleNamespace(open=lambda *_: known)  # equal compute in both
+    for topology in (free, TOPOLOGY):
+        request = request_for(model, topology=Topology.from_json(topology), tp=(1, 2, 4), pp=(1, 2, 4))
+        documents.append(run_profile(request, CPU, None))
+    with pytest.raises(HydraConfigError, match="TP 8 does not divide the model's 4 attention heads"):
+        run_profile(request_for(model, topology=Topology.from_json(TOPOLOGY), tp=(8,)), CPU, None)
+    mixed = dict(TOPOLOGY, nodes=[*TOPOLOGY["nodes"], TOPOLOGY["nodes"][0] | {"device": "B"}])
+    with pytest.raises(HydraConfigError, match=r"different devices \(A, B\)"):
+        run_profile(request_for(model, topology=Topology.from_json(mixed)), CPU, None)
+    return documents
+
+
+@pytest.mark.distributed
+def test_one_device_measures_slices_and_adds_the_clusters_communication(tmp_path):
+    Qwen2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=251, pad_token_id=250,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    ((free, dear),) = run_distributed(two_ways, 1, str(tmp_path))
+    times = [
+        {(e["tp"], e["pp"]): e["measured"]["times_ms"] for e in document["schemes"]}
+        for document in (free, dear)
+    ]
+    assert set(times[0]) == {(t, p) for t in (1, 2, 4) for p in (1, 2, 4) if t * p <= 8}
+    assert times[0][1, 1] == times[1][1, 1]
+    # <2,1>: 8 passes a layer (Eq. 1) and one all-reduce, 2 passes, at either end of the model.
+    for length, cheap, costly in zip((8, 32, 64), times[0][2, 1], times[1][2, 1], strict=True):
+        pass_ms = 1e3 * (1e-4 + length * 32 * 4 / 2 / 1e9)
+        assert costly - cheap == pytest.approx((6 * 8 + 2 * 2) * pass_ms, abs=2e-3)
+    # <4,2> fills both nodes: each stage is inside one, the hop between them goes through the slow link.
+    for length, cheap, costly in zip((8, 32, 64), times[0][4, 2], times[1][4, 2], strict=True):
+        pass_ms = 1e3 * 3 * (1e-4 + length * 32 * 4 / 4 / 1e9)
+        hop_ms = 1e3 * 2 * (1e-3 + length * 32 * 4 / 1e8)
+        first, last = (3 * 8 + 2) * pass_ms + hop_ms, (3 * 8 + 2) * pass_ms
+        # T = (slowest stage + both) / 3, and either stage may be the slowest.
+        assert (2 * last + first) / 3 - 2e-3 <= costly - cheap <= (2 * first + last) / 3 + 2e-3
+    assert dear["memory"]["activation_bytes_per_token_per_layer_per_hidden"].keys() == {"1", "2", "4"}
+    assert dear["model"]["num_layers"] == 6
+    assert Profile.from_json(dear).max_len_tokens(Scheme(2, 1), 8) > 0
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["profile", *map(str, arguments)])
+
+
+@pytest.mark.distributed
+def test_the_command_alone_says_what_would_hold_the_context(tmp_path):
+    """One process, one device, one small memory; also: the example of the help and the one document."""
+    model = save_model(tmp_path / "model")
+    out = tmp_path / "p.json"
+    script = [
+        "--model", model, "--context", 4096, "--lengths", "8,16,32", "--repeats", 1, "--out", out,
+        "--memory-limit", 3_000_000, "--json",
+    ]  # fmt: skip
+    ((code, stdout, stderr),) = run_distributed(run_command, 1, script)
+    assert code == 0, stderr
+    assert json.loads(stdout) == json.loads(out.read_text())
+    assert not out.with_name("p.json.partial").exists()
+    for advice in ("no scheme holds a row of 4096 tokens", "lower the context to", "checkpointing"):
+        assert advice in stderr
+    with pytest.raises(AssertionError, match="has memory for rows"):
+        run_distributed(run_profile_of, 1, model, 10_000)
+
+
+def run_command(script):
+    os.environ["WORLD_SIZE"] = "1"
+    result = invoke(*script)
+    return result.exit_code, result.stdout, result.stderr
+
+
+def run_profile_of(model, limit):
+    run_profile(request_for(model, memory_limit_bytes=limit), CPU, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "8,x,32"], "--lengths is '8,x,32', expected whole numbers"),
+        (["--lengths", "8,16"], "three different lengths"),
+        (["--lengths", "8,16,128"], "--lengths has 128, more than --context 64"),
+        (["--tp", "0,1"], "--tp is '0,1', expected whole numbers of 1 or more"),
+        (["--out", "no/such/folder/p.json"], "whose folder does not exist"),
+        (["--topology", "missing.json"], "cannot read missing.json"),
+    ],
+)
+def test_the_command_refuses_before_any_rank_starts(arguments, message):
+    result = invoke("--model", "llama2_7b", "--context", 64, *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_the_help_shows_how_launchers_start_it():
+    text = " ".join(invoke("--help").stdout.split())
+    assert (
+        "deepspeed --log_level error --no_local_rank --no_python ds-hydra profile --model llama2_7b" in text
+    )
+
+
+def test_unknown_models_are_refused_with_the_names_of_presets(tmp_path):
+    with pytest.raises(HydraConfigError, match=r"a shipped preset .llama2_13b, llama2_32b, llama2_7b"):
+        profile_run.load_model_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": "x"}, "schema is 'x', expected 'ds_hydra.topology/1'"),
+        ({"nodes": []}, "there is no node"),
+        ({"nodes": [{"num_devices": 4}]}, "KeyError\\('device'\\)"),
+        ({"nodes": [TOPOLOGY["nodes"][0] | {"num_devices": 0}]}, "num_devices 0 and count 2"),
+        ({"between_nodes": {"latency_s": -1, "bytes_per_s": 1e9}}, "latency_s is -1.0"),
+        ({"between_nodes": {"latency_s": 0, "bytes_per_s": float("nan")}}, "bytes_per_s is nan"),
+        ({"between_nodes": None}, "has the two rates"),
+    ],
+)
+def test_topologies_that_cannot_be_are_refused(change, message):
+    with pytest.raises(HydraConfigError, match=f"t.json: .*{message}"):
+        Topology.from_json(TOPOLOGY | change, source="t.json")
+
+
+def test_nodes_may_have_links_of_different_speed():
+    fast, slow = TOPOLOGY["nodes"][0] | {"count": 1}, {**TOPOLOGY["nodes"][0], "count": 1, "bytes_per_s": 1e8}
+    links = Topology.from_json(dict(TOPOLOGY, nodes=[fast, slow])).links()
+    assert links.bytes_per_s[0, 1] == 1e9
+    assert links.bytes_per_s[4, 5] == links.bytes_per_s[3, 4] == 1e8
+    assert (links.latency_s[4, 5], links.latency_s[3, 4]) == (1e-4, 1e-3)

@@ -1,0 +1,345 @@
+"""Galvatron-BMW's search: counts of the paper, brute force, the originals' results under their own costs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.galvatron_originals import rtx_titan
+from ds_hydra.cli import app
+from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
+from ds_hydra.strategy.search import (
+    GalvatronSearch,
+    LayerStrategy,
+    SearchInput,
+    SearchSettings,
+    layer_strategies,
+)
+from ds_hydra.strategy.search.costs import CostEstimator
+from ds_hydra.strategy.search.layer_dp import StageTables, search_layers
+from ds_hydra.strategy.search.partition import balance_degree, balanced_partition, even_partition
+from ds_hydra.strategy.search.space import Paradigm
+from tests.shared_data import find_shared
+
+GALVATRON = find_shared("galvatron")
+needs_shared_data = pytest.mark.skipif(
+    GALVATRON is None, reason="the reference data is not beside the project"
+)
+
+
+def layers_document(**changes):
+    """Two types of layers on 4 devices, in round numbers."""
+    layer = {
+        "count": 4,
+        "forward_ms": 1.0,
+        "weight_mb": 64.0,
+        "states_mb": 256.0,
+        "activation_mb": {"1": 80.0, "2": 48.0, "4": 32.0},
+        "boundary_mb": {"1": 10.0, "2": 10.0, "4": 10.0},
+        "message_mb": 10.0,
+    }
+    links = {"1": {"4": 0.02, "2": 0.02, "2_strided": 0.03}, "2": {"2": 0.02}, "4": {}}
+    document = {
+        "schema": "ds_hydra.layers/1",
+        "num_devices": 4,
+        "layers": [{"name": "encoder", **layer}, {"name": "decoder", **layer, "forward_ms": 2.0}],
+        "all_reduce_ms_per_mb": links,
+        "point_to_point_ms_per_mb": {"2": 0.01, "4": 0.01},
+        "embedding": {"states_mb": 100.0, "activation_mb": 5.0},
+    }
+    return {**document, **changes}
+
+
+class TestSpace:
+    def test_counts_of_the_paper(self):
+        assert len(layer_strategies(8, mixes_dp_and_sdp=True)) == 68
+        assert len(layer_strategies(8)) == 44
+        assert len(layer_strategies(8, checkpoints=False)) == 22
+        dp_pp = layer_strategies(8, paradigms={Paradigm.DP}, checkpoints=False)
+        dp_tp = layer_strategies(8, paradigms={Paradigm.DP, Paradigm.TP}, pipelines=False, checkpoints=False)
+        assert len(dp_pp) == 4
+        assert len(dp_tp) == 6
+        assert len({(s.tp, s.dp) for s in dp_tp}) == 4
+
+    @needs_shared_data
+    def test_the_44_strategies_are_the_originals(self):
+        reference = json.loads((GALVATRON / "strategies_8gpus_44.json").read_text())
+        mine = {str(s): [[p.value, degree] for p, degree in s.levels] for s in layer_strategies(8)}
+        assert mine == {entry["code_name"]: entry["levels_outer_to_inner"] for entry in reference}
+
+    def test_text_form_is_read_back(self):
+        for strategy in layer_strategies(16):
+            assert LayerStrategy.parse(str(strategy)) == strategy
+
+    @pytest.mark.parametrize("text", ["", "1-2", "1-2*-4*", "1-0-8", "1-1*-8", "1-1-8g", "9" * 40 + "-1-1"])
+    def test_other_text_is_refused(self, text):
+        with pytest.raises(HydraConfigError, match="layer strategy"):
+            LayerStrategy.parse(text)
+
+    def test_devices_that_do_not_halve_are_refused(self):
+        with pytest.raises(HydraConfigError, match="6 is not a power of two; give 4 or 8"):
+            layer_strategies(6)
+
+
+class TestLayerSearch:
+    @pytest.mark.parametrize("seed", range(30))
+    def test_no_choice_of_strategies_is_better(self, seed):
+        """All choices of 4 layers among 4 strategies; where the peak is one layer's backward, Alg. 3 is a heuristic."""
+        random = np.random.default_rng(seed)
+        with_backward = seed % 2 == 1
+        tables = StageTables(
+            time_ms=random.uniform(1, 10, (4, 4)),
+            forward_mb=random.integers(1, 20, (4, 4)).astype(float),
+            backward_mb=random.integers(0, 10, (4, 4)).astype(float) * with_backward,
+            states_mb=random.integers(1, 20, (4, 4)).astype(float),
+            layout=np.array([0, 0, 1, 2]),
+            transfer_ms=random.uniform(0, 3, (4, 3, 3)) * (1 - np.eye(3)),
+            in_flight=int(random.integers(1, 4)),
+        )
+        choices = [np.array(c) for c in itertools.product(range(4), repeat=4)]
+        peaks = [tables.peak_mb(c) for c in choices]
+        budget = float(np.quantile(peaks, 0.3))
+        best = min(tables.total_ms(c) for c, peak in zip(choices, peaks, strict=True) if peak <= budget)
+        found = search_layers(tables, budget)
+        assert found is not None
+        assert tables.peak_mb(found) <= budget
+        if with_backward:
+            assert tables.total_ms(found) >= best - 1e-9
+            assert tables.total_ms(found) <= 1.25 * best
+        else:
+            assert tables.total_ms(found) == pytest.approx(best)
+
+    def test_memory_of_a_plan_is_eq_2(self):
+        tables = StageTables(
+            time_ms=np.ones((2, 1)),
+            forward_mb=np.array([[3.0], [5.0]]),
+            backward_mb=np.array([[20.0], [1.0]]),
+            states_mb=np.array([[7.0], [7.0]]),
+            layout=np.zeros(1, dtype=np.int64),
+            transfer_ms=np.zeros((2, 1, 1)),
+            in_flight=3,
+        )
+        assert tables.peak_mb(np.zeros(2, dtype=np.int64)) == 2 * 8 + max(3 + 20, 8 + 1) + 14
+
+    def test_too_little_memory_is_no_plan(self):
+        tables = StageTables(
+            time_ms=np.ones((2, 1)),
+            forward_mb=np.ones((2, 1)),
+            backward_mb=np.zeros((2, 1)),
+            states_mb=np.ones((2, 1)),
+            layout=np.zeros(1, dtype=np.int64),
+            transfer_ms=np.zeros((2, 1, 1)),
+        )
+        assert search_layers(tables, 3.9) is None
+        assert search_layers(tables, 4.0) is not None
+
+
+class TestPartition:
+    def test_no_partition_is_better_balanced(self):
+        random = np.random.default_rng(3)
+        weight, extra = random.uniform(1, 5, (3, 9)), random.uniform(0, 4, 3)
+
+        def heaviest(sizes):
+            ends = np.cumsum(sizes)
+            starts = ends - sizes
+            return max(weight[p, starts[p] : ends[p]].sum() + extra[p] for p in range(3))
+
+        splits = [(a, b - a, 9 - b) for a, b in itertools.combinations(range(1, 9), 2)]
+        best = min(heaviest(np.array(sizes)) for sizes in splits)
+        assert heaviest(np.array(balanced_partition(weight, extra))) == pytest.approx(best)
+
+    def test_even_partition(self):
+        assert even_partition(10, 4) == (3, 3, 2, 2)
+
+    def test_balance_degree_is_eq_6(self):
+        assert balance_degree([1.0, 1.0, 1.0, 1.0]) == pytest.approx(0.75)
+        assert balance_degree([4.0, 0.0]) == 0.0
+
+
+class TestCosts:
+    def cost(self, name, samples=8.0, **changes):
+        given = SearchInput.from_json(layers_document(**changes))
+        return CostEstimator(given).layer_cost(given.layers[0], LayerStrategy.parse(name), samples)
+
+    def test_data_parallel_layer_by_hand(self):
+        cost = self.cost(
+            "1-1-4"
+        )  # 2 samples: forward 2, backward 4; all-reduce 2 * 3/4 * 64 MB * 0.02 = 1.92 ms
+        assert cost.compute_ms == pytest.approx(6.0)
+        assert cost.slowdown_ms == pytest.approx(0.3 * 1.92)
+        assert cost.tail_ms == 0.0
+        assert cost.forward_mb == 160.0
+        assert cost.states_mb == 256.0
+
+    def test_tensor_parallel_layer_by_hand(self):
+        cost = self.cost(
+            "1-4-1"
+        )  # forward 2, backward 4; 4 all-reduces of 80 MB: 4 * 1.5 * 80 * 0.02 = 9.6 ms
+        assert cost.compute_ms == pytest.approx(15.6)
+        assert cost.slowdown_ms == cost.tail_ms == 0.0
+        assert cost.states_mb == 64.0
+
+    def test_sharding_moves_half_as_much_again_and_keeps_a_part(self):
+        plain, sharded = self.cost("1-1-4"), self.cost("1-1-4f", gathers_each_micro_batch=False)
+        all_reduce = 1.92
+        extra = sharded.compute_ms + sharded.slowdown_ms - plain.compute_ms - plain.slowdown_ms
+        assert extra == pytest.approx(all_reduce / 2)
+        assert sharded.states_mb == plain.states_mb / 4
+
+    def test_checkpointing_computes_forward_again_and_keeps_the_input(self):
+        plain, again = self.cost("1-2*-2"), self.cost("1-2*-2-c")
+        exchanged = 10.0 * 4 * 0.02  # one all-reduce of 4 samples
+        assert again.compute_ms - plain.compute_ms == pytest.approx(2.0 + 2 * exchanged)
+        assert again.forward_mb == 40.0
+        assert again.forward_mb + again.backward_mb == plain.forward_mb
+
+    def test_a_layout_change_costs_and_none_does_not(self):
+        given = SearchInput.from_json(layers_document())
+        costs, layer = CostEstimator(given), given.layers[0]
+        moves = {
+            (a, b): costs.transformation_ms(layer, LayerStrategy.parse(a), LayerStrategy.parse(b), 8.0)
+            for a, b in itertools.permutations(["1-1-4", "1-1-4f-c", "1-4-1", "1-2*-2"], 2)
+        }
+        assert moves["1-1-4", "1-1-4f-c"] == 0.0
+        assert moves["1-1-4", "1-4-1"] == moves["1-4-1", "1-1-4"] == pytest.approx(80 * 0.75 * 0.02)
+        assert moves["1-1-4", "1-2*-2"] < moves["1-1-4", "1-4-1"]
+
+
+class TestSearch:
+    def search(self, memory_mb):
+        given = SearchInput.from_json(layers_document())
+        return GalvatronSearch(given, SearchSettings(memory_mb=memory_mb, max_batch=16))
+
+    def test_less_memory_is_never_faster_and_always_kept(self):
+        rates = []
+        for memory_mb in (1100, 1500, 2500, 6000):
+            plan = self.search(memory_mb).best()
+            assert max(stage.peak_mb for stage in plan.stages) <= memory_mb
+            assert sum(plan.partition) == 8
+            rates.append(plan.samples_per_s)
+        assert rates == sorted(rates)
+        assert rates[0] < rates[-1]
+
+    def test_checkpointing_is_used_where_memory_needs_it(self):
+        text = json.dumps(self.search(1100).best().to_json())
+        assert "-c" in text
+        assert "-c" not in json.dumps(self.search(60000).best().to_json())
+
+    def test_uneven_stages_are_no_slower_than_even_ones(self):
+        """The second half of the layers takes twice as long: PP wants fewer of them on a stage."""
+        pipelines = [LayerStrategy.parse("2-1-2")]
+        given = SearchInput.from_json(layers_document())
+        plans = [
+            GalvatronSearch(given, SearchSettings(memory_mb=1e5, balances_stages=balanced), pipelines)
+            for balanced in (False, True)
+        ]
+        even, balanced = (plan.best_of_batch(16) for plan in plans)
+        assert even.partition == (4, 4)
+        assert balanced.partition == (5, 3)
+        assert balanced.time_ms < 0.9 * even.time_ms
+        assert balanced.time_balance > even.time_balance
+
+    def test_no_plan_says_by_how_much_and_which_layer(self):
+        with pytest.raises(
+            InfeasiblePlanError, match=r"no plan fits 300 MB .* MB more, .*'(encoder|decoder)'"
+        ):
+            self.search(300).best()
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"schema": "x"}, "schema is 'x'"),
+            ({"layers": []}, "there are no layers"),
+            ({"layers": [{"name": "a"}]}, "not a valid"),
+            ({"overlap_slowdown": 0.5}, "overlap_slowdown"),
+            ({"all_reduce_ms_per_mb": {"1": {"4_wide": 1}}}, "4_wide"),
+        ],
+    )
+    def test_bad_documents_are_named(self, changes, message):
+        with pytest.raises(HydraConfigError, match=message):
+            SearchInput.from_json(layers_document(**changes))
+
+    def test_negative_and_nan_costs_are_refused(self):
+        for value in (-1.0, math.nan):
+            document = layers_document()
+            document["layers"][1]["forward_ms"] = value
+            with pytest.raises(HydraConfigError, match="'decoder'"):
+                SearchInput.from_json(document)
+
+    def test_a_missing_tp_degree_is_named(self):
+        document = layers_document()
+        document["layers"][0]["activation_mb"] = {"1": 80.0}
+        with pytest.raises(HydraConfigError, match=r"'encoder' has no activation_mb for TP \d"):
+            GalvatronSearch(SearchInput.from_json(document), SearchSettings(memory_mb=1e5)).best()
+
+
+@needs_shared_data
+@pytest.mark.parametrize("model", ["BERT-Huge-32", "ViT-Huge-32"])
+def test_originals_results_are_reached_under_their_costs(model):
+    """Every published layer cost to the last digit, and no search result of theirs better than ours."""
+    reference = json.loads((GALVATRON / "cases_rtx_titan.json").read_text())["models"][model]
+    original = rtx_titan(GALVATRON, model)
+    for row in reference["cost_table"]:
+        strategy = LayerStrategy.parse(row["strategy"])
+        layer = original.layers[0]
+        assert original.layer_ms(layer, strategy, row["bsz"]) / 1e3 == pytest.approx(row["time_layer_s"])
+        assert original.layer_mb(layer, strategy, row["bsz"]) == pytest.approx(row["mem_layer_MB"])
+    strategies = layer_strategies(8, checkpoints=False)
+    for result in reference["search"]["full22"]["results"][::5]:
+        found = original.search(strategies, result["bsz"], result["max_mem_MB"])
+        if result["time_s"] is None:
+            assert found is None
+        else:
+            assert found is not None
+            assert found[0] / 1e3 <= result["time_s"] * (1 + 1e-9)
+
+
+class TestCommand:
+    def run(self, *arguments):
+        return CliRunner().invoke(app, ["search", *map(str, arguments)])
+
+    def test_prints_json_and_draws(self, tmp_path):
+        path, picture = tmp_path / "layers.json", tmp_path / "plan.png"
+        path.write_text(json.dumps(layers_document()))
+        result = self.run(
+            "--layers",
+            path,
+            "--devices",
+            4,
+            "--memory-gb",
+            1.2,
+            "--max-batch",
+            8,
+            "--plot",
+            picture,
+            "--json",
+        )
+        assert result.exit_code == 0, result.output
+        document = json.loads(result.stdout)
+        assert document["schema"] == "ds_hydra.search/1"
+        assert sum(count for stage in document["stages"] for _, count in stage["layers"]) == 8
+        assert picture.stat().st_size > 5_000
+
+    def test_searches_a_shipped_profile(self):
+        result = self.run("--profile", "a800_llama2_7b", "--devices", 8, "--memory-gb", 80, "--max-batch", 8)
+        assert result.exit_code == 0, result.output
+        assert "samples/s" in result.stdout
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("--devices", 8, "--memory-gb", 80), "give either --layers or --profile"),
+            (("--profile", "a800_llama2_7b", "--devices", 6, "--memory-gb", 80), "not a power of two"),
+            (("--profile", "a800_llama2_7b", "--devices", 8, "--memory-gb", 1), "no plan fits 1024 MB"),
+            (("--profile", "a800_llama_7b", "--devices", 8, "--memory-gb", 1), "did you mean"),
+        ],
+    )
+    def test_mistakes_are_explained(self, arguments, message):
+        result = self.run(*arguments)
+        assert result.exit_code == 1
+        assert message in result.stderr
