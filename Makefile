@@ -9,7 +9,7 @@ export DS_ACCELERATOR ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format clean
+.PHONY: help install demo test check reproduce format clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -36,6 +36,10 @@ check: $(INSTALLED)  ## lint, types, import contract
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+reproduce: $(INSTALLED)  ## simulate every case of the paper -> docs/reproduction.md (some 15 minutes)
+	$(BIN)/python -m benchmarks.simulate --iterations 100 --all --out docs/benchmarks/simulate.json \
+		--document docs/reproduction.md
 
 format: $(INSTALLED)  ## apply the formatter
 	$(BIN)/ruff check --fix .

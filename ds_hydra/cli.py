@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands import fit, lengths, link, profile, propose, report, search
+from ds_hydra.commands import fit, lengths, link, profile, propose, report, search, simulate
 from ds_hydra.commands.common import errors_to_stderr
 from ds_hydra.errors import HydraConfigError
 
@@ -139,6 +139,7 @@ lengths.register(app)
 profile.register(app)
 propose.register(app)
 fit.register(app)
+simulate.register(app)
 link.register(app)
 search.register(app)
 report.register(app)

@@ -10,9 +10,9 @@ from typing import Any, Literal, TypeAlias
 
 from ds_hydra.errors import HydraConfigError
 
-Kind: TypeAlias = Literal["models", "profiles", "lengths", "deepspeed", "hardware"]
+Kind: TypeAlias = Literal["models", "profiles", "lengths", "deepspeed", "hardware", "cases"]
 """Fields of a `LlamaConfig`; schemas `ds_hydra.profile/1`, `ds_hydra.lengths/1`; DeepSpeed JSON;
-schema `ds_hydra.hardware/1`."""
+schemas `ds_hydra.hardware/1` and `ds_hydra.cases/1`."""
 
 
 def list_files(kind: Kind) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.candidates import STRATEGIES_SCHEMA
 from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.neighbours import neighbour_strategies
 from ds_hydra.strategy.profile import Profile
 from ds_hydra.strategy.proposal import (
     ProposalSettings,
@@ -26,6 +28,7 @@ from ds_hydra.strategy.proposal import (
     default_tokens_per_iteration,
     homogeneous_strategies,
     propose_from_histogram,
+    usable_schemes,
 )
 from ds_hydra.strategy.scheme import Strategy
 
@@ -40,11 +43,13 @@ HEURISTIC = PlannerSettings().heuristic()
 class PruningSettings:
     """How candidates are tried out.
 
+    `num_rounds`: how often the strategies one step away from the winners are tried too.
     `tolerance`: how much slower, on average over the sampled mini-batches, the set that stays may be than
     the set of all candidates. `max_communicators`: process groups that the set may need at most.
     """
 
     num_batches: int = 32
+    num_rounds: int = 1
     tolerance: float = 0.002
     max_communicators: int = 512
     seed: int = 0
@@ -159,6 +164,10 @@ def propose_strategies(
     static_ms = [trial.times_ms(strategy) for strategy in static]
     best = int(np.argmin([times.mean() for times in static_ms]))
     winners = trial.winners([c.strategy for c in candidates], progress)
+    for _ in range(pruning.num_rounds):
+        schemes = usable_schemes(profile, num_devices)
+        near = dict.fromkeys(n for won in winners for n in (won, *neighbour_strategies(won, schemes)))
+        winners = tuple(dict.fromkeys((*winners, *trial.winners(tuple(near), None, share=1 / 2))))
     table = {strategy: trial.times_ms(strategy) for strategy in winners}
     table[static[best]] = static_ms[best]
     chosen = _smallest_set(table, static[best], pruning)
@@ -207,10 +216,15 @@ class _Trial:
             ]
         )
 
-    def winners(self, strategies: Sequence[Strategy], progress: Progress | None) -> tuple[Strategy, ...]:
-        """Strategies that are the planner's choice for a mini-batch at least, most frequent first."""
+    def winners(
+        self, strategies: Sequence[Strategy], progress: Progress | None, share: float = 1.0
+    ) -> tuple[Strategy, ...]:
+        """Strategies that are the planner's choice for a mini-batch at least, most frequent first.
+
+        `share`: of the mini-batches that are looked at, rounded up.
+        """
         won: Counter[Strategy] = Counter()
-        for done, batch in enumerate(self._batches, start=1):
+        for done, batch in enumerate(self._batches[: ceil(share * len(self._batches))], start=1):
             won[self._plan(batch, strategies)[0]] += 1
             if progress is not None:
                 progress(done, len(self._batches))
@@ -284,7 +298,7 @@ def _describe(
         KeptStrategy(
             strategy=strategy,
             share_won=won[index] / times.shape[1],
-            max_lengths_tokens=lengths_of[strategy],
+            max_lengths_tokens=lengths_of.get(strategy, ()),
             is_best_static=strategy == best_static,
         )
         for index, strategy in enumerate(chosen)

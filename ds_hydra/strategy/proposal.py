@@ -16,8 +16,10 @@ what the planner is for; a proposal only says which strategies it should conside
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Literal, TypeAlias
 
@@ -345,7 +347,7 @@ def round_strategy(
     counts = dict(relaxed.num_pipelines)
     by_share = sorted(counts, key=lambda s: -counts[s] * s.num_devices)
     choices = [_neighbours(x, by_share.index(s) < MAX_ROUNDED_SCHEMES) for s, x in counts.items()]
-    rounded: dict[Strategy, None] = {}
+    rounded: dict[tuple[tuple[Scheme, int], ...], None] = {}
     for combination in product(*choices):
         for giving_way in by_share[:MAX_ROUNDED_SCHEMES]:
             others = {s: c for s, c in zip(counts, combination) if s != giving_way}
@@ -356,10 +358,16 @@ def round_strategy(
             if free < 0 or (giving_way == relaxed.longest_scheme and count < 1):
                 continue
             chosen = {**others, giving_way: count}
-            schemes = [s for s, c in chosen.items() for _ in range(c)]
-            schemes += _fill(num_devices - sum(s.num_devices for s in schemes), fillers)
-            rounded.setdefault(Strategy(tuple(schemes)))
-    return tuple(rounded)
+            filled = Counter(chosen)
+            filled.update(_fill(num_devices - sum(s.num_devices * c for s, c in chosen.items()), fillers))
+            rounded.setdefault(tuple(sorted((+filled).items())))
+    return tuple(_strategy_of(counts) for counts in rounded)
+
+
+@lru_cache(maxsize=4096)
+def _strategy_of(counts: tuple[tuple[Scheme, int], ...]) -> Strategy:
+    """The strategy of so many pipelines of each scheme; large ones take a while to make."""
+    return Strategy(tuple(scheme for scheme, count in counts for _ in range(count)))
 
 
 def _neighbours(number: float, is_rounded_up: bool) -> list[int]:

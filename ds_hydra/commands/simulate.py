@@ -1,0 +1,271 @@
+"""`ds-hydra simulate`: how long training would take, with ds_hydra and without, on any cluster."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from tqdm import tqdm
+
+from ds_hydra.commands.common import errors_to_stderr, log, write_document
+from ds_hydra.errors import HydraConfigError
+
+if TYPE_CHECKING:
+    from ds_hydra.simulator.cases import Case
+    from ds_hydra.simulator.compare import Comparison, Settings, Workload
+    from ds_hydra.simulator.sweep import Axes
+
+
+def register(app: typer.Typer) -> None:
+    """Add `simulate` to `app`."""
+    app.command()(simulate)
+
+
+def simulate(
+    case: Annotated[
+        str | None, typer.Option(help="A shipped case, e.g. paper/commoncrawl-32b-64gpu-f2.")
+    ] = None,
+    list_cases: Annotated[bool, typer.Option("--list-cases", help="Print the names of all cases.")] = False,
+    profile: Annotated[
+        str | None, typer.Option(help="A ds_hydra.profile/1 file, or the name of a shipped one.")
+    ] = None,
+    histogram: Annotated[
+        str | None, typer.Option(help="A ds_hydra.lengths/1 file, or the name of a shipped one.")
+    ] = None,
+    devices: Annotated[str | None, typer.Option(help="Devices; several, e.g. 64,128,256, sweep.")] = None,
+    context: Annotated[str | None, typer.Option(help="Longest sequence in tokens; several sweep.")] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(help="Tokens of one iteration; several sweep. 100K for every 64 devices if not given."),
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Mini-batches to simulate.")] = 100,
+    baseline: Annotated[
+        str | None, typer.Option(help="A homogeneous strategy to compare with too, e.g. '4x<16,1>'.")
+    ] = None,
+    strategies: Annotated[
+        Path | None, typer.Option(help="Candidates, ds_hydra.strategies/1; proposed if not given.")
+    ] = None,
+    systems: Annotated[
+        str | None, typer.Option(help="What to compare with, e.g. megatron,static; all if not given.")
+    ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(help="A ds_hydra.hardware/1 file or shipped name; the profile's if not given."),
+    ] = None,
+    overlap: Annotated[bool, typer.Option(help="Overlap pull and push with propagation.")] = True,
+    price_per_gpu_hour: Annotated[
+        float | None, typer.Option(min=0.0, help="Price of one device and hour, for the cost of 10^9 tokens.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the mini-batches.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="PNG of a sweep.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write the events of the first iteration, ds_hydra.timeline/1.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON document.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Simulate training on a cluster that you need not have.
+
+    Example: ds-hydra simulate --profile a800_llama2_32b --histogram commoncrawl --devices 64 --context 32768
+    --tokens 200000 --iterations 100
+    """
+    from ds_hydra.simulator.cases import list_cases as names_of_cases
+
+    if list_cases:
+        names = names_of_cases()
+        print(json.dumps({"cases": list(names)}) if as_json else "\n".join(names))
+        return
+    with errors_to_stderr():
+        settings = _settings(iterations, systems, overlap, seed)
+        loaded = _load_case(case, (profile, histogram, devices, context, tokens, strategies))
+        if loaded is not None:
+            workload, axes = loaded.workload, None
+        else:
+            workload, axes = _workload(profile, histogram, devices, context, tokens, baseline, strategies)
+        if axes is not None and axes.is_sweep:
+            _refuse(timeline is not None, "--timeline shows one iteration; give one value for each axis")
+            found = _sweep(workload, axes, settings, hardware, systems is not None)
+        else:
+            _refuse(plot is not None, "--plot shows a sweep; give several --devices, --context or --tokens")
+            found = [_compare(workload, settings, hardware)]
+        documents = [comparison.to_json(price_per_gpu_hour) for comparison in found]
+        document = documents[0] if axes is None or not axes.is_sweep else {
+            "schema": "ds_hydra.sweep/1", "points": documents,
+        }  # fmt: skip
+        _add_expected(document, loaded, found)
+        write_document(document, out)
+        if timeline is not None:
+            write_document(found[0].simulate(0).timeline().to_json(), timeline)
+        if plot is not None:
+            _plot(found, plot)
+    print(json.dumps(document) if as_json else _describe(documents, loaded, document))
+
+
+def _refuse(is_wrong: bool, message: str) -> None:
+    if is_wrong:
+        raise HydraConfigError(message)
+
+
+def _settings(iterations: int, systems: str | None, overlap: bool, seed: int) -> Settings:
+    from ds_hydra.simulator.compare import Settings
+
+    chosen = {} if systems is None else {"systems": tuple(s.strip() for s in systems.split(",") if s.strip())}
+    return Settings(iterations=iterations, overlap=overlap, seed=seed, **chosen)
+
+
+def _load_case(name: str | None, others: tuple[object, ...]) -> Case | None:
+    from ds_hydra.simulator.cases import load_case
+
+    if name is None:
+        return None
+    _refuse(
+        any(value is not None for value in others),
+        "--case brings profile, histogram, devices, context, tokens and strategies; leave those options out",
+    )
+    return load_case(name)
+
+
+def _workload(
+    profile: str | None,
+    histogram: str | None,
+    devices: str | None,
+    context: str | None,
+    tokens: str | None,
+    baseline: str | None,
+    strategies: Path | None,
+) -> tuple[Workload, Axes]:
+    from ds_hydra.configs import find_file
+    from ds_hydra.configs.files import find_profile
+    from ds_hydra.simulator.compare import Workload
+    from ds_hydra.simulator.sweep import Axes
+    from ds_hydra.strategy.candidates import load_strategies
+    from ds_hydra.strategy.histogram import LengthHistogram
+    from ds_hydra.strategy.profile import Profile
+    from ds_hydra.strategy.scheme import Strategy
+
+    given = {"--profile": profile, "--histogram": histogram, "--devices": devices, "--context": context}
+    missing = [name for name, value in given.items() if value is None]
+    _refuse(bool(missing), f"{', '.join(missing)} missing; give --case, or all of {', '.join(given)}")
+    texts = {name: value for name, value in given.items() if value is not None}
+    profile, histogram = texts["--profile"], texts["--histogram"]
+    axes = Axes(
+        devices=_numbers("--devices", texts["--devices"]),
+        contexts=_numbers("--context", texts["--context"]),
+        tokens=_numbers("--tokens", tokens) if tokens is not None else (),
+    )
+    num_devices, context_length, tokens_per_iteration = next(axes.points())
+    workload = Workload(
+        name=f"{profile}, {histogram}",
+        profile=Profile.load(find_profile(profile)),
+        histogram=LengthHistogram.load(find_file("lengths", histogram)),
+        num_devices=num_devices,
+        context_length=context_length,
+        tokens_per_iteration=tokens_per_iteration,
+        given=Strategy.parse(baseline) if baseline else None,
+        strategies=load_strategies(str(strategies)) if strategies else (),
+    )
+    return workload, axes
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """Positive whole numbers separated by commas; 1_000 and 1000 are the same."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise HydraConfigError(
+            f"{option} {text!r}: expected whole numbers of 1 or more, e.g. 64 or 64,128,256"
+        )
+    return numbers
+
+
+def _compare(workload: Workload, settings: Settings, hardware: str | None) -> Comparison:
+    from ds_hydra.simulator.cluster import find_cluster
+    from ds_hydra.simulator.compare import compare
+
+    cluster = find_cluster(workload.profile, workload.num_devices, hardware)
+    if cluster is None:
+        log("the profile's hardware has no description: communication counts nothing; see --hardware")
+    return compare(workload, cluster, settings)
+
+
+def _sweep(
+    workload: Workload, axes: Axes, settings: Settings, hardware: str | None, is_chosen: bool
+) -> list[Comparison]:
+    from dataclasses import replace
+
+    from ds_hydra.simulator.sweep import SWEEP_SYSTEMS, sweep
+
+    with tqdm(desc="simulating", unit="point", file=sys.stderr) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        chosen = settings if is_chosen else replace(settings, systems=SWEEP_SYSTEMS)
+        return sweep(workload, axes, chosen, hardware, show)
+
+
+def _plot(found: list[Comparison], path: Path) -> None:
+    from ds_hydra.report.sweep_plot import plot_sweep
+
+    try:
+        plot_sweep(found, path)
+    except OSError as error:
+        raise HydraConfigError(f"cannot write {path}: {error.strerror}") from error
+    log(f"wrote {path}")
+
+
+def _add_expected(document: dict[str, Any], case: Case | None, found: list[Comparison]) -> None:
+    from ds_hydra.simulator.reproduction import our_figure
+
+    if case is not None:
+        document["figure"] = case.figure
+        document["published"] = [
+            {"what": e.what, "paper": e.paper, "ours": our_figure(found[0], e.metric)} for e in case.expected
+        ]
+
+
+def _describe(documents: list[dict[str, Any]], case: Case | None, document: dict[str, Any]) -> str:
+    lines = []
+    for point in documents:
+        lines += [_head(point), *_system_lines(point), ""]
+    if case is not None:
+        lines.append(f"published ({case.figure} of the paper) and simulated here:")
+        lines += [f"  {e['what']}: paper {e['paper']}, here {e['ours']}" for e in document["published"]]
+    return "\n".join(lines).rstrip()
+
+
+def _head(point: dict[str, Any]) -> str:
+    ours = point["systems"][0]
+    return (
+        f"{point['name']}: {point['num_devices']} devices, context {point['context_length']:,}, "
+        f"{point['tokens_per_iteration']:,} tokens per iteration, {point['iterations']} mini-batches\n"
+        f"ds_hydra: {ours['strategy']}\n"
+        f"propagation {point['distance_to_bound']:.1%} above the perfect-balance bound of "
+        f"{point['perfect_balance_ms']:,.0f} ms"
+    )
+
+
+def _system_lines(point: dict[str, Any]) -> list[str]:
+    has_price = "dollars_per_billion_tokens" in point["systems"][0]
+    lines = [
+        f"{'':34}{'iteration, ms':>18}{'tokens/s':>12}{'speed-up (95%)':>20}{'propagation':>13}"
+        f"{'imbalance':>11}{'bubble':>8}{'$/10^9 tokens' if has_price else '':>15}  strategy"
+    ]
+    for s in point["systems"]:
+        low, high = s["speedup_95"]
+        price = f"{s['dollars_per_billion_tokens']:,.0f}" if has_price else ""
+        strategy = "" if s["name"] == "ds_hydra" else s["strategy"]
+        lines.append(
+            f"{s['label']:34}{s['iteration_ms']:>10,.0f} ± {s['iteration_ms_standard_error']:<5,.0f}"
+            f"{s['tokens_per_s']:>12,.0f}{s['speedup']:>8.2f} ({low:.2f}-{high:.2f})"
+            f"{s['speedup_of_propagation']:>12.2f}{s['imbalance']:>11.2f}{s['bubble']:>8.0%}{price:>15}  {strategy}"
+        )
+    return lines

@@ -1,0 +1,186 @@
+"""Other ways to train, and the parts of ds_hydra one by one, on the mini-batches of a scenario.
+
+A system that has a choice is tuned with hindsight: it gets what is best on the very mini-batches it is
+compared on. ds_hydra chooses its candidates on other ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise
+
+import numpy as np
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.simulator.fixed_length import pack_balanced, pack_fixed_length
+from ds_hydra.simulator.scenario import (
+    NO_WORK,
+    Scenario,
+    SystemResult,
+    best_of,
+    outcome_of,
+    summarize,
+)
+from ds_hydra.strategy.proposal import homogeneous_strategies
+from ds_hydra.strategy.scheme import Strategy
+
+HOTSPA_BOUNDARIES_TOKENS = (4096, 16384)
+"""Where HotSPa may change its strategy (Hydraulis, App. F)."""
+
+
+def fixed_length(
+    scenario: Scenario, strategies: Sequence[Strategy] = (), *, tunes_rows: bool = False, name: str
+) -> SystemResult:
+    """Megatron-LM: one homogeneous strategy, first-fit-decreasing rows of the context, dealt out in turn.
+
+    `strategies`: the choices, all that hold the context if none is given. `tunes_rows`: rows may also be as
+    long as memory allows, or half way there; Megatron-LM itself has one sequence length.
+    """
+    results = []
+    for strategy in strategies or scenario.statics():
+        longest = scenario.max_len_tokens(strategy.schemes[0])
+        if longest < scenario.context_length:
+            raise HydraConfigError(
+                f"baseline {strategy}: MaxLen is {longest} on {scenario.num_devices} devices, the context "
+                f"{scenario.context_length}; give a strategy that holds it"
+            )
+        choices = {scenario.context_length}
+        if tunes_rows:
+            choices |= {(scenario.context_length + longest) // 2, longest}
+        for row_tokens in sorted(choices):
+            outcomes = [
+                scenario.run_rows(
+                    strategy, lengths, pack_fixed_length(lengths, row_tokens, len(strategy.schemes))
+                )
+                for lengths in scenario.lengths
+            ]
+            results.append(summarize(name, f"{strategy}, rows of {row_tokens}", outcomes))
+    return best_of(name, results)
+
+
+def balanced(scenario: Scenario, *, name: str) -> SystemResult:
+    """One homogeneous strategy, Karmarkar-Karp over replicas and rows, by tokens or by time, what is better."""
+    results = []
+    for strategy in scenario.statics():
+        scheme = strategy.schemes[0]
+        latency, longest = scenario.profile.get_latency(scheme), scenario.max_len_tokens(scheme)
+        weights: dict[str, Callable[[FloatArray], FloatArray]] = {
+            "tokens": lambda l: l,
+            "time": lambda l, t=latency: (t.quadratic_ms * l + t.linear_ms) * l,  # type: ignore[misc]
+        }
+        for kind, weigh in weights.items():
+            outcomes = []
+            for lengths in scenario.lengths:
+                weight = weigh(lengths.astype(np.float64))
+                rows = pack_balanced(lengths, weight, longest, len(strategy.schemes))
+                outcomes.append(scenario.run_rows(strategy, lengths, rows))
+            results.append(summarize(name, f"{strategy}, by {kind}", outcomes))
+    return best_of(name, results)
+
+
+def hotspa(scenario: Scenario, *, name: str) -> SystemResult:
+    """Several homogeneous strategies after another in every iteration, each for its interval of lengths.
+
+    Tuned over the boundaries of App. F and, for each interval, over the schemes that hold it; rows are as long
+    as memory allows, at most the context. A switch costs the parameters of the new strategy and the gradients
+    of the old one: bytes only, where the paper measured nearly 2 s for 7B.
+    """
+    bounds = [b for b in HOTSPA_BOUNDARIES_TOKENS if b < scenario.context_length]
+    phases: dict[tuple[int, int], SystemResult] = {}
+    results = []
+    for count in range(len(bounds) + 1):
+        for inner in combinations(bounds, count):
+            edges = (0, *inner, scenario.context_length)
+            parts = []
+            for interval in pairwise(edges):
+                if interval not in phases:
+                    phases[interval] = _hotspa_phase(scenario, *interval)
+                parts.append(phases[interval])
+            results.append(_in_sequence(name, parts, scenario))
+    return best_of(name, results)
+
+
+def _hotspa_phase(scenario: Scenario, above: int, up_to: int) -> SystemResult:
+    """All sequences of an interval of lengths with the best homogeneous strategy for them."""
+    choices = []
+    parts = [lengths[(lengths > above) & (lengths <= up_to)] for lengths in scenario.lengths]
+    for strategy in homogeneous_strategies(scenario.profile, scenario.num_devices, up_to):
+        longest = min(scenario.context_length, scenario.max_len_tokens(strategy.schemes[0]))
+        outcomes = []
+        for lengths in parts:
+            rows = pack_fixed_length(lengths, longest, len(strategy.schemes))
+            found = scenario.run_rows(strategy, lengths, rows, overlap=False)
+            outcomes.append(found if lengths.size else NO_WORK)
+        choices.append(summarize("", str(strategy), outcomes))
+    return best_of("", choices)
+
+
+def _in_sequence(name: str, parts: Sequence[SystemResult], scenario: Scenario) -> SystemResult:
+    propagation = np.sum([part.propagation_ms for part in parts], axis=0)
+    steps = np.sum([part.iteration_ms > 0 for part in parts], axis=0) - 1
+    step_ms = scenario.cluster.step_ms if scenario.cluster else 0.0
+    weights = np.array([part.propagation_ms for part in parts]) / np.maximum(propagation, 1e-9)
+    return SystemResult(
+        name=name,
+        strategy=", then ".join(part.strategy for part in parts),
+        propagation_ms=propagation,
+        iteration_ms=np.sum([part.iteration_ms for part in parts], axis=0) - step_ms * steps,
+        imbalance=np.sum(weights * np.array([part.imbalance for part in parts]), axis=0),
+        bubble=np.sum(weights * np.array([part.bubble for part in parts]), axis=0),
+    )
+
+
+def two_stage(scenario: Scenario, strategies: Sequence[Strategy], *, name: str) -> SystemResult:
+    """The best of `strategies` for all mini-batches, sequences placed by ds_hydra's planner."""
+    results = []
+    for strategy in strategies:
+        outcomes = [
+            outcome_of(scenario.simulate(scenario.plan(batch, [strategy]))) for batch in scenario.batches
+        ]
+        results.append(summarize(name, str(strategy), outcomes))
+    return best_of(name, results)
+
+
+NUM_TRIAL_BATCHES = 12
+NUM_FINALISTS = 3
+
+
+def heterogeneous_static(scenario: Scenario, candidates: Sequence[Strategy], *, name: str) -> SystemResult:
+    """The best single strategy that holds the context, planned by ds_hydra for every mini-batch.
+
+    All candidates are tried with the planner's heuristic on the first mini-batches, the best few on all.
+    """
+    holding = [
+        s for s in candidates if max(map(scenario.max_len_tokens, s.schemes)) >= scenario.context_length
+    ]
+    holding = list(dict.fromkeys((*holding, *scenario.statics())))
+    trial = scenario.batches[:NUM_TRIAL_BATCHES]
+    heuristic = scenario.settings.heuristic()
+
+    def mean_ms(strategy: Strategy) -> float:
+        plans = (
+            plan_iteration(
+                batch, strategies=[strategy], profile=scenario.profile,
+                num_devices=scenario.num_devices, settings=heuristic,
+            )
+            for batch in trial
+        )  # fmt: skip
+        return sum(plan.makespan_ms for plan in plans)
+
+    finalists = sorted(holding, key=mean_ms)[:NUM_FINALISTS]
+    return two_stage(scenario, finalists, name=name)
+
+
+def dynamic(
+    scenario: Scenario, strategies: Sequence[Strategy], *, name: str
+) -> tuple[SystemResult, list[IterationPlan]]:
+    """ds_hydra: the planner chooses among `strategies` for every mini-batch. Also the plans."""
+    plans = [scenario.plan(batch, strategies) for batch in scenario.batches]
+    outcomes = [outcome_of(scenario.simulate(plan)) for plan in plans]
+    counts = Counter(str(plan.strategy) for plan in plans).most_common()
+    text = "; ".join(f"{strategy} ({count / len(plans):.0%})" for strategy, count in counts)
+    return summarize(name, text, outcomes), plans

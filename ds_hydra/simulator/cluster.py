@@ -1,0 +1,189 @@
+"""What moving bytes costs on a cluster: pull and push of a strategy, activations between stages, the optimizer.
+
+Two levels: devices of a node share its links to the other nodes. A slice crosses into a node once, however many
+of its ranks need it, and spreads inside. All rates are as reached, in one direction; transfers of different
+nodes do not disturb each other. Left out: casts, launches and the latency of single messages in pull and push.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import lcm
+from typing import Any
+
+import numpy as np
+
+from ds_hydra.configs import find_file, list_files
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.analytic import Hardware, ModelShape
+from ds_hydra.strategy.profile import Profile, read_json_object
+from ds_hydra.strategy.scheme import Scheme, Strategy
+
+PARAM_BYTES = 2
+"""A parameter is pulled in 16 bit."""
+GRADIENT_BYTES = 4
+"""A gradient is pushed in 32 bit, as the engine does, and as Megatron-LM reduces its main gradients."""
+OPTIMIZER_BYTES = 30
+"""AdamW reads fp32 parameter, gradient and two moments, writes all but the gradient, and the 16-bit copy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTimes:
+    """Time of one pull and one push on the slowest node, and of the optimizer, in ms; 0.0 where unknown."""
+
+    pull_ms: float = 0.0
+    push_ms: float = 0.0
+    step_ms: float = 0.0
+
+
+NO_LINKS = LinkTimes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A model on `num_devices` of one kind of hardware."""
+
+    shape: ModelShape
+    hardware: Hardware
+    num_devices: int
+    intra_node_latency_ms: float
+    inter_node_latency_ms: float
+
+    @property
+    def num_params(self) -> float:
+        """Elements of all layers, of the embedding and of the head."""
+        return self.shape.num_layers * self.shape.layer_params + 2 * (
+            self.shape.vocab_size * self.shape.hidden_size
+        )
+
+    @property
+    def step_ms(self) -> float:
+        """AdamW on the shard of one rank: memory traffic only."""
+        shard = self.num_params / self.num_devices
+        return 1e3 * shard * OPTIMIZER_BYTES / self.hardware.memory_rate
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - a cluster is a small value, and few are made
+    def link_times(self, strategy: Strategy, *, is_fully_sharded: bool = True) -> LinkTimes:
+        """Pull, push and step of `strategy`.
+
+        `is_fully_sharded`: states are cut over all ranks (ZeRO-3), else over the pipelines that hold the same
+        slice (the distributed optimizer of Megatron-LM, homogeneous strategies only), which moves fewer bytes.
+        """
+        elements = self._node_elements(strategy, is_fully_sharded)
+        widest = max(1 / s.num_devices for s in strategy.schemes) * self.num_params
+        inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
+        across = elements / self.hardware.inter_node_rate
+        slowest = 1e3 * max(inside, across)
+        return LinkTimes(
+            pull_ms=PARAM_BYTES * slowest, push_ms=GRADIENT_BYTES * slowest, step_ms=self.step_ms
+        )
+
+    def _node_elements(self, strategy: Strategy, is_fully_sharded: bool) -> float:
+        """Elements that the busiest node receives from other nodes in one pull."""
+        node_size = self.hardware.devices_per_node
+        if self.num_devices <= node_size:
+            return 0.0
+        nodes = _slices_of_nodes(strategy, node_size)
+        return max(_needed_share(slices, len(strategy.schemes), node_size / self.num_devices,
+                                 is_fully_sharded) for slices in nodes) * self.num_params  # fmt: skip
+
+    def hop_ms(self, scheme: Scheme, row_tokens: int) -> float:
+        """One activation from a stage to the next; ranks of a node share its links to the next node."""
+        node_size = self.hardware.devices_per_node
+        is_inside = scheme.num_devices <= node_size
+        rate = self.hardware.intra_node_rate if is_inside else self.hardware.inter_node_rate / node_size
+        latency = self.intra_node_latency_ms if is_inside else self.inter_node_latency_ms
+        return latency + 1e3 * row_tokens * self.shape.hidden_size * PARAM_BYTES / rate
+
+    def tp_ms(self, scheme: Scheme, row_tokens: int) -> float:
+        """TP collectives in the forward pass of one stage (the backward pass has as many): ring all-reduces.
+
+        Two per layer, of 2 (TP-1)/TP times the row each. Profiled T contains them already.
+        """
+        if scheme.tp == 1:
+            return 0.0
+        is_inside = scheme.tp <= self.hardware.devices_per_node
+        rate = self.hardware.intra_node_rate if is_inside else self.hardware.inter_node_rate
+        row_bytes = row_tokens * self.shape.hidden_size * PARAM_BYTES
+        layers = self.shape.num_layers / scheme.pp
+        return 1e3 * layers * 2 * 2 * (scheme.tp - 1) / scheme.tp * row_bytes / rate
+
+
+Slice = tuple[int, int, int, int]
+"""(tp, pp, TP slice, stage) that some rank of a node holds."""
+
+
+def _slices_of_nodes(strategy: Strategy, node_size: int) -> set[tuple[Slice, ...]]:
+    """The slices that the ranks of each node hold, nodes with the same slices once."""
+    nodes: dict[int, list[Slice]] = {}
+    for scheme, ranks in zip(strategy.schemes, strategy.place()):
+        for place, rank in enumerate(ranks):
+            stage, t = divmod(place, scheme.tp)
+            nodes.setdefault(rank // node_size, []).append((scheme.tp, scheme.pp, t, stage))
+    return {tuple(slices) for slices in nodes.values()}
+
+
+def _needed_share(
+    slices: Sequence[Slice], num_pipelines: int, node_share: float, is_fully_sharded: bool
+) -> float:
+    """Share of the model that a node needs and does not own."""
+    if not is_fully_sharded:
+        tp, pp = slices[0][:2]
+        return sum(1 - slices.count(s) / num_pipelines for s in set(slices)) / (tp * pp)
+    num_columns = lcm(*(s[0] for s in slices))
+    num_rows = lcm(*(s[1] for s in slices))
+    is_needed = np.zeros((num_rows, num_columns), dtype=bool)
+    for tp, pp, t, stage in set(slices):
+        height, width = num_rows // pp, num_columns // tp
+        is_needed[stage * height : (stage + 1) * height, t * width : (t + 1) * width] = True
+    return float(is_needed.mean()) * (1 - node_share)
+
+
+def find_cluster(profile: Profile, num_devices: int, hardware: str | None = None) -> Cluster | None:
+    """The cluster that `profile` was measured on, or the one named (a shipped description or a path).
+
+    None where the profile's hardware has no description: communication between stages, pull and push then
+    count nothing, and the commands say so. Raises HydraConfigError for a name that is not known, or a
+    profile that does not describe its model.
+    """
+    if hardware is not None:
+        document: Mapping[str, Any] = read_json_object(find_file("hardware", hardware))
+    else:
+        name = profile.document["hardware"].get("name")
+        shipped = (read_json_object(find_file("hardware", known)) for known in list_files("hardware"))
+        found = next((d for d in shipped if d["name"] == name), None)
+        if found is None:
+            return None
+        document = found
+    try:
+        latency = document["latency_s"]
+        return Cluster(
+            shape=model_shape(profile),
+            hardware=Hardware.from_json(document, source=hardware or str(document["name"])),
+            num_devices=num_devices,
+            intra_node_latency_ms=1e3 * latency["intra_node"],
+            inter_node_latency_ms=1e3 * latency["inter_node"],
+        )
+    except (KeyError, TypeError) as error:
+        raise HydraConfigError(
+            f"hardware {document.get('name')!r}: latency_s needs the numbers intra_node and inter_node ({error!r})"
+        ) from error
+
+
+def model_shape(profile: Profile) -> ModelShape:
+    """The decoder that `profile` belongs to; raises HydraConfigError naming the field that is missing."""
+    model = profile.document["model"]
+    names = ("num_layers", "hidden_size", "intermediate_size", "vocab_size")
+    missing = [name for name in names if name not in model]
+    if missing:
+        raise HydraConfigError(
+            f"profile {profile.name!r}: model.{missing[0]} is missing, which the bytes of pull and push need; "
+            f"add it to the profile"
+        )
+    heads, kv_heads = model.get("num_attention_heads"), model.get("num_key_value_heads")
+    return ModelShape(
+        **{name: model[name] for name in names},
+        key_value_share=kv_heads / heads if heads and kv_heads else 1.0,
+    )

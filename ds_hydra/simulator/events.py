@@ -1,0 +1,346 @@
+"""What one iteration does on a cluster, event by event: 1F1B of every pipeline, pull, push, optimizer.
+
+Times are milliseconds from the start of the pull. The order of passes is that of `engine/pipeline.py`; a stage
+sends without waiting, so a transfer delays the receiver only.
+
+Without overlap the whole pull comes first, and the push once every pipeline has finished. With overlap
+(Hydraulis, Fig. 8) a stage's first forward takes its layers as they arrive, and its last backward gives
+gradients away as they are complete: of K layers that arrive evenly over `pull` and take `f` together, the
+last is done at max(pull + f / K, pull / K + f); the push is the mirror image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.sampler.schedule import FORWARD_FRACTION, FloatArray
+from ds_hydra.simulator.cluster import NO_LINKS, Cluster, LinkTimes
+from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
+from ds_hydra.strategy.compiled import compiled
+from ds_hydra.strategy.profile import Profile
+from ds_hydra.strategy.scheme import Scheme, Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PipelineWork:
+    """What one pipeline has to do: `forward_ms[stage, row]`, `backward_ms[stage, row]`, rows in 1F1B order.
+
+    `hop_ms[row]` is the time of one activation or gradient between neighbouring stages; `tp_ms[row]` the part
+    of one forward, and of one backward, that is TP collectives (contained in them).
+    """
+
+    scheme: Scheme
+    ranks: tuple[int, ...]
+    forward_ms: FloatArray
+    backward_ms: FloatArray
+    hop_ms: FloatArray
+    tp_ms: FloatArray
+
+    def __post_init__(self) -> None:
+        shape = (self.scheme.pp, self.num_rows)
+        if self.forward_ms.shape != shape or self.backward_ms.shape != shape or self.tp_ms.shape != shape[1:]:
+            raise HydraConfigError(
+                f"pipeline {self.scheme}: forward times have shape {self.forward_ms.shape}, backward times "
+                f"{self.backward_ms.shape}, TP times {self.tp_ms.shape}; expected [stages, rows] = {shape} twice, "
+                f"and [rows]"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Micro-batches."""
+        return int(self.hop_ms.size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PipelineRun:
+    """When every pass of one pipeline starts and ends: arrays [stage, row]; pushes of the stages [stage]."""
+
+    work: PipelineWork
+    forward_start: FloatArray
+    forward_end: FloatArray
+    backward_start: FloatArray
+    backward_end: FloatArray
+    push_start: FloatArray
+    push_end: FloatArray
+
+    @property
+    def end_ms(self) -> float:
+        """End of the last backward; 0.0 without rows."""
+        return float(self.backward_end.max()) if self.work.num_rows else 0.0
+
+    @property
+    def busy_ms(self) -> float:
+        """Time of all passes of all stages together, without waiting for parameters."""
+        return float(self.work.forward_ms.sum() + self.work.backward_ms.sum())
+
+
+@compiled
+def run_passes(
+    forward_ms: FloatArray,
+    backward_ms: FloatArray,
+    hop_ms: FloatArray,
+    pull_ms: float,
+    num_buckets: float,
+    forward_start: FloatArray,
+    forward_end: FloatArray,
+    backward_start: FloatArray,
+    backward_end: FloatArray,
+) -> None:
+    """Fills the starts and ends, [stage, row], of non-interleaved 1F1B.
+
+    In wave k stage s runs F(k) and then B(k - (PP-1-s)). `num_buckets` 0: the pull ends before anything
+    starts; else the first forward of a stage of that many layers takes them as they arrive.
+    """
+    num_stages, num_rows = forward_ms.shape
+    free = np.full(num_stages, pull_ms if num_buckets == 0 else pull_ms / num_buckets)
+    for wave in range(num_rows + num_stages - 1):
+        for stage in range(num_stages):
+            if wave < num_rows:
+                start = free[stage]
+                if stage > 0:
+                    start = max(start, forward_end[stage - 1, wave] + hop_ms[wave])
+                end = start + forward_ms[stage, wave]
+                if wave == 0 and num_buckets > 0:
+                    end = max(end, pull_ms + forward_ms[stage, wave] / num_buckets)
+                forward_start[stage, wave] = start
+                forward_end[stage, wave] = end
+                free[stage] = end
+            row = wave - (num_stages - 1 - stage)
+            if 0 <= row < num_rows:
+                start = free[stage]
+                if stage < num_stages - 1:
+                    start = max(start, backward_end[stage + 1, row] + hop_ms[row])
+                backward_start[stage, row] = start
+                backward_end[stage, row] = start + backward_ms[stage, row]
+                free[stage] = backward_end[stage, row]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Simulation:
+    """One simulated iteration."""
+
+    iteration: int
+    strategy: Strategy
+    num_devices: int
+    links: LinkTimes
+    overlap: bool
+    runs: tuple[PipelineRun, ...]
+
+    @cached_property
+    def propagation_end_ms(self) -> float:
+        """End of the last backward of any pipeline, counted from the start of the pull."""
+        return max((run.end_ms for run in self.runs), default=0.0)
+
+    @cached_property
+    def push_end_ms(self) -> float:
+        """When every gradient has arrived."""
+        ends = [float(run.push_end.max()) for run in self.runs if run.work.num_rows]
+        return max(ends, default=self.links.pull_ms + self.links.push_ms)
+
+    @property
+    def iteration_ms(self) -> float:
+        """From the start of the pull to the end of the optimizer step."""
+        return self.push_end_ms + self.links.step_ms
+
+    @cached_property
+    def propagation_ms(self) -> float:
+        """The same iteration with every parameter in place: what the planner makes short."""
+        if self.links.pull_ms == 0.0:
+            return self.propagation_end_ms
+        return max((_run(run.work, NO_LINKS, 0).end_ms for run in self.runs), default=0.0)
+
+    @property
+    def exposed_link_ms(self) -> float:
+        """What pull and push add to propagation."""
+        return self.push_end_ms - self.propagation_ms
+
+    @property
+    def pipeline_ms(self) -> tuple[float, ...]:
+        """End of each pipeline's last backward; 0.0 for one without rows."""
+        return tuple(run.end_ms for run in self.runs)
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest over fastest pipeline from its first forward on, minus 1; empty pipelines do not count."""
+        times = [run.end_ms - float(run.forward_start.min()) for run in self.runs if run.work.num_rows]
+        return max(times) / min(times) - 1 if times and min(times) > 0 else 0.0
+
+    @property
+    def bubble(self) -> float:
+        """Share of rank time in propagation without a forward or backward; idle ranks count."""
+        busy = sum(run.busy_ms * run.work.scheme.tp for run in self.runs)
+        available = self.propagation_ms * self.num_devices
+        return 1 - busy / available if available > 0 else 0.0
+
+    @property
+    def idle_ranks(self) -> tuple[int, ...]:
+        """Ranks that run no forward: in no pipeline, or in one without rows."""
+        busy = {rank for run in self.runs if run.work.num_rows for rank in run.work.ranks}
+        return tuple(rank for rank in range(self.num_devices) if rank not in busy)
+
+    def timeline(self) -> Timeline:
+        """All events; those of ranks outside every pipeline have pipeline -1."""
+        events: list[Event] = []
+        step_start = self.push_end_ms
+        for number, run in enumerate(self.runs):
+            events += _pass_events(number, run)
+            for stage in range(run.work.scheme.pp):
+                push = (float(run.push_start[stage]), float(run.push_end[stage]))
+                events += self._link_events(number, stage, push, step_start)
+        if self.strategy.num_devices < self.num_devices:
+            push = (self.propagation_end_ms, step_start)
+            events += self._link_events(-1, 0, push, step_start)
+        return Timeline(
+            iteration=self.iteration,
+            source="predicted",
+            strategy=str(self.strategy),
+            num_devices=self.num_devices,
+            pipelines=tuple(
+                Track(scheme=run.work.scheme, ranks=run.work.ranks, num_micro_batches=run.work.num_rows)
+                for run in self.runs
+            ),
+            events=tuple(events),
+            duration_ms=self.iteration_ms,
+        )
+
+    def _link_events(
+        self, pipeline: int, stage: int, push: tuple[float, float], step_start: float
+    ) -> list[Event]:
+        spans = [
+            (EventKind.PULL, 0.0, self.links.pull_ms),
+            (EventKind.PUSH, *push),
+            (EventKind.STEP, step_start, step_start + self.links.step_ms),
+        ]
+        return [
+            Event(pipeline=pipeline, stage=stage, kind=kind, start_ms=start, end_ms=end)
+            for kind, start, end in spans
+            if end > start
+        ]
+
+
+def _pass_events(number: int, run: PipelineRun) -> list[Event]:
+    events = []
+    last = run.work.scheme.pp - 1
+    for stage in range(last + 1):
+        for row in range(run.work.num_rows):
+            hop, tp_ms = float(run.work.hop_ms[row]), float(run.work.tp_ms[row])
+            forward = (float(run.forward_start[stage, row]), float(run.forward_end[stage, row]))
+            backward = (float(run.backward_start[stage, row]), float(run.backward_end[stage, row]))
+            spans = [(EventKind.FORWARD, *forward, tp_ms), (EventKind.BACKWARD, *backward, tp_ms)]
+            if hop > 0 and stage < last:
+                spans.append((EventKind.P2P, forward[1], forward[1] + hop, 0.0))
+            if hop > 0 and stage > 0:
+                spans.append((EventKind.P2P, backward[1], backward[1] + hop, 0.0))
+            events += [
+                Event(
+                    pipeline=number, stage=stage, kind=kind, micro_batch=row, start_ms=start, end_ms=end,
+                    tp_ms=min(tp, end - start),
+                )
+                for kind, start, end, tp in spans
+            ]  # fmt: skip
+    return events
+
+
+def simulate_iteration(
+    pipelines: Sequence[PipelineWork],
+    *,
+    num_devices: int,
+    links: LinkTimes = NO_LINKS,
+    overlap: bool = False,
+    num_layers: int = 1,
+    iteration: int = 0,
+) -> Simulation:
+    """The iteration that runs `pipelines` side by side.
+
+    Without `overlap` pushes start together when the slowest pipeline is done. `num_layers` of the model are
+    what is pulled and pushed one by one with it.
+    """
+    runs = [_run(work, links, max(1, num_layers // work.scheme.pp) if overlap else 0) for work in pipelines]
+    end = max((run.end_ms for run in runs), default=0.0)
+    if not overlap:
+        for run in runs:
+            run.push_start[:] = max(end, links.pull_ms)
+            run.push_end[:] = run.push_start + links.push_ms
+    return Simulation(
+        iteration=iteration,
+        strategy=Strategy(tuple(work.scheme for work in pipelines)),
+        num_devices=num_devices,
+        links=links,
+        overlap=overlap,
+        runs=tuple(runs),
+    )
+
+
+def _run(work: PipelineWork, links: LinkTimes, num_buckets: int) -> PipelineRun:
+    shape = work.forward_ms.shape
+    times = [np.zeros(shape) for _ in range(4)]
+    run_passes(work.forward_ms, work.backward_ms, work.hop_ms, links.pull_ms, float(num_buckets), *times)
+    push_start, push_end = np.full(shape[0], links.pull_ms), np.full(shape[0], links.pull_ms + links.push_ms)
+    if num_buckets and work.num_rows:
+        first_gradient = times[2][:, -1] + work.backward_ms[:, -1] / num_buckets
+        push_start[:] = first_gradient
+        push_end[:] = np.maximum(
+            first_gradient + links.push_ms, times[3][:, -1] + links.push_ms / num_buckets
+        )
+    return PipelineRun(
+        work=work,
+        forward_start=times[0], forward_end=times[1], backward_start=times[2], backward_end=times[3],
+        push_start=push_start, push_end=push_end,
+    )  # fmt: skip
+
+
+def simulate_plan(
+    plan: IterationPlan,
+    profile: Profile,
+    cluster: Cluster | None = None,
+    *,
+    links: LinkTimes | None = None,
+    overlap: bool = True,
+    forward_fraction: float = FORWARD_FRACTION,
+) -> Simulation:
+    """`plan` on `cluster`, times by the profile's T. Without a cluster communication counts nothing.
+
+    `links` replaces what the cluster says about pull, push and step.
+    """
+    if links is None:
+        links = cluster.link_times(plan.strategy) if cluster else NO_LINKS
+    return simulate_iteration(
+        plan_work(plan, profile, cluster, forward_fraction),
+        num_devices=plan.num_devices,
+        links=links,
+        overlap=overlap,
+        num_layers=profile.memory.num_layers,
+        iteration=plan.iteration,
+    )
+
+
+def plan_work(
+    plan: IterationPlan, profile: Profile, cluster: Cluster | None, forward_fraction: float = FORWARD_FRACTION
+) -> list[PipelineWork]:
+    """The work of every pipeline of `plan`: all stages of a pipeline take T of the row."""
+    works = []
+    for pipeline in plan.pipelines:
+        scheme, latency = pipeline.scheme, profile.get_latency(pipeline.scheme)
+        rows = [plan.row_lengths(row) for row in pipeline.micro_batches]
+        row_ms = np.array([latency.row_ms(row) for row in rows])
+        tokens = [sum(row) for row in rows]
+        is_linked = cluster is not None and scheme.pp > 1
+        hop_ms = [cluster.hop_ms(scheme, n) if cluster and is_linked else 0.0 for n in tokens]
+        tp_ms = [cluster.tp_ms(scheme, n) if cluster else 0.0 for n in tokens]
+        works.append(
+            PipelineWork(
+                scheme=scheme,
+                ranks=pipeline.ranks,
+                forward_ms=np.tile(row_ms * forward_fraction, (scheme.pp, 1)),
+                backward_ms=np.tile(row_ms * (1 - forward_fraction), (scheme.pp, 1)),
+                hop_ms=np.array(hop_ms, dtype=np.float64),
+                tp_ms=np.array(tp_ms, dtype=np.float64),
+            )
+        )
+    return works

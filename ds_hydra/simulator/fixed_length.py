@@ -1,0 +1,120 @@
+"""How others place sequences: first-fit-decreasing rows dealt out evenly, and Karmarkar-Karp balance.
+
+Lengths are given in descending order; results are arrays of row or group numbers in that order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.strategy.compiled import compiled
+
+
+@compiled
+def first_fit_decreasing(lengths: IntArray, row_tokens: int, rows: IntArray) -> int:
+    """Writes the row of each sequence, the first with room for it; returns how many rows there are.
+
+    `lengths` descend and none is above `row_tokens`. Example: 6, 5, 4, 3 into rows of 9: rows 0, 1, 1, 0.
+    """
+    free = np.empty(lengths.size, dtype=np.int64)
+    num_rows = 0
+    for i in range(lengths.size):
+        row = 0
+        while row < num_rows and free[row] < lengths[i]:
+            row += 1
+        if row == num_rows:
+            free[row] = row_tokens
+            num_rows += 1
+        free[row] -= lengths[i]
+        rows[i] = row
+    return num_rows
+
+
+@compiled
+def karmarkar_karp(weights: FloatArray, num_groups: int, groups: IntArray) -> None:
+    """Writes the group of each item so that the groups' sums are close: the largest differencing method.
+
+    Every item begins as a division of its own into one full and empty groups. The two divisions with the
+    largest spread are merged, the largest group of one with the smallest of the other, until one is left.
+    """
+    num_items = weights.size
+    sums = np.zeros((num_items, num_groups))
+    first = np.full((num_items, num_groups), -1, dtype=np.int64)  # items of a group: a linked list
+    last = np.full((num_items, num_groups), -1, dtype=np.int64)
+    following = np.full(num_items, -1, dtype=np.int64)
+    spread = weights.copy()
+    for i in range(num_items):
+        sums[i, num_groups - 1] = weights[i]
+        first[i, num_groups - 1] = i
+        last[i, num_groups - 1] = i
+    for _ in range(num_items - 1):
+        a = np.argmax(spread)
+        spread[a] = -1.0
+        b = np.argmax(spread)
+        for k in range(num_groups):
+            j = num_groups - 1 - k
+            sums[a, k] += sums[b, j]
+            if first[b, j] >= 0:
+                if first[a, k] < 0:
+                    first[a, k] = first[b, j]
+                else:
+                    following[last[a, k]] = first[b, j]
+                last[a, k] = last[b, j]
+        order = np.argsort(sums[a])
+        sums[a] = sums[a][order]
+        first[a] = first[a][order]
+        last[a] = last[a][order]
+        spread[b] = -1.0
+        spread[a] = sums[a, num_groups - 1] - sums[a, 0]
+    root = np.argmax(spread)
+    for k in range(num_groups):
+        item = first[root, k]
+        while item >= 0:
+            groups[item] = k
+            item = following[item]
+
+
+Rows = list[IntArray]
+"""Packed rows of one pipeline, each an array of positions in the descending lengths."""
+
+
+def pack_fixed_length(lengths: IntArray, row_tokens: int, num_pipelines: int) -> list[Rows]:
+    """First-fit-decreasing rows of at most `row_tokens`, dealt to the pipelines in turn (Megatron-LM)."""
+    row_of = np.zeros(lengths.size, dtype=np.int64)
+    rows = _members(row_of, first_fit_decreasing(lengths, row_tokens, row_of))
+    return [rows[pipeline::num_pipelines] for pipeline in range(num_pipelines)]
+
+
+def pack_balanced(lengths: IntArray, weights: FloatArray, row_tokens: int, num_pipelines: int) -> list[Rows]:
+    """Karmarkar-Karp by `weights` over the pipelines, and again in each into the fewest rows that it can.
+
+    A pipeline whose balanced rows do not fit `row_tokens` gets one row more, until first-fit decreasing needs
+    no more.
+    """
+    group = np.zeros(lengths.size, dtype=np.int64)
+    if lengths.size:
+        karmarkar_karp(weights, num_pipelines, group)
+    return [
+        _balanced_rows(np.flatnonzero(group == pipeline), lengths, weights, row_tokens)
+        for pipeline in range(num_pipelines)
+    ]
+
+
+def _balanced_rows(members: IntArray, lengths: IntArray, weights: FloatArray, row_tokens: int) -> Rows:
+    row_of = np.zeros(members.size, dtype=np.int64)
+    most = first_fit_decreasing(lengths[members], row_tokens, row_of)
+    fewest = -(-int(lengths[members].sum()) // row_tokens)
+    balanced = np.zeros_like(row_of)
+    for num_rows in range(max(1, fewest), most + 1):
+        if members.size == 0:
+            break
+        karmarkar_karp(weights[members], num_rows, balanced)
+        if np.bincount(balanced, weights=lengths[members]).max() <= row_tokens:
+            return [members[row] for row in _members(balanced, num_rows) if row.size]
+    return [members[row] for row in _members(row_of, most)]
+
+
+def _members(row_of: IntArray, num_rows: int) -> Rows:
+    order = np.argsort(row_of, kind="stable")
+    return np.split(order, np.searchsorted(row_of[order], np.arange(1, num_rows))) if num_rows else []

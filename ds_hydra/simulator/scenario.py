@@ -1,0 +1,201 @@
+"""What the systems of a comparison have in common, and what each of them is measured by.
+
+All systems see the same mini-batches, the same T, memory model, links and overlap. Rows have varlen attention
+everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
+from ds_hydra.sampler.schedule import FORWARD_FRACTION, FloatArray, IntArray
+from ds_hydra.simulator.cluster import NO_LINKS, Cluster
+from ds_hydra.simulator.events import PipelineWork, Simulation, simulate_iteration, simulate_plan
+from ds_hydra.simulator.fixed_length import Rows
+from ds_hydra.strategy.profile import LatencyModel, Profile
+from ds_hydra.strategy.proposal import homogeneous_strategies, usable_schemes
+from ds_hydra.strategy.scheme import Scheme, Strategy
+
+WITHOUT_PROGRAMS = PlannerSettings(solver="none")
+"""The planner without integer programs: seconds less for each plan, and the same for every planned system."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One iteration of one system. `iteration_ms` has pull, push, switches and step in it."""
+
+    propagation_ms: float
+    iteration_ms: float
+    imbalance: float
+    bubble: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SystemResult:
+    """One system over all mini-batches; arrays have one entry for each. `strategy` says what was chosen."""
+
+    name: str
+    strategy: str
+    propagation_ms: FloatArray
+    iteration_ms: FloatArray
+    imbalance: FloatArray
+    bubble: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What all systems have in common: the mini-batches and where they run."""
+
+    profile: Profile
+    num_devices: int
+    context_length: int
+    batches: tuple[GlobalBatch, ...]
+    cluster: Cluster | None = None
+    overlap: bool = True
+    forward_fraction: float = FORWARD_FRACTION
+    settings: PlannerSettings = WITHOUT_PROGRAMS
+    _sorted: list[IntArray] = field(default_factory=list, compare=False)
+
+    @property
+    def lengths(self) -> list[IntArray]:
+        """Lengths of every mini-batch, descending."""
+        if not self._sorted:
+            self._sorted.extend(np.sort(np.array(b.lengths, dtype=np.int64))[::-1] for b in self.batches)
+        return self._sorted
+
+    def max_len_tokens(self, scheme: Scheme) -> int:
+        """MaxLen of `scheme` here."""
+        return self.profile.max_len_tokens(scheme, self.num_devices)
+
+    def statics(self) -> tuple[Strategy, ...]:
+        """Homogeneous strategies that hold the context; raises HydraConfigError if there is none."""
+        found = homogeneous_strategies(self.profile, self.num_devices, self.context_length)
+        if not found:
+            raise HydraConfigError(
+                f"no scheme of profile {self.profile.name!r} holds {self.context_length} tokens on "
+                f"{self.num_devices} devices; lower --context or raise --devices"
+            )
+        return found
+
+    def plan(self, batch: GlobalBatch, strategies: Sequence[Strategy]) -> IterationPlan:
+        """The plan of ds_hydra's planner."""
+        return plan_iteration(
+            batch,
+            strategies=strategies,
+            profile=self.profile,
+            num_devices=self.num_devices,
+            settings=self.settings,
+        )
+
+    def simulate(self, plan: IterationPlan) -> Simulation:
+        """The iteration that carries out `plan`."""
+        return simulate_plan(
+            plan, self.profile, self.cluster, overlap=self.overlap, forward_fraction=self.forward_fraction
+        )
+
+    def run_rows(
+        self, strategy: Strategy, lengths: IntArray, rows: Sequence[Rows], *, overlap: bool | None = None
+    ) -> Outcome:
+        """A homogeneous strategy whose pipelines run `rows`, states sharded over its replicas."""
+        scheme = strategy.schemes[0]
+        links = self.cluster.link_times(strategy, is_fully_sharded=False) if self.cluster else NO_LINKS
+        simulation = simulate_iteration(
+            [
+                self._work(scheme, ranks, lengths, pipeline_rows)
+                for ranks, pipeline_rows in zip(strategy.place(), rows)
+            ],
+            num_devices=self.num_devices,
+            links=links,
+            overlap=self.overlap if overlap is None else overlap,
+            num_layers=self.profile.memory.num_layers,
+        )
+        return outcome_of(simulation)
+
+    def _work(self, scheme: Scheme, ranks: tuple[int, ...], lengths: IntArray, rows: Rows) -> PipelineWork:
+        latency = self.profile.get_latency(scheme)
+        row_ms = np.array([packed_row_ms(latency, lengths[row]) for row in rows], dtype=np.float64)
+        is_linked = self.cluster is not None and scheme.pp > 1
+        hops = [
+            self.cluster.hop_ms(scheme, int(lengths[row].sum())) if self.cluster and is_linked else 0.0
+            for row in rows
+        ]
+        return PipelineWork(
+            scheme=scheme,
+            ranks=ranks,
+            forward_ms=np.tile(row_ms * self.forward_fraction, (scheme.pp, 1)),
+            backward_ms=np.tile(row_ms * (1 - self.forward_fraction), (scheme.pp, 1)),
+            hop_ms=np.array(hops, dtype=np.float64),
+            tp_ms=np.zeros(len(rows)),
+        )
+
+
+NO_WORK = Outcome(propagation_ms=0.0, iteration_ms=0.0, imbalance=0.0, bubble=0.0)
+
+
+def outcome_of(simulation: Simulation) -> Outcome:
+    """The figures of one simulated iteration."""
+    return Outcome(
+        propagation_ms=simulation.propagation_ms,
+        iteration_ms=simulation.iteration_ms,
+        imbalance=simulation.imbalance,
+        bubble=simulation.bubble,
+    )
+
+
+def packed_row_ms(latency: LatencyModel, lengths: IntArray) -> float:
+    """T of a packed row of `lengths`, one at least."""
+    tokens = lengths.astype(np.float64)
+    return float(((latency.quadratic_ms * tokens + latency.linear_ms) * tokens).sum() + latency.constant_ms)
+
+
+def summarize(name: str, strategy: str, outcomes: Sequence[Outcome]) -> SystemResult:
+    """The outcomes of all mini-batches as arrays."""
+    columns = {
+        key: np.array([getattr(outcome, key) for outcome in outcomes])
+        for key in ("propagation_ms", "iteration_ms", "imbalance", "bubble")
+    }
+    return SystemResult(name=name, strategy=strategy, **columns)
+
+
+def best_of(name: str, results: Iterable[SystemResult]) -> SystemResult:
+    """The fastest of several choices, by propagation; its iteration times are those of the choice fastest in that.
+
+    So neither figure is ever compared with a choice that was tuned for the other one.
+    """
+    tried = list(results)
+    by_propagation = min(tried, key=lambda r: float(r.propagation_ms.mean()))
+    by_iteration = min(tried, key=lambda r: float(r.iteration_ms.mean()))
+    return SystemResult(
+        name=name,
+        strategy=by_propagation.strategy,
+        propagation_ms=by_propagation.propagation_ms,
+        iteration_ms=by_iteration.iteration_ms,
+        imbalance=by_propagation.imbalance,
+        bubble=by_propagation.bubble,
+    )
+
+
+def perfect_balance_ms(scenario: Scenario, batch: GlobalBatch) -> float:
+    """A time of propagation that no strategy and no placement can beat.
+
+    Every sequence runs on the scheme that uses least device time for it, all devices are always busy, and a
+    row's constant is spread over a full row; or, if that is longer, the longest sequence passes the stages of
+    the fastest pipeline that holds it.
+    """
+    lengths = np.array(batch.lengths, dtype=np.float64)
+    least = np.full(lengths.size, np.inf)
+    alone = np.full(lengths.size, np.inf)
+    for scheme in usable_schemes(scenario.profile, scenario.num_devices):
+        t, longest = scenario.profile.get_latency(scheme), scenario.max_len_tokens(scheme)
+        work = (t.quadratic_ms * lengths + t.linear_ms) * lengths
+        fits = lengths <= longest
+        shared = scheme.num_devices * (work + t.constant_ms * lengths / longest)
+        least = np.minimum(least, np.where(fits, shared, np.inf))
+        alone = np.minimum(alone, np.where(fits, scheme.pp * (work + t.constant_ms), np.inf))
+    return float(max(least.sum() / scenario.num_devices, alone.max(initial=0.0)))

@@ -1,0 +1,188 @@
+"""The event simulation against closed forms and schedules worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import make_profile
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.schedule import FORWARD_FRACTION, one_f_one_b_ms
+from ds_hydra.simulator.cluster import LinkTimes
+from ds_hydra.simulator.events import PipelineWork, simulate_iteration, simulate_plan
+from ds_hydra.simulator.timeline import EventKind, Timeline
+from ds_hydra.strategy.scheme import Scheme, Strategy
+
+
+def make_work(forward_ms, backward_ms, *, tp=1, first_rank=0, hop_ms=0.0):
+    """A pipeline whose `forward_ms[stage][row]` and `backward_ms[stage][row]` are given."""
+    forward = np.array(forward_ms, dtype=float)
+    scheme = Scheme(tp, forward.shape[0])
+    return PipelineWork(
+        scheme=scheme,
+        ranks=tuple(range(first_rank, first_rank + scheme.num_devices)),
+        forward_ms=forward,
+        backward_ms=np.array(backward_ms, dtype=float),
+        hop_ms=np.full(forward.shape[1], hop_ms),
+        tp_ms=np.zeros(forward.shape[1]),
+    )
+
+
+def simulate_one(work, **more):
+    return simulate_iteration([work], num_devices=work.scheme.num_devices, **more)
+
+
+def spans(simulation, kind, pipeline=0):
+    """(stage, row, start, end) of the events of one kind."""
+    events = simulation.timeline().events
+    return [
+        (e.stage, e.micro_batch, e.start_ms, e.end_ms)
+        for e in events
+        if e.kind is kind and e.pipeline == pipeline
+    ]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 13])
+def test_equal_rows_take_the_closed_form(num_stages, num_rows):
+    work = make_work(np.full((num_stages, num_rows), 1.0), np.full((num_stages, num_rows), 2.0))
+    simulation = simulate_one(work)
+    assert simulation.propagation_ms == pytest.approx((num_stages - 1 + num_rows) * 3.0)
+    assert simulation.bubble == pytest.approx((num_stages - 1) / (num_stages - 1 + num_rows))
+
+
+def test_two_stages_three_unequal_rows_by_hand():
+    """Rows of 1, 4, 2 ms forward and twice that backward.
+
+    stage 0: F0 0-1 F1 1-5 B0 5-7 F2 7-9 B1 17-25 B2 25-29; stage 1: F0 1-2 B0 2-4 F1 5-9 B1 9-17 F2 17-19 B2 19-23
+    """
+    work = make_work([[1, 4, 2]] * 2, [[2, 8, 4]] * 2)
+    simulation = simulate_one(work)
+    assert spans(simulation, EventKind.FORWARD) == [
+        (0, 0, 0, 1), (0, 1, 1, 5), (0, 2, 7, 9), (1, 0, 1, 2), (1, 1, 5, 9), (1, 2, 17, 19),
+    ]  # fmt: skip
+    assert spans(simulation, EventKind.BACKWARD) == [
+        (0, 0, 5, 7), (0, 1, 17, 25), (0, 2, 25, 29), (1, 0, 2, 4), (1, 1, 9, 17), (1, 2, 19, 23),
+    ]  # fmt: skip
+    assert simulation.propagation_ms == 29
+
+
+def test_transfers_delay_the_receiver_only():
+    """One row, two stages, a hop of 10 ms each way: F 0-1, F 11-12, B 12-14, B 24-26."""
+    simulation = simulate_one(make_work([[1]] * 2, [[2]] * 2, hop_ms=10))
+    assert spans(simulation, EventKind.P2P) == [(0, 0, 1, 11), (1, 0, 14, 24)]
+    assert simulation.propagation_ms == 26
+    # Stage 0 sends row 0 and computes row 1 at once.
+    two_rows = simulate_one(make_work([[1, 1]] * 2, [[2, 2]] * 2, hop_ms=10))
+    assert spans(two_rows, EventKind.FORWARD)[:2] == [(0, 0, 0, 1), (0, 1, 1, 2)]
+
+
+def test_stages_may_differ():
+    """A last stage of double time: F0 0-1, F1 1-2 | F0 1-3 B0 3-7 F1 7-9 B1 9-13 | B0 7-9, B1 13-15."""
+    assert simulate_one(make_work([[1, 1], [2, 2]], [[2, 2], [4, 4]])).propagation_ms == 15
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(0.1, 50), min_size=1, max_size=12),
+    st.integers(1, 6),
+)
+def test_equals_the_planners_recurrence(row_ms, num_stages):
+    rows = np.array(row_ms)
+    work = make_work(
+        np.tile(rows * FORWARD_FRACTION, (num_stages, 1)),
+        np.tile(rows * (1 - FORWARD_FRACTION), (num_stages, 1)),
+    )
+    simulation = simulate_one(work)
+    assert simulation.propagation_ms == pytest.approx(one_f_one_b_ms(rows, num_stages, FORWARD_FRACTION))
+    assert simulation.timeline().propagation_ms == pytest.approx(simulation.propagation_ms)
+    assert simulation.timeline().bubble == pytest.approx(simulation.bubble, abs=1e-9)
+
+
+LINKS = LinkTimes(pull_ms=12.0, push_ms=24.0, step_ms=5.0)
+
+
+def test_without_overlap_everything_adds_up():
+    slow = make_work([[6]], [[12]])
+    fast = make_work([[2]], [[4]], first_rank=1)
+    simulation = simulate_iteration([slow, fast], num_devices=3, links=LINKS)
+    assert simulation.iteration_ms == 12 + 18 + 24 + 5
+    assert (simulation.propagation_ms, simulation.exposed_link_ms) == (18, 36)
+    # The fast pipeline pushes when the slow one is ready; rank 2 computes nothing and takes part in the rest.
+    assert spans(simulation, EventKind.PUSH, 1) == [(0, -1, 30, 54)]
+    assert spans(simulation, EventKind.PULL, -1) == [(0, -1, 0, 12)]
+    assert spans(simulation, EventKind.STEP, -1) == [(0, -1, 54, 59)]
+    assert simulation.idle_ranks == (2,)
+    assert simulation.imbalance == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "expected"),
+    [
+        # Six layers. Computing is slower than the link: first layer 12/6 late, the last gradients 24/6 after.
+        (60, 120, 12 / 6 + 60 + 120 + 24 / 6),
+        # The link is slower: the last layer runs after the pull, the push begins after the first layer's backward.
+        (6, 6, (12 + 6 / 6) + 6 / 6 + 24),
+    ],
+)
+def test_overlap_hides_what_a_layerwise_link_can_hide(forward, backward, expected):
+    work = make_work([[forward]], [[backward]])
+    simulation = simulate_one(work, links=LINKS, overlap=True, num_layers=6)
+    assert simulation.push_end_ms == pytest.approx(expected)
+    assert simulation.iteration_ms == pytest.approx(expected + 5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.floats(0.5, 30), min_size=1, max_size=8),
+    st.sampled_from([1, 2, 4]),
+    st.floats(0, 60),
+    st.floats(0, 60),
+)
+def test_overlap_never_loses_and_never_beats_the_parts(row_ms, num_stages, pull_ms, push_ms):
+    rows = np.array(row_ms)
+    work = make_work(np.tile(rows, (num_stages, 1)), np.tile(2 * rows, (num_stages, 1)))
+    links = LinkTimes(pull_ms=pull_ms, push_ms=push_ms, step_ms=1.0)
+    without = simulate_one(work, links=links, num_layers=8)
+    with_overlap = simulate_one(work, links=links, overlap=True, num_layers=8)
+    assert without.iteration_ms == pytest.approx(pull_ms + without.propagation_ms + push_ms + 1)
+    assert with_overlap.iteration_ms <= without.iteration_ms + 1e-9
+    assert with_overlap.iteration_ms >= max(with_overlap.propagation_ms, pull_ms + push_ms) + 1 - 1e-9
+
+
+def test_a_plan_takes_what_the_planner_says():
+    profile = make_profile({"<1,1>": (1e-4, 1.0, 3.0), "<2,2>": (4e-5, 0.3, 3.0)}, max_len=60)
+    batch = GlobalBatch(
+        iteration=7, sample_indices=tuple(range(8)), lengths=(50, 40, 9, 8, 7, 30, 3, 1), num_label_tokens=140
+    )
+    plan = plan_iteration(
+        batch, strategies=[Strategy.parse("1x<2,2> + 3x<1,1>")], profile=profile, num_devices=8
+    )
+    simulation = simulate_plan(plan, profile)
+    assert simulation.propagation_ms == pytest.approx(plan.makespan_ms)
+    assert simulation.pipeline_ms == pytest.approx([p.makespan_ms for p in plan.pipelines])
+    assert simulation.imbalance == pytest.approx(plan.imbalance)
+    assert simulation.idle_ranks == (7,)
+    timeline = simulation.timeline()
+    assert timeline.iteration == 7
+    assert Timeline.from_json(timeline.to_json()) == timeline
+
+
+def test_an_iteration_without_rows():
+    work = make_work(np.zeros((2, 0)), np.zeros((2, 0)))
+    for overlap in (False, True):
+        simulation = simulate_one(work, links=LINKS, overlap=overlap)
+        assert simulation.iteration_ms == 12 + 24 + 5
+        assert (simulation.bubble, simulation.imbalance, simulation.idle_ranks) == (0.0, 0.0, (0, 1))
+
+
+def test_times_of_another_shape_are_refused():
+    with pytest.raises(HydraConfigError, match=r"expected \[stages, rows\] = \(2, 1\)"):
+        PipelineWork(
+            scheme=Scheme(1, 2), ranks=(0, 1), forward_ms=np.ones((1, 1)), backward_ms=np.ones((2, 1)),
+            hop_ms=np.zeros(1), tp_ms=np.zeros(1),
+        )  # fmt: skip

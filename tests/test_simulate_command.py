@@ -1,0 +1,115 @@
+"""`ds-hydra simulate` as a user calls it, mistakes included."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import typer
+from test_simulator import HISTOGRAM, small_profile
+from typer.testing import CliRunner
+
+from ds_hydra.commands import propose, simulate
+from ds_hydra.simulator.timeline import Timeline
+
+app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+for module in (propose, simulate):  # two commands, so that typer wants the name
+    module.register(app)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["simulate", *(str(argument) for argument in arguments)])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("simulate")
+    (folder / "profile.json").write_text(json.dumps(dict(small_profile().document)))
+    (folder / "lengths.json").write_text(json.dumps(HISTOGRAM.to_json()))
+    return folder
+
+
+def arguments(files, *, devices=4, context=100, tokens=400):
+    return [
+        "--profile", files / "profile.json", "--histogram", files / "lengths.json", "--devices", devices,
+        "--context", context, "--tokens", tokens, "--iterations", 4,
+    ]  # fmt: skip
+
+
+def test_one_document_on_stdout_and_the_same_in_the_file(files):
+    out, timeline = files / "out.json", files / "timeline.json"
+    result = invoke(
+        *arguments(files), "--json", "--out", out, "--timeline", timeline, "--price-per-gpu-hour", 2
+    )
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document == json.loads(out.read_text())
+    assert document["schema"] == "ds_hydra.simulation/1"
+    assert document["systems"][0]["name"] == "ds_hydra"
+    assert document["systems"][0]["dollars_per_billion_tokens"] > 0
+    assert "communication counts nothing" in result.stderr
+    events = Timeline.from_json(json.loads(timeline.read_text()))
+    assert events.duration_ms > 0
+
+
+def test_text_has_bound_speedups_and_prices(files):
+    result = invoke(*arguments(files), "--baseline", "1x<4,1>", "--price-per-gpu-hour", 2)
+    assert result.exit_code == 0, result.stderr
+    for text in (
+        "above the perfect-balance bound",
+        "Megatron-LM, given strategy",
+        "$/10^9 tokens",
+        "speed-up",
+    ):
+        assert text in result.stdout
+
+
+def test_sweep_writes_points_and_a_picture(files):
+    plot = files / "sweep.png"
+    result = invoke(
+        *arguments(files, devices="4,8"), "--json", "--plot", plot, "--systems", "megatron,two_stage"
+    )
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["schema"] == "ds_hydra.sweep/1"
+    assert [point["num_devices"] for point in document["points"]] == [4, 8]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_list_cases():
+    assert "paper/link-overhead" in invoke("--list-cases").stdout.split()
+    assert "paper/ablation" in json.loads(invoke("--list-cases", "--json").stdout)["cases"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        (["--devices", 1], "use 2 devices"),
+        (["--context", 1000], "no scheme holds a row of 1000 tokens"),
+        (["--devices", "4,x"], "--devices '4,x': expected whole numbers"),
+        (["--devices", "0"], "--devices '0': expected whole numbers"),
+        (["--systems", "megatorn"], "system 'megatorn' is not known"),
+        (["--baseline", "1x<2,1>x"], "cannot read"),
+        (["--baseline", "4x<1,1>"], "MaxLen is 60 on 4 devices"),
+        (["--strategies", "missing.json"], "cannot read missing.json"),
+        (["--hardware", "h10"], "did you mean 'h100'"),
+        (["--plot", "x.png"], "--plot shows a sweep"),
+        (["--devices", "4,8", "--timeline", "x.json"], "--timeline shows one iteration"),
+        (["--case", "paper/case-study"], "leave those options out"),
+        (["--out", "missing/out.json"], "cannot write missing/out.json"),
+    ],
+)
+def test_mistakes_end_without_a_traceback(files, extra, message):
+    result = invoke(*arguments(files), *extra)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_missing_options_and_unknown_cases():
+    assert "--histogram, --devices, --context missing" in invoke("--profile", "a800_llama2_7b").stderr
+    assert "did you mean paper/case-study" in invoke("--case", "paper/case-studi").stderr
+
+
+def test_help_has_an_example():
+    assert "Example: ds-hydra simulate" in " ".join(invoke("--help").stdout.split())

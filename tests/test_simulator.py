@@ -1,0 +1,245 @@
+"""Systems against each other and against sums done by hand, on a small cluster."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from reference import make_batch, make_profile
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.simulator.baselines import balanced, dynamic, fixed_length, hotspa, two_stage
+from ds_hydra.simulator.cases import list_cases, load_case
+from ds_hydra.simulator.compare import LABELS, STATIC_SYSTEMS, Ratio, Settings, Workload, compare
+from ds_hydra.simulator.reproduction import our_figure
+from ds_hydra.simulator.scenario import Scenario, perfect_balance_ms
+from ds_hydra.simulator.sweep import Axes, sweep
+from ds_hydra.simulator.ulysses import deepspeed_ulysses
+from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.neighbours import neighbour_strategies
+from ds_hydra.strategy.profile import Profile
+from ds_hydra.strategy.scheme import Scheme, Strategy
+
+
+def small_profile() -> Profile:
+    """<1,1> holds 60 tokens, <2,1> 120, <4,1> 240; large groups are slower per device."""
+    document = dict(
+        make_profile(
+            {"<1,1>": (1e-3, 1.0, 2.0), "<2,1>": (6e-4, 0.6, 2.0), "<4,1>": (4e-4, 0.4, 2.0)}, max_len=60 * 30
+        ).document
+    )
+    document["memory"] = {
+        **document["memory"], "activation_bytes_per_token_per_layer_per_hidden": {"1": 30, "2": 30, "4": 30},
+    }  # fmt: skip
+    return Profile.from_json(document)
+
+
+def make_scenario(*batches, context=100, num_devices=4):
+    return Scenario(
+        profile=small_profile(), num_devices=num_devices, context_length=context,
+        batches=tuple(make_batch(list(b), i) for i, b in enumerate(batches)),
+    )  # fmt: skip
+
+
+HISTOGRAM = LengthHistogram.from_counts({5: 400, 20: 200, 50: 40, 100: 5}, name="small")
+
+
+def make_workload(**changes) -> Workload:
+    arguments = {
+        "name": "small", "profile": small_profile(), "histogram": HISTOGRAM, "num_devices": 4,
+        "context_length": 100, "tokens_per_iteration": 400,
+    }  # fmt: skip
+    return Workload(**{**arguments, **changes})
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return compare(make_workload(given=Strategy.parse("1x<4,1>")), None, Settings(iterations=12))
+
+
+def test_megatron_by_hand():
+    """Two replicas <2,1>, rows of 100 tokens: {100}, {60, 40} and {30}, dealt 2 and 1."""
+    scenario = make_scenario([40, 100, 60, 30])
+    result = fixed_length(scenario, [Strategy.parse("2x<2,1>")], name="megatron")
+    t = scenario.profile.get_latency(Scheme(2, 1))
+    slow, fast = t.row_ms([100]) + t.row_ms([30]), t.row_ms([60, 40])
+    assert result.propagation_ms == pytest.approx([slow])
+    assert result.imbalance == pytest.approx([slow / fast - 1])
+    assert result.bubble == pytest.approx([1 - (slow + fast) / (2 * slow)])
+
+
+def test_megatron_is_tuned_over_every_scheme_that_holds_the_context():
+    scenario = make_scenario([40, 100, 60, 30], [90, 5, 5])
+    tuned = fixed_length(scenario, name="megatron")
+    each = [fixed_length(scenario, [Strategy.parse(s)], name="x") for s in ("2x<2,1>", "1x<4,1>")]
+    assert tuned.propagation_ms.mean() == min(r.propagation_ms.mean() for r in each)
+    longer_rows = fixed_length(scenario, tunes_rows=True, name="megatron_rows")
+    assert longer_rows.propagation_ms.mean() <= tuned.propagation_ms.mean()
+
+
+def test_a_strategy_that_does_not_hold_the_context_is_refused():
+    with pytest.raises(
+        HydraConfigError, match="baseline 4x<1,1>: MaxLen is 60 on 4 devices, the context 100"
+    ):
+        fixed_length(make_scenario([5]), [Strategy.parse("4x<1,1>")], name="megatron")
+
+
+def test_balance_beats_dealing_out_and_planning_beats_balance():
+    batches = [np.random.default_rng(i).integers(1, 100, 30).tolist() for i in range(6)]
+    scenario = make_scenario(*batches)
+    means = [
+        result.propagation_ms.mean()
+        for result in (
+            fixed_length(scenario, name="a"),
+            balanced(scenario, name="b"),
+            two_stage(scenario, scenario.statics(), name="c"),
+        )
+    ]
+    assert means[0] > means[1] >= means[2] * 0.999
+
+
+def test_hotspa_runs_intervals_one_after_the_other():
+    """With all sequences in one interval it is Megatron-LM with rows as long as memory allows."""
+    scenario = make_scenario([40, 100, 60, 30])
+    assert hotspa(scenario, name="hotspa").propagation_ms == pytest.approx(
+        fixed_length(scenario, name="megatron").propagation_ms
+    )
+
+
+def test_ulysses_by_hand():
+    """Groups of 2 hold 120 tokens: rows {100} and {60, 40} in step 1, {30} in step 2; no traffic is known."""
+    scenario = make_scenario([40, 100, 60, 30])
+    result = deepspeed_ulysses(scenario, is_checkpointed=False, name="deepspeed")
+
+    def row(*lengths):
+        return sum(1e-3 * l * l + l for l in lengths) / 2 + 2
+
+    by_two = row(100) + row(30)
+    assert result.strategy in ("DP2 SP2", "DP1 SP4")
+    assert result.propagation_ms[0] <= by_two
+    checkpointed = deepspeed_ulysses(scenario, is_checkpointed=True, name="deepspeed_ac")
+    assert checkpointed.propagation_ms[0] > 1.2 * result.propagation_ms[0]
+
+
+def test_bound_holds_for_every_system(comparison):
+    for result in comparison.results:
+        if "deepspeed" not in result.name:  # Ulysses is none of the profile's schemes
+            assert (result.propagation_ms >= comparison.perfect_balance_ms - 1e-9).all()
+    assert comparison.distance_to_bound >= 0
+
+
+def test_bound_by_hand():
+    """One sequence of 100 on <2,1> at least; two devices could share the rest, but a row passes as a whole."""
+    scenario = make_scenario([100])
+    t = scenario.profile.get_latency(Scheme(4, 1))
+    assert perfect_balance_ms(scenario, scenario.batches[0]) == pytest.approx(t.row_ms([100]))
+    many = make_scenario([10] * 40)
+    device_ms = 40 * (1e-3 * 100 + 10 + 2 * 10 / 60)
+    assert perfect_balance_ms(many, many.batches[0]) == pytest.approx(device_ms / 4)
+
+
+def test_all_systems_are_there_and_none_static_is_faster(comparison):
+    assert [result.name for result in comparison.results] == list(LABELS)
+    for name in STATIC_SYSTEMS:
+        if "deepspeed" not in name:
+            assert comparison.speedup(name, of_propagation=True).value >= 0.999, name
+    assert comparison.speedup("ds_hydra").value == 1
+
+
+def test_document_and_prices(comparison):
+    document = json.loads(json.dumps(comparison.to_json(price_per_gpu_hour=2.0)))
+    assert document["schema"] == "ds_hydra.simulation/1"
+    ours = document["systems"][0]
+    # tokens/s on 4 devices at 2 an hour
+    expected = 1e9 / ours["tokens_per_s"] / 3600 * 4 * 2
+    assert ours["dollars_per_billion_tokens"] == pytest.approx(expected)
+    assert document["systems"][1]["speedup_95"][0] <= document["systems"][1]["speedup"]
+    assert comparison.simulate(0).timeline().iteration == 0
+
+
+def test_the_same_seed_gives_the_same_figures(comparison):
+    again = compare(make_workload(given=Strategy.parse("1x<4,1>")), None, Settings(iterations=12))
+    assert again.to_json() == comparison.to_json()
+
+
+def test_ratio_of_equal_times_has_no_spread():
+    times = np.array([1.0, 5.0, 2.0])
+    assert Ratio.of(2 * times, times) == Ratio(value=2.0, low=2.0, high=2.0)
+
+
+def test_dynamic_says_how_often_it_chose_what():
+    scenario = make_scenario([100], [10] * 8, [10] * 8, [10] * 8)
+    result, plans = dynamic(scenario, [Strategy.parse("1x<4,1>"), Strategy.parse("4x<1,1>")], name="ds_hydra")
+    assert result.strategy == "4x<1,1> (75%); 1x<4,1> (25%)"
+    assert len(plans) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_length": 1000}, "no scheme holds a row of 1000 tokens on 4 devices"),
+        ({"num_devices": 1}, "use 2 devices"),
+        ({"tokens_per_iteration": 50}, "raise --tokens to 100 or more"),
+        ({"given": Strategy.parse("2x<4,1>")}, "needs 8 devices, there are 4"),
+        ({"given": Strategy.parse("1x<2,1> + 2x<1,1>")}, "Megatron-LM runs one"),
+    ],
+)
+def test_workloads_without_a_meaning(changes, message):
+    with pytest.raises(HydraConfigError, match=message):
+        compare(make_workload(**changes), None, Settings(iterations=1))
+
+
+def test_unknown_system():
+    with pytest.raises(HydraConfigError, match="system 'alpa' is not known; choose among given, megatron"):
+        Settings(systems=("megatron", "alpa"))
+
+
+def test_sweep_checks_every_point_before_the_first():
+    seen = []
+    with pytest.raises(HydraConfigError, match="no scheme holds"):
+        sweep(
+            make_workload(), Axes(devices=(4,), contexts=(100, 1000)), Settings(iterations=1),
+            progress=lambda *done: seen.append(done),
+        )  # fmt: skip
+    assert seen == []
+
+
+def test_sweep_scales_the_budget_with_the_cluster():
+    axes = Axes(devices=(4, 8), contexts=(100,))
+    assert list(axes.points()) == [(4, 100, 6250), (8, 100, 12500)]
+    assert list(Axes(devices=(4,), contexts=(100,), tokens=(7, 8)).points()) == [(4, 100, 7), (4, 100, 8)]
+    found = sweep(
+        make_workload(), Axes(devices=(4, 8), contexts=(100,), tokens=(400,)),
+        Settings(iterations=3, systems=("megatron",)),
+    )  # fmt: skip
+    assert [c.workload.num_devices for c in found] == [4, 8]
+    assert found[1].tokens_per_s(found[1].results[0]) > found[0].tokens_per_s(found[0].results[0])
+
+
+def test_every_shipped_case_loads_and_names_figures_that_exist(comparison):
+    names = list_cases()
+    assert "paper/commoncrawl-32b-64gpu-f2" in names
+    for name in names:
+        case = load_case(name)
+        assert case.workload.context_length <= case.workload.tokens_per_iteration
+        for expected in case.expected:
+            if expected.metric.split(".")[0] not in ("link_s", "step_s", "exposed_link_s"):
+                assert our_figure(comparison, expected.metric) != ""
+
+
+def test_unknown_case_lists_near_misses():
+    with pytest.raises(HydraConfigError, match=r"did you mean paper/commoncrawl-32b-64gpu-f\d"):
+        load_case("paper/commoncrawl-32b-64gpus-f2")
+    with pytest.raises(HydraConfigError, match="--list-cases"):
+        load_case("x")
+
+
+def test_neighbours_use_as_many_devices():
+    start = Strategy.parse("1x<4,1> + 2x<2,1>")
+    found = neighbour_strategies(start, [Scheme(4, 1), Scheme(2, 1), Scheme(1, 1), Scheme(2, 2)])
+    assert {s.num_devices for s in found} == {8}
+    assert start not in found
+    assert Strategy.parse("2x<4,1>") in found
+    assert Strategy.parse("1x<4,1> + 1x<2,1> + 2x<1,1>") in found
+    assert Strategy.parse("1x<2,2> + 2x<2,1>") in found
