@@ -2,7 +2,7 @@
 
 from ds_hydra.version import __version__
 
-__all__ = ["HydraEngine", "__version__", "initialize"]
+__all__ = ["HydraEngine", "HydraTrainer", "__version__", "initialize"]
 
 
 def __getattr__(name: str) -> object:
@@ -11,4 +11,8 @@ def __getattr__(name: str) -> object:
         from ds_hydra import engine
 
         return getattr(engine, name)
+    if name == "HydraTrainer":
+        from ds_hydra.trainer import HydraTrainer
+
+        return HydraTrainer
     raise AttributeError(f"module 'ds_hydra' has no attribute {name!r}")

@@ -320,7 +320,9 @@ def _first_on_node() -> Iterator[None]:
 def hydra_engine_class(hydra_config: HydraConfig) -> Iterator[None]:
     """While open, `deepspeed.initialize` builds a HydraEngine, wherever it is called from."""
     original = deepspeed.DeepSpeedEngine
-    deepspeed.DeepSpeedEngine = functools.partial(HydraEngine, hydra_config=hydra_config)
+    # A class, not a partial: accelerate asks isinstance(model, deepspeed.DeepSpeedEngine) meanwhile.
+    init = functools.partialmethod(HydraEngine.__init__, hydra_config=hydra_config)
+    deepspeed.DeepSpeedEngine = type(HydraEngine.__name__, (HydraEngine,), {"__init__": init})
     try:
         yield
     finally:

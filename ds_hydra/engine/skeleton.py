@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.engine import attention
+from ds_hydra.engine.adapters import SUMMED, is_lora, split_style, unwrap_adapters
 from ds_hydra.engine.attention import PackedRow
 from ds_hydra.engine.tensor_parallel import TensorParallel, hook_colwise, hook_embedding, hook_rowwise
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
@@ -68,11 +69,12 @@ def shape_of(param: nn.Parameter) -> torch.Size:
 class Skeleton:
     """A parameter-free copy of a causal language model, runnable one stage at a time.
 
-    `params` are the model's own parameters in the order of `specs`. Raises UnsupportedModelError by name for
-    what cannot be trained.
+    `params` are the model's own parameters in the order of `specs`, those of LoRA adapters among them. Raises
+    UnsupportedModelError by name for what cannot be trained.
     """
 
     def __init__(self, model: nn.Module, *, activation_checkpointing: bool = False):
+        model = unwrap_adapters(model)
         check_model(model)
         attention.register()
         self.params: list[nn.Parameter] = list(model.parameters())
@@ -95,6 +97,11 @@ class Skeleton:
         self._embedding: nn.Embedding = self._model.get_input_embeddings()
         self._padding_idx = self._embedding.padding_idx
         head = self._model.get_output_embeddings()
+        if is_lora(head):
+            raise UnsupportedModelError(
+                "adapter at the output head: ds_hydra cuts the head by vocabulary and has no rule for an adapter "
+                "there; leave it out of LoraConfig.target_modules"
+            )
         self.units: tuple[Unit, ...] = (
             _unit("embed", [self._embedding], index_of),
             *(_unit(f"layer.{i}", [layer], index_of) for i, layer in enumerate(self._layers)),
@@ -238,7 +245,7 @@ class Skeleton:
                     module._buffers[name] = buffer.to(device)
 
     def _build_specs(self, model: nn.Module, head: nn.Module) -> tuple[ParamSpec, ...]:
-        styles = dict(self._module_styles())
+        styles = dict(self._parameter_styles())
         slicing: dict[int, tuple[Slicing, int]] = {}
         for unit in self.units:
             for binding in unit.bindings:
@@ -275,6 +282,12 @@ class Skeleton:
             for pattern, style in patterns:
                 if pattern.fullmatch(name):
                     yield module, (style, name.rsplit(".", 1)[-1])
+
+    def _parameter_styles(self) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
+        """As `_module_styles`, of the modules that hold the parameters (the parts of a LoRA layer)."""
+        for module, (style, name) in self._module_styles():
+            for part, part_style in split_style(module, style):
+                yield part, (part_style, name)
 
     def _hook(self, head: nn.Module) -> None:
         for module, (style, _) in self._module_styles():
@@ -323,6 +336,7 @@ class Skeleton:
         Their gradient would be partial on each rank of a TP group, or not; only the plan can say.
         """
         styles = {module: style for module, (style, _) in self._module_styles()}
+        planned = styles.keys() | dict(self._parameter_styles()).keys()
         parents = [
             module
             for layer in self._layers
@@ -334,7 +348,7 @@ class Skeleton:
             self.specs[param_of[module, attribute]].fqn
             for parent in parents
             for module in parent.modules()
-            if module not in styles
+            if module not in planned
             for attribute, param in module._parameters.items()
             if param is not None
         }
@@ -369,7 +383,9 @@ def _slicing_of(style: str, name: str, attribute: str, config: Any) -> tuple[Sli
         return Slicing.COLWISE, config.num_attention_heads if name in QUERY_PROJECTIONS else 0
     if style == "rowwise":
         return (Slicing.FIRST_RANK if attribute == "bias" else Slicing.ROWWISE), 0
-    if style == "replicated_with_grad_allreduce":
+    if style == SUMMED and attribute == "bias":
+        return Slicing.FIRST_RANK, 0
+    if style in ("replicated_with_grad_allreduce", SUMMED):
         return Slicing.REPLICATED_PARTIAL_GRAD, 0
     return Slicing.REPLICATED, 0
 

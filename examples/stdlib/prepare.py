@@ -20,11 +20,11 @@ import shutil
 import sysconfig
 import time
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import datasets
 from filelock import FileLock
@@ -71,13 +71,28 @@ def prepare(
     paths = find_sources(root)
     if not paths:
         raise FileNotFoundError(f"no Python source under {root}; give another folder as source_dir")
-    target = (
-        Path(cache_dir) / f"stdlib-py{platform.python_version()}-{_digest(root, paths, unit, vocab_size)}"
-    )
+    name = f"stdlib-py{platform.python_version()}-{_digest(root, paths, unit, vocab_size)}"
+    where = {"root": str(root), "paths": [str(path) for path in paths], "unit": unit}
+    return prepare_rows(name, _read_sources, where, cache_dir, vocab_size=vocab_size)
+
+
+def prepare_rows(
+    name: str,
+    read: Callable[..., Iterator[dict[str, str]]],
+    arguments: dict[str, Any],
+    cache_dir: str | Path = DEFAULT_CACHE_DIR,
+    *,
+    vocab_size: int = VOCAB_SIZE,
+) -> StdlibData:
+    """The rows ("path", "text") that `read(**arguments)` yields, and a tokenizer trained on them.
+
+    Made once and kept under `name`. Any number of processes may call this at once.
+    """
+    target = Path(cache_dir) / name
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{target}.lock", timeout=_LOCK_TIMEOUT_S):
         if not target.exists():
-            _build(root, paths, unit, vocab_size, target)
+            _build(read, arguments, vocab_size, target)
     return _load(target)
 
 
@@ -106,13 +121,15 @@ def _digest(root: Path, paths: list[Path], unit: Unit, vocab_size: int) -> str:
     return state.hexdigest()[:12]
 
 
-def _build(root: Path, paths: list[Path], unit: Unit, vocab_size: int, target: Path) -> None:
+def _build(
+    read: Callable[..., Iterator[dict[str, str]]], arguments: dict[str, Any], vocab_size: int, target: Path
+) -> None:
     """Write texts, tokenizer and tokenised texts to `target`, which appears when all of it is there."""
     unfinished = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     dataset = datasets.Dataset.from_generator(
-        _read_sources,
-        gen_kwargs={"root": str(root), "paths": [str(path) for path in paths], "unit": unit},
+        read,
+        gen_kwargs=arguments,
         cache_dir=str(unfinished / "generated"),
     )
     dataset.save_to_disk(unfinished / "texts")

@@ -1,0 +1,147 @@
+"""TrainingArguments under ds_hydra: what is refused, what has no effect, and what becomes a key of "hydra"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields
+from typing import Any
+
+import transformers
+from transformers import TrainingArguments
+
+from ds_hydra.configs import HydraConfig
+from ds_hydra.errors import HydraConfigError
+
+Note = Callable[[str], None]
+"""Shows one message to the user."""
+
+_OWN_LOSS = (
+    "the loss is the cross entropy averaged over all label tokens, computed inside the last pipeline stage"
+)
+_OWN_LAYERS = "ds_hydra runs the layers itself, on slices of the weights"
+_OWN_DATA = "the engine draws, plans and loads the mini-batches itself"
+
+REFUSED = {
+    "gradient_accumulation_steps": "an iteration is one optimizer step over hydra.tokens_per_iteration tokens, in as "
+    "many micro-batches as the plan needs; leave it out and multiply hydra.tokens_per_iteration",
+    "label_smoothing_factor": f"{_OWN_LOSS}; set it to 0",
+    "neftune_noise_alpha": f"{_OWN_LAYERS}, without noise in the embedding; leave it out",
+    "use_liger_kernel": f"{_OWN_LAYERS}; leave it out",
+    "torch_compile": f"{_OWN_LAYERS}, in rows of another length each time; leave it out",
+    "auto_find_batch_size": "the plan keeps every rank within its memory; leave it out and set "
+    "hydra.memory_limit_bytes if memory is shared",
+    "parallelism_config": "ds_hydra chooses TP and PP itself, every iteration (hydra.strategies); leave it out",
+    "fsdp": "parameters are sharded by DeepSpeed ZeRO-3; leave it out",
+}
+"""Arguments that would change what is trained and are not honoured, with what to do instead."""
+
+WITHOUT_EFFECT = {
+    "per_device_train_batch_size": "hydra.tokens_per_iteration decides how many sequences an iteration has",
+    "average_tokens_across_devices": f"{_OWN_LOSS} of all ranks",
+    "dataloader_drop_last": "mini-batches run on from one epoch into the next",
+    "dataloader_num_workers": f"{_OWN_DATA}; hydra.planner.num_workers plan beside training",
+    "dataloader_prefetch_factor": f"{_OWN_DATA}; hydra.planner.lookahead is how far ahead",
+    "dataloader_persistent_workers": _OWN_DATA,
+    "ignore_data_skip": "the position in the data is in the checkpoint, nothing has to be skipped",
+    "torch_empty_cache_steps": "slices are freed at the end of every iteration",
+    "bf16_full_eval": "evaluation runs in the dtype of training",
+    "fp16_full_eval": "evaluation runs in the dtype of training",
+    "ddp_find_unused_parameters": "gradients go to their ZeRO-3 owners, not through DDP",
+    "ddp_bucket_cap_mb": "gradients go to their ZeRO-3 owners, not through DDP",
+    "ddp_broadcast_buffers": "gradients go to their ZeRO-3 owners, not through DDP",
+    "ddp_static_graph": "gradients go to their ZeRO-3 owners, not through DDP",
+}
+"""Arguments that are legal and change nothing, with what does; each is a message."""
+
+_DEFAULTS = {
+    field.name: field.default if field.default is not MISSING else None for field in fields(TrainingArguments)
+}
+_PADDING_COLLATORS = (
+    transformers.DataCollatorWithPadding,
+    transformers.DataCollatorForSeq2Seq,
+    transformers.DataCollatorWithFlattening,
+)
+
+
+def check_arguments(args: TrainingArguments, note: Note) -> None:
+    """Raise HydraConfigError for what would not be honoured; `note` what has no effect."""
+    if problems := list(_find_refused(args)):
+        raise HydraConfigError("\n  ".join(["these TrainingArguments are not supported:", *problems]))
+    for name, why in WITHOUT_EFFECT.items():
+        if _is_set(args, name):
+            note(f"TrainingArguments.{name} has no effect: {why}")
+    if args.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
+        note(
+            f"TrainingArguments.train_sampling_strategy={args.train_sampling_strategy!r} has no effect: mini-batches "
+            "are random, and the plan balances their sequences"
+        )
+
+
+def map_arguments(args: TrainingArguments, hydra: HydraConfig, note: Note) -> HydraConfig:
+    """`hydra` with what TrainingArguments say about order, seed and activation checkpointing.
+
+    A key that the "hydra" section gives itself must not contradict them.
+    """
+    wanted: dict[str, tuple[str, Any]] = {}
+    if args.data_seed is not None:
+        wanted["seed"] = ("data_seed", args.data_seed)
+    elif _is_set(args, "seed") and "seed" not in hydra.model_fields_set:
+        wanted["seed"] = ("seed", args.seed)
+    if args.train_sampling_strategy == "sequential":
+        wanted["shuffle"] = ("train_sampling_strategy='sequential'", False)
+    if args.activation_checkpointing or args.gradient_checkpointing:
+        wanted["activation_checkpointing"] = ("activation_checkpointing", True)
+    for key, (source, value) in wanted.items():
+        own = getattr(hydra, key)
+        if key in hydra.model_fields_set and own != value:
+            raise HydraConfigError(
+                f"hydra.{key} is {own!r}, TrainingArguments.{source} asks for {value!r}; remove one of them"
+            )
+        if own != value:
+            note(f"TrainingArguments.{source} sets hydra.{key} to {value!r}")
+    return hydra.model_copy(update={key: value for key, (_, value) in wanted.items()})
+
+
+def drop_batch_size_mismatches(hf_config: Any) -> None:
+    """Forget that batch sizes in JSON and TrainingArguments differ, which transformers would call an error."""
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu")
+    starts = tuple(f"- ds {key}=" for key in keys)
+    hf_config.mismatches = [m for m in getattr(hf_config, "mismatches", []) if not m.startswith(starts)]
+
+
+def check_data_collator(collator: Any, note: Note) -> None:
+    """Raise HydraConfigError for a collator that does more than pad or flatten: rows are packed by the plan."""
+    name = getattr(collator, "__name__", type(collator).__name__)
+    if collator is transformers.default_data_collator or isinstance(collator, _PADDING_COLLATORS):
+        return
+    is_causal = isinstance(collator, transformers.DataCollatorForLanguageModeling) and not collator.mlm
+    if not is_causal:
+        raise HydraConfigError(
+            f"data_collator is {name}, but sequences are packed without padding, by the plan; leave it out and put "
+            "what it computes into the dataset (input_ids with labels, assistant_masks or completion_mask)"
+        )
+    note(
+        f"data_collator {name} is not used: sequences are packed without padding, and all tokens are predicted"
+    )
+
+
+def _find_refused(args: TrainingArguments) -> Iterator[str]:
+    for name, why in REFUSED.items():
+        if _is_set(args, name):
+            yield f"{name}={getattr(args, name)!r}: {why}"
+    optim = str(getattr(args.optim, "value", args.optim))
+    if optim in ("lomo", "adalomo") or optim.endswith("_layerwise"):
+        yield f"optim={optim!r} steps inside of backward; use optim='adamw_torch' or an optimizer in the JSON"
+    if any(getattr(option, "value", option) == "underflow_overflow" for option in args.debug):
+        yield f"debug='underflow_overflow': {_OWN_LAYERS}, where its hooks are not called; leave it out"
+    checkpointing = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs or {}
+    if unsupported := sorted({"every_n_layers", "offload"} & set(checkpointing)):
+        yield (
+            f"activation_checkpointing_kwargs with {', '.join(unsupported)}: every layer is checkpointed on the "
+            "device; leave them out"
+        )
+
+
+def _is_set(args: TrainingArguments, name: str) -> bool:
+    value, default = getattr(args, name), _DEFAULTS[name]
+    return value != default and not (not value and not default)  # "", [], None and False all say no

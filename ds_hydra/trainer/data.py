@@ -1,0 +1,147 @@
+"""What the Trainer's loop needs to know of the engine's data: epochs, evaluation batches, padded batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.batches import SamplerState, TokenBudgetSampler
+from ds_hydra.sampler.dataset import IGNORED_LABEL, TokenDataset
+
+
+class Iterations(IterableDataset):
+    """Endless empty batches: the loop counts them, the engine draws the real ones."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while True:
+            yield {}
+
+
+class Epochs:
+    """Iterations of each epoch of a sampler, found by drawing ahead; not more than `limit` of them (0: no limit).
+
+    A mini-batch runs on from one epoch into the next, and counts for the one in which it begins; so epochs may
+    differ by an iteration. An epoch has at least one, even if a mini-batch holds the whole dataset. Where the
+    limit comes first, the length of the epoch is extrapolated.
+
+    >>> epochs = Epochs(TokenBudgetSampler([3, 4, 2, 9], [2, 3, 1, 8], 8, shuffle=False), 4)
+    >>> [epochs.num_iterations(epoch) for epoch in range(3)], epochs.iterations_until(1.5), epochs.find(4)
+    ([3, 3, 3], 5, (1, 1))
+    """
+
+    def __init__(self, sampler: TokenBudgetSampler, num_sequences: int, *, limit: int = 0):
+        self.num_sequences = num_sequences
+        self._sampler = sampler
+        self._limit = limit
+        self._state = SamplerState()
+        self._ends = [0]
+
+    def num_iterations(self, epoch: int) -> int:
+        """Iterations of `epoch`, counted from 0."""
+        return self._begin(epoch + 1) - self._begin(epoch)
+
+    def iterations_until(self, num_epochs: float) -> int:
+        """Iterations of the first `num_epochs`, rounded up."""
+        whole = int(num_epochs)
+        part = num_epochs - whole
+        return self._begin(whole) + (int(np.ceil(part * self.num_iterations(whole))) if part else 0)
+
+    def num_epochs(self, num_iterations: int) -> int:
+        """Epochs that `num_iterations` reach into."""
+        epoch, into = self.find(num_iterations)
+        return epoch + (into > 0)
+
+    def find(self, iteration: int) -> tuple[int, int]:
+        """The epoch of `iteration`, and how many iterations of it came before."""
+        epoch = 0
+        while self._begin(epoch + 1) <= iteration:
+            epoch += 1
+        return epoch, iteration - self._begin(epoch)
+
+    def _begin(self, epoch: int) -> int:
+        while len(self._ends) <= epoch:
+            self._ends.append(max(self._draw_epoch(), self._ends[-1] + 1))
+        return self._ends[epoch]
+
+    def _draw_epoch(self) -> int:
+        """Iterations before the next epoch begins."""
+        state, epoch = self._state, len(self._ends)
+        while state.epoch < epoch:
+            if 0 < self._limit <= state.iteration:
+                drawn = state.epoch + state.position / self.num_sequences
+                return self._ends[-1] + round(state.iteration / drawn)
+            _, state = self._sampler.draw(state)
+            self._state = state
+        return state.iteration
+
+
+class EvalBatches:
+    """Mini-batches of at most `budget` tokens (or one sequence) in dataset order, with their label tokens."""
+
+    def __init__(self, tokens: TokenDataset, budget: int):
+        self.dataset = TokenRows(tokens)
+        self.num_label_tokens = int(tokens.num_label_tokens.sum())
+        self._tokens = tokens
+        self._bounds = [0]
+        before = np.concatenate([[0], np.cumsum(tokens.lengths)])
+        while (begin := self._bounds[-1]) < len(tokens):
+            end = int(np.searchsorted(before, before[begin] + budget, side="right")) - 1
+            self._bounds.append(max(end, begin + 1))
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __iter__(self) -> Iterator[tuple[list[dict[str, Any]], int]]:
+        for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
+            examples = [self._tokens[index] for index in range(begin, end)]
+            yield examples, int(self._tokens.num_label_tokens[begin:end].sum())
+
+
+class TokenRows(Dataset):
+    """A TokenDataset as torch's map-style dataset."""
+
+    def __init__(self, tokens: TokenDataset):
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._tokens[index]
+
+
+def pad_examples(examples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
+    """input_ids, labels and attention_mask [num_examples, longest], padded on the right."""
+    longest = max(len(example["input_ids"]) for example in examples)
+    shape = (len(examples), longest)
+    batch = {
+        "input_ids": torch.full(shape, pad_token_id, dtype=torch.int64),
+        "labels": torch.full(shape, IGNORED_LABEL, dtype=torch.int64),
+        "attention_mask": torch.zeros(shape, dtype=torch.int64),
+    }
+    for row, example in enumerate(examples):
+        length = len(example["input_ids"])
+        batch["input_ids"][row, :length] = torch.from_numpy(example["input_ids"])
+        batch["labels"][row, :length] = torch.from_numpy(example["labels"])
+        batch["attention_mask"][row, :length] = 1
+    return batch
+
+
+def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
+    """`dataset` (of `datasets`, of torch, or a list of examples) as a `datasets.Dataset`; `name` is for errors."""
+    if isinstance(dataset, datasets.Dataset | datasets.DatasetDict):
+        return dataset
+    if isinstance(dataset, datasets.IterableDataset | IterableDataset) or not hasattr(dataset, "__len__"):
+        raise HydraConfigError(
+            f"{name} is a {type(dataset).__name__}, a stream whose lengths are not known in advance, but "
+            "mini-batches are planned ahead; take a part of it: "
+            "datasets.Dataset.from_list(list(stream.take(100_000)))"
+        )
+    return datasets.Dataset.from_list([dict(dataset[index]) for index in range(len(dataset))])

@@ -1,0 +1,385 @@
+"""HydraTrainer: the Trainer of transformers whose optimizer steps are `HydraEngine.train_batch`.
+
+[Note: What stays and what changes]
+The loop, callbacks, logging, schedules, checkpoints and saving are transformers' own. Replaced are the batches (the
+engine draws and plans them, some iterations ahead), the training step, and evaluation without `compute_metrics`.
+The overrides use names of transformers 5; a test compares them with the installed version.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers.integrations.deepspeed import deepspeed_init, deepspeed_load_checkpoint
+from transformers.trainer_callback import ProgressCallback
+from transformers.trainer_utils import EvalLoopOutput
+
+from ds_hydra.configs import HydraConfig, read_ds_config
+from ds_hydra.engine import HydraEngine, hydra_engine_class
+from ds_hydra.engine.adapters import unwrap_adapters
+from ds_hydra.engine.metrics import IterationMetrics
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.batches import TokenBudgetSampler
+from ds_hydra.sampler.dataset import TokenDataset
+from ds_hydra.sampler.sft import to_labels
+from ds_hydra.trainer.arguments import (
+    check_arguments,
+    check_data_collator,
+    drop_batch_size_mismatches,
+    map_arguments,
+)
+from ds_hydra.trainer.data import Epochs, EvalBatches, Iterations, TokenRows, as_datasets, pad_examples
+from ds_hydra.trainer.progress import StrategyProgressCallback
+
+logger = logging.getLogger(__name__)
+
+
+class _Counters:
+    """What was trained since some moment."""
+
+    def __init__(self) -> None:
+        self.num_iterations = self.num_sequences = self.num_tokens = 0
+        self._ms = self._imbalance = 0.0
+
+    def add(self, metrics: IterationMetrics) -> None:
+        """Count one iteration."""
+        self.num_iterations += 1
+        self.num_sequences += metrics.num_sequences
+        self.num_tokens += metrics.num_tokens
+        self._ms += metrics.iteration_ms
+        self._imbalance += metrics.imbalance
+
+    def summary(self) -> dict[str, float]:
+        """Numbers for the log."""
+        return {
+            "tokens_per_second": round(self.num_tokens / self._ms * 1e3, 1),
+            "imbalance": round(self._imbalance / self.num_iterations, 4),
+        }
+
+
+class HydraTrainer(transformers.Trainer):
+    """A `transformers.Trainer` that trains with a parallel strategy chosen for every iteration.
+
+    Takes `TrainingArguments(deepspeed=...)` with a DeepSpeed JSON that has a "hydra" section, and a
+    `train_dataset` whose lengths can be known: input_ids (with labels, `assistant_masks` or
+    `completion_mask`), texts, chats (`messages`), or `prompt` and `completion`. One optimizer step trains on
+    hydra.tokens_per_iteration tokens; batch sizes of TrainingArguments have no meaning.
+
+    `completion_only_loss` (default: for `prompt` and `completion`) and `assistant_only_loss` say which tokens of a
+    conversation count, as in TRL. Raises HydraConfigError for arguments that would not be honoured.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        completion_only_loss: bool | None = None,
+        assistant_only_loss: bool = False,
+        **kwargs: Any,
+    ):
+        self._completion_only_loss = completion_only_loss
+        self._assistant_only_loss = assistant_only_loss
+        self._tokens_of: dict[int, tuple[Any, TokenDataset]] = {}
+        self._epochs: Epochs | None = None
+        self._trained, self._since_log = _Counters(), _Counters()
+        super().__init__(*args, **kwargs)
+        self._refuse_own_loss()
+        check_data_collator(self.data_collator, self._warn)
+        self._show_strategy_in_progress_bar()
+
+    # ---- Configuration
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As transformers; reads and validates the "hydra" section, and fills in what ds_hydra needs around it."""
+        check_arguments(self.args, self._warn)
+        super().create_accelerator_and_postprocess()
+        if not self.is_deepspeed_enabled:
+            raise HydraConfigError(
+                "HydraTrainer needs DeepSpeed: pass TrainingArguments(deepspeed='ds_config.json'), or start with "
+                "accelerate launch --use_deepspeed"
+            )
+        num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+        if self.args.world_size != num_ranks:  # each rank would take itself for the first
+            raise HydraConfigError(
+                f"transformers counts {self.args.world_size} ranks, the launcher started {num_ranks}; on CPU pass "
+                "TrainingArguments(use_cpu=True)"
+            )
+        hf_config = self.accelerator.state.deepspeed_plugin.hf_ds_config
+        drop_batch_size_mismatches(hf_config)
+        filled_in, hydra = read_ds_config(hf_config.config)
+        # In place: transformers and accelerate hold the same object. DeepSpeed ignores the "hydra" section.
+        hf_config.config.update(filled_in)
+        self.hydra_config: HydraConfig = map_arguments(self.args, hydra, self._warn)
+
+    @property
+    def engine(self) -> HydraEngine:
+        """The engine, which exists from the beginning of `train` (or of the first `evaluate`) on."""
+        if not isinstance(self.deepspeed, HydraEngine):
+            raise HydraConfigError("the engine is created by train() or evaluate(); call one of them first")
+        return self.deepspeed
+
+    def _warn(self, message: str) -> None:
+        if self.args.process_index == 0:
+            logger.warning(message)
+
+    def _refuse_own_loss(self) -> None:
+        why = (
+            "the loss is computed inside the last pipeline stage, as the cross entropy averaged over all label "
+            "tokens of the iteration"
+        )
+        if self.compute_loss_func is not None:
+            raise HydraConfigError(f"compute_loss_func is given, but {why}; leave it out")
+        for name in ("compute_loss", "training_step"):
+            if getattr(type(self), name) not in (
+                getattr(HydraTrainer, name),
+                getattr(transformers.Trainer, name),
+            ):
+                raise HydraConfigError(f"{type(self).__name__} overrides {name}(), but {why}")
+
+    def _show_strategy_in_progress_bar(self) -> None:
+        shown = self.callback_handler.pop_callback(ProgressCallback)
+        if shown is not None and type(shown) is ProgressCallback:
+            shown = StrategyProgressCallback(lambda: self.deepspeed and self.engine.last_metrics)
+        if shown is not None:
+            self.callback_handler.add_callback(shown)
+
+    # ---- Data
+
+    def get_train_dataloader(self) -> DataLoader:
+        """A loader that only counts iterations: the engine draws the mini-batches itself."""
+        if self.train_dataset is None:
+            raise HydraConfigError("train() needs a train_dataset; pass it to HydraTrainer")
+        tokens = self._read(self.train_dataset, "train_dataset")
+        config = self.hydra_config
+        sampler = TokenBudgetSampler(
+            tokens.lengths,
+            tokens.num_label_tokens,
+            config.tokens_per_iteration,
+            seed=config.seed,
+            shuffle=config.shuffle,
+        )
+        self._epochs = Epochs(sampler, len(tokens), limit=self.args.max_steps)
+        return DataLoader(Iterations(), batch_size=None)
+
+    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> Any:
+        """Packed mini-batches for the engine, or transformers' loader if `compute_metrics` wants logits."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(dataset, str):
+            dataset = self.eval_dataset[dataset]
+        if dataset is None:
+            raise HydraConfigError("evaluate() needs an eval_dataset; pass it to HydraTrainer or evaluate()")
+        if self.compute_metrics is None:
+            return EvalBatches(self._read(dataset, "eval_dataset"), self.hydra_config.tokens_per_iteration)
+        return self._padded_loader(dataset, "eval_dataset")
+
+    def get_test_dataloader(self, test_dataset: Dataset) -> DataLoader:
+        """transformers' loader: `predict` returns logits."""
+        return self._padded_loader(test_dataset, "test_dataset")
+
+    def _padded_loader(self, dataset: Any, what: str) -> DataLoader:
+        rows = TokenRows(self._read(dataset, what))
+        pad_token_id = getattr(self.processing_class, "pad_token_id", None) or 0
+        collate = functools.partial(pad_examples, pad_token_id=pad_token_id)
+        return self.accelerator.prepare(
+            DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=collate)
+        )
+
+    def _read(self, dataset: Any, what: str) -> TokenDataset:
+        """Tokens and lengths of `dataset`, read once; the first rank of each node tokenises, others find its cache."""
+        if id(dataset) not in self._tokens_of:
+            with self.args.main_process_first(desc=f"reading {what}"):
+                tokens = self._read_now(as_datasets(dataset, what))
+            self._tokens_of[id(dataset)] = (
+                dataset,
+                tokens,
+            )  # holds the dataset, so that its id stays its own
+            if self.args.process_index == 0:
+                logger.info(f"{what}: {tokens.report}")
+        return self._tokens_of[id(dataset)][1]
+
+    def _read_now(self, dataset: Any) -> TokenDataset:
+        config = self.hydra_config
+        tokenizer = self.processing_class
+        if tokenizer is None and config.tokenizer is not None:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(config.tokenizer)
+        labelled = to_labels(
+            dataset,
+            tokenizer,
+            completion_only_loss=self._completion_only_loss,
+            assistant_only_loss=self._assistant_only_loss,
+        )
+        return TokenDataset.from_dataset(
+            labelled,
+            context_length=config.context_length,
+            over_length=config.over_length,
+            text_column=config.text_column,
+            tokenize=tokenizer,
+        )
+
+    # ---- Training
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers, once: DeepSpeed cannot start a second engine on the model."""
+        if self.deepspeed is not None:
+            raise HydraConfigError(
+                "this HydraTrainer has trained or evaluated already, and DeepSpeed cannot start an engine on its "
+                "model again; make a new model and a new HydraTrainer (to evaluate before the first step set "
+                "eval_on_start=True)"
+            )
+        return super().train(*args, **kwargs)
+
+    def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
+        """As transformers; iterations are counted by drawing the mini-batches ahead."""
+        assert self._epochs is not None
+        max_steps = (
+            args.max_steps if args.max_steps > 0 else self._epochs.iterations_until(args.num_train_epochs)
+        )
+        steps_per_epoch = self._epochs.num_iterations(0)
+        num_epochs = (
+            self._epochs.num_epochs(max_steps) if args.max_steps > 0 else math.ceil(args.num_train_epochs)
+        )
+        num_examples = self._epochs.num_sequences
+        num_per_step = max(1, round(num_examples / steps_per_epoch))
+        return (
+            num_epochs,
+            steps_per_epoch,
+            num_examples,
+            max_steps * num_per_step,
+            num_per_step,
+            steps_per_epoch,
+            max_steps,
+        )
+
+    def _init_training_state(
+        self, max_steps: int, num_update_steps_per_epoch: int, *args: Any
+    ) -> tuple[int, int]:
+        super()._init_training_state(max_steps, num_update_steps_per_epoch, *args)
+        assert self._epochs is not None
+        return self._epochs.find(self.state.global_step)  # epochs may differ in their number of iterations
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, DataLoader]:
+        _unify_adapter_dtype(self.model, self._warn)
+        with hydra_engine_class(self.hydra_config):
+            model, train_dataloader = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self.engine.hydra.attach_data(self._read(self.train_dataset, "train_dataset"))
+        if resume_from_checkpoint is not None:  # after the data, whose position is in the checkpoint
+            is_whole = unwrap_adapters(self.model) is self.model
+            deepspeed_load_checkpoint(self.engine, resume_from_checkpoint, load_module_strict=is_whole)
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+            self._load_scaler(resume_from_checkpoint)
+        self.engine.hydra.start_planning()
+        self._trained, self._since_log = _Counters(), _Counters()
+        return model, train_dataloader
+
+    def _run_epoch(self, **settings: Any) -> None:
+        assert self._epochs is not None
+        num_iterations = self._epochs.num_iterations(settings["epoch"])
+        settings |= {"steps_in_epoch": num_iterations, "num_update_steps_per_epoch": num_iterations}
+        super()._run_epoch(**settings)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """One iteration of the engine, optimizer step included; `inputs` are empty. Returns the global loss."""
+        loss = self.engine.train_batch()
+        for counters in (self._trained, self._since_log):
+            counters.add(self.engine.last_metrics)
+        return loss.to(self.args.device)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As transformers, for evaluation with `compute_metrics` and `predict`."""
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
+        steps = self.state.global_step - self._initial_global_step
+        exact = self._trained.num_sequences * self.state.max_steps / max(steps, 1)
+        output = super()._finalize_training(trial, exact, start_time)
+        self.engine.hydra.close_feed()
+        return output
+
+    def hyperparameter_search(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Refused: it starts several engines in one process."""
+        raise HydraConfigError(
+            "hyperparameter_search() is not supported, because DeepSpeed cannot start several engines on a model "
+            "in one process; start one run per trial"
+        )
+
+    # ---- Logging
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As transformers; with the loss come tokens/s and the pipelines' imbalance since the last log."""
+        if "loss" in logs and self._since_log.num_iterations:
+            logs |= self._since_log.summary()
+            self._since_log = _Counters()
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """6 x tokens x parameters outside of the embedding, this rank's share (transformers sums over ranks)."""
+        skeleton = self.engine.hydra.skeleton
+        num_params = sum(spec.numel for spec in skeleton.specs) - skeleton.vocab_size * skeleton.hidden_size
+        return 6 * self.engine.last_metrics.num_tokens * num_params / self.args.world_size
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if self.args.include_num_input_tokens_seen != "no":
+            self.state.num_input_tokens_seen += self.engine.last_metrics.num_tokens
+
+    # ---- Evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Loss over all label tokens and perplexity, on packed rows; transformers' own loop where logits are wanted."""
+        with hydra_engine_class(self.hydra_config):  # evaluation before training starts an engine
+            if isinstance(dataloader, EvalBatches):
+                return self._evaluate_packed(dataloader, metric_key_prefix)
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        if (loss := output.metrics.get(f"{metric_key_prefix}_loss")) is not None:
+            output.metrics[f"{metric_key_prefix}_perplexity"] = _perplexity(loss)
+        return output
+
+    def _evaluate_packed(self, batches: EvalBatches, prefix: str) -> EvalLoopOutput:
+        if self.deepspeed is None:  # as transformers starts one, without optimizer
+            deepspeed_init(self, num_training_steps=0, inference=True)
+            self.model_wrapped = self.deepspeed = self.accelerator.prepare(self.model)
+        self.callback_handler.eval_dataloader = batches
+        loss_sum = 0.0
+        for examples, num_label_tokens in batches:
+            loss_sum += float(self.engine.eval_batch(examples)) * num_label_tokens
+            self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        loss = loss_sum / batches.num_label_tokens
+        metrics = {f"{prefix}_loss": loss, f"{prefix}_perplexity": _perplexity(loss)}
+        return EvalLoopOutput(
+            predictions=None, label_ids=None, metrics=metrics, num_samples=len(batches.dataset)
+        )
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf  # exp(710) overflows
+
+
+def _unify_adapter_dtype(model: nn.Module, note: Any) -> None:
+    """Cast adapters that `peft` keeps in fp32 beside 16-bit weights: ZeRO-3 has fp32 masters of them anyway."""
+    inner = unwrap_adapters(model)
+    dtypes = {p.dtype for p in inner.parameters() if not p.requires_grad}
+    mixed = [p for p in inner.parameters() if p.requires_grad and p.dtype not in dtypes]
+    if len(dtypes) == 1 and dtypes != {torch.float32} and mixed:
+        (dtype,) = dtypes
+        note(f"adapters are cast from {mixed[0].dtype} to {dtype}; the optimizer keeps fp32 copies of them")
+        for param in mixed:
+            param.data = param.data.to(dtype)

@@ -1,0 +1,158 @@
+"""What the examples share: models by name, texts from the hub, a folder or the standard library, and the loop."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.accelerator import get_accelerator
+from stdlib.prepare import DEFAULT_CACHE_DIR, StdlibData, prepare, prepare_rows
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.integrations import HfDeepSpeedConfig
+
+import ds_hydra
+from ds_hydra.configs import load_model_preset, read_ds_config
+from ds_hydra.report.run_report import summarize_run
+
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 344,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+"""About 2 million parameters with the vocabulary of `stdlib/prepare.py`: trains on a laptop's CPU."""
+
+
+def argument_parser(doc: str, ds_config: Path, *, iterations: int) -> argparse.ArgumentParser:
+    """The arguments that all examples take, also those that launchers add."""
+    parser = argparse.ArgumentParser(
+        description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--model", default="tiny", help="tiny, llama2-7b, llama2-13b or llama2-32b")
+    parser.add_argument("--tokenizer", help="folder or hub id; none trains a small one on the data")
+    parser.add_argument("--iterations", type=int, default=iterations, help="optimizer steps")
+    parser.add_argument(
+        "--ds_config", type=Path, default=ds_config, help="DeepSpeed JSON with a hydra section"
+    )
+    parser.add_argument("--run_dir", type=Path, default=Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+    parser.add_argument("--cache_dir", type=Path, default=DEFAULT_CACHE_DIR, help="texts and tokenizer")
+    parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher, not used")
+    return parser
+
+
+def start(*, quiet: bool = True) -> bool:
+    """Join the other ranks; returns whether this one is the first."""
+    if quiet:
+        warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about names that DeepSpeed uses
+        transformers.logging.set_verbosity_error()
+        deepspeed.utils.logger.setLevel("WARNING")
+    deepspeed.init_distributed()
+    return dist.get_rank() == 0
+
+
+def is_cpu() -> bool:
+    """Whether there is no accelerator: the Trainer of transformers wants to be told."""
+    return str(get_accelerator().device_name()) == "cpu"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`."""
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def build_model(name: str, vocab_size: int, config: dict[str, Any]) -> PreTrainedModel:
+    """An untrained LLaMA, partitioned while it is built: no rank holds all of it."""
+    shape = TINY if name == "tiny" else load_model_preset(name.replace("-", "_"))
+    shape = {**shape, "vocab_size": vocab_size, "max_position_embeddings": config["hydra"]["context_length"]}
+    is_bf16 = config.get("bf16", {}).get("enabled", False)
+    torch.manual_seed(0)
+    keep_alive = HfDeepSpeedConfig(read_ds_config(config)[0])  # as long as it lives, models are partitioned
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**shape, bos_token_id=None, eos_token_id=0),
+        dtype=torch.bfloat16 if is_bf16 else torch.float32,
+    )
+    del keep_alive
+    return model
+
+
+def read_folder(root: str, suffixes: list[str]) -> Iterator[dict[str, str]]:
+    """One row per file of `root` that ends in one of `suffixes`, in sorted order."""
+    for path in sorted(Path(root).rglob("*")):
+        if path.suffix in suffixes and path.is_file():
+            text = path.read_text(encoding="utf-8", errors="replace")
+            yield {"path": str(path.relative_to(root)), "text": text}
+
+
+def read_hub(name: str, column: str, num_rows: int) -> Iterator[dict[str, str]]:
+    """The first `num_rows` texts of a data set of the hub, streamed: nothing else of it is downloaded."""
+    for index, row in enumerate(datasets.load_dataset(name, split="train", streaming=True).take(num_rows)):
+        yield {"path": f"{name}/{index}", "text": row[column]}
+
+
+def load_texts(
+    source: str, cache_dir: Path, *, hub: tuple[str, str], num_rows: int, suffixes: list[str]
+) -> StdlibData:
+    """Texts and a tokenizer trained on them: of "stdlib", the "hub" (name and column), or a folder.
+
+    Raises SystemExit with a sentence where the hub cannot be reached or the folder has no such file.
+    """
+    if source == "stdlib":
+        return prepare(cache_dir, unit="definition")
+    if source == "hub":
+        try:
+            return prepare_rows(
+                f"{hub[0].replace('/', '--')}-{num_rows}",
+                read_hub,
+                {"name": hub[0], "column": hub[1], "num_rows": num_rows},
+                cache_dir,
+            )
+        except (OSError, datasets.exceptions.DatasetGenerationError, datasets.DatasetNotFoundError) as error:
+            raise SystemExit(
+                f"{hub[0]} cannot be read from the hub ({error}); start with --data stdlib or --data FOLDER"
+            ) from error
+    found = [path for path in Path(source).rglob("*") if path.suffix in suffixes and path.is_file()]
+    if not found:
+        raise SystemExit(f"--data {source}: no file ends in {', '.join(suffixes)}; see --suffixes")
+    state = "\0".join(f"{path}\0{path.stat().st_size}\0{path.stat().st_mtime_ns}" for path in sorted(found))
+    name = f"folder-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
+    return prepare_rows(name, read_folder, {"root": source, "suffixes": suffixes}, cache_dir)
+
+
+def train(
+    args: argparse.Namespace, config: dict[str, Any], dataset: datasets.Dataset, vocab_size: int
+) -> list[float]:
+    """Train `args.model` on `dataset` from scratch, then show what ran; returns the losses."""
+    is_first_rank = dist.get_rank() == 0
+    config["hydra"] |= {"run_dir": str(args.run_dir)}
+    model = build_model(args.model, vocab_size, config)
+    engine, *_ = ds_hydra.initialize(model=model, training_data=dataset, config=config)
+    losses = []
+    with tqdm(total=args.iterations, disable=not is_first_rank, file=sys.stderr, unit="it") as progress:
+        for _ in range(args.iterations):
+            losses.append(float(engine.train_batch()))
+            metrics = engine.last_metrics
+            progress.set_description_str(
+                f"loss {metrics.loss:.3f} | {metrics.tokens_per_s:,.0f} tokens/s | {metrics.strategy}"
+            )
+            progress.update()
+    engine.destroy()
+    if is_first_rank:
+        print(summarize_run(args.run_dir))
+        print(f"run folder: {args.run_dir}")
+    dist.barrier()
+    return losses

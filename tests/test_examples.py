@@ -1,0 +1,165 @@
+"""Every example runs: its own main() on 2 ranks, with little data; and the diff from plain DeepSpeed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from distributed import run_distributed
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+SOURCES = {
+    f"module_{index}.py": "".join(
+        f'def function_{index}_{n}(x, y):\n    """Return {n} times x and y."""\n    total = x + y\n'
+        + "".join(f"    total += {n} * (x - {step})\n" for step in range(n % 23))
+        + "    return total\n\n\n"
+        for n in range(30)
+    )
+    for index in range(4)
+}
+
+
+def load(name):
+    path = EXAMPLES / name
+    spec = importlib.util.spec_from_file_location(name.replace("/", "_").removesuffix(".py"), path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def small_data(folder):
+    """The standard library's place is taken by a few files, so that preparing takes no time."""
+    for path, text in SOURCES.items():
+        target = folder / "lib" / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+    original = sysconfig.get_path
+
+    def get_path(name, *args, **kwargs):
+        return str(folder / "lib") if name == "stdlib" else original(name, *args, **kwargs)
+
+    sysconfig.get_path = get_path
+    for module in [name for name in sys.modules if name in ("prepare", "stdlib.prepare", "common")]:
+        del sys.modules[module]
+
+
+def small_config(name, folder):
+    """The example's own configuration, with short sequences and a short measurement."""
+    config = json.loads((EXAMPLES / name / "ds_config.json").read_text())
+    config["hydra"] |= {"tokens_per_iteration": 1024, "context_length": 512}
+    config["hydra"]["profiling"] = {"lengths": [8, 32, 64], "repeats": 1, "warmup": 0}
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+def run_examples(folder):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29512")
+    folder = Path(folder) / f"rank{os.environ['RANK']}"  # only the data: they are the same on all ranks
+    folder.mkdir()
+    small_data(folder)
+    shared = Path(folder).parent
+    cache = ["--cache_dir", str(folder / "cache")]
+    results = {}
+    for name in ("llama2_github", "llama2_commoncrawl", "custom_loop"):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            losses = load(f"{name}/train.py").main(
+                [
+                    *cache,
+                    "--ds_config",
+                    small_config(name, folder),
+                    "--iterations",
+                    "4",
+                    "--run_dir",
+                    f"{shared}/{name}",
+                ]
+            )
+        results[name] = losses, printed.getvalue()
+    config = ["--deepspeed", small_config("hf_trainer", folder)]
+    few = [*cache, *config, "--max_steps", "3", "--logging_steps", "1", "--disable_tqdm", "true"]
+    pretrain = [*few, "--output_dir", f"{shared}/pretrain", "--num_eval_texts", "4", "--save_steps", "2"]
+    sft = [*few, "--output_dir", f"{shared}/sft", "--num_eval_chats", "4", "--lora", "true"]
+    with contextlib.redirect_stdout(io.StringIO()):
+        results["pretrain"] = load("hf_trainer/pretrain.py").main(pretrain)
+        results["sft"] = load("hf_trainer/sft.py").main([*sft, "--model_name_or_path", f"{shared}/pretrain"])
+    return results
+
+
+@pytest.mark.distributed
+def test_every_example_runs(tmp_path):
+    pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
+    results = run_distributed(run_examples, 2, str(tmp_path))
+    first = results[0]
+    for name in ("llama2_github", "llama2_commoncrawl", "custom_loop"):
+        losses, _ = first[name]
+        assert losses == results[1][name][0]
+        assert len(losses) == 4
+        assert losses[-1] < losses[0]
+        assert (tmp_path / name).is_dir()
+    assert "lengths are those of web pages, contents and loss are not" in first["llama2_commoncrawl"][1]
+    assert "held-out loss" in first["custom_loop"][1]
+    assert first["pretrain"]["eval_perplexity"] > 1
+    assert first["sft"]["eval_loss"] > 0
+    assert (tmp_path / "pretrain/model.safetensors").exists()
+    assert (tmp_path / "pretrain/checkpoint-2/latest").exists()
+    assert (tmp_path / "sft/adapter_model.safetensors").exists()
+
+
+def changed_lines(diff):
+    """Lines that a reader has to touch: a removed line and the one that replaces it count once."""
+    count = removed = 0
+    for line in [*diff.splitlines()[2:], " "]:
+        if line.startswith("-"):
+            removed += 1
+            count += 1
+        elif line.startswith("+"):
+            count += removed == 0
+            removed = max(0, removed - 1)
+        else:
+            removed = 0
+    return count
+
+
+def run_both(plain, patched):
+    """Lines that the plain script and its patched copy print."""
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29513")
+    printed = []
+    for script in (plain, patched):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            runpy.run_path(script)
+        printed.append([line for line in output.getvalue().splitlines() if line.startswith("step")])
+    return printed
+
+
+@pytest.mark.distributed
+def test_five_lines_turn_a_plain_deepspeed_script_into_one_of_ds_hydra(tmp_path):
+    folder = EXAMPLES / "custom_loop"
+    diff = (folder / "plain_to_hydra.diff").read_text()
+    assert changed_lines(diff) <= 5
+    patched = tmp_path / "plain_deepspeed.py"
+    patched.write_text((folder / "plain_deepspeed.py").read_text())
+    subprocess.run(
+        ["git", "apply", "-p0"], input=diff, text=True, cwd=tmp_path, check=True, capture_output=True
+    )
+    plain, hydra = run_distributed(run_both, 2, str(folder / "plain_deepspeed.py"), str(patched))[0]
+    assert len(plain) == len(hydra) == 8
+    for lines in (plain, hydra):
+        losses = [float(line.split()[-1]) for line in lines]
+        assert losses[0] == pytest.approx(5.55, abs=0.1)  # log(256): untrained
+        assert losses[-1] < losses[0]
+
+
+def test_changed_lines_are_counted():
+    assert changed_lines("---\n+++\n@@\n-a\n+b\n c\n+d\n e\n-f\n-g\n-h\n+i\n") == 5

@@ -1,0 +1,129 @@
+"""LoRA adapters of peft: gradients equal one process, only adapters train, what cannot run is refused by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from distributed import run_distributed
+from engines import start_hydra
+from models import VOCAB_SIZE, tiny
+from single_process import random_examples, token_mean_gradients
+
+from ds_hydra.engine.adapters import unwrap_adapters
+from ds_hydra.engine.skeleton import Skeleton
+from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.zero_link.layout import Slicing
+
+peft = pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
+
+
+def adapted(family="llama", **settings):
+    """A tiny model with adapters whose B is not zero, so that A has a gradient."""
+    settings = {"r": 4, "target_modules": "all-linear", **settings}
+    torch.manual_seed(1)
+    model = peft.get_peft_model(tiny(family), peft.LoraConfig(**settings))
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.1)
+    return model
+
+
+def gradients(engine, model, examples, strategy):
+    """Loss and gradients of one iteration, without a step."""
+    from deepspeed.utils import safe_get_full_grad
+
+    iteration = engine._plan(examples, strategy)
+    grads_P = engine._zero_gradient_shards()
+    outcomes = engine.hydra.gather_outcomes(engine.hydra.train(iteration, grads_P, 1.0))
+    engine._deposit(grads_P)
+    loss = sum(o.loss_sum for o in outcomes) / iteration.plan.num_label_tokens
+    return loss, [safe_get_full_grad(p).clone() for p in model.parameters() if p.requires_grad]
+
+
+def parity():
+    examples = random_examples([5, 30, 12, 7, 90, 3], VOCAB_SIZE)
+    cases = {
+        "llama": adapted("llama"),
+        "llama_bias": adapted("llama_bias", lora_bias=True, use_rslora=True),  # biases of lora_B, too
+        "qwen3": adapted("qwen3", target_modules=["q_proj", "v_proj", "down_proj"]),
+    }
+    errors = {}
+    for family, model in cases.items():
+        loss, expected = token_mean_gradients(copy.deepcopy(model), examples)
+        expected = [g for g, p in zip(expected, model.parameters(), strict=True) if p.requires_grad]
+        engine = start_hydra(model)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        num_states = sum(group.numel() for group in engine.optimizer.fp32_partitioned_groups_flat)
+        assert num_states == sum(p.ds_tensor.numel() for p in trained)
+        for strategy in ("4x<1,1>", "1x<4,1>", "1x<1,2> + 1x<2,1>"):
+            got, grads = gradients(engine, model, examples, strategy)
+            worst = max(
+                float((mine - theirs).norm() / theirs.norm().clamp_min(1e-12))
+                for mine, theirs in zip(grads, expected, strict=True)
+            )
+            errors[family, strategy] = (abs(got - loss) / loss, worst)
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        before = [p.ds_tensor.clone() for p in frozen]
+        start = [p.ds_tensor.clone() for p in trained]
+        engine.train_batch(examples, strategy="1x<2,2>")
+        assert all(torch.equal(p.ds_tensor, b) for p, b in zip(frozen, before, strict=True))
+        assert all(
+            not torch.equal(p.ds_tensor, s) for p, s in zip(trained, start, strict=True) if s.abs().sum()
+        )
+    return errors
+
+
+@pytest.mark.distributed
+def test_adapter_gradients_equal_one_process_under_every_strategy():
+    for (family, strategy), (loss_error, grad_error) in run_distributed(parity, 4)[0].items():
+        assert loss_error < 1e-5, (family, strategy)
+        assert grad_error < 1e-5, (family, strategy)
+
+
+def test_slices_of_an_adapter_follow_its_layer():
+    skeleton = Skeleton(adapted("llama_bias", lora_bias=True))
+    rules = {
+        spec.fqn.removeprefix("model.layers.0.").replace(".default", ""): (spec.slicing, spec.num_blocks)
+        for spec in skeleton.specs
+    }
+    assert rules["self_attn.k_proj.base_layer.weight"] == (Slicing.COLWISE, 2)
+    assert rules["self_attn.k_proj.lora_A.weight"] == (Slicing.REPLICATED_PARTIAL_GRAD, 0)
+    assert rules["self_attn.k_proj.lora_B.weight"] == (Slicing.COLWISE, 2)
+    assert rules["mlp.down_proj.base_layer.bias"] == (Slicing.FIRST_RANK, 0)
+    assert rules["mlp.down_proj.lora_A.weight"] == (Slicing.ROWWISE, 0)
+    assert rules["mlp.down_proj.lora_B.weight"] == (Slicing.REPLICATED_PARTIAL_GRAD, 0)
+    assert rules["mlp.down_proj.lora_B.bias"] == (Slicing.FIRST_RANK, 0)
+    assert {spec.fqn for spec in skeleton.specs if spec.requires_grad} == {
+        spec.fqn for spec in skeleton.specs if "lora_" in spec.fqn
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lora_dropout": 0.1}, r"layers\.0.*lora_dropout = 0.1.*set it to 0"),
+        ({"use_dora": True}, "Dora.* is not supported; use plain LoRA"),
+        ({"modules_to_save": ["lm_head"]}, r"lm_head: ModulesToSaveWrapper .*leave both out"),
+        ({"target_modules": ["lm_head"]}, "adapter at the output head"),
+        (
+            {"target_modules": ["embed_tokens"]},
+            r"Embedding on a Embedding is not supported; set target_modules",
+        ),
+    ],
+)
+def test_adapters_that_cannot_train_are_refused(settings, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        Skeleton(adapted(**settings))
+
+
+def test_other_kinds_of_adapters_are_refused():
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(tiny("llama"), config)
+    with pytest.raises(UnsupportedModelError, match="adapter 'default' is of the PEFT type PREFIX_TUNING"):
+        unwrap_adapters(model)
+    model = adapted()
+    model.merge_adapter()
+    with pytest.raises(UnsupportedModelError, match=r"merged into the weights; call model\.unmerge_adapter"):
+        unwrap_adapters(model)

@@ -1,0 +1,103 @@
+"""Supervised examples: masks, chats and completions become labels; what has no answer is refused by row."""
+
+from __future__ import annotations
+
+import datasets
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.sft import to_labels
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}U:{{ m.content }}{% endif %};{% endfor %}{% if add_generation_prompt %}A:{% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo"},
+    {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+@pytest.fixture
+def tokenizer():
+    alphabet = {token: index for index, token in enumerate(["<eos>", *pre_tokenizers.ByteLevel.alphabet()])}
+    backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def texts(tokenizer, row):
+    """The whole text, and the text that is predicted."""
+    predicted = [token for token in row["labels"] if token != -100]
+    return tokenizer.decode(row["input_ids"]), tokenizer.decode(predicted)
+
+
+def one(row):
+    return datasets.Dataset.from_list([row])
+
+
+def test_masks_become_labels():
+    row = {"input_ids": [1, 2, 3, 4], "attention_mask": [1, 1, 1, 1]}
+    for mask in ("assistant_masks", "completion_mask"):
+        labelled = to_labels(one({**row, mask: [0, 1, 0, 1]}))
+        assert labelled[0] == {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, -100, 4]}
+    everything = to_labels(one({**row, "completion_mask": [0, 1, 0, 1]}), completion_only_loss=False)
+    assert everything.column_names == ["input_ids"]
+    with pytest.raises(HydraConfigError, match="row 0 has 4 input_ids and 2 assistant_masks"):
+        to_labels(one({**row, "assistant_masks": [0, 1]}))
+
+
+def test_labels_and_texts_stay_as_they_are():
+    for row in ({"input_ids": [1, 2], "labels": [1, -100], "assistant_masks": [1, 1]}, {"text": "x"}):
+        dataset = one(row)
+        assert to_labels(dataset) is dataset
+
+
+def test_chats_go_through_the_template(tokenizer):
+    whole = to_labels(one({"messages": CHAT, "id": 7}), tokenizer)
+    assert whole.column_names == ["input_ids", "labels"]
+    rendered = "U:hi;A:yo;U:more;A:no;"
+    assert texts(tokenizer, whole[0]) == (rendered, rendered)
+    masked = to_labels(one({"messages": CHAT}), tokenizer, assistant_only_loss=True)
+    assert texts(tokenizer, masked[0]) == (rendered, "yono")
+
+
+def test_completions_are_predicted_and_prompts_are_not(tokenizer):
+    row = {"prompt": "1 + 1 =", "completion": " 2"}
+    assert texts(tokenizer, to_labels(one(row), tokenizer)[0]) == ("1 + 1 = 2<eos>", " 2<eos>")
+    everything = to_labels(one(row), tokenizer, completion_only_loss=False)[0]
+    assert everything["labels"] == everything["input_ids"]
+    chat = {"prompt": CHAT[:3], "completion": CHAT[3:]}
+    assert texts(tokenizer, to_labels(one(chat), tokenizer)[0]) == ("U:hi;A:yo;U:more;A:no;", "no;")
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "message"),
+    [
+        ({"messages": CHAT}, None, "has no chat template"),
+        ({"messages": CHAT}, "{% for m in messages %}{{ m.content }}{% endfor %}", "row 0: .*marks no token"),
+        ({"messages": "hello"}, TEMPLATE, "row 0: expected a list of messages"),
+        ({"prompt": "a", "completion": CHAT}, TEMPLATE, "row 0: prompt is a str and completion a list"),
+        (
+            {"prompt": CHAT[:1], "completion": CHAT[1:2]},
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+            "row 0: the chat template renders the prompt differently",
+        ),
+    ],
+)
+def test_rows_without_an_answer_are_refused(tokenizer, row, template, message):
+    tokenizer.chat_template = template
+    with pytest.raises(HydraConfigError, match=message):
+        to_labels(one(row), tokenizer, assistant_only_loss=True)
+
+
+def test_text_needs_a_tokenizer():
+    with pytest.raises(HydraConfigError, match=r"'messages' holds text .*processing_class=tokenizer"):
+        to_labels(one({"messages": CHAT}))

@@ -1,0 +1,467 @@
+"""HydraTrainer beside transformers.Trainer: same data, same global mini-batches, same behaviour.
+
+The behaviours are those that transformers tests of its Trainer (tests/trainer in its repository, not in its wheel), as
+far as they apply. Left out, with the reason:
+
+- batch size finding, gradient accumulation, group_by_length: refused or ignored (tests/test_trainer_arguments.py)
+- DataLoader workers, samplers, drop_last, IterableDataset: the engine draws the mini-batches (tests/test_batches.py)
+- label smoothing, NEFTune, Liger kernels, custom loss functions: refused
+- fp16/bf16 full evaluation, torch_compile, DataParallel, FSDP, SageMaker, TPU: refused or another launcher
+- hub upload, model cards, search of hyperparameters, other kinds of models: not touched, refused, not for causal LMs
+- mixed precision: tests/test_engine_training.py (bf16 against stock DeepSpeed)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from engines import ds_config, small_profile
+from models import VOCAB_SIZE, tiny
+
+BUDGET = 64
+PER_BATCH = 4
+NUM_BATCHES = 6
+
+
+def rows():
+    """Sequences of 2 tokens and more; every 4 consecutive ones have exactly the budget of a mini-batch."""
+    generator = np.random.default_rng(3)
+    result = []
+    for _ in range(NUM_BATCHES):
+        lengths = 2 + generator.multinomial(BUDGET - 2 * PER_BATCH, np.ones(PER_BATCH) / PER_BATCH)
+        result += [{"input_ids": generator.integers(0, VOCAB_SIZE, n).tolist()} for n in lengths]
+    return [{**row, "labels": row["input_ids"]} for row in result]
+
+
+def pad(examples):
+    from ds_hydra.trainer.data import pad_examples
+
+    return pad_examples([{key: np.array(value) for key, value in e.items()} for e in examples], 0)
+
+
+def make_recorder():
+    from transformers import TrainerCallback
+
+    class Recorder(TrainerCallback):
+        def __init__(self):
+            self.events = []
+
+    def record(name):
+        def method(self, args, state, control, **kwargs):
+            self.events.append(f"{name} {state.global_step}")
+
+        return method
+
+    for name in vars(TrainerCallback):
+        if name.startswith("on_"):
+            setattr(Recorder, name, record(name))
+    return Recorder()
+
+
+def training_arguments(folder, json_sections=None, hydra=None, **settings):
+    from transformers import TrainingArguments
+
+    config = ds_config(
+        hydra={
+            "tokens_per_iteration": BUDGET,
+            "profile": f"{folder}/profile.json",
+            "strategies": ["2x<1,1>", "1x<2,1>"],
+            **(hydra or {}),
+        },
+        gradient_clipping="auto",
+        train_micro_batch_size_per_gpu="auto",
+        **(json_sections or {}),
+    )
+    settings = {
+        "num_train_epochs": 2,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "per_device_train_batch_size": PER_BATCH // 2,
+        "per_device_eval_batch_size": PER_BATCH // 2,
+        "train_sampling_strategy": "sequential",
+        **settings,
+    }
+    return TrainingArguments(deepspeed=config, use_cpu=True, **settings)
+
+
+def prepare(folder):
+    import deepspeed
+    import transformers
+
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29511")
+    deepspeed.utils.logger.setLevel("ERROR")
+    transformers.logging.set_verbosity_error()
+    if dist.get_rank() == 0:
+        (Path(folder) / "profile.json").write_text(json.dumps(small_profile(6_000_000, num_layers=4)))
+    dist.barrier()
+    return datasets.Dataset.from_list(rows())
+
+
+def without_times(history):
+    timed = ("runtime", "per_second", "flos", "imbalance")
+    return [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in history]
+
+
+def side_by_side(folder):
+    """The same run by both Trainers: saves, evaluations, best model, early stopping, schedules of both kinds."""
+    import transformers
+    from transformers import EarlyStoppingCallback
+
+    import ds_hydra
+
+    data = prepare(folder)
+    scheduler = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "total_num_steps": "auto",
+                "warmup_min_lr": 0,
+                "warmup_max_lr": "auto",
+                "warmup_num_steps": "auto",
+            },
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    }
+    gathered = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+    result = {}
+    for name, base in (("stock", transformers.Trainer), ("hydra", ds_hydra.HydraTrainer)):
+        collator = {"data_collator": pad} if name == "stock" else {}
+
+        def start(
+            run, sections, model=None, callbacks=(), *, base=base, name=name, more=collator, **settings
+        ):
+            args = training_arguments(folder, sections, output_dir=f"{folder}/{name}-{run}", **settings)
+            return base(
+                model=model or tiny("llama"),
+                args=args,
+                train_dataset=data,
+                eval_dataset=data.select(range(PER_BATCH)),  # one evaluation batch: equal averages
+                callbacks=list(callbacks),
+                **more,
+            )
+
+        recorder = make_recorder()
+        trainer = start(
+            "json",
+            scheduler,
+            callbacks=[recorder],
+            eval_strategy="steps",
+            eval_steps=2,
+            save_steps=2,
+            save_total_limit=2,
+            warmup_steps=3,
+            weight_decay=0.05,
+            load_best_model_at_end=True,
+            eval_on_start=True,
+        )
+        output = trainer.train()
+        final = trainer.evaluate()
+        trainer.save_model(f"{folder}/{name}-saved")
+        result[name] = {
+            "history": trainer.state.log_history,
+            "events": recorder.events,
+            "files": sorted(os.listdir(f"{folder}/{name}-json/checkpoint-12")),
+            "checkpoints": sorted(os.listdir(f"{folder}/{name}-json")),
+            "saved": sorted(os.listdir(f"{folder}/{name}-saved")),
+            "best": (os.path.basename(trainer.state.best_model_checkpoint), trainer.state.best_metric),
+            "final": final["eval_loss"],
+            "output": (output.global_step, output.training_loss, sorted(output.metrics)),
+            "config": {
+                key: trainer.deepspeed.config[key] for key in ("gradient_clipping", "optimizer", "scheduler")
+            },
+        }
+        stopped = start(
+            "stopped",
+            gathered,
+            callbacks=[EarlyStoppingCallback(2, early_stopping_threshold=100.0)],
+            lr_scheduler_type="cosine",
+            max_steps=11,
+            eval_strategy="epoch",
+            save_strategy="epoch",
+            logging_strategy="epoch",
+            metric_for_best_model="loss",
+            load_best_model_at_end=True,
+            num_train_epochs=5,
+            max_grad_norm=0.0,
+        )
+        stopped.train()
+        result[name]["stopped"] = stopped.state.log_history, stopped.state.global_step
+    return result
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("both")
+    return folder, run_distributed(side_by_side, 2, str(folder))
+
+
+def numbers(history, key):
+    return [entry[key] for entry in history if key in entry]
+
+
+@pytest.mark.distributed
+def test_losses_norms_and_rates_equal_those_of_transformers(both):
+    for run in ("history", "stopped"):
+        mine, theirs = (both[1][0][name][run] for name in ("hydra", "stock"))
+        if run == "stopped":
+            (mine, my_steps), (theirs, their_steps) = mine, theirs
+            assert my_steps == their_steps
+        for key in ("loss", "grad_norm", "eval_loss", "train_loss"):
+            assert numbers(theirs, key), (run, key)
+            torch.testing.assert_close(numbers(mine, key), numbers(theirs, key), rtol=1e-5, atol=0)
+        for key in ("learning_rate", "epoch", "step"):
+            assert numbers(mine, key) == numbers(theirs, key), (run, key)
+    losses = numbers(both[1][0]["hydra"]["history"], "loss")
+    assert len(losses) == 2 * NUM_BATCHES
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.distributed
+def test_events_come_in_the_order_of_transformers(both):
+    mine, theirs = (both[1][0][name]["events"] for name in ("hydra", "stock"))
+    assert mine == theirs
+    assert {"on_evaluate 4", "on_save 12", "on_prediction_step 2", "on_epoch_end 6"} <= set(mine)
+
+
+@pytest.mark.distributed
+def test_log_keys_are_those_of_transformers_and_three_more(both):
+    for entry, stock in zip(*(both[1][0][name]["history"] for name in ("hydra", "stock")), strict=True):
+        more = {"tokens_per_second", "imbalance"} if "loss" in stock else set()
+        more |= {"eval_perplexity"} if "eval_loss" in stock else set()
+        assert set(entry) == set(stock) | more
+        if "eval_loss" in entry:
+            assert entry["eval_perplexity"] == pytest.approx(math.exp(entry["eval_loss"]))
+    mine, theirs = (both[1][0][name]["output"] for name in ("hydra", "stock"))
+    assert mine[0] == theirs[0]
+    assert mine[1] == pytest.approx(theirs[1], rel=1e-5)
+    assert mine[2] == theirs[2]
+
+
+@pytest.mark.distributed
+def test_files_checkpoints_and_best_model_are_those_of_transformers(both):
+    folder, results = both
+    mine, theirs = results[0]["hydra"], results[0]["stock"]
+    for key in ("files", "checkpoints", "saved"):
+        assert mine[key] == theirs[key], key
+    assert len([name for name in mine["checkpoints"] if name.startswith("checkpoint")]) == 2
+    assert mine["best"][0] == theirs["best"][0]
+    assert mine["best"][1] == pytest.approx(theirs["best"][1], rel=1e-5)
+    assert mine["final"] == pytest.approx(mine["best"][1], rel=1e-6)
+    saved = [
+        torch.load(folder / f"{n}-saved/training_args.bin", weights_only=False) for n in ("hydra", "stock")
+    ]
+    assert saved[0].learning_rate == saved[1].learning_rate
+    from transformers import AutoModelForCausalLM
+
+    models = [AutoModelForCausalLM.from_pretrained(folder / f"{n}-saved") for n in ("hydra", "stock")]
+    for (name, a), (_, b) in zip(*(m.named_parameters() for m in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.distributed
+def test_auto_values_are_filled_in_as_transformers_does(both):
+    mine, theirs = (both[1][0][name]["config"] for name in ("hydra", "stock"))
+    assert mine == theirs
+    assert mine["scheduler"]["params"]["total_num_steps"] == 12
+    assert mine["scheduler"]["params"]["warmup_num_steps"] == 3
+
+
+def resumed(folder):
+    """A shuffled run with epochs of unequal length, resumed within and at the end of an epoch; save_model in shards."""
+    import functools
+
+    import ds_hydra
+
+    data = prepare(folder)
+
+    def start(run, seed=0, **settings):
+        args = training_arguments(
+            folder,
+            {"zero_optimization": {"stage": 3}},
+            {"tokens_per_iteration": 100},
+            output_dir=f"{folder}/{run}",
+            num_train_epochs=3,
+            save_steps=1,
+            seed=7,
+            train_sampling_strategy="random",
+            include_num_input_tokens_seen="all",
+            **settings,
+        )
+        return ds_hydra.HydraTrainer(model=tiny("llama", seed=seed), args=args, train_dataset=data)
+
+    whole = start("whole")
+    whole.train()
+    epochs = [whole._epochs.num_iterations(epoch) for epoch in range(3)]
+    curves = {}
+    for step in (2, epochs[0], epochs[0] + 1):
+        again = start("again", seed=1)  # other weights: everything must come from the checkpoint
+        again.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-{step}")
+        curves[step] = without_times(again.state.log_history)
+    whole.model.save_pretrained = functools.partial(whole.model.save_pretrained, max_shard_size="30KB")
+    whole.save_model(f"{folder}/shards")
+    drawn = whole.engine.hydra.sampler.state
+    error = None
+    try:
+        whole.train()
+    except ds_hydra.errors.HydraConfigError as caught:
+        error = str(caught)
+    return without_times(whole.state.log_history), curves, epochs, (drawn.epoch, drawn.position), error
+
+
+@pytest.mark.distributed
+def test_a_resumed_run_continues_the_very_same_curve(tmp_path):
+    results = run_distributed(resumed, 2, str(tmp_path))
+    history, curves, epochs, drawn, error = results[0]
+    assert history == results[1][0]
+    num_steps = sum(epochs)
+    for step, curve in curves.items():
+        assert 0 < step < num_steps
+        assert [e["loss"] for e in curve if "loss" in e] == [e["loss"] for e in history if "loss" in e]
+        assert [e["epoch"] for e in curve] == [e["epoch"] for e in history]
+        assert curve[-2] == history[-2]
+    assert drawn >= (3, 0), "three epochs were not drawn"
+    assert drawn[1] < 10, "more than a mini-batch of a fourth epoch"
+    assert history[-1]["epoch"] == 3.0
+    assert [e["epoch"] for e in history if "loss" in e][epochs[0] - 1] == 1.0
+    assert "make a new model and a new HydraTrainer" in error
+    from transformers import AutoModelForCausalLM
+
+    assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "shards")
+    checkpoint = AutoModelForCausalLM.from_pretrained(tmp_path / f"whole/checkpoint-{num_steps}")
+    for a, b in zip(model.parameters(), checkpoint.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def other_uses(folder):
+    """zero.Init and a chat data set, evaluation without training, compute_metrics, LoRA."""
+    import transformers
+    from transformers import AutoModelForCausalLM
+
+    import ds_hydra
+
+    data = prepare(folder)
+    result = {}
+    if dist.get_rank() == 0:
+        tiny("llama").save_pretrained(f"{folder}/model")
+    dist.barrier()
+
+    args = training_arguments(folder, output_dir=f"{folder}/init", max_steps=2)
+    partitioned = AutoModelForCausalLM.from_pretrained(
+        f"{folder}/model"
+    )  # TrainingArguments turned zero.Init on
+    result["is_partitioned"] = all(hasattr(p, "ds_id") for p in partitioned.parameters())
+    trainer = ds_hydra.HydraTrainer(partitioned, args, train_dataset=rows())  # a plain list
+    trainer.train()
+    result["init"] = numbers(trainer.state.log_history, "loss")
+
+    args = training_arguments(folder, output_dir=f"{folder}/eval")
+    trainer = ds_hydra.HydraTrainer(tiny("llama"), args, eval_dataset={"a": data, "b": data.select([0])})
+    result["before"] = trainer.evaluate()
+
+    def accuracy(prediction):
+        predicted, labels = prediction.predictions[:, :-1].argmax(-1), prediction.label_ids[:, 1:]
+        return {"accuracy": float((predicted == labels)[labels != -100].mean())}
+
+    for name, base in (("stock", transformers.Trainer), ("hydra", ds_hydra.HydraTrainer)):
+        args = training_arguments(folder, output_dir=f"{folder}/metrics", max_steps=1)
+        more = {"data_collator": pad} if name == "stock" else {}
+        trainer = base(
+            tiny("llama"), args, train_dataset=data, eval_dataset=data, compute_metrics=accuracy, **more
+        )
+        trainer.train()
+        metrics = trainer.evaluate()
+        predictions = trainer.predict(data).predictions
+        result[f"metrics {name}"] = metrics["eval_accuracy"], metrics["eval_loss"], predictions.shape
+    return result
+
+
+@pytest.mark.distributed
+def test_partitioned_models_evaluation_alone_and_metrics_on_logits(tmp_path):
+    result = run_distributed(other_uses, 2, str(tmp_path))[0]
+    assert result["is_partitioned"]
+    from single_process import summed_loss
+
+    examples = [{key: torch.tensor(value) for key, value in row.items()} for row in rows()]
+    model = tiny("llama")
+    with torch.no_grad():
+        losses = [float(summed_loss(model, example)) for example in examples]
+    num_tokens = [len(example["input_ids"]) - 1 for example in examples]
+    assert result["init"][0] == pytest.approx(sum(losses[:PER_BATCH]) / sum(num_tokens[:PER_BATCH]), rel=1e-5)
+    assert result["before"]["eval_a_loss"] == pytest.approx(sum(losses) / sum(num_tokens), rel=1e-5)
+    assert result["before"]["eval_b_perplexity"] == pytest.approx(
+        math.exp(losses[0] / num_tokens[0]), rel=1e-5
+    )
+    assert result["metrics hydra"][0] == pytest.approx(result["metrics stock"][0], abs=1e-3)
+    assert result["metrics hydra"][1] == pytest.approx(result["metrics stock"][1], rel=1e-5)
+    assert result["metrics hydra"][2] == result["metrics stock"][2]
+
+
+def with_adapters(folder):
+    import ds_hydra
+
+    peft = pytest.importorskip("peft")
+    data = prepare(folder)
+
+    def start():
+        torch.manual_seed(2)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(tiny("llama").bfloat16(), config)
+        args = training_arguments(
+            folder,
+            {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3}},
+            output_dir=f"{folder}/lora",
+            bf16=True,
+            learning_rate=2e-2,
+            save_steps=3,
+        )
+        return ds_hydra.HydraTrainer(model, args, train_dataset=data, eval_dataset=data)
+
+    trainer = start()
+    trainer.train()
+    losses = numbers(trainer.state.log_history, "loss")
+    trainer.save_model(f"{folder}/adapter")
+    again = start()
+    again.train(resume_from_checkpoint=f"{folder}/lora/checkpoint-9")
+    trained = {str(p.dtype) for p in again.model.parameters() if p.requires_grad}
+    return losses, numbers(again.state.log_history, "loss"), trainer.evaluate()["eval_loss"], trained
+
+
+@pytest.mark.distributed
+def test_adapters_train_resume_and_are_saved_alone(tmp_path):
+    peft = pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
+    losses, again, eval_loss, dtypes = run_distributed(with_adapters, 2, str(tmp_path))[0]
+    assert losses[-1] < losses[0] - 0.02
+    assert again == losses
+    assert dtypes == {"torch.bfloat16"}
+    assert (
+        sorted(os.listdir(tmp_path / "adapter"))[1] == "adapter_model.safetensors"
+        or (tmp_path / "adapter/adapter_model.safetensors").exists()
+    )
+    assert not (tmp_path / "adapter/model.safetensors").exists()
+    model = peft.PeftModel.from_pretrained(tiny("llama"), tmp_path / "adapter")
+    total, count = 0.0, 0
+    with torch.no_grad():
+        for row in rows():
+            ids = torch.tensor([row["input_ids"]])
+            total += float(model(input_ids=ids, labels=ids, use_cache=False).loss) * (ids.shape[1] - 1)
+            count += ids.shape[1] - 1
+    assert total / count == pytest.approx(eval_loss, rel=1e-2)  # bf16 activations there, fp32 here

@@ -1,0 +1,229 @@
+"""TrainingArguments that are refused, ignored with a message, or mapped; epochs; collators; overrides."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import TrainingArguments
+
+from ds_hydra.configs import HydraConfig
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.batches import TokenBudgetSampler
+from ds_hydra.trainer import HydraTrainer
+from ds_hydra.trainer.arguments import (
+    REFUSED,
+    WITHOUT_EFFECT,
+    check_arguments,
+    check_data_collator,
+    drop_batch_size_mismatches,
+    map_arguments,
+)
+from ds_hydra.trainer.data import Epochs, as_datasets, pad_examples
+
+SECTION = {"context_length": 128, "tokens_per_iteration": 512}
+
+
+def arguments(**settings):
+    return TrainingArguments(output_dir="unused", use_cpu=True, report_to="none", **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"gradient_accumulation_steps": 4},
+            r"gradient_accumulation_steps=4: .*multiply hydra\.tokens_per_iteration",
+        ),
+        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0\.1: .*set it to 0"),
+        ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5\.0: .*leave it out"),
+        ({"torch_compile": True}, "torch_compile=True: .*rows of another length"),
+        ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*hydra\.memory_limit_bytes"),
+        ({"debug": "underflow_overflow"}, "debug='underflow_overflow'"),
+        ({"optim": "adalomo"}, r"optim='adalomo' steps inside of backward"),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
+            "activation_checkpointing_kwargs with offload",
+        ),
+    ],
+)
+def test_what_would_not_be_honoured_is_refused(settings, message):
+    with pytest.raises(HydraConfigError, match=message):
+        check_arguments(arguments(**settings), print)
+
+
+def test_all_refusals_come_at_once():
+    with pytest.raises(HydraConfigError, match=r"(?s)gradient_accumulation_steps=2.*label_smoothing_factor"):
+        check_arguments(arguments(gradient_accumulation_steps=2, label_smoothing_factor=0.1), print)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size"),
+        ({"dataloader_drop_last": True}, "dataloader_drop_last"),
+        ({"dataloader_num_workers": 2}, "dataloader_num_workers"),
+        ({"ignore_data_skip": True}, "ignore_data_skip"),
+        ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'"),
+    ],
+)
+def test_what_has_no_effect_is_said(settings, name):
+    notes = []
+    check_arguments(arguments(**settings), notes.append)
+    assert len(notes) == 1
+    assert notes[0].startswith(f"TrainingArguments.{name} has no effect: ")
+
+
+def test_defaults_are_silent():
+    notes = []
+    check_arguments(arguments(), notes.append)
+    assert not notes
+    assert map_arguments(arguments(), HydraConfig.parse(SECTION), notes.append) == HydraConfig.parse(SECTION)
+    assert not notes
+
+
+def test_every_name_is_a_training_argument():
+    assert set(REFUSED) | set(WITHOUT_EFFECT) <= set(vars(arguments()))
+
+
+def test_seed_order_and_checkpointing_become_keys_of_hydra():
+    notes = []
+    args = arguments(seed=3, train_sampling_strategy="sequential", activation_checkpointing=True)
+    hydra = map_arguments(args, HydraConfig.parse(SECTION), notes.append)
+    assert (hydra.seed, hydra.shuffle, hydra.activation_checkpointing) == (3, False, True)
+    assert len(notes) == 3
+    assert "TrainingArguments.seed sets hydra.seed to 3" in notes
+    assert map_arguments(arguments(seed=3, data_seed=4), HydraConfig.parse(SECTION), print).seed == 4
+    assert map_arguments(arguments(seed=3), HydraConfig.parse({**SECTION, "seed": 9}), print).seed == 9
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "message"),
+    [
+        ({"seed": 1}, {"data_seed": 2}, r"hydra\.seed is 1, TrainingArguments\.data_seed asks for 2"),
+        ({"shuffle": True}, {"train_sampling_strategy": "sequential"}, r"hydra\.shuffle is True"),
+        ({"activation_checkpointing": False}, {"activation_checkpointing": True}, "remove one of them"),
+    ],
+)
+def test_contradictions_are_errors(section, settings, message):
+    with pytest.raises(HydraConfigError, match=message):
+        map_arguments(arguments(**settings), HydraConfig.parse({**SECTION, **section}), print)
+
+
+def test_batch_sizes_that_differ_from_the_json_are_no_mismatch():
+    class Config:
+        mismatches = (
+            "- ds train_batch_size=3 vs hf train_batch_size (calculated)=8",
+            "- ds train_micro_batch_size_per_gpu=1 vs hf per_device_train_batch_size=8",
+            "- ds gradient_clipping=1.0 vs hf max_grad_norm=2.0",
+        )
+
+    config = Config()
+    drop_batch_size_mismatches(config)
+    assert config.mismatches == [Config.mismatches[2]]
+
+
+def test_collators_that_only_pad_are_accepted():
+    notes = []
+    tokenizer = object()
+    check_data_collator(transformers.default_data_collator, notes.append)
+    check_data_collator(transformers.DataCollatorWithPadding(tokenizer), notes.append)
+    assert not notes
+    tokenizer = type("Tokenizer", (), {"pad_token": "x", "mask_token": None})()
+    check_data_collator(transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), notes.append)
+    assert len(notes) == 1
+    with pytest.raises(HydraConfigError, match=r"data_collator is my_collator, but .*completion_mask"):
+        check_data_collator(my_collator, notes.append)
+
+
+def my_collator(examples):
+    return examples
+
+
+def test_without_deepspeed_the_trainer_says_what_to_pass():
+    with pytest.raises(HydraConfigError, match="needs DeepSpeed: pass TrainingArguments"):
+        HydraTrainer(model=torch.nn.Linear(1, 1), args=arguments())
+
+
+def test_overrides_have_the_signatures_of_transformers():
+    """An upgrade of transformers that renames what HydraTrainer overrides breaks here and not in a run."""
+    theirs = vars(transformers.Trainer)
+    own = {name: f for name, f in vars(HydraTrainer).items() if inspect.isfunction(f) and name in theirs}
+    assert {"_run_epoch", "_prepare_for_training", "_init_training_state", "training_step"} <= set(own)
+    for name in ("training_step", "compute_loss", "evaluation_loop", "log", "_finalize_training"):
+        mine, parent = (list(inspect.signature(f).parameters) for f in (own[name], theirs[name]))
+        assert mine == parent, name
+    assert {"epoch", "steps_in_epoch", "num_update_steps_per_epoch"} <= set(
+        inspect.signature(theirs["_run_epoch"]).parameters
+    )
+    assert list(inspect.signature(theirs["_prepare_for_training"]).parameters) == [
+        "self",
+        "max_steps",
+        "train_dataloader",
+        "resume_from_checkpoint",
+    ]
+    assert list(inspect.signature(theirs["_init_training_state"]).parameters)[:3] == [
+        "self",
+        "max_steps",
+        "num_update_steps_per_epoch",
+    ]
+
+
+def epochs_of(lengths, budget, limit=0):
+    sampler = TokenBudgetSampler(lengths, np.maximum(np.asarray(lengths) - 1, 0), budget, seed=1)
+    return Epochs(sampler, len(lengths), limit=limit), sampler
+
+
+@given(st.lists(st.integers(2, 9), min_size=1, max_size=20), st.integers(1, 40), st.integers(1, 3))
+def test_epochs_end_where_the_sampler_does(lengths, budget, num_epochs):
+    epochs, sampler = epochs_of(lengths, budget)
+    total = epochs.iterations_until(num_epochs)
+    counts = [epochs.num_iterations(epoch) for epoch in range(num_epochs)]
+    assert sum(counts) == total
+    assert min(counts) >= 1
+    drawn = [next(sampler) for _ in range(total)]
+    num_sequences = sum(len(batch.sample_indices) for batch in drawn)
+    assert num_sequences >= num_epochs * len(lengths), "not every sequence was drawn in every epoch"
+    if max(counts) > 1:  # without the last batch, something of the last epoch would be missing
+        before_last = num_sequences - len(drawn[-1].sample_indices)
+        assert before_last < num_epochs * len(lengths) or counts[-1] == 1
+    for iteration in range(total):
+        epoch, into = epochs.find(iteration)
+        assert sum(counts[:epoch]) + into == iteration
+        assert 0 <= into < counts[epoch]
+    assert epochs.num_epochs(total) == num_epochs
+
+
+def test_half_an_epoch_and_a_limit():
+    epochs, _ = epochs_of([4] * 100, 8)
+    assert epochs.num_iterations(0) == 50
+    assert epochs.iterations_until(1.5) == 75
+    limited, _ = epochs_of([4] * 100, 8, limit=10)
+    assert limited.num_iterations(0) == 50  # extrapolated from 10
+    assert limited.find(10) == (0, 10)
+
+
+def test_streams_are_refused_and_lists_are_read():
+    import datasets
+
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3]}]
+    assert as_datasets(rows, "train_dataset")["input_ids"][:] == [[1, 2], [3]]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    with pytest.raises(
+        HydraConfigError, match=r"train_dataset is a IterableDataset.*from_list\(list\(stream\.take"
+    ):
+        as_datasets(stream, "train_dataset")
+
+
+def test_padding_hides_what_is_padded():
+    examples = [{"input_ids": np.array(ids), "labels": np.array(ids)} for ids in ([5, 6, 7], [8])]
+    batch = pad_examples(examples, pad_token_id=9)
+    assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
+    assert batch["labels"].tolist() == [[5, 6, 7], [8, -100, -100]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
