@@ -1,6 +1,7 @@
 """Link times as ratios: pull against ZeRO-3's own all-gather, push against its reduce-scatter, in one run.
 
-    deepspeed --num_gpus 4 --no_local_rank benchmarks/link.py --out docs/benchmarks/link.json
+    deepspeed --num_gpus 4 --no_local_rank benchmarks/link.py --size all --out docs/benchmarks/link.json
+    python benchmarks/link.py --planning
 
 Both sides move the same parameters on the same ranks, alternated, bucket by bucket; medians. Prints a table,
 writes JSON. `switching` compares pull + push when every round uses another strategy with keeping one.
@@ -24,8 +25,12 @@ from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesce
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hydra
-from ds_hydra.engine.propagation import Propagator, Slices
+from ds_hydra.engine.meta_model import load_skeleton
+from ds_hydra.engine.slices import SlicePool, Slices
 from ds_hydra.strategy import Strategy
+from ds_hydra.zero_link import LinkPlan, plan_link
+from ds_hydra.zero_link.buffers import ExchangeBuffers
+from ds_hydra.zero_link.exchange import Link
 
 STRATEGIES = {
     1: ("1x<1,1>",),
@@ -42,6 +47,17 @@ STRATEGIES = {
         "1x<1,2> + 2x<1,1>",
     ),
 }
+
+PLANNED = (
+    (64, "4x<16,1>"),
+    (64, "1x<16,1> + 6x<8,1>"),
+    (64, "1x<8,3> + 10x<4,1>"),
+    (64, "8x<4,2>"),
+    (1024, "4x<16,1> + 120x<8,1>"),
+    (1024, "16x<16,1> + 32x<8,1> + 64x<4,2>"),
+    (1024, "1024x<1,1>"),
+)
+"""Ranks and strategies whose planning is timed."""
 
 SIZES = {
     "50M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 13, "vocab_size": 8192},
@@ -74,22 +90,44 @@ def start(size: str, dtype: str) -> ds_hydra.HydraEngine:
 
 
 class Case:
-    """The four things measured, on one engine."""
+    """The things measured, on one engine; `routes` is "direct", or "node" for nodes of `ranks_per_node` ranks."""
 
-    def __init__(self, engine: ds_hydra.HydraEngine):
-        self.propagator: Propagator = engine.hydra.propagator
-        skeleton = self.propagator.skeleton
-        self.units = [[skeleton.params[b.param] for b in unit.bindings] for unit in skeleton.units]
+    def __init__(self, engine: ds_hydra.HydraEngine, ranks_per_node: int | None):
+        self.skeleton = engine.hydra.skeleton
+        self.units = [[self.skeleton.params[b.param] for b in unit.bindings] for unit in self.skeleton.units]
         self.device = engine.device
         self.group = dist.group.WORLD
-        self.grads_P = [torch.zeros(p.ds_tensor.numel(), device=self.device) for p in skeleton.params]
+        self.grads_P = [torch.zeros(p.ds_tensor.numel(), device=self.device) for p in self.skeleton.params]
+        self.shards_P = [p.ds_tensor.detach() for p in self.skeleton.params]
+        self.ranks_per_node = {"direct": None} | ({"node": ranks_per_node} if ranks_per_node else {})
+        everyone = list(range(dist.get_world_size()))
+        groups = [dist.new_group(everyone) for _ in range(4)]
+        buffers = ExchangeBuffers(self.device)
+        self.pull_link = Link(groups[0], self.device, buffers=buffers, node_group=groups[1])
+        self.push_link = Link(groups[2], self.device, buffers=buffers, node_group=groups[3])
+        self.pool = SlicePool(self.device)
+        self.plans: dict[tuple, LinkPlan] = {}
 
-    def pull(self, strategy: Strategy) -> Slices:
-        return self.propagator._pull(self.propagator._link_of(strategy))
+    def plan(self, strategy: Strategy, routes: str, *, gradients: bool) -> LinkPlan:
+        key = (strategy, routes, gradients)
+        if key not in self.plans:
+            self.plans[key] = plan_link(
+                self.skeleton.specs,
+                self.skeleton.strategy_buckets(strategy, dist.get_world_size()),
+                dist.get_rank(),
+                gradients=gradients,
+                ranks_per_node=self.ranks_per_node[routes],
+            )
+        return self.plans[key]
 
-    def push(self, strategy: Strategy, slices: Slices) -> None:
-        link = self.propagator._link_of(strategy)
-        self.propagator._push_link.push(link.push, slices.grad_bucket_S, self.grads_P)
+    def pull(self, strategy: Strategy, routes: str = "direct") -> Slices:
+        buckets = self.skeleton.strategy_buckets(strategy, dist.get_world_size())[dist.get_rank()]
+        slices = Slices(self.skeleton.specs, buckets, self.pool, self.shards_P[0].dtype)
+        self.pull_link.pull(self.plan(strategy, routes, gradients=False), self.shards_P, slices.bucket_S)
+        return slices
+
+    def push(self, strategy: Strategy, slices: Slices, routes: str = "direct") -> None:
+        self.push_link.push(self.plan(strategy, routes, gradients=True), slices.grad_bucket_S, self.grads_P)
 
     def zero_all_gather(self) -> None:
         """What ZeRO-3 does around forward: gather each unit, use it, release it."""
@@ -119,20 +157,22 @@ def timed(action) -> tuple[float, object]:
 
 
 def measure(case: Case, strategies: list[Strategy], rounds: int) -> dict:
-    times: dict[str, dict[str, list[float]]] = {
-        str(s): {"pull": [], "push": [], "all_gather": [], "reduce_scatter": []} for s in strategies
-    }
+    """Milliseconds of each collective; "_node" marks node-aware routes."""
+    times: dict[str, dict[str, list[float]]] = {str(s): {} for s in strategies}
     for round_ in range(rounds + 1):
         for strategy in strategies:
             row = {}
             row["all_gather"], _ = timed(case.zero_all_gather)
             row["pull"], slices = timed(lambda s=strategy: case.pull(s))
             row["push"], _ = timed(lambda s=strategy, x=slices: case.push(s, x))
+            if "node" in case.ranks_per_node:
+                row["pull_node"], slices = timed(lambda s=strategy: case.pull(s, "node"))
+                row["push_node"], _ = timed(lambda s=strategy, x=slices: case.push(s, x, "node"))
             gradients = case.full_gradients()
             row["reduce_scatter"], _ = timed(lambda g=gradients: case.zero_reduce_scatter(g))
             if round_:  # the first round warms up
                 for name, value in row.items():
-                    times[str(strategy)][name].append(value)
+                    times[str(strategy)].setdefault(name, []).append(value)
     return times
 
 
@@ -156,20 +196,47 @@ def measure_switching(case: Case, strategies: list[Strategy], rounds: int) -> di
 def print_table(size: str, dtype: str, times: dict) -> list[dict]:
     rows = []
     print(f"\n{size} parameters, {dtype}, {dist.get_world_size()} ranks, medians in ms")
-    print(f"{'strategy':<20} {'pull':>8} {'/ all-gather':>13} {'push':>8} {'/ reduce-scatter':>17}")
+    print(f"{'':<20} {'':>8} {'/ all-gather':>16} {'':>9} {'/ reduce-scatter':>18}")
+    print(f"{'strategy':<20} {'pull':>8} {'direct':>8} {'node':>7} {'push':>9} {'direct':>9} {'node':>8}")
     for strategy, measured in times.items():
         median = {name: statistics.median(values) for name, values in measured.items()}
-        row = {
-            "strategy": strategy,
-            **{f"{name}_ms": round(value, 2) for name, value in median.items()},
-            "pull_ratio": round(median["pull"] / median["all_gather"], 3),
-            "push_ratio": round(median["push"] / median["reduce_scatter"], 3),
-        }
+        row = {"strategy": strategy, **{f"{name}_ms": round(value, 2) for name, value in median.items()}}
+        for name, value in median.items():
+            if name.startswith(("pull", "push")):
+                collective = "all_gather" if name.startswith("pull") else "reduce_scatter"
+                row[f"{name}_ratio"] = round(value / median[collective], 3)
         rows.append(row)
+        node = [f"{row[key]:.2f}" if key in row else "" for key in ("pull_node_ratio", "push_node_ratio")]
         print(
-            f"{strategy:<20} {median['pull']:>8.1f} {row['pull_ratio']:>13.2f} {median['push']:>8.1f} "
-            f"{row['push_ratio']:>17.2f}"
+            f"{strategy:<20} {median['pull']:>8.1f} {row['pull_ratio']:>8.2f} {node[0]:>7} "
+            f"{median['push']:>9.1f} {row['push_ratio']:>9.2f} {node[1]:>8}"
         )
+    return rows
+
+
+def measure_planning() -> list[dict]:
+    """CPU seconds in which one rank plans its part of pull and push, of LLaMA 32B."""
+    skeleton = load_skeleton("llama2_32b")
+    rows = []
+    print(
+        f"{'ranks':>6} {'strategy':<34} {'direct':>9} {'node-aware':>11}   s of CPU, pull + push of one rank"
+    )
+    for num_ranks, text in PLANNED:
+        rank_buckets = skeleton.strategy_buckets(Strategy.parse(text), num_ranks)
+        row = {"num_ranks": num_ranks, "strategy": text}
+        for name, ranks_per_node in (("direct_s", None), ("node_s", 8)):
+            begin = time.process_time()
+            for gradients in (False, True):
+                plan_link(
+                    skeleton.specs,
+                    rank_buckets,
+                    num_ranks // 2,
+                    gradients=gradients,
+                    ranks_per_node=ranks_per_node,
+                )
+            row[name] = round(time.process_time() - begin, 3)
+        rows.append(row)
+        print(f"{num_ranks:>6} {text:<34} {row['direct_s']:>9.2f} {row['node_s']:>11.2f}")
     return rows
 
 
@@ -180,17 +247,26 @@ def main() -> None:
     parser.add_argument("--size", choices=[*SIZES, "all"], default="50M")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--ranks-per-node", type=int, default=2, help="pretended nodes of node-aware routes; 0 for none"
+    )
+    parser.add_argument("--planning", action="store_true", help="measure planning instead; one process")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
+    if args.planning:
+        rows = measure_planning()
+        if args.out:
+            args.out.write_text(json.dumps(rows, indent=1) + "\n")
+        return
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.init_distributed()
     results = {}
     for size in SIZES if args.size == "all" else [args.size]:
         engine = start(size, args.dtype)
         strategies = list(engine.hydra.strategies)
-        case = Case(engine)
+        case = Case(engine, args.ranks_per_node or None)
         times = measure(case, strategies, args.rounds)
         switching = measure_switching(case, strategies, args.rounds)
         if dist.get_rank() == 0:

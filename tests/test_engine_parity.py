@@ -141,6 +141,14 @@ def test_activation_checkpointing_gives_the_same_gradients():
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("devices_per_node", [2, 3])
+def test_routes_through_nodes_give_the_same_gradients(devices_per_node):
+    strategies = ("4x<1,1>", "1x<4,1>", "1x<2,1> + 1x<1,2>", "1x<1,2> + 2x<1,1>")
+    hydra = {"link": {"devices_per_node": devices_per_node}}
+    assert_parity(run_distributed(check_gradients, 4, "llama_tied", strategies, hydra)[0])
+
+
+@pytest.mark.distributed
 def test_a_model_that_tp_cannot_slice_still_runs_in_pipelines():
     assert_parity(run_distributed(check_gradients, 4, "phi3", ("4x<1,1>", "1x<1,4>", "2x<1,2>"))[0])
 

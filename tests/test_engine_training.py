@@ -212,7 +212,7 @@ def test_frozen_parameters_are_pulled_but_not_trained():
 
 def gradient_memory():
     """Elements that propagation holds on this rank during an iteration, by strategy."""
-    from ds_hydra.engine.propagation import Slices
+    from ds_hydra.engine.slices import SlicePool, Slices
     from ds_hydra.strategy import Strategy
 
     engine = start_hydra(tiny("llama"))
@@ -220,7 +220,8 @@ def gradient_memory():
     for text in ("4x<1,1>", "1x<4,1>", "1x<1,4>", "1x<2,1>"):
         engine.hydra.prepare_forced(Strategy.parse(text))
         link = engine.hydra.propagator._link_of(Strategy.parse(text))
-        slices = Slices(engine.hydra.skeleton, link, torch.float32, torch.device("cpu"))
+        pool = SlicePool(torch.device("cpu"))
+        slices = Slices(engine.hydra.skeleton.specs, link.buckets, pool, torch.float32)
         held[text] = sum(leaf.numel() for leaf in slices.leaves.values())
     held["model"] = sum(s.numel for s in engine.hydra.skeleton.specs)
     return held
@@ -319,9 +320,9 @@ def what_is_held():
     widths, alive = [], []
     bind, loss_of = engine.hydra.skeleton.bind, propagation.summed_cross_entropy
 
-    def watching_bind(scheme, stage, leaves):
+    def watching_bind(scheme, stage, leaves, await_bucket):
         alive.extend(weakref.ref(leaf) for leaf in leaves.values())
-        bind(scheme, stage, leaves)
+        bind(scheme, stage, leaves, await_bucket)
 
     def watching_loss(logits_TV, targets_T, tp):
         widths.append(logits_TV.shape[-1])

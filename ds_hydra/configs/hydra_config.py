@@ -119,6 +119,25 @@ class ProfilingConfig(_Section):
     """Untimed runs before them; 1 pays for allocation and kernel selection."""
 
 
+class LinkConfig(_Section):
+    """`hydra.link`: how slices and gradients travel between ZeRO-3's shards and propagation."""
+
+    routes: Literal["node", "direct"] = "node"
+    """A slice enters a node once and spreads there ("node"; on one node the same), or once per rank ("direct")."""
+
+    devices_per_node: Count | None = None
+    """Consecutive ranks of one node; null asks the launcher, which is right unless nodes differ."""
+
+    overlap: bool = True
+    """Whether pull and push run beside computation in a thread of their own; false only to compare or debug."""
+
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients are sent; owners always sum in fp32. "bf16" halves the bytes at 3 digits."""
+
+    keep_frozen: bool = True
+    """Whether slices of frozen parameters stay while the strategy does; they are pulled anew after any edit."""
+
+
 class HydraConfig(_Section):
     """The whole section. `HydraConfig.parse` builds it and raises HydraConfigError with every problem."""
 
@@ -163,6 +182,9 @@ class HydraConfig(_Section):
 
     max_process_groups: Count = 256
     """Process groups that all strategies together may need; each costs communicator memory on its ranks."""
+
+    link: LinkConfig = LinkConfig()
+    """How slices and gradients travel."""
 
     planner: PlannerConfig = PlannerConfig()
     """How much work goes into a plan."""
@@ -233,6 +255,7 @@ def _explain_unknown(location: _Location) -> str:
 
 _SECTIONS: dict[_Location, type[BaseModel]] = {
     (): HydraConfig,
+    ("link",): LinkConfig,
     ("planner",): PlannerConfig,
     ("profiling",): ProfilingConfig,
 }

@@ -7,6 +7,7 @@ rank therefore asks the pool for the groups of a whole strategy, which it create
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch.distributed as dist
@@ -41,6 +42,29 @@ def within_groups(strategies: Iterable[Strategy], max_groups: int) -> tuple[Stra
     return tuple(kept)
 
 
+NCCL_PAIR_BYTES = 544 << 20
+NCCL_GROUP_BYTES = 688 << 20
+"""Device memory of one NCCL communicator of two ranks, and of more: measured on 4 A100 with NVLink and NCCL's default
+buffers (NVIDIA/nccl issue 964). It is allocated at a communicator's first use, and falls with NCCL_BUFFSIZE and
+NCCL_MAX_NCHANNELS; other topologies need other amounts."""
+
+
+def describe_groups(keys: Iterable[GroupKey], rank: int, backend: str) -> str:
+    """Number of groups by purpose, and what those of `rank` cost it."""
+    keys = list(keys)
+    mine = [ranks for _, ranks in keys if rank in ranks and len(ranks) > 1]
+    purposes = Counter(purpose for purpose, _ in keys)
+    counts = ", ".join(f"{count} {purpose}" for purpose, count in purposes.items())
+    text = f"{len(keys)} process groups ({counts}), {len(mine)} of them on rank {rank}"
+    if backend == "nccl":
+        total = sum(NCCL_PAIR_BYTES if len(ranks) == 2 else NCCL_GROUP_BYTES for ranks in mine)
+        return (
+            f"{text}: up to about {total / 2**30:.1f} GiB of device memory with NCCL's default buffers; lower "
+            "hydra.max_process_groups, or NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS, for less"
+        )
+    return text
+
+
 class GroupPool:
     """Process groups keyed by purpose and ranks. Every method that creates groups is collective over all ranks."""
 
@@ -50,6 +74,11 @@ class GroupPool:
 
     def __len__(self) -> int:
         return len(self._groups)
+
+    def __str__(self) -> str:
+        backend = str(dist.get_backend()) if dist.is_initialized() else ""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return describe_groups(self._groups, rank, backend)
 
     def ensure(self, strategies: Iterable[Strategy]) -> None:
         """Create the groups of all `strategies` that do not exist yet; raises HydraConfigError beyond the bound."""

@@ -55,6 +55,7 @@ class HydraEngine(DeepSpeedEngine):
         skeleton = Skeleton(model, activation_checkpointing=hydra_config.activation_checkpointing)
         self._hydra_config = hydra_config
         self._hydra: HydraRuntime | None = None
+        self._grads_P: list[Tensor] = []
         super().__init__(args, model, *engine_args, **engine_kwargs)
         self._check_partitions(skeleton)
         self._hydra = HydraRuntime(hydra_config, skeleton, self.device)
@@ -91,7 +92,6 @@ class HydraEngine(DeepSpeedEngine):
         loss = sum(o.loss_sum for o in outcomes) / iteration.plan.num_label_tokens
         before_step = time.perf_counter()
         self._deposit(grads_P)
-        del grads_P
         self._step(iteration)
         self._report(iteration, outcomes, loss, start, before_step)
         return torch.tensor(loss, dtype=torch.float32, device=self.device)
@@ -180,12 +180,17 @@ class HydraEngine(DeepSpeedEngine):
         return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
 
     def _zero_gradient_shards(self) -> list[Tensor]:
-        return [
-            torch.zeros(
-                p.ds_tensor.numel() if p.requires_grad else 0, dtype=torch.float32, device=self.device
-            )
-            for p in self.hydra.skeleton.params
-        ]
+        """This rank's fp32 gradient shards, set to zero; the same memory in every iteration."""
+        if not self._grads_P:
+            self._grads_P = [
+                torch.zeros(
+                    p.ds_tensor.numel() if p.requires_grad else 0, dtype=torch.float32, device=self.device
+                )
+                for p in self.hydra.skeleton.params
+            ]
+        else:
+            torch._foreach_zero_(self._grads_P)
+        return self._grads_P
 
     def _deposit(self, grads_P: Sequence[Tensor]) -> None:
         """Hand the gradient shards to ZeRO-3 as if its own backward had reduced them."""
@@ -225,7 +230,9 @@ class HydraEngine(DeepSpeedEngine):
             planning_ms=iteration.planned.planning_ms,
             waited_ms=iteration.planned.waited_ms,
             pull_ms=max(o.pull_ms for o in outcomes),
-            push_ms=max(o.push_ms for o in outcomes),
+            push_ms=min(o.push_ms for o in outcomes),
+            visible_pull_ms=max(o.visible_pull_ms for o in outcomes),
+            visible_push_ms=min(o.visible_push_ms for o in outcomes),
             step_ms=(now - before_step) * 1e3,
             pipelines=pipelines,
         )

@@ -48,7 +48,13 @@ class IterationMetrics:
     waited_ms: float
     """Time this iteration waited for its plan."""
     pull_ms: float
+    """Time the link spent pulling, on the slowest rank, hidden behind computation or not."""
     push_ms: float
+    """Time the link spent pushing, on the rank that waited least for others."""
+    visible_pull_ms: float
+    """Part of it that computation waited for, on the rank that waited longest."""
+    visible_push_ms: float
+    """What was left to push when the last rank had computed its last gradient."""
     step_ms: float
     pipelines: tuple[PipelineMetrics, ...]
 

@@ -118,11 +118,18 @@ StageForward = Callable[[int, Tensor | None], Tensor]
 """(micro-batch, activation of the previous stage or None) -> activation, or the loss on the last stage."""
 
 
-def run_1f1b(info: StageInfo, io: StageIO, row_tokens: Sequence[int], forward: StageForward) -> list[Tensor]:
+def run_1f1b(
+    info: StageInfo,
+    io: StageIO,
+    row_tokens: Sequence[int],
+    forward: StageForward,
+    before_last_backward: Callable[[], None] = lambda: None,
+) -> list[Tensor]:
     """Forward and backward of every row through this stage; returns the detached losses (last stage only).
 
-    `row_tokens[j]` is the length of row j, so receivers know every shape from the plan. Collective over the
-    pipeline: all its ranks call it with the same rows.
+    `row_tokens[j]` is the length of row j, so receivers know every shape from the plan. `before_last_backward`
+    is called before the backward pass that completes the gradients. Collective over the pipeline: all its ranks
+    call it with the same rows.
     """
     losses: list[Tensor] = []
     saved: dict[int, tuple[Tensor | None, Tensor]] = {}
@@ -138,6 +145,8 @@ def run_1f1b(info: StageInfo, io: StageIO, row_tokens: Sequence[int], forward: S
         else:
             received, output = saved.pop(index)
             grad = None if info.is_last else io.receive_gradient(torch.empty_like(output))
+            if index == len(row_tokens) - 1:
+                before_last_backward()
             if output.requires_grad:  # false where everything up to here is frozen
                 torch.autograd.backward(output, grad)
             if received is not None:

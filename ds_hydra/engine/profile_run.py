@@ -129,11 +129,13 @@ def _profile_ranks(
     num_ranks = dist.get_world_size()
     strategies = [Strategy((scheme,) * (num_ranks // scheme.num_devices)) for scheme in schemes]
     num_groups = len(set().union(*map(groups_of, strategies)))
-    propagator = Propagator(skeleton, device=device, max_groups=num_groups + 2)
+    propagator = Propagator(
+        skeleton, device=device, max_groups=num_groups + 4
+    )  # pull and push, with node-aware routes two of each
     try:
         return measure_profile(propagator, strategies, config, known)
     finally:
-        propagator.groups.destroy()
+        propagator.close()
 
 
 def _prepare(

@@ -208,6 +208,10 @@ def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
     if not has_device_memory():
         with _count_saved_bytes() as counted:
             stage_ms(propagator, strategy, length)
+        for (
+            address
+        ) in propagator.pool.addresses():  # autograd keeps views of weights, which are not activations
+            counted.pop(address, None)
         return propagator.max_over_ranks(sum(counted.values())) / length
     short = max(1, length // 2)
     grown = _peak_bytes(propagator, strategy, length) - _peak_bytes(propagator, strategy, short)

@@ -6,25 +6,30 @@ token of a packed row.
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
+from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.agreement import gather_rows
 from ds_hydra.engine.attention import PackedRow
+from ds_hydra.engine.frozen import FrozenKeeper, without_frozen
 from ds_hydra.engine.groups import GroupPool
+from ds_hydra.engine.link_agreement import check_link_plans
+from ds_hydra.engine.link_session import DeviceClock, LinkSession, LinkThread
 from ds_hydra.engine.pipeline import StageInfo, StageIO, run_1f1b, run_forward_only
 from ds_hydra.engine.skeleton import Skeleton
+from ds_hydra.engine.slices import SlicePool, Slices, gradient_numel, slice_numel
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL, summed_cross_entropy
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
+from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link
 
 Example = tuple[Tensor, Tensor]
@@ -32,6 +37,23 @@ Example = tuple[Tensor, Tensor]
 
 LoadExample = Callable[[int], Example]
 """The sequence at a position of the plan; called only on ranks that need its tokens or labels."""
+
+
+GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Values of `hydra.link.gradient_dtype`."""
+
+
+def find_ranks_per_node(config: LinkConfig, num_ranks: int) -> int | None:
+    """Ranks of a node for node-aware routes, or None for direct ones (always on a single node).
+
+    What `hydra.link.devices_per_node` leaves open is asked of the launcher (torchrun's LOCAL_WORLD_SIZE,
+    DeepSpeed's LOCAL_SIZE); ranks that find different numbers fail when they compare their first link plan.
+    """
+    if config.routes == "direct":
+        return None
+    launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or num_ranks
+    ranks_per_node = config.devices_per_node or int(launched)
+    return ranks_per_node if ranks_per_node < num_ranks else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +89,30 @@ class StrategyLink:
     role: Role | None
     buckets: RankBuckets
     pull: LinkPlan
+    pull_trained: LinkPlan
+    """The pull without frozen parameters; the same object as `pull` where none is frozen."""
     push: LinkPlan
+    memory: LinkMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMemory:
+    """Most bytes that a strategy makes this rank hold for propagation, activations left out."""
+
+    slice_bytes: int
+    gradient_bytes: int
+    window_bytes: int
+    """Packed exchange buffers: a window of two rounds has four, each as large as the largest.
+
+    Memory of the CPU is handed out with gaps, which may add as much again.
+    """
+    staged_bytes: int
+    """What this rank holds of other nodes' shards (pull) or sums for them (push), with node-aware routes."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.slice_bytes + self.gradient_bytes + self.window_bytes + self.staged_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,65 +121,60 @@ class Outcome:
 
     loss_sum: float
     """Sum over labelled tokens, on exactly one rank of each pipeline; 0.0 elsewhere."""
-    pull_ms: float
     propagate_ms: float
+    """Forward and backward, without waiting for slices."""
+    pull_ms: float
     push_ms: float
-
-
-class Slices:
-    """The slices of this rank's stage for one iteration, and their fp32 gradients."""
-
-    def __init__(self, skeleton: Skeleton, link: StrategyLink, dtype: torch.dtype, device: torch.device):
-        self.leaves: dict[int, nn.Parameter] = {}
-        self.bucket_S: list[list[Tensor]] = []
-        self.grad_bucket_S: list[list[Tensor]] = []
-        for bucket in link.buckets:
-            flats, grads = [], []
-            for ref in bucket:
-                spec = skeleton.specs[ref.param]
-                shape = spec.slice_shape(ref.region)
-                make = torch.empty if ref.region.numel else torch.zeros  # nothing is pulled into zeros
-                leaf = nn.Parameter(make(shape, dtype=dtype, device=device), spec.requires_grad)
-                self.leaves[ref.param] = leaf
-                flats.append(leaf.data.view(-1))
-                grads.append(_attach_fp32_gradient(leaf))
-            self.bucket_S.append(flats)
-            self.grad_bucket_S.append(grads)
-
-
-def _attach_fp32_gradient(leaf: nn.Parameter) -> Tensor:
-    """Flat fp32 tensor in which the gradient of `leaf` adds up over micro-batches."""
-    if not leaf.requires_grad:
-        return leaf.data.new_empty(0)
-    main_grad = torch.zeros_like(leaf, dtype=torch.float32)
-    if leaf.dtype == torch.float32:
-        leaf.grad = main_grad  # autograd adds in place
-        return main_grad.view(-1)
-
-    def add_to_main(param: Tensor) -> None:
-        # A 16-bit sum over micro-batches would lose what small gradients contribute.
-        assert param.grad is not None
-        main_grad.add_(param.grad)
-        param.grad = None
-
-    leaf.register_post_accumulate_grad_hook(add_to_main)
-    return main_grad.view(-1)
+    visible_pull_ms: float
+    visible_push_ms: float
+    """See LinkTimes for these four."""
 
 
 class Propagator:
     """Runs plans on this rank. All methods are collective over all ranks unless they say otherwise."""
 
-    def __init__(self, skeleton: Skeleton, *, device: torch.device, max_groups: int):
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        *,
+        device: torch.device,
+        max_groups: int,
+        link_config: LinkConfig | None = None,
+    ):
+        link_config = link_config or LinkConfig()
         self.skeleton = skeleton
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self._device = device
         self.groups = GroupPool(max_groups)
         everyone = tuple(range(self.num_ranks))
-        self.groups.create([("pull", everyone), ("push", everyone)])
-        self._pull_link = Link(self.groups.get("pull", everyone), device)
-        self._push_link = Link(self.groups.get("push", everyone), device)
+        self._ranks_per_node = find_ranks_per_node(link_config, self.num_ranks)
+        purposes = ["pull", "push"] + (["pull_node", "push_node"] if self._ranks_per_node else [])
+        self.groups.create([(purpose, everyone) for purpose in purposes])
+        pull, push, *of_nodes = (self.groups.get(purpose, everyone) for purpose in purposes)
+        pull_node, push_node = of_nodes or (None, None)
+        self._gradient_dtype = GRADIENT_DTYPES[link_config.gradient_dtype]
+        self.buffers = ExchangeBuffers(device)
+        self.pool = SlicePool(device)
+        self._pull_link = Link(pull, device, buffers=self.buffers, node_group=pull_node)
+        self._push_link = Link(push, device, self._gradient_dtype, self.buffers, push_node)
+        self._clock = DeviceClock(device)
+        self._thread = LinkThread(device, overlap=link_config.overlap)
+        self._frozen: FrozenKeeper | None = None
+        if link_config.keep_frozen and not all(spec.requires_grad for spec in skeleton.specs):
+            self._frozen = FrozenKeeper(
+                self._frozen_P, lambda changed: self.max_over_ranks(float(changed)) > 0
+            )
         self._links: dict[Strategy, StrategyLink] = {}
+
+    def close(self) -> None:
+        """End the link's thread and destroy the process groups; not collective."""
+        self._thread.close()
+        self.groups.destroy()
+
+    def link_memory(self, strategy: Strategy) -> LinkMemory:
+        """Most bytes that `strategy` makes this rank hold, activations left out. Not collective."""
+        return self._link_of(strategy).memory
 
     def prepare(self, strategies: Iterable[Strategy]) -> None:
         """Create the process groups of `strategies`."""
@@ -161,35 +201,44 @@ class Propagator:
 
         `grads_P[param]` are flat fp32 shards (empty for frozen parameters). Slices live only inside this call.
         """
-        outcome, slices = self._pull_and_propagate(plan, load, loss_scale)
-        start = self._now()
-        self._push_link.push(self._link_of(plan.strategy).push, slices.grad_bucket_S, grads_P)
-        return replace(outcome, push_ms=(self._now() - start) * 1e3)
+        return self._run(plan, load, grads_P, loss_scale)
 
     def evaluate(self, plan: IterationPlan, load: LoadExample) -> Outcome:
         """Forward only; no gradient is computed."""
-        return self._pull_and_propagate(plan, load, None)[0]
+        return self._run(plan, load, None, None)
 
-    def _pull_and_propagate(
-        self, plan: IterationPlan, load: LoadExample, loss_scale: float | None
-    ) -> tuple[Outcome, Slices]:
+    def _run(
+        self,
+        plan: IterationPlan,
+        load: LoadExample,
+        grads_P: Sequence[Tensor] | None,
+        loss_scale: float | None,
+    ) -> Outcome:
         link = self._link_of(plan.strategy)
-        start = self._now()
-        slices = self._pull(link)
-        pulled = self._now()
-        loss_sum = self._propagate(plan, link, slices, load, loss_scale)
-        propagate_ms = (self._now() - pulled) * 1e3
-        pull_ms = (pulled - start) * 1e3
-        return Outcome(loss_sum=loss_sum, pull_ms=pull_ms, propagate_ms=propagate_ms, push_ms=0.0), slices
+        begin = self._clock.stamp()
+        slices, session = self._open(plan.strategy, with_gradients=loss_scale is not None, grads_P=grads_P)
+        with session:
+            loss_sum = self._propagate(plan, link, slices, session, load, loss_scale)
+            end = self._clock.stamp()
+            times = session.finish()
+        return Outcome(
+            loss_sum=loss_sum,
+            propagate_ms=max(0.0, self._clock.ms_between(begin, end) - times.visible_pull_ms),
+            **asdict(times),
+        )
 
     def time_propagation(self, plan: IterationPlan, load: LoadExample) -> float:
         """Milliseconds of the slowest rank in one forward + backward of `plan`; gradients are thrown away."""
         link = self._link_of(plan.strategy)
-        slices = self._pull(link)
-        dist.barrier()
-        start = self._now()
-        self._propagate(plan, link, slices, load, 1.0)
-        return self.max_over_ranks((self._now() - start) * 1e3)
+        slices, session = self._open(plan.strategy, with_gradients=True, grads_P=None)
+        with session:
+            session.await_all()
+            dist.barrier()
+            begin = self._clock.stamp()
+            self._propagate(plan, link, slices, session, load, 1.0)
+            end = self._clock.stamp()
+            session.finish()
+        return self.max_over_ranks(self._clock.ms_between(begin, end))
 
     def max_over_ranks(self, value: float) -> float:
         """The largest `value` of any rank."""
@@ -198,33 +247,80 @@ class Propagator:
         return float(largest)
 
     def _link_of(self, strategy: Strategy) -> StrategyLink:
+        """Link plans of `strategy`; the first time collective, because ranks compare them."""
         if strategy not in self._links:
-            rank_buckets = []
-            for rank in range(self.num_ranks):
-                role = Role.find(strategy, rank)
-                rank_buckets.append(
-                    self.skeleton.buckets(role.scheme, role.stage, role.tp_rank) if role else ()
+            rank_buckets = self.skeleton.strategy_buckets(strategy, self.num_ranks)
+
+            def plan(rank_buckets: Sequence[RankBuckets], *, gradients: bool) -> LinkPlan:
+                return plan_link(
+                    self.skeleton.specs,
+                    rank_buckets,
+                    self.rank,
+                    gradients=gradients,
+                    ranks_per_node=self._ranks_per_node,
                 )
-            specs = self.skeleton.specs
+
+            pull, push = plan(rank_buckets, gradients=False), plan(rank_buckets, gradients=True)
+            pull_trained = pull
+            if self._frozen is not None:
+                trained = without_frozen(self.skeleton.specs, rank_buckets)
+                pull_trained = plan(trained, gradients=False)
+            check_link_plans(strategy, (pull, pull_trained, push), self._device)
             self._links[strategy] = StrategyLink(
                 role=Role.find(strategy, self.rank),
                 buckets=rank_buckets[self.rank],
-                pull=plan_link(specs, rank_buckets, self.rank),
-                push=plan_link(specs, rank_buckets, self.rank, gradients=True),
+                pull=pull,
+                pull_trained=pull_trained,
+                push=push,
+                memory=self._memory_of(rank_buckets[self.rank], pull, push),
             )
         return self._links[strategy]
 
-    def _pull(self, link: StrategyLink) -> Slices:
-        shards_P = [p.ds_tensor.detach() for p in self.skeleton.params]
-        slices = Slices(self.skeleton, link, shards_P[0].dtype, self._device)
-        self._pull_link.pull(link.pull, shards_P, slices.bucket_S)
-        return slices
+    def _open(
+        self, strategy: Strategy, *, with_gradients: bool, grads_P: Sequence[Tensor] | None
+    ) -> tuple[Slices, LinkSession]:
+        """Memory for the slices of `strategy`, and the session that fills it and pushes into `grads_P`."""
+        link = self._link_of(strategy)
+        self.buffers.forget_failed()
+        self._pull_link.forget_failed()
+        self._push_link.forget_failed()
+        skip_frozen = self._frozen is not None and self._frozen.may_skip(strategy)
+        if self._frozen is not None and not skip_frozen:
+            self._frozen.pulled(strategy)
+        shards_P = self._shards_P()
+        slices = Slices(
+            self.skeleton.specs,
+            link.buckets,
+            self.pool,
+            shards_P[0].dtype,
+            with_gradients=with_gradients,
+        )
+        session = LinkSession(
+            self._thread,
+            self._clock,
+            pull=(self._pull_link, link.pull_trained if skip_frozen else link.pull),
+            push=(self._push_link, link.push),
+            shards_P=shards_P,
+            slices=slices,
+            grads_P=grads_P,
+        )
+        if grads_P is not None:
+            slices.on_gradient = session.gradients_complete
+        return slices, session
+
+    def _shards_P(self) -> list[Tensor]:
+        return [p.ds_tensor.detach() for p in self.skeleton.params]
+
+    def _frozen_P(self) -> list[Tensor]:
+        specs = self.skeleton.specs
+        return [s for s, spec in zip(self._shards_P(), specs, strict=True) if not spec.requires_grad]
 
     def _propagate(
         self,
         plan: IterationPlan,
         link: StrategyLink,
         slices: Slices,
+        session: LinkSession,
         load: LoadExample,
         loss_scale: float | None,
     ) -> float:
@@ -235,7 +331,7 @@ class Propagator:
         role = link.role
         if role is None or not plan.pipelines[role.pipeline].micro_batches:
             return 0.0
-        self._enter(role, slices)
+        self._enter(role, slices, session)
         try:
             stage = self._stage_info(role, slices)
             rows = RowTensors.load(plan, plan.pipelines[role.pipeline], stage, load, self._device)
@@ -244,9 +340,12 @@ class Propagator:
             def forward(index: int, hidden: Tensor | None) -> Tensor:
                 return self._forward_row(stage, rows[index], hidden, scale)
 
-            run = run_forward_only if loss_scale is None else run_1f1b
+            io = self._stage_io(role)
             row_tokens = [row.packed.num_tokens for row in rows]
-            losses = run(stage, self._stage_io(role), row_tokens, forward)
+            if loss_scale is None:
+                losses = run_forward_only(stage, io, row_tokens, forward)
+            else:
+                losses = run_1f1b(stage, io, row_tokens, forward, slices.expect_last_backward)
         finally:
             self.skeleton.unbind()
         if not losses or role.tp_rank > 0:
@@ -262,12 +361,12 @@ class Propagator:
         assert row.targets_T is not None
         return summed_cross_entropy(output[0], row.targets_T, self.skeleton.tp) * scale
 
-    def _enter(self, role: Role, slices: Slices) -> None:
+    def _enter(self, role: Role, slices: Slices, session: LinkSession) -> None:
         tp = role.scheme.tp
         group = self.groups.get("tp", role.tp_ranks) if tp > 1 else None
         vocab_begin = role.tp_rank * self.skeleton.vocab_size // tp
         self.skeleton.tp.enter(group, tp, role.tp_rank, vocab_begin)
-        self.skeleton.bind(role.scheme, role.stage, slices.leaves)
+        self.skeleton.bind(role.scheme, role.stage, slices.leaves, session.await_bucket)
 
     def _stage_info(self, role: Role, slices: Slices) -> StageInfo:
         return StageInfo(
@@ -288,9 +387,16 @@ class Propagator:
             up_group=self.groups.get("pp_up", role.ranks) if pp > 1 else None,
         )
 
-    def _now(self) -> float:
-        get_accelerator().synchronize()
-        return time.perf_counter()
+    def _memory_of(self, buckets: RankBuckets, pull: LinkPlan, push: LinkPlan) -> LinkMemory:
+        specs = self.skeleton.specs
+        itemsize = self.skeleton.params[0].ds_tensor.dtype.itemsize
+        largest = max(pull.buffer_elements * itemsize, push.buffer_elements * self._gradient_dtype.itemsize)
+        return LinkMemory(
+            slice_bytes=sum(slice_numel(specs, bucket) for bucket in buckets) * itemsize,
+            gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in buckets) * 4,
+            window_bytes=4 * largest,
+            staged_bytes=max(pull.staged_elements * itemsize, push.staged_elements * 4),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

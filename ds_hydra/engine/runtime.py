@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,9 @@ class HydraRuntime:
         self.skeleton = skeleton
         skeleton.to_device(device)
         self._device = device
-        self.propagator = Propagator(skeleton, device=device, max_groups=config.max_process_groups)
+        self.propagator = Propagator(
+            skeleton, device=device, max_groups=config.max_process_groups, link_config=config.link
+        )
         self.num_ranks = self.propagator.num_ranks
         self.is_first_rank = self.propagator.rank == 0
         self._profile: Profile | None = None
@@ -222,12 +224,10 @@ class HydraRuntime:
 
     def gather_outcomes(self, outcome: Outcome) -> list[Outcome]:
         """Outcomes of all ranks, in rank order, on every rank."""
-        fields = [outcome.loss_sum, outcome.pull_ms, outcome.propagate_ms, outcome.push_ms]
-        mine = torch.tensor(fields, dtype=torch.float64, device=self._device)
-        return [
-            Outcome(loss_sum=loss, pull_ms=pull, propagate_ms=propagate, push_ms=push)
-            for loss, pull, propagate, push in gather_rows(mine).tolist()
-        ]
+        names = [field.name for field in fields(Outcome)]
+        mine = [getattr(outcome, name) for name in names]
+        rows = gather_rows(torch.tensor(mine, dtype=torch.float64, device=self._device))
+        return [Outcome(**dict(zip(names, row, strict=True))) for row in rows.tolist()]
 
     def iterate_examples(self) -> Iterator[list[dict[str, Any]]]:
         """Mini-batches from where training is, as lists of examples, without drawing them; not collective."""
@@ -260,7 +260,7 @@ class HydraRuntime:
     def close(self) -> None:
         """Stop planning processes, close files, release process groups. Safe to call twice."""
         self.close_feed()
-        self.propagator.groups.destroy()
+        self.propagator.close()
         if self.log is not None:
             self.log.close()
             self.log = None
@@ -269,8 +269,8 @@ class HydraRuntime:
         """Candidates and communicators, for the start of a run."""
         names = ", ".join(str(s) for s in self.strategies)
         return (
-            f"ds_hydra: {len(self.strategies)} candidate strategies on {self.num_ranks} ranks ({names}), "
-            f"{len(self.propagator.groups)} process groups" + "".join(f"\n  {line}" for line in self._reasons)
+            f"ds_hydra: {len(self.strategies)} candidate strategies on {self.num_ranks} ranks ({names}); "
+            f"{self.propagator.groups}" + "".join(f"\n  {line}" for line in self._reasons)
         )
 
     def _candidates(self) -> tuple[Strategy, ...]:

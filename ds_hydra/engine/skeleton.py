@@ -11,8 +11,9 @@ logit scaling) is the model's own for every family.
 from __future__ import annotations
 
 import copy
+import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from ds_hydra.engine.adapters import SUMMED, is_lora, split_style, unwrap_adapte
 from ds_hydra.engine.attention import PackedRow
 from ds_hydra.engine.tensor_parallel import TensorParallel, hook_colwise, hook_embedding, hook_rowwise
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
-from ds_hydra.strategy import Scheme
+from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, SliceRef, Slicing
 
 SUPPORTED_STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
@@ -50,6 +51,7 @@ class Unit:
     """Parameters that travel together: the embedding, one decoder layer, or norm and head."""
 
     name: str
+    modules: tuple[nn.Module, ...]
     bindings: tuple[Binding, ...]
 
 
@@ -108,6 +110,10 @@ class Skeleton:
             _unit("head", [self._norm, head], index_of),
         )
         self._check_all_params_have_a_unit(model)
+        self._await_unit: dict[nn.Module, Callable[[], None]] = {}
+        for unit in self.units:
+            for module in unit.modules:
+                module.register_forward_pre_hook(self._before_unit)
         self.specs = self._build_specs(model, head)
         self._unplanned = self._find_unplanned()
         self._hook(head)
@@ -208,9 +214,32 @@ class Skeleton:
             buckets.append(tuple(refs))
         return tuple(buckets)
 
-    def bind(self, scheme: Scheme, stage: int, leaves: dict[int, nn.Parameter]) -> None:
-        """Put the stage's slices into the modules and other stages' layers out of the way."""
-        for unit in self.stage_units(scheme.pp, stage):
+    def strategy_buckets(self, strategy: Strategy, num_ranks: int) -> list[RankBuckets]:
+        """The buckets of all ranks under `strategy`; equal ones are one object. Idle ranks have none."""
+        known: dict[tuple[Scheme, int, int], RankBuckets] = {}
+        rank_buckets: list[RankBuckets] = [()] * num_ranks
+        for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
+            for place, rank in enumerate(ranks):
+                key = (scheme, *divmod(place, scheme.tp))
+                if key not in known:
+                    known[key] = self.buckets(*key)
+                rank_buckets[rank] = known[key]
+        return rank_buckets
+
+    def bind(
+        self,
+        scheme: Scheme,
+        stage: int,
+        leaves: dict[int, nn.Parameter],
+        await_bucket: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Put the stage's slices into the modules and other stages' layers out of the way.
+
+        `await_bucket(r)` is called before every forward pass that reads the slices of the stage's r-th unit.
+        """
+        for index, unit in enumerate(self.stage_units(scheme.pp, stage)):
+            for module in unit.modules:
+                self._await_unit[module] = functools.partial(await_bucket, index)
             for binding in unit.bindings:
                 binding.module._parameters[binding.attribute] = leaves[binding.param]
         self._embedding.padding_idx = self._local_padding_idx(self._embedding.weight.shape[0])
@@ -222,6 +251,7 @@ class Skeleton:
         for unit in self.units:
             for binding in unit.bindings:
                 binding.module._parameters[binding.attribute] = self._meta_params[binding.param]
+        self._await_unit.clear()
         self.tp.enter(None, 1, 0, 0)
 
     def forward_stage(
@@ -298,6 +328,10 @@ class Skeleton:
         hook_embedding(self._embedding, self.tp)
         hook_colwise(head, self.tp)
 
+    def _before_unit(self, module: nn.Module, _args: Any) -> None:
+        if module in self._await_unit:
+            self._await_unit[module]()
+
     def _local_padding_idx(self, num_rows: int) -> int | None:
         """Row of the padding token in this rank's slice of the embedding (its gradient is zero)."""
         if self._padding_idx is None:
@@ -372,7 +406,7 @@ def _unit(name: str, modules: Sequence[nn.Module], index_of: dict[int, int]) -> 
         for attribute, param in module._parameters.items()
         if param is not None
     ]
-    return Unit(name, tuple(bindings))
+    return Unit(name, tuple(modules), tuple(bindings))
 
 
 def _slicing_of(style: str, name: str, attribute: str, config: Any) -> tuple[Slicing, int]:

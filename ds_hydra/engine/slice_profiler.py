@@ -154,7 +154,7 @@ def _measure_slice(
         )
     finally:
         for propagator in propagators.values():
-            propagator.groups.destroy()
+            propagator.close()
     parts = {}
     for length in lengths:
         few_ms, many_ms = times_ms[Slice(tp, few), length], times_ms[Slice(tp, many), length]

@@ -1,4 +1,7 @@
-"""Carries out link plans: packs, one all-to-all per round, unpacks. Decides nothing.
+"""Carries out link plans: posts the messages of each round, copies what needs a copy. Decides nothing.
+
+A block that is contiguous travels straight from shard to slice (or from gradient to the owner's buffer); what is
+strided or small goes through a packed buffer, which is packed once however many ranks it is sent to.
 
 Legend: tensors ending in `_P` are flat ZeRO-3 shards of one parameter, tensors ending in `_S` flat slices.
 """
@@ -6,43 +9,113 @@ Legend: tensors ending in `_P` are flat ZeRO-3 shards of one parameter, tensors 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.zero_link.plan import LinkPlan, Round, Transfer
+from ds_hydra.zero_link.buffers import ExchangeBuffers
+from ds_hydra.zero_link.plan import SINGLE_NUMEL, Batch, LinkPlan, Message, Phase, Piece, Store
 
 
-def _shard_view(shard_P: Tensor, transfer: Transfer) -> Tensor:
-    block = transfer.block
-    offset = shard_P.storage_offset() + block.shard_offset
-    return shard_P.as_strided((block.num_rows, block.num_cols), (block.shard_stride, 1), offset)
+def _view(tensor: Tensor, piece: Piece) -> Tensor:
+    """[rows, cols] of a flat tensor."""
+    offset = tensor.storage_offset() + piece.offset
+    return tensor.as_strided((piece.rows, piece.cols), (piece.stride, 1), offset)
 
 
-def _slice_view(slice_S: Tensor, transfer: Transfer) -> Tensor:
-    block = transfer.block
-    offset = slice_S.storage_offset() + block.slice_offset
-    return slice_S.as_strided((block.num_rows, block.num_cols), (block.slice_stride, 1), offset)
+def _in_buffer(buffer: Tensor, message: Message) -> Iterable[tuple[Piece, Tensor]]:
+    """Each piece of `message` and its [rows, cols] place in the packed `buffer`."""
+    begin = 0
+    for piece in message:
+        yield piece, buffer[begin : begin + piece.numel].view(piece.rows, piece.cols)
+        begin += piece.numel
 
 
-def _buffer_view(buffer: Tensor, transfer: Transfer) -> Tensor:
-    block = transfer.block
-    begin = transfer.buffer_offset
-    return buffer[begin : begin + block.numel].view(block.num_rows, block.num_cols)
+def _numel(message: Message) -> int:
+    return sum(piece.numel for piece in message)
+
+
+def _is_one_run(message: Message) -> bool:
+    """Whether `message` is one contiguous block, which needs no buffer."""
+    return len(message) == 1 and message[0].numel >= SINGLE_NUMEL and message[0].is_run
+
+
+def _cut(space: Tensor, message: Message) -> tuple[Tensor, Tensor]:
+    """The place of `message` at the beginning of `space`, and the rest."""
+    numel = _numel(message)
+    return space[:numel], space[numel:]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stores:
+    """The tensors that one round reads and writes, of one type; those it does not touch may be empty."""
+
+    dtype: torch.dtype
+    shards_P: Sequence[Tensor]
+    slices_S: Sequence[Tensor]
+    stages: dict[int, Tensor]
+
+    def tensor(self, store: Store, key: int) -> Tensor:
+        """The flat tensor of a piece."""
+        if store is Store.STAGE:
+            return self.stages[key]
+        return (self.shards_P if store is Store.SHARD else self.slices_S)[key]
+
+    def view(self, batch: Batch, piece: Piece) -> Tensor:
+        """[rows, cols] of a piece of `batch`."""
+        return _view(self.tensor(batch.store, piece.key), piece)
+
+
+@dataclass(slots=True)
+class _Posted:
+    """Messages under way; their buffers must live until all work is done."""
+
+    works: list[dist.Work] = field(default_factory=list)
+    received: list[tuple[int, Batch, Message, Tensor]] = field(default_factory=list)
+    """(peer, batch, message, packed buffer) of what did not arrive in its place."""
+    buffers: list[Tensor] = field(default_factory=list)
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class RoundUnderWay:
+    """A round that was begun and not finished."""
+
+    posted: _Posted
+    complete: Callable[[_Posted], None]
 
 
 class Link:
     """The LNK operator (§5.2) between ZeRO-3 shards and the slices of one iteration.
 
     All methods are collective over `group`, which spans all ranks of the plans; every rank calls them
-    with its own part of the same plan and in the same order.
+    with its own part of the same plan, begins the rounds in the same order, and finishes them in that order. A
+    caller that overlaps rounds with computation begins and finishes them one at a time; `pull` and `push` run all.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
-        self._group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        gradient_dtype: torch.dtype = torch.float32,
+        buffers: ExchangeBuffers | None = None,
+        node_group: dist.ProcessGroup | None = None,
+    ):
+        """`buffers` may be shared by links that one thread runs one after the other.
+
+        `node_group` carries the second phase of node-aware plans, which is posted when a round is finished:
+        with a group of its own its order does not depend on how many rounds were begun before. It spans all ranks.
+        """
+        self._groups = (group, group if node_group is None else node_group)
         self._device = device
+        self._buffers = ExchangeBuffers(device) if buffers is None else buffers
+        self._gradient_dtype = gradient_dtype
+        self._stages: dict[int, Tensor] = {}
 
     def pull(self, plan: LinkPlan, shards_P: Sequence[Tensor], bucket_S: Sequence[Sequence[Tensor]]) -> None:
         """Fill this rank's slices from all ranks' shards.
@@ -50,24 +123,10 @@ class Link:
         `shards_P[param]` are this rank's shards (flat, one dtype), `bucket_S[r][slot]` the flat slices
         of its r-th bucket, written in place.
         """
-        dtype = shards_P[0].dtype
-
-        def begin(index: int) -> _Exchange:
-            round_ = plan.rounds[index]
-            send = self._pack(round_.shard_side, dtype, lambda t: _shard_view(shards_P[t.param], t))
-            return self._all_to_all(send, round_.shard_splits, round_.slice_splits)
-
-        def finish(index: int, received: Tensor) -> None:
-            round_ = plan.rounds[index]
-            slices = bucket_S[index] if index < len(bucket_S) else ()
-            for transfer in round_.local:
-                _slice_view(slices[transfer.slot], transfer).copy_(
-                    _shard_view(shards_P[transfer.param], transfer)
-                )
-            for transfer in round_.slice_side:
-                _slice_view(slices[transfer.slot], transfer).copy_(_buffer_view(received, transfer))
-
-        _run_rounds(range(len(plan.rounds)), begin, finish)
+        self._run_rounds(
+            range(len(plan.rounds)),
+            lambda index: self.begin_pull(plan, index, shards_P, _bucket(bucket_S, index)),
+        )
 
     def push(
         self, plan: LinkPlan, grad_bucket_S: Sequence[Sequence[Tensor]], grads_P: Sequence[Tensor]
@@ -77,91 +136,189 @@ class Link:
         Sums run in fp32 in the order of contributing ranks, so they are deterministic for a given plan.
         Buckets go in reverse, the order in which backward completes them.
         """
+        self._run_rounds(
+            reversed(range(len(plan.rounds))),
+            lambda index: self.begin_push(plan, index, _bucket(grad_bucket_S, index), grads_P),
+        )
 
-        def grads_of(index: int) -> Sequence[Tensor]:
-            return grad_bucket_S[index] if index < len(grad_bucket_S) else ()
+    def begin_pull(
+        self, plan: LinkPlan, index: int, shards_P: Sequence[Tensor], slices_S: Sequence[Tensor]
+    ) -> RoundUnderWay:
+        """Post round `index` of a pull; `slices_S` are this rank's of that round, empty if it has none.
 
-        def begin(index: int) -> _Exchange:
-            round_ = plan.rounds[index]
-            send = self._pack(round_.slice_side, torch.float32, _slices_of(grads_of(index)))
-            return self._all_to_all(send, round_.slice_splits, round_.shard_splits)
+        The slices hold nothing of use until `finish`, and the shards must not change until then. A plan with
+        nodes needs its rounds in ascending order, unless it was planned with `independent_rounds`.
+        """
+        round_ = plan.rounds[index]
+        dtype = shards_P[0].dtype
+        stores = _Stores(dtype, shards_P, slices_S, self._stages)
+        if round_.staged_numel:
+            self._stages[index] = self._buffers.take(round_.staged_numel, dtype)
 
-        def finish(index: int, received: Tensor) -> None:
-            self._accumulate(plan.rank, plan.rounds[index], grads_of(index), received, grads_P)
+        def post(phase: Phase, group: int) -> _Posted:
+            posted = self._post(phase.outgoing, phase.incoming, stores, dtype, group, in_place=True)
+            for source, target in phase.local:
+                for a, b in zip(source.pieces, target.pieces):
+                    stores.view(target, b).copy_(stores.view(source, a))
+            return posted
 
-        _run_rounds(reversed(range(len(plan.rounds))), begin, finish)
+        def complete(posted: _Posted) -> None:
+            self._unpack(posted, stores)
+            for phase in round_.phases[1:]:
+                self._unpack(post(phase, 1), stores)
+            for begun in [b for b in self._stages if plan.rounds[b].staged_until == index]:
+                self._buffers.give_back(self._stages.pop(begun))
 
-    def _accumulate(
+        return RoundUnderWay(post(round_.phases[0], 0), complete)
+
+    def begin_push(
+        self, plan: LinkPlan, index: int, grads_S: Sequence[Tensor], grads_P: Sequence[Tensor]
+    ) -> RoundUnderWay:
+        """Post round `index` of a push; `grads_S` are this rank's of that round, empty if it has none.
+
+        `grads_S` must stay as they are and `grads_P` hold the sum only after `finish`. A plan with nodes needs its
+        rounds in descending order, unless it was planned with `independent_rounds`.
+        """
+        round_ = plan.rounds[index]
+        stores = _Stores(torch.float32, grads_P, grads_S, self._stages)
+        for begun, other in enumerate(plan.rounds[: index + 1]):
+            if other.staged_numel and other.staged_until >= index and begun not in self._stages:
+                self._stages[begun] = self._buffers.take(other.staged_numel, torch.float32).zero_()
+
+        def post(phase: Phase, group: int) -> _Posted:
+            return self._post(
+                phase.incoming, phase.outgoing, stores, self._gradient_dtype, group, in_place=False
+            )
+
+        def complete(posted: _Posted) -> None:
+            for number, phase in reversed(list(enumerate(round_.phases))):
+                if number < len(round_.phases) - 1:
+                    posted = post(phase, 1)
+                self._accumulate(plan.rank, phase, posted, stores)
+            if index in self._stages:
+                self._buffers.give_back(self._stages.pop(index))
+
+        return RoundUnderWay(post(round_.phases[-1], 0), complete)
+
+    def finish(self, under_way: RoundUnderWay) -> None:
+        """Wait for a round that was begun, and write what it brought."""
+        under_way.complete(under_way.posted)
+
+    def forget_failed(self) -> None:
+        """Let go of what rounds that failed had staged; call when no round is under way. Not collective."""
+        self._stages.clear()
+
+    def _run_rounds(self, order: Iterable[int], begin: Callable[[int], RoundUnderWay]) -> None:
+        """All rounds, each packed and posted while the one before is on the wire (a window of two rounds).
+
+        Nothing in here waits for another rank's computation, so every rank posts every round in the same order.
+        """
+        under_way: RoundUnderWay | None = None
+        for index in order:
+            next_round = begin(index)
+            if under_way is not None:
+                self.finish(under_way)
+            under_way = next_round
+        if under_way is not None:
+            self.finish(under_way)
+
+    def _post(
         self,
-        rank: int,
-        round_: Round,
-        grads: Sequence[Tensor],
-        received: Tensor,
-        grads_P: Sequence[Tensor],
-    ) -> None:
-        """Sum contributions in rank order: lower ranks, this rank, higher ranks."""
-        below = sum(round_.shard_splits[:rank])
+        send: Sequence[Batch],
+        receive: Sequence[Batch],
+        stores: _Stores,
+        dtype: torch.dtype,
+        group: int,
+        *,
+        in_place: bool,
+    ) -> _Posted:
+        """Post all messages of a phase; with `in_place` contiguous blocks are received where they belong."""
+        posted = _Posted()
+        operations: list[dist.P2POp] = []
 
-        def add_received(transfers: Iterable[Transfer]) -> None:
-            for transfer in transfers:
-                _shard_view(grads_P[transfer.param], transfer).add_(_buffer_view(received, transfer))
+        def stays(message: Message) -> bool:
+            return in_place and _is_one_run(message)
 
-        add_received(t for t in round_.shard_side if t.buffer_offset < below)
-        for transfer in round_.local:
-            _shard_view(grads_P[transfer.param], transfer).add_(_slice_view(grads[transfer.slot], transfer))
-        add_received(t for t in round_.shard_side if t.buffer_offset >= below)
+        space = self._take(posted, receive, stays, dtype)
+        for batch in receive:
+            for message in batch.messages:  # in the order in which they are sent
+                for peer in batch.peers:
+                    if stays(message):
+                        target = stores.view(batch, message[0]).flatten()
+                    else:
+                        target, space = _cut(space, message)
+                        posted.received.append((peer, batch, message, target))
+                    operations.append(dist.P2POp(dist.irecv, target, peer, self._groups[group]))
 
-    def _pack(
-        self, transfers: Sequence[Transfer], dtype: torch.dtype, source: Callable[[Transfer], Tensor]
+        def is_sent_from_its_place(message: Message) -> bool:
+            return is_same_dtype and _is_one_run(message)
+
+        is_same_dtype = stores.dtype == dtype
+        space = self._take(posted, send, is_sent_from_its_place, dtype, once=True)
+        for batch in send:
+            for message in batch.messages:
+                if is_sent_from_its_place(message):
+                    source = stores.view(batch, message[0]).flatten()
+                else:
+                    source, space = _cut(space, message)
+                    for piece, place in _in_buffer(source, message):
+                        place.copy_(stores.view(batch, piece))
+                for peer in batch.peers:
+                    operations.append(dist.P2POp(dist.isend, source, peer, self._groups[group]))
+        if operations:
+            posted.works = dist.batch_isend_irecv(operations)
+        return posted
+
+    def _take(
+        self,
+        posted: _Posted,
+        batches: Sequence[Batch],
+        needs_none: Callable[[Message], bool],
+        dtype: torch.dtype,
+        *,
+        once: bool = False,
     ) -> Tensor:
-        numel = transfers[-1].buffer_offset + transfers[-1].block.numel if transfers else 0
-        buffer = torch.empty(numel, dtype=dtype, device=self._device)
-        for transfer in transfers:
-            _buffer_view(buffer, transfer).copy_(source(transfer))
+        """One buffer for all messages that need a place, `once` for all peers or one place for each."""
+        numel = sum(
+            _numel(message) * (1 if once else len(batch.peers))
+            for batch in batches
+            for message in batch.messages
+            if not needs_none(message)
+        )
+        buffer = self._buffers.take(numel, dtype)
+        posted.buffers.append(buffer)
         return buffer
 
-    def _all_to_all(
-        self, send: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int]
-    ) -> _Exchange:
-        received = torch.empty(sum(receive_splits), dtype=send.dtype, device=self._device)
-        if len(send_splits) == 1:
-            return _Exchange(None, send, received)
-        work = dist.all_to_all_single(
-            received, send, list(receive_splits), list(send_splits), group=self._group, async_op=True
-        )
-        return _Exchange(work, send, received)
+    def _unpack(self, posted: _Posted, stores: _Stores) -> None:
+        """Wait, and copy what did not arrive in its place."""
+        posted.wait()
+        for _, batch, message, buffer in posted.received:
+            for piece, place in _in_buffer(buffer, message):
+                stores.view(batch, piece).copy_(place)
+        self._give_back(posted)
+
+    def _accumulate(self, rank: int, phase: Phase, posted: _Posted, stores: _Stores) -> None:
+        """Wait, and sum contributions in the order of ranks: lower ones, this rank's, higher ones."""
+        posted.wait()
+        received = sorted(posted.received, key=lambda entry: entry[0])  # stable: messages stay in order
+
+        def add(is_wanted: Callable[[int], bool]) -> None:
+            for peer, batch, message, buffer in received:
+                if is_wanted(peer):
+                    for piece, place in _in_buffer(buffer, message):
+                        stores.view(batch, piece).add_(place)
+
+        add(lambda peer: peer < rank)
+        for target, source in phase.local:
+            for a, b in zip(target.pieces, source.pieces):
+                stores.view(target, a).add_(stores.view(source, b))
+        add(lambda peer: peer > rank)
+        self._give_back(posted)
+
+    def _give_back(self, posted: _Posted) -> None:
+        for buffer in posted.buffers:
+            self._buffers.give_back(buffer)
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """An all-to-all under way; both buffers must live until it is done."""
-
-    work: dist.Work | None
-    send: Tensor
-    received: Tensor
-
-    def wait(self) -> Tensor:
-        if self.work is not None:
-            self.work.wait()
-        return self.received
-
-
-def _run_rounds(
-    order: Iterable[int], begin: Callable[[int], _Exchange], finish: Callable[[int, Tensor], None]
-) -> None:
-    """All rounds, each packed and posted while the one before is on the wire (a window of two rounds).
-
-    Nothing in here waits for another rank's computation, so every rank posts every round in the same order.
-    """
-    under_way: tuple[int, _Exchange] | None = None
-    for index in order:
-        next_exchange = begin(index)
-        if under_way is not None:
-            finish(under_way[0], under_way[1].wait())
-        under_way = (index, next_exchange)
-    if under_way is not None:
-        finish(under_way[0], under_way[1].wait())
-
-
-def _slices_of(slices: Sequence[Tensor]) -> Callable[[Transfer], Tensor]:
-    return lambda transfer: _slice_view(slices[transfer.slot], transfer)
+def _bucket(buckets: Sequence[Sequence[Tensor]], index: int) -> Sequence[Tensor]:
+    return buckets[index] if index < len(buckets) else ()

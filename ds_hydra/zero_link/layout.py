@@ -17,10 +17,13 @@ blocks than ranks (grouped-query attention) neighbouring ranks hold the same blo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
+
+import numpy as np
+import numpy.typing as npt
 
 from ds_hydra.errors import HydraConfigError
 
@@ -134,77 +137,147 @@ def _even_range(total: int, num_parts: int, part: int) -> tuple[int, int]:
     return part * total // num_parts, (part + 1) * total // num_parts
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """A strided block shared by a shard and a slice: `num_rows` runs of `num_cols` contiguous elements.
+IntArray = npt.NDArray[np.int64]
 
-    Element (i, j) is at `shard_offset + i * shard_stride + j` of the flat shard and at
-    `slice_offset + i * slice_stride + j` of the flat slice.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """Mutual slices (§5.2) of many regions with many shards, one entry of each array per block, in flat order.
+
+    Block b belongs to pair `item[b]` and is `rows[b]` runs of `cols[b]` contiguous elements; the first run starts
+    at element `start[b]` of the flat parameter, the next ones a row of the parameter later each.
     """
 
-    shard_offset: int
-    shard_stride: int
-    slice_offset: int
-    slice_stride: int
-    num_rows: int
-    num_cols: int
-
-    @property
-    def numel(self) -> int:
-        """Elements copied."""
-        return self.num_rows * self.num_cols
+    item: IntArray
+    start: IntArray
+    rows: IntArray
+    cols: IntArray
 
 
-def mutual_blocks(spec: ParamSpec, region: Region, shard_begin: int, shard_end: int) -> list[BlockCopy]:
-    """The intersection of `region` with the flat range [shard_begin, shard_end): a mutual slice (§5.2).
+@dataclass(frozen=True, slots=True, eq=False)
+class Regions:
+    """Rectangles of parameters as columns: parameter `param[i]`, rows and columns as in `Region`."""
 
-    At most three blocks: the tail of a first row, whole rows, the head of a last row; in flat order.
+    param: IntArray
+    row: IntArray
+    num_rows: IntArray
+    col: IntArray
+    num_cols: IntArray
 
-    >>> spec = ParamSpec(fqn="w", shape=(4, 4), slicing=Slicing.ROWWISE)
-    >>> [block.numel for block in mutual_blocks(spec, Region(0, 4, 0, 2), 1, 9)]
-    [1, 2, 1]
-    """
-    return list(_mutual_blocks(spec, region, shard_begin, min(shard_end, spec.numel)))
+    @classmethod
+    def of(cls, regions: Iterable[tuple[int, Region]]) -> Regions:
+        """From pairs of parameter and rectangle."""
+        table = np.array(
+            [(param, r.row, r.num_rows, r.col, r.num_cols) for param, r in regions], dtype=np.int64
+        ).reshape(-1, 5)
+        return cls(*np.ascontiguousarray(table.T))
 
-
-def _mutual_blocks(spec: ParamSpec, region: Region, begin: int, end: int) -> Iterator[BlockCopy]:
-    cols = spec.num_cols
-    if region.numel == 0 or begin >= end:
-        return
-    if region.num_cols == cols:  # whole rows: one contiguous run
-        low = max(begin, region.row * cols)
-        high = min(end, (region.row + region.num_rows) * cols)
-        if low < high:
-            run = high - low
-            yield BlockCopy(low - begin, run, low - region.row * cols, run, 1, run)
-        return
-
-    def block(row: int, num_rows: int, col: int, num_cols: int) -> BlockCopy:
-        return BlockCopy(
-            shard_offset=row * cols + col - begin,
-            shard_stride=cols,
-            slice_offset=(row - region.row) * region.num_cols + col - region.col,
-            slice_stride=region.num_cols,
-            num_rows=num_rows,
-            num_cols=num_cols,
+    def take(self, index: IntArray) -> Regions:
+        """The rectangles at `index`."""
+        return Regions(
+            self.param[index], self.row[index], self.num_rows[index], self.col[index], self.num_cols[index]
         )
 
-    def partial_row(row: int) -> Iterator[BlockCopy]:
-        low = max(begin - row * cols, region.col)
-        high = min(end - row * cols, region.col + region.num_cols)
-        if low < high:
-            yield block(row, 1, low, high - low)
 
-    first_row = max(region.row, begin // cols)
-    last_row = min(region.row + region.num_rows, -(-end // cols))  # exclusive
-    first_whole = max(first_row, -(-(begin - region.col) // cols))
-    last_whole = min(last_row, (end - region.col - region.num_cols) // cols + 1)
-    if first_whole >= last_whole:
-        for row in range(first_row, last_row):
-            yield from partial_row(row)
-        return
-    for row in range(first_row, first_whole):
-        yield from partial_row(row)
-    yield block(first_whole, last_whole - first_whole, region.col, region.num_cols)
-    for row in range(last_whole, last_row):
-        yield from partial_row(row)
+class ShardTable:
+    """Shapes of all parameters and of their shards, for intersections of many regions at once."""
+
+    def __init__(self, params: Sequence[ParamSpec], num_ranks: int):
+        self.num_ranks = num_ranks
+        self.numel = np.array([spec.numel for spec in params], dtype=np.int64)
+        self.num_cols = np.array([spec.num_cols for spec in params], dtype=np.int64)
+        self.shard_numel = np.array([spec.shard_numel(num_ranks) for spec in params], dtype=np.int64)
+        self._known: dict[bytes, Blocks] = {}
+
+    def mutual_blocks(self, regions: Regions, owners: IntArray) -> Blocks:
+        """The part of each region in each owner's shard; item `o * len(regions) + i` is region i, owners[o].
+
+        At most three blocks for each pair: the tail of a first row, whole rows, the head of a last row.
+
+        >>> spec = ParamSpec(fqn="w", shape=(4, 4), slicing=Slicing.ROWWISE)
+        >>> blocks = ShardTable([spec], 2).mutual_blocks(Regions.of([(0, Region(0, 4, 1, 2))]), np.array([1]))
+        >>> blocks.start.tolist(), blocks.rows.tolist(), blocks.cols.tolist()
+        ([9], [2], [2])
+        """
+        shape = (self.num_cols[regions.param], self.numel[regions.param])
+        rest = (regions.row, regions.num_rows, regions.col, regions.num_cols, owners)
+        key = np.concatenate([*shape, *rest, [len(owners)]]).tobytes()
+        if key not in self._known:  # the layers of a model differ in nothing that matters here
+            self._known[key] = self._find_blocks(regions, owners)
+        return self._known[key]
+
+    def _find_blocks(self, regions: Regions, owners: IntArray) -> Blocks:
+        size = (len(owners), len(regions.param))
+
+        def spread(column: IntArray) -> IntArray:
+            return np.broadcast_to(column, size).ravel()
+
+        row_len = spread(self.num_cols[regions.param])
+        numel = spread(self.numel[regions.param])
+        shard = self.shard_numel[regions.param]
+        begin = np.minimum((owners[:, None] * shard[None, :]).ravel(), numel)
+        end = np.minimum(begin + spread(shard), numel)
+        row, col = spread(regions.row), spread(regions.col)
+        row_end, col_end = row + spread(regions.num_rows), col + spread(regions.num_cols)
+        is_some = (begin < end) & (row < row_end) & (col < col_end)
+        is_run = (col_end - col) == row_len  # whole rows of the parameter: one contiguous run
+
+        first = np.maximum(row, begin // row_len)
+        last = np.minimum(row_end, -(-end // row_len))  # exclusive
+        first_whole = np.maximum(first, -(-(begin - col) // row_len))
+        last_whole = np.minimum(last, (end - col_end) // row_len + 1)
+        has_whole = first_whole < last_whole
+        has_head = (first < last) & (~has_whole | (first < first_whole))
+        has_tail = np.where(has_whole, last > last_whole, last > first + 1)
+
+        def partial_row(at: IntArray) -> tuple[IntArray, IntArray]:
+            low = np.maximum(begin - at * row_len, col)
+            return at * row_len + low, np.minimum(end - at * row_len, col_end) - low
+
+        head_start, head_cols = partial_row(first)
+        tail_start, tail_cols = partial_row(last - 1)
+        run_start = np.maximum(begin, row * row_len)
+        run_cols = np.minimum(end, row_end * row_len) - run_start
+        head_start, head_cols = np.where(is_run, run_start, head_start), np.where(is_run, run_cols, head_cols)
+        found = np.stack(
+            [
+                is_some & (is_run | has_head) & (head_cols > 0),
+                is_some & ~is_run & has_whole,
+                is_some & ~is_run & has_tail & (tail_cols > 0),
+            ],
+            axis=1,
+        )
+        one = np.ones_like(row)
+        item, part = np.nonzero(found)
+        starts = np.stack([head_start, first_whole * row_len + col, tail_start], axis=1)
+        rows = np.stack([one, last_whole - first_whole, one], axis=1)
+        cols = np.stack([head_cols, col_end - col, tail_cols], axis=1)
+        return Blocks(item, starts[item, part], rows[item, part], cols[item, part])
+
+
+class RankCounts:
+    """How many elements of a region each rank owns, in closed form."""
+
+    def __init__(self, params: Sequence[ParamSpec], num_ranks: int):
+        self._params = params
+        self._num_ranks = num_ranks
+        self._known: dict[tuple[int, int, Region], IntArray] = {}
+
+    def total(self, regions: Iterable[tuple[int, Region]]) -> IntArray:
+        """[num_ranks] elements of all `regions`, pairs of parameter and rectangle, in each rank's shards."""
+        total = np.zeros(self._num_ranks, dtype=np.int64)
+        for param, region in regions:
+            spec = self._params[param]
+            key = (spec.numel, spec.num_cols, region)
+            if key not in self._known:  # the layers of a model do not differ
+                self._known[key] = self._count(spec, region)
+            total += self._known[key]
+        return total
+
+    def _count(self, spec: ParamSpec, region: Region) -> IntArray:
+        bounds = np.arange(self._num_ranks + 1) * spec.shard_numel(self._num_ranks)
+        row, col = np.divmod(np.minimum(bounds, spec.numel), max(spec.num_cols, 1))
+        before: IntArray = np.clip(row - region.row, 0, region.num_rows) * region.num_cols
+        is_inside = (row >= region.row) & (row < region.row + region.num_rows)
+        before = before + is_inside * np.clip(col - region.col, 0, region.num_cols)
+        return before[1:] - before[:-1]

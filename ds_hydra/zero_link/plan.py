@@ -2,20 +2,43 @@
 
 [Note: Rounds]
 The unit of exchange is a bucket: the slices of one decoder layer, of the embedding, or of the head. In round r
-every rank receives its own r-th bucket and serves the r-th bucket of everyone else, with one all-to-all over
-all ranks. Ranks with fewer buckets (later pipeline stages, idle ranks) take part in every round, because they
-own shards that others need.
+every rank receives its own r-th bucket and serves the r-th bucket of everyone else. Ranks with fewer buckets
+(later pipeline stages, idle ranks) take part in every round, because they own shards that others need.
 
-A push is the pull with roles swapped, over the slices whose gradient this rank contributes; owners add up what
-arrives. That one rule subsumes data parallel reduction, tied embeddings and shared key-value heads.
+A push is the pull with roles swapped and rounds reversed, over the slices whose gradient a rank contributes;
+owners add up what arrives. That one rule subsumes data parallel reduction, tied embeddings and shared key-value
+heads. What several ranks need alike is packed once and sent to each: an all-gather where that is everything,
+a broadcast where it is a part; their pushes are a reduce-scatter and a reduction, in the order of ranks.
+
+[Note: Node-aware routes]
+The rectangles that a node's ranks need of a parameter cut each other into cells. A cell that several of them need
+crosses the node's boundary once: in the first round in which one needs it, to the rank of the node that has the
+owner's place (owner modulo ranks per node), which stages it and spreads it inside the node in a second phase, now
+and in later rounds. A push sums such a cell on the staging rank in the order of ranks, and sends the sum to the
+owner in that first round, the last one of the push to need it. Cells that one rank of a node needs go straight to
+it, and shards inside the node are read directly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
-from ds_hydra.zero_link.layout import BlockCopy, ParamSpec, Region, mutual_blocks
+import numpy as np
+import numpy.typing as npt
+
+from ds_hydra.zero_link.layout import Blocks, IntArray, ParamSpec, Region, Regions, ShardTable
+
+PLAN_VERSION = 2
+"""Part of the digest: ranks with different planners do not exchange."""
+
+SINGLE_NUMEL = 1 << 15
+"""Blocks of this many elements travel alone, without a copy where memory allows; smaller ones are packed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,125 +55,696 @@ RankBuckets = tuple[Bucket, ...]
 """The buckets of one rank in the order in which propagation needs them; empty for an idle rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One block on its way between a flat shard and a slice, through a packed exchange buffer.
+class Store(IntEnum):
+    """Where a block lies on one rank; its `key` is the parameter, the slot in the round's bucket, or a round."""
 
-    `slot` is the index of the slice in its bucket, `buffer_offset` the block's place in the packed buffer.
+    SHARD = 0
+    SLICE = 1
+    STAGE = 2
+
+
+class Piece(NamedTuple):
+    """A strided block in one store: `rows` runs of `cols` elements, `stride` elements from run to run."""
+
+    key: int
+    offset: int
+    stride: int
+    rows: int
+    cols: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the block."""
+        return self.rows * self.cols
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the block is contiguous."""
+        return self.rows == 1 or self.stride == self.cols
+
+
+Message = tuple[Piece, ...]
+"""What travels together: one large block, or all small ones of a batch, in order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Blocks of one store, [n, 5] as in `Piece`, that go to (or come from) each of `peers` in a phase."""
+
+    store: Store
+    peers: tuple[int, ...]
+    table: IntArray
+
+    @property
+    def numel(self) -> int:
+        """Elements of one copy."""
+        return int((self.table[:, 3] * self.table[:, 4]).sum())
+
+    @property
+    def buffered_numel(self) -> int:
+        """Elements of one copy that cannot travel from or to their place."""
+        _, _, stride, rows, cols = self.table.T
+        in_place = (rows * cols >= SINGLE_NUMEL) & ((rows == 1) | (stride == cols))
+        return int((rows * cols)[~in_place].sum())
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The blocks in order."""
+        return tuple(map(Piece._make, self.table.tolist()))
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """Messages for each peer; both ends cut them alike, because a block has the same size on both."""
+        alone = [(piece,) for piece in self.pieces if piece.numel >= SINGLE_NUMEL]
+        packed = tuple(piece for piece in self.pieces if piece.numel < SINGLE_NUMEL)
+        return (*alone, packed) if packed else tuple(alone)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Phase:
+    """Messages that do not wait for each other, as a pull sees them; a push swaps `outgoing` and `incoming`.
+
+    `local` pairs need no wire.
     """
 
-    param: int
-    slot: int
-    buffer_offset: int
-    block: BlockCopy
+    outgoing: tuple[Batch, ...]
+    incoming: tuple[Batch, ...]
+    local: tuple[tuple[Batch, Batch], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Round:
-    """One exchange, as seen by one rank.
+    """One exchange as seen by one rank: one phase, or with node-aware routes two.
 
-    `shard_side` reads (pull) or accumulates into (push) this rank's shards, ordered by the other rank;
-    `slice_side` writes (pull) or reads (push) this rank's slices, ordered by the owner; `local` needs no wire.
-    Splits count elements per other rank.
+    `staged_numel` elements of other nodes are staged here from this round of a pull to round `staged_until`.
     """
 
-    shard_side: tuple[Transfer, ...]
-    shard_splits: tuple[int, ...]
-    slice_side: tuple[Transfer, ...]
-    slice_splits: tuple[int, ...]
-    local: tuple[Transfer, ...]
+    phases: tuple[Phase, ...]
+    staged_numel: int = 0
+    staged_until: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LinkPlan:
-    """All rounds of one rank for one strategy, in one direction."""
+    """All rounds of one rank for one strategy, in one direction.
+
+    `digest` is of what all ranks planned from, so it is equal on all of them.
+    """
 
     rank: int
     num_ranks: int
+    ranks_per_node: int | None
+    gradients: bool
+    digest: int
     rounds: tuple[Round, ...]
 
-    @property
-    def sent_elements(self) -> int:
-        """Elements that leave this rank's shards over the wire in a pull (arrive there in a push)."""
-        return sum(sum(r.shard_splits) for r in self.rounds)
+    @cached_property
+    def sent_elements(self) -> dict[int, int]:
+        """Elements that leave this rank over the wire in a pull, for each rank they go to."""
+        return self._count(phase.outgoing for round_ in self.rounds for phase in round_.phases)
 
-    @property
-    def received_elements(self) -> int:
-        """Elements that arrive in this rank's slices over the wire in a pull (leave them in a push)."""
-        return sum(sum(r.slice_splits) for r in self.rounds)
+    @cached_property
+    def received_elements(self) -> dict[int, int]:
+        """Elements that arrive over the wire in a pull, for each rank they come from."""
+        return self._count(phase.incoming for round_ in self.rounds for phase in round_.phases)
 
-    @property
+    @cached_property
     def local_elements(self) -> int:
         """Elements copied inside this rank."""
-        return sum(t.block.numel for r in self.rounds for t in r.local)
+        return sum(a.numel for round_ in self.rounds for phase in round_.phases for a, _ in phase.local)
+
+    @cached_property
+    def staged_elements(self) -> int:
+        """The most elements of other nodes that are staged on this rank at once."""
+        return max(
+            (
+                sum(r.staged_numel for begin, r in enumerate(self.rounds) if begin <= at <= r.staged_until)
+                for at in range(len(self.rounds))
+            ),
+            default=0,
+        )
+
+    @cached_property
+    def buffer_elements(self) -> int:
+        """Elements of the largest packed buffer that this rank sends from or receives into."""
+        sizes = [0]
+        for phase in (phase for round_ in self.rounds for phase in round_.phases):
+            if self.gradients:  # sent in another type perhaps, and received to be added
+                sizes.append(sum(batch.numel for batch in phase.incoming))
+                sizes.append(sum(batch.numel * len(batch.peers) for batch in phase.outgoing))
+            else:
+                sizes.append(sum(batch.buffered_numel for batch in phase.outgoing))
+                sizes.append(sum(batch.buffered_numel for batch in phase.incoming))
+        return max(sizes)
+
+    @cached_property
+    def traffic_balance(self) -> int:
+        """64-bit sum of fingerprints of all messages, received ones negative: over all ranks they cancel."""
+        total = 0
+        for number, round_ in enumerate(self.rounds):
+            for step, phase in enumerate(round_.phases):
+                for sign, batches in ((1, phase.outgoing), (-1, phase.incoming)):
+                    for batch in batches:
+                        for peer in batch.peers:
+                            pair = (self.rank, peer) if sign > 0 else (peer, self.rank)
+                            sizes = (len(batch.table), batch.numel)
+                            total += sign * _fingerprint(number, step, *pair, *sizes)
+        return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+    def _count(self, groups: Iterable[Iterable[Batch]]) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for batches in groups:
+            for batch in batches:
+                for peer in batch.peers:
+                    counts[peer] = counts.get(peer, 0) + batch.numel
+        return counts
+
+    def __str__(self) -> str:
+        routes = f"nodes of {self.ranks_per_node} ranks" if self.ranks_per_node else "direct routes"
+        names = ("from", "to") if self.gradients else ("to", "from")
+        lines = [
+            f"{'push' if self.gradients else 'pull'} of rank {self.rank} of {self.num_ranks}, {routes}, "
+            f"{len(self.rounds)} rounds, digest {self.digest:016x}; elements",
+            f"{'rank':>6} {names[0]:>14} {names[1]:>14}",
+        ]
+        for peer in sorted({*self.sent_elements, *self.received_elements}):
+            sent, received = self.sent_elements.get(peer, 0), self.received_elements.get(peer, 0)
+            lines.append(f"{peer:>6} {sent:>14,} {received:>14,}")
+        sent, received = sum(self.sent_elements.values()), sum(self.received_elements.values())
+        lines.append(f"{'all':>6} {sent:>14,} {received:>14,}")
+        lines.append(
+            f"{self.local_elements:,} copied on this rank, {self.staged_elements:,} staged for its node"
+        )
+        return "\n".join(lines)
+
+
+def _fingerprint(*numbers: int) -> int:
+    """FNV-1a over whole numbers."""
+    value = 0xCBF29CE484222325
+    for number in numbers:
+        value = ((value ^ number) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+        value ^= value >> 29
+    return value
 
 
 def plan_link(
-    params: Sequence[ParamSpec], rank_buckets: Sequence[RankBuckets], rank: int, *, gradients: bool = False
+    params: Sequence[ParamSpec],
+    rank_buckets: Sequence[RankBuckets],
+    rank: int,
+    *,
+    gradients: bool = False,
+    ranks_per_node: int | None = None,
+    independent_rounds: bool = False,
 ) -> LinkPlan:
-    """The part of `rank` in pulling every rank's buckets; with `gradients`, the slices that are pushed.
+    """The part of `rank` in pulling every rank's buckets; with `gradients`, in pushing their gradients.
+
+    `ranks_per_node` asks for node-aware routes between nodes of that many consecutive ranks (the last node may
+    have fewer). With `independent_rounds` no round needs what an earlier one staged, so that any round can run
+    alone; a cell may then cross a node's boundary once for each round.
 
     Pure: every rank computes its own part from the same arguments, and the parts fit together because
-    both ends enumerate (bucket slot, block) in the same order.
+    both ends enumerate blocks in the same order.
     """
-    num_ranks = len(rank_buckets)
-    num_rounds = max((len(buckets) for buckets in rank_buckets), default=0)
-    rounds = []
-    for index in range(num_rounds):
-        buckets = [buckets[index] if index < len(buckets) else () for buckets in rank_buckets]
-        rounds.append(_plan_round(params, buckets, rank, num_ranks, gradients))
-    return LinkPlan(rank=rank, num_ranks=num_ranks, rounds=tuple(rounds))
-
-
-def _plan_round(
-    params: Sequence[ParamSpec], buckets: Sequence[Bucket], rank: int, num_ranks: int, gradients: bool
-) -> Round:
-    # Members of data parallel pipelines ask for identical buckets: intersect each distinct bucket once.
-    served = {bucket: _blocks_of_owner(params, bucket, rank, num_ranks, gradients) for bucket in set(buckets)}
-    per_reader = [served[bucket] for bucket in buckets]
-    per_owner = [
-        _blocks_of_owner(params, buckets[rank], owner, num_ranks, gradients) for owner in range(num_ranks)
-    ]
-    shard_side, shard_splits = _pack(per_reader, skip=rank)
-    slice_side, slice_splits = _pack(per_owner, skip=rank)
-    local, _ = _pack([served[buckets[rank]]], skip=None)
-    return Round(
-        shard_side=shard_side,
-        shard_splits=shard_splits,
-        slice_side=slice_side,
-        slice_splits=slice_splits,
-        local=local,
+    asked = AskedBuckets.of(rank_buckets, gradients)
+    if ranks_per_node is not None and ranks_per_node < asked.num_ranks:
+        planner: _Planner = _NodePlanner(params, asked, rank, ranks_per_node, independent_rounds)
+    else:
+        ranks_per_node = None
+        planner = _Planner(params, asked, rank)
+    return LinkPlan(
+        rank=rank,
+        num_ranks=asked.num_ranks,
+        ranks_per_node=ranks_per_node,
+        gradients=gradients,
+        digest=_digest(params, asked, (gradients, ranks_per_node, independent_rounds)),
+        rounds=tuple(planner.round(index) for index in range(asked.num_rounds)),
     )
 
 
-_Blocks = list[tuple[int, int, BlockCopy]]  # (param, slot, block)
+class AskedBuckets:
+    """Which of the distinct buckets each rank asks for in each round.
+
+    Ranks of data parallel pipelines ask for equal buckets, so everything else is computed once for each of
+    `buckets`, tuples of (slot, reference). `ids[rank, round]` is -1 where a rank has none.
+    """
+
+    def __init__(self, buckets: Sequence[tuple[tuple[int, SliceRef], ...]], ids: IntArray):
+        self.buckets = buckets
+        self.ids = ids
+        self.num_ranks, self.num_rounds = ids.shape
+
+    @classmethod
+    def of(cls, rank_buckets: Sequence[RankBuckets], gradients: bool) -> AskedBuckets:
+        """From the buckets of all ranks; with `gradients` only the slices that push."""
+        by_value: dict[Bucket, int] = {}
+        by_object: dict[int, int] = {}
+        ids = np.full((len(rank_buckets), max(map(len, rank_buckets), default=0)), -1, dtype=np.int64)
+        for rank, buckets in enumerate(rank_buckets):
+            for index, bucket in enumerate(buckets):
+                known = by_object.get(id(bucket))
+                if known is None:  # hashing a bucket is dear: once for each object
+                    known = by_object[id(bucket)] = by_value.setdefault(bucket, len(by_value))
+                ids[rank, index] = known
+        kept = [
+            tuple(
+                (slot, ref)
+                for slot, ref in enumerate(bucket)
+                if ref.region.numel and (ref.pushes_gradient or not gradients)
+            )
+            for bucket in by_value
+        ]
+        return cls(kept, ids)
+
+    def peers_by_bucket(self, index: int, ranks: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """For each distinct bucket of round `index`, those of `ranks` that ask for it."""
+        groups: dict[int, list[int]] = {}
+        for rank, bucket in zip(ranks, self.ids[list(ranks), index].tolist()):
+            if bucket >= 0 and self.buckets[bucket]:
+                groups.setdefault(bucket, []).append(rank)
+        return {bucket: tuple(members) for bucket, members in groups.items()}
 
 
-def _blocks_of_owner(
-    params: Sequence[ParamSpec], bucket: Bucket, owner: int, num_ranks: int, gradients: bool
-) -> _Blocks:
-    """Blocks of every slice in `bucket` that lie in the shards of rank `owner`."""
-    blocks: _Blocks = []
-    for slot, ref in enumerate(bucket):
-        if gradients and not ref.pushes_gradient:
-            continue
-        spec = params[ref.param]
-        shard = spec.shard_numel(num_ranks)
-        found = mutual_blocks(spec, ref.region, owner * shard, (owner + 1) * shard)
-        blocks += [(ref.param, slot, block) for block in found]
-    return blocks
+def _digest(params: Sequence[ParamSpec], asked: AskedBuckets, options: tuple[object, ...]) -> int:
+    """63 bits of everything that the parts of all ranks follow from."""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(repr((PLAN_VERSION, SINGLE_NUMEL, options, asked.ids.shape)).encode())
+    digest.update(repr([(s.fqn, s.shape, s.slicing.value, s.requires_grad) for s in params]).encode())
+    for bucket in asked.buckets:
+        refs = [
+            (slot, r.param, r.region.row, r.region.num_rows, r.region.col, r.region.num_cols)
+            for slot, r in bucket
+        ]
+        digest.update(repr(refs).encode())
+    digest.update(asked.ids.tobytes())
+    return int.from_bytes(digest.digest(), "big") >> 1
 
 
-def _pack(per_peer: Sequence[_Blocks], skip: int | None) -> tuple[tuple[Transfer, ...], tuple[int, ...]]:
-    """Consecutive places in one buffer for the blocks of all peers, and the elements of each peer."""
-    transfers: list[Transfer] = []
-    splits: list[int] = []
-    offset = 0
-    for peer, blocks in enumerate(per_peer):
-        begin = offset
-        if peer != skip:
-            for param, slot, block in blocks:
-                transfers.append(Transfer(param, slot, offset, block))
-                offset += block.numel
-        splits.append(offset - begin)
-    return tuple(transfers), tuple(splits)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asks:
+    """What one reader needs in one round: regions, and the slice (slot and rectangle) each one is part of."""
+
+    regions: Regions
+    slot: IntArray
+    slice_row: IntArray
+    slice_col: IntArray
+    slice_cols: IntArray
+    cell: IntArray
+
+    @classmethod
+    def of(cls, items: Sequence[tuple[int, int, Region, Region, int]]) -> _Asks:
+        """From (param, slot, region, the slice's region, cell)."""
+        slices = np.array(
+            [(slot, s.row, s.col, s.num_cols, cell) for _, slot, _, s, cell in items], dtype=np.int64
+        ).reshape(-1, 5)
+        return cls(Regions.of((param, region) for param, _, region, _, _ in items), *slices.T.copy())
+
+    def where(self, chosen: npt.NDArray[np.bool_]) -> _Asks:
+        """The chosen ones."""
+        index = np.flatnonzero(chosen)
+        columns = (self.slot, self.slice_row, self.slice_col, self.slice_cols, self.cell)
+        return _Asks(self.regions.take(index), *(column[index] for column in columns))
+
+
+class _Planner:
+    """Direct routes: every rank reads every shard itself."""
+
+    def __init__(self, params: Sequence[ParamSpec], asked: AskedBuckets, rank: int):
+        self.table = ShardTable(params, asked.num_ranks)
+        self.asked = asked
+        self.rank = rank
+        self._asks: dict[int, _Asks] = {}
+
+    def round(self, index: int) -> Round:
+        return Round((self.shard_phase(index, range(self.asked.num_ranks)),))
+
+    def asks(self, rank: int, index: int) -> _Asks:
+        """What `rank` needs in round `index`."""
+        bucket = int(self.asked.ids[rank, index])
+        if bucket not in self._asks:
+            kept = self.asked.buckets[bucket] if bucket >= 0 else ()
+            self._asks[bucket] = _Asks.of([(r.param, slot, r.region, r.region, -1) for slot, r in kept])
+        return self._asks[bucket]
+
+    def shard_phase(self, index: int, ranks: range) -> Phase:
+        """Own shards to the readers among `ranks`, own slices out of the shards of `ranks`."""
+        me = np.array([self.rank])
+        own = self.asks(self.rank, index)
+        outgoing = []
+        for members in self.readers(index, ranks):
+            asks = self.asks(members[0], index)
+            outgoing.append(Batch(Store.SHARD, members, self.shard_pieces(asks.regions, me)))
+        blocks = self.table.mutual_blocks(own.regions, me)
+        local: tuple[tuple[Batch, Batch], ...] = ()
+        if len(blocks.item):
+            local = (
+                (
+                    Batch(Store.SHARD, (), self.shard_pieces(own.regions, me)),
+                    Batch(Store.SLICE, (), _slice_pieces(own, blocks, self.table)),
+                ),
+            )
+        others = np.array([rank for rank in ranks if rank != self.rank], dtype=np.int64)
+        return Phase(
+            outgoing=tuple(batch for batch in outgoing if len(batch.table)),
+            incoming=self.slices_from(own, others, others),
+            local=local,
+        )
+
+    def readers(self, index: int, ranks: range) -> Iterable[tuple[int, ...]]:
+        """Groups of other `ranks` that need the same in round `index`."""
+        others = [rank for rank in ranks if rank != self.rank]
+        return self.asked.peers_by_bucket(index, others).values()
+
+    def shard_pieces(self, regions: Regions, owner: IntArray) -> IntArray:
+        """Places of all blocks of `regions` in the shards of the one rank in `owner`."""
+        blocks = self.table.mutual_blocks(regions, owner)
+        param = regions.param[blocks.item]
+        offset = blocks.start - owner[0] * self.table.shard_numel[param]
+        return _pieces(param, offset, self.table.num_cols[param], blocks)
+
+    def slices_from(self, asks: _Asks, owners: IntArray, senders: IntArray) -> tuple[Batch, ...]:
+        """Blocks of `asks` that arrive from each sender, out of the shards of `owners` that it serves.
+
+        `senders` ascend; owners[i] is served by senders[i].
+        """
+        if not len(owners) or not len(asks.slot):
+            return ()
+        blocks = self.table.mutual_blocks(asks.regions, owners)
+        pieces = _slice_pieces(asks, blocks, self.table)
+        return _split(Store.SLICE, senders[blocks.item // len(asks.slot)], pieces)
+
+
+def _slice_pieces(asks: _Asks, blocks: Blocks, table: ShardTable) -> IntArray:
+    """Places of all blocks in the reader's slices."""
+    ask = blocks.item % max(len(asks.slot), 1)
+    row_len = table.num_cols[asks.regions.param[ask]]
+    width = asks.slice_cols[ask]
+    offset = (blocks.start // row_len - asks.slice_row[ask]) * width
+    offset += blocks.start % row_len - asks.slice_col[ask]
+    return _pieces(asks.slot[ask], offset, width, blocks)
+
+
+def _pieces(key: IntArray, offset: IntArray, stride: IntArray, blocks: Blocks) -> IntArray:
+    stride = np.where(blocks.rows == 1, blocks.cols, stride)
+    return np.stack([key, offset, stride, blocks.rows, blocks.cols], axis=1)
+
+
+def _split(store: Store, peers: IntArray, pieces: IntArray) -> tuple[Batch, ...]:
+    """One batch for each run of equal `peers`."""
+    if not len(peers):
+        return ()
+    cuts = np.flatnonzero(np.diff(peers)) + 1
+    bounds = [0, *cuts.tolist(), len(peers)]
+    firsts = peers[bounds[:-1]].tolist()
+    return tuple(Batch(store, (peer,), pieces[a:b]) for peer, a, b in zip(firsts, bounds, bounds[1:]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cells:
+    """The rectangles into which the needs of a node's ranks cut each other.
+
+    `round[c]` is the first round that needs cell c, `is_shared[c]` whether it is needed more than once;
+    `asks[place, round]` is what the rank at `place` needs then, `shared` and `alone` its two parts.
+    """
+
+    regions: Regions
+    round: IntArray
+    is_shared: npt.NDArray[np.bool_]
+    asks: dict[tuple[int, int], _Asks]
+    shared: dict[tuple[int, int], _Asks]
+    alone: dict[tuple[int, int], _Asks]
+
+
+class _NodePlanner(_Planner):
+    """Node-aware routes ([Note: Node-aware routes])."""
+
+    def __init__(
+        self,
+        params: Sequence[ParamSpec],
+        asked: AskedBuckets,
+        rank: int,
+        ranks_per_node: int,
+        independent_rounds: bool,
+    ):
+        super().__init__(params, asked, rank)
+        self.nodes = Nodes(asked.num_ranks, ranks_per_node)
+        self.node = self.nodes.node_of(rank)
+        self._cells_of = CellsOfNodes(asked, self.nodes, independent_rounds)
+        self._cells = self._cells_of.get(self.node)
+        self._stage_begin = self._place_staged()
+
+    def asks(self, rank: int, index: int) -> _Asks:
+        """What `rank`, of this node, needs in round `index`, as cells."""
+        return self._part(self._cells.asks, rank, index)
+
+    def _part(self, asks: dict[tuple[int, int], _Asks], rank: int, index: int) -> _Asks:
+        return asks.get((rank - self.nodes.ranks(self.node).start, index), _NOTHING)
+
+    def readers(self, index: int, ranks: range) -> Iterable[tuple[int, ...]]:
+        """Groups of other ranks of this node that need the same in round `index`."""
+        return _group_equal({m: self.asks(m, index).cell.tobytes() for m in ranks if m != self.rank})
+
+    def round(self, index: int) -> Round:
+        """Shards across nodes to the staging ranks and inside the node; then what is staged, inside the node."""
+        first = self.shard_phase(index, self.nodes.ranks(self.node))
+        across, staged_numel = self._staged_from_owners(index)
+        outside = self.nodes.outside(self.node)
+        alone = self.slices_from(self._part(self._cells.alone, self.rank, index), outside, outside)
+        # Both ends list what goes between them in this order: inside the node, staged, straight to one rank.
+        first = Phase(
+            outgoing=(*first.outgoing, *self._shards_to_nodes(index)),
+            incoming=(*first.incoming, *across, *alone),
+            local=first.local,
+        )
+        return Round((first, self._spread_phase(index)), staged_numel, self._staged_until[index])
+
+    def _shards_to_nodes(self, index: int) -> Iterable[Batch]:
+        """Own shards to the staging rank of other nodes that need them for the first time, and to lone readers."""
+        kinds: dict[int, list[int]] = {}
+        for node in range(self.nodes.num_nodes):
+            if node != self.node:
+                kinds.setdefault(id(self._cells_of.get(node)), []).append(node)
+        for nodes in kinds.values():
+            cells = self._cells_of.get(nodes[0])
+            regions = cells.regions.take(np.flatnonzero((cells.round == index) & cells.is_shared))
+            pieces = self.shard_pieces(regions, np.array([self.rank]))
+            if len(pieces):
+                yield Batch(Store.SHARD, tuple(self.nodes.staging_rank(self.rank, n) for n in nodes), pieces)
+            for place in range(self.nodes.ranks_per_node):
+                alone = cells.alone.get((place, index))
+                if alone is not None:
+                    pieces = self.shard_pieces(alone.regions, np.array([self.rank]))
+                    if len(pieces):
+                        readers = tuple(self.nodes.ranks(node)[place] for node in nodes)
+                        yield Batch(Store.SHARD, readers, pieces)
+
+    def _place_staged(self) -> IntArray:
+        """Where each cell of each owner staged here begins in its round's staging memory: [owners, cells]."""
+        self._owners = self.nodes.owners_staged_by(self.rank)
+        cells = self._cells
+        num_cells = len(cells.round)
+        self._staged_numel = np.zeros(self.asked.num_rounds, dtype=np.int64)
+        until = np.arange(self.asked.num_rounds)
+        for (_, index), asks in cells.shared.items():
+            np.maximum.at(until, cells.round[asks.cell], index)
+        self._staged_until: list[int] = until.tolist()
+        if not num_cells or not len(self._owners):
+            return np.zeros((len(self._owners), num_cells), dtype=np.int64)
+        blocks = self.table.mutual_blocks(cells.regions, self._owners)
+        numel = np.bincount(
+            blocks.item, weights=blocks.rows * blocks.cols, minlength=len(self._owners) * num_cells
+        )
+        numel = numel.astype(np.int64).reshape(len(self._owners), num_cells)
+        begin = np.zeros_like(numel)
+        for index in range(self.asked.num_rounds):
+            mine = np.flatnonzero((cells.round == index) & cells.is_shared)
+            flat = numel[:, mine].ravel()
+            begin[:, mine] = (np.cumsum(flat) - flat).reshape(len(self._owners), len(mine))
+            self._staged_numel[index] = flat.sum()
+        return begin
+
+    def _staged_from_owners(self, index: int) -> tuple[tuple[Batch, ...], int]:
+        """What arrives from other nodes in round `index`, and how much it is."""
+        mine = np.flatnonzero((self._cells.round == index) & self._cells.is_shared)
+        if not len(mine) or not len(self._owners):
+            return (), 0
+        owner, pieces = self._stage_pieces(self._cells.regions.take(mine), mine)
+        return _split(Store.STAGE, self._owners[owner], pieces), int(self._staged_numel[index])
+
+    def _stage_pieces(self, regions: Regions, cell: IntArray) -> tuple[IntArray, IntArray]:
+        """Index of the owner and place in staging memory of all blocks of cells that are staged here."""
+        blocks = self.table.mutual_blocks(regions, self._owners)
+        numel = blocks.rows * blocks.cols
+        owner, ask = np.divmod(blocks.item, max(len(cell), 1))
+        before = np.cumsum(numel) - numel  # of the block inside its (owner, cell) pair
+        is_first = np.diff(blocks.item, prepend=-1) != 0
+        before -= np.maximum.accumulate(np.where(is_first, before, 0))
+        offset = self._stage_begin[owner, cell[ask]] + before
+        round_ = self._cells.round[cell[ask]]
+        return owner, np.stack([round_, offset, blocks.cols, blocks.rows, blocks.cols], axis=1)
+
+    def _spread_phase(self, index: int) -> Phase:
+        """What this rank staged to the other ranks of its node that need it now; what they staged for it."""
+        outgoing = []
+        ranks = self.nodes.ranks(self.node)
+        if len(self._owners):
+            parts = {m: self._part(self._cells.shared, m, index) for m in ranks if m != self.rank}
+            for members in _group_equal({m: part.cell.tobytes() for m, part in parts.items()}):
+                asks = parts[members[0]]
+                _, pieces = self._stage_pieces(asks.regions, asks.cell)
+                if len(pieces):
+                    outgoing.append(Batch(Store.STAGE, members, pieces))
+        own = self._part(self._cells.shared, self.rank, index)
+        incoming: list[Batch] = []
+        for server in ranks:
+            owners = self.nodes.owners_staged_by(server)
+            if server != self.rank:
+                incoming += self.slices_from(own, owners, np.full(len(owners), server))
+        local: tuple[tuple[Batch, Batch], ...] = ()
+        _, staged = self._stage_pieces(own.regions, own.cell)
+        if len(staged):
+            blocks = self.table.mutual_blocks(own.regions, self._owners)
+            slices = _slice_pieces(own, blocks, self.table)
+            local = ((Batch(Store.STAGE, (), staged), Batch(Store.SLICE, (), slices)),)
+        return Phase(tuple(outgoing), tuple(incoming), local)
+
+
+_NOTHING = _Asks.of([])
+
+
+def _group_equal(keys: dict[int, bytes]) -> list[tuple[int, ...]]:
+    """Ranks with equal, not empty keys."""
+    groups: dict[bytes, list[int]] = {}
+    for rank, key in keys.items():
+        if key:
+            groups.setdefault(key, []).append(rank)
+    return [tuple(members) for members in groups.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Consecutive ranks in nodes of `ranks_per_node`; the last node may have fewer."""
+
+    num_ranks: int
+    ranks_per_node: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes."""
+        return -(-self.num_ranks // self.ranks_per_node)
+
+    def node_of(self, rank: int) -> int:
+        """The node of `rank`."""
+        return rank // self.ranks_per_node
+
+    def ranks(self, node: int) -> range:
+        """Ranks of `node`."""
+        begin = node * self.ranks_per_node
+        return range(begin, min(begin + self.ranks_per_node, self.num_ranks))
+
+    def outside(self, node: int) -> IntArray:
+        """Ranks of all other nodes, ascending."""
+        ranks = self.ranks(node)
+        return np.array([r for r in range(self.num_ranks) if r not in ranks], dtype=np.int64)
+
+    def staging_rank(self, owner: int, node: int) -> int:
+        """The rank of `node` that receives what `owner`, in another node, has for it."""
+        ranks = self.ranks(node)
+        return ranks[owner % self.ranks_per_node % len(ranks)]
+
+    def owners_staged_by(self, rank: int) -> IntArray:
+        """Ranks of other nodes whose elements `rank` stages, ascending."""
+        node = self.node_of(rank)
+        others = self.outside(node).tolist()
+        return np.array([o for o in others if self.staging_rank(o, node) == rank], dtype=np.int64)
+
+
+class CellsOfNodes:
+    """Cells of every node; nodes whose ranks ask for the same share one object."""
+
+    def __init__(self, asked: AskedBuckets, nodes: Nodes, independent_rounds: bool):
+        self._asked = asked
+        self._nodes = nodes
+        self._independent = independent_rounds
+        self._known: dict[bytes, Cells] = {}
+
+    def get(self, node: int) -> Cells:
+        """The cells of `node`."""
+        ids = self._asked.ids[list(self._nodes.ranks(node))]
+        key = ids.tobytes()
+        if key not in self._known:
+            self._known[key] = self._cut(ids)
+        return self._known[key]
+
+    def _cut(self, ids: IntArray) -> Cells:
+        wants: dict[tuple[int, int], list[_Want]] = {}
+        for place, buckets in enumerate(ids.tolist()):
+            for index, bucket in enumerate(buckets):
+                if bucket < 0:
+                    continue
+                for slot, ref in self._asked.buckets[bucket]:
+                    key = (index if self._independent else 0, ref.param)
+                    wants.setdefault(key, []).append(_Want(place, index, slot, ref.region))
+        regions: list[tuple[int, Region]] = []
+        rounds: list[int] = []
+        is_shared: list[bool] = []
+        inside: dict[frozenset[Region], dict[Region, set[Region]]] = {}
+        items: dict[tuple[int, int], list[tuple[int, int, Region, Region, int]]] = {}
+        for (_, param), group in sorted(wants.items()):
+            distinct = frozenset(want.region for want in group)
+            if distinct not in inside:  # the layers of a model are cut alike
+                inside[distinct] = {
+                    cell: {region for region in distinct if _contains(region, cell)}
+                    for cell in cut_cells(distinct)
+                }
+            for cell, covering in inside[distinct].items():
+                readers = [want for want in group if want.region in covering]
+                for want in readers:
+                    item = (param, want.slot, cell, want.region, len(regions))
+                    items.setdefault((want.place, want.round), []).append(item)
+                regions.append((param, cell))
+                rounds.append(min(want.round for want in readers))
+                is_shared.append(len(readers) > 1)
+        shared = np.array(is_shared, dtype=bool)
+        asks = {key: _Asks.of(value) for key, value in items.items()}
+        return Cells(
+            regions=Regions.of(regions),
+            round=np.array(rounds, dtype=np.int64),
+            is_shared=shared,
+            asks=asks,
+            shared={key: part for key, a in asks.items() if len((part := a.where(shared[a.cell])).cell)},
+            alone={key: part for key, a in asks.items() if len((part := a.where(~shared[a.cell])).cell)},
+        )
+
+
+class _Want(NamedTuple):
+    place: int
+    round: int
+    slot: int
+    region: Region
+
+
+def cut_cells(regions: Set[Region]) -> list[Region]:
+    """Rectangles that do not overlap, cover what `regions` cover, and lie inside or outside of each of them.
+
+    >>> cut_cells({Region(0, 4, 0, 3), Region(2, 2, 0, 3)})
+    [Region(row=0, num_rows=2, col=0, num_cols=3), Region(row=2, num_rows=2, col=0, num_cols=3)]
+    """
+    if len(regions) == 1:
+        return list(regions)
+    row_cuts = sorted({edge for r in regions for edge in (r.row, r.row + r.num_rows)})
+    col_cuts = sorted({edge for r in regions for edge in (r.col, r.col + r.num_cols)})
+    grid = [
+        Region(row, row_end - row, col, col_end - col)
+        for row, row_end in pairwise(row_cuts)
+        for col, col_end in pairwise(col_cuts)
+    ]
+    return [cell for cell in grid if any(_contains(region, cell) for region in regions)]
+
+
+def _contains(outer: Region, inner: Region) -> bool:
+    return (
+        outer.row <= inner.row
+        and inner.row + inner.num_rows <= outer.row + outer.num_rows
+        and outer.col <= inner.col
+        and inner.col + inner.num_cols <= outer.col + outer.num_cols
+    )

@@ -1,0 +1,261 @@
+"""`ds-hydra link`: what a strategy sends between ranks and nodes, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ds_hydra.commands.common import errors_to_stderr
+from ds_hydra.configs.files import find_file
+from ds_hydra.errors import HydraConfigError
+
+if TYPE_CHECKING:
+    from ds_hydra.strategy.alpha_beta import ClusterLinks
+    from ds_hydra.zero_link.traffic import LinkAccounts, LinkTraffic
+
+
+class DType(str, Enum):
+    """Types that travel."""
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+ITEMSIZE = {DType.BF16: 2, DType.FP16: 2, DType.FP32: 4}
+
+
+def register(app: typer.Typer) -> None:
+    """Add `link` to `app`."""
+    app.command()(link)
+
+
+def link(
+    strategy: Annotated[str, typer.Option(help="Pipelines as count x <TP,PP>, e.g. '1x<2,1> + 2x<1,1>'.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A shipped preset (llama2_7b, llama2_13b, llama2_32b), a folder with config.json, or a hub id; "
+            "no weights are read."
+        ),
+    ],
+    devices: Annotated[int, typer.Option(min=1, help="Ranks; those outside the strategy own shards only.")],
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Consecutive ranks of one node; the topology's if not given.")
+    ] = None,
+    topology: Annotated[
+        str,
+        typer.Option(
+            help="Latency and bandwidth: a ds_hydra.topology/1 or ds_hydra.hardware/1 file, or the name of shipped "
+            "hardware (a100, a800, cpu, h100, h200)."
+        ),
+    ] = "a800",
+    dtype: Annotated[DType, typer.Option(help="Type in which parameters are pulled.")] = DType.BF16,
+    gradient_dtype: Annotated[DType, typer.Option(help="Type in which gradients are sent.")] = DType.FP32,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Show what pull and push of a strategy send between ranks and nodes, and how long that should take.
+
+    Example: ds-hydra link --strategy "1x<2,1> + 2x<1,1>" --model llama2_7b --devices 4 --devices-per-node 2
+    """
+    with errors_to_stderr():
+        document = _account(
+            strategy,
+            model,
+            devices,
+            devices_per_node,
+            topology,
+            {"pull": ITEMSIZE[dtype], "push": ITEMSIZE[gradient_dtype]},
+        )
+    print(json.dumps(document) if as_json else _describe(document))
+
+
+def _account(
+    text: str,
+    model: str,
+    num_devices: int,
+    devices_per_node: int | None,
+    topology: str,
+    itemsize: dict[str, int],
+) -> dict[str, Any]:
+    from ds_hydra.strategy import Strategy
+
+    strategy = Strategy.parse(text)
+    if strategy.num_devices > num_devices:
+        raise HydraConfigError(
+            f"{strategy} needs {strategy.num_devices} devices, --devices is {num_devices}; "
+            f"use --devices {strategy.num_devices} or more"
+        )
+    ranks_per_node, links, name = _read_links(topology, num_devices, devices_per_node)
+
+    from ds_hydra.engine.meta_model import load_skeleton
+    from ds_hydra.zero_link.plan import plan_link
+    from ds_hydra.zero_link.traffic import LinkAccounts
+
+    skeleton = load_skeleton(model)
+    for scheme in set(strategy.schemes):
+        skeleton.check_scheme(scheme)
+    rank_buckets = skeleton.strategy_buckets(strategy, num_devices)
+    document: dict[str, Any] = {
+        "strategy": str(strategy),
+        "model": model,
+        "num_devices": num_devices,
+        "devices_per_node": ranks_per_node,
+        "topology": name,
+        "parameters": sum(spec.numel for spec in skeleton.specs),
+        "rounds": max(map(len, rank_buckets)),
+    }
+    for direction, size in itemsize.items():
+        gradients = direction == "push"
+        accounts = LinkAccounts(skeleton.specs, rank_buckets, ranks_per_node, gradients=gradients)
+        plan = plan_link(skeleton.specs, rank_buckets, 0, gradients=gradients, ranks_per_node=ranks_per_node)
+        document[direction] = {
+            "bytes_per_element": size,
+            "digest": f"{plan.digest:016x}",
+            "special_cases": [
+                {"is": case.describe(gradients), "ranks": list(case.ranks), "rounds": case.num_rounds}
+                for case in accounts.special_cases()
+            ],
+            "least_bytes_across_nodes": accounts.least_across_nodes() * size,
+            "direct": _routes(accounts, accounts.direct(links, size), size),
+            "node_aware": _routes(accounts, accounts.node_aware(links, size), size),
+        }
+    return document
+
+
+def _routes(accounts: LinkAccounts, traffic: LinkTraffic, size: int) -> dict[str, Any]:
+    """Bytes of one kind of routes, in the direction in which they travel."""
+    pairs = (traffic.pairs.T if traffic.gradients else traffic.pairs) * size
+    across = traffic.across_nodes(accounts.nodes) * size
+    across = across.T if traffic.gradients else across
+    assert traffic.seconds is not None
+    return {
+        "predicted_ms": traffic.seconds * 1e3,
+        "total_bytes": int(pairs.sum()),
+        "bytes_across_nodes": int(across.sum() - across.trace()),
+        "sent_bytes": pairs.sum(axis=1).tolist(),
+        "received_bytes": pairs.sum(axis=0).tolist(),
+        "local_bytes": (traffic.local * size).tolist(),
+        "pair_bytes": [
+            [int(source), int(target), int(pairs[source, target])] for source, target in zip(*pairs.nonzero())
+        ],
+        "node_bytes": across.tolist(),
+    }
+
+
+def _read_links(topology: str, num_devices: int, per_node: int | None) -> tuple[int, ClusterLinks, str]:
+    """Devices of a node, latency and bandwidth between all of them, and the name of what they come from."""
+    import numpy as np
+
+    from ds_hydra.strategy.alpha_beta import ClusterLinks
+    from ds_hydra.strategy.analytic import HARDWARE_SCHEMA, Hardware
+    from ds_hydra.strategy.profile import read_json_object
+    from ds_hydra.strategy.topology import TOPOLOGY_SCHEMA, Topology
+
+    path = find_file("hardware", topology)
+    document = read_json_object(path)
+    if document.get("schema") == TOPOLOGY_SCHEMA:
+        cluster = Topology.from_json(document, source=str(path))
+        if cluster.num_devices != num_devices:
+            raise HydraConfigError(
+                f"{path} has {cluster.num_devices} devices, --devices is {num_devices}; "
+                f"use --devices {cluster.num_devices} or another --topology"
+            )
+        sizes = {node.num_devices for node in cluster.nodes}
+        if len(sizes) > 1 and per_node is None:
+            raise HydraConfigError(
+                f"{path} has nodes of {', '.join(map(str, sorted(sizes)))} devices; routes know nodes of one size: "
+                f"say which with --devices-per-node, e.g. {min(sizes)}"
+            )
+        return per_node or sizes.pop(), cluster.links(), str(path)
+    if document.get("schema") != HARDWARE_SCHEMA:
+        raise HydraConfigError(
+            f"{path}: schema is {document.get('schema')!r}, expected {TOPOLOGY_SCHEMA!r} or {HARDWARE_SCHEMA!r}"
+        )
+    hardware = Hardware.from_json(document, source=str(path))
+    try:
+        latency = document["latency_s"]
+        intra, inter = float(latency["intra_node"]), float(latency["inter_node"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise HydraConfigError(
+            f"{path}: latency_s needs the seconds intra_node and inter_node, e.g. 1e-5 and 2e-5"
+        ) from error
+    per_node = per_node or hardware.devices_per_node
+    node = np.arange(num_devices) // per_node
+    is_inside = node[:, None] == node[None, :]
+    links = ClusterLinks(
+        latency_s=np.where(is_inside, intra, inter),
+        bytes_per_s=np.where(is_inside, hardware.intra_node_rate, hardware.inter_node_rate),
+        flops=np.ones(num_devices),
+    )
+    return per_node, links, hardware.name
+
+
+def _describe(document: dict[str, Any]) -> str:
+    num_devices, per_node = document["num_devices"], document["devices_per_node"]
+    num_nodes = -(-num_devices // per_node)
+    lines = [
+        f"{document['strategy']} of {document['model']} ({document['parameters'] / 1e9:.2f}B parameters) on "
+        f"{num_devices} devices in {num_nodes} node{'s' * (num_nodes > 1)}, {document['rounds']} rounds; "
+        f"times of {document['topology']}"
+    ]
+    for direction in ("pull", "push"):
+        lines += ["", *_describe_direction(direction, document[direction], num_devices, per_node)]
+    return "\n".join(lines)
+
+
+def _describe_direction(name: str, part: dict[str, Any], num_devices: int, per_node: int) -> list[str]:
+    lines = [f"{name}, {part['bytes_per_element']} bytes per element, digest {part['digest']}"]
+    lines += [
+        f"  {case['is']}: ranks {_ranks(case['ranks'])}, {case['rounds']} rounds"
+        for case in part["special_cases"][:8]
+    ]
+    if len(part["special_cases"]) > 8:
+        lines.append(f"  and {len(part['special_cases']) - 8} more groups (--json lists them)")
+    kinds = ("direct", "node_aware") if num_devices > per_node else ("direct",)
+    lines.append(f"  {'routes':<12} {'total':>12} {'across nodes':>14} {'predicted':>12}")
+    for kind in kinds:
+        routes = part[kind]
+        lines.append(
+            f"  {kind.replace('_', '-'):<12} {_size(routes['total_bytes']):>12} "
+            f"{_size(routes['bytes_across_nodes']):>14} {routes['predicted_ms']:>9.2f} ms"
+        )
+    if num_devices > per_node:
+        lines.append(f"  {'lower bound':<12} {'':>12} {_size(part['least_bytes_across_nodes']):>14}")
+    used = part[kinds[-1]]
+    rows = list(zip(used["sent_bytes"], used["received_bytes"], used["local_bytes"]))
+    if num_devices <= 16:
+        lines.append(f"  {'rank':<12} {'sends':>12} {'receives':>14} {'copies':>12}")
+        lines += [
+            f"  {rank:<12} {_size(sent):>12} {_size(received):>14} {_size(local):>12}"
+            for rank, (sent, received, local) in enumerate(rows)
+        ]
+    else:
+        for what, column in zip(("sends", "receives", "copies"), zip(*rows)):
+            low, high = min(column), max(column)
+            lines.append(
+                f"  each rank {what} {_size(low)} (rank {column.index(low)}) to {_size(high)} "
+                f"(rank {column.index(high)})"
+            )
+    return lines
+
+
+def _ranks(ranks: list[int]) -> str:
+    """All ranks of a small group, the ends of a large one."""
+    if len(ranks) <= 8:
+        return ", ".join(map(str, ranks))
+    return f"{', '.join(map(str, ranks[:3]))} ... {ranks[-1]} ({len(ranks)})"
+
+
+def _size(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1000
+    raise AssertionError

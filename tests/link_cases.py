@@ -1,0 +1,176 @@
+"""Links of random small models, and their plans carried out on one process with numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import strategies as st
+
+from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.zero_link import ParamSpec, RankBuckets, SliceRef, Slicing
+from ds_hydra.zero_link.plan import Batch, LinkPlan, Piece, Store
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
+
+
+def decoder_specs(hidden: int, num_layers: int, *, tied: bool, frozen: bool = False) -> list[ParamSpec]:
+    """A decoder whose sizes divide nothing: biases, q/k norms, grouped keys, an uneven vocabulary."""
+    wide = HEADS * HEAD_DIM
+    specs = [ParamSpec(fqn="embed", shape=(11, hidden), slicing=Slicing.COLWISE)]
+    for layer in range(num_layers):
+        for name, shape, slicing, blocks in (
+            ("norm", (hidden,), Slicing.REPLICATED, 0),
+            ("q", (wide, hidden), Slicing.COLWISE, HEADS),
+            ("q.bias", (wide,), Slicing.COLWISE, HEADS),
+            ("k", (KV_HEADS * HEAD_DIM, hidden), Slicing.COLWISE, KV_HEADS),
+            ("q_norm", (HEAD_DIM,), Slicing.REPLICATED_PARTIAL_GRAD, 0),
+            ("o", (hidden, wide), Slicing.ROWWISE, 0),
+            ("o.bias", (hidden,), Slicing.FIRST_RANK, 0),
+        ):
+            specs.append(
+                ParamSpec(
+                    fqn=f"{layer}.{name}",
+                    shape=shape,
+                    slicing=slicing,
+                    num_blocks=blocks,
+                    requires_grad=not (frozen and name == "k"),
+                )
+            )
+    specs.append(ParamSpec(fqn="norm", shape=(hidden,)))
+    if not tied:
+        specs.append(ParamSpec(fqn="head", shape=(11, hidden), slicing=Slicing.COLWISE))
+    return specs
+
+
+def strategy_buckets(
+    specs: Sequence[ParamSpec], strategy: Strategy, num_ranks: int, num_layers: int
+) -> list[RankBuckets]:
+    """Buckets of all ranks, cut into stages as the engine does it."""
+    per_layer = 7
+    embed, layers = [0], [list(range(1 + i * per_layer, 1 + (i + 1) * per_layer)) for i in range(num_layers)]
+    head = list(range(1 + num_layers * per_layer, len(specs)))
+    if specs[-1].fqn != "head":
+        head.append(0)
+    rank_buckets: list[RankBuckets] = [()] * num_ranks
+    for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
+        for place, rank in enumerate(ranks):
+            stage, tp_rank = divmod(place, scheme.tp)
+            base, extra = divmod(num_layers, scheme.pp)
+            begin = stage * base + min(stage, extra)
+            units = layers[begin : begin + base + (stage < extra)]
+            if stage == 0:
+                units = [embed, *units]
+            if stage == scheme.pp - 1:
+                units = [*units, head]
+            seen: set[int] = set()
+            buckets = []
+            for unit in units:
+                params = [p for p in unit if p not in seen]
+                seen.update(params)
+                buckets.append(
+                    tuple(
+                        SliceRef(
+                            p, specs[p].slice_region(scheme.tp, tp_rank), specs[p].pushes_gradient(tp_rank)
+                        )
+                        for p in params
+                    )
+                )
+            rank_buckets[rank] = tuple(buckets)
+    return rank_buckets
+
+
+@st.composite
+def random_link(draw, max_ranks: int = 9):
+    """(specs, strategy, buckets of all ranks); some ranks may be idle, shards may be empty."""
+    num_layers = draw(st.integers(1, 4))
+    hidden = draw(st.sampled_from([1, 2, 5, 8]))
+    specs = decoder_specs(hidden, num_layers, tied=draw(st.booleans()), frozen=draw(st.booleans()))
+    num_ranks = draw(st.integers(1, max_ranks))
+    schemes, free = [], num_ranks
+    while free and (not schemes or draw(st.integers(0, 3))):
+        fitting = [(tp, pp) for tp in (1, 2, 4) for pp in range(1, num_layers + 1) if tp * pp <= free]
+        tp, pp = draw(st.sampled_from(fitting))
+        schemes.append(Scheme(tp, pp))
+        free -= tp * pp
+    strategy = Strategy(tuple(schemes))
+    return specs, strategy, strategy_buckets(specs, strategy, num_ranks, num_layers)
+
+
+class World:
+    """The memory of all ranks: shards, slices, stages; messages are checked to fit together."""
+
+    def __init__(self, specs: Sequence[ParamSpec], rank_buckets: Sequence[RankBuckets]):
+        self.specs = specs
+        self.num_ranks = len(rank_buckets)
+        self.shards = [
+            [np.zeros(spec.shard_numel(self.num_ranks)) for spec in specs] for _ in range(self.num_ranks)
+        ]
+        self.slices = [
+            [[np.full(ref.region.numel, np.nan) for ref in bucket] for bucket in buckets]
+            for buckets in rank_buckets
+        ]
+        self.stages: list[dict[int, np.ndarray]] = [{} for _ in range(self.num_ranks)]
+
+    def place(self, rank: int, index: int, store: Store, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+        memory = {
+            Store.SHARD: lambda: self.shards[rank][piece.key],
+            Store.SLICE: lambda: self.slices[rank][index][piece.key],
+            Store.STAGE: lambda: self.stages[rank][piece.key],
+        }[store]()
+        rows, cols = np.indices((piece.rows, piece.cols))
+        return memory, (piece.offset + rows * piece.stride + cols).ravel()
+
+    def read(self, rank: int, index: int, batch: Batch) -> np.ndarray:
+        parts = [np.empty(0)]
+        for piece in batch.pieces:
+            memory, at = self.place(rank, index, batch.store, piece)
+            parts.append(memory[at])
+        return np.concatenate(parts)
+
+    def write(self, rank: int, index: int, batch: Batch, data: np.ndarray, *, add: bool) -> None:
+        begin = 0
+        for piece in batch.pieces:
+            memory, at = self.place(rank, index, batch.store, piece)
+            memory[at] = data[begin : begin + len(at)] + (memory[at] if add else 0)
+            begin += len(at)
+        assert begin == len(data)
+
+    def run(self, plans: Sequence[LinkPlan], *, push: bool) -> int:
+        """Carry out all rounds; returns the elements that crossed a wire."""
+        sent = 0
+        order = range(len(plans[0].rounds))
+        for rank, plan in enumerate(plans):
+            for begun, round_ in enumerate(plan.rounds):
+                self.stages[rank][begun] = (
+                    np.zeros(round_.staged_numel) if push else np.full(round_.staged_numel, np.nan)
+                )
+        for index in reversed(order) if push else order:
+            rounds = [plan.rounds[index] for plan in plans]
+            steps = range(len(rounds[0].phases))
+            assert all(len(r.phases) == len(steps) for r in rounds)
+            for step in reversed(steps) if push else steps:
+                sent += self._run_phase(index, [r.phases[step] for r in rounds], push)
+        return sent
+
+    def _run_phase(self, index, phases, push) -> int:
+        wire: dict[tuple[int, int], list[np.ndarray]] = {}
+        sizes: dict[tuple[int, int], list[list[int]]] = {}
+        for rank, phase in enumerate(phases):
+            for batch in phase.incoming if push else phase.outgoing:
+                for peer in batch.peers:
+                    wire.setdefault((rank, peer), []).append(self.read(rank, index, batch))
+                    sizes.setdefault((rank, peer), []).append(
+                        [sum(p.numel for p in m) for m in batch.messages]
+                    )
+        sent = sum(len(part) for parts in wire.values() for part in parts)
+        for rank, phase in enumerate(phases):
+            for batch in phase.outgoing if push else phase.incoming:
+                for peer in batch.peers:
+                    assert sizes[peer, rank].pop(0) == [sum(p.numel for p in m) for m in batch.messages]
+                    self.write(rank, index, batch, wire[peer, rank].pop(0), add=push)
+            for shard_side, slice_side in phase.local:
+                source, target = (slice_side, shard_side) if push else (shard_side, slice_side)
+                self.write(rank, index, target, self.read(rank, index, source), add=push)
+        assert not any(wire.values()), "a message that nobody expects"
+        return sent

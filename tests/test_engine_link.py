@@ -1,0 +1,307 @@
+"""Pull and push inside an iteration: what is sent, what stays in memory, and what runs beside computation."""
+
+from __future__ import annotations
+
+import functools
+import time
+from random import Random
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from engines import start_hydra
+from models import VOCAB_SIZE, tiny
+from single_process import num_label_tokens, random_examples
+from test_engine_parity import RELATIVE_TOLERANCE, check_gradients, hand_plan
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ds_hydra.engine.slices import SlicePool
+from ds_hydra.strategy import Strategy
+
+BF16_TOLERANCE = 2**-8
+"""bf16 rounds to 8 bits, an error of 2^-9 in each contribution; the sums themselves are fp32."""
+
+
+def gradients_sent_in_bf16():
+    strategies = ("4x<1,1>", "1x<2,1> + 1x<1,2>", "1x<2,2>")
+    return check_gradients("llama", strategies, {"link": {"gradient_dtype": "bf16"}})
+
+
+SCHEMES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
+
+
+def random_strategy(random):
+    """Schemes that fill 4 ranks or leave some idle."""
+    schemes, free = [], 4
+    while free and (not schemes or random.random() < 0.75):
+        scheme = random.choice([s for s in SCHEMES if s[0] * s[1] <= free])
+        schemes.append(scheme)
+        free -= scheme[0] * scheme[1]
+    return Strategy.parse(" + ".join(f"1x<{tp},{pp}>" for tp, pp in schemes))
+
+
+def delay_rounds(propagator, random):
+    """Make every round of this rank begin up to 2 ms late, so that threads and ranks meet in many orders."""
+    for link in (propagator._pull_link, propagator._push_link):
+        for name in ("begin_pull", "begin_push"):
+
+            def late(begin, *arguments):
+                time.sleep(random.random() * 2e-3)
+                return begin(*arguments)
+
+            setattr(link, name, functools.partial(late, getattr(link, name)))
+
+
+def check_times(outcome, overlap):
+    """Without overlap computation waits for all of pull and push."""
+    times = (outcome.pull_ms, outcome.push_ms, outcome.visible_pull_ms, outcome.visible_push_ms)
+    assert min(*times, outcome.propagate_ms) >= 0
+    assert min(times[:2]) > 0
+    if not overlap:
+        assert outcome.visible_pull_ms >= outcome.pull_ms
+        assert outcome.visible_push_ms >= outcome.push_ms
+
+
+def gradients_with_and_without_overlap(num_sequences):
+    """Cases in which a sequence of strategies gives other bits with overlap than without."""
+    engines = {
+        overlap: start_hydra(tiny("llama_tied", num_hidden_layers=2), hydra={"link": {"overlap": overlap}})
+        for overlap in (True, False)
+    }
+    mine = Random(dist.get_rank())
+    delay_rounds(engines[True].hydra.propagator, mine)
+    random = Random(0)
+    different = []
+    for number in range(num_sequences):
+        strategies = [random_strategy(random) for _ in range(2)]
+        lengths = [random.randint(2, 24) for _ in range(random.randint(1, 6))]
+        examples = random_examples(lengths, VOCAB_SIZE, seed=number)
+        tensors = [(e["input_ids"], e["labels"]) for e in examples]
+        for strategy in strategies:
+            plan = hand_plan(strategy, lengths, num_label_tokens(examples), empty_pipeline=number % 4 == 0)
+            bits = {}
+            for overlap, engine in engines.items():
+                engine.hydra.prepare_forced(strategy)
+                grads_P = engine._zero_gradient_shards()
+                outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+                bits[overlap] = (outcome.loss_sum, [g.clone() for g in grads_P])
+                check_times(outcome, overlap)
+            same = bits[True][0] == bits[False][0] and all(map(torch.equal, bits[True][1], bits[False][1]))
+            if not same or not all(g.isfinite().all() for g in bits[True][1]):
+                different.append((number, str(strategy), lengths))
+    return different
+
+
+class NewMemory(TorchDispatchMode):
+    """Bytes of the tensors that operators allocate while it is active; views and writes in place are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        known = {
+            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        }
+        result = operator(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
+                self.nbytes += tensor.nbytes
+        return result
+
+
+def memory_of_exchanges():
+    """(stated, held, (buffers in use at once, held), allocated in each of three exchanges), by strategy."""
+    engine = start_hydra(tiny("llama"), hydra={"link": {"overlap": False}}, bf16={"enabled": True})
+    propagator = engine.hydra.propagator
+    propagator.pool = SlicePool(torch.device("cpu"), exact=True)
+    grads_P = engine._zero_gradient_shards()
+    result = {}
+    for text in ("4x<1,1>", "1x<2,1>", "1x<1,2> + 1x<2,1>", "1x<4,1>"):
+        strategy = Strategy.parse(text)
+        engine.hydra.prepare_forced(strategy)
+        propagator.buffers.peak_bytes = 0
+        allocated = []
+        for _ in range(3):
+            with NewMemory() as new:
+                _, session = propagator._open(strategy, with_gradients=True, grads_P=grads_P)
+                with session:
+                    session.finish()
+            allocated.append(new.nbytes)
+        memory = propagator.link_memory(strategy)
+        buffers = propagator.buffers
+        result[text] = memory, propagator.pool.nbytes, (buffers.peak_bytes, buffers.nbytes), allocated
+    return result
+
+
+def memory_over_iterations():
+    """Addresses held after each round over some strategies, with the pool that the CPU gets."""
+    engine = start_hydra(tiny("llama"))
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    held = []
+    for _ in range(3):
+        for text in ("4x<1,1>", "1x<2,2>", "1x<2,1>"):
+            engine.train_batch(examples, strategy=text)
+        propagator = engine.hydra.propagator
+        shards_P = engine._zero_gradient_shards()
+        tensors = [
+            *propagator.pool._held.values(),
+            *(slab.memory for slab in propagator.buffers._slabs),
+            *shards_P,
+        ]
+        held.append(sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors))
+    return held
+
+
+def frozen_slices(folder):
+    """Losses with frozen slices kept and pulled anew each time, and which iterations pulled only trained ones."""
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    losses, pulled = {}, {}
+    for keep in (True, False):
+        model = tiny("llama")
+        for name, param in model.named_parameters():
+            param.requires_grad_("layers.1.mlp" in name)
+        engine = start_hydra(model, hydra={"link": {"keep_frozen": keep}})
+        losses[keep], pulled[keep] = [], []
+        frozen = model.get_input_embeddings().weight
+
+        def train(text, evaluate=False, engine=engine, keep=keep):
+            strategy = Strategy.parse(text)
+            propagator = engine.hydra.propagator
+            engine.hydra.prepare_forced(strategy)
+            link = propagator._link_of(strategy)
+            session = propagator._open
+            propagator._open = lambda *a, **k: pulled[keep].append(opened := session(*a, **k)) or opened
+            run = engine.eval_batch if evaluate else engine.train_batch
+            losses[keep].append(float(run(examples, strategy=strategy)))
+            propagator._open = session
+            plan = pulled[keep].pop()[1]._pull_plan
+            pulled[keep].append("trained" if plan is not link.pull else "all")
+
+        train("1x<2,2>")
+        train("1x<2,2>")
+        engine.save_checkpoint(folder, tag=str(keep))
+        train("1x<2,2>", evaluate=True)
+        train("4x<1,1>")
+        train("1x<2,2>")
+        with deepspeed.zero.GatheredParameters([frozen], modifier_rank=0):
+            frozen.data.mul_(1.5)
+        train("1x<2,2>")
+        if dist.get_rank() == 2:
+            frozen.ds_tensor.data[3] += 0.5
+        train("1x<2,2>")
+        train("1x<2,2>")
+        engine.load_checkpoint(folder, tag=str(keep))
+        train("1x<2,2>")
+        train("1x<2,2>")
+    return losses, pulled
+
+
+def failures():
+    """What reaches the caller when the link's thread fails on all ranks, in a pull and in the push after it.
+
+    Without TP and pipelines, where a rank would also wait for its neighbours.
+    """
+    engine = start_hydra(tiny("llama"))
+    examples = random_examples((9, 17), VOCAB_SIZE, seed=0)
+    engine.hydra.prepare_forced(Strategy.parse("4x<1,1>"))
+    caught = []
+    for link, name in (
+        (engine.hydra.propagator._pull_link, "begin_pull"),
+        (engine.hydra.propagator._push_link, "begin_push"),
+    ):
+        begin = getattr(link, name)
+
+        def fail_at_round_1(plan, index, *arguments, begin=begin, name=name):
+            if index == 1:
+                raise OSError(f"{name} is broken on purpose")
+            return begin(plan, index, *arguments)
+
+        setattr(link, name, fail_at_round_1)
+        try:
+            engine.train_batch(examples, strategy="4x<1,1>")
+        except OSError as error:
+            caught.append(str(error))
+        setattr(link, name, begin)
+    return caught
+
+
+def link_checks(folder):
+    return {
+        "bf16": gradients_sent_in_bf16(),
+        "different": gradients_with_and_without_overlap(200),
+        "exchanges": memory_of_exchanges(),
+        "held": memory_over_iterations(),
+        "frozen": frozen_slices(folder),
+        "failures": failures(),  # last: its groups are left in the middle of a round
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What `link_checks` found on each of 4 ranks, started once."""
+    return run_distributed(link_checks, 4, str(tmp_path_factory.mktemp("checkpoint")), timeout_s=900)
+
+
+@pytest.mark.distributed
+def test_gradients_sent_in_bf16_differ_by_rounding_only(results):
+    for case, (error, name, loss_error) in results[0]["bf16"].items():
+        assert RELATIVE_TOLERANCE < error < BF16_TOLERANCE, (
+            f"{case}: gradient of {name} is off by {error:.1e}"
+        )
+        assert loss_error <= RELATIVE_TOLERANCE, case
+
+
+@pytest.mark.distributed
+def test_overlap_changes_no_bit_of_200_random_sequences_of_strategies(results):
+    for rank, result in enumerate(results):
+        assert result["different"] == [], f"rank {rank}"
+
+
+@pytest.mark.distributed
+def test_an_exchange_holds_what_the_plan_states_and_soon_allocates_nothing(results):
+    for rank, result in enumerate(results):
+        for case, (stated, held, (in_use, buffers), allocated) in result["exchanges"].items():
+            assert held == stated.slice_bytes + stated.gradient_bytes, (rank, case)
+            assert 0 < in_use <= stated.window_bytes + stated.staged_bytes, (rank, case)
+            assert allocated[-1] == 0, (rank, case)
+            # Buffers of the strategies before are kept as long as they are the larger ones.
+            assert buffers <= 2 * result["exchanges"]["4x<1,1>"][0].window_bytes, (rank, case)
+        assert result["exchanges"]["4x<1,1>"][3][0] > 0
+
+
+@pytest.mark.distributed
+def test_iterations_reuse_the_memory_of_the_ones_before(results):
+    for result in results:
+        _, second, third = result["held"]
+        assert second == third
+
+
+@pytest.mark.distributed
+def test_frozen_slices_stay_until_strategy_or_weights_change(results):
+    for result in results:
+        losses, pulled = result["frozen"]
+        assert losses[True] == losses[False]
+        assert len(set(losses[True])) > 4, "the edits changed nothing"
+        assert set(pulled[False]) == {"all"}
+        assert pulled[True] == [
+            "all",
+            "trained",
+            "trained",
+            "all",
+            "all",
+            "all",
+            "all",
+            "trained",
+            "all",
+            "trained",
+        ]
+
+
+@pytest.mark.distributed
+def test_errors_of_the_link_reach_the_caller(results):
+    for result in results:
+        assert result["failures"] == ["begin_pull is broken on purpose", "begin_push is broken on purpose"]

@@ -1,0 +1,25 @@
+"""What process groups are said to cost."""
+
+from __future__ import annotations
+
+from ds_hydra.engine.groups import NCCL_GROUP_BYTES, NCCL_PAIR_BYTES, describe_groups, groups_of
+from ds_hydra.strategy import Strategy
+
+EVERYONE = (0, 1, 2, 3)
+KEYS = [("pull", EVERYONE), ("push", EVERYONE), *sorted(groups_of(Strategy.parse("1x<2,1> + 1x<1,2>")))]
+
+
+def test_groups_are_counted_by_purpose_and_for_the_rank_that_asks():
+    text = describe_groups(KEYS, rank=1, backend="gloo")
+    assert text == "5 process groups (1 pull, 1 push, 1 pp_down, 1 pp_up, 1 tp), 3 of them on rank 1"
+
+
+def test_nccl_memory_is_that_of_the_ranks_own_groups():
+    text = describe_groups(KEYS, rank=3, backend="nccl")
+    gib = (2 * NCCL_GROUP_BYTES + 2 * NCCL_PAIR_BYTES) / 2**30
+    assert f"about {gib:.1f} GiB" in text
+    assert "hydra.max_process_groups" in text
+
+
+def test_groups_of_one_rank_cost_nothing():
+    assert "0.0 GiB" in describe_groups([("pull", (0,))], rank=0, backend="nccl")

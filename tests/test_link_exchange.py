@@ -1,0 +1,209 @@
+"""Pull and push on 4 gloo ranks: what arrives is what a slice of the full tensor holds, whatever the route."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from link_cases import decoder_specs, strategy_buckets
+
+from ds_hydra.engine.link_agreement import check_link_plans
+from ds_hydra.errors import PlanMismatchError
+from ds_hydra.strategy import Strategy
+from ds_hydra.zero_link import plan_link
+from ds_hydra.zero_link.exchange import Link
+
+NUM_LAYERS = 3
+STRATEGIES = (
+    "4x<1,1>",
+    "1x<4,1>",
+    "1x<1,3>",
+    "1x<2,1> + 1x<1,2>",
+    "1x<2,1> + 2x<1,1>",
+    "1x<1,2> + 2x<1,1>",
+    "1x<2,1>",
+)
+ROUTES = ({}, {"ranks_per_node": 2}, {"ranks_per_node": 3}, {"ranks_per_node": 2, "independent_rounds": True})
+
+
+class Case:
+    """One strategy on all ranks: known shards, and room for slices and gradients."""
+
+    def __init__(self, specs, text, dtype=torch.float32):
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.specs = specs
+        self.rank_buckets = strategy_buckets(specs, Strategy.parse(text), self.num_ranks, NUM_LAYERS)
+        generator = torch.Generator().manual_seed(0)
+        self.full = [torch.randn(spec.numel, generator=generator).to(dtype) for spec in specs]
+        self.shards_P = [self.shard(full, spec) for full, spec in zip(self.full, specs, strict=True)]
+        self.buckets = self.rank_buckets[self.rank]
+
+    def shard(self, full, spec):
+        size = spec.shard_numel(self.num_ranks)
+        padded = torch.zeros(size * self.num_ranks, dtype=full.dtype)
+        padded[: spec.numel] = full
+        return padded[self.rank * size : (self.rank + 1) * size].clone()
+
+    def plan(self, **options):
+        return plan_link(self.specs, self.rank_buckets, self.rank, **options)
+
+    def empty_slices(self):
+        dtype = self.shards_P[0].dtype
+        return [[torch.full((ref.region.numel,), torch.nan, dtype=dtype) for ref in b] for b in self.buckets]
+
+    def gradients(self, rank=None):
+        """Known gradients of a rank's slices."""
+        generator = torch.Generator().manual_seed(7 + (self.rank if rank is None else rank))
+        buckets = self.rank_buckets[self.rank if rank is None else rank]
+        return [[torch.randn(ref.region.numel, generator=generator) for ref in bucket] for bucket in buckets]
+
+    def empty_shards(self):
+        return [torch.zeros(spec.shard_numel(self.num_ranks)) for spec in self.specs]
+
+    def expected_slices(self):
+        return [
+            [crop(self.specs[ref.param], self.full[ref.param], ref.region).flatten() for ref in bucket]
+            for bucket in self.buckets
+        ]
+
+    def expected_sums(self):
+        """This rank's shards of the float64 sum over all contributors."""
+        sums = [torch.zeros(spec.numel, dtype=torch.float64) for spec in self.specs]
+        for rank, buckets in enumerate(self.rank_buckets):
+            for bucket, grads in zip(buckets, self.gradients(rank), strict=True):
+                for ref, grad in zip(bucket, grads, strict=True):
+                    if ref.pushes_gradient and ref.region.numel:
+                        target = crop(self.specs[ref.param], sums[ref.param], ref.region)
+                        target += grad.view_as(target)
+        return [self.shard(total, spec) for total, spec in zip(sums, self.specs, strict=True)]
+
+
+def crop(spec, full, region):
+    matrix = full.view(spec.num_rows, spec.num_cols)
+    return matrix[region.row : region.row + region.num_rows, region.col : region.col + region.num_cols]
+
+
+def links(dtype=torch.float32):
+    everyone = list(range(dist.get_world_size()))
+    groups = [dist.new_group(everyone) for _ in range(4)]
+    cpu = torch.device("cpu")
+    return Link(groups[0], cpu, node_group=groups[1]), Link(groups[2], cpu, dtype, node_group=groups[3])
+
+
+def check_all_routes(hidden, single_numel):
+    """Every strategy by every route; blocks of `single_numel` elements and more travel alone."""
+    from ds_hydra.zero_link import exchange, plan
+
+    plan.SINGLE_NUMEL = exchange.SINGLE_NUMEL = single_numel
+    pull_link, push_link = links()
+    specs = decoder_specs(hidden, NUM_LAYERS, tied=hidden > 2, frozen=hidden > 2)
+    for text in STRATEGIES:
+        case = Case(specs, text, torch.bfloat16)
+        for routes in ROUTES:
+            slices = case.empty_slices()
+            pull_link.pull(case.plan(**routes), case.shards_P, slices)
+            torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0, msg=f"{text} {routes}")
+            results = []
+            for _ in range(2):
+                grads_P = case.empty_shards()
+                push_link.push(case.plan(gradients=True, **routes), case.gradients(), grads_P)
+                results.append(grads_P)
+            torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+            wanted = [total.float() for total in case.expected_sums()]
+            torch.testing.assert_close(results[0], wanted, rtol=1e-6, atol=1e-6, msg=f"{text} {routes}")
+    return True
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("hidden", "single_numel"), [(5, 8), (2, 1 << 15)])
+def test_pull_gives_slices_bit_by_bit_and_push_the_same_sums_twice(hidden, single_numel):
+    assert all(run_distributed(check_all_routes, 4, hidden, single_numel))
+
+
+def check_interleavings():
+    """Ranks begin and finish rounds at different times; the order of each is the same on all."""
+    pull_link, push_link = links()
+    case = Case(decoder_specs(5, NUM_LAYERS, tied=True), "1x<1,2> + 2x<1,1>")
+    window = 1 + case.rank
+    for routes in ROUTES:
+        slices, grads_P = case.empty_slices(), case.empty_shards()
+        plan = case.plan(**routes)
+        order = range(len(plan.rounds))
+
+        def run(link, order, begin, window=window):
+            under_way = []
+            for index in order:
+                under_way.append(begin(index))
+                if len(under_way) == window:
+                    link.finish(under_way.pop(0))
+            for handle in under_way:
+                link.finish(handle)
+
+        def bucket_of(buckets, index):
+            return buckets[index] if index < len(buckets) else ()
+
+        run(
+            pull_link,
+            order,
+            lambda i, p=plan, s=slices: pull_link.begin_pull(p, i, case.shards_P, bucket_of(s, i)),
+        )
+        torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0)
+        push, grads = case.plan(gradients=True, **routes), case.gradients()
+        run(
+            push_link,
+            reversed(order),
+            lambda i, p=push, g=grads, t=grads_P: push_link.begin_push(p, i, bucket_of(g, i), t),
+        )
+        wanted = case.empty_shards()
+        push_link.push(push, grads, wanted)
+        torch.testing.assert_close(grads_P, wanted, rtol=0, atol=0)
+    return True
+
+
+@pytest.mark.distributed
+def test_ranks_may_keep_different_numbers_of_rounds_under_way():
+    assert all(run_distributed(check_interleavings, 4))
+
+
+def check_independent_rounds_run_alone():
+    pull_link, _ = links()
+    case = Case(decoder_specs(5, NUM_LAYERS, tied=True), "1x<1,2> + 2x<1,1>")
+    plan = case.plan(ranks_per_node=2, independent_rounds=True)
+    slices = case.empty_slices()
+    for index in reversed(range(len(plan.rounds))):
+        bucket = slices[index] if index < len(slices) else ()
+        pull_link.finish(pull_link.begin_pull(plan, index, case.shards_P, bucket))
+    torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0)
+    return True
+
+
+def check_tampered_plans():
+    """Rank 2 plans from another model, or has another part of the same plan."""
+    messages = []
+    strategy = Strategy.parse("1x<2,1> + 2x<1,1>")
+    case = Case(decoder_specs(5, NUM_LAYERS, tied=True), str(strategy))
+    good = (case.plan(), case.plan(gradients=True))
+    check_link_plans(strategy, good, torch.device("cpu"))
+    other = Case(decoder_specs(8, NUM_LAYERS, tied=True), str(strategy))
+    tampered = dataclasses.replace(good[1], rounds=good[1].rounds[:-1])
+    for plans in ((good[0], other.plan(gradients=True)), (good[0], tampered)):
+        with pytest.raises(PlanMismatchError) as caught:
+            check_link_plans(strategy, plans if case.rank == 2 else good, torch.device("cpu"))
+        messages.append(str(caught.value))
+    return messages
+
+
+def check_agreement():
+    return check_independent_rounds_run_alone(), check_tampered_plans()
+
+
+@pytest.mark.distributed
+def test_plans_that_differ_are_caught_on_every_rank_before_any_exchange():
+    for ran, (digest, part) in run_distributed(check_agreement, 4):
+        assert ran
+        assert digest.startswith("the link plan of the push of 1x<2,1> + 2x<1,1> has digest ")
+        assert "on rank 2 (1 of 4 ranks differ); nothing was exchanged." in digest
+        assert "do not fit together although their digests agree" in part

@@ -1,0 +1,294 @@
+"""Link plans of all ranks fit together: every element has one source, comes back, and crosses few wires."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from link_cases import World, decoder_specs, random_link, strategy_buckets
+
+from ds_hydra.strategy import Strategy
+from ds_hydra.strategy.alpha_beta import ClusterLinks
+from ds_hydra.zero_link import ParamSpec, Region, SliceRef, Slicing, plan_link
+from ds_hydra.zero_link.plan import cut_cells
+from ds_hydra.zero_link.traffic import LinkAccounts, exchange_s
+
+
+def plans_of(specs, rank_buckets, **options):
+    return [plan_link(specs, rank_buckets, rank, **options) for rank in range(len(rank_buckets))]
+
+
+def fill_shards(world):
+    """Every element its own number: 1000 x parameter + flat index; padding stays 0."""
+    for param, spec in enumerate(world.specs):
+        flat = np.arange(spec.numel, dtype=float) + 1000 * param
+        size = spec.shard_numel(world.num_ranks)
+        for rank in range(world.num_ranks):
+            part = flat[rank * size : (rank + 1) * size]
+            world.shards[rank][param][: len(part)] = part
+
+
+def crop(spec, full, region):
+    matrix = full.reshape(spec.num_rows, spec.num_cols)
+    return matrix[region.row : region.row + region.num_rows, region.col : region.col + region.num_cols]
+
+
+def least_elements_across_nodes(specs, rank_buckets, ranks_per_node, gradients):
+    """Brute force: for each element, the nodes other than its owner's in which a rank needs it."""
+    num_ranks = len(rank_buckets)
+    total = 0
+    for param, spec in enumerate(specs):
+        owner_node = np.arange(spec.numel) // spec.shard_numel(num_ranks) // ranks_per_node
+        for node in range(-(-num_ranks // ranks_per_node)):
+            needed = np.zeros(spec.numel, dtype=bool)
+            for rank in range(node * ranks_per_node, min((node + 1) * ranks_per_node, num_ranks)):
+                for bucket in rank_buckets[rank]:
+                    for ref in bucket:
+                        if ref.param == param and (ref.pushes_gradient or not gradients):
+                            crop(spec, needed, ref.region)[...] = True
+            total += int((needed & (owner_node != node)).sum())
+    return total
+
+
+def elements_across_nodes(plans, ranks_per_node):
+    return sum(
+        numel
+        for plan in plans
+        for peer, numel in plan.sent_elements.items()
+        if peer // ranks_per_node != plan.rank // ranks_per_node
+    )
+
+
+ROUTES = st.fixed_dictionaries(
+    {"ranks_per_node": st.sampled_from([None, 1, 2, 3, 4]), "independent_rounds": st.booleans()}
+)
+
+
+@given(random_link(), ROUTES)
+@settings(max_examples=80, deadline=None)
+def test_a_pull_gives_every_rank_its_slices(link, routes):
+    specs, _, rank_buckets = link
+    plans = plans_of(specs, rank_buckets, **routes)
+    world = World(specs, rank_buckets)
+    fill_shards(world)
+    crossed = world.run(plans, push=False)
+    for rank, buckets in enumerate(rank_buckets):
+        for bucket, got in zip(buckets, world.slices[rank], strict=True):
+            for ref, slice_ in zip(bucket, got, strict=True):
+                full = np.arange(specs[ref.param].numel, dtype=float) + 1000 * ref.param
+                np.testing.assert_array_equal(slice_, crop(specs[ref.param], full, ref.region).ravel())
+    assert sum(sum(p.sent_elements.values()) for p in plans) == crossed
+    assert sum(sum(p.received_elements.values()) for p in plans) == crossed
+    if routes["ranks_per_node"] is None:
+        wanted = sum(ref.region.numel for buckets in rank_buckets for bucket in buckets for ref in bucket)
+        assert crossed + sum(p.local_elements for p in plans) == wanted
+
+
+@given(random_link(), ROUTES)
+@settings(max_examples=80, deadline=None)
+def test_a_push_of_ones_counts_the_contributors(link, routes):
+    specs, _, rank_buckets = link
+    plans = plans_of(specs, rank_buckets, gradients=True, **routes)
+    world = World(specs, rank_buckets)
+    for rank_slices in world.slices:
+        for bucket in rank_slices:
+            for slice_ in bucket:
+                slice_.fill(1.0)
+    world.run(plans, push=True)
+    for param, spec in enumerate(specs):
+        wanted = np.zeros(spec.shard_numel(world.num_ranks) * world.num_ranks)
+        for buckets in rank_buckets:
+            for bucket in buckets:
+                for ref in bucket:
+                    if ref.param == param and ref.pushes_gradient:
+                        crop(spec, wanted[: spec.numel], ref.region)[...] += 1
+        got = np.concatenate([world.shards[rank][param] for rank in range(world.num_ranks)])
+        np.testing.assert_array_equal(got, wanted, err_msg=spec.fqn)
+        if not spec.requires_grad:
+            assert not got.any()
+
+
+@given(random_link(), st.integers(1, 5), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_bytes_across_nodes_equal_the_lower_bound_and_the_accounts_those_of_all_plans(
+    link, ranks_per_node, gradients
+):
+    specs, _, rank_buckets = link
+    plans = plans_of(specs, rank_buckets, gradients=gradients, ranks_per_node=ranks_per_node)
+    least = least_elements_across_nodes(specs, rank_buckets, ranks_per_node, gradients)
+    assert elements_across_nodes(plans, ranks_per_node) == least
+    direct = plans_of(specs, rank_buckets, gradients=gradients)
+    assert elements_across_nodes(direct, ranks_per_node) >= least
+    accounts = LinkAccounts(specs, rank_buckets, ranks_per_node, gradients=gradients)
+    assert accounts.least_across_nodes() == least
+    for traffic, of_ranks in ((accounts.direct(), direct), (accounts.node_aware(), plans)):
+        for plan in of_ranks:
+            row = traffic.pairs[plan.rank]
+            assert {peer: n for peer, n in enumerate(row.tolist()) if n} == plan.sent_elements
+        if traffic.ranks_per_node is None:
+            assert traffic.local.tolist() == [plan.local_elements for plan in of_ranks]
+        across = traffic.across_nodes(accounts.nodes)
+        assert across.sum() - np.trace(across) == elements_across_nodes(of_ranks, ranks_per_node)
+
+
+def link_of(text, num_ranks, **options):
+    specs = decoder_specs(8, 4, tied=True)
+    return specs, strategy_buckets(specs, Strategy.parse(text), num_ranks, 4)
+
+
+def test_a_layer_needed_in_different_rounds_crosses_once_unless_rounds_are_independent():
+    # The node of ranks 2 and 3 needs layers 2 and 3 in rounds 0 and 1 (second stage) and in rounds 3 and 4.
+    specs, rank_buckets = link_of("1x<1,2> + 2x<1,1>", 4)
+    rank_buckets = [rank_buckets[r] for r in (0, 2, 1, 3)]
+    least = least_elements_across_nodes(specs, rank_buckets, 2, False)
+    assert elements_across_nodes(plans_of(specs, rank_buckets, ranks_per_node=2), 2) == least
+    independent = plans_of(specs, rank_buckets, ranks_per_node=2, independent_rounds=True)
+    assert elements_across_nodes(independent, 2) > least
+    assert all(r.staged_until == i for p in independent for i, r in enumerate(p.rounds))
+
+
+def test_staging_ranks_of_a_node_share_the_work():
+    specs, rank_buckets = link_of("8x<1,1>", 8)
+    plans = plans_of(specs, rank_buckets, ranks_per_node=4)
+    staged = [plan.staged_elements for plan in plans]
+    total = sum(spec.numel for spec in specs)
+    assert all(staged)
+    assert max(staged) <= total / 4  # at most what one of four others owns, round by round
+
+
+def test_equal_blocks_are_packed_once_for_all_their_readers():
+    specs, rank_buckets = link_of("4x<1,1>", 4)
+    plan = plan_link(specs, rank_buckets, 1)
+    for round_ in plan.rounds:
+        (phase,) = round_.phases
+        assert [batch.peers for batch in phase.outgoing] == [(0, 2, 3)]
+
+
+def test_equal_inputs_give_equal_digests_on_all_ranks_and_any_difference_another():
+    specs, rank_buckets = link_of("1x<2,1> + 2x<1,1>", 4)
+    base = {plan.digest for plan in plans_of(specs, rank_buckets)}
+    assert len(base) == 1
+    (digest,) = base
+    _, others = link_of("2x<2,1>", 4)
+    frozen = [dataclasses.replace(s, requires_grad=s.fqn != "0.q") for s in specs]
+    reordered = [*rank_buckets[:2], rank_buckets[3], ()]
+    assert digest not in {
+        plan_link(specs, others, 0).digest,
+        plan_link(frozen, rank_buckets, 0).digest,
+        plan_link(specs, reordered, 0).digest,
+        plan_link(specs, rank_buckets, 0, gradients=True).digest,
+        plan_link(specs, rank_buckets, 0, ranks_per_node=2).digest,
+        plan_link(specs, rank_buckets, 0, ranks_per_node=2, independent_rounds=True).digest,
+    }
+    assert plan_link(specs, rank_buckets, 0, ranks_per_node=4).digest == digest, "one node is direct"
+
+
+@given(random_link(), ROUTES)
+@settings(max_examples=40, deadline=None)
+def test_fingerprints_of_sent_and_received_messages_cancel(link, routes):
+    specs, _, rank_buckets = link
+    plans = plans_of(specs, rank_buckets, **routes)
+    assert sum(plan.traffic_balance for plan in plans) % (1 << 64) == 0
+
+
+def test_a_rank_whose_part_differs_unbalances_the_traffic():
+    specs, rank_buckets = link_of("1x<2,1> + 2x<1,1>", 4)
+    plans = plans_of(specs, rank_buckets)
+    smaller = [*rank_buckets[:3], tuple(bucket[:-1] for bucket in rank_buckets[3])]
+    plans[3] = plan_link(specs, smaller, 3)
+    assert sum(plan.traffic_balance for plan in plans) % (1 << 64) != 0
+
+
+def test_more_ranks_than_rows_leave_shards_empty():
+    spec = ParamSpec(fqn="w", shape=(2, 3), slicing=Slicing.COLWISE)
+    rank_buckets = [((SliceRef(0, Region(0, 2, 0, 3), True),),)] * 9
+    world = World([spec], rank_buckets)
+    fill_shards(world)
+    world.run(plans_of([spec], rank_buckets), push=False)
+    for slices in world.slices:
+        np.testing.assert_array_equal(slices[0][0], np.arange(6.0))
+
+
+def test_pushed_elements_leave_out_replicas_with_complete_gradients():
+    specs = [
+        ParamSpec(fqn="norm", shape=(8,)),
+        ParamSpec(fqn="q_norm", shape=(8,), slicing=Slicing.REPLICATED_PARTIAL_GRAD),
+        ParamSpec(fqn="frozen", shape=(8,), requires_grad=False),
+    ]
+    buckets = tuple(
+        (tuple(SliceRef(p, s.slice_region(2, t), s.pushes_gradient(t)) for p, s in enumerate(specs)),)
+        for t in range(2)
+    )
+    plans = plans_of(specs, buckets, gradients=True)
+    pushed = [sum(plan.received_elements.values()) + plan.local_elements for plan in plans]
+    assert pushed == [16, 8]  # rank 0: norm and q_norm, rank 1: q_norm only
+
+
+@given(
+    st.sets(
+        st.builds(Region, st.integers(0, 4), st.integers(1, 4), st.integers(0, 3), st.integers(1, 3)),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_cells_cover_their_regions_once_and_cross_no_edge(regions):
+    covered = np.zeros((8, 6), dtype=int)
+    for cell in cut_cells(regions):
+        crop_of(covered, cell)[...] += 1
+        for region in regions:
+            inside = np.zeros((8, 6), dtype=bool)
+            crop_of(inside, region)[...] = True
+            part = crop_of(inside, cell)
+            assert part.all() or not part.any()
+    wanted = np.zeros((8, 6), dtype=int)
+    for region in regions:
+        crop_of(wanted, region)[...] = 1
+    np.testing.assert_array_equal(covered, wanted)
+
+
+def crop_of(matrix, region):
+    return matrix[region.row : region.row + region.num_rows, region.col : region.col + region.num_cols]
+
+
+def test_a_plan_prints_as_a_table():
+    specs, rank_buckets = link_of("1x<2,1> + 2x<1,1>", 4)
+    plan = plan_link(specs, rank_buckets, 2, ranks_per_node=2)
+    text = str(plan)
+    assert text.startswith("pull of rank 2 of 4, nodes of 2 ranks, 6 rounds, digest ")
+    rows = [line.split() for line in text.splitlines()]
+    received = sum(plan.received_elements.values())
+    assert ["all", f"{sum(plan.sent_elements.values()):,}", f"{received:,}"] in rows
+    assert [row[0] for row in rows[2:-2]] == ["0", "1", "3"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 6])
+def test_idle_ranks_serve_their_shards(num_ranks):
+    specs, rank_buckets = link_of("1x<1,1>", num_ranks)
+    plans = plans_of(specs, rank_buckets)
+    assert all(sum(p.received_elements.values()) == 0 for p in plans[1:])
+    assert all(set(p.sent_elements) == {0} for p in plans[1:])
+
+
+def test_groups_that_need_the_same_are_found():
+    def found(text, num_ranks=4):
+        specs, rank_buckets = link_of(text, num_ranks)
+        cases = LinkAccounts(specs, rank_buckets, num_ranks).special_cases()
+        return [(case.describe(False), case.ranks, case.num_rounds) for case in cases]
+
+    everyone = ("all-gather", (0, 1, 2, 3))
+    assert found("4x<1,1>") == [(*everyone, 6)]
+    # The last bucket holds the final norm only, which all ranks need whole.
+    assert found("1x<2,1> + 2x<1,1>") == [("broadcast", (2, 3), 5), (*everyone, 1)]
+    assert found("2x<2,1>") == [("broadcast", (0, 2), 5), ("broadcast", (1, 3), 5), (*everyone, 1)]
+    assert found("1x<1,4>") == []
+    assert found("3x<1,1>") == [("broadcast", (0, 1, 2), 6)], "an idle rank owns shards and needs nothing"
+
+
+def test_an_exchange_lasts_as_long_as_its_busiest_device():
+    links = ClusterLinks(latency_s=np.full((3, 3), 1.0), bytes_per_s=np.full((3, 3), 10.0), flops=np.ones(3))
+    assert exchange_s(links, np.zeros((3, 3), dtype=np.int64)) == 0
+    assert exchange_s(links, np.array([[0, 20, 30], [0, 0, 0], [0, 0, 0]])) == (1 + 2) + (1 + 3)
+    assert exchange_s(links, np.array([[0, 20, 0], [0, 0, 0], [0, 40, 0]])) == (1 + 2) + (1 + 4)
