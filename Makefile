@@ -9,7 +9,7 @@ export DS_ACCELERATOR ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format clean
+.PHONY: help install demo test check docs format clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,11 +31,14 @@ demo: $(INSTALLED)  ## train a small LLaMA on the standard library's source with
 test: $(INSTALLED)  ## run the tests
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest
 
-check: $(INSTALLED)  ## lint, types, import contract
+check: $(INSTALLED) docs  ## lint, types, import contract, documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(INSTALLED)  ## build the documentation into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 format: $(INSTALLED)  ## apply the formatter
 	$(BIN)/ruff check --fix .

@@ -59,6 +59,7 @@ def test_json_is_one_document_and_the_sizes_add_up(tmp_path):
     for row in document["schemes"]:
         assert row["states_bytes"] < row["total_bytes"] <= document["memory_bytes"]
         assert row["row_tokens"] == min(row["max_len_tokens"], 32768)
+    assert document["communicators"]["most_on_one_rank"] >= 2  # pull and push
     assert document["communicators"]["most_on_one_rank"] <= document["communicators"]["total"]
     assert any("zero_optimization.contiguous_gradients" in text for text in document["filled_in"])
 
@@ -105,8 +106,8 @@ def test_a_problem_is_exit_code_1_with_the_document_on_stdout(tmp_path):
         (changed(hydra={"strategies": ["8x<1,1>"]}), "scheme <1,1> is not in profile"),
         (changed(hydra={"strategies": ["4x<2,1>"]}), "no scheme holds a row of 32768 tokens on 8 devices"),
         (
-            changed(hydra={"strategies": ["4x<2,1>", "2x<4,1>"], "max_process_groups": 5}),
-            "the strategies need 6 process groups, more than hydra.max_process_groups = 5; raise it to 6",
+            changed(hydra={"strategies": ["4x<2,1>", "2x<4,1>"], "max_process_groups": 6}),
+            "the strategies need 8 process groups, more than hydra.max_process_groups = 6; raise it to 8",
         ),
         (
             changed(hydra={"tokenizer": "./no/such/folder"}),

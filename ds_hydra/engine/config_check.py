@@ -340,8 +340,12 @@ class _Budget:
         return scheme in self._profile.latency and self._profile.max_len_tokens(scheme, number) > 0
 
     def _check_communicators(self, strategies: Sequence[Strategy]) -> None:
-        keys = set().union(*map(groups_of, strategies))
         number, limit = self._report.num_devices, self._hydra.max_process_groups
+        everyone, link = tuple(range(number)), self._hydra.link
+        purposes = ["pull", "push"]  # as the propagator does
+        if link.routes == "node" and number > (link.devices_per_node or DEFAULT_DEVICES):
+            purposes += ["pull_node", "push_node"]
+        keys = {(purpose, everyone) for purpose in purposes}.union(*map(groups_of, strategies))
         most = max(sum(rank in ranks for _, ranks in keys) for rank in range(number))
         self._report.communicators = {"total": len(keys), "most_on_one_rank": most, "limit": limit}
         if len(keys) > limit:
