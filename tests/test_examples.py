@@ -33,6 +33,7 @@ def load(name):
     path = EXAMPLES / name
     spec = importlib.util.spec_from_file_location(name.replace("/", "_").removesuffix(".py"), path)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
 
@@ -158,7 +159,7 @@ def test_five_lines_turn_a_plain_deepspeed_script_into_one_of_ds_hydra(tmp_path)
     for lines in (plain, hydra):
         losses = [float(line.split()[-1]) for line in lines]
         assert losses[0] == pytest.approx(5.55, abs=0.1)  # log(256): untrained
-        assert losses[-1] < losses[0]
+        assert losses[-1] < losses[0] - 0.1
 
 
 def test_changed_lines_are_counted():

@@ -175,6 +175,7 @@ def side_by_side(folder):
         output = trainer.train()
         final = trainer.evaluate()
         trainer.save_model(f"{folder}/{name}-saved")
+        dist.barrier()  # rank 0 writes
         result[name] = {
             "history": trainer.state.log_history,
             "events": recorder.events,
@@ -452,10 +453,7 @@ def test_adapters_train_resume_and_are_saved_alone(tmp_path):
     assert losses[-1] < losses[0] - 0.02
     assert again == losses
     assert dtypes == {"torch.bfloat16"}
-    assert (
-        sorted(os.listdir(tmp_path / "adapter"))[1] == "adapter_model.safetensors"
-        or (tmp_path / "adapter/adapter_model.safetensors").exists()
-    )
+    assert (tmp_path / "adapter/adapter_model.safetensors").exists()
     assert not (tmp_path / "adapter/model.safetensors").exists()
     model = peft.PeftModel.from_pretrained(tiny("llama"), tmp_path / "adapter")
     total, count = 0.0, 0

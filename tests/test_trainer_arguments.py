@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from ds_hydra.configs import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.batches import TokenBudgetSampler
-from ds_hydra.trainer import HydraTrainer
+from ds_hydra.trainer import HydraTrainer, StrategyProgressCallback
 from ds_hydra.trainer.arguments import (
     REFUSED,
     WITHOUT_EFFECT,
@@ -227,3 +227,18 @@ def test_padding_hides_what_is_padded():
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 9, 9]]
     assert batch["labels"].tolist() == [[5, 6, 7], [8, -100, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+def test_the_progress_bar_shows_the_strategy():
+    from types import SimpleNamespace
+
+    metrics = [None, SimpleNamespace(strategy="1x<2,1> + 2x<1,1>", tokens_per_s=4971.0, loss=6.5)]
+    callback = StrategyProgressCallback(lambda: metrics[0])
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=3, global_step=1)
+    callback.on_train_begin(None, state, None)
+    callback.on_step_end(None, state, None)
+    assert not callback.training_bar.postfix
+    metrics.pop(0)
+    callback.on_step_end(None, state, None)
+    assert callback.training_bar.postfix == "1x<2,1> + 2x<1,1> | 4,971 tokens/s | loss 6.500"
+    callback.on_train_end(None, state, None)

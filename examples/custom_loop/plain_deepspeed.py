@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
-dataset = Dataset.from_list([{"input_ids": torch.randint(0, 256, (64,)).tolist()} for _ in range(64)])
+dataset = Dataset.from_list([{"input_ids": [(begin + i) % 32 for i in range(64)]} for begin in range(64)])
 model = LlamaForCausalLM(
     LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
