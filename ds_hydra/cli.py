@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands import check, fit, init, lengths, link, profile, propose, search
+from ds_hydra.commands import check, fit, init, lengths, link, profile, propose, report, search
 from ds_hydra.commands.common import errors_to_stderr
 from ds_hydra.errors import HydraConfigError
 
@@ -143,6 +143,7 @@ propose.register(app)
 fit.register(app)
 link.register(app)
 search.register(app)
+report.register(app)
 
 
 def main() -> None:

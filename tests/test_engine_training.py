@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import json
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from models import VOCAB_SIZE, tiny
 from single_process import random_examples, token_mean_gradients
 
 import ds_hydra
+from ds_hydra.engine.pipeline import one_forward_one_backward
 from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.simulator.timeline import EventKind, Timeline
 
 STEPS = (
     "4x<1,1>",
@@ -265,11 +268,13 @@ def train_from_dataset(folder):
         "strategies": ["4x<1,1>", "1x<2,1> + 2x<1,1>", "2x<2,1>"],
         "tokens_per_iteration": 300,
         "run_dir": f"{folder}/run",
+        "trace_every": 2,
     }
 
     def start(**more):
         model = tiny("llama")
-        config = ds_config(hydra=hydra | more)
+        monitor = {"enabled": "run_dir" not in more, "output_path": folder, "job_name": "monitor"}
+        config = ds_config(hydra=hydra | more, csv_monitor=monitor)
         engine, *_ = ds_hydra.initialize(
             model=model, optimizer=adamw(model), config=config, training_data=dataset
         )
@@ -298,6 +303,8 @@ def test_training_from_a_dataset_writes_its_run_and_resumes_its_mini_batches(tmp
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == list(range(6))
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-6)
+    check_run_folder(tmp_path / "run", lines)
+    check_monitor(tmp_path / "monitor", lines)
     drawn = []
     for line in lines:
         path = tmp_path / f"run/plans/iteration_{line['iteration']:06d}.json"
@@ -306,6 +313,71 @@ def test_training_from_a_dataset_writes_its_run_and_resumes_its_mini_batches(tmp
         assert plan.num_tokens == line["num_tokens"] <= 300
         drawn += plan.sample_indices
     assert len(set(drawn[:32])) == len(drawn[:32]), "a sequence was drawn twice in one epoch"
+
+
+def check_run_folder(run_dir, lines):
+    """What else a run of 6 iterations on 4 ranks writes, with every second iteration traced."""
+    run = json.loads((run_dir / "run.json").read_text())
+    assert (run["schema"], run["num_ranks"], run["hydra"]["trace_every"]) == ("ds_hydra.run/1", 4, 2)
+    assert run["model"]["num_parameters"] == sum(p.numel() for p in tiny("llama").parameters())
+    assert json.loads((run_dir / "profile.json").read_text()) == small_profile(6_000_000, num_layers=4)
+    for line in lines:
+        assert line["schema"] == "ds_hydra.metrics/1"
+        assert line["strategy_index"] in (0, 1, 2)
+        assert 0 < line["pack_occupancy"] <= 1
+        assert 0 < line["bubble"] < 1
+        assert line["prediction_error"] == pytest.approx(line["measured_ms"] / line["predicted_ms"] - 1)
+    traces = [json.loads(line) for line in (run_dir / "trace.jsonl").read_text().splitlines()]
+    assert {0, 2, 4} <= {trace["iteration"] for trace in traces}
+    by_iteration = {line["iteration"]: line for line in lines}
+    for trace in traces:
+        timeline = Timeline.from_json(trace)
+        line = by_iteration[timeline.iteration]
+        assert (timeline.source, timeline.strategy) == ("measured", line["strategy"])
+        assert len(trace["peak_bytes"]) == 4
+        assert min(trace["peak_bytes"]) > 1_000_000
+        check_timeline(timeline, line)
+
+
+def check_monitor(folder, lines):
+    """DeepSpeed's CSV monitor has the numbers of `metrics.jsonl`, at the samples trained so far."""
+    wanted = {
+        "train_loss": [line["loss"] for line in lines],
+        "tokens_per_s": [line["tokens_per_s"] for line in lines],
+        "imbalance": [line["imbalance"] for line in lines],
+        "bubble": [line["bubble"] for line in lines],
+        "plan_wait_ms": [line["waited_ms"] for line in lines],
+        "link_ms": [line["pull_ms"] + line["push_ms"] for line in lines],
+        "prediction_error": [line["prediction_error"] for line in lines],
+        "pack_occupancy": [line["pack_occupancy"] for line in lines],
+        "strategy": [line["strategy_index"] for line in lines],
+    }
+    samples = list(itertools.accumulate(line["num_sequences"] for line in lines))
+    for name, values in wanted.items():
+        written = [
+            line.split(",") for line in (folder / f"Train_Samples_{name}.csv").read_text().splitlines()[1:]
+        ]
+        # DeepSpeed itself writes a train_loss, too; its events come with the step, ours after it.
+        ours = written[1::2] if len(written) == 2 * len(lines) else written
+        assert [float(value) for _, value in ours] == pytest.approx(values), name
+        assert [int(at) for at, _ in ours] == samples, name
+
+
+def check_timeline(timeline, line):
+    """Events of every stage in 1F1B order, within the times that the same ranks measured as a whole."""
+    for index, (track, pipeline) in enumerate(zip(timeline.pipelines, line["pipelines"], strict=True)):
+        assert list(track.ranks) == pipeline["ranks"]
+        for stage in range(track.scheme.pp):
+            mine = [e for e in timeline.events if (e.pipeline, e.stage) == (index, stage)]
+            kinds = [e.kind for e in mine]
+            assert (kinds[0], kinds[-1], kinds.count(EventKind.STEP)) == (EventKind.PULL, EventKind.STEP, 1)
+            assert kinds.index(EventKind.PUSH) > max(i for i, k in enumerate(kinds) if k is EventKind.PULL)
+            passes = [e for e in mine if e.kind in (EventKind.FORWARD, EventKind.BACKWARD)]
+            order = one_forward_one_backward(track.scheme.pp, stage, track.num_micro_batches)
+            assert [(e.kind.name, e.micro_batch) for e in passes] == [(p.name, row) for p, row in order]
+            assert all(a.end_ms <= b.start_ms for a, b in itertools.pairwise(passes))
+            assert sum(e.duration_ms for e in passes) <= pipeline["measured_ms"] + 0.01
+    assert timeline.duration_ms <= line["iteration_ms"] + 0.01
 
 
 def what_is_held():
@@ -324,9 +396,9 @@ def what_is_held():
         alive.extend(weakref.ref(leaf) for leaf in leaves.values())
         bind(scheme, stage, leaves, await_bucket)
 
-    def watching_loss(logits_TV, targets_T, tp):
+    def watching_loss(logits_TV, *arguments):
         widths.append(logits_TV.shape[-1])
-        return loss_of(logits_TV, targets_T, tp)
+        return loss_of(logits_TV, *arguments)
 
     def failing_loss(*_arguments):
         raise RuntimeError("broken on purpose")

@@ -180,6 +180,9 @@ class HydraConfig(_Section):
     save_plans: bool = True
     """Whether `run_dir` also gets every executed plan (some KB each), which a bug report needs."""
 
+    trace_every: Index = 10
+    """Iterations between two whose stages are traced into `run_dir`, doubling as a run grows; 0 traces none."""
+
     max_process_groups: Count = 256
     """Process groups that all strategies together may need; each costs communicator memory on its ranks."""
 

@@ -42,11 +42,21 @@ def restore_error(name: str, text: str) -> HydraError:
 
 def broadcast_text(texts: list[str], source: int, device: torch.device) -> list[str]:
     """The texts of rank `source` on every rank; every rank passes as many. Collective over all ranks."""
-    payload = "\0".join(texts).encode()
+    payload = join_texts(texts)
     size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
     dist.broadcast(size, src=source)
     body = torch.zeros(int(size), dtype=torch.uint8, device=device)
     if dist.get_rank() == source:
         body.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
     dist.broadcast(body, src=source)
-    return bytes(body.cpu().tolist()).decode().split("\0")
+    return split_texts(bytes(body.cpu().tolist()))
+
+
+def join_texts(texts: list[str]) -> bytes:
+    """The texts as bytes, for `split_texts`."""
+    return "\0".join(texts).encode()
+
+
+def split_texts(payload: bytes) -> list[str]:
+    """The texts that `join_texts` joined."""
+    return payload.decode().split("\0")

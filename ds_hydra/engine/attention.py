@@ -90,13 +90,13 @@ def hydra_varlen(
                 softcap,
             )
             return out_THD.unsqueeze(0), None
-    out_BHTD = _attention_per_sequence(
+    out_BHTD = attention_per_sequence(
         query_BHTD, key_BKTD, value_BKTD, packed_row.lengths, scale, window, softcap
     )
     return out_BHTD.transpose(1, 2), None
 
 
-def _attention_per_sequence(
+def attention_per_sequence(
     query_BHTD: Tensor,
     key_BKTD: Tensor,
     value_BKTD: Tensor,
@@ -105,7 +105,10 @@ def _attention_per_sequence(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """One attention call per sequence: the cost is the sum over sequences, whatever the backend."""
+    """One attention call per sequence: the cost is the sum over sequences, whatever the backend.
+
+    `lengths` of the row's sequences add up to T; returns [1, H, T, D].
+    """
     # split's backward is one concatenation; slicing each sequence would zero-fill a whole row per sequence.
     sequences = zip(
         query_BHTD.split(lengths, dim=2),

@@ -18,18 +18,22 @@ from typing import Any, NoReturn
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger, safe_set_local_grad
 from torch import Tensor, nn
 
 from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.metrics import IterationMetrics, measure_pipelines, measured_imbalance
+from ds_hydra.engine.host_memory import keep_freed_memory
+from ds_hydra.engine.metrics import IterationMetrics, measure_iteration
 from ds_hydra.engine.propagation import Outcome
 from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration
 from ds_hydra.engine.skeleton import Skeleton
+from ds_hydra.engine.trace import MemoryWatch
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.sampler.dataset import TokenDataset
+from ds_hydra.simulator.timeline import EventKind
 from ds_hydra.strategy import Strategy
 
 CLIENT_STATE_KEY = "ds_hydra"
@@ -51,14 +55,17 @@ class HydraEngine(DeepSpeedEngine):
         training_data: Any = None,
         **engine_kwargs: Any,
     ):
+        if get_accelerator().device_name() == "cpu":
+            keep_freed_memory()
         # The copy must be made before DeepSpeed hooks the model's modules and partitions its parameters.
         skeleton = Skeleton(model, activation_checkpointing=hydra_config.activation_checkpointing)
         self._hydra_config = hydra_config
         self._hydra: HydraRuntime | None = None
+        memory = MemoryWatch()  # before DeepSpeed's buffers and states
         self._grads_P: list[Tensor] = []
         super().__init__(args, model, *engine_args, **engine_kwargs)
         self._check_partitions(skeleton)
-        self._hydra = HydraRuntime(hydra_config, skeleton, self.device)
+        self._hydra = HydraRuntime(hydra_config, skeleton, self.device, memory)
         self.last_metrics: IterationMetrics | None = None
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and step time."""
         if training_data is not None:  # not DeepSpeed's truth value: an empty dataset is an error to report
@@ -91,8 +98,9 @@ class HydraEngine(DeepSpeedEngine):
         outcomes = self.hydra.gather_outcomes(outcome)
         loss = sum(o.loss_sum for o in outcomes) / iteration.plan.num_label_tokens
         before_step = time.perf_counter()
-        self._deposit(grads_P)
-        self._step(iteration)
+        with self.hydra.propagator.recorder.span(EventKind.STEP):
+            self._deposit(grads_P)
+            self._step(iteration)
         self._report(iteration, outcomes, loss, start, before_step)
         return torch.tensor(loss, dtype=torch.float32, device=self.device)
 
@@ -211,42 +219,25 @@ class HydraEngine(DeepSpeedEngine):
         self, iteration: Iteration, outcomes: Sequence[Outcome], loss: float, start: float, before_step: float
     ) -> None:
         now = time.perf_counter()
-        plan = iteration.plan
-        pipelines = measure_pipelines(plan, [o.propagate_ms for o in outcomes])
         grad_norm = self.get_global_grad_norm()
-        self.last_metrics = IterationMetrics(
-            iteration=plan.iteration,
+        metrics = measure_iteration(
+            iteration.plan,
+            outcomes,
             loss=loss,
-            strategy=str(plan.strategy),
-            num_tokens=plan.num_tokens,
-            num_sequences=len(plan.lengths),
             iteration_ms=(now - start) * 1e3,
-            tokens_per_s=plan.num_tokens / (now - start),
-            predicted_ms=plan.makespan_ms,
-            measured_ms=max((p.measured_ms for p in pipelines), default=0.0),
-            imbalance=measured_imbalance(pipelines),
-            lr=float(self.get_lr()[0]),
-            grad_norm=math.nan if grad_norm is None else float(grad_norm),
+            step_ms=(now - before_step) * 1e3,
             planning_ms=iteration.planned.planning_ms,
             waited_ms=iteration.planned.waited_ms,
-            pull_ms=max(o.pull_ms for o in outcomes),
-            push_ms=min(o.push_ms for o in outcomes),
-            visible_pull_ms=max(o.visible_pull_ms for o in outcomes),
-            visible_push_ms=min(o.visible_push_ms for o in outcomes),
-            step_ms=(now - before_step) * 1e3,
-            pipelines=pipelines,
+            lr=float(self.get_lr()[0]),
+            grad_norm=math.nan if grad_norm is None else float(grad_norm),
+            strategy_index=self.hydra.find_candidate(iteration.plan.strategy),
+            pack_occupancy=self.hydra.pack_occupancy(iteration.plan),
         )
-        self.hydra.learn(plan, [p.measured_ms for p in pipelines])
-        if self.hydra.log is not None:
-            self.hydra.log.write(self.last_metrics, plan)
+        self.hydra.learn(iteration.plan, [p.measured_ms for p in metrics.pipelines])
+        self.last_metrics = metrics
+        self.hydra.write_log(metrics, iteration.plan)
         if self.monitor.enabled and self.global_rank == 0:
-            metrics = self.last_metrics
-            events = {
-                "Train/Samples/train_loss": loss,
-                "Train/Samples/tokens_per_s": metrics.tokens_per_s,
-                "Train/Samples/imbalance": metrics.imbalance,
-            }
-            self.monitor.write_events([(name, value, self.global_samples) for name, value in events.items()])
+            self.monitor.write_events(metrics.monitor_events(self.global_samples))
 
     def _read_data(self, dataset: Any) -> TokenDataset:
         """Token lengths of `dataset`; rank 0 of each node tokenises, the others find its cache."""

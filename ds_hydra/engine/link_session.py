@@ -32,6 +32,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_hydra.engine.slices import Slices
+from ds_hydra.engine.trace import Recorder
+from ds_hydra.simulator.timeline import EventKind
 from ds_hydra.zero_link import LinkPlan
 from ds_hydra.zero_link.exchange import Link, RoundUnderWay
 
@@ -270,6 +272,12 @@ class LinkSession:
             visible_pull_ms=self.waited_ms(),
             visible_push_ms=self._clock.ms_between(begin, end) if self._grads_P is not None else 0.0,
         )
+
+    def record(self, recorder: Recorder) -> None:
+        """Hand the spans of all rounds to `recorder`; call after `finish`."""
+        for kind, work in ((EventKind.PULL, self._pull_work), (EventKind.PUSH, self._push_work)):
+            for begin, end in work:
+                recorder.add(kind, begin, end)
 
     def _join_streams(self) -> None:
         """Let the current stream go on only after all rounds."""

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from math import isfinite, nan
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.report.run_report import METRICS_FILE, METRICS_SCHEMA
 from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.simulator.timeline import Timeline
+from ds_hydra.strategy import Profile
+from ds_hydra.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from ds_hydra.engine.propagation import Outcome
+    from ds_hydra.engine.skeleton import Skeleton
+
+RUN_SCHEMA = "ds_hydra.run/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,20 +43,30 @@ class PipelineMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationMetrics:
-    """One line of `metrics.jsonl`. Times in milliseconds; `tokens_per_s` counts tokens of sequences only."""
+    """One line of `metrics.jsonl`, described field by field in docs/metrics.md. Times in milliseconds."""
 
     iteration: int
     loss: float
     strategy: str
+    strategy_index: int
+    """Position among the candidates, -1 for a forced strategy."""
     num_tokens: int
     num_sequences: int
+    longest_tokens: int
     iteration_ms: float
     tokens_per_s: float
+    """Tokens of sequences only; nothing is padded."""
     predicted_ms: float
     measured_ms: float
     """Forward + backward of the slowest pipeline."""
+    prediction_error: float
+    """measured over predicted, minus 1."""
     imbalance: float
     """Measured slowest over fastest pipeline, minus 1; pipelines without sequences are not counted."""
+    bubble: float
+    """Share of all ranks' time, until the slowest pipeline was done, outside of forwards and backwards."""
+    pack_occupancy: float
+    """Tokens over MaxLen of the rows; NaN where the run has no profile."""
     lr: float
     grad_norm: float
     planning_ms: float
@@ -59,8 +84,87 @@ class IterationMetrics:
     pipelines: tuple[PipelineMetrics, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The metrics as a JSON object."""
-        return asdict(self)
+        """The metrics as a JSON object; what is not a number is null there."""
+        fields = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in asdict(self).items()}
+        return {"schema": METRICS_SCHEMA, **fields}
+
+    def monitor_events(self, num_samples: int) -> list[tuple[str, float, int]]:
+        """What DeepSpeed's monitors (TensorBoard, W&B, CSV) get, at `num_samples` samples."""
+        values = {
+            "train_loss": self.loss,
+            "tokens_per_s": self.tokens_per_s,
+            "imbalance": self.imbalance,
+            "bubble": self.bubble,
+            "plan_wait_ms": self.waited_ms,
+            "link_ms": self.visible_pull_ms + self.visible_push_ms,
+            "prediction_error": self.prediction_error,
+            "pack_occupancy": self.pack_occupancy,
+            "strategy": self.strategy_index,
+        }
+        return [
+            (f"Train/Samples/{name}", value, num_samples) for name, value in values.items() if isfinite(value)
+        ]
+
+
+def measure_iteration(
+    plan: IterationPlan, outcomes: Sequence[Outcome], *, iteration_ms: float, **given: Any
+) -> IterationMetrics:
+    """Metrics of `plan` out of what each rank measured; `given` are the fields that the engine knows itself."""
+    pipelines = measure_pipelines(plan, [o.propagate_ms for o in outcomes])
+    measured_ms = max((p.measured_ms for p in pipelines), default=0.0)
+    available_ms = measured_ms * len(outcomes)
+    return IterationMetrics(
+        iteration=plan.iteration,
+        strategy=str(plan.strategy),
+        num_tokens=plan.num_tokens,
+        num_sequences=len(plan.lengths),
+        longest_tokens=max(plan.lengths),
+        iteration_ms=iteration_ms,
+        tokens_per_s=plan.num_tokens / iteration_ms * 1e3,
+        predicted_ms=plan.makespan_ms,
+        measured_ms=measured_ms,
+        prediction_error=measured_ms / plan.makespan_ms - 1 if plan.makespan_ms > 0 else nan,
+        imbalance=measured_imbalance(pipelines),
+        bubble=1 - sum(o.busy_ms for o in outcomes) / available_ms if available_ms > 0 else 0.0,
+        pull_ms=max(o.pull_ms for o in outcomes),
+        push_ms=min(o.push_ms for o in outcomes),
+        visible_pull_ms=max(o.visible_pull_ms for o in outcomes),
+        visible_push_ms=min(o.visible_push_ms for o in outcomes),
+        pipelines=pipelines,
+        **given,
+    )
+
+
+def pack_occupancy(plan: IterationPlan, profile: Profile) -> float:
+    """Tokens of `plan` over the tokens that its rows could hold; NaN for a scheme without a memory model."""
+    capacity = 0
+    for pipeline in plan.pipelines:
+        if pipeline.scheme.tp not in profile.memory.activation_bytes:
+            return nan
+        row = profile.max_len_tokens(pipeline.scheme, plan.num_devices)
+        capacity += max(0, row) * len(pipeline.micro_batches)
+    return plan.num_tokens / capacity if capacity else nan
+
+
+def describe_run(
+    config: HydraConfig, skeleton: Skeleton, num_ranks: int, device: torch.device
+) -> dict[str, Any]:
+    """What `run.json` says of a run as a whole."""
+    return {
+        "schema": RUN_SCHEMA,
+        "version": __version__,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "num_ranks": num_ranks,
+        "device": device.type,
+        "model": {
+            "type": skeleton.config.model_type,
+            "num_layers": skeleton.num_layers,
+            "hidden_size": skeleton.hidden_size,
+            "vocab_size": skeleton.vocab_size,
+            "num_parameters": sum(spec.numel for spec in skeleton.specs),
+        },
+        "hydra": config.model_dump(mode="json"),
+    }
 
 
 def measure_pipelines(plan: IterationPlan, propagate_ms: Sequence[float]) -> tuple[PipelineMetrics, ...]:
@@ -95,19 +199,28 @@ class RunLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         if self._plans is not None:
             self._plans.mkdir(exist_ok=True)
-        self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
+        self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
 
     def write(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
         """Append one iteration."""
-        document = {k: None if v != v else v for k, v in metrics.to_json().items()}  # NaN is not JSON
-        self._file.write(json.dumps(document) + "\n")
+        self._file.write(json.dumps(metrics.to_json()) + "\n")
         self._file.flush()
         if self._plans is not None:
             path = self._plans / f"iteration_{plan.iteration:06d}.json"
             path.write_text(json.dumps(plan.to_json()), encoding="utf-8")
 
+    def write_trace(self, timeline: Timeline, peak_bytes: Sequence[int]) -> None:
+        """Append the times of all stages, and the most memory each rank has used, to `trace.jsonl`."""
+        document = {**timeline.to_json(), "peak_bytes": list(peak_bytes)}
+        with (self._run_dir / "trace.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(document) + "\n")
+
+    def write_run(self, document: Mapping[str, Any]) -> None:
+        """Say what this run is in `run.json`; a resumed run says it again."""
+        (self._run_dir / "run.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
     def write_profile(self, document: Mapping[str, Any]) -> None:
-        """Keep the profile that this run measured; `hydra.profile` can name the file in the next run."""
+        """Keep the profile of this run; `hydra.profile` can name the file in the next run."""
         (self._run_dir / "profile.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
 
     def close(self) -> None:

@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hydra.engine.trace import Recorder
+from ds_hydra.simulator.timeline import EventKind
+
 
 class Pass(str, Enum):
     """What a stage does with a micro-batch."""
@@ -123,20 +126,22 @@ def run_1f1b(
     io: StageIO,
     row_tokens: Sequence[int],
     forward: StageForward,
+    recorder: Recorder,
     before_last_backward: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
     """Forward and backward of every row through this stage; returns the detached losses (last stage only).
 
-    `row_tokens[j]` is the length of row j, so receivers know every shape from the plan. `before_last_backward`
-    is called before the backward pass that completes the gradients. Collective over the pipeline: all its ranks
-    call it with the same rows.
+    `row_tokens[j]` is the length of row j, so receivers know every shape from the plan. `recorder` gets the span of
+    each pass, without waits for other stages. `before_last_backward` is called before the backward pass that
+    completes the gradients. Collective over the pipeline: all its ranks call it with the same rows.
     """
     losses: list[Tensor] = []
     saved: dict[int, tuple[Tensor | None, Tensor]] = {}
     for pass_, index in one_forward_one_backward(info.num_stages, info.stage, len(row_tokens)):
         if pass_ is Pass.FORWARD:
             received = _receive_activation(info, io, row_tokens[index], requires_grad=True)
-            output = forward(index, received)
+            with recorder.span(EventKind.FORWARD, index):
+                output = forward(index, received)
             saved[index] = (received, output)
             if info.is_last:
                 losses.append(output.detach())
@@ -148,7 +153,8 @@ def run_1f1b(
             if index == len(row_tokens) - 1:
                 before_last_backward()
             if output.requires_grad:  # false where everything up to here is frozen
-                torch.autograd.backward(output, grad)
+                with recorder.span(EventKind.BACKWARD, index):
+                    torch.autograd.backward(output, grad)
             if received is not None:
                 io.send_gradient(torch.zeros_like(received) if received.grad is None else received.grad)
     io.finish()

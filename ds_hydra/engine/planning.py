@@ -6,17 +6,23 @@ import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.agreement import raise_together
+from ds_hydra.engine.agreement import join_texts, restore_error, split_texts
 from ds_hydra.sampler import plan_codec
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
 from ds_hydra.strategy import Profile, Strategy
+
+IntArray = npt.NDArray[np.int64]
+
+ENVELOPE_INTS = 4096
+"""Integers (32 KiB) in which every plan of some hundred sequences travels at once."""
 
 
 def planner_settings(config: HydraConfig) -> PlannerSettings:
@@ -114,30 +120,48 @@ class PlanFeed:
 def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -> PlannedIteration:
     """What `make` gives on rank 0, on every rank; an error of rank 0 is raised on every rank.
 
-    Collective over all ranks: one all-gather, one broadcast of a header, one of the plan as a flat integer
-    tensor.
+    Collective over all ranks: one broadcast, and a second one for what does not fit into `ENVELOPE_INTS`.
     """
-    planned, error = None, None
+    planned, error, payload, times_us = None, None, np.empty(0, dtype=np.int64), [0, 0]
     if dist.get_rank() == 0:
         try:
             planned = make()
+            payload = plan_codec.to_array(planned.plan)
+            times_us = [int(planned.planning_ms * 1e3), int(planned.waited_ms * 1e3)]
         except Exception as caught:  # whatever it is, the other ranks wait for it
             error = caught
-    raise_together(error, device)
-    payload = np.empty(0, dtype=np.int64) if planned is None else plan_codec.to_array(planned.plan)
-    times_us = [0, 0] if planned is None else [int(planned.planning_ms * 1e3), int(planned.waited_ms * 1e3)]
-    header = torch.tensor([len(payload), *times_us], dtype=torch.int64, device=device)
-    dist.broadcast(header, src=0)
-    numel, planning_us, waited_us = header.tolist()
-    body = torch.zeros(numel, dtype=torch.int64, device=device)
-    if planned is not None:
-        body.copy_(torch.from_numpy(payload))
-    dist.broadcast(body, src=0)
+            payload = np.frombuffer(join_texts([type(error).__name__, str(error)]), dtype=np.uint8)
+    header = np.array([error is not None, len(payload), *times_us], dtype=np.int64)
+    (is_error, numel, planning_us, waited_us), body = _broadcast_sized(header, payload, device)
+    if error is not None:
+        raise error
+    if is_error:
+        name, text = split_texts(body[:numel].astype(np.uint8).tobytes())
+        raise restore_error(name, f"rank 0: {text}")
     if planned is not None:
         return planned
     return PlannedIteration(
-        plan=plan_codec.from_array(body.cpu().numpy()),
+        plan=plan_codec.from_array(body[:numel]),
         planning_ms=planning_us / 1e3,
         waited_ms=waited_us / 1e3,
         source="worker",
     )
+
+
+def _broadcast_sized(header: IntArray, payload: IntArray, device: torch.device) -> tuple[list[int], IntArray]:
+    """Header and payload of rank 0 on every rank; `header[1]` is the length of the payload."""
+    envelope = np.zeros(ENVELOPE_INTS, dtype=np.int64)
+    room = ENVELOPE_INTS - len(header)
+    envelope[: len(header)] = header
+    envelope[len(header) : len(header) + min(room, len(payload))] = payload[:room]
+    first = torch.from_numpy(envelope).to(device)
+    dist.broadcast(first, src=0)
+    received = first.cpu().numpy()
+    numbers, body = received[: len(header)].tolist(), received[len(header) :]
+    if numbers[1] > room:
+        rest = torch.zeros(numbers[1] - room, dtype=torch.int64, device=device)
+        if dist.get_rank() == 0:
+            rest.copy_(torch.from_numpy(payload[room:].astype(np.int64)))
+        dist.broadcast(rest, src=0)
+        body = np.concatenate([body, rest.cpu().numpy()])
+    return numbers, body

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import LinkConfig
-from ds_hydra.engine.agreement import gather_rows
+from ds_hydra.engine.agreement import gather_rows, raise_together
 from ds_hydra.engine.attention import PackedRow
 from ds_hydra.engine.frozen import FrozenKeeper, without_frozen
 from ds_hydra.engine.groups import GroupPool
@@ -25,6 +25,7 @@ from ds_hydra.engine.pipeline import StageInfo, StageIO, run_1f1b, run_forward_o
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.engine.slices import SlicePool, Slices, gradient_numel, slice_numel
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL, summed_cross_entropy
+from ds_hydra.engine.trace import Recorder
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
@@ -128,6 +129,8 @@ class Outcome:
     visible_pull_ms: float
     visible_push_ms: float
     """See LinkTimes for these four."""
+    busy_ms: float
+    """Time inside forwards and backwards, TP collectives included."""
 
 
 class Propagator:
@@ -166,6 +169,7 @@ class Propagator:
                 self._frozen_P, lambda changed: self.max_over_ranks(float(changed)) > 0
             )
         self._links: dict[Strategy, StrategyLink] = {}
+        self.recorder = Recorder()
 
     def close(self) -> None:
         """End the link's thread and destroy the process groups; not collective."""
@@ -180,11 +184,19 @@ class Propagator:
         """Create the process groups of `strategies`."""
         self.groups.ensure(strategies)
 
-    def check_plan(self, plan: IterationPlan, batch_fingerprint: int = 0) -> None:
-        """Raise PlanMismatchError on every rank where ranks hold different plans or mini-batches."""
-        mine = torch.tensor([plan.digest, batch_fingerprint], dtype=torch.int64, device=self._device)
-        all_ranks = gather_rows(mine)
-        for what, digests in zip(("plan", "mini-batch"), all_ranks.T.tolist(), strict=True):
+    def check_plan(
+        self, plan: IterationPlan, batch_fingerprint: int = 0, problem: Exception | None = None
+    ) -> None:
+        """Raise PlanMismatchError on every rank where ranks hold different plans or mini-batches.
+
+        A `problem` that any rank brings is raised on all. One all-gather.
+        """
+        row = [plan.digest, batch_fingerprint, problem is not None]
+        all_ranks = gather_rows(torch.tensor(row, dtype=torch.int64, device=self._device))
+        *columns, problems = all_ranks.T.tolist()
+        if any(problems):
+            raise_together(problem, self._device)
+        for what, digests in zip(("plan", "mini-batch"), columns, strict=True):
             differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
             if differing:
                 raise PlanMismatchError(
@@ -215,15 +227,19 @@ class Propagator:
         loss_scale: float | None,
     ) -> Outcome:
         link = self._link_of(plan.strategy)
+        self.recorder.begin()
         begin = self._clock.stamp()
         slices, session = self._open(plan.strategy, with_gradients=loss_scale is not None, grads_P=grads_P)
         with session:
             loss_sum = self._propagate(plan, link, slices, session, load, loss_scale)
             end = self._clock.stamp()
             times = session.finish()
+        session.record(self.recorder)
+        waited_in_passes_ms = times.visible_pull_ms if self._thread.overlap else 0.0
         return Outcome(
             loss_sum=loss_sum,
             propagate_ms=max(0.0, self._clock.ms_between(begin, end) - times.visible_pull_ms),
+            busy_ms=max(0.0, self.recorder.busy_ms - waited_in_passes_ms),
             **asdict(times),
         )
 
@@ -345,7 +361,8 @@ class Propagator:
             if loss_scale is None:
                 losses = run_forward_only(stage, io, row_tokens, forward)
             else:
-                losses = run_1f1b(stage, io, row_tokens, forward, slices.expect_last_backward)
+                before_last = slices.expect_last_backward
+                losses = run_1f1b(stage, io, row_tokens, forward, self.recorder, before_last)
         finally:
             self.skeleton.unbind()
         if not losses or role.tp_rank > 0:
@@ -359,7 +376,7 @@ class Propagator:
         if not stage.is_last:
             return output
         assert row.targets_T is not None
-        return summed_cross_entropy(output[0], row.targets_T, self.skeleton.tp) * scale
+        return summed_cross_entropy(output[0], row.targets_T, self.skeleton.tp, scale)
 
     def _enter(self, role: Role, slices: Slices, session: LinkSession) -> None:
         tp = role.scheme.tp

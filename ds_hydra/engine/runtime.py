@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -21,13 +22,14 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.agreement import broadcast_text, gather_rows, raise_together
 from ds_hydra.engine.groups import within_groups
 from ds_hydra.engine.latency_tracker import LatencyTracker
-from ds_hydra.engine.metrics import RunLog
+from ds_hydra.engine.metrics import IterationMetrics, RunLog, describe_run, pack_occupancy
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
 from ds_hydra.engine.profile_document import limit_memory, nominal_profile
 from ds_hydra.engine.profiler import measure_profile
 from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL
+from ds_hydra.engine.trace import MemoryWatch, TraceChoice, gather_timeline
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError, PlanMismatchError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
@@ -79,7 +81,9 @@ class Iteration:
 class HydraRuntime:
     """Everything of ds_hydra on one rank. Methods are collective over all ranks unless they say otherwise."""
 
-    def __init__(self, config: HydraConfig, skeleton: Skeleton, device: torch.device):
+    def __init__(
+        self, config: HydraConfig, skeleton: Skeleton, device: torch.device, memory: MemoryWatch | None = None
+    ):
         self.config = config
         self.skeleton = skeleton
         skeleton.to_device(device)
@@ -108,6 +112,8 @@ class HydraRuntime:
         self._data: TokenDataset | None = None
         self.sampler: TokenBudgetSampler | None = None
         self.log: RunLog | None = None
+        self._memory = memory or MemoryWatch()
+        self._traces = TraceChoice(config.trace_every if config.run_dir is not None else 0)
         raise_together(self._open_log(), device)
 
     @property
@@ -168,8 +174,7 @@ class HydraRuntime:
         batch = next(self.sampler)
         planned = broadcast_plan(lambda: feed.get(batch), self._device)
         plan = planned.plan
-        self.propagator.check_plan(plan)
-        raise_together(_compare_batch(plan, batch), self._device)
+        self.propagator.check_plan(plan, problem=_compare_batch(plan, batch))
         return Iteration(planned, self._load_from(self._data, planned.plan))
 
     def start_planning(self) -> PlanFeed:
@@ -228,6 +233,26 @@ class HydraRuntime:
         mine = [getattr(outcome, name) for name in names]
         rows = gather_rows(torch.tensor(mine, dtype=torch.float64, device=self._device))
         return [Outcome(**dict(zip(names, row, strict=True))) for row in rows.tolist()]
+
+    def find_candidate(self, strategy: Strategy) -> int:
+        """Position of `strategy` among the candidates; -1 for one that was forced. Not collective."""
+        return self.strategies.index(strategy) if strategy in self.strategies else -1
+
+    def pack_occupancy(self, plan: IterationPlan) -> float:
+        """Tokens of `plan` over what its rows could hold; NaN without a profile. Not collective."""
+        return math.nan if self._profile is None else pack_occupancy(plan, self._profile)
+
+    def write_log(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
+        """Add the iteration to the run folder; on chosen iterations with the times of all stages."""
+        slowdown = metrics.measured_ms / metrics.predicted_ms if metrics.predicted_ms > 0 else 0.0
+        if self._traces.wants(plan.iteration, slowdown):
+            timeline = gather_timeline(self.propagator.recorder, plan, self._device)
+            mine = torch.tensor([self._memory.peak_bytes()], dtype=torch.int64, device=self._device)
+            peak_bytes = gather_rows(mine).flatten().tolist()
+            if self.log is not None:
+                self.log.write_trace(timeline, peak_bytes)
+        if self.log is not None:
+            self.log.write(metrics, plan)
 
     def iterate_examples(self) -> Iterator[list[dict[str, Any]]]:
         """Mini-batches from where training is, as lists of examples, without drawing them; not collective."""
@@ -348,6 +373,9 @@ class HydraRuntime:
             return None
         try:
             self.log = RunLog(Path(self.config.run_dir), save_plans=self.config.save_plans)
+            self.log.write_run(describe_run(self.config, self.skeleton, self.num_ranks, self._device))
+            if self.config.profile is not None:  # as it was given: the memory limit is in run.json
+                self.log.write_profile(Profile.load(find_profile(self.config.profile)).document)
         except OSError as error:
             return HydraConfigError(
                 f"hydra.run_dir is {self.config.run_dir!r}: {error.strerror}; name a folder that can be written"

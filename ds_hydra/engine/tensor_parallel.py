@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 IGNORED_LABEL = -100
@@ -116,39 +115,92 @@ def hook_embedding(module: nn.Embedding, tp: TensorParallel) -> None:
     module.register_forward_hook(after)
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Sum of cross entropies of tokens whose logits are split over the group by vocabulary."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, tp: TensorParallel) -> Tensor:
-        logits_TV = logits_TV.float()
-        max_T = logits_TV.max(dim=-1).values
-        dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=tp.group)
-        exp_TV = (logits_TV - max_T.unsqueeze(-1)).exp_()
-        local_T = targets_T - tp.vocab_begin
-        outside_T = (local_T < 0) | (local_T >= logits_TV.shape[-1])
-        local_T = local_T.masked_fill(outside_T, 0)
-        target_T = logits_TV.gather(-1, local_T.unsqueeze(-1)).squeeze(-1) - max_T
-        sums_2T = torch.stack([exp_TV.sum(dim=-1), target_T.masked_fill(outside_T, 0.0)])
-        dist.all_reduce(sums_2T, group=tp.group)
-        counts_T = targets_T != IGNORED_LABEL
-        ctx.save_for_backward(exp_TV.div_(sums_2T[0].unsqueeze(-1)), local_T, outside_T, counts_T)
-        return (sums_2T[0].log() - sums_2T[1]).masked_fill(~counts_T, 0.0).sum()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        probabilities_TV, local_T, outside_T, counts_T = ctx.saved_tensors
-        one_T = (~outside_T).to(probabilities_TV.dtype)
-        grad_TV = probabilities_TV.scatter_add(-1, local_T.unsqueeze(-1), -one_T.unsqueeze(-1))
-        return grad_TV.mul_(counts_T.unsqueeze(-1) * grad), None, None
+_CHUNK_ELEMENTS = {"cpu": 2**18}
+"""Logits worked on at a time: on a CPU what its cache holds, elsewhere 256 MiB in fp32."""
+_LARGE_CHUNK_ELEMENTS = 2**26
 
 
-def summed_cross_entropy(logits_TV: Tensor, targets_T: Tensor, tp: TensorParallel) -> Tensor:
-    """Sum over tokens of the cross entropy in fp32; no rank holds another rank's logits.
+class _SummedCrossEntropy(torch.autograd.Function):
+    """`scale` times the sum of cross entropies; logits may be split over the group by vocabulary.
 
-    `logits_TV` are this rank's vocabulary columns; targets equal to IGNORED_LABEL do not count. Collective
-    over the TP group; every member gets the sum.
+    The gradient is computed in forward, chunk by chunk, and takes the place of the logits where nothing else needs
+    them: of the row's largest tensor there is one copy instead of three.
     """
-    if tp.size == 1:
-        return F.cross_entropy(logits_TV.float(), targets_T, ignore_index=IGNORED_LABEL, reduction="sum")
-    return _VocabParallelCrossEntropy.apply(logits_TV, targets_T, tp)
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TV: Tensor, targets_T: Tensor, tp: TensorParallel, scale: float, reuses_logits: bool
+    ) -> Tensor:
+        chunks = _row_chunks(logits_TV)
+        counts_T = targets_T != IGNORED_LABEL
+        local_T = targets_T - tp.vocab_begin
+        inside_T = counts_T & (local_T >= 0) & (local_T < logits_TV.shape[-1])
+        local_T = local_T.masked_fill(~inside_T, 0)
+        target_T = logits_TV.gather(-1, local_T.unsqueeze(-1)).squeeze(-1).float().masked_fill(~inside_T, 0.0)
+        needs_gradient = ctx.needs_input_grad[0]
+        logits_TV = logits_TV.detach()
+        grad_TV = logits_TV if reuses_logits or not needs_gradient else torch.empty_like(logits_TV)
+        logsumexp_T = torch.empty_like(target_T)
+
+        def write_gradient(rows: slice) -> None:
+            if needs_gradient:
+                weights = counts_T[rows] * scale
+                grad = (logits_TV[rows].float() - logsumexp_T[rows, None]).exp_().mul_(weights.unsqueeze(-1))
+                hits = (weights * inside_T[rows]).neg_().to(grad.dtype)
+                grad_TV[rows] = grad.scatter_add_(-1, local_T[rows, None], hits.unsqueeze(-1))
+
+        if tp.size == 1:
+            for rows in chunks:
+                logsumexp_T[rows] = logits_TV[rows].float().logsumexp(dim=-1)
+                write_gradient(rows)
+        else:
+            max_T = logits_TV.amax(dim=-1).float()
+            dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=tp.group)
+            sums_T = [(logits_TV[r].float() - max_T[r, None]).exp_().sum(dim=-1) for r in chunks]
+            sums_2T = torch.stack([torch.cat(sums_T), target_T])
+            dist.all_reduce(sums_2T, group=tp.group)
+            logsumexp_T, target_T = sums_2T[0].log() + max_T, sums_2T[1]
+            for rows in chunks:
+                write_gradient(rows)
+        ctx.save_for_backward(grad_TV if needs_gradient else None)
+        return (logsumexp_T - target_T).masked_fill(~counts_T, 0.0).sum() * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (grad_TV,) = ctx.saved_tensors
+        is_one = (
+            grad.device.type == "cpu" and float(grad) == 1.0
+        )  # elsewhere reading it would wait for the device
+        return grad_TV if is_one else grad_TV * grad.to(grad_TV.dtype), None, None, None, None
+
+
+def _row_chunks(logits_TV: Tensor) -> list[slice]:
+    """Consecutive rows, as many at a time as are worked on together."""
+    num_rows, num_columns = logits_TV.shape
+    elements = _CHUNK_ELEMENTS.get(logits_TV.device.type, _LARGE_CHUNK_ELEMENTS)
+    step = max(1, elements // max(1, num_columns))
+    return [slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step)]
+
+
+_VIEWS = {"SelectBackward0", "SliceBackward0", "ViewBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0"}
+_PRODUCTS = {"MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0"}
+"""Autograd nodes of a matrix product; its backward does not read its output."""
+
+
+def _is_product(tensor: Tensor) -> bool:
+    """Whether `tensor` is a matrix product that may be overwritten, seen through views."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() in _PRODUCTS
+
+
+def summed_cross_entropy(
+    logits_TV: Tensor, targets_T: Tensor, tp: TensorParallel, scale: float = 1.0
+) -> Tensor:
+    """`scale` times the sum over tokens of the cross entropy in fp32; no rank holds another rank's logits.
+
+    `logits_TV` are this rank's vocabulary columns, and may be overwritten; targets equal to IGNORED_LABEL do not
+    count. Collective over the TP group; every member gets the sum.
+    """
+    return _SummedCrossEntropy.apply(logits_TV, targets_T, tp, scale, _is_product(logits_TV))

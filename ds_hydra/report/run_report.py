@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,6 +15,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme, Strategy
 
 METRICS_FILE = "metrics.jsonl"
+METRICS_SCHEMA = "ds_hydra.metrics/1"
 _BAR_CELLS = 10
 
 
@@ -30,7 +32,10 @@ class PipelineRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationRecord:
-    """One line of `metrics.jsonl`: predicted and measured time are those of the slowest pipeline."""
+    """One line of `metrics.jsonl`: predicted and measured time are those of the slowest pipeline.
+
+    What a line does not say (a loss that is no number, a field that an older version did not write) is NaN.
+    """
 
     iteration: int
     loss: float
@@ -42,13 +47,34 @@ class IterationRecord:
     measured_ms: float
     imbalance: float
     pipelines: tuple[PipelineRecord, ...]
+    num_sequences: int = 0
+    longest_tokens: int = 0
+    bubble: float = nan
+    pack_occupancy: float = nan
+    waited_ms: float = 0.0
+    pull_ms: float = 0.0
+    push_ms: float = 0.0
+    visible_pull_ms: float = 0.0
+    """Part of the pull that computation waited for; all of it where a run does not say."""
+    visible_push_ms: float = 0.0
+    step_ms: float = 0.0
+
+    @property
+    def prediction_error(self) -> float:
+        """Measured over predicted, minus 1: 0.1 where it took 10% longer than planned."""
+        return self.measured_ms / self.predicted_ms - 1 if self.predicted_ms > 0 else nan
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> IterationRecord:
         """The record in one line; raises KeyError, TypeError or ValueError for a line of another kind."""
+        if document.get("schema", METRICS_SCHEMA) != METRICS_SCHEMA:
+            raise ValueError(
+                f"its schema is {document['schema']!r}, this version reads {METRICS_SCHEMA!r}; use the version of "
+                "ds_hydra that wrote the run"
+            )
         return cls(
             iteration=int(document["iteration"]),
-            loss=float(document["loss"]),
+            loss=_number(document["loss"]),
             strategy=Strategy.parse(document["strategy"]),
             num_tokens=int(document["num_tokens"]),
             iteration_ms=float(document["iteration_ms"]),
@@ -66,7 +92,22 @@ class IterationRecord:
                 )
                 for pipeline in document["pipelines"]
             ),
+            num_sequences=int(document.get("num_sequences", 0)),
+            longest_tokens=int(document.get("longest_tokens", 0)),
+            bubble=_number(document.get("bubble")),
+            pack_occupancy=_number(document.get("pack_occupancy")),
+            waited_ms=float(document.get("waited_ms", 0.0)),
+            pull_ms=float(document.get("pull_ms", 0.0)),
+            push_ms=float(document.get("push_ms", 0.0)),
+            visible_pull_ms=float(document.get("visible_pull_ms", document.get("pull_ms", 0.0))),
+            visible_push_ms=float(document.get("visible_push_ms", document.get("push_ms", 0.0))),
+            step_ms=float(document.get("step_ms", 0.0)),
         )
+
+
+def _number(value: Any) -> float:
+    """A number as it is; NaN for null, which stands for what JSON cannot write."""
+    return nan if value is None else float(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +170,11 @@ class RunSummary:
 
 def summarize_run(run_dir: str | Path) -> RunSummary:
     """The summary of the run in `run_dir`; raises HydraConfigError where there is no readable run."""
-    records = read_metrics(run_dir)
+    return summarize_records(read_metrics(run_dir))
+
+
+def summarize_records(records: Sequence[IterationRecord]) -> RunSummary:
+    """The summary of the iterations of a run, at least one."""
     ratios = [r.measured_ms / r.predicted_ms for r in records if r.predicted_ms > 0] or [float("nan")]
     return RunSummary(
         num_iterations=len(records),
@@ -146,7 +191,7 @@ def summarize_run(run_dir: str | Path) -> RunSummary:
     )
 
 
-def _count_strategies(records: list[IterationRecord]) -> tuple[StrategyUse, ...]:
+def _count_strategies(records: Sequence[IterationRecord]) -> tuple[StrategyUse, ...]:
     groups: defaultdict[Strategy, list[IterationRecord]] = defaultdict(list)
     for record in records:
         groups[record.strategy].append(record)
@@ -195,7 +240,7 @@ def _read_line(line: str, place: str) -> IterationRecord:
         raise HydraConfigError(f"{place} is not JSON: {error}") from error
     except KeyError as error:
         raise HydraConfigError(f"{place} has no {error}") from error
-    except (TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise HydraConfigError(f"{place} is not the record of an iteration: {error}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -37,7 +38,7 @@ def plot_search(plan: SearchPlan, out_png: str | Path) -> None:
                 edgecolor="white",
             )
             if count > 1:
-                label = {"ha": "center", "va": "center", "fontsize": 8, "color": "black"}
+                label: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": "black"}
                 axes.text(begin + count / 2, row, f"{count}", **label, bbox=_LABEL_BOX)
             begin += count
         note = f" {stage.compute_ms:.1f} ms, {stage.peak_mb / 1024:.1f} GB"

@@ -99,8 +99,11 @@ class LinkAccounts:
         """Groups of ranks that need the same bucket in the same round, most frequent first."""
         found: Counter[tuple[int, ...]] = Counter()
         for index in range(self.asked.num_rounds):
-            groups = self.asked.peers_by_bucket(index, range(self.asked.num_ranks))
-            found.update(group for group in groups.values() if len(group) > 1)
+            by_content: dict[tuple[tuple[int, Region], ...], list[int]] = {}
+            for bucket, ranks in self.asked.peers_by_bucket(index, range(self.asked.num_ranks)).items():
+                content = tuple((ref.param, ref.region) for _, ref in self.asked.buckets[bucket])
+                by_content.setdefault(content, []).extend(ranks)
+            found.update(tuple(sorted(group)) for group in by_content.values() if len(group) > 1)
         return [
             SpecialCase(ranks, count, len(ranks) == self.asked.num_ranks)
             for ranks, count in sorted(found.items(), key=lambda item: (-item[1], item[0]))

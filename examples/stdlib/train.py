@@ -24,8 +24,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hydra
-from ds_hydra.report.run_plot import plot_run
-from ds_hydra.report.run_report import summarize_run
+from ds_hydra.report import load_run, plot_run, render_runs, summarize_run, write_page
 
 HERE = Path(__file__).parent
 
@@ -91,7 +90,9 @@ def main() -> None:
     if is_first_rank:
         print(summarize_run(args.run_dir))
         plot_run(args.run_dir, args.run_dir / "strategies.png")
-        print(f"run folder: {args.run_dir} (metrics.jsonl, plans/, strategies.png)")
+        write_page(render_runs([load_run(args.run_dir)]), args.run_dir / "report.html")
+        print(f"run folder: {args.run_dir} (metrics.jsonl, plans/, trace.jsonl, strategies.png)")
+        print(f"report: {args.run_dir / 'report.html'}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,0 +1,526 @@
+"""ds_hydra against what people use today: same model, same global mini-batches, same losses, in one run.
+
+    python benchmarks/end_to_end.py
+
+starts the process groups of all contenders of a workload, each rank pinned to one core with one thread, and lets
+them take turns, one iteration each, in a new random order every time, so that a disturbance hits all alike. Each
+workload leaves a JSON file in `--out`; workloads that have one of the same settings are not run again (`--fresh` does).
+At the end all files are read: table (Markdown, also on stdout) and plot. Needs a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import argparse
+import json
+import multiprocessing
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import contenders
+import matplotlib
+import numpy as np
+from contenders import TITLES, RankPlace, Task
+from tqdm import tqdm
+from training_setup import ModelSize
+from workloads import WORKLOADS, Batch, Shape, Workload, imbalance
+
+from ds_hydra.sampler.planner import warm_up
+from ds_hydra.strategy import Profile, Scheme
+
+LOSS_TOLERANCE = 2e-4
+"""Largest relative difference of two losses of one mini-batch: fp32 sums in another order, over some AdamW steps."""
+
+STRATEGIES = {
+    2: ("2x<1,1>", "1x<2,1>", "1x<1,2>"),
+    4: (
+        "4x<1,1>",
+        "2x<2,1>",
+        "1x<4,1>",
+        "2x<1,2>",
+        "1x<2,2>",
+        "1x<1,4>",
+        "1x<2,1> + 2x<1,1>",
+        "1x<1,2> + 2x<1,1>",
+        "1x<2,1> + 1x<1,2>",
+    ),
+}
+
+
+class ContenderError(Exception):
+    """A contender does not run here; says why."""
+
+
+class Group(AbstractContextManager):
+    """The ranks of one contender, forked and waiting for their turn."""
+
+    def __init__(self, name: str, task: Task, cores: Sequence[int]):
+        self.name = name
+        self._folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("fork")
+        self._pipes, self._processes = [], []
+        world = task.shape.num_ranks
+        for rank in range(world):
+            mine, theirs = context.Pipe()
+            place = RankPlace(
+                rank=rank,
+                world=world,
+                core=cores[rank % len(cores)],
+                rendezvous=f"{self._folder.name}/rendezvous",
+            )
+            process = context.Process(
+                target=contenders.run_rank, args=(name, task, place, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def answers(self) -> list[dict[str, Any]]:
+        """What every rank says next; raises with the rank's own traceback if one failed."""
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                answer = pipe.recv()
+            except EOFError:
+                raise ContenderError(f"{self.name}: rank {rank} died") from None
+            if "error" in answer:
+                raise ContenderError(f"{self.name}: rank {rank} failed:\n{answer['error']}")
+            answers.append(answer)
+        return answers
+
+    def step(self) -> dict[str, Any]:
+        """One iteration: time of the slowest rank, loss, memory."""
+        for pipe in self._pipes:
+            pipe.send("go")
+        answers = self.answers()
+        return {
+            "seconds": max(a["seconds"] for a in answers),
+            "cpu_seconds": [a["cpu_seconds"] for a in answers],
+            "loss": sum(a["loss"] for a in answers),
+            "peak_bytes": max(a["peak_bytes"] for a in answers),
+            "metrics": answers[0].get("metrics"),
+        }
+
+    def __exit__(self, *_error: object) -> None:
+        """End the ranks; safe to call twice."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What a workload's file must have been measured with to be used again."""
+
+    num_ranks: int
+    context_length: int
+    tokens_per_iteration: int
+    iterations: int
+    warmup: int
+    model: ModelSize
+
+    def shape(self) -> Shape:
+        """What placement depends on."""
+        return Shape(
+            num_ranks=self.num_ranks,
+            context_length=self.context_length,
+            tokens_per_iteration=self.tokens_per_iteration,
+            linear_flops=self.model.linear_flops,
+            quadratic_flops=self.model.quadratic_flops,
+        )
+
+    @property
+    def profile_name(self) -> str:
+        """File of the measured profile, which depends on ranks, context and model only."""
+        size = f"{self.model.num_layers}x{self.model.hidden_size}"
+        return f"profile_{self.num_ranks}ranks_{self.context_length}_{size}.json"
+
+    def to_json(self) -> dict[str, Any]:
+        """As stored in the files."""
+        model = {name: getattr(self.model, name) for name in self.model.__slots__}
+        return {name: getattr(self, name) for name in self.__slots__ if name != "model"} | {"model": model}
+
+
+def measure_profile(settings: Settings, cores: Sequence[int], path: Path) -> None:
+    """The profile that ds_hydra measures itself on these ranks, kept for all workloads."""
+    task = Task(
+        workload="profile",
+        batches=[],
+        shape=settings.shape(),
+        model=settings.model,
+        profile=str(path),
+        strategies=STRATEGIES[settings.num_ranks],
+    )
+    with Group("profile", task, cores) as group:
+        group.answers()
+
+
+def limit_memory(profile: Profile, settings: Settings) -> int:
+    """Bytes with which `<2,1>` just holds a row of the context."""
+    return int(profile.memory.rank_bytes(Scheme(2, 1), settings.num_ranks, settings.context_length)) + 1
+
+
+def run_workload(
+    workload: Workload, names: Sequence[str], settings: Settings, cores: Sequence[int], out: Path
+) -> None:
+    """Measure all contenders of one workload and write its file."""
+    profile_path = out / settings.profile_name
+    if not profile_path.exists():
+        measure_profile(settings, cores, profile_path)
+    profile = Profile.load(profile_path)
+    shape = settings.shape()
+    num = settings.warmup + settings.iterations
+    limit = limit_memory(profile, settings) if workload.limits_memory else None
+    all_ranks = f"1x<{settings.num_ranks},1>"
+    task = Task(
+        workload=workload.name,
+        batches=workload.batches(settings.context_length, settings.tokens_per_iteration, num + 1),
+        shape=shape,
+        model=settings.model,
+        profile=str(profile_path),
+        memory_limit_bytes=limit,
+        strategies=STRATEGIES[settings.num_ranks],
+        static_strategy=all_ranks if workload.limits_memory else f"{settings.num_ranks}x<1,1>",
+    )
+    load_before = os.getloadavg()[0]
+    start = time.monotonic()
+    steps, failures = take_turns(names, task, cores, num)
+    seconds = time.monotonic() - start
+    document = {
+        "workload": workload.name,
+        "settings": settings.to_json(),
+        "hardware": hardware(cores),
+        "load_before": load_before,
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": round(seconds, 1),
+        "memory_limit_bytes": limit,
+        "model_bytes": {
+            str(scheme): profile.memory.rank_bytes(scheme, settings.num_ranks, settings.context_length)
+            for scheme in profile.latency
+        },
+        "batches": [list(batch) for batch in task.batches[settings.warmup : num]],
+        "contenders": {name: taken[settings.warmup :] for name, taken in steps.items()},
+        "failures": failures,
+    }
+    path = out / f"{workload.name}_{settings.num_ranks}ranks.json"
+    path.write_text(json.dumps(document) + "\n")
+
+
+def take_turns(
+    names: Sequence[str], task: Task, cores: Sequence[int], num: int
+) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
+    """`num` iterations of every contender, and why contenders that do not run here do not; ds_hydra must."""
+    steps: dict[str, list[dict[str, Any]]] = {}
+    failures: dict[str, str] = {}
+    shuffle = random.Random(0).shuffle
+    with ExitStack() as stack:
+        groups: dict[str, Group] = {}
+
+        def attempt(name: str, action: Callable[[], Any]) -> Any:
+            try:
+                return action()
+            except ContenderError as error:
+                if name == "hydra":
+                    raise
+                print(error, file=sys.stderr)
+                failures[name] = str(error).strip().splitlines()[-1]
+                steps.pop(name, None)
+                groups.pop(name).__exit__()
+                return None
+
+        for name in names:
+            groups[name] = stack.enter_context(Group(name, task, cores))
+            attempt(name, groups[name].answers)
+        for _ in tqdm(range(num), desc=task.workload, file=sys.stderr):
+            order = list(groups)
+            shuffle(order)
+            for name in order:
+                step = attempt(name, groups[name].step)
+                if step is not None:
+                    steps.setdefault(name, []).append(step)
+    return steps, failures
+
+
+def hardware(cores: Sequence[int]) -> str:
+    """Processor, the cores in use, and the versions of what is compared."""
+    models = [
+        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+    ]
+    name = models[0].split(":", 1)[1].strip() if models else "unknown processor"
+    versions = ", ".join(
+        f"{package} {version(package)}" for package in ("torch", "deepspeed", "transformers")
+    )
+    return f"{name}, {len(cores)} cores; {versions}"
+
+
+# ---- reading the files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One contender of one workload in the table."""
+
+    name: str
+    tokens_per_s: float
+    """Median over iterations of useful tokens per second."""
+    total_tokens_per_s: float
+    """Useful tokens of all iterations over their time."""
+    ratios: list[float]
+    """Of each iteration: time of the contender over that of ds_hydra."""
+    total_ratio: float
+    imbalance: float | None
+    peak_bytes: int
+    loss_error: float
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether its losses are those of ds_hydra."""
+        return self.loss_error <= LOSS_TOLERANCE
+
+
+def read_rows(document: dict[str, Any]) -> list[Row]:
+    """The rows of one workload's file."""
+    measured = document["contenders"]
+    tokens = [sum(batch) for batch in document["batches"]]
+    reference = measured["hydra"]
+    rows = []
+    for name, steps in measured.items():
+        seconds = [step["seconds"] for step in steps]
+        ours = [step["seconds"] for step in reference]
+        rows.append(
+            Row(
+                name=name,
+                tokens_per_s=statistics.median(n / s for n, s in zip(tokens, seconds, strict=True)),
+                total_tokens_per_s=sum(tokens) / sum(seconds),
+                ratios=[theirs / mine for theirs, mine in zip(seconds, ours, strict=True)],
+                total_ratio=sum(seconds) / sum(ours),
+                imbalance=_imbalance(name, document),
+                peak_bytes=max(step["peak_bytes"] for step in steps),
+                loss_error=max(
+                    abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(steps, reference, strict=True)
+                ),
+            )
+        )
+    return rows
+
+
+def _shape_of(document: dict[str, Any]) -> Shape:
+    settings = dict(document["settings"])
+    return Settings(**{**settings, "model": ModelSize(**settings["model"])}).shape()
+
+
+def _imbalance(name: str, document: dict[str, Any]) -> float | None:
+    stock = contenders.STOCK.get(name)
+    if stock is None or not stock.packs or stock.parallel != "data":
+        return None
+    shape = _shape_of(document)
+    batches: list[Batch] = [tuple(batch) for batch in document["batches"]]
+    return statistics.mean(imbalance(batch, stock.place(batch, shape), shape) for batch in batches)
+
+
+def attention_share(document: dict[str, Any]) -> float:
+    """Share of the FLOPs of all sequences that attention scores and values take."""
+    shape = _shape_of(document)
+    lengths = [length for batch in document["batches"] for length in batch]
+    return sum(shape.quadratic_flops * n * n for n in lengths) / sum(map(shape.flops, lengths))
+
+
+def overhead(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Medians, in ms, of where the time of ds_hydra's iterations goes; `rest` is neither layers, link nor optimizer."""
+    parts = [
+        {
+            "iteration": m["iteration_ms"],
+            "propagation": m["measured_ms"],
+            "pull": m.get("visible_pull_ms", m["pull_ms"]),
+            "push": m.get("visible_push_ms", m["push_ms"]),
+            "step": m["step_ms"],
+        }
+        for m in (step["metrics"] for step in steps)
+    ]
+    for part in parts:
+        part["rest"] = part["iteration"] - sum(v for key, v in part.items() if key != "iteration")
+    return {key: statistics.median(part[key] for part in parts) for key in parts[0]}
+
+
+def make_table(documents: Sequence[dict[str, Any]]) -> str:
+    """Markdown: one table per workload."""
+    lines = []
+    for document in documents:
+        workload = WORKLOADS[document["workload"]]
+        settings = document["settings"]
+        lengths = [length for batch in document["batches"] for length in batch]
+        lines += [
+            f"### {workload.title}, {settings['num_ranks']} ranks",
+            "",
+            f"{len(document['batches'])} iterations of {np.mean([sum(b) for b in document['batches']]):,.0f} tokens in "
+            f"{np.mean([len(b) for b in document['batches']]):.0f} sequences on average (median "
+            f"{int(np.median(lengths))}, longest {max(lengths):,}); {attention_share(document):.0%} of the FLOPs in "
+            f"attention; {document['hardware']}; {document['date']}, load {document['load_before']:.1f} at the start.",
+            "",
+            "| contender | useful tokens/s, median | all | ds_hydra is faster by, median of pairs (quartiles) | all "
+            "| FLOPs of slowest rank over mean | peak memory per rank | loss differs by |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for row in read_rows(document):
+            low, middle, high = np.percentile(row.ratios, [25, 50, 75])
+            ratio = "1" if row.name == "hydra" else f"{middle:.2f} ({low:.2f}-{high:.2f})"
+            balance = "" if row.imbalance is None else f"{row.imbalance:.2f}"
+            validity = "" if row.is_valid else " **invalid**"
+            lines.append(
+                f"| {TITLES[row.name]} | {row.tokens_per_s:,.0f} | {row.total_tokens_per_s:,.0f} | {ratio} "
+                f"| {row.total_ratio:.2f} | {balance} | {row.peak_bytes / 2**20:,.0f} MiB "
+                f"| {row.loss_error:.0e}{validity} |"
+            )
+        lines += [
+            f"| {TITLES[name]} | does not run: {why} |||||||" for name, why in document["failures"].items()
+        ]
+        lines += _memory_line(document)
+        parts = overhead(document["contenders"]["hydra"])
+        used = [step["metrics"]["strategy"] for step in document["contenders"]["hydra"]]
+        counted = ", ".join(f"`{s}` {used.count(s)}" for s in sorted(set(used), key=used.count, reverse=True))
+        lines += [
+            "",
+            f"ds_hydra: {counted} iterations; of {parts['iteration']:.0f} ms propagation {parts['propagation']:.0f}, "
+            f"pull {parts['pull']:.0f}, push {parts['push']:.0f}, optimizer {parts['step']:.0f}, rest "
+            f"{parts['rest']:.1f} ms ({parts['rest'] / parts['iteration']:.1%}).",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _memory_line(document: dict[str, Any]) -> list[str]:
+    """Peak memory where ds_hydra runs the rows of contender (2), and what the memory model says of them."""
+    measured = {row.name: row.peak_bytes for row in read_rows(document)}
+    if document["workload"] != "equal" or not {"packing", "hydra_static"} <= measured.keys():
+        return []
+    ours, theirs = measured["hydra_static"], measured["packing"]
+    model = document["model_bytes"]["<1,1>"]
+    return [
+        "",
+        f"Memory, same rows: ds_hydra {ours / 2**20:,.0f} MiB, {ours / theirs - 1:+.0%} against (2); the memory model "
+        f"says {model / 2**20:,.0f} MiB, off by {model / ours - 1:+.0%}.",
+    ]
+
+
+def make_plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
+    """Ratios of all contenders by workload, quartiles as whiskers."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = [[row for row in read_rows(d) if row.name != "hydra"][::-1] for d in documents]
+    heights = [0.9 + 0.26 * len(rows) for rows in shown]
+    figure, axes = plt.subplots(
+        len(documents),
+        1,
+        figsize=(8.5, sum(heights) + 0.4),
+        sharex=True,
+        squeeze=False,
+        height_ratios=heights,
+    )
+    for axis, document, rows in zip(axes[:, 0], documents, shown, strict=True):
+        for place, row in enumerate(rows):
+            low, middle, high = np.percentile(row.ratios, [25, 50, 75])
+            colour = "#9aa5b1" if row.name.startswith("hydra") else "#2f6f9f"
+            axis.barh(place, middle, color=colour if row.is_valid else "#d0d0d0", height=0.6)
+            axis.plot([low, high], [place, place], color="black", linewidth=1)
+            axis.plot(row.total_ratio, place, marker="D", color="#d1495b", markersize=4)
+            axis.text(0.03, place, f"{middle:.2f}", va="center", color="white", fontsize=9)
+        axis.axvline(1.0, color="black", linewidth=0.8)
+        axis.set_yticks(range(len(rows)), [TITLES[row.name] for row in rows], fontsize=7)
+        title = f"{WORKLOADS[document['workload']].title}, {document['settings']['num_ranks']} ranks"
+        axis.set_title(title, fontsize=9, loc="left")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel(
+        "time / time of ds_hydra; bars: median of pairs, lines: quartiles, diamonds: all together", fontsize=8
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument(
+        "--contenders", nargs="+", choices=list(TITLES), help="default: those of the workload"
+    )
+    parser.add_argument("--ranks", type=int, choices=list(STRATEGIES), default=2, help="default %(default)s")
+    parser.add_argument("--iterations", type=int, default=30, help="after warm-up (default %(default)s)")
+    parser.add_argument("--warmup", type=int, default=3, help="default %(default)s")
+    parser.add_argument(
+        "--context", type=int, default=4096, help="tokens, a power of two (default %(default)s)"
+    )
+    parser.add_argument("--tokens", type=int, help="per iteration (default: one context per rank)")
+    parser.add_argument("--layers", type=int, default=ModelSize().num_layers, help="default %(default)s")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny: shows that everything runs, measures nothing"
+    )
+    parser.add_argument("--fresh", action="store_true", help="run workloads again that have a file")
+    parser.add_argument(
+        "--out", type=Path, help="default runs/end_to_end, with --quick runs/end_to_end_quick"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    model = replace(ModelSize(), num_layers=args.layers)
+    if args.quick:
+        args.context, args.iterations, args.warmup = 256, 2, 1
+        model = ModelSize(hidden_size=64, intermediate_size=128, num_layers=2, vocab_size=256)
+    settings = Settings(
+        num_ranks=args.ranks,
+        context_length=args.context,
+        tokens_per_iteration=args.tokens or args.ranks * args.context,
+        iterations=args.iterations,
+        warmup=args.warmup,
+        model=model,
+    )
+    args.out = args.out or Path("runs/end_to_end_quick" if args.quick else "runs/end_to_end")
+    args.out.mkdir(parents=True, exist_ok=True)
+    cores = sorted(os.sched_getaffinity(0))
+    warm_up()  # compiled code of the planner, once, before ranks are forked
+    documents = []
+    for name in args.workloads:
+        path = args.out / f"{name}_{settings.num_ranks}ranks.json"
+        names = tuple(args.contenders or WORKLOADS[name].contenders)
+        names = names if "hydra" in names else (*names, "hydra")
+        if args.fresh or not _is_measured(path, settings, names):
+            run_workload(WORKLOADS[name], names, settings, cores, args.out)
+        documents.append(json.loads(path.read_text()))
+    table = make_table(documents)
+    (args.out / f"end_to_end_{settings.num_ranks}ranks.md").write_text(table + "\n")
+    make_plot(documents, args.out / f"end_to_end_{settings.num_ranks}ranks.png")
+    print(table)
+
+
+def _is_measured(path: Path, settings: Settings, names: Sequence[str]) -> bool:
+    if not path.exists():
+        return False
+    document = json.loads(path.read_text())
+    return document["settings"] == settings.to_json() and set(names) <= {
+        *document["contenders"],
+        *document["failures"],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The model and the DeepSpeed configuration that the end-to-end benchmarks share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """A LLaMA of the benchmark."""
+
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    num_layers: int = 4
+    num_heads: int = 4
+    vocab_size: int = 2048
+
+    def build(self, context_length: int) -> LlamaForCausalLM:
+        """The model, equal on every rank."""
+        torch.manual_seed(0)
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=self.vocab_size,
+                hidden_size=self.hidden_size,
+                intermediate_size=self.intermediate_size,
+                num_hidden_layers=self.num_layers,
+                num_attention_heads=self.num_heads,
+                num_key_value_heads=self.num_heads,
+                max_position_embeddings=context_length,
+                tie_word_embeddings=False,
+                use_cache=False,
+                pad_token_id=0,
+                bos_token_id=None,
+                eos_token_id=None,
+            )
+        )
+
+    @property
+    def linear_flops(self) -> float:
+        """Forward + backward FLOPs per token outside of attention scores (6 per weight of a matrix product)."""
+        attention = 4 * self.hidden_size**2
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return 6.0 * (self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size)
+
+    @property
+    def quadratic_flops(self) -> float:
+        """The same of causal attention scores and values, per token squared: 2 products, half of the square."""
+        return 6.0 * self.num_layers * self.hidden_size
+
+
+def ds_config(*, accumulation: int = 1, **sections: Any) -> dict[str, Any]:
+    """The DeepSpeed configuration of every contender: fp32, ZeRO-3, AdamW, clipping; buckets hold the whole model."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 20_000_000},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-4, "weight_decay": 0.01, "torch_adam": True},
+        },
+        **sections,
+    }

@@ -1,0 +1,433 @@
+"""The plots of a run. Each function draws one panel per run, on axes that the runs share."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import ceil, isfinite, isnan
+from statistics import median
+from typing import TypeVar
+
+import numpy as np
+from markupsafe import Markup
+
+from ds_hydra.report import svg
+from ds_hydra.report.run_folder import RankMemory, Run, rank_memory
+from ds_hydra.report.slowest import divide_time
+from ds_hydra.strategy import Scheme
+
+_Item = TypeVar("_Item")
+
+_NUM_COLORS = 8
+_MAX_STRIP_CELLS = 400
+_MAX_NAMED_STRATEGIES = 12
+_MAX_DOTS = 1500
+_MAX_BARS = 256
+_BINS_PER_OCTAVE = 4
+
+
+def draw_losses(runs: Sequence[Run]) -> list[Markup]:
+    """Loss over iterations."""
+    return _draw_lines(runs, [[(r.iteration, r.loss) for r in run.records] for run in runs], "loss", "f0")
+
+
+def draw_throughputs(runs: Sequence[Run]) -> list[Markup]:
+    """Useful tokens per second over iterations, with the median."""
+    series = [[(r.iteration, r.tokens_per_s) for r in run.records] for run in runs]
+    panels = _draw_lines(runs, series, "tokens/s", "f2", from_zero=True, with_median=True)
+    entries = [(svg.stroke("line f2"), "each iteration"), (svg.stroke("median"), "median")]
+    return [panel + svg.legend(entries) for panel in panels]
+
+
+def _draw_lines(
+    runs: Sequence[Run],
+    series: Sequence[Sequence[svg.Point]],
+    label: str,
+    css: str,
+    *,
+    from_zero: bool = False,
+    with_median: bool = False,
+) -> list[Markup]:
+    x = _iteration_axis(runs)
+    y = svg.value_axis((value for points in series for _, value in points), from_zero=from_zero)
+    panels = []
+    for points in series:
+        marks = [svg.line(points, x, y, css)]
+        finite = [value for _, value in points if isfinite(value)]
+        if with_median and finite:
+            marks.append(svg.horizontal(y.percent(median(finite)), "median"))
+        gaps = len(points) - len(finite)
+        describe = f"{label} over {len(points)} iterations"
+        panel = svg.plot(marks, x=x, y=y, x_label="iteration", y_label=label, describe=describe)
+        if gaps:
+            panel += Markup(
+                f'<p class="warn">{gaps} of {len(points)} iterations have a {label} that is not a number.</p>'
+            )
+        panels.append(panel)
+    return panels
+
+
+def _iteration_axis(runs: Sequence[Run]) -> svg.Axis:
+    numbers = [r.iteration for run in runs for r in run.records]
+    return svg.linear_axis(min(numbers) - 0.5, max(numbers) + 0.5, num_ticks=8, integer=True)
+
+
+def strategy_colors(names: Iterable[str]) -> dict[str, str]:
+    """CSS classes of strategies, most used first: eight colours, then the same with stripes, then grey."""
+    classes = {}
+    for index, name in enumerate(names):
+        striped = " striped" if index >= _NUM_COLORS else ""
+        classes[name] = f"f{index % _NUM_COLORS}{striped}" if index < _MAX_NAMED_STRATEGIES else "rest"
+    return classes
+
+
+def draw_strategies(runs: Sequence[Run]) -> list[Markup]:
+    """A strip of colours, a column per iteration, above a legend that says when each strategy was used."""
+    counts: defaultdict[str, int] = defaultdict(int)
+    for run in runs:
+        for record in run.records:
+            counts[str(record.strategy)] += 1
+    colors = strategy_colors(sorted(counts, key=lambda name: (-counts[name], name)))
+    return [draw_strip([(r.iteration, str(r.strategy)) for r in run.records], colors) for run in runs]
+
+
+def draw_strip(used: Sequence[tuple[int, str]], colors: Mapping[str, str]) -> Markup:
+    """The strip and its legend for (iteration, strategy) pairs; a column of many iterations shows shares."""
+    size = ceil(len(used) / _MAX_STRIP_CELLS)
+    columns = [used[start : start + size] for start in range(0, len(used), size)]
+    names = [name for name in colors if any(name == other for _, other in used)]
+    strip = "".join(_strip_cells(columns, names, colors))
+    ticks = svg.linear_axis(used[0][0] - 0.5, used[-1][0] + 0.5, num_ticks=8, integer=True)
+    labels = "".join(
+        f'<span class="t{index % 2}" style="left:{ticks.percent(t):g}%">{text}</span>'
+        for index, (t, text) in enumerate(ticks.ticks)
+    )
+    rows = "".join(_strip_row(name, columns, colors[name], used) for name in names if colors[name] != "rest")
+    num_rest = sum(colors[name] == "rest" for _, name in used)
+    if num_rest:
+        rows += (
+            f'<li>{svg.swatch("rest")}<span class="name">{sum(colors[n] == "rest" for n in names)} other strategies'
+            f'</span><span class="num">{num_rest:,} x</span><span class="num">{num_rest / len(used):.0%}</span></li>'
+        )
+    return Markup(
+        f'<div class="plot"><svg class="strip over" role="img" aria-label="strategy of {len(used)} iterations">{strip}'
+        f'</svg><div class="xs">{labels}</div><div class="xl">iteration</div></div><ul class="uses">{rows}</ul>'
+    )
+
+
+def _strip_cells(
+    columns: Sequence[Sequence[tuple[int, str]]], names: Sequence[str], colors: Mapping[str, str]
+) -> Iterator[str]:
+    width = 100 / len(columns)
+    for index, column in enumerate(columns):
+        top = 0.0
+        for name in names:
+            share = 100 * sum(name == other for _, other in column) / len(column)
+            if not share:
+                continue
+            tip = f"iteration {_span(column)}: {name}" + (f" ({share:.0f}%)" if len(column) > 1 else "")
+            for css in colors[name].split():
+                yield svg.bar(index * width, (index + 1) * width, f"{top:g}%", f"{share:g}%", css, tip=tip)
+            top += share
+
+
+def _span(column: Sequence[tuple[int, str]]) -> str:
+    first, last = column[0][0], column[-1][0]
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def _strip_row(
+    name: str, columns: Sequence[Sequence[tuple[int, str]]], css: str, used: Sequence[tuple[int, str]]
+) -> str:
+    width = 100 / len(columns)
+    cells = "".join(
+        svg.bar(index * width, (index + 1) * width, "0", "100%", css.split()[0])
+        for index, column in enumerate(columns)
+        if any(name == other for _, other in column)
+    )
+    count = sum(name == other for _, other in used)
+    sign = '<svg class="swatch">' + "".join(svg.bar(0, 100, "0", "100%", c) for c in css.split()) + "</svg>"
+    return (
+        f'<li>{sign}<span class="name">{Markup.escape(name)}</span><span class="num">{count:,} x</span>'
+        f'<span class="num">{count / len(used):.0%}</span><svg class="when">{cells}</svg></li>'
+    )
+
+
+def draw_scatter(runs: Sequence[Run]) -> list[Markup]:
+    """Measured over predicted time, a marker per pipeline and iteration."""
+    schemes = _schemes(runs)
+    pairs = [(p.predicted_ms, p.measured_ms) for run in runs for r in run.records for p in r.pipelines]
+    highest = 1.06 * max((max(pair) for pair in pairs), default=1.0) or 1.0
+    x = svg.linear_axis(0.0, highest, num_ticks=6)
+    y = svg.linear_axis(0.0, highest, num_ticks=4)
+    panels = []
+    for run in runs:
+        marks = [svg.line([(0.0, 0.0), (highest, highest)], x, y, "ideal")]
+        for record, pipeline in _thin(
+            [(r, p) for r in run.records for p in r.pipelines if p.measured_ms > 0]
+        ):
+            tip = (
+                f"iteration {record.iteration}, {pipeline.scheme}: predicted {pipeline.predicted_ms:,.0f} ms, "
+                f"measured {pipeline.measured_ms:,.0f} ms"
+            )
+            index = schemes.index(pipeline.scheme)
+            point = (pipeline.predicted_ms, pipeline.measured_ms)
+            marks.append(svg.dot(point, x, y, _dot_class(index), marker=index, tip=tip))
+        panels.append(
+            svg.plot(
+                marks,
+                x=x,
+                y=y,
+                x_label="predicted, ms",
+                y_label="measured, ms",
+                describe="measured over predicted time of each pipeline",
+                height=260,
+            )
+            + _scheme_legend(schemes, (svg.stroke("line ideal"), "as predicted"))
+        )
+    return panels
+
+
+def draw_errors(runs: Sequence[Run]) -> list[Markup]:
+    """Error of the prediction of each pipeline over iterations, with a running median."""
+    schemes = _schemes(runs)
+    errors = [
+        [
+            (record, pipeline, 100 * (pipeline.measured_ms / pipeline.predicted_ms - 1))
+            for record in run.records
+            for pipeline in record.pipelines
+            if pipeline.predicted_ms > 0 and pipeline.measured_ms > 0
+        ]
+        for run in runs
+    ]
+    everything = sorted(error for points in errors for *_, error in points)
+    # A few wild iterations must not flatten all others: they are drawn at the edge, with their value as text.
+    kept = everything[len(everything) // 50 : len(everything) - len(everything) // 50] or everything
+    x = _iteration_axis(runs)
+    y = svg.value_axis([*kept, 0.0], label=lambda value: f"{value:+.0f}%" if value else "0%")
+    panels = []
+    for run, points in zip(runs, errors, strict=True):
+        marks = [svg.horizontal(y.percent(0.0), "zero")]
+        for record, pipeline, error in _thin(points):
+            tip = f"iteration {record.iteration}, {pipeline.scheme}: {error:+.1f}%"
+            index = schemes.index(pipeline.scheme)
+            point = (record.iteration, error)
+            marks.append(svg.dot(point, x, y, _dot_class(index), marker=index, tip=tip))
+        marks.append(svg.line(_running_median(run), x, y, "trend"))
+        panels.append(
+            svg.plot(
+                marks,
+                x=x,
+                y=y,
+                x_label="iteration",
+                y_label="measured over predicted, minus 1",
+                describe="error of the predicted time of each pipeline over iterations",
+                height=260,
+            )
+            + _scheme_legend(schemes, (svg.stroke("line trend"), "running median of the slowest pipeline"))
+        )
+    return panels
+
+
+def _running_median(run: Run, window: int = 9) -> list[svg.Point]:
+    known = [(r.iteration, 100 * r.prediction_error) for r in run.records if isfinite(r.prediction_error)]
+    points = []
+    for index, (iteration, _) in enumerate(known):
+        near = known[max(0, index - window // 2) : index + window // 2 + 1]
+        points.append((float(iteration), median(error for _, error in near)))
+    return points
+
+
+def _schemes(runs: Sequence[Run]) -> list[Scheme]:
+    return sorted({p.scheme for run in runs for record in run.records for p in record.pipelines})
+
+
+def _dot_class(index: int) -> str:
+    return f"f{index % _NUM_COLORS} dot"
+
+
+def _scheme_legend(schemes: Sequence[Scheme], extra: tuple[str, str]) -> Markup:
+    entries = [(svg.sign(_dot_class(index), index), str(scheme)) for index, scheme in enumerate(schemes)]
+    return svg.legend([*entries, extra])
+
+
+def _thin(items: Sequence[_Item]) -> Sequence[_Item]:
+    """At most some thousand of `items`, evenly spread."""
+    return items[:: ceil(len(items) / _MAX_DOTS) or 1] if items else items
+
+
+_PARTS = {
+    "compute": ("f0", "forward and backward"),
+    "idle": ("hatched", "idle: bubbles, unequal pipelines, ranks without work"),
+    "plan_wait": ("f6", "waiting for the plan"),
+    "pull": ("f2", "waiting for the pull"),
+    "push": ("f5", "waiting for the push"),
+    "step": ("step", "optimizer step"),
+    "other": ("rest", "other: data, agreement between ranks, logging"),
+}
+
+
+def draw_shares(runs: Sequence[Run]) -> list[Markup]:
+    """One bar: what the ranks did, on average, in all iterations together."""
+    panels = []
+    for run in runs:
+        shares = divide_time(run.records)
+        times = {name: getattr(shares, name) for name in _PARTS}
+        total = sum(times.values()) or 1.0
+        cells, entries, left = [], [], 0.0
+        for name, (css, text) in _PARTS.items():
+            share = 100 * times[name] / total
+            words = f"{text}: {share:.1f}%"
+            if name == "idle" and all(isnan(r.bubble) for r in run.records):
+                continue
+            cells.append(svg.bar(left, left + share, "0", "100%", css, tip=words))
+            entries.append((svg.swatch(css), words))
+            left += share
+        panels.append(
+            Markup(f'<svg class="strip" role="img" aria-label="shares of time">{"".join(cells)}</svg>')
+            + svg.legend(entries)
+        )
+    return panels
+
+
+def draw_lengths(runs: Sequence[Run]) -> list[Markup]:
+    """Share of sequences and of tokens by length, with MaxLen of every scheme above."""
+    all_lengths = [length for run in runs for length in run.lengths()]
+    if not all_lengths:
+        return [Markup('<p class="none">No plans, no lengths.</p>') for _ in runs]
+    max_lens = [size for run in runs for size in run.max_len().values() if size > 0]
+    low = max(1, min(all_lengths))
+    high = max(all_lengths) + 1.0
+    shown = [size for size in max_lens if size <= 4 * high]
+    high = max([high, *(1.05 * size for size in shown)])
+    high = max(high, 2.0 * low)
+    x = svg.log_axis(low, high)
+    num_bins = max(1, int(_BINS_PER_OCTAVE * np.log2(high / low)))
+    edges = np.geomspace(low, high, num_bins + 1)
+    shares = [_histogram(run.lengths(), edges) for run in runs]
+    y = svg.value_axis(
+        (share for pair in shares for column in pair for share in column),
+        from_zero=True,
+        label=lambda value: f"{value:.0f}%",
+    )
+    return [_draw_histogram(run, pair, edges, x, y) for run, pair in zip(runs, shares, strict=True)]
+
+
+def _histogram(lengths: Sequence[int], edges: np.ndarray) -> tuple[list[float], list[float]]:
+    """Percent of sequences and percent of tokens in each bin."""
+    values = np.array(lengths, dtype=np.float64)
+    if not values.size:
+        return [], []
+    sequences, _ = np.histogram(values, bins=edges)
+    tokens, _ = np.histogram(values, bins=edges, weights=values)
+    return (100 * sequences / values.size).tolist(), (100 * tokens / values.sum()).tolist()
+
+
+def _draw_histogram(
+    run: Run, shares: tuple[list[float], list[float]], edges: np.ndarray, x: svg.Axis, y: svg.Axis
+) -> Markup:
+    marks = []
+    for column, (first, last) in enumerate(itertools.pairwise(edges)):
+        left, right = x.percent(first), x.percent(last)
+        middle = (left + right) / 2
+        for share, css, sides, what in (
+            (shares[0], "f0", (left, middle), "sequences"),
+            (shares[1], "f1", (middle, right), "tokens"),
+        ):
+            if share and share[column] > 0:
+                height = y.percent(share[column]) - y.percent(0.0)
+                tip = f"{ceil(first):,} to {ceil(last) - 1:,} tokens: {share[column]:.1f}% of {what}"
+                marks.append(
+                    svg.bar(*sides, f"{100 - y.percent(0.0) - height:g}%", f"{height:g}%", css, tip=tip)
+                )
+    limits = [(scheme, size) for scheme, size in run.max_len().items() if size > 0]
+    marks += [svg.vertical(x.percent(size), "limit") for _, size in limits if size <= x.high]
+    entries = [
+        (svg.swatch("f0"), "share of sequences"),
+        (svg.swatch("f1"), "share of tokens"),
+    ]
+    if limits:
+        entries.append((svg.stroke("limit"), "MaxLen: the longest packed row of a scheme"))
+    flags = "".join(_flag(scheme, size, x) for scheme, size in limits)
+    return (
+        Markup(f'<div class="flags">{flags}</div>')
+        + svg.plot(
+            marks,
+            x=x,
+            y=y,
+            x_label="length, tokens",
+            y_label="share",
+            describe="histogram of sequence lengths",
+            height=200,
+        )
+        + svg.legend(entries)
+    )
+
+
+def _flag(scheme: Scheme, size: int, x: svg.Axis) -> str:
+    """A line of its own for each scheme, at the place of its MaxLen, so that no two texts meet."""
+    place = x.percent(size)
+    text = f"{scheme} {size:,}" if size <= x.high else f"{scheme} {size:,} \N{RIGHTWARDS ARROW}"
+    side = f"right:{100 - place:g}%" if place > 50 else f"left:{place:g}%"
+    edge = "end" if place > 50 else "start"
+    return f'<div><span class="{edge}" style="{side}">{Markup.escape(text)}</span></div>'
+
+
+def draw_memory(runs: Sequence[Run]) -> list[Markup]:
+    """Peak memory of each rank (bars), what the model expects of it (ticks), and the limit."""
+    memories = [rank_memory(run) for run in runs]
+    limits = [run.profile.memory.memory_bytes if run.profile is not None else None for run in runs]
+    sizes = [
+        value for ranks in memories for m in ranks for value in (m.measured_bytes, m.model_bytes) if value
+    ]
+    if not sizes:
+        return [Markup('<p class="none">Neither traces nor a memory model.</p>') for _ in runs]
+    near = [limit for limit in limits if limit and limit < 3 * max(sizes)]
+    unit, name = _byte_unit(max(sizes))
+    y = svg.value_axis([0.0, *(size / unit for size in [*sizes, *near])], from_zero=True)
+    num_ranks = max(len(ranks) for ranks in memories)
+    x = svg.linear_axis(-0.5, num_ranks - 0.5, num_ticks=8, integer=True)
+    panels = []
+    for ranks, limit in zip(memories, limits, strict=True):
+        size = ceil(len(ranks) / _MAX_BARS)
+        marks: list[str] = []
+        for start in range(0, len(ranks), size):
+            marks += _memory_marks(ranks[start : start + size], x, y, unit, name)
+        entries = [(svg.swatch("f0"), "measured peak"), (svg.stroke("model"), "memory model (App. B.1)")]
+        if limit and limit in near:
+            marks.insert(0, svg.horizontal(y.percent(limit / unit), "limit"))
+            entries.append((svg.stroke("limit"), f"limit {limit / unit:,.2f} {name}"))
+        panels.append(
+            svg.plot(
+                marks, x=x, y=y, x_label="rank", y_label=name, describe="peak memory of each rank", height=200
+            )
+            + svg.legend(entries)
+        )
+    return panels
+
+
+def _memory_marks(
+    group: Sequence[RankMemory], x: svg.Axis, y: svg.Axis, unit: float, name: str
+) -> Iterator[str]:
+    """Bar and tick of one rank, or of several where there are more ranks than room."""
+    left, right = x.percent(group[0].rank - 0.4), x.percent(group[-1].rank + 0.4)
+    who = f"rank {group[0].rank}" if len(group) == 1 else f"ranks {group[0].rank}-{group[-1].rank}"
+    measured = max((m.measured_bytes for m in group if m.measured_bytes), default=None)
+    model = max((m.model_bytes for m in group if m.model_bytes), default=None)
+    texts = [
+        f"{text} {size / unit:,.2f} {name}"
+        for text, size in (("measured", measured), ("model", model))
+        if size
+    ]
+    if measured:
+        height = y.percent(measured / unit)
+        tip = f"{who}: {', '.join(texts)}"
+        yield svg.bar(left, right, f"{100 - height:g}%", f"{height:g}%", "f0", tip=tip)
+    if model:
+        level = 100 - y.percent(model / unit)
+        yield f'<line class="model" x1="{left:g}%" x2="{right:g}%" y1="{level:g}%" y2="{level:g}%"/>'
+
+
+def _byte_unit(size: float) -> tuple[float, str]:
+    return (2.0**30, "GiB") if size >= 2**30 else (2.0**20, "MiB")

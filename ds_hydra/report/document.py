@@ -1,0 +1,90 @@
+"""The report as one JSON document, for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from math import isfinite, isnan
+from statistics import median
+from typing import Any
+
+from ds_hydra.report.run_folder import Run, rank_memory
+from ds_hydra.report.slowest import divide_time, find_slowest
+from ds_hydra.simulator.timeline import Timeline
+
+REPORT_SCHEMA = "ds_hydra.report/1"
+
+
+def describe_runs(runs: Sequence[Run]) -> dict[str, Any]:
+    """`ds_hydra.report/1`: the numbers of each run that its page shows. What is unknown is null."""
+    return {"schema": REPORT_SCHEMA, "runs": [_describe(run) for run in runs]}
+
+
+def describe_timelines(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """`ds_hydra.report/1` of simulated iterations."""
+    return {
+        "schema": REPORT_SCHEMA,
+        "timelines": len(timelines),
+        "num_iterations": len({timeline.iteration for timeline in timelines}),
+        "iterations": [
+            {
+                "iteration": timeline.iteration,
+                "source": timeline.source,
+                "strategy": timeline.strategy,
+                "duration_ms": timeline.duration_ms,
+                "bubble": timeline.bubble,
+            }
+            for timeline in timelines
+        ],
+    }
+
+
+def _describe(run: Run) -> dict[str, Any]:
+    summary = run.summary
+    document = {
+        "name": run.name,
+        "num_ranks": run.num_ranks,
+        "num_iterations": summary.num_iterations,
+        "num_heterogeneous": summary.num_heterogeneous,
+        "num_tokens": summary.num_tokens,
+        "total_s": summary.total_s,
+        "first_loss": summary.first_loss,
+        "last_loss": summary.last_loss,
+        "tokens_per_s": summary.tokens_per_s,
+        "measured_over_predicted": summary.measured_over_predicted,
+        "absolute_error": summary.absolute_error,
+        "imbalance": summary.imbalance,
+        "bubble": _median([r.bubble for r in run.records]),
+        "pack_occupancy": _median([r.pack_occupancy for r in run.records]),
+        "time_ms": asdict(divide_time(run.records)),
+        "strategies": [
+            {
+                "strategy": str(use.strategy),
+                "num_iterations": use.num_iterations,
+                "tokens_per_s": use.tokens_per_s,
+                "predicted_ms": use.predicted_ms,
+                "measured_ms": use.measured_ms,
+            }
+            for use in summary.strategies
+        ],
+        "max_len_tokens": {str(scheme): tokens for scheme, tokens in run.max_len().items()},
+        "memory": [asdict(memory) for memory in rank_memory(run)],
+        "slowest": [
+            {
+                "iteration": slow.record.iteration,
+                "iteration_ms": slow.record.iteration_ms,
+                "times_median": slow.times_median,
+                "strategy": str(slow.record.strategy),
+                "causes": [{"excess_ms": cause.excess_ms, "text": cause.text} for cause in slow.causes],
+            }
+            for slow in find_slowest(run.records)
+        ],
+        "traced_iterations": sorted(run.traces),
+        "notes": list(run.notes),
+    }
+    return {key: None if isinstance(v, float) and not isfinite(v) else v for key, v in document.items()}
+
+
+def _median(values: Sequence[float]) -> float | None:
+    known = [value for value in values if not isnan(value)]
+    return median(known) if known else None

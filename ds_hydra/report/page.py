@@ -1,0 +1,315 @@
+"""The report as one HTML file that needs nothing else: of a run, of two runs side by side, of a simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import isnan
+from pathlib import Path
+from statistics import median
+
+import jinja2
+from markupsafe import Markup
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.report import charts
+from ds_hydra.report.gantt import align, draw_gantt
+from ds_hydra.report.run_folder import Run
+from ds_hydra.report.run_report import IterationRecord, RunSummary
+from ds_hydra.report.slowest import divide_time, find_slowest
+from ds_hydra.simulator.timeline import Timeline
+from ds_hydra.version import __version__
+
+_MAX_GANTTS = 12
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the page: one panel for each run."""
+
+    key: str
+    title: str
+    hint: str
+    panels: Sequence[Markup]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An iteration that the selector offers."""
+
+    name: str
+    panel: Markup
+
+
+def render_runs(runs: Sequence[Run]) -> str:
+    """The page of one run, or of two or more side by side."""
+    names = _distinct_names(runs)
+    return _render(
+        title=" and ".join(names),
+        names=names,
+        subtitles=[_describe_run(run) for run in runs],
+        notes=[list(run.notes) for run in runs],
+        figures=_figures(runs),
+        sections=[
+            Section(
+                "loss", "Loss", "Mean over the label tokens of each iteration.", charts.draw_losses(runs)
+            ),
+            Section(
+                "throughput",
+                "Tokens per second",
+                "Tokens of sequences; no padding is counted, and none is computed.",
+                charts.draw_throughputs(runs),
+            ),
+            Section(
+                "strategies",
+                "Strategy of each iteration",
+                "A column per iteration; the legend says when each strategy was used.",
+                charts.draw_strategies(runs),
+            ),
+            Section(
+                "shares",
+                "Where the time went",
+                "All iterations together, averaged over ranks.",
+                charts.draw_shares(runs),
+            ),
+            Section(
+                "scatter",
+                "Predicted and measured time of each pipeline",
+                "Forward and backward of all micro-batches; above the line it took longer than planned.",
+                charts.draw_scatter(runs),
+            ),
+            Section(
+                "errors",
+                "Error of the prediction",
+                "Above zero it took longer than planned.",
+                charts.draw_errors(runs),
+            ),
+            Section(
+                "gantt",
+                "Timeline of an iteration",
+                "A row per stage. Numbers are micro-batches. The plan predicts forwards and backwards; they are "
+                "drawn from where the first measured forward began.",
+                [_gantts(run, str(index)) for index, run in enumerate(runs)],
+            ),
+            Section(
+                "lengths",
+                "Lengths of the sequences",
+                "Short sequences are many, long ones hold the tokens; a scheme holds no row above its MaxLen.",
+                charts.draw_lengths(runs),
+            ),
+            Section(
+                "memory",
+                "Memory of each rank",
+                "Most that was used so far: on a GPU what was allocated, on a CPU what the process grew by.",
+                charts.draw_memory(runs),
+            ),
+            Section(
+                "slowest",
+                "Slowest iterations, and why",
+                "Compared with the median of the run.",
+                [_slowest_table(run) for run in runs],
+            ),
+        ],
+    )
+
+
+def render_simulation(timelines: Sequence[Timeline], *, title: str, subtitle: str = "") -> str:
+    """The page of simulated iterations: strip of strategies, and the Gantt chart of each (at most 12).
+
+    Iterations that come twice, predicted and measured, are drawn one above the other.
+    """
+    if not timelines:
+        raise HydraConfigError("no timelines to draw: simulate at least one iteration")
+    by_iteration: dict[int, list[Timeline]] = {}
+    for timeline in timelines:
+        by_iteration.setdefault(timeline.iteration, []).append(timeline)
+    used = [(iteration, group[0].strategy) for iteration, group in sorted(by_iteration.items())]
+    names = sorted({name for _, name in used}, key=lambda name: (-sum(n == name for _, n in used), name))
+    slowest_first = sorted(by_iteration, key=lambda i: (-max(t.duration_ms for t in by_iteration[i]), i))
+    choices = [
+        Choice(
+            f"iteration {iteration}: {by_iteration[iteration][0].strategy} "
+            f"({max(t.duration_ms for t in by_iteration[iteration]):,.0f} ms)",
+            draw_gantt(by_iteration[iteration]),
+        )
+        for iteration in slowest_first[:_MAX_GANTTS]
+    ]
+    durations = [max(t.duration_ms for t in group) for group in by_iteration.values()]
+    bubbles = [t.bubble for group in by_iteration.values() for t in group]
+    return _render(
+        title=title,
+        names=[title],
+        subtitles=[subtitle],
+        notes=[[]],
+        figures=[
+            ("iterations", [f"{len(durations):,}"]),
+            ("time of an iteration", [f"{median(durations):,.0f} ms"]),
+            ("strategies", [f"{len(names)}"]),
+            ("bubble", [f"{median(bubbles):.1%}"]),
+        ],
+        sections=[
+            Section(
+                "strategies",
+                "Strategy of each iteration",
+                "A column per iteration; the legend says when each strategy was used.",
+                [charts.draw_strip(used, charts.strategy_colors(names))],
+            ),
+            Section(
+                "gantt",
+                "Timeline of an iteration",
+                "A row per stage. Numbers are micro-batches.",
+                [_selector(choices, "0")],
+            ),
+        ],
+    )
+
+
+def write_page(html: str, out: Path) -> None:
+    """Write the page; a file that exists is replaced as a whole."""
+    partial = out.with_name(out.name + ".writing")
+    try:
+        partial.write_text(html, encoding="utf-8")
+        partial.replace(out)
+    except OSError as error:
+        raise HydraConfigError(f"cannot write {out}: {error.strerror}; name a file with --out") from error
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES),
+        autoescape=jinja2.select_autoescape(["html.j2"], default_for_string=True),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _render(**values: object) -> str:
+    style = Markup((_TEMPLATES / "report.css").read_text(encoding="utf-8"))
+    script = Markup((_TEMPLATES / "report.js").read_text(encoding="utf-8"))
+    template = _environment().get_template("report.html.j2")
+    return template.render(style=style, script=script, version=__version__, **values)
+
+
+def _distinct_names(runs: Sequence[Run]) -> list[str]:
+    names = [run.name for run in runs]
+    if len(set(names)) == len(names):
+        return names
+    return [f"{name} ({chr(ord('A') + index)})" for index, name in enumerate(names)]
+
+
+def _describe_run(run: Run) -> str:
+    model = run.facts.get("model", {})
+    parts = []
+    if model:
+        size = model.get("num_parameters", 0)
+        unit = f"{size / 1e9:,.1f} billion" if size >= 1e9 else f"{size / 1e6:,.1f} million"
+        parts.append(f"{model.get('type', 'model')} with {unit} parameters")
+    ranks = f"{run.num_ranks} rank{'s' if run.num_ranks > 1 else ''}"
+    parts.append(f"{ranks} ({run.facts['device']})" if "device" in run.facts else ranks)
+    if "started" in run.facts:
+        parts.append(f"started {run.facts['started'][:16].replace('T', ' ')}")
+    return ", ".join(parts)
+
+
+def _figures(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """The most important numbers: name and one text per run."""
+    summaries = [run.summary for run in runs]
+    shares = [divide_time(run.records) for run in runs]
+    bubbles = [[r.bubble for r in run.records if not isnan(r.bubble)] for run in runs]
+    packs = [[r.pack_occupancy for r in run.records if not isnan(r.pack_occupancy)] for run in runs]
+    figures = [
+        ("tokens per second", [f"{s.tokens_per_s:,.0f}" for s in summaries]),
+        ("loss", [f"{s.first_loss:.3f} \N{RIGHTWARDS ARROW} {s.last_loss:.3f}" for s in summaries]),
+        ("iterations", [f"{s.num_iterations:,}" for s in summaries]),
+        ("tokens", [f"{s.num_tokens:,}" for s in summaries]),
+        ("time", [_duration(s.total_s) for s in summaries]),
+        ("strategies", [f"{len(s.strategies)}" for s in summaries]),
+        ("imbalance of pipelines", [f"{s.imbalance:.1%}" for s in summaries]),
+        ("bubble", [f"{median(b):.1%}" if b else "not measured" for b in bubbles]),
+        (
+            "error of prediction",
+            ["no prediction" if isnan(s.absolute_error) else f"{s.absolute_error:.1%}" for s in summaries],
+        ),
+        (
+            "waited for pull and push",
+            [_share(s.pull + s.push, u) for s, u in zip(shares, summaries, strict=True)],
+        ),
+        ("waited for plans", [_share(s.plan_wait, u) for s, u in zip(shares, summaries, strict=True)]),
+        ("rows filled to", [f"{median(p):.0%} of MaxLen" if p else "not measured" for p in packs]),
+    ]
+    if len(runs) == 2 and summaries[0].tokens_per_s > 0:
+        ratio = summaries[1].tokens_per_s / summaries[0].tokens_per_s
+        figures[0][1][1] += f" ({ratio:.2f} x)"
+    return figures
+
+
+def _share(part_ms: float, summary: RunSummary) -> str:
+    total_ms = summary.total_s * 1000
+    return f"{part_ms / total_ms:.1%} of time" if total_ms > 0 else "0%"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:,.1f} s"
+    minutes = seconds / 60
+    return f"{minutes:,.0f} min" if minutes < 120 else f"{minutes / 60:,.1f} h"
+
+
+def _gantts(run: Run, key: str) -> Markup:
+    choices = []
+    for iteration, why in _choose_iterations(run).items():
+        trace, predicted = run.traces.get(iteration), run.predicted(iteration)
+        measured = trace.timeline if trace is not None else None
+        if predicted is not None and measured is not None:
+            predicted = align(predicted, measured)
+        drawn = [timeline for timeline in (predicted, measured) if timeline is not None]
+        if drawn:
+            name = f"iteration {iteration}: {drawn[0].strategy}, {', '.join(why)}"
+            choices.append(Choice(name, draw_gantt(drawn, run.plans.get(iteration))))
+    return _selector(choices, key)
+
+
+def _choose_iterations(run: Run) -> dict[int, list[str]]:
+    """Up to 12 iterations worth a look, and what each is an example of; the slowest comes first."""
+    candidates = [r for r in run.records if r.iteration in run.traces]
+    candidates = candidates or [r for r in run.records if r.iteration in run.plans]
+    if not candidates:
+        return {}
+    by_time = sorted(candidates, key=lambda r: r.iteration_ms)
+    chosen: dict[int, list[str]] = {}
+
+    def add(record: IterationRecord, why: str) -> None:
+        chosen.setdefault(record.iteration, []).append(why)
+
+    add(by_time[-1], f"slowest ({by_time[-1].iteration_ms:,.0f} ms)")
+    middle = by_time[len(by_time) // 2]
+    add(middle, f"median ({middle.iteration_ms:,.0f} ms)")
+    add(by_time[0], f"fastest ({by_time[0].iteration_ms:,.0f} ms)")
+    errors = [r for r in candidates if not isnan(r.prediction_error)]
+    if errors:
+        worst = max(errors, key=lambda r: abs(r.prediction_error))
+        add(worst, f"largest error of the prediction ({worst.prediction_error:+.0%})")
+    uneven = max(candidates, key=lambda r: r.imbalance)
+    if uneven.imbalance > 0:
+        add(uneven, f"largest imbalance ({uneven.imbalance:.0%})")
+    add(candidates[-1], "last")
+    seen = {str(r.strategy) for r in candidates if r.iteration in chosen}
+    for use in run.summary.strategies:
+        example = next((r for r in reversed(candidates) if r.strategy == use.strategy), None)
+        if example is not None and str(use.strategy) not in seen and len(chosen) < _MAX_GANTTS:
+            add(example, f"{example.iteration_ms:,.0f} ms")
+    return chosen
+
+
+def _selector(choices: Sequence[Choice], key: str) -> Markup:
+    if not choices:
+        return Markup('<p class="none">Neither traces nor plans with a profile.</p>')
+    return Markup(_environment().get_template("selector.html.j2").render(choices=choices, key=key))
+
+
+def _slowest_table(run: Run) -> Markup:
+    return Markup(_environment().get_template("slowest.html.j2").render(slowest=find_slowest(run.records)))

@@ -1,0 +1,179 @@
+"""What happens when in one iteration: the events of every stage of every pipeline, predicted or measured.
+
+The same value comes out of the simulator and out of a run, and is what Gantt charts and traces are drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, Literal, TypeAlias
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.scheme import Scheme
+
+TIMELINE_SCHEMA = "ds_hydra.timeline/1"
+
+Source: TypeAlias = Literal["predicted", "measured"]
+
+
+class EventKind(str, Enum):
+    """What a stage does. P2P is the transfer to a neighbouring stage; it does not keep the stage busy."""
+
+    PULL = "pull"
+    FORWARD = "fwd"
+    BACKWARD = "bwd"
+    P2P = "p2p"
+    PUSH = "push"
+    STEP = "step"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One thing that all ranks of one stage do together, from `start_ms` to `end_ms` of the iteration.
+
+    `pipeline` and `stage` are positions in `Timeline.pipelines` and in that pipeline; `pipeline` -1 stands for
+    the ranks in no pipeline, which take part in pull, push and step. `micro_batch` is the packed row of
+    forward, backward and P2P events, -1 for the others. `tp_ms` is the part of it that is spent in TP
+    collectives, 0.0 where that is not known. A pull or push may overlap forwards and backwards.
+    """
+
+    pipeline: int
+    stage: int
+    kind: EventKind
+    start_ms: float
+    end_ms: float
+    micro_batch: int = -1
+    tp_ms: float = 0.0
+
+    @property
+    def duration_ms(self) -> float:
+        """How long it takes."""
+        return self.end_ms - self.start_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Track:
+    """One pipeline of a timeline: its scheme, its ranks (`ranks[stage * tp + t]`), its number of packed rows."""
+
+    scheme: Scheme
+    ranks: tuple[int, ...]
+    num_micro_batches: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """All events of one iteration in order of (pipeline, stage, start); time 0 is the start of the pull.
+
+    `duration_ms` is the time of the whole iteration, which is the last end of any event or later.
+    """
+
+    iteration: int
+    source: Source
+    strategy: str
+    num_devices: int
+    pipelines: tuple[Track, ...]
+    events: tuple[Event, ...]
+    duration_ms: float
+
+    def __post_init__(self) -> None:
+        ordered = tuple(sorted(self.events, key=lambda e: (e.pipeline, e.stage, e.start_ms, e.end_ms)))
+        object.__setattr__(self, "events", ordered)
+        for event in ordered:
+            num_stages = 1 if event.pipeline < 0 else self._num_stages(event.pipeline)
+            if not 0 <= event.stage < num_stages or not event.start_ms <= event.end_ms:
+                raise HydraConfigError(
+                    f"timeline of iteration {self.iteration}: {event} has no place in {self.strategy}"
+                )
+
+    def _num_stages(self, pipeline: int) -> int:
+        return self.pipelines[pipeline].scheme.pp if pipeline < len(self.pipelines) else 0
+
+    @property
+    def propagation_ms(self) -> float:
+        """From the first forward to the last backward of any pipeline; 0.0 without micro-batches."""
+        passes = self.passes()
+        return max((e.end_ms for e in passes), default=0.0) - min((e.start_ms for e in passes), default=0.0)
+
+    def passes(self) -> tuple[Event, ...]:
+        """Forward and backward events only."""
+        return tuple(e for e in self.events if e.kind in (EventKind.FORWARD, EventKind.BACKWARD))
+
+    @property
+    def bubble(self) -> float:
+        """Share of the rank time between first forward and last backward in which ranks neither run a
+        forward nor a backward; ranks outside every pipeline count as idle.
+        """
+        available = self.propagation_ms * self.num_devices
+        busy = sum(e.duration_ms * self.pipelines[e.pipeline].scheme.tp for e in self.passes())
+        return 1.0 - busy / available if available > 0 else 0.0
+
+    def shift(self, start_ms: float) -> Timeline:
+        """The same, with `start_ms` of this timeline as time 0."""
+        moved = (replace(e, start_ms=e.start_ms - start_ms, end_ms=e.end_ms - start_ms) for e in self.events)
+        return replace(self, events=tuple(moved), duration_ms=self.duration_ms - start_ms)
+
+    def to_json(self) -> dict[str, Any]:
+        """The `ds_hydra.timeline/1` document; an event is a list in the order of `columns`."""
+        return {
+            "schema": TIMELINE_SCHEMA,
+            "iteration": self.iteration,
+            "source": self.source,
+            "strategy": self.strategy,
+            "num_devices": self.num_devices,
+            "duration_ms": self.duration_ms,
+            "pipelines": [
+                {
+                    "tp": track.scheme.tp,
+                    "pp": track.scheme.pp,
+                    "ranks": list(track.ranks),
+                    "num_micro_batches": track.num_micro_batches,
+                }
+                for track in self.pipelines
+            ],
+            "columns": list(_COLUMNS),
+            "events": [_event_row(event) for event in self.events],
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], *, source: str = "timeline") -> Timeline:
+        """The timeline in a document written by `to_json`; raises HydraConfigError naming what is wrong."""
+        if document.get("schema") != TIMELINE_SCHEMA:
+            raise HydraConfigError(
+                f"{source}: schema is {document.get('schema')!r}, expected {TIMELINE_SCHEMA!r}"
+            )
+        try:
+            return cls(
+                iteration=document["iteration"],
+                source=document["source"],
+                strategy=document["strategy"],
+                num_devices=document["num_devices"],
+                duration_ms=document["duration_ms"],
+                pipelines=tuple(
+                    Track(
+                        scheme=Scheme(track["tp"], track["pp"]),
+                        ranks=tuple(track["ranks"]),
+                        num_micro_batches=track["num_micro_batches"],
+                    )
+                    for track in document["pipelines"]
+                ),
+                events=tuple(_events_from_rows(document["columns"], document["events"])),
+            )
+        except HydraConfigError as error:
+            raise HydraConfigError(f"{source}: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise HydraConfigError(f"{source}: not a valid {TIMELINE_SCHEMA} document: {error!r}") from error
+
+
+_COLUMNS = ("pipeline", "stage", "kind", "micro_batch", "start_ms", "end_ms", "tp_ms")
+
+
+def _event_row(event: Event) -> list[Any]:
+    return [event.kind.value if name == "kind" else getattr(event, name) for name in _COLUMNS]
+
+
+def _events_from_rows(columns: list[str], rows: Iterable[list[Any]]) -> Iterable[Event]:
+    for row in rows:
+        fields = dict(zip(columns, row, strict=True))
+        yield Event(**{**fields, "kind": EventKind(fields["kind"])})

@@ -1,0 +1,146 @@
+"""Run folders as training writes them, from real plans and made-up measurements."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from ds_hydra.configs.files import find_profile
+from ds_hydra.report.predict import predict_timeline
+from ds_hydra.report.run_report import METRICS_FILE, METRICS_SCHEMA
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
+from ds_hydra.simulator.timeline import Event, EventKind, Timeline
+from ds_hydra.strategy import Profile
+from ds_hydra.strategy.scheme import parse_strategies
+
+PROFILE = Profile.load(find_profile("a800_llama2_7b"))
+NUM_RANKS = 8
+STRATEGIES = ("1x<8,1>", "1x<4,1> + 2x<2,1>", "1x<4,1> + 1x<2,2>", "2x<2,2>", "3x<2,1>", "4x<1,2>")
+PULL_MS, PUSH_MS, STEP_MS = 40.0, 60.0, 20.0
+
+
+def make_plan(iteration: int, strategy: str | None = None, *, max_tokens: int = 9600) -> IterationPlan:
+    """The plan of a long-tailed mini-batch, under the best of the strategies or under a given one."""
+    generator = np.random.default_rng(iteration)
+    lengths = np.minimum(generator.lognormal(6.3, 1.3, size=60).astype(int) + 16, max_tokens)
+    batch = GlobalBatch(
+        iteration=iteration,
+        sample_indices=tuple(range(len(lengths))),
+        lengths=tuple(lengths.tolist()),
+        num_label_tokens=int(lengths.sum()) - len(lengths),
+    )
+    candidates = parse_strategies([strategy] if strategy else [STRATEGIES[iteration % len(STRATEGIES)]])
+    return plan_iteration(
+        batch,
+        strategies=candidates,
+        profile=PROFILE,
+        num_devices=NUM_RANKS,
+        settings=PlannerSettings(solver="none"),
+    )
+
+
+def measure(plan: IterationPlan, slowdown: float = 1.05) -> Timeline:
+    """What the plan promises, some per cent slower, with pull, push and step around it."""
+    promised = predict_timeline(plan, PROFILE, forward_fraction=1 / 3)
+    passes = [
+        replace(
+            event,
+            start_ms=PULL_MS + slowdown * event.start_ms,
+            end_ms=PULL_MS + slowdown * event.end_ms,
+        )
+        for event in promised.events
+    ]
+    end = max(event.end_ms for event in passes)
+    stages = {(e.pipeline, e.stage) for e in passes}
+    if plan.strategy.num_devices < plan.num_devices:
+        stages.add((-1, 0))
+    around = [
+        Event(pipeline=pipeline, stage=stage, kind=kind, start_ms=start, end_ms=start + duration)
+        for pipeline, stage in stages
+        for kind, start, duration in (
+            (EventKind.PULL, 0.0, PULL_MS),
+            (EventKind.PUSH, end, PUSH_MS),
+            (EventKind.STEP, end + PUSH_MS, STEP_MS),
+        )
+    ]
+    return replace(
+        promised,
+        source="measured",
+        events=(*passes, *around),
+        duration_ms=end + PUSH_MS + STEP_MS,
+    )
+
+
+def metrics_line(plan: IterationPlan, timeline: Timeline, loss: float | None) -> dict:
+    """The line of `metrics.jsonl` that belongs to a measured plan."""
+    ends = [0.0] * len(plan.pipelines)
+    for event in timeline.passes():
+        ends[event.pipeline] = max(ends[event.pipeline], event.end_ms - PULL_MS)
+    busy = [end for end in ends if end > 0]
+    return {
+        "schema": METRICS_SCHEMA,
+        "iteration": plan.iteration,
+        "loss": loss,
+        "strategy": str(plan.strategy),
+        "strategy_index": 0,
+        "num_tokens": plan.num_tokens,
+        "num_sequences": len(plan.lengths),
+        "longest_tokens": max(plan.lengths),
+        "iteration_ms": timeline.duration_ms + 5.0,
+        "tokens_per_s": plan.num_tokens / (timeline.duration_ms + 5.0) * 1e3,
+        "predicted_ms": plan.makespan_ms,
+        "measured_ms": max(ends),
+        "prediction_error": max(ends) / plan.makespan_ms - 1,
+        "imbalance": max(busy) / min(busy) - 1,
+        "bubble": timeline.bubble,
+        "pack_occupancy": 0.8,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "planning_ms": 10.0,
+        "waited_ms": 1.0,
+        "pull_ms": PULL_MS,
+        "push_ms": PUSH_MS,
+        "step_ms": STEP_MS,
+        "pipelines": [
+            {
+                "tp": p.scheme.tp,
+                "pp": p.scheme.pp,
+                "ranks": list(p.ranks),
+                "num_micro_batches": len(p.micro_batches),
+                "num_tokens": sum(sum(plan.row_lengths(row)) for row in p.micro_batches),
+                "predicted_ms": p.makespan_ms,
+                "measured_ms": end,
+            }
+            for p, end in zip(plan.pipelines, ends, strict=True)
+        ],
+    }
+
+
+def write_run_folder(folder: Path, num_iterations: int = 14) -> Path:
+    """A whole run; iteration 5 (if there is one) takes twice as long as planned."""
+    (folder / "plans").mkdir(parents=True)
+    with (folder / METRICS_FILE).open("w") as metrics, (folder / "trace.jsonl").open("w") as traces:
+        for iteration in range(num_iterations):
+            plan = make_plan(iteration)
+            timeline = measure(plan, 2.0 if iteration == 5 else 1.02 + 0.01 * (iteration % 7))
+            loss = 9.0 / (iteration + 2)
+            metrics.write(json.dumps(metrics_line(plan, timeline, loss)) + "\n")
+            peaks = [int(3e10 + 1e9 * rank) for rank in range(NUM_RANKS)]
+            traces.write(json.dumps({**timeline.to_json(), "peak_bytes": peaks}) + "\n")
+            (folder / f"plans/iteration_{iteration:06d}.json").write_text(json.dumps(plan.to_json()))
+    (folder / "profile.json").write_text(json.dumps(dict(PROFILE.document)))
+    model = {"type": "llama", "num_parameters": 6_700_000_000}
+    hydra = {"activation_checkpointing": False, "memory_limit_bytes": None}
+    run = {
+        "schema": "ds_hydra.run/1",
+        "num_ranks": NUM_RANKS,
+        "device": "cuda",
+        "model": model,
+        "hydra": hydra,
+    }
+    (folder / "run.json").write_text(json.dumps(run))
+    return folder

@@ -1,0 +1,89 @@
+"""The end-to-end benchmark places every sequence once, and a tiny run of it goes through."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import workloads as w  # noqa: E402
+
+CONTEXT, TOKENS = 1024, 4096
+PLACES = (
+    w.place_evenly,
+    w.place_first_fit,
+    w.place_rebalanced,
+    w.place_balanced_tokens,
+    w.place_balanced_flops,
+)
+
+
+def shape(num_ranks=2):
+    return w.Shape(
+        num_ranks=num_ranks,
+        context_length=CONTEXT,
+        tokens_per_iteration=TOKENS,
+        linear_flops=100.0,
+        quadratic_flops=0.1,
+    )
+
+
+@pytest.mark.parametrize("name", w.WORKLOADS)
+def test_batches_keep_the_budget_and_the_context(name):
+    batches = w.WORKLOADS[name].batches(CONTEXT, TOKENS, 12)
+    assert len(batches) == 12
+    for batch in batches:
+        assert sum(batch) <= TOKENS
+        assert 2 <= min(batch) <= max(batch) <= CONTEXT
+    assert batches == w.WORKLOADS[name].batches(CONTEXT, TOKENS, 12)
+    if name in ("equal", "one_long"):
+        assert {sum(batch) for batch in batches} == {TOKENS}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["github", "one_long"])
+def test_every_sequence_is_placed_once(place, name):
+    for num_ranks in (2, 3):
+        for batch in [*w.WORKLOADS[name].batches(CONTEXT, TOKENS, 6), (700,), (5, 9)]:
+            placement = place(batch, shape(num_ranks))
+            assert len(placement) == shape(num_ranks).num_slots
+            assert all(len(slot) == num_ranks for slot in placement)
+            placed = sorted(i for slot in placement for part in slot for i in part)
+            assert placed == list(range(len(batch)))
+
+
+def test_first_fit_decreasing_fills_rows_of_the_context():
+    placement = w.place_first_fit((300, 1000, 700, 20, 900, 100), shape())
+    assert placement == [[[1, 3], [4, 5]], [[2, 0], []]]
+
+
+def test_karmarkar_karp_balances():
+    for batch in w.WORKLOADS["commoncrawl"].batches(CONTEXT, TOKENS, 6):
+        parts = w.karmarkar_karp(batch, 4)
+        sums = [sum(batch[i] for i in part) for part in parts]
+        assert max(sums) <= max(max(batch), sum(batch) / 4 * 1.02 + 1)
+
+
+@pytest.mark.distributed
+def test_a_tiny_run_measures_valid_rows(tmp_path):
+    """Stock ZeRO-3, AutoTP, Ulysses and ds_hydra see the same mini-batches and report the same losses."""
+    names = ["packing", "autotp", "ulysses", "hydra"]
+    command = [sys.executable, str(BENCHMARKS / "end_to_end.py"), "--quick", "--workloads", "memory"]
+    done = subprocess.run(
+        [*command, "--contenders", *names, "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    document = json.loads((tmp_path / "memory_2ranks.json").read_text())
+    assert document["failures"] == {}
+    assert set(document["contenders"]) == set(names)
+    assert "invalid" not in done.stdout
+    assert (tmp_path / "end_to_end_2ranks.png").stat().st_size > 10_000
