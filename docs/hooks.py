@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import click
 import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -23,11 +23,25 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in ROOT_PAGES:
         if (ROOT / name).exists():
             text = (ROOT / name).read_text(encoding="utf-8")
-            files.append(File.generated(config, f"project/{name.lower()}", content=text))
+            files.append(File.generated(config, f"project/{name.lower()}", content=_move_links(text)))
     listed = set(_paths(config.nav))
     more = [f.src_uri for f in files.documentation_pages() if f.src_uri not in listed]
     config.nav = [*(config.nav or []), {"More": sorted(more)}]
     return files
+
+
+def _move_links(text: str) -> str:
+    """Links of a page of the root as they are from `project/`; those to files outside of the site become text."""
+
+    def move(match: re.Match[str]) -> str:
+        label, target = match.groups()
+        if target.startswith(("http", "#")):
+            return match[0]
+        if target.startswith("docs/"):
+            return f"[{label}](../{target.removeprefix('docs/')})"
+        return f"[{label}]({target.lower()})" if target in ROOT_PAGES else label
+
+    return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)\s]+)\)", move, text)
 
 
 def _paths(nav: Any) -> Iterator[str]:
@@ -106,7 +120,7 @@ def command_reference() -> str:
     group = typer.main.get_command(app)
     lines = []
     for name, command in sorted(group.commands.items()):
-        context = click.Context(command, info_name=f"ds-hydra {name}")
+        context = typer.Context(command, info_name=f"ds-hydra {name}")
         about, _, examples = (command.help or "").replace("\b", "").partition("Example:")
         lines += [f"## ds-hydra {name}", "", about.strip(), ""]
         for example in examples.split("Example:") if examples else []:
@@ -114,7 +128,7 @@ def command_reference() -> str:
         lines += ["| option | default | meaning |", "|---|---|---|"]
         for parameter in command.params:
             record = parameter.get_help_record(context)
-            if record is None and not isinstance(parameter, click.Argument):
+            if record is None and parameter.param_type_name == "option":
                 continue
             shown = (
                 ", ".join(parameter.opts) if parameter.param_type_name == "option" else parameter.name.upper()
@@ -125,6 +139,6 @@ def command_reference() -> str:
     return "\n".join(lines)
 
 
-def _default(parameter: click.Parameter) -> str:
+def _default(parameter: Any) -> str:
     value = getattr(parameter.default, "value", parameter.default)
     return "" if value is None or callable(value) else f"`{json.dumps(value)}`"

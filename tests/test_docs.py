@@ -1,11 +1,11 @@
 """Every command and code block of README and documentation.
 
 What is run: `ds-hydra` commands in `sh` and `console` blocks, in a folder with small inputs (`propose` on one
-mini-batch only); `python` blocks; `json` blocks that are configurations, by the reader of configurations; other JSON by the reader
-of its schema; added lines of `diff` blocks are compiled. A block after `<!-- needs: ranks -->` (or cluster, network)
-cannot run here, nor can other programs than ds-hydra: their syntax is checked, that the scripts, targets and files
-they name exist, and that ds-hydra takes the options. Blocks without a language are text; lines in them that begin with
-a known program are checked the same way.
+mini-batch only); `python` blocks; `json` blocks that are configurations, by the reader of configurations; other JSON
+by the reader of its schema; added lines of `diff` blocks are compiled. A block after `<!-- needs: ranks -->` (or
+cluster, network) cannot run here, nor can other programs than ds-hydra: their syntax is checked, that the scripts,
+targets and files they name exist, and that ds-hydra takes the options. Blocks without a language are text; lines in
+them that begin with a known program are checked the same way.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
 import pytest
 import typer
+from run_folders import write_run_folder
 from typer.testing import CliRunner
 
 import ds_hydra
@@ -78,7 +78,11 @@ def commands_of(block):
             if not line.startswith("$ "):
                 continue
             line = line[2:]
-        words = shlex.split(line, comments=True) if block.language else line.split()
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError:
+            assert not block.language, f"{block}: {line!r} has an open quote"
+            words = []
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
             words = words[1:]
         if words and Path(words[0]).name in PROGRAMS:
@@ -93,11 +97,16 @@ def test_every_block_says_what_it_is():
         assert block.needs in NEEDS | {None}, block
 
 
-def check_ds_hydra(arguments):
-    """Parse the arguments as ds-hydra would, without running anything."""
-    group = typer.main.get_command(app)
-    command = group.commands[arguments[0]]
-    command.make_context(f"ds-hydra {arguments[0]}", list(arguments[1:]))
+def find_usage_error(arguments):
+    """What ds-hydra says of arguments that it does not take, without running anything; None if it takes them."""
+    command = typer.main.get_command(app).commands.get(arguments[0])
+    if command is None:
+        return f"no command {arguments[0]}"
+    try:
+        command.make_context(f"ds-hydra {arguments[0]}", list(arguments[1:]))
+    except Exception as error:  # typer has its own copy of click's exceptions
+        return repr(error)
+    return None
 
 
 @pytest.mark.parametrize("block", blocks("sh", "console", ""), ids=str)
@@ -114,10 +123,7 @@ def test_commands_parse_and_what_they_name_exists(block):
                 assert (ROOT / path).is_file(), f"{block}: {path} does not exist"
         if "ds-hydra" in (program, *arguments):
             rest = [program, *arguments][[program, *arguments].index("ds-hydra") + 1 :]
-            try:
-                check_ds_hydra(rest)
-            except click.UsageError as error:
-                raise AssertionError(f"{block}: {line}: {error.format_message()}") from error
+            assert find_usage_error(rest) is None, f"{block}: {line}"
 
 
 def runnable_pages():
@@ -171,8 +177,13 @@ def test_ds_hydra_commands_run(page, folder):
             if arguments[0] == "propose":
                 arguments += ["--batches", "1"]
             if arguments[0] == "plan" and not Path("strategies.json").exists():
-                small = {} if "a800_llama2_32b" in arguments else {"num_devices": 8, "strategies": ["2x<4,1>"]}
+                small = (
+                    {} if "a800_llama2_32b" in arguments else {"num_devices": 8, "strategies": ["2x<4,1>"]}
+                )
                 Path("strategies.json").write_text(json.dumps(CANDIDATES | small))
+            for run_dir in (Path(argument) for argument in arguments if argument.startswith("runs/")):
+                if not run_dir.exists():
+                    write_run_folder(run_dir, 2)
             result = CliRunner().invoke(app, arguments)
             assert result.exit_code == 0, f"{block}: {arguments}: {result.stderr or result.exception!r}"
 
