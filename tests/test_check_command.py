@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from reference import make_profile
 from typer.testing import CliRunner
 
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file, list_files, load_model_preset
 from ds_hydra.engine.config_check import CheckRequest, check_config
+from ds_hydra.strategy.histogram import LengthHistogram
 
 BASE = {
     "bf16": {"enabled": True},
@@ -125,6 +127,11 @@ def test_problems_of_deepspeed_do_not_hide_ours():
     assert len(found) == 2
 
 
+def test_an_unknown_key_is_a_warning_with_the_nearest_one():
+    report = check_config(CheckRequest(config=changed(bf17={"enabled": True}), num_devices=8))
+    assert 'did you mean "bf16"?' in " ".join(report.warnings)
+
+
 def test_run_dir_that_is_a_file(tmp_path):
     (tmp_path / "runs").write_text("")
     assert any(
@@ -166,6 +173,29 @@ def test_without_a_profile_it_says_what_will_be_measured_and_estimates_for_a_dev
         row["max_len_tokens"] for row in measured.schemes if row["scheme"] == "<4,1>"
     )
     assert 0.6 < ratio < 1.4  # states and activations are counted, not measured
+
+
+def test_options_without_effect_are_pointed_out():
+    report = check_config(CheckRequest(config=BASE, num_devices=8, device="h100", histogram="github"))
+    assert [text.split(" is not used")[0] for text in report.warnings] == [
+        "--device h100",
+        "--histogram github",
+    ]
+
+
+def test_what_the_lengths_propose_is_counted_with_the_groups_of_the_start(tmp_path):
+    profile = make_profile({"<1,1>": (0.0, 1.0, 1.0), "<2,1>": (0.0, 0.6, 1.0)}, max_len=60)
+    config = changed(hydra={"profile": None, "context_length": 50, "tokens_per_iteration": 400})
+    (tmp_path / "profile.json").write_text(json.dumps(dict(profile.document)))
+    histogram = LengthHistogram.from_counts({5: 90, 50: 10})
+    (tmp_path / "lengths.json").write_text(json.dumps(histogram.to_json()))
+    known = {"profile": f"{tmp_path}/profile.json", "num_devices": 16}
+    without = check_config(CheckRequest(config=config, **known))
+    report = check_config(CheckRequest(config=config, **known, histogram=f"{tmp_path}/lengths.json"))
+    assert without.problems == report.problems == []
+    assert "homogeneous ones until" in without.strategies_source
+    assert report.strategies_source.startswith("proposed for the lengths of")
+    assert report.communicators["total"] >= without.communicators["total"]
 
 
 def test_only_schemes_that_fit_the_devices_are_shown():

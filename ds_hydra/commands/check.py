@@ -99,7 +99,8 @@ def describe_report(report: ConfigReport) -> str:
         )
     for title in ("profiled", "assumed", "filled_in", "warnings"):
         lines += [f"{title.rstrip('s').replace('_', ' ')}: {text}" for text in getattr(report, title)]
-    lines.append(f"{len(report.problems)} problems" if report.problems else "no problem found")
+    count = len(report.problems)
+    lines.append(f"{count} problem{'s' * (count > 1)}" if count else "no problem found")
     return "\n".join(lines)
 
 

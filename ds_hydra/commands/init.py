@@ -164,7 +164,7 @@ def describe_reasons(title: str, config: dict[str, Any], reasons: dict[str, str]
         "|---|---|---|",
     ]
     for name, field in HydraConfig.model_fields.items():
-        if name in config["hydra"] or hasattr(field.default, "model_fields"):
+        if f"hydra.{name}" in reasons or hasattr(type(field.default), "model_fields"):
             continue
         meaning = " ".join((field.description or "").split())
         lines.append(f"| `hydra.{name}` | `{json.dumps(field.default)}` | {meaning} |")

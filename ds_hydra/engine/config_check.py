@@ -231,6 +231,10 @@ class _Budget:
                 known.check_model(
                     num_layers=shape.num_layers, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size
                 )
+            if self._request.device is not None:
+                report.warnings.append(
+                    f"--device {self._request.device} is not used: profile {name} is known"
+                )
         if hydra.profile is None:
             self._say_what_is_profiled(given)
         if name is None:
@@ -247,7 +251,7 @@ class _Budget:
             report.profile = f"estimate: {known.document['source']}"
             report.assumed.append(
                 f"time and memory below are a roofline of {hardware.name}, nothing is measured; activations "
-                f"{'are recomputed' if hydra.activation_checkpointing else 'take what the shipped profiles say'}"
+                f"{'are recomputed' if hydra.activation_checkpointing else 'are as large as in the shipped profiles'}"
             )
         elif hydra.activation_checkpointing:
             report.assumed.append(f"profile {name} was measured with hydra.activation_checkpointing as well")
@@ -301,6 +305,11 @@ class _Budget:
 
     def _candidates(self, given: Sequence[Strategy]) -> Sequence[Strategy]:
         report, hydra, number = self._report, self._hydra, self._report.num_devices
+        if self._request.histogram is not None and (given or number <= MAX_ENUMERATED_RANKS):
+            report.warnings.append(
+                f"--histogram {self._request.histogram} is not used: candidates are proposed on more than "
+                f"{MAX_ENUMERATED_RANKS} devices, where hydra.strategies is null"
+            )
         if given:
             report.strategies_source = "hydra.strategies"
             return given
