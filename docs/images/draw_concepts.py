@@ -38,8 +38,8 @@ def main() -> None:
 
 
 def save(figure: Figure, name: str) -> None:
-    """As SVG without a date, so that the same picture is the same file."""
-    figure.savefig(str(HERE / f"{name}.svg"), metadata={"Date": None})
+    """As SVG without date and creator, so that the same picture is the same file."""
+    figure.savefig(str(HERE / f"{name}.svg"), metadata={"Date": None, "Creator": None})
 
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, text: str = "", **style: Any) -> None:
