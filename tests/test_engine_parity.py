@@ -170,9 +170,14 @@ SCHEMES = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (1, 4), (2, 2))
 
 
 def check_planned_cases(cases):
-    """The planner's own placement of random mini-batches under random strategies."""
+    """The planner's own placement of random mini-batches under random strategies.
+
+    The gradients of a row of two tokens cancel so far that the single process itself is up to 5e-5 off the same
+    process in double precision. There, and only there, twice its own error is allowed.
+    """
     model = tiny("llama_tied")
     reference = copy.deepcopy(model)
+    exact = copy.deepcopy(model).double()
     names = [name for name, _ in reference.named_parameters()]
     engine = start_hydra(model)
     worst = {}
@@ -185,9 +190,12 @@ def check_planned_cases(cases):
         loss = (
             sum(o.loss_sum for o in engine.hydra.gather_outcomes(outcome)) / iteration.plan.num_label_tokens
         )
+        _, exactly = token_mean_gradients(exact, examples)
+        own = max(relative_errors([w.double() for w in wanted], exactly, names).values())
         errors = relative_errors(gather_gradients(engine, grads_P), wanted, names)
         name = max(errors, key=errors.get)
-        worst[text, tuple(lengths)] = (errors[name], name, abs(loss / wanted_loss - 1))
+        error = errors[name] / max(1.0, 2 * own / RELATIVE_TOLERANCE)
+        worst[text, tuple(lengths)] = (error, name, abs(loss / wanted_loss - 1))
     return worst
 
 
