@@ -9,7 +9,7 @@ export DS_ACCELERATOR ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check reproduce format clean
+.PHONY: help install demo test check docs reproduce format clean
 
 help:  ## show this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,7 +31,7 @@ demo: $(INSTALLED)  ## train a small LLaMA on the standard library's source with
 test: $(INSTALLED)  ## run the tests
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest
 
-check: $(INSTALLED)  ## lint, types, import contract
+check: $(INSTALLED) docs  ## lint, types, import contract, documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -40,6 +40,9 @@ check: $(INSTALLED)  ## lint, types, import contract
 reproduce: $(INSTALLED)  ## simulate every case of the paper -> docs/reproduction.md (some 15 minutes)
 	$(BIN)/python -m benchmarks.simulate --iterations 100 --all --out docs/benchmarks/simulate.json \
 		--document docs/reproduction.md
+
+docs: $(INSTALLED)  ## build the documentation into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 format: $(INSTALLED)  ## apply the formatter
 	$(BIN)/ruff check --fix .

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands import fit, lengths, link, profile, propose, report, search, simulate
+from ds_hydra.commands import check, fit, init, lengths, link, profile, propose, report, search, simulate
 from ds_hydra.commands.common import errors_to_stderr
 from ds_hydra.errors import HydraConfigError
 
@@ -135,6 +135,8 @@ def _plan_document(result: IterationPlan, planning_ms: float) -> dict[str, Any]:
     }
 
 
+check.register(app)
+init.register(app)
 lengths.register(app)
 profile.register(app)
 propose.register(app)

@@ -374,7 +374,9 @@ def check_timeline(timeline, line):
             pulls = [e for e in mine if e.kind is EventKind.PULL]
             pushes = [e for e in mine if e.kind is EventKind.PUSH]
             assert pulls[0].start_ms < pushes[0].start_ms
-            assert max(e.end_ms for e in pulls) <= pushes[0].start_ms, "one thread pulls everything, then pushes"
+            assert max(e.end_ms for e in pulls) <= pushes[0].start_ms, (
+                "one thread pulls everything, then pushes"
+            )
             passes = [e for e in mine if e.kind in (EventKind.FORWARD, EventKind.BACKWARD)]
             order = one_forward_one_backward(track.scheme.pp, stage, track.num_micro_batches)
             assert [(e.kind.name, e.micro_batch) for e in passes] == [(p.name, row) for p, row in order]

@@ -20,7 +20,12 @@ def test_what_is_shipped():
     assert list_files("models") == MODELS
     assert list_files("profiles") == tuple(f"a800_{model}" for model in MODELS)
     assert list_files("lengths") == ("commoncrawl", "github")
-    assert list_files("deepspeed") == tuple(f"{model}_zero3" for model in MODELS)
+    assert set(list_files("deepspeed")) == {f"{model}_zero3" for model in MODELS} | {
+        f"{model}_{gpus}gpus"
+        for model in MODELS
+        for gpus in (8, 16, 64)
+        if (model, gpus) != ("llama2_32b", 8)
+    }
 
 
 def test_a_path_stays_a_path():
@@ -104,7 +109,7 @@ def test_histograms_have_the_tail_that_their_source_states(name, mean, median, s
     assert counts[lengths >= 32768].sum() / counts.sum() == pytest.approx(share_from_32k, rel=0.15)
 
 
-@pytest.mark.parametrize("name", [f"{model}_zero3" for model in MODELS])
+@pytest.mark.parametrize("name", list_files("deepspeed"))
 def test_ready_configs_are_accepted_by_us_and_by_deepspeed(name, caplog):
     from deepspeed.runtime.config import DeepSpeedConfig
 

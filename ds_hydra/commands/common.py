@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +41,17 @@ def write_document(document: Mapping[str, Any], out: Path | None) -> None:
     except OSError as error:
         raise HydraConfigError(f"cannot write {out}: {error.strerror}") from error
     log(f"wrote {out}")
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """DeepSpeed logs to stdout, and so do the compilers it starts; stdout belongs to the result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

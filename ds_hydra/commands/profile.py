@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands.common import errors_to_stderr, log, write_document
+from ds_hydra.commands.common import errors_to_stderr, log, stdout_to_stderr, write_document
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile
@@ -98,7 +94,7 @@ def profile(
     Example: ds-hydra profile --model llama2_7b --context 32768 --tp 1,2,4,8 --pp 1,2,4
     --topology cluster.json --out profile.json
     """
-    with errors_to_stderr(), _stdout_to_stderr():
+    with errors_to_stderr(), stdout_to_stderr():
         config = _config(
             context, memory_limit, activation_checkpointing, _numbers("--lengths", lengths), repeats, warmup
         )
@@ -199,20 +195,6 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
 def _check_folder(out: Path | None) -> None:
     if out is not None and not out.absolute().parent.is_dir():
         raise HydraConfigError(f"--out is {out}, whose folder does not exist; create it or name another one")
-
-
-@contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """DeepSpeed logs to stdout, and so do the compilers it starts; stdout belongs to the result."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _leave() -> None:

@@ -230,7 +230,9 @@ def _find_without_effect(config: Mapping[str, Any]) -> Iterator[str]:
         if key in WITHOUT_EFFECT and config[key] not in (None, False, "auto"):
             yield f"{key} has no effect: {WITHOUT_EFFECT[key]}"
         elif key not in KNOWN_TOP_LEVEL_KEYS:
-            yield f'"{key}" is not a key that DeepSpeed or ds_hydra reads'
+            nearest = get_close_matches(key, sorted(KNOWN_TOP_LEVEL_KEYS), n=1)
+            hint = f'; did you mean "{nearest[0]}"?' if nearest else ""
+            yield f'"{key}" is not a key that DeepSpeed or ds_hydra reads{hint}'
     accumulation = find_key(config, "data_types.grad_accum_dtype")
     if accumulation not in (None, "fp32", "float32", "float", "torch.float32"):
         yield (

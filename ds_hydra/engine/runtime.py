@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,20 @@ STATE_SCHEMA = "ds_hydra.state/1"
 
 ExampleLike = Mapping[str, Any]
 """One sequence: "input_ids" and optionally "labels" (not shifted, -100 where nothing is predicted)."""
+
+
+def candidates_without_data(
+    schemes: Iterable[Scheme], num_ranks: int, max_process_groups: int
+) -> tuple[Strategy, ...]:
+    """Candidates before the lengths of the data are known: up to `MAX_ENUMERATED_RANKS` all, else homogeneous ones.
+
+    They need half of the groups at most: the rest is for forced strategies, or for what the lengths suggest.
+    """
+    if num_ranks > MAX_ENUMERATED_RANKS:
+        wanted = [Strategy((scheme,) * (num_ranks // scheme.num_devices)) for scheme in schemes]
+    else:
+        wanted = list(enumerate_strategies(schemes, num_ranks))
+    return within_groups(wanted, max_process_groups // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,12 +394,7 @@ class HydraRuntime:
                 f"profile {self.config.profile!r} has no scheme that this model can run on {self.num_ranks} ranks; "
                 "set hydra.strategies, or hydra.profile to another one"
             )
-        # Half of the groups are left for forced strategies, or for what the lengths of the data will suggest.
-        if self.num_ranks > MAX_ENUMERATED_RANKS:
-            wanted = [Strategy((scheme,) * (self.num_ranks // scheme.num_devices)) for scheme in schemes]
-        else:
-            wanted = list(enumerate_strategies(schemes, self.num_ranks))
-        return within_groups(wanted, self.config.max_process_groups // 2)
+        return candidates_without_data(schemes, self.num_ranks, self.config.max_process_groups)
 
     def _fit_candidates_to_data(self) -> None:
         """Propose candidates from the lengths of the data where they are too many to try all.

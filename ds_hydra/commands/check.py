@@ -1,0 +1,108 @@
+"""`ds-hydra check`: what a configuration will do, and what is wrong with it, before ranks start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ds_hydra.commands.common import errors_to_stderr, log, stdout_to_stderr
+
+if TYPE_CHECKING:
+    from ds_hydra.engine.config_check import ConfigReport
+
+
+def register(app: typer.Typer) -> None:
+    """Add `check` to `app`."""
+    app.command()(check)
+
+
+def check(
+    config: Annotated[Path, typer.Argument(help='The DeepSpeed JSON with a "hydra" section.')],
+    model: Annotated[
+        str | None, typer.Option(help="A shipped preset, a folder with config.json, or a hub id.")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices of the cluster; what hydra.strategies need, or 8.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="In place of hydra.profile: a file, or the name of a shipped one.")
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Without a profile: estimate for this hardware, a shipped name (a800) or a file."),
+    ] = None,
+    histogram: Annotated[
+        str | None, typer.Option(help="On more than 8 devices: propose candidates for these lengths.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+) -> None:
+    """Check a configuration without a GPU: keys, MaxLen, memory, communicators, what is profiled or assumed.
+
+    The exit code is 1 if something would stop a run.
+
+    Example: ds-hydra check ds_config.json --model llama2_7b --devices 16
+    """
+    with errors_to_stderr(), stdout_to_stderr():
+        from ds_hydra.engine.config_check import CheckRequest, check_config
+
+        report = check_config(
+            CheckRequest(
+                config=config,
+                model=model,
+                num_devices=devices,
+                profile=profile,
+                device=device,
+                histogram=histogram,
+            )
+        )
+    print(json.dumps(report.to_json()) if as_json else describe_report(report))
+    for problem in report.problems:
+        log(f"error: {problem}")
+    if report.problems:
+        raise typer.Exit(1)
+
+
+def describe_report(report: ConfigReport) -> str:
+    """The report as text; problems are left to stderr."""
+    lines = []
+    if report.num_devices:
+        lines.append(
+            f"{report.num_devices} devices, context {report.context_length:,}, "
+            f"{report.tokens_per_iteration:,} tokens per iteration"
+        )
+    if report.profile is not None:
+        lines.append(f"profile {report.profile}")
+    if report.schemes:
+        assert report.memory_bytes is not None
+        lines.append(f"memory of one rank: {_gib(report.memory_bytes)} usable")
+        lines.append(
+            f"{'scheme':>8} {'MaxLen':>9} {'states':>10} {'with a row of':>14} {'total':>10} {'ms':>9}"
+        )
+        for row in report.schemes:
+            time = "-" if row["row_ms"] is None else f"{row['row_ms']:,.0f}"
+            lines.append(
+                f"{row['scheme']:>8} {row['max_len_tokens']:>9,} {_gib(row['states_bytes']):>10} "
+                f"{row['row_tokens']:>14,} {_gib(row['total_bytes']):>10} {time:>9}"
+            )
+    if report.strategies:
+        shown = ", ".join(report.strategies[:8]) + (", ..." if len(report.strategies) > 8 else "")
+        lines.append(f"{len(report.strategies)} candidate strategies ({report.strategies_source}): {shown}")
+    if report.communicators:
+        counts = report.communicators
+        lines.append(
+            f"communicators: {counts['total']} of at most {counts['limit']}, {counts['most_on_one_rank']} on one rank"
+        )
+    for title in ("profiled", "assumed", "filled_in", "warnings"):
+        lines += [f"{title.rstrip('s').replace('_', ' ')}: {text}" for text in getattr(report, title)]
+    count = len(report.problems)
+    lines.append(f"{count} problem{'s' * (count > 1)}" if count else "no problem found")
+    return "\n".join(lines)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

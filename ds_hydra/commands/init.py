@@ -1,0 +1,171 @@
+"""`ds-hydra init`: a starting configuration for a model and a cluster, with the reason for every value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ds_hydra.commands.common import errors_to_stderr, log, stdout_to_stderr
+from ds_hydra.errors import HydraConfigError
+
+if TYPE_CHECKING:
+    from ds_hydra.engine.config_check import ConfigReport
+
+
+def register(app: typer.Typer) -> None:
+    """Add `init` to `app`."""
+    app.command()(init)
+
+
+def init(
+    model: Annotated[str, typer.Option(help="A shipped preset, a folder with config.json, or a hub id.")],
+    device: Annotated[
+        str, typer.Option(help="Hardware: a shipped name (a800, h100) or ds_hydra.hardware/1.")
+    ],
+    devices: Annotated[int, typer.Option(min=1, help="Devices of the cluster.")],
+    context: Annotated[int, typer.Option(min=2, help="Longest sequence in tokens.")],
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of one iteration; 100K for every 64 devices if not given."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the JSON; the reasons go beside it, in OUT.md.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+) -> None:
+    """Write a starting configuration that passes `ds-hydra check`, and the reason for every value.
+
+    JSON has no comments, so the reasons go to a file of the same name that ends in .md, or to stderr.
+
+    Example: ds-hydra init --model llama2_7b --device a800 --devices 16 --context 32768 --out ds_config.json
+    """
+    with errors_to_stderr():
+        reasons_file = None if out is None else out.with_suffix(".md")
+        for path in (out, reasons_file):
+            if path is not None and path.exists() and not force:
+                raise HydraConfigError(
+                    f"{path} exists; name another file with --out, or replace it with --force"
+                )
+        with stdout_to_stderr():
+            config, reasons = start_config(model, device, devices, context, tokens)
+        text = json.dumps(config, indent=2) + "\n"
+        table = describe_reasons(f"{model} on {devices} {device}", config, reasons)
+        if out is None or reasons_file is None:
+            print(text, end="")
+            log(table)
+            return
+        try:
+            out.write_text(text, encoding="utf-8")
+            reasons_file.write_text(table + "\n", encoding="utf-8")
+        except OSError as error:
+            raise HydraConfigError(f"cannot write {out}: {error.strerror}") from error
+        log(f"wrote {out} and {reasons_file}")
+
+
+def start_config(
+    model: str, device: str, devices: int, context: int, tokens: int | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The DeepSpeed JSON, and for dotted keys why they have their value.
+
+    The shipped profile of that hardware and model is used if there is one; else the engine measures at the start,
+    and whether activations must be recomputed is decided by an estimate. Raises HydraConfigError where `check`
+    would find a problem.
+    """
+    from ds_hydra.configs import list_files
+    from ds_hydra.engine.config_check import load_hardware
+    from ds_hydra.strategy.proposal import default_tokens_per_iteration
+
+    load_hardware(device)  # before anything slow
+    shipped = f"{device}_{model}"
+    profile = shipped if shipped in list_files("profiles") else None
+    hydra: dict[str, Any] = {
+        "context_length": context,
+        "tokens_per_iteration": tokens or default_tokens_per_iteration(devices, context),
+    }
+    reasons = {
+        "hydra.context_length": "longest sequence that is trained on; longer ones are cut (hydra.over_length)",
+        "hydra.tokens_per_iteration": "as asked for"
+        if tokens
+        else "100,000 for every 64 devices, four sequences of the context at least; the learning rate goes with it",
+    }
+    if profile is not None:
+        hydra["profile"] = profile
+        reasons["hydra.profile"] = "measured for this model on this hardware, comes with ds_hydra"
+    else:
+        reasons["hydra.profile"] = (
+            "left out: nothing is shipped for this model and hardware, so every start measures it; "
+            "`ds-hydra profile --out profile.json` does it once, then name that file here"
+        )
+    config = {**_deepspeed_part(model, device, reasons), "hydra": hydra}
+    report = _check(config, model, devices, device)
+    if report.problems and profile is None:
+        hydra["activation_checkpointing"] = True
+        reasons["hydra.activation_checkpointing"] = (
+            f"by an estimate no scheme holds {context} tokens without it; costs about 1/3 more time"
+        )
+        report = _check(config, model, devices, device)
+    if report.problems:
+        raise HydraConfigError("; ".join(report.problems))
+    return config, reasons
+
+
+def _check(config: dict[str, Any], model: str, devices: int, device: str) -> ConfigReport:
+    from ds_hydra.engine.config_check import CheckRequest, check_config
+
+    return check_config(CheckRequest(config=config, model=model, num_devices=devices, device=device))
+
+
+def _deepspeed_part(model: str, device: str, reasons: dict[str, str]) -> dict[str, Any]:
+    """What DeepSpeed reads; adds to `reasons`."""
+    from ds_hydra.engine.profile_run import load_model_config
+
+    config: dict[str, Any] = {}
+    if device != "cpu":
+        config["bf16"] = {"enabled": True}
+        reasons["bf16.enabled"] = "weights and activations; masters and gradients are fp32 all the same"
+    config["gradient_clipping"] = 1.0
+    reasons["gradient_clipping"] = "the norm that LLaMA 2 was trained with"
+    config["zero_optimization"] = {"stage": 3}
+    reasons["zero_optimization.stage"] = "the only stage that works: parameters live fully sharded"
+    is_large = load_model_config(model).hidden_size >= 6144
+    learning_rate = 1.5e-4 if is_large else 3e-4
+    config["optimizer"] = {
+        "type": "AdamW",
+        "params": {"lr": learning_rate, "betas": [0.9, 0.95], "eps": 1e-5, "weight_decay": 0.1},
+    }
+    reasons["optimizer.params"] = (
+        f"LLaMA 2's pre-training of {'33B and more' if is_large else '7B and 13B'}; fine-tuning wants a lower lr"
+    )
+    config["scheduler"] = {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 100_000, "warmup_num_steps": 2000, "cos_min_ratio": 0.1},
+    }
+    reasons["scheduler.params"] = "set total_num_steps to tokens of the run / hydra.tokens_per_iteration"
+    return config
+
+
+def describe_reasons(title: str, config: dict[str, Any], reasons: dict[str, str]) -> str:
+    """A table in Markdown: key, value, reason; then the keys of "hydra" that are left at their default."""
+    from ds_hydra.configs.ds_config import find_key
+    from ds_hydra.configs.hydra_config import HydraConfig
+
+    lines = [f"# {title}", "", "| key | value | why |", "|---|---|---|"]
+    for key, why in reasons.items():
+        value = find_key(config, key)
+        lines.append(f"| `{key}` | {'' if value is None else f'`{json.dumps(value)}`'} | {why} |")
+    lines += [
+        "",
+        "Keys of `hydra` that are left at their default:",
+        "",
+        "| key | default | meaning |",
+        "|---|---|---|",
+    ]
+    for name, field in HydraConfig.model_fields.items():
+        if f"hydra.{name}" in reasons or hasattr(type(field.default), "model_fields"):
+            continue
+        meaning = " ".join((field.description or "").split())
+        lines.append(f"| `hydra.{name}` | `{json.dumps(field.default)}` | {meaning} |")
+    return "\n".join(lines)

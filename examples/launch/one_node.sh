@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# LLaMA2 7B on the 8 GPUs of one node. Run it in the root of the repository.
+#   examples/launch/one_node.sh [deepspeed|torchrun|accelerate] [more arguments of the example]
+set -euo pipefail
+
+launcher=${1:-deepspeed}
+[ $# -eq 0 ] || shift
+config=ds_hydra/configs/deepspeed/llama2_7b_8gpus.json
+example=(examples/llama2_github/train.py --model llama2-7b --data hub --ds_config "$config" "$@")
+
+ds-hydra check "$config" --model llama2_7b --devices 8
+
+case $launcher in
+  deepspeed) exec deepspeed --num_gpus 8 "${example[@]}" ;;
+  torchrun) exec torchrun --standalone --nproc-per-node 8 "${example[@]}" ;;
+  # Without --use_deepspeed: the script reads the DeepSpeed JSON itself.
+  accelerate) exec accelerate launch --multi_gpu --num_machines 1 --num_processes 8 --mixed_precision no \
+    --dynamo_backend no "${example[@]}" ;;
+  *)
+    echo "launcher is '$launcher', expected deepspeed, torchrun or accelerate" >&2
+    exit 2
+    ;;
+esac

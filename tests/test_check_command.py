@@ -1,0 +1,266 @@
+"""`ds-hydra check` and `ds-hydra init` as a user calls them, mistakes included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from reference import make_profile
+from typer.testing import CliRunner
+
+from ds_hydra.cli import app
+from ds_hydra.configs import find_file, list_files, load_model_preset
+from ds_hydra.engine.config_check import CheckRequest, check_config
+from ds_hydra.strategy.histogram import LengthHistogram
+
+BASE = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
+    "hydra": {"context_length": 32768, "tokens_per_iteration": 200_000, "profile": "a800_llama2_7b"},
+}
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def changed(**parts):
+    """BASE with sections merged, "hydra" too."""
+    config = json.loads(json.dumps(BASE))
+    for key, value in parts.items():
+        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+    return config
+
+
+def problems_of(config, **request):
+    return check_config(CheckRequest(config=config, **{"num_devices": 8} | request)).problems
+
+
+def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(BASE))
+    result = invoke("check", path, "--model", "llama2_7b", "--devices", 8)
+    assert result.exit_code == 0, result.stderr
+    assert "no problem found" in result.stdout
+    rows = {line.split()[0]: line.split()[1] for line in result.stdout.splitlines() if line.strip()[0] == "<"}
+    assert rows["<1,2>"] == "9,669"  # App. B.1, worked out in test_presets
+    assert rows["<8,1>"] == "75,238"
+    assert "communicators: " in result.stdout
+    assert "max_position_embeddings of 4096" in result.stdout
+
+
+def test_json_is_one_document_and_the_sizes_add_up(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(BASE))
+    result = invoke("check", path, "--devices", 8, "--json")
+    document = json.loads(result.stdout)
+    assert document["schema"] == "ds_hydra.check/1"
+    assert document["ok"] is True
+    for row in document["schemes"]:
+        assert row["states_bytes"] < row["total_bytes"] <= document["memory_bytes"]
+        assert row["row_tokens"] == min(row["max_len_tokens"], 32768)
+    assert document["communicators"]["most_on_one_rank"] >= 2  # pull and push
+    assert document["communicators"]["most_on_one_rank"] <= document["communicators"]["total"]
+    assert any("zero_optimization.contiguous_gradients" in text for text in document["filled_in"])
+
+
+def test_a_problem_is_exit_code_1_with_the_document_on_stdout(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(changed(hydra={"context_lenght": 5})))
+    result = invoke("check", path, "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["ok"] is False
+    assert "did you mean hydra.context_length?" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (changed(bf16={"enable": True}), "bf16.enable is not a key of DeepSpeed; did you mean 'enabled'?"),
+        (
+            changed(zero_optimization={"overlap_com": True}),
+            "zero_optimization.overlap_com is not a key of DeepSpeed; did you mean 'overlap_comm'?",
+        ),
+        (
+            changed(zero_optimization={"offload_optimizer": {"device": "gpu"}}),
+            "zero_optimization.offload_optimizer.device is 'gpu': it should be 'none', 'cpu' or 'nvme'",
+        ),
+        (
+            changed(optimizer={"type": "AdamWW"}),
+            "optimizer.type is 'AdamWW', which neither DeepSpeed nor torch.optim has; did you mean 'adamw'?",
+        ),
+        (
+            changed(optimizer={"params": {"lr": 1e-4, "weight_decy": 0.1}}),
+            "optimizer.params.weight_decy is not a parameter of AdamW; did you mean 'weight_decay'?",
+        ),
+        (
+            changed(scheduler={"type": "WarmupCosineLR", "params": {"total_steps": 10}}),
+            "scheduler.params.total_num_steps is missing",
+        ),
+        (changed(gradient_clipping="1.0"), "gradient_clipping is '1.0', expected a number"),
+        (changed(fp16={"enabled": True}), "bfloat16 and fp16 modes cannot be simultaneously enabled"),
+        (changed(zero_optimization={"stage": 2}), "zero_optimization.stage is 2, expected 3"),
+        (changed(hydra={"profile": "a800_llama_7b"}), "did you mean 'a800_llama2_7b'?"),
+        (changed(hydra={"context_length": 100_000}), "lower the context to 75238, or use 16 devices"),
+        (changed(hydra={"strategies": ["3x<4,1>"]}), "strategy 3x<4,1> needs 12 devices, there are 8"),
+        (changed(hydra={"strategies": ["8x<1,1>"]}), "scheme <1,1> is not in profile"),
+        (changed(hydra={"strategies": ["4x<2,1>"]}), "no scheme holds a row of 32768 tokens on 8 devices"),
+        (
+            changed(hydra={"strategies": ["4x<2,1>", "2x<4,1>"], "max_process_groups": 6}),
+            "the strategies need 8 process groups, more than hydra.max_process_groups = 6; raise it to 8",
+        ),
+        (
+            changed(hydra={"tokenizer": "./no/such/folder"}),
+            "hydra.tokenizer is './no/such/folder', which does not",
+        ),
+    ],
+)
+def test_mistakes_are_found_and_explained(config, message):
+    found = problems_of(config)
+    assert any(message in problem for problem in found), found
+
+
+def test_problems_of_deepspeed_do_not_hide_ours():
+    found = problems_of(changed(bf16={"enable": True}, hydra={"strategies": ["3x<4,1>"]}))
+    assert len(found) == 2
+
+
+def test_an_unknown_key_is_a_warning_with_the_nearest_one():
+    report = check_config(CheckRequest(config=changed(bf17={"enabled": True}), num_devices=8))
+    assert 'did you mean "bf16"?' in " ".join(report.warnings)
+
+
+def test_run_dir_that_is_a_file(tmp_path):
+    (tmp_path / "runs").write_text("")
+    assert any(
+        "which is a file" in p for p in problems_of(changed(hydra={"run_dir": str(tmp_path / "runs")}))
+    )
+
+
+def test_a_model_is_compared_with_the_profile_and_asked_for_its_schemes(tmp_path):
+    found = problems_of(BASE, model="llama2_13b")
+    assert "of another model: num_layers 32 instead of 40, hidden_size 4096 instead of 5120" in found[0]
+    narrow = {**load_model_preset("llama2_7b"), "num_attention_heads": 2, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**narrow, "num_hidden_layers": 32}))
+    found = problems_of(changed(hydra={"strategies": ["2x<4,1>"]}), model=str(tmp_path))
+    assert "TP 4 does not divide the model's 2 attention heads" in found[0]
+    report = check_config(CheckRequest(config=BASE, num_devices=8, model=str(tmp_path)))
+    assert {row["scheme"][1] for row in report.schemes} <= {"1", "2"}
+
+
+def test_auto_values_are_for_the_trainer_and_no_problem():
+    report = check_config(
+        CheckRequest(
+            config=changed(optimizer={"params": {"lr": "auto"}}, gradient_clipping="auto"), num_devices=8
+        )
+    )
+    assert report.problems == []
+    assert any("optimizer.params.lr" in text and "HydraTrainer" in text for text in report.assumed)
+
+
+def test_without_a_profile_it_says_what_will_be_measured_and_estimates_for_a_device():
+    config = changed(hydra={"profile": None, "context_length": 8192})
+    unknown = check_config(CheckRequest(config=config, num_devices=4))
+    assert unknown.problems == []
+    assert "measured at the start" in unknown.profiled[0]
+    assert unknown.schemes == []
+    estimate = check_config(CheckRequest(config=config, num_devices=8, model="llama2_7b", device="a800"))
+    assert estimate.problems == []
+    measured = check_config(CheckRequest(config=changed(hydra={"context_length": 8192}), num_devices=8))
+    ratio = {row["scheme"]: row["max_len_tokens"] for row in estimate.schemes}["<4,1>"] / next(
+        row["max_len_tokens"] for row in measured.schemes if row["scheme"] == "<4,1>"
+    )
+    assert 0.6 < ratio < 1.4  # states and activations are counted, not measured
+
+
+def test_options_without_effect_are_pointed_out():
+    report = check_config(CheckRequest(config=BASE, num_devices=8, device="h100", histogram="github"))
+    assert [text.split(" is not used")[0] for text in report.warnings] == [
+        "--device h100",
+        "--histogram github",
+    ]
+
+
+def test_what_the_lengths_propose_is_counted_with_the_groups_of_the_start(tmp_path):
+    profile = make_profile({"<1,1>": (0.0, 1.0, 1.0), "<2,1>": (0.0, 0.6, 1.0)}, max_len=60)
+    config = changed(hydra={"profile": None, "context_length": 50, "tokens_per_iteration": 400})
+    (tmp_path / "profile.json").write_text(json.dumps(dict(profile.document)))
+    histogram = LengthHistogram.from_counts({5: 90, 50: 10})
+    (tmp_path / "lengths.json").write_text(json.dumps(histogram.to_json()))
+    known = {"profile": f"{tmp_path}/profile.json", "num_devices": 16}
+    without = check_config(CheckRequest(config=config, **known))
+    report = check_config(CheckRequest(config=config, **known, histogram=f"{tmp_path}/lengths.json"))
+    assert without.problems == report.problems == []
+    assert "homogeneous ones until" in without.strategies_source
+    assert report.strategies_source.startswith("proposed for the lengths of")
+    assert report.communicators["total"] >= without.communicators["total"]
+
+
+def test_only_schemes_that_fit_the_devices_are_shown():
+    report = check_config(CheckRequest(config=BASE, num_devices=2))
+    assert {row["scheme"] for row in report.schemes} == {"<1,2>", "<2,1>"}
+    assert any("no scheme holds a row of 32768 tokens on 2 devices" in problem for problem in report.problems)
+
+
+@pytest.mark.parametrize(("model", "devices"), [("llama2_7b", 16), ("llama2_32b", 64)])
+def test_init_writes_what_check_accepts(tmp_path, model, devices):
+    out = tmp_path / "ds_config.json"
+    result = invoke(
+        "init", "--model", model, "--device", "a800", "--devices", devices, "--context", 32768, "--out", out
+    )
+    assert result.exit_code == 0, result.stderr
+    config = json.loads(out.read_text())
+    assert config["hydra"]["profile"] == f"a800_{model}"
+    assert config["hydra"]["tokens_per_iteration"] == max(100_000 * devices // 64, 4 * 32768)
+    assert problems_of(out, model=model, num_devices=devices) == []
+    reasons = (tmp_path / "ds_config.md").read_text()
+    for key in ("hydra.context_length", "hydra.profile", "optimizer.params", "hydra.over_length"):
+        assert f"| `{key}` |" in reasons
+    again = invoke(
+        "init", "--model", model, "--device", "a800", "--devices", devices, "--context", 32768, "--out", out
+    )
+    assert again.exit_code == 1
+    assert "--force" in again.stderr
+
+
+def test_init_without_a_shipped_profile_turns_on_checkpointing_only_where_it_must():
+    short = invoke("init", "--model", "llama2_7b", "--device", "h100", "--devices", 8, "--context", 4096)
+    assert short.exit_code == 0, short.stderr
+    assert "activation_checkpointing" not in json.loads(short.stdout)["hydra"]
+    assert "every start measures it" in short.stderr
+    long = invoke("init", "--model", "llama2_7b", "--device", "h100", "--devices", 8, "--context", 131072)
+    assert json.loads(long.stdout)["hydra"]["activation_checkpointing"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--model", "llama2_7b", "--device", "b200", "--devices", 8, "--context", 4096),
+            "'b200' is not among",
+        ),
+        (
+            ("--model", "lama2_7b", "--device", "a800", "--devices", 8, "--context", 4096),
+            "neither a shipped preset",
+        ),
+        (
+            ("--model", "llama2_32b", "--device", "a800", "--devices", 8, "--context", 99999),
+            "no scheme holds a row",
+        ),
+    ],
+)
+def test_init_mistakes(arguments, message):
+    result = invoke("init", *arguments)
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("name", list_files("deepspeed"))
+def test_ready_configurations_pass_check(name):
+    """Their names say model and number of GPUs: llama2_7b_16gpus."""
+    model, _, last = name.rpartition("_")
+    devices = int(last.removesuffix("gpus")) if last.endswith("gpus") else 64
+    assert problems_of(Path(find_file("deepspeed", name)), model=model, num_devices=devices) == []
