@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from math import prod
 
@@ -150,9 +151,12 @@ class Slices:
         missing, untouched = self._missing[bucket], self._untouched[bucket]
         missing.add(param)
         untouched[param] = main_grad
+        weak_self = weakref.ref(self)  # torch hides from the garbage collector that a leaf refers to its hook
 
         def after_accumulate(leaf: Tensor) -> None:
+            slices = weak_self()
             assert leaf.grad is not None
+            assert slices is not None
             if param in untouched:
                 del untouched[param]
                 main_grad.copy_(leaf.grad)
@@ -161,10 +165,10 @@ class Slices:
                 # A 16-bit sum over micro-batches would lose what small gradients contribute.
                 main_grad.add_(leaf.grad)
                 leaf.grad = None
-            if self._is_last_backward and param in missing:
+            if slices._is_last_backward and param in missing:
                 missing.remove(param)
                 if not missing:
-                    self._report(bucket)
+                    slices._report(bucket)
 
         leaf.register_post_accumulate_grad_hook(after_accumulate)
 
