@@ -347,7 +347,7 @@ def check_monitor(folder, lines):
         "imbalance": [line["imbalance"] for line in lines],
         "bubble": [line["bubble"] for line in lines],
         "plan_wait_ms": [line["waited_ms"] for line in lines],
-        "link_ms": [line["pull_ms"] + line["push_ms"] for line in lines],
+        "link_ms": [line["visible_pull_ms"] + line["visible_push_ms"] for line in lines],
         "prediction_error": [line["prediction_error"] for line in lines],
         "pack_occupancy": [line["pack_occupancy"] for line in lines],
         "strategy": [line["strategy_index"] for line in lines],
