@@ -38,7 +38,7 @@ def gradients(engine, model, examples, strategy):
     grads_P = engine._zero_gradient_shards()
     outcomes = engine.hydra.gather_outcomes(engine.hydra.train(iteration, grads_P, 1.0))
     engine._deposit(grads_P)
-    loss = sum(o.loss_sum for o in outcomes) / iteration.plan.num_label_tokens
+    loss = sum(o.loss_sum for o in outcomes.ranks) / iteration.plan.num_label_tokens
     return loss, [safe_get_full_grad(p).clone() for p in model.parameters() if p.requires_grad]
 
 

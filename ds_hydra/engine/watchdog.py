@@ -118,10 +118,11 @@ class Watchdog:
 
     def _find_cause(self, error: BaseException) -> RankLostError | None:
         """The loss behind `error`; where there is none, `error` is this rank's own and the others are told."""
-        with self._changed:
-            if _looks_like_a_lost_peer(error):
+        verdict = None
+        if _looks_like_a_lost_peer(error):  # any other error is this rank's own, and says more
+            with self._changed:
                 self._changed.wait_for(lambda: self._relevant_verdict() is not None, _VERDICT_WAIT_S)
-            verdict = self._relevant_verdict()
+                verdict = self._relevant_verdict()
         if verdict is not None:
             return RankLostError(self._describe(verdict))
         text = f"failed in {self._phase}: {type(error).__name__}: {str(error).strip()[:500]}"
