@@ -22,7 +22,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -33,9 +33,13 @@ from torch import Tensor
 
 from ds_hydra.engine.slices import Slices
 from ds_hydra.engine.trace import Recorder
+from ds_hydra.errors import RankLostError
 from ds_hydra.simulator.timeline import EventKind
 from ds_hydra.zero_link import LinkPlan
 from ds_hydra.zero_link.exchange import Link, RoundUnderWay
+
+_LEAVING_S = 5.0
+"""How long a failed iteration waits for its exchanges to end."""
 
 
 class DeviceClock:
@@ -77,9 +81,15 @@ class LinkThread:
         self._device = device
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_stuck = False
 
     def submit(self, job: Callable[[], None]) -> Future[None]:
-        """The job's future; it holds what the job raised."""
+        """The job's future; it holds what the job raised. Raises RankLostError after `give_up`."""
+        if self._is_stuck:
+            raise RankLostError(
+                "an earlier error left an exchange between ranks in the middle of a round; restart from the last "
+                "checkpoint"
+            )
         future: Future[None] = Future()
         if not self.overlap:
             _run(job, future)
@@ -90,6 +100,10 @@ class LinkThread:
             self._thread.start()
         self._jobs.put((job, future))
         return future
+
+    def give_up(self) -> None:
+        """A job does not end: its buffers stay in use, and nothing can be submitted any more."""
+        self._is_stuck = True
 
     def close(self) -> None:
         """End the thread after the jobs submitted so far. Safe to call twice."""
@@ -219,11 +233,13 @@ class LinkSession:
         if error is None:
             return
         # The pull needs nothing of this rank's computation and ends by itself; the push stops before its next round.
+        # A round that other ranks never join does not end: they may be waiting for what has just failed here.
         self._gradients.abandon()
-        for job in (self._pulling, self._pushing):
-            if job is not None:
-                job.exception()
-        self._join_streams()
+        _, under_way = wait([job for job in (self._pulling, self._pushing) if job is not None], _LEAVING_S)
+        if under_way:
+            self._thread.give_up()
+        else:
+            self._join_streams()
 
     def await_bucket(self, index: int) -> None:
         """Wait until the slices of a bucket are pulled. Raises what the pull raised."""
