@@ -101,7 +101,9 @@ def check_gradients(family, strategies, hydra=None, overrides=None):
             plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=empty_pipeline)
             grads_P = engine._zero_gradient_shards()
             outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
-            loss = sum(o.loss_sum for o in engine.hydra.gather_outcomes(outcome).ranks) / plan.num_label_tokens
+            loss = (
+                sum(o.loss_sum for o in engine.hydra.gather_outcomes(outcome).ranks) / plan.num_label_tokens
+            )
             errors = relative_errors(gather_gradients(engine, grads_P), wanted, names)
             name = max(errors, key=errors.get)
             worst[text, empty_pipeline] = (errors[name], name, abs(loss / wanted_loss - 1))
@@ -188,7 +190,8 @@ def check_planned_cases(cases):
         grads_P = engine._zero_gradient_shards()
         outcome = engine.hydra.train(iteration, grads_P, 1.0)
         loss = (
-            sum(o.loss_sum for o in engine.hydra.gather_outcomes(outcome).ranks) / iteration.plan.num_label_tokens
+            sum(o.loss_sum for o in engine.hydra.gather_outcomes(outcome).ranks)
+            / iteration.plan.num_label_tokens
         )
         _, exactly = token_mean_gradients(exact, examples)
         own = max(relative_errors([w.double() for w in wanted], exactly, names).values())
