@@ -20,7 +20,13 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from stdlib.prepare import DEFAULT_CACHE_DIR, StdlibData, prepare, prepare_rows
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.integrations import HfDeepSpeedConfig
 
 import ds_hydra
@@ -88,6 +94,18 @@ def build_model(name: str, vocab_size: int, config: dict[str, Any]) -> PreTraine
     )
     del keep_alive
     return model
+
+
+def load_model(
+    name_or_path: str | None, texts: StdlibData
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A pretrained model and its tokenizer, or without a name an untrained tiny LLaMA for the tokenizer of `texts`."""
+    if name_or_path is not None:
+        model = AutoModelForCausalLM.from_pretrained(name_or_path)
+        return model, AutoTokenizer.from_pretrained(name_or_path)
+    shape = {**TINY, "vocab_size": len(texts.tokenizer), "max_position_embeddings": 2048}
+    config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=0)
+    return AutoModelForCausalLM.from_config(config), texts.tokenizer
 
 
 def read_folder(root: str, suffixes: list[str]) -> Iterator[dict[str, str]]:

@@ -120,7 +120,7 @@ def _check(config: dict[str, Any], model: str, devices: int, device: str) -> Con
 
 def _deepspeed_part(model: str, device: str, reasons: dict[str, str]) -> dict[str, Any]:
     """What DeepSpeed reads; adds to `reasons`."""
-    from ds_hydra.engine.profile_run import load_model_config
+    from ds_hydra.engine.meta_model import load_model_config
 
     config: dict[str, Any] = {}
     if device != "cpu":

@@ -19,8 +19,8 @@ from ds_hydra.configs.ds_config import FILL_INS, find_key
 from ds_hydra.configs.files import find_profile
 from ds_hydra.engine.deepspeed_section import find_auto_keys, find_deepspeed_problems
 from ds_hydra.engine.groups import groups_of
+from ds_hydra.engine.meta_model import load_model_config
 from ds_hydra.engine.profile_document import limit_memory, state_memory
-from ds_hydra.engine.profile_run import load_model_config
 from ds_hydra.engine.profiler import default_lengths
 from ds_hydra.engine.random_model import build_random_skeleton
 from ds_hydra.engine.runtime import MAX_ENUMERATED_RANKS, candidates_without_data

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
-from transformers import AutoConfig, LlamaConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
-from ds_hydra.configs.files import list_files, load_model_preset
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.agreement import raise_together
 from ds_hydra.engine.groups import groups_of
 from ds_hydra.engine.measurements import Measurements
+from ds_hydra.engine.meta_model import load_model_config
 from ds_hydra.engine.profile_document import limit_memory
 from ds_hydra.engine.profiler import measure_profile
 from ds_hydra.engine.propagation import Propagator
@@ -68,19 +68,6 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def load_model_config(name: str) -> PretrainedConfig:
-    """The configuration called `name`: a shipped preset, a folder with config.json, or a hub id."""
-    if name in list_files("models"):
-        return LlamaConfig(**load_model_preset(name))
-    try:
-        return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise HydraConfigError(
-            f"--model is {name!r}, which is neither a shipped preset ({', '.join(list_files('models'))}), nor a "
-            f"folder with a config.json, nor a readable model of the hub: {str(error).splitlines()[0]}"
-        ) from error
 
 
 def run_profile(request: ProfileRequest, device: torch.device, resume_file: Path | None) -> dict[str, Any]:

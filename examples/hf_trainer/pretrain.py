@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import common
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, LlamaConfig, TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
 
 from ds_hydra import HydraTrainer
 
@@ -55,13 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     texts = common.load_texts(
         script.data, script.cache_dir, hub=("", ""), num_rows=0, suffixes=script.suffixes
     )
-    if script.model_name_or_path is None:
-        tokenizer = texts.tokenizer
-        shape = {**common.TINY, "vocab_size": len(tokenizer), "max_position_embeddings": 2048}
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, bos_token_id=None, eos_token_id=0))
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
-        model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path)
+    model, tokenizer = common.load_model(script.model_name_or_path, texts)
     splits = texts.dataset.train_test_split(test_size=script.num_eval_texts, seed=args.seed)
     trainer = HydraTrainer(
         model=model,

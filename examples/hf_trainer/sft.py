@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 import datasets
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, LlamaConfig, TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
 
 from ds_hydra import HydraTrainer
 
@@ -92,13 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     )
     script, args = parser.parse_args_into_dataclasses(arguments)
     texts = common.prepare(script.cache_dir, unit="definition")
-    if script.model_name_or_path is None:
-        tokenizer = texts.tokenizer
-        shape = {**common.TINY, "vocab_size": len(tokenizer), "max_position_embeddings": 2048}
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**shape, bos_token_id=None, eos_token_id=0))
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
-        model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path)
+    model, tokenizer = common.load_model(script.model_name_or_path, texts)
     tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE
     if script.data is None:
         chats = datasets.Dataset.from_list(list(read_chats(texts.dataset["text"])))
