@@ -30,17 +30,24 @@ def log(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside `path` is written: say so afterwards, or raise HydraConfigError where it cannot be."""
+    try:
+        yield
+    except OSError as error:
+        raise HydraConfigError(f"cannot write {path}: {error.strerror}") from error
+    log(f"wrote {path}")
+
+
 def write_document(document: Mapping[str, Any], out: Path | None) -> None:
     """Write `document` to the file `out`, if there is one; a file that exists is replaced as a whole."""
     if out is None:
         return
     partial = out.with_name(out.name + ".writing")
-    try:
+    with writing(out):
         partial.write_text(json.dumps(document) + "\n", encoding="utf-8")
         partial.replace(out)
-    except OSError as error:
-        raise HydraConfigError(f"cannot write {out}: {error.strerror}") from error
-    log(f"wrote {out}")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from tqdm import tqdm
 
-from ds_hydra.commands.common import errors_to_stderr, log, write_document
+from ds_hydra.commands.common import errors_to_stderr, write_document, writing
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
@@ -178,11 +178,8 @@ def _document(
 def _plot(histogram: LengthHistogram, path: Path) -> None:
     from ds_hydra.report.length_plot import plot_lengths
 
-    try:
+    with writing(path):
         plot_lengths(histogram, path)
-    except OSError as error:
-        raise HydraConfigError(f"cannot write {path}: {error.strerror}") from error
-    log(f"wrote {path}")
 
 
 def _describe(histogram: LengthHistogram, document: dict[str, Any]) -> str:

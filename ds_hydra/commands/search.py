@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from tqdm import tqdm
 
-from ds_hydra.commands.common import errors_to_stderr, log, write_document
+from ds_hydra.commands.common import errors_to_stderr, write_document, writing
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 
@@ -125,8 +125,5 @@ def _read(
 def _draw(plan: SearchPlan, out: Path) -> None:
     from ds_hydra.report.search_plot import plot_search
 
-    try:
+    with writing(out):
         plot_search(plan, out)
-    except OSError as error:
-        raise HydraConfigError(f"cannot write {out}: {error.strerror}") from error
-    log(f"wrote {out}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from tqdm import tqdm
 
-from ds_hydra.commands.common import errors_to_stderr, log, write_document
+from ds_hydra.commands.common import errors_to_stderr, log, write_document, writing
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
@@ -215,11 +215,8 @@ def _sweep(
 def _plot(found: list[Comparison], path: Path) -> None:
     from ds_hydra.report.sweep_plot import plot_sweep
 
-    try:
+    with writing(path):
         plot_sweep(found, path)
-    except OSError as error:
-        raise HydraConfigError(f"cannot write {path}: {error.strerror}") from error
-    log(f"wrote {path}")
 
 
 def _add_expected(document: dict[str, Any], case: Case | None, found: list[Comparison]) -> None:
