@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import typer
 from test_simulator import HISTOGRAM, small_profile
@@ -74,6 +75,15 @@ def test_sweep_writes_points_and_a_picture(files):
     assert document["schema"] == "ds_hydra.sweep/1"
     assert [point["num_devices"] for point in document["points"]] == [4, 8]
     assert plot.read_bytes().startswith(b"\x89PNG")
+    from PIL import Image
+
+    with Image.open(plot) as image:
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+    for half in np.split(pixels[:, : pixels.shape[1] // 2 * 2], 2, axis=1):
+        is_colored = half.max(axis=2) - half.min(axis=2) > 60
+        is_colored[: len(half) // 4] = False  # the legend
+        rows = np.flatnonzero(is_colored.any(axis=1))
+        assert rows.size > len(half) // 10, "the lines of one of the two plots are not seen"
 
 
 def test_list_cases():

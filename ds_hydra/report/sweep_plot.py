@@ -41,9 +41,10 @@ def plot_sweep(comparisons: Sequence[Comparison], out_png: str | Path) -> None:
             x, [t.mean for t in times], [t.standard_error for t in times], fmt=style, capsize=3,
             label=LABELS[name],
         )  # fmt: skip
+    speed.set_yscale("log", base=2)  # before the limits are set: a logarithmic axis does not begin at 0
+    speed.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     _finish(speed, field, "tokens per second")
     _finish(duration, field, "iteration, s")
-    speed.set_yscale("log", base=10)
     workload = ordered[0].workload
     figure.suptitle(f"{workload.profile.name}, {workload.histogram.name}: simulated")
     figure.savefig(str(out_png))
