@@ -54,7 +54,8 @@ REPULL_WINDOW = 2
 """Re-pulled layers of a stage in memory at once: the one that computes, and the next one, which arrives."""
 
 
-def _repull_layers(value: object) -> object:
+def check_repull_layers(value: object) -> object:
+    """`value` where `hydra.link.repull_layers` may have it; raises ValueError saying what is wanted."""
     value = _whole(value)
     is_count = (
         isinstance(value, int) and not isinstance(value, bool) and (value == 0 or value > REPULL_WINDOW)
@@ -171,7 +172,7 @@ class LinkConfig(_Section):
     keep_frozen: bool = True
     """Whether slices of frozen parameters stay while the strategy does; they are pulled anew after any edit."""
 
-    repull_layers: Annotated[int | Literal["all"], BeforeValidator(_repull_layers)] = 0
+    repull_layers: Annotated[int | Literal["all"], BeforeValidator(check_repull_layers)] = 0
     """Layers of each stage, or "all", dropped after use and pulled again: memory of two, more traffic; CPUs only."""
 
 

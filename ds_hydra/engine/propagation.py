@@ -25,7 +25,6 @@ from ds_hydra.engine.link_session import DeviceClock, LinkSession, LinkThread
 from ds_hydra.engine.pipeline import StageInfo, StageIO, run_1f1b, run_forward_only
 from ds_hydra.engine.repull import SENDS_AHEAD, RepullService, RepullSession, Uses
 from ds_hydra.engine.repull_plan import (
-    NO_REPULLS,
     StageRepulls,
     check_repulls,
     served_elements,
@@ -107,17 +106,13 @@ class StrategyLink:
     """What is left out of the pull and served, layer by layer in each reader's order (`repull.py`); may be empty."""
     roles: tuple[Role | None, ...]
     """Of all ranks."""
-    repulls: Mapping[tuple[Scheme, int], StageRepulls]
-    """By scheme and stage, for those that pull layers again."""
+    repulls: tuple[StageRepulls, ...]
+    """What each rank pulls again."""
     memory: LinkMemory
 
-    def repulls_of(self, role: Role | None) -> StageRepulls:
-        """What a rank in `role` pulls again."""
-        return NO_REPULLS if role is None else self.repulls.get((role.scheme, role.stage), NO_REPULLS)
-
-    def uses_of(self, role: Role | None, plan: IterationPlan, *, training: bool) -> list[int]:
-        """In which order a rank in `role` uses what it pulls again."""
-        repulls = self.repulls_of(role)
+    def uses_of(self, rank: int, plan: IterationPlan, *, training: bool) -> list[int]:
+        """In which order `rank` uses what it pulls again."""
+        role, repulls = self.roles[rank], self.repulls[rank]
         if role is None or not repulls.buckets:
             return []
         num_rows = len(plan.pipelines[role.pipeline].micro_batches)
@@ -187,7 +182,7 @@ class Propagator:
         everyone = tuple(range(self.num_ranks))
         self._ranks_per_node = find_ranks_per_node(link_config, self.num_ranks)
         self._repull_layers = link_config.repull_layers
-        check_repulls(link_config, device, skeleton.num_layers)
+        check_repulls(self._repull_layers, skeleton.num_layers, device.type)
         purposes = ["pull", "push"] + (["pull_node", "push_node"] if self._ranks_per_node else [])
         self.groups.create([(purpose, everyone) for purpose in purposes])
         pull, push, *of_nodes = (self.groups.get(purpose, everyone) for purpose in purposes)
@@ -330,9 +325,8 @@ class Propagator:
                 )
 
             roles = tuple(Role.find(strategy, rank) for rank in range(self.num_ranks))
-            repulls = self._repulls_of(strategy)
-            repulls_of = [NO_REPULLS if r is None else repulls[r.scheme, r.stage] for r in roles]
-            kept, served = split_repulled(rank_buckets, repulls_of)
+            repulls = self.skeleton.strategy_repulls(strategy, self.num_ranks, self._repull_layers)
+            kept, served = split_repulled(rank_buckets, repulls)
             pull, push = plan(kept, gradients=False), plan(rank_buckets, gradients=True)
             pull_trained = pull
             if self._frozen is not None:
@@ -340,7 +334,7 @@ class Propagator:
                 pull_trained = plan(trained, gradients=False)
             repull = plan_link(self.skeleton.specs, served, self.rank)
             check_link_plans(strategy, (pull, pull_trained, push, repull), self._device)
-            slot_of = repulls_of[self.rank].slot_of
+            slot_of = repulls[self.rank].slot_of
             self._links[strategy] = StrategyLink(
                 role=roles[self.rank],
                 buckets=rank_buckets[self.rank],
@@ -349,7 +343,7 @@ class Propagator:
                 push=push,
                 repull=repull,
                 roles=roles,
-                repulls=repulls,
+                repulls=tuple(repulls),
                 memory=self._memory_of(rank_buckets[self.rank], slot_of, pull, push, repull),
             )
         return self._links[strategy]
@@ -372,7 +366,7 @@ class Propagator:
             self.pool,
             shards_P[0].dtype,
             with_gradients=with_gradients,
-            slot_of=link.repulls_of(link.role).slot_of,
+            slot_of=link.repulls[self.rank].slot_of,
         )
         session = LinkSession(
             self._thread,
@@ -391,20 +385,16 @@ class Propagator:
         self, plan: IterationPlan, link: StrategyLink, slices: Slices, *, training: bool
     ) -> RepullSession:
         """What serves and receives the re-pulls of `plan`, on every rank; without re-pulls it does nothing."""
-        uses = [link.uses_of(role, plan, training=training) for role in link.roles]
+        uses = [link.uses_of(rank, plan, training=training) for rank in range(self.num_ranks)]
         of_readers = {reader: order for reader, order in enumerate(uses) if order and reader != self.rank}
         return RepullSession(
             self.repull_service,
             link.repull,
             Uses(uses[self.rank], of_readers),
-            link.repulls_of(link.role).buckets,
+            link.repulls[self.rank].buckets,
             self._shards_P(),
             slices,
         )
-
-    def _repulls_of(self, strategy: Strategy) -> dict[tuple[Scheme, int], StageRepulls]:
-        places = [(scheme, stage) for scheme in set(strategy.schemes) for stage in range(scheme.pp)]
-        return {place: self.skeleton.stage_repulls(*place, self._repull_layers) for place in places}
 
     def _shards_P(self) -> list[Tensor]:
         return [p.ds_tensor.detach() for p in self.skeleton.params]
@@ -430,7 +420,7 @@ class Propagator:
         role = link.role
         if role is None or not plan.pipelines[role.pipeline].micro_batches:
             return 0.0
-        self._enter(role, link.repulls_of(role), slices, session, repulls)
+        self._enter(role, link.repulls[self.rank], slices, session, repulls)
         try:
             stage = self._stage_info(role, slices)
             rows = RowTensors.load(plan, plan.pipelines[role.pipeline], stage, load, self._device)

@@ -153,6 +153,7 @@ class RepullSession:
         self._use = -1
         self._serving: list[Future[None]] = []
         self._receiving: Future[None] | None = None
+        self._error: BaseException | None = None
         self._waits: list[tuple[Any, Any]] = []
         self._work: list[tuple[Any, Any]] = []
 
@@ -176,7 +177,7 @@ class RepullSession:
     def enter(self, bucket: int) -> None:
         """Computation leaves the re-pulled bucket it was in and comes to `bucket`: wait until that is there.
 
-        Raises what receiving raised. Nothing happens where computation is in `bucket` already, as when a
+        Raises what receiving or serving raised. Nothing happens where computation is in `bucket` already, as when a
         checkpointed layer is recomputed.
         """
         while self._use < 0 or self._buckets[self._uses.own[self._use]] != bucket:
@@ -217,21 +218,24 @@ class RepullSession:
         try:
             self._arrived.wait(number)
         except Abandoned:
-            assert self._receiving is not None
-            self._receiving.result()
-            raise
+            assert self._error is not None
+            raise self._error from None
         self._waits.append((begin, self._service.clock.stamp()))
 
     def _serve(self, reader: int, positions: Sequence[int], link: Link) -> None:
         """Send `reader` what it needs of this rank's shards, in its order."""
         self._service.clock.wait_for(self._start)  # shards are up to date
         under_way: deque[RoundUnderWay] = deque()
-        for position in positions:
-            under_way.append(link.begin_send(self._plan, position, reader, self._shards_P))
-            if len(under_way) == SENDS_AHEAD:
+        try:
+            for position in positions:
+                under_way.append(link.begin_send(self._plan, position, reader, self._shards_P))
+                if len(under_way) == SENDS_AHEAD:
+                    link.finish(under_way.popleft())
+            while under_way:
                 link.finish(under_way.popleft())
-        while under_way:
-            link.finish(under_way.popleft())
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _receive_all(self) -> None:
         """Every load in order, each posted as soon as its slot is free."""
@@ -252,9 +256,14 @@ class RepullSession:
                 self._arrive(*under_way)
         except Abandoned:
             return  # computation has failed
-        except BaseException:
-            self._arrived.abandon()
+        except BaseException as error:
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Let computation raise `error` at the next re-pulled layer; others may wait for what will not be sent."""
+        self._error = error
+        self._arrived.abandon()
 
     def _begin(self, load: Load) -> RoundUnderWay:
         begin = self._service.clock.stamp()

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
 
-import torch
-
-from ds_hydra.configs.hydra_config import REPULL_WINDOW, LinkConfig
+from ds_hydra.configs.hydra_config import REPULL_WINDOW
 from ds_hydra.engine.pipeline import Pass, one_forward_one_backward
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.zero_link import LinkPlan, RankBuckets
@@ -61,13 +59,12 @@ class StageRepulls:
 NO_REPULLS = StageRepulls()
 
 
-def check_repulls(config: LinkConfig, device: torch.device, num_layers: int) -> None:
-    """Raise HydraConfigError where `hydra.link.repull_layers` cannot be served."""
-    wanted = config.repull_layers
-    if wanted and device.type != "cpu":
+def check_repulls(wanted: int | Literal["all"], num_layers: int, device_type: str = "cpu") -> None:
+    """Raise HydraConfigError where `hydra.link.repull_layers` = `wanted` cannot be served."""
+    if wanted and device_type != "cpu":
         raise HydraConfigError(
             f"hydra.link.repull_layers is {json.dumps(wanted)}: re-pulls are served between CPU ranks (gloo) only; on "
-            f"{device.type} set it to 0, and let more TP or PP save the memory"
+            f"{device_type} set it to 0, and let more TP or PP save the memory"
         )
     if wanted != "all" and wanted > num_layers:
         raise HydraConfigError(

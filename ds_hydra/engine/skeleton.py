@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ds_hydra.engine import attention
 from ds_hydra.engine.adapters import SUMMED, is_lora, split_style, unwrap_adapters
 from ds_hydra.engine.attention import PackedRow
-from ds_hydra.engine.repull_plan import StageRepulls, choose_layers
+from ds_hydra.engine.repull_plan import NO_REPULLS, StageRepulls, choose_layers
 from ds_hydra.engine.tensor_parallel import TensorParallel, hook_colwise, hook_embedding, hook_rowwise
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
@@ -234,6 +234,17 @@ class Skeleton:
             buckets=tuple(buckets),
             has_backward=tuple(stage > 0 or any(trained[: r + 1]) for r in buckets),
         )
+
+    def strategy_repulls(
+        self, strategy: Strategy, num_ranks: int, wanted: int | Literal["all"]
+    ) -> list[StageRepulls]:
+        """What each rank pulls again under `strategy`; idle ranks nothing."""
+        repulls = [NO_REPULLS] * num_ranks
+        for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
+            of_stages = [self.stage_repulls(scheme, stage, wanted) for stage in range(scheme.pp)]
+            for place, rank in enumerate(ranks):
+                repulls[rank] = of_stages[place // scheme.tp]
+        return repulls
 
     def strategy_buckets(self, strategy: Strategy, num_ranks: int) -> list[RankBuckets]:
         """The buckets of all ranks under `strategy`; equal ones are one object. Idle ranks have none."""
