@@ -321,9 +321,9 @@ def _describe_repulls(part: dict[str, Any]) -> list[str]:
         f"re-pull of {layers} of each stage; the pull above is of the rest",
         f"  slices of a rank take {_size(max(part['slice_bytes']))} at most, "
         f"{_size(max(part['slice_bytes_without']))} without re-pulls",
-        f"  forward and backward of one more row receive {max(arrivals)} layers again, {_size(max(received))} on a rank "
-        f"at most,",
-        f"  {_size(sum(received))} in all: {part['predicted_ms_per_row']:.2f} ms to hide behind the row",
+        f"  forward and backward of one more row receive {max(arrivals)} layers again,",
+        f"  {_size(max(received))} on a rank at most, {_size(sum(received))} in all: "
+        f"{part['predicted_ms_per_row']:.2f} ms to hide behind the row",
     ]
 
 

@@ -270,8 +270,8 @@ class _Budget:
         )
         if self._profile is not None:
             self._report.assumed.append(
-                "memory counts two of the layers that are pulled again; the profile's times know of re-pulls only if it "
-                f"was measured with them (`ds-hydra link --repull-layers {wanted}` shows what they send)"
+                "memory counts two of the layers that are pulled again; the profile's times know of re-pulls only if "
+                f"it was measured with them (`ds-hydra link --repull-layers {wanted}` shows what they send)"
             )
 
     def _say_what_is_profiled(self, given: Sequence[Strategy]) -> None:

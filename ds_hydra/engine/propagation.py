@@ -27,7 +27,7 @@ from ds_hydra.engine.repull import SENDS_AHEAD, RepullService, RepullSession, Us
 from ds_hydra.engine.repull_plan import (
     StageRepulls,
     check_repulls,
-    served_elements,
+    served_bytes,
     split_repulled,
     stage_passes,
 )
@@ -513,7 +513,7 @@ class Propagator:
             gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in buckets) * 4,
             window_bytes=4 * largest,
             staged_bytes=max(pull.staged_elements * itemsize, push.staged_elements * 4),
-            serving_bytes=served_elements(repull, SENDS_AHEAD) * itemsize,
+            serving_bytes=served_bytes(repull, SENDS_AHEAD, itemsize),
         )
 
 

@@ -18,6 +18,7 @@ from ds_hydra.configs.hydra_config import REPULL_WINDOW
 from ds_hydra.engine.pipeline import Pass, one_forward_one_backward
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.zero_link import LinkPlan, RankBuckets
+from ds_hydra.zero_link.buffers import ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +131,18 @@ def split_repulled(
     return [kept for kept, _ in both], [served for _, served in both]
 
 
-def served_elements(plan: LinkPlan, sends_ahead: int) -> int:
-    """Most elements of packed messages on this rank: `sends_ahead` layers for each reader, a window of its own."""
+def served_bytes(plan: LinkPlan, sends_ahead: int, itemsize: int) -> int:
+    """Most bytes of packed messages on this rank: `sends_ahead` layers for each reader, a window of its own."""
+
+    def padded(numel: int) -> int:
+        return -(-numel * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
     most_sent: dict[int, int] = {}
     most_received = 0
     for round_ in plan.rounds:
         phase = round_.phases[0]
         for batch in phase.outgoing:
             for peer in batch.peers:
-                most_sent[peer] = max(most_sent.get(peer, 0), batch.buffered_numel)
-        most_received = max(most_received, sum(batch.buffered_numel for batch in phase.incoming))
+                most_sent[peer] = max(most_sent.get(peer, 0), padded(batch.buffered_numel))
+        most_received = max(most_received, padded(sum(batch.buffered_numel for batch in phase.incoming)))
     return sends_ahead * sum(most_sent.values()) + REPULL_WINDOW * most_received
