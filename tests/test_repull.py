@@ -18,9 +18,9 @@ from single_process import num_label_tokens, random_examples
 from test_engine_link import random_strategy
 from test_engine_parity import assert_parity, check_gradients, hand_plan
 
-from ds_hydra.engine.slices import SlicePool
+from ds_hydra.engine.slices import SlicePool, slice_numel
 from ds_hydra.errors import HydraConfigError, RankLostError
-from ds_hydra.strategy import Strategy
+from ds_hydra.strategy import Scheme, Strategy
 
 NUM_LAYERS = 6
 PARITY_STRATEGIES = (
@@ -113,8 +113,8 @@ def memory():
         engine = start_hydra(model, hydra={"link": {"repull_layers": wanted}})
         propagator = engine.hydra.propagator
         propagator.pool = SlicePool(torch.device("cpu"), exact=True)
-        layer = [b.param for b in engine.hydra.skeleton.units[1].bindings]
-        found["layer"] = sum(propagator.skeleton.specs[p].numel for p in layer) * 4
+        layer = engine.hydra.skeleton.buckets(Scheme(1, 1), 0, 0)[1]
+        found["layer"] = slice_numel(propagator.skeleton.specs, layer) * 4
         for text in ("4x<1,1>", "2x<2,1>", "1x<1,2> + 1x<1,1>"):
             service = propagator.repull_service
             for buffers in service._buffers:
@@ -266,7 +266,7 @@ def test_all_ranks_end_where_one_is_lost_between_re_pulls(tmp_path, how, watchdo
     for rank in (0, 2):
         assert ended[rank].exit_code in (1, 75), ended[rank].stderr
         if watchdog:
-            assert "rank 1 failed" in ended[rank].stderr
-            assert "no room left, on purpose" in ended[rank].stderr
+            assert "rank 1 is gone: its process ended; rank" in ended[rank].stderr
         else:
-            assert "Connection closed by peer" in ended[rank].stderr
+            assert "by peer" in ended[rank].stderr  # gloo: the connection was closed, or reset
+    assert how == "dies" or "MemoryError: no room left, on purpose" in ended[1].stderr

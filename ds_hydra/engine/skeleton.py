@@ -180,11 +180,11 @@ class Skeleton:
                 f"scheme {scheme}: parameters {', '.join(self._unplanned[:3])} are used between sliced layers, but "
                 f"the tp plan of {type(self._model).__name__} does not say how; use TP 1 in hydra.strategies"
             )
-        refused = sorted(set(_tp_plan(self._model).values()) - SUPPORTED_STYLES)
+        refused = [f"{m} ({s})" for m, s in _tp_plan(self._model).items() if s not in SUPPORTED_STYLES]
         if refused:
             raise UnsupportedModelError(
-                f"scheme {scheme}: the tp plan of {type(self._model).__name__} uses {', '.join(refused)}, which "
-                "ds_hydra does not run; use TP 1 in hydra.strategies"
+                f"scheme {scheme}: the tp plan of {type(self._model).__name__} has styles that ds_hydra does not run, "
+                f"as for fused weights: {', '.join(refused)}; use TP 1 in hydra.strategies"
             )
 
     def stage_layers(self, num_stages: int, stage: int) -> range:
