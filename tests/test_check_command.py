@@ -85,6 +85,11 @@ def test_layers_that_are_pulled_again_leave_room_for_longer_rows():
         assert any("on an accelerator the engine refuses it" in text for text in found[wanted, "said"])
         assert found[wanted, "groups"] == found[0, "groups"] + 1
     assert not any("repull" in text for text in found[0, "said"])
+    counted = check_config(
+        CheckRequest(config=changed(hydra={"link": {"repull_layers": 16}}), model="llama2_7b", num_devices=8)
+    )  # from the model's own parameters: norms too
+    for row in counted.schemes:
+        assert row["states_bytes"] == pytest.approx(found[16][row["scheme"]]["states_bytes"], rel=1e-3)
     (problem,) = problems_of(changed(hydra={"link": {"repull_layers": 33}}), model="llama2_7b")
     assert problem.startswith("hydra.link.repull_layers is 33, the model has 32 layers; set it to 32 or less")
 

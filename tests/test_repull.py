@@ -18,6 +18,7 @@ from single_process import num_label_tokens, random_examples
 from test_engine_link import random_strategy
 from test_engine_parity import assert_parity, check_gradients, hand_plan
 
+from ds_hydra.engine.profiler import token_bytes
 from ds_hydra.engine.slices import SlicePool, slice_numel
 from ds_hydra.errors import HydraConfigError, RankLostError
 from ds_hydra.strategy import Scheme, Strategy
@@ -122,6 +123,7 @@ def memory():
             engine.train_batch(examples, strategy=text)
             stated = propagator.link_memory(Strategy.parse(text))
             found[wanted, text] = stated, propagator.pool.nbytes, service.peak_bytes
+        found["token", wanted] = token_bytes(propagator, Strategy.parse("2x<2,1>"), 16)
     return found
 
 
@@ -206,7 +208,7 @@ def test_frozen_layers_are_pulled_again_where_a_pass_needs_them(results):
 def test_a_rank_holds_two_of_its_re_pulled_layers(results):
     for rank, result in enumerate(results):
         found = result["memory"]
-        for case, (stated, held, in_use) in ((c, f) for c, f in found.items() if c != "layer"):
+        for case, (stated, held, in_use) in ((c, f) for c, f in found.items() if isinstance(f, tuple)):
             if stated.slice_bytes:
                 assert held == stated.slice_bytes + stated.gradient_bytes, (rank, case)
             assert in_use <= stated.serving_bytes, (rank, case)
@@ -217,6 +219,13 @@ def test_a_rank_holds_two_of_its_re_pulled_layers(results):
         assert none.slice_bytes - some.slice_bytes == pytest.approx((4 - 2) * found["layer"], rel=0.02)
         assert none.serving_bytes == 0 < every.serving_bytes
         assert found["all", "2x<2,1>"][2] > 0
+
+
+@pytest.mark.distributed
+def test_a_profile_counts_the_same_activations(results):
+    for result in results:
+        found = result["memory"]
+        assert found["token", "all"] == found["token", 4] == found["token", 0] > 0
 
 
 @pytest.mark.distributed
