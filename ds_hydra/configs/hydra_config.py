@@ -191,6 +191,9 @@ class HydraConfig(_Section):
     activation_checkpointing: bool = False
     """Recompute each decoder layer in backward: 1/3 more time, far less memory; off: short contexts fit."""
 
+    compile_layers: bool = False
+    """Run each decoder layer through torch.compile: faster passes for a minute of compilation at the start."""
+
     run_dir: Text | None = None
     """Folder for `metrics.jsonl` and the plans; null writes nothing."""
 

@@ -72,7 +72,11 @@ class HydraEngine(DeepSpeedEngine):
         if get_accelerator().device_name() == "cpu":
             keep_freed_memory()
         # The copy must be made before DeepSpeed hooks the model's modules and partitions its parameters.
-        skeleton = Skeleton(model, activation_checkpointing=hydra_config.activation_checkpointing)
+        skeleton = Skeleton(
+            model,
+            activation_checkpointing=hydra_config.activation_checkpointing,
+            compile_layers=hydra_config.compile_layers,
+        )
         self._hydra_config = hydra_config
         self._hydra: HydraRuntime | None = None
         memory = MemoryWatch()  # before DeepSpeed's buffers and states
