@@ -70,9 +70,12 @@ def start(size: str, dtype: str) -> ds_hydra.HydraEngine:
     config = LlamaConfig(
         **SIZES[size], num_attention_heads=16, num_key_value_heads=16, tie_word_embeddings=False
     )
-    with deepspeed.zero.Init(
-        config_dict_or_path={"zero_optimization": {"stage": 3}}
-    ):  # never whole on a rank
+    stage3 = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": dtype == "bf16"},
+    }
+    with deepspeed.zero.Init(config_dict_or_path=stage3):  # never whole on a rank
         model = LlamaForCausalLM(config)
     section = {
         "context_length": 64,
@@ -82,10 +85,9 @@ def start(size: str, dtype: str) -> ds_hydra.HydraEngine:
     engine, *_ = ds_hydra.initialize(
         model=model,
         config={
+            **stage3,
             "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
             "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 3},
-            "bf16": {"enabled": dtype == "bf16"},
             "hydra": {key: list(v) if isinstance(v, tuple) else v for key, v in section.items()},
         },
     )
