@@ -400,9 +400,9 @@ def what_is_held():
     widths, alive = [], []
     bind, loss_of = engine.hydra.skeleton.bind, propagation.summed_cross_entropy
 
-    def watching_bind(scheme, stage, leaves, await_bucket):
+    def watching_bind(scheme, stage, leaves, *callbacks):
         alive.extend(weakref.ref(leaf) for leaf in leaves.values())
-        bind(scheme, stage, leaves, await_bucket)
+        bind(scheme, stage, leaves, *callbacks)
 
     def watching_loss(logits_TV, *arguments):
         widths.append(logits_TV.shape[-1])

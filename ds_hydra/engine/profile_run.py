@@ -21,7 +21,7 @@ from ds_hydra.engine.agreement import raise_together
 from ds_hydra.engine.groups import groups_of
 from ds_hydra.engine.measurements import Measurements
 from ds_hydra.engine.meta_model import load_model_config
-from ds_hydra.engine.profile_document import limit_memory
+from ds_hydra.engine.profile_document import fit_memory
 from ds_hydra.engine.profiler import measure_profile
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.random_model import build_random_skeleton
@@ -103,7 +103,7 @@ def run_profile(request: ProfileRequest, device: torch.device, resume_file: Path
         )
     else:
         document = _profile_ranks(skeleton, schemes, request.config, known, device)
-    return dict(limit_memory(document, request.config.memory_limit_bytes).document)
+    return dict(fit_memory(document, request.config, skeleton).document)
 
 
 def _profile_ranks(

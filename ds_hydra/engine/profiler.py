@@ -21,7 +21,7 @@ from ds_hydra.engine.measurements import Measurements
 from ds_hydra.engine.profile_document import (
     describe_hardware,
     describe_model,
-    limit_memory,
+    fit_memory,
     saturation,
     scheme_entry,
     state_memory,
@@ -142,7 +142,7 @@ def _lengths_that_fit(
 
     Schemes that hold too little for two lengths are left out of the profile.
     """
-    memory = limit_memory(model, config.memory_limit_bytes).memory
+    memory = fit_memory(model, config, propagator.skeleton).memory
     wanted = config.profiling.lengths or default_lengths(config.context_length)
     fitting = {}
     for scheme in schemes:

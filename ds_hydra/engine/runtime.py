@@ -25,7 +25,7 @@ from ds_hydra.engine.groups import within_groups
 from ds_hydra.engine.latency_tracker import LatencyTracker
 from ds_hydra.engine.metrics import IterationMetrics, RunLog, describe_run, pack_occupancy
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
-from ds_hydra.engine.profile_document import limit_memory, nominal_profile
+from ds_hydra.engine.profile_document import fit_memory, nominal_profile
 from ds_hydra.engine.profiler import measure_profile
 from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
 from ds_hydra.engine.skeleton import Skeleton
@@ -113,7 +113,7 @@ class HydraRuntime:
         self._profile: Profile | None = None
         if config.profile is not None:
             document = Profile.load(find_profile(config.profile)).document
-            self._profile = limit_memory(document, config.memory_limit_bytes)
+            self._profile = fit_memory(document, config, skeleton)
             self._profile.check_model(
                 num_layers=skeleton.num_layers,
                 hidden_size=skeleton.hidden_size,
@@ -341,7 +341,7 @@ class HydraRuntime:
 
     def _use_measured(self, document: Mapping[str, Any]) -> None:
         """Plan with a measured profile, and with the candidates that it knows."""
-        self._profile = limit_memory(document, self.config.memory_limit_bytes)
+        self._profile = fit_memory(document, self.config, self.skeleton)
         if self.config.strategies is None:  # schemes that hold no row were left out
             known = self._profile.latency
             self.strategies = tuple(s for s in self._at_start if all(x in known for x in s.schemes))
