@@ -111,8 +111,7 @@ def test_the_planner_keeps_tp_inside_the_nodes_of_a_slow_network():
 
 
 STRATEGIES = ("1x<2,2>", "2x<2,1>", "1x<2,1> + 1x<1,2>", "4x<1,1>", "1x<4,1>", "1x<1,4>")
-"""On hosts of two ranks the first three keep TP inside a host; the first and fourth send most or all across."""
-
+"""On two hosts of two ranks: TP inside and a pipeline across, all inside, mixed, none, TP across, four stages."""
 
 ROUTED = ("1x<2,2>", "1x<2,1> + 1x<1,2>", "4x<1,1>")
 """Those whose bytes are counted."""
@@ -248,20 +247,19 @@ def check_bytes(of_hosts):
 @pytest.mark.timeout(600)
 def test_two_hosts_of_two_ranks(tmp_path):
     """As on one host, bit for bit; the plan's bytes and no more on the wire; a host that is cut off is named."""
-    alone = run_on_hosts(train_count_and_wait_for_a_cut, None, [4], tmp_path / "alone", "", False, 2)
+    folder = tmp_path / "two"
+
+    def cut_off():
+        if not (folder / "cut_now").exists():
+            return False
+        hosts.cut(1)
+        (folder / "is_cut").touch()
+        return True
+
     with hosts_or_skip(2) as hosts:
-
-        def cut_off():
-            if not (tmp_path / "two" / "cut_now").exists():
-                return False
-            hosts.cut(1)
-            (tmp_path / "two" / "is_cut").touch()
-            return True
-
-        folder = tmp_path / "two"
-        ended = run_on_hosts(
-            train_count_and_wait_for_a_cut, hosts, [2, 2], folder, str(folder), True, poll=cut_off
-        )
+        function = train_count_and_wait_for_a_cut
+        alone = run_on_hosts(function, None, [4], tmp_path / "alone", "", False, 2)
+        ended = run_on_hosts(function, hosts, [2, 2], folder, str(folder), True, poll=cut_off)
     outcomes = [json.loads((folder / f"outcome_{rank}").read_text()) for rank in range(4)]
     for outcome in outcomes:
         assert outcome["hosts"] == ["node-0", "node-1"]
@@ -298,13 +296,13 @@ def start_everywhere(hosts, folder, command_of):
 @pytest.mark.timeout(900)
 def test_launchers_on_two_hosts_and_a_process_of_the_other_host_killed(tmp_path):
     """torchrun restarts both hosts; DeepSpeed's launcher goes on from their checkpoint; the curve is one host's."""
-    (tmp_path / "alone").mkdir()
-    run_on_hosts(nodes_script.train, None, [2], tmp_path / "alone", str(tmp_path / "alone"), 8)
-    wanted = {iteration: loss for iteration, loss, _ in read_json_lines(tmp_path / "alone" / "losses")}
-    folder = tmp_path / "two"
+    alone, folder = tmp_path / "alone", tmp_path / "two"
+    alone.mkdir()
     folder.mkdir()
     (folder / "hostfile").write_text("node-0 slots=1\nnode-1 slots=1\n")
     with hosts_or_skip(2) as hosts:
+        run_on_hosts(nodes_script.train, None, [2], alone, str(alone), 8)
+        wanted = {iteration: loss for iteration, loss, _ in read_json_lines(alone / "losses")}
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1]
         torchrun += ["--max-restarts", 2, "--rdzv-backend", "c10d", "--rdzv-id", "run"]
         torchrun += ["--rdzv-endpoint", f"{hosts.names[0]}:29400"]
