@@ -161,7 +161,7 @@ class LinkConfig(_Section):
     """A slice enters a node once and spreads there ("node"; on one node the same), or once per rank ("direct")."""
 
     devices_per_node: Count | None = None
-    """Consecutive ranks of one node; null asks the launcher, which is right unless nodes differ."""
+    """Consecutive ranks of one node; null compares the ranks' host names; give it where a host is not a node."""
 
     overlap: bool = True
     """Whether pull and push run beside computation in a thread of their own; false only to compare or debug."""

@@ -457,6 +457,7 @@ class HydraRuntime:
             self.propagator.rank,
             self.num_ranks,
             lambda text: broadcast_text([text], 0, self._device)[0],
+            places=[self.propagator.hosts.describe_place(rank) for rank in range(self.num_ranks)],
             silence_s=faults.silence_s,
             grace_s=faults.grace_s,
         )

@@ -20,7 +20,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ds_hydra.errors import HydraError, RankLostError
@@ -52,7 +52,8 @@ class Verdict:
 class Watchdog:
     """One per process. Creating it is collective over all ranks; everything else is not.
 
-    `exchange_text` gives rank 0's text on every rank. `silence_s`: without a sign of life for so long, a rank
+    `exchange_text` gives rank 0's text on every rank. `places[rank]` is where a rank runs, in words; empty where
+    that says nothing. `silence_s`: without a sign of life for so long, a rank
     counts as lost. `grace_s`: a rank that still waits in a collective so long after another was lost ends
     itself with `EXIT_CODE`.
     """
@@ -63,10 +64,12 @@ class Watchdog:
         num_ranks: int,
         exchange_text: Callable[[str], str],
         *,
+        places: Sequence[str],
         silence_s: float,
         grace_s: float,
     ) -> None:
         self._rank = rank
+        self._places = places
         self._silence_s = silence_s
         self._grace_s = grace_s
         self._section = 0
@@ -149,8 +152,9 @@ class Watchdog:
             now = time.monotonic()
             for peer in list(self._peers.values()):
                 if now - peer.last_seen > self._silence_s:
+                    place = self._places[peer.rank] or "host"
                     self._drop(
-                        peer, f"is silent for {self._silence_s:.0f} s (host cut off, or process stopped)"
+                        peer, f"is silent for {self._silence_s:.0f} s ({place} cut off, or process stopped)"
                     )
                 elif now - peer.last_told > self._silence_s / 4:
                     peer.last_told = now
@@ -165,7 +169,8 @@ class Watchdog:
         except OSError:
             data = b""
         if not data:
-            self._drop(peer, "is gone: its process ended")
+            place = self._places[peer.rank]
+            self._drop(peer, "is gone: its process ended" + (f" on {place}" if place else ""))
             return
         peer.last_seen = time.monotonic()
         peer.buffer += data
@@ -312,10 +317,18 @@ _watchdog: Watchdog | None = None
 
 
 def start_watchdog(
-    rank: int, num_ranks: int, exchange_text: Callable[[str], str], *, silence_s: float, grace_s: float
+    rank: int,
+    num_ranks: int,
+    exchange_text: Callable[[str], str],
+    *,
+    places: Sequence[str],
+    silence_s: float,
+    grace_s: float,
 ) -> Watchdog:
     """The watchdog of this process, started by its first engine. Collective over all ranks."""
     global _watchdog
     if _watchdog is None:
-        _watchdog = Watchdog(rank, num_ranks, exchange_text, silence_s=silence_s, grace_s=grace_s)
+        _watchdog = Watchdog(
+            rank, num_ranks, exchange_text, places=places, silence_s=silence_s, grace_s=grace_s
+        )
     return _watchdog
