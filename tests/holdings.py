@@ -1,0 +1,58 @@
+"""What a rank holds between two iterations, and iterations that are drawn at random: the same on every rank."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import threading
+from dataclasses import dataclass
+
+import psutil
+from models import VOCAB_SIZE
+from single_process import random_examples
+from torch import Tensor
+
+from ds_hydra.engine import HydraEngine
+
+STRATEGIES_OF_4 = (
+    "4x<1,1>", "1x<4,1>", "1x<2,1> + 1x<1,2>", "1x<1,4>", "1x<2,2>", "1x<1,3> + 1x<1,1>", "2x<2,1>",
+    "1x<2,1> + 1x<1,1>", "2x<1,2>", "1x<1,2> + 2x<1,1>",
+)  # fmt: skip
+"""Homogeneous and heterogeneous ones, one that leaves a rank idle included."""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What must not grow with the number of iterations; memory has noise, the rest has none."""
+
+    rss_bytes: int
+    open_files: int
+    process_groups: int
+    threads: int
+    """Of Python."""
+    tensors: int
+    """Alive, garbage that waits for the collector included."""
+
+    @classmethod
+    def of(cls, engine: HydraEngine) -> Holdings:
+        process = psutil.Process(os.getpid())
+        return cls(
+            rss_bytes=process.memory_info().rss,
+            open_files=process.num_fds(),
+            process_groups=len(engine.hydra.propagator.groups),
+            threads=threading.active_count(),
+            tensors=sum(issubclass(type(o), Tensor) for o in gc.get_objects()),
+        )
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """All but memory."""
+        return self.open_files, self.process_groups, self.threads, self.tensors
+
+
+def train_random_iteration(engine: HydraEngine, generator: random.Random, iteration: int) -> float:
+    """4 to 12 sequences of 2 to 60 tokens under one of the strategies of 4 ranks; the loss."""
+    lengths = [generator.randint(2, 60) for _ in range(generator.randint(4, 12))]
+    examples = random_examples(lengths, VOCAB_SIZE, seed=iteration)
+    return float(engine.train_batch(examples, strategy=generator.choice(STRATEGIES_OF_4)))
