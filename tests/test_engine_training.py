@@ -121,7 +121,9 @@ def twice_and_resumed(folder):
     engine.save_checkpoint(folder, client_state={"mine": 7})
     resumed = start_hydra(tiny("llama_tied", seed=1))
     path, client_state = resumed.load_checkpoint(folder)
-    rest = [float(resumed.train_batch(b, strategy=s)) for b, s in zip(data[3:], STRATEGIES_OF_4[3:6], strict=True)]
+    rest = [
+        float(resumed.train_batch(b, strategy=s)) for b, s in zip(data[3:], STRATEGIES_OF_4[3:6], strict=True)
+    ]
     resumed.save_16bit_model(folder, "model.bin")
     return first, second, rest, path is not None, client_state.get("mine"), resumed.global_steps
 
