@@ -48,8 +48,7 @@ from holdings import STRATEGIES_OF_4, Holdings, train_random_iteration
 from models import tiny
 
 LAUNCHES = (
-    ("torchrun", "1:3:forward"), ("torchrun", "0:5:push"), ("torchrun", "1:6:step"),
-    ("deepspeed", "1:5:backward"), ("deepspeed", "0:4:pull"),
+    ("torchrun", "1:3:forward"), ("deepspeed", "1:5:backward"), ("torchrun", "0:5:push"), ("deepspeed", "0:4:pull"),
 )  # fmt: skip
 """Launcher, and rank:iteration:phase of the kill."""
 
@@ -254,10 +253,12 @@ def measure_fuzz(records: Records, num_inputs: int) -> None:
     """Every reader under hypothesis and under a coverage-guided fuzzer; raises where one crashes, or is slow."""
     folder = records.folder / "fuzz"
     folder.mkdir(exist_ok=True)
-    for name, (reader, valid) in targets(folder).items():
+    readers = targets(folder)
+    for name in readers:
         keys = {"reader": name, "fuzzer": "coverage", "num": num_inputs}
         records.measure("fuzz", keys, lambda name=name: fuzz_with_coverage(name, num_inputs, folder))
-        for piece in range(-(-num_inputs // HYPOTHESIS_PIECE)):
+    for piece in range(-(-num_inputs // HYPOTHESIS_PIECE)):
+        for name, (reader, valid) in readers.items():
             keys = {"reader": name, "fuzzer": "hypothesis", "piece": piece}
             records.measure("fuzz", keys, lambda r=reader, v=valid, piece=piece: run_hypothesis(r, v, piece))
 
@@ -369,42 +370,47 @@ def describe_saves(records: list[dict[str, Any]]) -> str:
     )
 
 
-def slope_of(samples: list[dict[str, int]]) -> tuple[float, float]:
-    """Bytes per iteration, and the half width of its 95% interval, as if samples were independent."""
-    xs, ys = [s["iteration"] for s in samples], [s["rss_bytes"] for s in samples]
+def slope_of(samples: list[dict[str, int]], key: str) -> str:
+    """Bytes per iteration, with the 95% interval that samples around a line would give."""
+    xs, ys = [s["iteration"] for s in samples], [s[key] for s in samples]
     slope, intercept = statistics.linear_regression(xs, ys)
     rest = [y - slope * x - intercept for x, y in zip(xs, ys)]
     spread = sum(r * r for r in rest) / (len(xs) - 2)
     mean = statistics.fmean(xs)
-    return slope, 1.96 * (spread / sum((x - mean) ** 2 for x in xs)) ** 0.5
+    half = 1.96 * (spread / sum((x - mean) ** 2 for x in xs)) ** 0.5
+    return f"{slope:+.0f} ± {half:.0f}"
 
 
 def describe_leak(records: list[dict[str, Any]]) -> str:
     record = records[-1]
-    rows = []
+    memory, counts = [], []
     for rank, samples in enumerate(record["ranks"]):
-        warm = samples[len(samples) // 4 :]
-        half, last = samples[len(samples) // 2], samples[-1]
-        slope, noise = slope_of(warm)
-        slope_end, noise_end = slope_of(samples[len(samples) // 2 :])
-        rows.append(
+        quarter, half, last = samples[len(samples) // 4], samples[len(samples) // 2], samples[-1]
+        tail = samples[len(samples) // 2 :]
+        memory.append(
             [
                 rank,
-                *(f"{s['rss_bytes'] / 2**20:.2f}" for s in (warm[0], half, last)),
-                f"{slope:+.0f} ± {noise:.0f}",
-                f"{slope_end:+.0f} ± {noise_end:.0f}",
-                *(
-                    f"{warm[0][key]} -> {last[key]}"
-                    for key in ("open_files", "process_groups", "threads", "tensors")
-                ),
+                *(f"{s['malloc_bytes'] / 2**20:.2f}" for s in (quarter, half, last)),
+                slope_of(tail, "malloc_bytes"),
+                *(f"{s['rss_bytes'] / 2**20:.1f}" for s in (quarter, half, last)),
+                slope_of(tail, "rss_bytes"),
             ]
         )
-    head = ["rank", "RSS MiB after 25%", "50%", "100%", "bytes per iteration, last 75%", "last 50%"]
+        keys = ("open_files", "process_groups", "threads", "tensors", "python_blocks")
+        counts.append([rank, *(f"{quarter[key]:,} -> {last[key]:,}" for key in keys)])
+    head = [f"{what} {when}" for what in ("malloc", "RSS") for when in ("after 25%", "50%", "100%", "slope")]
     return "\n\n".join(
         [
             f"{record['iterations']:,} iterations on 4 ranks, one of {len(STRATEGIES_OF_4)} strategies drawn for each, "
-            "4 to 12 sequences of 2 to 60 tokens.",
-            table([*head, "open files", "process groups", "threads", "live tensors"], rows),
+            "4 to 12 sequences of 2 to 60 tokens. `malloc`: MiB handed out and not freed; RSS: MiB resident. Slopes: "
+            "bytes per iteration over the last half. RSS follows malloc's high-water marks, which are kept on purpose "
+            "(`engine/host_memory.py`).",
+            table(["rank", *head], memory),
+            "From 25% to the end:",
+            table(
+                ["rank", "open files", "process groups", "threads", "live tensors", "blocks of Python"],
+                counts,
+            ),
         ]
     )
 

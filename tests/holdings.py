@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import random
+import sys
 import threading
 from dataclasses import dataclass
 
@@ -27,6 +29,10 @@ class Holdings:
     """What must not grow with the number of iterations; memory has noise, the rest has none."""
 
     rss_bytes: int
+    malloc_bytes: int
+    """Handed out by glibc's malloc and not freed; 0 with another C library."""
+    python_blocks: int
+    """Handed out by Python's own allocator."""
     open_files: int
     process_groups: int
     threads: int
@@ -39,6 +45,8 @@ class Holdings:
         process = psutil.Process(os.getpid())
         return cls(
             rss_bytes=process.memory_info().rss,
+            malloc_bytes=_malloc_bytes(),
+            python_blocks=sys.getallocatedblocks(),
             open_files=process.num_fds(),
             process_groups=len(engine.hydra.propagator.groups),
             threads=threading.active_count(),
@@ -49,6 +57,26 @@ class Holdings:
     def counts(self) -> tuple[int, ...]:
         """All but memory."""
         return self.open_files, self.process_groups, self.threads, self.tensors
+
+
+class _MallInfo2(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h, over all arenas."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def _malloc_bytes() -> int:
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return 0
+    mallinfo2.restype = _MallInfo2
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
 
 
 def train_random_iteration(engine: HydraEngine, generator: random.Random, iteration: int) -> float:
