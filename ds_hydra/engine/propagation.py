@@ -376,8 +376,6 @@ class Propagator:
             slices=slices,
             grads_P=grads_P,
         )
-        if grads_P is not None:
-            slices.on_gradient = session.gradients_complete
         return slices, session
 
     def _open_repulls(

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import logging
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -33,7 +34,7 @@ from ds_hydra.engine.stop_request import StopRequest
 from ds_hydra.engine.straggler import StragglerFinder
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL
 from ds_hydra.engine.trace import MemoryWatch, TraceChoice, gather_timeline
-from ds_hydra.engine.watchdog import Watchdog, start_watchdog
+from ds_hydra.engine.watchdog import Watchdog, find_restart_problem, start_watchdog
 from ds_hydra.errors import HydraConfigError, HydraDataError, InfeasiblePlanError, PlanMismatchError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
@@ -451,6 +452,8 @@ class HydraRuntime:
 
     def _start_watchdog(self) -> Watchdog | None:
         faults = self.config.faults
+        if self.is_first_rank and (problem := find_restart_problem(os.environ)):
+            logger.warning("%s", problem)
         if self.num_ranks == 1 or not faults.watchdog:
             return None
         return start_watchdog(

@@ -20,7 +20,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_hydra.errors import HydraError, RankLostError
@@ -146,10 +146,13 @@ class Watchdog:
     # The thread.
 
     def _serve(self) -> None:
+        last_tick = time.monotonic()
         while True:
             for key, _ in self._selector.select(_TICK_S):
                 self._receive(key.data)
             now = time.monotonic()
+            self._forgive(now - last_tick, now)
+            last_tick = now
             for peer in list(self._peers.values()):
                 if now - peer.last_seen > self._silence_s:
                     place = self._places[peer.rank] or "host"
@@ -160,6 +163,12 @@ class Watchdog:
                     peer.last_told = now
                     self._send(peer, _ALIVE, self._rank, 0, "")
             self._end_if_stuck(now)
+
+    def _forgive(self, seconds: float, now: float) -> None:
+        """A pause of this very process (a job that was suspended and continued) is no silence of the others."""
+        if seconds > max(2 * _TICK_S, self._silence_s / 4):
+            for peer in self._peers.values():
+                peer.last_seen = min(now, peer.last_seen + seconds)
 
     def _receive(self, peer: _Peer) -> None:
         try:
@@ -311,6 +320,21 @@ def _looks_like_a_lost_peer(error: BaseException) -> bool:
 
 
 _COLLECTIVE_WORDS = ("gloo", "NCCL", "onnection", "Broken pipe", "imed out", "ProcessGroup")
+
+
+def find_restart_problem(environment: Mapping[str, str]) -> str | None:
+    """Why a restart by this launcher would not come up, or None; looks at torchrun's variables only.
+
+    torchrun's ranks meet in a store of its agent, which outlives them: a restarted rank finds the address of
+    one that is gone and waits for it (pytorch issue 135712, again so in torch 2.13).
+    """
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return (
+        f"torchrun --max-restarts {restarts} shares a store with the ranks in which restarted ones find the "
+        "addresses of lost ones and hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    )
 
 
 _watchdog: Watchdog | None = None
