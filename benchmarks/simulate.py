@@ -201,12 +201,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--out", type=Path, required=True, help="JSON file with all numbers")
+    parser.add_argument("--cases", default="", help="only cases whose name has this text in it")
     parser.add_argument("--all", action="store_true", help="the cases of all figures, not only Fig. 10")
     parser.add_argument("--document", type=Path, default=None, help="Markdown file of every simulated case")
     arguments = parser.parse_args()
     known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"cases": []}
     done = {c["name"]: c for c in known["cases"] if c["iterations"] == arguments.iterations}
     wanted = [n for n in list_cases() if arguments.all or load_case(n).figure == "Fig. 10"]
+    wanted = [n for n in wanted if arguments.cases in n]
     warm_up()
     for name in wanted:
         if name not in done:

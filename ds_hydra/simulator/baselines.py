@@ -7,18 +7,19 @@ compared on. ds_hydra chooses its candidates on other ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.simulator.fixed_length import pack_balanced, pack_fixed_length
 from ds_hydra.simulator.scenario import (
     NO_WORK,
+    Outcome,
     Scenario,
     SystemResult,
     best_of,
@@ -134,45 +135,55 @@ def _in_sequence(name: str, parts: Sequence[SystemResult], scenario: Scenario) -
     )
 
 
-def two_stage(scenario: Scenario, strategies: Sequence[Strategy], *, name: str) -> SystemResult:
-    """The best of `strategies` for all mini-batches, sequences placed by ds_hydra's planner."""
-    results = []
-    for strategy in strategies:
-        outcomes = [
-            outcome_of(scenario.simulate(scenario.plan(batch, [strategy]))) for batch in scenario.batches
-        ]
-        results.append(summarize(name, str(strategy), outcomes))
-    return best_of(name, results)
-
-
 NUM_TRIAL_BATCHES = 12
 NUM_FINALISTS = 3
+NUM_RACE_BATCHES = 24
+RACE_MARGIN = 0.02
+
+
+def two_stage(scenario: Scenario, strategies: Sequence[Strategy], *, name: str) -> SystemResult:
+    """The best single strategy of `strategies` for all mini-batches, sequences placed by ds_hydra's planner.
+
+    All are tried with the planner's heuristic on the first mini-batches, by propagation and by whole
+    iterations; the best few of each are planned as ds_hydra's own, and what is more than 2% behind in both after
+    24 mini-batches goes no further.
+    """
+    trial = scenario.batches[:NUM_TRIAL_BATCHES]
+    heuristic = replace(scenario, settings=scenario.settings.heuristic())
+    tried = {strategy: _totals(_planned(heuristic, strategy, trial)) for strategy in strategies}
+    finalists: dict[Strategy, None] = {}
+    for figure in range(2):
+        finalists |= dict.fromkeys(sorted(tried, key=lambda s: tried[s][figure])[:NUM_FINALISTS])
+    first, rest = scenario.batches[:NUM_RACE_BATCHES], scenario.batches[NUM_RACE_BATCHES:]
+    raced = {strategy: _planned(scenario, strategy, first) for strategy in finalists}
+    return best_of(
+        name,
+        [summarize(name, str(s), [*raced[s], *_planned(scenario, s, rest)]) for s in _leaders(raced)],
+    )
 
 
 def heterogeneous_static(scenario: Scenario, candidates: Sequence[Strategy], *, name: str) -> SystemResult:
-    """The best single strategy that holds the context, planned by ds_hydra for every mini-batch.
-
-    All candidates are tried with the planner's heuristic on the first mini-batches, the best few on all.
-    """
+    """`two_stage` with those of `candidates` that hold the context, and every homogeneous strategy that does."""
     holding = [
         s for s in candidates if max(map(scenario.max_len_tokens, s.schemes)) >= scenario.context_length
     ]
-    holding = list(dict.fromkeys((*holding, *scenario.statics())))
-    trial = scenario.batches[:NUM_TRIAL_BATCHES]
-    heuristic = scenario.settings.heuristic()
+    return two_stage(scenario, tuple(dict.fromkeys((*holding, *scenario.statics()))), name=name)
 
-    def mean_ms(strategy: Strategy) -> float:
-        plans = (
-            plan_iteration(
-                batch, strategies=[strategy], profile=scenario.profile,
-                num_devices=scenario.num_devices, settings=heuristic,
-            )
-            for batch in trial
-        )  # fmt: skip
-        return sum(plan.makespan_ms for plan in plans)
 
-    finalists = sorted(holding, key=mean_ms)[:NUM_FINALISTS]
-    return two_stage(scenario, finalists, name=name)
+def _planned(scenario: Scenario, strategy: Strategy, batches: Sequence[GlobalBatch]) -> list[Outcome]:
+    return [outcome_of(scenario.simulate(scenario.plan(batch, [strategy]))) for batch in batches]
+
+
+def _totals(outcomes: Sequence[Outcome]) -> tuple[float, float]:
+    """Propagation and whole iterations of all mini-batches, in ms."""
+    return sum(o.propagation_ms for o in outcomes), sum(o.iteration_ms for o in outcomes)
+
+
+def _leaders(raced: Mapping[Strategy, Sequence[Outcome]]) -> list[Strategy]:
+    """The strategies that are near the fastest so far, by propagation or by whole iterations."""
+    totals = {strategy: _totals(outcomes) for strategy, outcomes in raced.items()}
+    limits = [(1 + RACE_MARGIN) * min(total[figure] for total in totals.values()) for figure in range(2)]
+    return [s for s, total in totals.items() if total[0] <= limits[0] or total[1] <= limits[1]]
 
 
 def dynamic(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.propose import PruningSettings, propose_strategies
+from ds_hydra.sampler.propose import HEURISTIC, PruningSettings, propose_strategies
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.simulator.baselines import (
     balanced,
@@ -259,7 +259,7 @@ def compare(workload: Workload, cluster: Cluster | None, settings: Settings) -> 
         cluster=cluster,
         overlap=settings.overlap,
     )
-    strategies = workload.strategies or _propose(workload, settings)
+    strategies = workload.strategies or _propose(workload, cluster, settings)
     ours, plans = dynamic(scenario, strategies, name=DS_HYDRA)
     others = (_run(name, scenario, workload, strategies) for name in settings.systems)
     return Comparison(
@@ -292,7 +292,7 @@ def check_workload(workload: Workload) -> None:
         raise HydraConfigError(f"baseline {workload.given} has several schemes; Megatron-LM runs one")
 
 
-def _propose(workload: Workload, settings: Settings) -> tuple[Strategy, ...]:
+def _propose(workload: Workload, cluster: Cluster | None, settings: Settings) -> tuple[Strategy, ...]:
     return propose_strategies(
         workload.profile,
         workload.histogram,
@@ -304,6 +304,8 @@ def _propose(workload: Workload, settings: Settings) -> tuple[Strategy, ...]:
             num_rounds=settings.num_proposal_rounds,
             max_communicators=settings.max_communicators or 4 * workload.num_devices,
             seed=settings.seed + 1,
+            planner=replace(HEURISTIC, overlaps_links=settings.overlap),
+            links_of=cluster.link_times if cluster else None,
         ),
     ).strategies
 
