@@ -68,7 +68,8 @@ def _work(measured: Timeline, number: int, is_overlapped: bool) -> PipelineWork:
 
 def _is_overlapped(measured: Timeline) -> bool:
     """Whether some stage had a pass begin before its pull was over, or pushed before its last pass was over."""
-    pull_end, push_start = defaultdict(float), dict[tuple[int, int], float]()
+    pull_end: defaultdict[tuple[int, int], float] = defaultdict(float)
+    push_start: dict[tuple[int, int], float] = {}
     for event in measured.events:
         stage = (event.pipeline, event.stage)
         if event.kind is EventKind.PULL:
