@@ -138,19 +138,19 @@ def _in_sequence(name: str, parts: Sequence[SystemResult], scenario: Scenario) -
 NUM_TRIAL_BATCHES = 12
 NUM_FINALISTS = 3
 NUM_RACE_BATCHES = 24
-RACE_MARGIN = 0.02
+RACE_ERRORS = 3.0
 
 
 def two_stage(scenario: Scenario, strategies: Sequence[Strategy], *, name: str) -> SystemResult:
     """The best single strategy of `strategies` for all mini-batches, sequences placed by ds_hydra's planner.
 
     All are tried with the planner's heuristic on the first mini-batches, by propagation and by whole
-    iterations; the best few of each are planned as ds_hydra's own, and what is more than 2% behind in both after
-    24 mini-batches goes no further.
+    iterations; the best few of each are planned as ds_hydra's own, and what is slower in both on 24 mini-batches,
+    by more than three standard errors of the difference, goes no further.
     """
     trial = scenario.batches[:NUM_TRIAL_BATCHES]
     heuristic = replace(scenario, settings=scenario.settings.heuristic())
-    tried = {strategy: _totals(_planned(heuristic, strategy, trial)) for strategy in strategies}
+    tried = {strategy: _times(_planned(heuristic, strategy, trial)).sum(axis=1) for strategy in strategies}
     finalists: dict[Strategy, None] = {}
     for figure in range(2):
         finalists |= dict.fromkeys(sorted(tried, key=lambda s: tried[s][figure])[:NUM_FINALISTS])
@@ -174,16 +174,20 @@ def _planned(scenario: Scenario, strategy: Strategy, batches: Sequence[GlobalBat
     return [outcome_of(scenario.simulate(scenario.plan(batch, [strategy]))) for batch in batches]
 
 
-def _totals(outcomes: Sequence[Outcome]) -> tuple[float, float]:
-    """Propagation and whole iterations of all mini-batches, in ms."""
-    return sum(o.propagation_ms for o in outcomes), sum(o.iteration_ms for o in outcomes)
+def _times(outcomes: Sequence[Outcome]) -> FloatArray:
+    """Propagation and whole iteration of every mini-batch: [2, mini-batches], ms."""
+    return np.array([[o.propagation_ms for o in outcomes], [o.iteration_ms for o in outcomes]])
 
 
 def _leaders(raced: Mapping[Strategy, Sequence[Outcome]]) -> list[Strategy]:
-    """The strategies that are near the fastest so far, by propagation or by whole iterations."""
-    totals = {strategy: _totals(outcomes) for strategy, outcomes in raced.items()}
-    limits = [(1 + RACE_MARGIN) * min(total[figure] for total in totals.values()) for figure in range(2)]
-    return [s for s, total in totals.items() if total[0] <= limits[0] or total[1] <= limits[1]]
+    """The strategies that are not shown to be slower than the fastest so far, by propagation or by iterations."""
+    times = np.array([_times(outcomes) for outcomes in raced.values()])
+    is_leader = np.zeros(len(raced), dtype=bool)
+    for figure in range(2):
+        behind = times[:, figure] - times[times[:, figure].mean(axis=1).argmin(), figure]
+        error = behind.std(axis=1) / np.sqrt(behind.shape[1])
+        is_leader |= behind.mean(axis=1) <= RACE_ERRORS * error
+    return [strategy for strategy, stays in zip(raced, is_leader, strict=True) if stays]
 
 
 def dynamic(

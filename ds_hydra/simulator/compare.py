@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
@@ -22,7 +23,7 @@ from ds_hydra.simulator.baselines import (
 )
 from ds_hydra.simulator.cluster import Cluster
 from ds_hydra.simulator.events import Simulation
-from ds_hydra.simulator.scenario import Scenario, SystemResult, perfect_balance_ms
+from ds_hydra.simulator.scenario import Scenario, SystemResult, longest_alone_ms, perfect_balance_ms
 from ds_hydra.simulator.ulysses import deepspeed_ulysses
 from ds_hydra.strategy.histogram import LengthHistogram
 from ds_hydra.strategy.profile import Profile
@@ -57,6 +58,9 @@ STATIC_SYSTEMS = (
 )
 
 _NUM_RESAMPLES = 1000
+_HARDLY = 0.02
+
+BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +145,7 @@ class Comparison:
     cluster: Cluster | None
     num_tokens: FloatArray
     perfect_balance_ms: FloatArray
+    longest_alone_ms: FloatArray
     results: tuple[SystemResult, ...]
     strategies: tuple[Strategy, ...]
     plans: tuple[IterationPlan, ...]
@@ -162,6 +167,14 @@ class Comparison:
     def distance_to_bound(self) -> float:
         """Propagation above the perfect-balance bound, which no plan can reach or beat: mean over mean, minus 1."""
         return float(self.results[0].propagation_ms.sum() / self.perfect_balance_ms.sum() - 1)
+
+    @property
+    def is_decided_by_longest(self) -> BoolArray:
+        """Mini-batches of ds_hydra that take hardly longer (2%) than their longest sequence alone.
+
+        Nothing can shorten these, so their other pipelines wait, whatever the plan.
+        """
+        return self.results[0].propagation_ms <= (1 + _HARDLY) * self.longest_alone_ms
 
     def tokens_per_s(self, result: SystemResult) -> float:
         """Useful tokens per second of whole iterations."""
@@ -217,8 +230,15 @@ class Comparison:
             "strategies": [str(strategy) for strategy in self.strategies],
             "perfect_balance_ms": float(self.perfect_balance_ms.mean()),
             "distance_to_bound": self.distance_to_bound,
+            "decided_by_longest": float(self.is_decided_by_longest.mean()),
+            "imbalance_otherwise": self._imbalance_otherwise(),
             "systems": [self._system(result, price_per_gpu_hour) for result in self.results],
         }
+
+    def _imbalance_otherwise(self) -> float | None:
+        """Mean imbalance of the mini-batches that no single sequence decides; None if there is none."""
+        imbalance = self.results[0].imbalance[~self.is_decided_by_longest]
+        return float(imbalance.mean()) if imbalance.size else None
 
     def _system(self, result: SystemResult, price: float | None) -> dict[str, Any]:
         iteration, propagation = Figure.of(result.iteration_ms), Figure.of(result.propagation_ms)
@@ -268,6 +288,7 @@ def compare(workload: Workload, cluster: Cluster | None, settings: Settings) -> 
         cluster=cluster,
         num_tokens=np.array([batch.num_tokens for batch in scenario.batches], dtype=np.float64),
         perfect_balance_ms=np.array([perfect_balance_ms(scenario, batch) for batch in scenario.batches]),
+        longest_alone_ms=np.array([longest_alone_ms(scenario, batch) for batch in scenario.batches]),
         results=(ours, *(result for result in others if result is not None)),
         strategies=tuple(strategies),
         plans=tuple(plans),

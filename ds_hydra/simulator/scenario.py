@@ -193,17 +193,24 @@ def perfect_balance_ms(scenario: Scenario, batch: GlobalBatch) -> float:
     """A time of propagation that no strategy and no placement can beat.
 
     Every sequence runs on the scheme that uses least device time for it, all devices are always busy, and a
-    row's constant is spread over a full row; or, if that is longer, the longest sequence passes the stages of
-    the fastest pipeline that holds it.
+    row's constant is spread over a full row; or `longest_alone_ms`, if that is longer.
     """
     lengths = np.array(batch.lengths, dtype=np.float64)
     least = np.full(lengths.size, np.inf)
-    alone = np.full(lengths.size, np.inf)
     for scheme in usable_schemes(scenario.profile, scenario.num_devices):
         t, longest = scenario.profile.get_latency(scheme), scenario.max_len_tokens(scheme)
         work = (t.quadratic_ms * lengths + t.linear_ms) * lengths
-        fits = lengths <= longest
         shared = scheme.num_devices * (work + t.constant_ms * lengths / longest)
-        least = np.minimum(least, np.where(fits, shared, np.inf))
-        alone = np.minimum(alone, np.where(fits, scheme.pp * (work + t.constant_ms), np.inf))
-    return float(max(least.sum() / scenario.num_devices, alone.max(initial=0.0)))
+        least = np.minimum(least, np.where(lengths <= longest, shared, np.inf))
+    return max(float(least.sum()) / scenario.num_devices, longest_alone_ms(scenario, batch))
+
+
+def longest_alone_ms(scenario: Scenario, batch: GlobalBatch) -> float:
+    """The longest sequence alone in a row, through all stages of the fastest pipeline that holds it."""
+    longest = max(batch.lengths, default=0)
+    times = (
+        scheme.pp * scenario.profile.get_latency(scheme).row_ms([longest])
+        for scheme in usable_schemes(scenario.profile, scenario.num_devices)
+        if longest <= scenario.max_len_tokens(scheme)
+    )
+    return min(times, default=0.0)
