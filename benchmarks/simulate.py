@@ -227,7 +227,7 @@ def main() -> None:
         if name not in done:
             done[name] = simulate(name, arguments.iterations)
             print(f"{name}: {done[name]['cpu_s']:.1f} s of CPU time", file=sys.stderr, flush=True)
-            arguments.out.write_text(json.dumps({"cases": list(done.values())}, indent=1) + "\n")
+            arguments.out.write_text(json.dumps({"cases": list(done.values())}) + "\n")
     found = [done[name] for name in wanted]
     cases = [case for case in found if case["figure"] == "Fig. 10"]
     slower = slower_cases(cases)
