@@ -265,7 +265,8 @@ def train_from_dataset(folder):
     def start(**more):
         model = tiny("llama")
         monitor = {"enabled": "run_dir" not in more, "output_path": folder, "job_name": "monitor"}
-        config = ds_config(hydra=hydra | more, csv_monitor=monitor)
+        board = monitor | {"job_name": "board"}
+        config = ds_config(hydra=hydra | more, csv_monitor=monitor, tensorboard=board)
         engine, *_ = ds_hydra.initialize(
             model=model, optimizer=adamw(model), config=config, training_data=dataset
         )
@@ -296,6 +297,7 @@ def test_training_from_a_dataset_writes_its_run_and_resumes_its_mini_batches(tmp
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-6)
     check_run_folder(tmp_path / "run", lines)
     check_monitor(tmp_path / "monitor", lines)
+    check_tensorboard(tmp_path / "board", lines)
     drawn = []
     for line in lines:
         path = tmp_path / f"run/plans/iteration_{line['iteration']:06d}.json"
@@ -352,6 +354,20 @@ def check_monitor(folder, lines):
         ours = written[1::2] if len(written) == 2 * len(lines) else written
         assert [float(value) for _, value in ours] == pytest.approx(values), name
         assert [int(at) for at, _ in ours] == samples, name
+
+
+def check_tensorboard(folder, lines):
+    """TensorBoard shows what the CSV files have."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder)).Reload()
+    names = {name.removeprefix("Train/Samples/") for name in board.Tags()["scalars"]}
+    assert {
+        "train_loss", "tokens_per_s", "imbalance", "bubble", "plan_wait_ms", "link_ms", "prediction_error",
+        "pack_occupancy", "strategy",
+    } <= names  # fmt: skip
+    shown = [event.value for event in board.Scalars("Train/Samples/tokens_per_s")]
+    assert shown == pytest.approx([line["tokens_per_s"] for line in lines], rel=1e-5)
 
 
 def check_timeline(timeline, line):
