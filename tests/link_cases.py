@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import strategies as st
 
 from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.zero_link import ParamSpec, RankBuckets, SliceRef, Slicing
+from ds_hydra.zero_link import ParamSpec, RankBuckets, Region, SliceRef, Slicing
 from ds_hydra.zero_link.plan import Batch, LinkPlan, Piece, Store
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
 
 
-def decoder_specs(hidden: int, num_layers: int, *, tied: bool, frozen: bool = False) -> list[ParamSpec]:
-    """A decoder whose sizes divide nothing: biases, q/k norms, grouped keys, an uneven vocabulary."""
+FUSED_PARTS = ((HEADS, HEADS * HEAD_DIM), (KV_HEADS, KV_HEADS * HEAD_DIM), (KV_HEADS, KV_HEADS * HEAD_DIM))
+"""(blocks, rows) of q, k and v, one below the other in one matrix."""
+
+
+def decoder_specs(
+    hidden: int, num_layers: int, *, tied: bool, frozen: bool = False, fused: bool = False
+) -> list[ParamSpec]:
+    """A decoder whose sizes divide nothing: biases, q/k norms, grouped keys, an uneven vocabulary.
+
+    With `fused` q stands for a matrix of q, k and v, of which a rank needs rows of each part.
+    """
     wide = HEADS * HEAD_DIM
     specs = [ParamSpec(fqn="embed", shape=(11, hidden), slicing=Slicing.COLWISE)]
     for layer in range(num_layers):
         for name, shape, slicing, blocks in (
             ("norm", (hidden,), Slicing.REPLICATED, 0),
-            ("q", (wide, hidden), Slicing.COLWISE, HEADS),
+            ("qkv", (sum(rows for _, rows in FUSED_PARTS), hidden), Slicing.COLWISE, 0)
+            if fused
+            else ("q", (wide, hidden), Slicing.COLWISE, HEADS),
             ("q.bias", (wide,), Slicing.COLWISE, HEADS),
             ("k", (KV_HEADS * HEAD_DIM, hidden), Slicing.COLWISE, KV_HEADS),
             ("q_norm", (HEAD_DIM,), Slicing.REPLICATED_PARTIAL_GRAD, 0),
@@ -41,6 +53,21 @@ def decoder_specs(hidden: int, num_layers: int, *, tied: bool, frozen: bool = Fa
     if not tied:
         specs.append(ParamSpec(fqn="head", shape=(11, hidden), slicing=Slicing.COLWISE))
     return specs
+
+
+def slice_regions(spec: ParamSpec, tp_size: int, tp_rank: int) -> list[Region]:
+    """What a rank of a TP group needs of a parameter: one rectangle, or one of each part of a fused matrix."""
+    if not spec.fqn.endswith("qkv"):
+        return [spec.slice_region(tp_size, tp_rank)]
+    regions, begin = [], 0
+    for blocks, rows in FUSED_PARTS:
+        part = ParamSpec(
+            fqn=spec.fqn, shape=(rows, spec.num_cols), slicing=Slicing.COLWISE, num_blocks=blocks
+        )
+        region = part.slice_region(tp_size, tp_rank)
+        regions.append(dataclasses.replace(region, row=begin + region.row))
+        begin += rows
+    return regions
 
 
 def strategy_buckets(
@@ -70,10 +97,9 @@ def strategy_buckets(
                 seen.update(params)
                 buckets.append(
                     tuple(
-                        SliceRef(
-                            p, specs[p].slice_region(scheme.tp, tp_rank), specs[p].pushes_gradient(tp_rank)
-                        )
+                        SliceRef(p, region, specs[p].pushes_gradient(tp_rank))
                         for p in params
+                        for region in slice_regions(specs[p], scheme.tp, tp_rank)
                     )
                 )
             rank_buckets[rank] = tuple(buckets)
@@ -85,7 +111,8 @@ def random_link(draw, max_ranks: int = 9):
     """(specs, strategy, buckets of all ranks); some ranks may be idle, shards may be empty."""
     num_layers = draw(st.integers(1, 4))
     hidden = draw(st.sampled_from([1, 2, 5, 8]))
-    specs = decoder_specs(hidden, num_layers, tied=draw(st.booleans()), frozen=draw(st.booleans()))
+    tied, frozen, fused = (draw(st.booleans()) for _ in range(3))
+    specs = decoder_specs(hidden, num_layers, tied=tied, frozen=frozen, fused=fused)
     num_ranks = draw(st.integers(1, max_ranks))
     schemes, free = [], num_ranks
     while free and (not schemes or draw(st.integers(0, 3))):

@@ -66,6 +66,34 @@ def test_json_is_one_document_and_the_sizes_add_up(tmp_path):
     assert any("zero_optimization.contiguous_gradients" in text for text in document["filled_in"])
 
 
+def test_layers_that_are_pulled_again_leave_room_for_longer_rows():
+    found = {}
+    for wanted in (0, 16, "all"):
+        request = CheckRequest(config=changed(hydra={"link": {"repull_layers": wanted}}), num_devices=8)
+        report = check_config(request)
+        assert report.problems == []
+        found[wanted] = {row["scheme"]: row for row in report.schemes}
+        found[wanted, "said"] = report.warnings + report.assumed
+        found[wanted, "groups"] = report.communicators["total"]
+    layer = 2 * (4 * 4096**2 + 3 * 4096 * 11008)
+    for wanted, dropped in ((16, 14), ("all", 30)):
+        less = found[0]["<1,2>"]["states_bytes"] - found[wanted]["<1,2>"]["states_bytes"]
+        assert less == pytest.approx(min(dropped, 16 - 2) * layer, rel=1e-6)  # a stage has 16 layers
+        less = found[0]["<4,1>"]["states_bytes"] - found[wanted]["<4,1>"]["states_bytes"]
+        assert less == pytest.approx(dropped * layer / 4, rel=1e-6)
+        assert found[wanted]["<4,1>"]["max_len_tokens"] > found[0]["<4,1>"]["max_len_tokens"]
+        assert any("on an accelerator the engine refuses it" in text for text in found[wanted, "said"])
+        assert found[wanted, "groups"] == found[0, "groups"] + 1
+    assert not any("repull" in text for text in found[0, "said"])
+    counted = check_config(
+        CheckRequest(config=changed(hydra={"link": {"repull_layers": 16}}), model="llama2_7b", num_devices=8)
+    )  # from the model's own parameters: norms too
+    for row in counted.schemes:
+        assert row["states_bytes"] == pytest.approx(found[16][row["scheme"]]["states_bytes"], rel=1e-3)
+    (problem,) = problems_of(changed(hydra={"link": {"repull_layers": 33}}), model="llama2_7b")
+    assert problem.startswith("hydra.link.repull_layers is 33, the model has 32 layers; set it to 32 or less")
+
+
 def test_a_problem_is_exit_code_1_with_the_document_on_stdout(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(changed(hydra={"context_lenght": 5})))

@@ -63,6 +63,16 @@ def test_json_counts_bytes_in_the_direction_in_which_they_travel(model):
     assert {"is": "broadcast", "ranks": [2, 3], "rounds": 6} in document["pull"]["special_cases"]
 
 
+def test_pipelines_pull_each_layer_once_and_their_own_stage_only(model):
+    result = invoke(*arguments(model, "--json", strategy="1x<2,2>"))
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    pulled = document["pull"]["direct"]
+    received = sum(pulled["received_bytes"]) + sum(pulled["local_bytes"])
+    # Once in all, and the norms, which are not sliced, once more.
+    assert 2 * document["parameters"] <= received < 2.1 * document["parameters"]
+
+
 def test_the_table_names_collectives_and_the_lower_bound(model):
     result = invoke(*arguments(model, strategy="4x<1,1>"))
     assert result.exit_code == 0, result.stderr
@@ -70,6 +80,30 @@ def test_the_table_names_collectives_and_the_lower_bound(model):
     assert "  reduce-scatter, summed in the order of ranks: ranks 0, 1, 2, 3, 6 rounds" in result.stdout
     assert "lower bound" not in result.stdout, "one node of eight devices"
     assert "lower bound" in invoke(*arguments(model, "--devices-per-node", 2)).stdout
+
+
+def test_layers_that_are_pulled_again_leave_the_pull_and_state_what_they_cost(model):
+    (model / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 8}))
+    documents = {
+        wanted: json.loads(invoke(*arguments(model, "--json", "--repull-layers", wanted)).stdout)
+        for wanted in ("0", "4", "all")
+    }
+    assert "repull" not in documents["0"]
+    layer = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 72 + 2 * 32)  # all of it in bf16
+    aligned = layer + 2 * 2 * 32  # the two norms take 64 elements each
+    for wanted, again in (("4", 4), ("all", 8)):
+        part, pulled = documents[wanted]["repull"], documents[wanted]["pull"]["direct"]
+        assert part["slice_bytes_without"][3] - part["slice_bytes"][3] == (again - 2) * aligned
+        assert part["arrivals_per_row"] == [2 * again - 4] * 4
+        # Three quarters of each arrival are other ranks' shards.
+        assert part["received_bytes_per_row"][3] == pytest.approx(0.75 * (2 * again - 4) * layer, rel=0.01)
+        less = documents["0"]["pull"]["direct"]["received_bytes"][3] - pulled["received_bytes"][3]
+        assert less == pytest.approx(0.75 * again * layer, rel=0.01)
+        assert part["predicted_ms_per_row"] > 0
+        assert documents[wanted]["push"] == documents["0"]["push"]
+    text = invoke(*arguments(model, "--repull-layers", "all")).stdout
+    assert "re-pull of all layers of each stage; the pull above is of the rest" in text
+    assert "one more row receive 12 layers again" in text
 
 
 def test_a_topology_file_gives_nodes_and_times(model, tmp_path):
@@ -99,10 +133,17 @@ def test_a_topology_file_gives_nodes_and_times(model, tmp_path):
         ({"strategy": "1x[2,1]"}, "write terms like '2x<4,1>'"),
         ({"strategy": "1x<3,1>"}, "TP 3 does not divide the model's 4 attention heads; use TP 1, 2, 4"),
         ({"strategy": "1x<1,5>", "devices": 5}, "PP 5 is above the model's 4 layers"),
+        (
+            {"repull": "two"},
+            "--repull-layers is 'two': wanted 0 (none), a number of layers of each stage from 3",
+        ),
+        ({"repull": "2"}, "--repull-layers is '2': wanted 0 (none)"),
+        ({"repull": "5"}, "hydra.link.repull_layers is 5, the model has 4 layers; set it to 4 or less"),
     ],
 )
 def test_mistakes_are_explained(model, options, says):
-    result = invoke(*arguments(model, **options))
+    more = ("--repull-layers", options["repull"]) if "repull" in options else ()
+    result = invoke(*arguments(model, *more, **{k: v for k, v in options.items() if k != "repull"}))
     assert result.exit_code == 1
     assert says in result.stderr
 

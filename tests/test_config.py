@@ -133,6 +133,14 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
             {"profiling": {"lengths": [5, 6]}},
             "hydra.profiling.lengths is [5, 6]: wanted three different lengths of 2 tokens or more",
         ),
+        (
+            {"link": {"repull_layers": 2}},
+            "hydra.link.repull_layers is 2: wanted 0 (none), a number of layers of each stage from 3 up, or",
+        ),
+        ({"link": {"repull_layers": -1}}, "hydra.link.repull_layers is -1: wanted 0 (none), a number"),
+        ({"link": {"repull_layers": True}}, "hydra.link.repull_layers is true: wanted 0 (none), a number"),
+        ({"link": {"repull_layers": "every"}}, 'hydra.link.repull_layers is "every": wanted 0 (none)'),
+        ({"link": {"repull_layers": None}}, "hydra.link.repull_layers is null: wanted 0 (none)"),
         ({"seed": "auto"}, 'hydra.seed is "auto", which the Trainer fills in for DeepSpeed\'s keys only'),
         ({"tokenizer": "auto"}, 'hydra.tokenizer is "auto"'),
         ({"planner": {"lookahead": "auto"}}, 'hydra.planner.lookahead is "auto", which the Trainer'),
@@ -140,6 +148,14 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
 )
 def test_a_wrong_value_is_named_with_its_key_and_what_is_wanted(changes, message):
     assert section_problem(**changes).startswith(message)
+
+
+def test_layers_to_pull_again_are_a_count_or_all():
+    wanted = [
+        HydraConfig.parse({**SMALLEST, "link": {"repull_layers": v}}).link.repull_layers
+        for v in (0, 3, 4e0, "all")
+    ]
+    assert wanted == [0, 3, 4, "all"]
 
 
 def test_all_problems_are_listed():

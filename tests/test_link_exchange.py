@@ -93,13 +93,13 @@ def links(dtype=torch.float32):
     return Link(groups[0], cpu, node_group=groups[1]), Link(groups[2], cpu, dtype, node_group=groups[3])
 
 
-def check_all_routes(hidden, single_numel):
+def check_all_routes(hidden, single_numel, fused):
     """Every strategy by every route; blocks of `single_numel` elements and more travel alone."""
     from ds_hydra.zero_link import exchange, plan
 
     plan.SINGLE_NUMEL = exchange.SINGLE_NUMEL = single_numel
     pull_link, push_link = links()
-    specs = decoder_specs(hidden, NUM_LAYERS, tied=hidden > 2, frozen=hidden > 2)
+    specs = decoder_specs(hidden, NUM_LAYERS, tied=hidden > 2, frozen=hidden > 2, fused=fused)
     for text in STRATEGIES:
         case = Case(specs, text, torch.bfloat16)
         for routes in ROUTES:
@@ -118,9 +118,11 @@ def check_all_routes(hidden, single_numel):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("hidden", "single_numel"), [(5, 8), (2, 1 << 15)])
-def test_pull_gives_slices_bit_by_bit_and_push_the_same_sums_twice(hidden, single_numel):
-    assert all(run_distributed(check_all_routes, 4, hidden, single_numel))
+@pytest.mark.parametrize(
+    ("hidden", "single_numel", "fused"), [(5, 8, False), (2, 1 << 15, False), (5, 8, True)]
+)
+def test_pull_gives_slices_bit_by_bit_and_push_the_same_sums_twice(hidden, single_numel, fused):
+    assert all(run_distributed(check_all_routes, 4, hidden, single_numel, fused))
 
 
 def check_interleavings():

@@ -8,7 +8,7 @@ from shared_data import shared_json
 from transformers import LlamaConfig, Qwen3Config
 
 from ds_hydra.engine.memory_trace import trace_layer_memory
-from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme
 
 MODELS = ("7b", "13b", "32b")
@@ -37,6 +37,34 @@ def test_max_len_is_within_five_percent_of_the_authors_code_where_rows_are_usefu
                 assert found == pytest.approx(entry["max_len_authors_code"], rel=0.05)
                 compared += 1
     assert compared >= 20
+
+
+def test_a_profile_without_room_for_slices_gives_up_no_more_than_it_counts():
+    document = shared_json("profiles/a800_llama2_7b.json")
+    schemes = (Scheme(1, 2), Scheme(2, 1), Scheme(8, 1), Scheme(2, 8))
+    before = Profile.from_json(document).memory
+
+    def with_repulls(layers, slice_bytes):
+        memory = {
+            **document["memory"],
+            "repull_layers": layers,
+            "slice_bytes_per_layer_per_hidden2": slice_bytes,
+        }
+        return Profile.from_json({**document, "memory": memory}).memory
+
+    for scheme in schemes:
+        saved = [
+            before.rank_bytes(scheme, 8, 0) - with_repulls(layers, 24.0).rank_bytes(scheme, 8, 0)
+            for layers in (0, 3, 32)
+        ]
+        one = 4096**2 / scheme.tp * 24.0
+        wanted = [0, one, (32 / scheme.pp - 2) * one]
+        assert saved == pytest.approx(wanted, rel=1e-6, abs=1.0)
+        held = 210 * 0.25 * 4096**2 / scheme.tp  # of one layer, gradients too
+        assert with_repulls(32, 1e6).dropped_bytes(scheme) == pytest.approx((32 / scheme.pp - 2) * held)
+    for layers in (-1, True, "all", 2.5):
+        with pytest.raises(HydraConfigError, match=r"repull_layers is .* expected a count from 0 up"):
+            with_repulls(layers, 24.0)
 
 
 def small_llama(**more) -> LlamaConfig:

@@ -53,7 +53,10 @@ def test_parameters_that_the_tp_plan_does_not_mention_refuse_tp():
 
 
 def test_styles_that_are_not_run_refuse_tp_by_name():
-    with pytest.raises(UnsupportedModelError, match=r"colwise_gather_output.*use TP 1"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"fused weights: layers.*self_attn.qkv_proj \(colwise_g.*use TP 1",
+    ):
         Skeleton(tiny("phi3")).check_scheme(Scheme(2, 1))
 
 

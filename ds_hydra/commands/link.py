@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -13,7 +14,9 @@ from ds_hydra.configs.files import find_file
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
+    from ds_hydra.engine.repull_plan import StageRepulls
     from ds_hydra.strategy.alpha_beta import ClusterLinks
+    from ds_hydra.zero_link import ParamSpec, RankBuckets
     from ds_hydra.zero_link.traffic import LinkAccounts, LinkTraffic
 
 
@@ -55,6 +58,12 @@ def link(
     ] = "a800",
     dtype: Annotated[DType, typer.Option(help="Type in which parameters are pulled.")] = DType.BF16,
     gradient_dtype: Annotated[DType, typer.Option(help="Type in which gradients are sent.")] = DType.FP32,
+    repull_layers: Annotated[
+        str,
+        typer.Option(
+            help="As hydra.link.repull_layers: layers of each stage that are pulled again, or 'all'."
+        ),
+    ] = "0",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
@@ -71,6 +80,7 @@ def link(
             devices_per_node,
             topology,
             {"pull": ITEMSIZE[dtype], "push": ITEMSIZE[gradient_dtype]},
+            _read_repull_layers(repull_layers),
         )
     print(json.dumps(document) if as_json else _describe(document))
 
@@ -82,6 +92,7 @@ def _account(
     devices_per_node: int | None,
     topology: str,
     itemsize: dict[str, int],
+    repull_layers: int | Literal["all"],
 ) -> dict[str, Any]:
     from ds_hydra.strategy import Strategy
 
@@ -94,6 +105,7 @@ def _account(
     ranks_per_node, links, name = _read_links(topology, num_devices, devices_per_node)
 
     from ds_hydra.engine.meta_model import load_skeleton
+    from ds_hydra.engine.repull_plan import check_repulls, split_repulled
     from ds_hydra.zero_link.plan import plan_link
     from ds_hydra.zero_link.traffic import LinkAccounts
 
@@ -101,6 +113,9 @@ def _account(
     for scheme in set(strategy.schemes):
         skeleton.check_scheme(scheme)
     rank_buckets = skeleton.strategy_buckets(strategy, num_devices)
+    check_repulls(repull_layers, skeleton.num_layers)
+    repulls = skeleton.strategy_repulls(strategy, num_devices, repull_layers)
+    pulled, served = split_repulled(rank_buckets, repulls)
     document: dict[str, Any] = {
         "strategy": str(strategy),
         "model": model,
@@ -112,8 +127,9 @@ def _account(
     }
     for direction, size in itemsize.items():
         gradients = direction == "push"
-        accounts = LinkAccounts(skeleton.specs, rank_buckets, ranks_per_node, gradients=gradients)
-        plan = plan_link(skeleton.specs, rank_buckets, 0, gradients=gradients, ranks_per_node=ranks_per_node)
+        buckets = rank_buckets if gradients else pulled
+        accounts = LinkAccounts(skeleton.specs, buckets, ranks_per_node, gradients=gradients)
+        plan = plan_link(skeleton.specs, buckets, 0, gradients=gradients, ranks_per_node=ranks_per_node)
         document[direction] = {
             "bytes_per_element": size,
             "digest": f"{plan.digest:016x}",
@@ -125,7 +141,58 @@ def _account(
             "direct": _routes(accounts, accounts.direct(links, size), size),
             "node_aware": _routes(accounts, accounts.node_aware(links, size), size),
         }
+    if repull_layers:
+        once = LinkAccounts(skeleton.specs, served, ranks_per_node).direct(links, itemsize["pull"])
+        document["repull"] = _account_repulls(
+            skeleton.specs, rank_buckets, repulls, once, itemsize["pull"], repull_layers
+        )
     return document
+
+
+def _account_repulls(
+    specs: Sequence[ParamSpec],
+    rank_buckets: Sequence[RankBuckets],
+    repulls: Sequence[StageRepulls],
+    once: LinkTraffic,
+    size: int,
+    wanted: int | Literal["all"],
+) -> dict[str, Any]:
+    """Memory of slices with re-pulls and without, and what one more row of every pipeline receives again.
+
+    `once` is the traffic of every re-pulled layer arriving once; the layers of a stage are taken to be of one size.
+    """
+    from ds_hydra.engine.repull_plan import plan_loads, stage_passes
+    from ds_hydra.engine.slices import slice_numel, window_numels
+
+    held, without, loads, share = [], [], [], []
+    for buckets, stage in zip(rank_buckets, repulls, strict=True):
+        numels = [slice_numel(specs, bucket) for bucket in buckets]
+        kept = sum(numel for r, numel in enumerate(numels) if r not in stage.buckets)
+        held.append((kept + sum(window_numels(specs, buckets, stage.slot_of).values())) * size)
+        without.append(sum(numels) * size)
+        one, two = (len(plan_loads(stage.uses(stage_passes(1, 0, n, training=True)))) for n in (1, 2))
+        loads.append(two - one)
+        share.append((two - one) / len(stage.buckets) if stage.buckets else 0.0)
+    received = once.pairs.sum(axis=0) * size
+    assert once.seconds is not None
+    return {
+        "layers": wanted,
+        "slice_bytes": held,
+        "slice_bytes_without": without,
+        "arrivals_per_row": loads,
+        "received_bytes_per_row": [round(n * part) for n, part in zip(received.tolist(), share)],
+        "predicted_ms_per_row": once.seconds * 1e3 * max(share),
+    }
+
+
+def _read_repull_layers(text: str) -> int | Literal["all"]:
+    from ds_hydra.configs.hydra_config import check_repull_layers
+
+    try:
+        value = check_repull_layers(int(text) if text.isdecimal() else text)
+    except ValueError as error:
+        raise HydraConfigError(f"--repull-layers is {text!r}: {error}") from error
+    return cast(int | Literal["all"], value)
 
 
 def _routes(accounts: LinkAccounts, traffic: LinkTraffic, size: int) -> dict[str, Any]:
@@ -206,6 +273,8 @@ def _describe(document: dict[str, Any]) -> str:
     ]
     for direction in ("pull", "push"):
         lines += ["", *_describe_direction(direction, document[direction], num_devices, per_node)]
+    if "repull" in document:
+        lines += ["", *_describe_repulls(document["repull"])]
     return "\n".join(lines)
 
 
@@ -243,6 +312,19 @@ def _describe_direction(name: str, part: dict[str, Any], num_devices: int, per_n
                 f"(rank {column.index(high)})"
             )
     return lines
+
+
+def _describe_repulls(part: dict[str, Any]) -> list[str]:
+    layers = "all layers" if part["layers"] == "all" else f"{part['layers']} layers"
+    arrivals, received = part["arrivals_per_row"], part["received_bytes_per_row"]
+    return [
+        f"re-pull of {layers} of each stage; the pull above is of the rest",
+        f"  slices of a rank take {_size(max(part['slice_bytes']))} at most, "
+        f"{_size(max(part['slice_bytes_without']))} without re-pulls",
+        f"  forward and backward of one more row receive {max(arrivals)} layers again,",
+        f"  {_size(max(received))} on a rank at most, {_size(sum(received))} in all: "
+        f"{part['predicted_ms_per_row']:.2f} ms to hide behind the row",
+    ]
 
 
 def _ranks(ranks: list[int]) -> str:

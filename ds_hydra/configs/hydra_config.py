@@ -50,6 +50,24 @@ def _strategies(value: object) -> tuple[str, ...] | str | None:
     raise ValueError('wanted a list such as ["4x<1,1>", "1x<2,1> + 2x<1,1>"], or the path of a JSON file')
 
 
+REPULL_WINDOW = 2
+"""Re-pulled layers of a stage in memory at once: the one that computes, and the next one, which arrives."""
+
+
+def check_repull_layers(value: object) -> object:
+    """`value` where `hydra.link.repull_layers` may have it; raises ValueError saying what is wanted."""
+    value = _whole(value)
+    is_count = (
+        isinstance(value, int) and not isinstance(value, bool) and (value == 0 or value > REPULL_WINDOW)
+    )
+    if value == "all" or is_count:
+        return value
+    raise ValueError(
+        f'wanted 0 (none), a number of layers of each stage from {REPULL_WINDOW + 1} up, or "all"; '
+        f"{REPULL_WINDOW} of them are in memory at any time, so fewer would save nothing"
+    )
+
+
 Count: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Index: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
@@ -143,7 +161,7 @@ class LinkConfig(_Section):
     """A slice enters a node once and spreads there ("node"; on one node the same), or once per rank ("direct")."""
 
     devices_per_node: Count | None = None
-    """Consecutive ranks of one node; null asks the launcher, which is right unless nodes differ."""
+    """Consecutive ranks of one node; null compares the ranks' host names; give it where a host is not a node."""
 
     overlap: bool = True
     """Whether pull and push run beside computation in a thread of their own; false only to compare or debug."""
@@ -153,6 +171,9 @@ class LinkConfig(_Section):
 
     keep_frozen: bool = True
     """Whether slices of frozen parameters stay while the strategy does; they are pulled anew after any edit."""
+
+    repull_layers: Annotated[int | Literal["all"], BeforeValidator(check_repull_layers)] = 0
+    """Layers of each stage, or "all", dropped after use and pulled again: memory of two, more traffic; CPUs only."""
 
 
 class HydraConfig(_Section):
@@ -190,6 +211,9 @@ class HydraConfig(_Section):
 
     activation_checkpointing: bool = False
     """Recompute each decoder layer in backward: 1/3 more time, far less memory; off: short contexts fit."""
+
+    compile_layers: bool = False
+    """Run each decoder layer through torch.compile: faster passes for a minute of compilation at the start."""
 
     run_dir: Text | None = None
     """Folder for `metrics.jsonl` and the plans; null writes nothing."""

@@ -20,9 +20,10 @@ from ds_hydra.configs.files import find_profile
 from ds_hydra.engine.deepspeed_section import find_auto_keys, find_deepspeed_problems
 from ds_hydra.engine.groups import groups_of
 from ds_hydra.engine.meta_model import load_model_config
-from ds_hydra.engine.profile_document import limit_memory, state_memory
+from ds_hydra.engine.profile_document import fit_memory, state_memory
 from ds_hydra.engine.profiler import default_lengths
 from ds_hydra.engine.random_model import build_random_skeleton
+from ds_hydra.engine.repull_plan import check_repulls
 from ds_hydra.engine.runtime import MAX_ENUMERATED_RANKS, candidates_without_data
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.errors import HydraConfigError, HydraError
@@ -160,6 +161,7 @@ class _Budget:
         report.num_devices = self._num_devices(given)
         self._load_model()
         self._profile = self._find_profile(given)
+        self._say_what_is_pulled_again()
         if self._profile is not None:
             self._describe_memory(self._profile, given)
         strategies = self._candidates(given)
@@ -205,6 +207,7 @@ class _Budget:
         self._skeleton = build_random_skeleton(
             config, dtype=self._dtype, device=torch.device("meta"), num_ranks=self._report.num_devices
         )
+        check_repulls(self._hydra.link.repull_layers, self._skeleton.num_layers)
         positions = getattr(config, "max_position_embeddings", None)
         if positions is not None and self._hydra.context_length > positions:
             self._report.warnings.append(
@@ -255,7 +258,21 @@ class _Budget:
             )
         elif hydra.activation_checkpointing:
             report.assumed.append(f"profile {name} was measured with hydra.activation_checkpointing as well")
-        return limit_memory(known.document, hydra.memory_limit_bytes)
+        return fit_memory(known.document, hydra, self._skeleton)
+
+    def _say_what_is_pulled_again(self) -> None:
+        wanted = self._hydra.link.repull_layers
+        if not wanted:
+            return
+        self._report.warnings.append(
+            f"hydra.link.repull_layers is {json.dumps(wanted)}: CPU ranks can serve it; on an accelerator the engine "
+            "refuses it"
+        )
+        if self._profile is not None:
+            self._report.assumed.append(
+                "memory counts two of the layers that are pulled again; the profile's times know of re-pulls only if "
+                f"it was measured with them (`ds-hydra link --repull-layers {wanted}` shows what they send)"
+            )
 
     def _say_what_is_profiled(self, given: Sequence[Strategy]) -> None:
         hydra = self._hydra
@@ -354,6 +371,8 @@ class _Budget:
         purposes = ["pull", "push"]  # as the propagator does
         if link.routes == "node" and number > (link.devices_per_node or DEFAULT_DEVICES):
             purposes += ["pull_node", "push_node"]
+        if link.repull_layers:
+            purposes.append("repull")
         keys = {(purpose, everyone) for purpose in purposes}.union(*map(groups_of, strategies))
         most = max(sum(rank in ranks for _, ranks in keys) for rank in range(number))
         self._report.communicators = {"total": len(keys), "most_on_one_rank": most, "limit": limit}

@@ -131,11 +131,11 @@ def _run(job: Callable[[], None], future: Future[None]) -> None:
         future.set_result(None)
 
 
-class _Abandoned(Exception):
+class Abandoned(Exception):
     """What a flag stands for will not happen."""
 
 
-class _Flags:
+class Flags:
     """One flag per bucket, raised by one thread and awaited by another."""
 
     def __init__(self, count: int, clock: DeviceClock):
@@ -147,6 +147,7 @@ class _Flags:
         return len(self._raised)
 
     def is_raised(self, index: int) -> bool:
+        """Whether a wait for the flag would end at once."""
         return self._raised[index].is_set()
 
     def raise_flag(self, index: int) -> None:
@@ -161,10 +162,10 @@ class _Flags:
             event.set()
 
     def wait(self, index: int) -> None:
-        """Wait for a flag, and let the current stream go on after it. Raises _Abandoned."""
+        """Wait for a flag, and let the current stream go on after it. Raises Abandoned."""
         self._raised[index].wait()
         if self._stamps[index] is None:
-            raise _Abandoned
+            raise Abandoned
         self._clock.wait_for(self._stamps[index])
 
 
@@ -209,14 +210,16 @@ class LinkSession:
         self._slices = slices
         self._grads_P = grads_P
         num_buckets = len(slices.bucket_S)
-        self._pulled = _Flags(num_buckets, clock)
-        self._gradients = _Flags(num_buckets if grads_P is not None else 0, clock)
+        self._pulled = Flags(num_buckets, clock)
+        self._gradients = Flags(num_buckets if grads_P is not None else 0, clock)
         self._awaited: set[int] = set()
         self._waits: list[tuple[Any, Any]] = []
         self._pull_work: list[tuple[Any, Any]] = []
         self._push_work: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> LinkSession:
+        if self._grads_P is not None:
+            self._slices.on_gradient = self.gradients_complete
         self._start = self._clock.stamp()
         self._pulling = self._thread.submit(self._pull)
         self._pushing: Future[None] | None = None
@@ -230,6 +233,8 @@ class LinkSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Else slices and session hold each other, and a whole stage's memory, until the garbage collector comes.
+        self._slices.on_gradient = None
         if error is None:
             return
         # The pull needs nothing of this rank's computation and ends by itself; the push stops before its next round.
@@ -248,7 +253,7 @@ class LinkSession:
         begin = self._clock.stamp()
         try:
             self._pulled.wait(index)
-        except _Abandoned:
+        except Abandoned:
             self._pulling.result()
             raise
         if self._thread.overlap:
@@ -343,7 +348,7 @@ class LinkSession:
             if has_bucket:
                 try:
                     self._gradients.wait(index)
-                except _Abandoned:
+                except Abandoned:
                     break
             begin = self._clock.stamp()
             bucket = self._slices.grad_bucket_S[index] if has_bucket else ()

@@ -84,6 +84,10 @@ class IterationMetrics:
     """Part of it that computation waited for, on the rank that waited longest."""
     visible_push_ms: float
     """What was left to push when the last rank had computed its last gradient."""
+    repull_ms: float
+    """Time of receiving slices again (`hydra.link.repull_layers`), on the slowest rank, hidden or not."""
+    visible_repull_ms: float
+    """Part of it that computation waited for, on the rank that waited longest; in `measured_ms`."""
     step_ms: float
     skipped_steps: int
     """Iterations so far whose gradient was NaN or Inf and changed no weight."""
@@ -143,6 +147,8 @@ def measure_iteration(
         push_ms=min(o.push_ms for o in outcomes),
         visible_pull_ms=max(o.visible_pull_ms for o in outcomes),
         visible_push_ms=min(o.visible_push_ms for o in outcomes),
+        repull_ms=max(o.repull_ms for o in outcomes),
+        visible_repull_ms=max(o.visible_repull_ms for o in outcomes),
         straggler=find_straggler(pipelines),
         pipelines=pipelines,
         **given,

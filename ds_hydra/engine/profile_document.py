@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.hosts import count_ranks_here
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.strategy import Profile, Scheme
+from ds_hydra.strategy.analytic import ModelShape
 from ds_hydra.strategy.fit import fit_latency, saturation_tokens
 from ds_hydra.strategy.profile import PROFILE_SCHEMA
 
@@ -22,17 +23,44 @@ GRADIENT_BYTES = 4
 """Per element of a pulled slice: its fp32 gradient."""
 
 
-def limit_memory(document: Mapping[str, Any], memory_limit_bytes: int | None) -> Profile:
-    """The profile, with the hardware's memory replaced by what the user allows a rank."""
-    if memory_limit_bytes is not None:
+def fit_memory(document: Mapping[str, Any], config: HydraConfig, skeleton: Skeleton | None) -> Profile:
+    """The profile with what the configuration says of memory.
+
+    That is a limit in place of the hardware's, and layers that are pulled again. Without a `skeleton` the size of a
+    layer follows from the profile's own model, in 16 bit.
+    """
+    if config.memory_limit_bytes is not None:
         hardware = {
             **document["hardware"],
-            "memory_bytes": memory_limit_bytes,
+            "memory_bytes": config.memory_limit_bytes,
             "reserved_bytes": 0,
             "safety_margin_bytes": 0,
         }
         document = {**document, "hardware": hardware}
+    wanted = config.link.repull_layers
+    if wanted:
+        model = document["model"]
+        memory = {
+            **document["memory"],
+            "repull_layers": model["num_layers"] if wanted == "all" else wanted,
+            "slice_bytes_per_layer_per_hidden2": _slice_bytes(model, skeleton),
+        }
+        document = {**document, "memory": memory}
     return Profile.from_json(document)
+
+
+def _slice_bytes(model: Mapping[str, Any], skeleton: Skeleton | None) -> float:
+    """Bytes of one layer's weights per H^2."""
+    hidden = model["hidden_size"]
+    if skeleton is not None:
+        return _layer_params(skeleton) / hidden**2 * (torch.finfo(skeleton.params[0].dtype).bits // 8)
+    shape = ModelShape(
+        num_layers=model["num_layers"],
+        hidden_size=hidden,
+        intermediate_size=model.get("intermediate_size") or 0,
+        vocab_size=model["vocab_size"],
+    )
+    return shape.layer_params / hidden**2 * 2
 
 
 def nominal_profile(skeleton: Skeleton, schemes: Iterable[Scheme]) -> dict[str, Any]:
@@ -137,8 +165,7 @@ def describe_hardware() -> dict[str, Any]:
     """The profile's "hardware" section: memory of one rank of this machine."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
-        memory, reserved = psutil.virtual_memory().total // ranks_here, 0
+        memory, reserved = psutil.virtual_memory().total // count_ranks_here(), 0
         name = "cpu"
     else:
         memory, reserved = int(accelerator.total_memory()), 2**30  # contexts and communicators

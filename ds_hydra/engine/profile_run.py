@@ -21,7 +21,7 @@ from ds_hydra.engine.agreement import raise_together
 from ds_hydra.engine.groups import groups_of
 from ds_hydra.engine.measurements import Measurements
 from ds_hydra.engine.meta_model import load_model_config
-from ds_hydra.engine.profile_document import limit_memory
+from ds_hydra.engine.profile_document import fit_memory
 from ds_hydra.engine.profiler import measure_profile
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.random_model import build_random_skeleton
@@ -103,7 +103,7 @@ def run_profile(request: ProfileRequest, device: torch.device, resume_file: Path
         )
     else:
         document = _profile_ranks(skeleton, schemes, request.config, known, device)
-    return dict(limit_memory(document, request.config.memory_limit_bytes).document)
+    return dict(fit_memory(document, request.config, skeleton).document)
 
 
 def _profile_ranks(
@@ -146,6 +146,7 @@ def _prepare(
         device=torch.device("meta") if request.topology is not None else device,
         num_ranks=num_ranks,
         activation_checkpointing=request.config.activation_checkpointing,
+        compile_layers=request.config.compile_layers,
     )
     return model_config, skeleton, _schemes(request, skeleton, num_devices)
 
@@ -190,6 +191,7 @@ def _identity(
         "context_length": config.context_length,
         "memory_limit_bytes": config.memory_limit_bytes,
         "activation_checkpointing": config.activation_checkpointing,
+        "compile_layers": config.compile_layers,
         "profiling": config.profiling.model_dump(mode="json"),
         "schemes": [str(scheme) for scheme in schemes],
         "num_ranks": num_ranks,

@@ -6,8 +6,8 @@ token of a packed row.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -19,11 +19,20 @@ from ds_hydra.engine.agreement import gather_rows, raise_together
 from ds_hydra.engine.attention import PackedRow
 from ds_hydra.engine.frozen import FrozenKeeper, without_frozen
 from ds_hydra.engine.groups import GroupPool
+from ds_hydra.engine.hosts import find_hosts, ranks_per_node, warn_of_placement
 from ds_hydra.engine.link_agreement import check_link_plans
 from ds_hydra.engine.link_session import DeviceClock, LinkSession, LinkThread
 from ds_hydra.engine.pipeline import StageInfo, StageIO, run_1f1b, run_forward_only
+from ds_hydra.engine.repull import SENDS_AHEAD, RepullService, RepullSession, Uses
+from ds_hydra.engine.repull_plan import (
+    StageRepulls,
+    check_repulls,
+    served_bytes,
+    split_repulled,
+    stage_passes,
+)
 from ds_hydra.engine.skeleton import Skeleton
-from ds_hydra.engine.slices import SlicePool, Slices, gradient_numel, slice_numel
+from ds_hydra.engine.slices import SlicePool, Slices, gradient_numel, slice_numel, window_numels
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL, summed_cross_entropy
 from ds_hydra.engine.trace import Recorder
 from ds_hydra.errors import PlanMismatchError
@@ -44,17 +53,13 @@ GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Values of `hydra.link.gradient_dtype`."""
 
 
-def find_ranks_per_node(config: LinkConfig, num_ranks: int) -> int | None:
+def find_ranks_per_node(config: LinkConfig, host_of: Sequence[int]) -> int | None:
     """Ranks of a node for node-aware routes, or None for direct ones (always on a single node).
 
-    What `hydra.link.devices_per_node` leaves open is asked of the launcher (torchrun's LOCAL_WORLD_SIZE,
-    DeepSpeed's LOCAL_SIZE); ranks that find different numbers fail when they compare their first link plan.
+    `host_of`, the host of every rank, answers what `hydra.link.devices_per_node` leaves open.
     """
-    if config.routes == "direct":
-        return None
-    launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or num_ranks
-    ranks_per_node = config.devices_per_node or int(launched)
-    return ranks_per_node if ranks_per_node < num_ranks else None
+    found = config.devices_per_node or ranks_per_node(host_of)
+    return found if config.routes == "node" and 1 < found < len(host_of) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,21 @@ class StrategyLink:
     pull_trained: LinkPlan
     """The pull without frozen parameters; the same object as `pull` where none is frozen."""
     push: LinkPlan
+    repull: LinkPlan
+    """What is left out of the pull and served, layer by layer in each reader's order (`repull.py`); may be empty."""
+    roles: tuple[Role | None, ...]
+    """Of all ranks."""
+    repulls: tuple[StageRepulls, ...]
+    """What each rank pulls again."""
     memory: LinkMemory
+
+    def uses_of(self, rank: int, plan: IterationPlan, *, training: bool) -> list[int]:
+        """In which order `rank` uses what it pulls again."""
+        role, repulls = self.roles[rank], self.repulls[rank]
+        if role is None or not repulls.buckets:
+            return []
+        num_rows = len(plan.pipelines[role.pipeline].micro_batches)
+        return repulls.uses(stage_passes(role.scheme.pp, role.stage, num_rows, training=training))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +128,14 @@ class LinkMemory:
     """
     staged_bytes: int
     """What this rank holds of other nodes' shards (pull) or sums for them (push), with node-aware routes."""
+    serving_bytes: int = 0
+    """Packed buffers of re-pulls: this rank's own window, and a window for each other rank that it serves."""
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return self.slice_bytes + self.gradient_bytes + self.window_bytes + self.staged_bytes
+        exchanged = self.window_bytes + self.staged_bytes + self.serving_bytes
+        return self.slice_bytes + self.gradient_bytes + exchanged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +151,9 @@ class Outcome:
     visible_pull_ms: float
     visible_push_ms: float
     """See LinkTimes for these four."""
+    repull_ms: float
+    visible_repull_ms: float
+    """See RepullTimes; what computation waited for is part of `propagate_ms` and `busy_ms`, as of a profile's times."""
     busy_ms: float
     """Time inside forwards and backwards, TP collectives included."""
 
@@ -151,7 +176,12 @@ class Propagator:
         self._device = device
         self.groups = GroupPool(max_groups)
         everyone = tuple(range(self.num_ranks))
-        self._ranks_per_node = find_ranks_per_node(link_config, self.num_ranks)
+        self._repull_layers = link_config.repull_layers
+        check_repulls(self._repull_layers, skeleton.num_layers, device.type)
+        self.hosts = find_hosts(device)
+        if self.rank == 0 and link_config.devices_per_node is None:
+            warn_of_placement(self.hosts.of_rank)
+        self._ranks_per_node = find_ranks_per_node(link_config, self.hosts.of_rank)
         purposes = ["pull", "push"] + (["pull_node", "push_node"] if self._ranks_per_node else [])
         self.groups.create([(purpose, everyone) for purpose in purposes])
         pull, push, *of_nodes = (self.groups.get(purpose, everyone) for purpose in purposes)
@@ -163,6 +193,10 @@ class Propagator:
         self._push_link = Link(push, device, self._gradient_dtype, self.buffers, push_node)
         self._clock = DeviceClock(device)
         self._thread = LinkThread(device, overlap=link_config.overlap)
+        if self._repull_layers:
+            self.groups.create([("repull", everyone)])
+        serving = self.groups.get("repull", everyone) if self._repull_layers else None
+        self.repull_service = RepullService(serving, device, self._clock, overlap=link_config.overlap)
         self._frozen: FrozenKeeper | None = None
         if link_config.keep_frozen and not all(spec.requires_grad for spec in skeleton.specs):
             self._frozen = FrozenKeeper(
@@ -174,6 +208,7 @@ class Propagator:
     def close(self) -> None:
         """End the link's thread and destroy the process groups; not collective."""
         self._thread.close()
+        self.repull_service.close()
         self.groups.destroy()
 
     def link_memory(self, strategy: Strategy) -> LinkMemory:
@@ -236,31 +271,36 @@ class Propagator:
         link = self._link_of(plan.strategy)
         self.recorder.begin()
         begin = self._clock.stamp()
-        slices, session = self._open(plan.strategy, with_gradients=loss_scale is not None, grads_P=grads_P)
-        with session:
-            loss_sum = self._propagate(plan, link, slices, session, load, loss_scale)
+        training = loss_scale is not None
+        slices, session = self._open(plan.strategy, with_gradients=training, grads_P=grads_P)
+        with session, self._open_repulls(plan, link, slices, training=training) as repulls:
+            loss_sum = self._propagate(plan, link, slices, session, repulls, load, loss_scale)
             end = self._clock.stamp()
             times = session.finish()
+            repull_times = repulls.finish()
         session.record(self.recorder)
+        repulls.record(self.recorder)
         waited_in_passes_ms = times.visible_pull_ms if self._thread.overlap else 0.0
         return Outcome(
             loss_sum=loss_sum,
             propagate_ms=max(0.0, self._clock.ms_between(begin, end) - times.visible_pull_ms),
             busy_ms=max(0.0, self.recorder.busy_ms - waited_in_passes_ms),
             **asdict(times),
+            **asdict(repull_times),
         )
 
     def time_propagation(self, plan: IterationPlan, load: LoadExample) -> float:
         """Milliseconds of the slowest rank in one forward + backward of `plan`; gradients are thrown away."""
         link = self._link_of(plan.strategy)
         slices, session = self._open(plan.strategy, with_gradients=True, grads_P=None)
-        with session:
+        with session, self._open_repulls(plan, link, slices, training=True) as repulls:
             session.await_all()
             dist.barrier()
             begin = self._clock.stamp()
-            self._propagate(plan, link, slices, session, load, 1.0)
+            self._propagate(plan, link, slices, session, repulls, load, 1.0)
             end = self._clock.stamp()
             session.finish()
+            repulls.finish()
         return self.max_over_ranks(self._clock.ms_between(begin, end))
 
     def max_over_ranks(self, value: float) -> float:
@@ -283,19 +323,27 @@ class Propagator:
                     ranks_per_node=self._ranks_per_node,
                 )
 
-            pull, push = plan(rank_buckets, gradients=False), plan(rank_buckets, gradients=True)
+            roles = tuple(Role.find(strategy, rank) for rank in range(self.num_ranks))
+            repulls = self.skeleton.strategy_repulls(strategy, self.num_ranks, self._repull_layers)
+            kept, served = split_repulled(rank_buckets, repulls)
+            pull, push = plan(kept, gradients=False), plan(rank_buckets, gradients=True)
             pull_trained = pull
             if self._frozen is not None:
-                trained = without_frozen(self.skeleton.specs, rank_buckets)
+                trained = without_frozen(self.skeleton.specs, kept)
                 pull_trained = plan(trained, gradients=False)
-            check_link_plans(strategy, (pull, pull_trained, push), self._device)
+            repull = plan_link(self.skeleton.specs, served, self.rank)
+            check_link_plans(strategy, (pull, pull_trained, push, repull), self._device)
+            slot_of = repulls[self.rank].slot_of
             self._links[strategy] = StrategyLink(
-                role=Role.find(strategy, self.rank),
+                role=roles[self.rank],
                 buckets=rank_buckets[self.rank],
                 pull=pull,
                 pull_trained=pull_trained,
                 push=push,
-                memory=self._memory_of(rank_buckets[self.rank], pull, push),
+                repull=repull,
+                roles=roles,
+                repulls=tuple(repulls),
+                memory=self._memory_of(rank_buckets[self.rank], slot_of, pull, push, repull),
             )
         return self._links[strategy]
 
@@ -317,6 +365,7 @@ class Propagator:
             self.pool,
             shards_P[0].dtype,
             with_gradients=with_gradients,
+            slot_of=link.repulls[self.rank].slot_of,
         )
         session = LinkSession(
             self._thread,
@@ -327,9 +376,22 @@ class Propagator:
             slices=slices,
             grads_P=grads_P,
         )
-        if grads_P is not None:
-            slices.on_gradient = session.gradients_complete
         return slices, session
+
+    def _open_repulls(
+        self, plan: IterationPlan, link: StrategyLink, slices: Slices, *, training: bool
+    ) -> RepullSession:
+        """What serves and receives the re-pulls of `plan`, on every rank; without re-pulls it does nothing."""
+        uses = [link.uses_of(rank, plan, training=training) for rank in range(self.num_ranks)]
+        of_readers = {reader: order for reader, order in enumerate(uses) if order and reader != self.rank}
+        return RepullSession(
+            self.repull_service,
+            link.repull,
+            Uses(uses[self.rank], of_readers),
+            link.repulls[self.rank].buckets,
+            self._shards_P(),
+            slices,
+        )
 
     def _shards_P(self) -> list[Tensor]:
         return [p.ds_tensor.detach() for p in self.skeleton.params]
@@ -344,6 +406,7 @@ class Propagator:
         link: StrategyLink,
         slices: Slices,
         session: LinkSession,
+        repulls: RepullSession,
         load: LoadExample,
         loss_scale: float | None,
     ) -> float:
@@ -354,7 +417,7 @@ class Propagator:
         role = link.role
         if role is None or not plan.pipelines[role.pipeline].micro_batches:
             return 0.0
-        self._enter(role, slices, session)
+        self._enter(role, link.repulls[self.rank], slices, session, repulls)
         try:
             stage = self._stage_info(role, slices)
             rows = RowTensors.load(plan, plan.pipelines[role.pipeline], stage, load, self._device)
@@ -385,12 +448,30 @@ class Propagator:
         assert row.targets_T is not None
         return summed_cross_entropy(output[0], row.targets_T, self.skeleton.tp, scale)
 
-    def _enter(self, role: Role, slices: Slices, session: LinkSession) -> None:
+    def _enter(
+        self,
+        role: Role,
+        repulled: StageRepulls,
+        slices: Slices,
+        session: LinkSession,
+        repulls: RepullSession,
+    ) -> None:
         tp = role.scheme.tp
         group = self.groups.get("tp", role.tp_ranks) if tp > 1 else None
         vocab_begin = role.tp_rank * self.skeleton.vocab_size // tp
         self.skeleton.tp.enter(group, tp, role.tp_rank, vocab_begin)
-        self.skeleton.bind(role.scheme, role.stage, slices.leaves, session.await_bucket)
+
+        def await_bucket(index: int) -> None:
+            if index in repulled.buckets:
+                repulls.enter(index)
+            else:
+                session.await_bucket(index)
+
+        before_backward = {
+            index: functools.partial(repulls.enter, index) if has_backward else None
+            for index, has_backward in zip(repulled.buckets, repulled.has_backward, strict=True)
+        }
+        self.skeleton.bind(role.scheme, role.stage, slices.leaves, await_bucket, before_backward)
 
     def _stage_info(self, role: Role, slices: Slices) -> StageInfo:
         return StageInfo(
@@ -411,15 +492,25 @@ class Propagator:
             up_group=self.groups.get("pp_up", role.ranks) if pp > 1 else None,
         )
 
-    def _memory_of(self, buckets: RankBuckets, pull: LinkPlan, push: LinkPlan) -> LinkMemory:
+    def _memory_of(
+        self,
+        buckets: RankBuckets,
+        slot_of: Mapping[int, int],
+        pull: LinkPlan,
+        push: LinkPlan,
+        repull: LinkPlan,
+    ) -> LinkMemory:
         specs = self.skeleton.specs
         itemsize = self.skeleton.params[0].ds_tensor.dtype.itemsize
+        kept = sum(slice_numel(specs, bucket) for r, bucket in enumerate(buckets) if r not in slot_of)
+        window = sum(window_numels(specs, buckets, slot_of).values())
         largest = max(pull.buffer_elements * itemsize, push.buffer_elements * self._gradient_dtype.itemsize)
         return LinkMemory(
-            slice_bytes=sum(slice_numel(specs, bucket) for bucket in buckets) * itemsize,
+            slice_bytes=(kept + window) * itemsize,
             gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in buckets) * 4,
             window_bytes=4 * largest,
             staged_bytes=max(pull.staged_elements * itemsize, push.staged_elements * 4),
+            serving_bytes=served_bytes(repull, SENDS_AHEAD, itemsize),
         )
 
 

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import logging
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from ds_hydra.engine.groups import within_groups
 from ds_hydra.engine.latency_tracker import LatencyTracker
 from ds_hydra.engine.metrics import IterationMetrics, RunLog, describe_run, pack_occupancy
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan, find_link_times
-from ds_hydra.engine.profile_document import limit_memory, nominal_profile
+from ds_hydra.engine.profile_document import fit_memory, nominal_profile
 from ds_hydra.engine.profiler import measure_profile
 from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
 from ds_hydra.engine.skeleton import Skeleton
@@ -33,7 +34,7 @@ from ds_hydra.engine.stop_request import StopRequest
 from ds_hydra.engine.straggler import StragglerFinder
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL
 from ds_hydra.engine.trace import MemoryWatch, TraceChoice, gather_timeline
-from ds_hydra.engine.watchdog import Watchdog, start_watchdog
+from ds_hydra.engine.watchdog import Watchdog, find_restart_problem, start_watchdog
 from ds_hydra.errors import HydraConfigError, HydraDataError, InfeasiblePlanError, PlanMismatchError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
@@ -113,7 +114,7 @@ class HydraRuntime:
         self._profile: Profile | None = None
         if config.profile is not None:
             document = Profile.load(find_profile(config.profile)).document
-            self._profile = limit_memory(document, config.memory_limit_bytes)
+            self._profile = fit_memory(document, config, skeleton)
             self._profile.check_model(
                 num_layers=skeleton.num_layers,
                 hidden_size=skeleton.hidden_size,
@@ -341,7 +342,7 @@ class HydraRuntime:
 
     def _use_measured(self, document: Mapping[str, Any]) -> None:
         """Plan with a measured profile, and with the candidates that it knows."""
-        self._profile = limit_memory(document, self.config.memory_limit_bytes)
+        self._profile = fit_memory(document, self.config, self.skeleton)
         if self.config.strategies is None:  # schemes that hold no row were left out
             known = self._profile.latency
             self.strategies = tuple(s for s in self._at_start if all(x in known for x in s.schemes))
@@ -456,12 +457,15 @@ class HydraRuntime:
 
     def _start_watchdog(self) -> Watchdog | None:
         faults = self.config.faults
+        if self.is_first_rank and (problem := find_restart_problem(os.environ)):
+            logger.warning("%s", problem)
         if self.num_ranks == 1 or not faults.watchdog:
             return None
         return start_watchdog(
             self.propagator.rank,
             self.num_ranks,
             lambda text: broadcast_text([text], 0, self._device)[0],
+            places=[self.propagator.hosts.describe_place(rank) for rank in range(self.num_ranks)],
             silence_s=faults.silence_s,
             grace_s=faults.grace_s,
         )

@@ -13,9 +13,10 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from ds_hydra.engine import attention
 from ds_hydra.engine.adapters import SUMMED, is_lora, split_style, unwrap_adapters
 from ds_hydra.engine.attention import PackedRow
+from ds_hydra.engine.compilation import compile_each
+from ds_hydra.engine.repull_plan import NO_REPULLS, StageRepulls, choose_layers
 from ds_hydra.engine.tensor_parallel import TensorParallel, hook_colwise, hook_embedding, hook_rowwise
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
@@ -75,7 +78,9 @@ class Skeleton:
     UnsupportedModelError by name for what cannot be trained.
     """
 
-    def __init__(self, model: nn.Module, *, activation_checkpointing: bool = False):
+    def __init__(
+        self, model: nn.Module, *, activation_checkpointing: bool = False, compile_layers: bool = False
+    ):
         model = unwrap_adapters(model)
         check_model(model)
         attention.register()
@@ -111,14 +116,19 @@ class Skeleton:
         )
         self._check_all_params_have_a_unit(model)
         self._await_unit: dict[nn.Module, Callable[[], None]] = {}
+        self._before_backward: dict[nn.Module, Callable[[], None] | None] = {}
         for unit in self.units:
             for module in unit.modules:
                 module.register_forward_pre_hook(self._before_unit)
+        for layer in self._layers:
+            layer.register_forward_hook(self._after_layer)
         self.specs = self._build_specs(model, head)
         self._unplanned = self._find_unplanned()
         self._hook(head)
         self._pass_through = PassThrough()
         self._no_pp_because = self._probe_pass_through()
+        if compile_layers:
+            compile_each(self._layers)
 
     @property
     def config(self) -> Any:
@@ -175,11 +185,11 @@ class Skeleton:
                 f"scheme {scheme}: parameters {', '.join(self._unplanned[:3])} are used between sliced layers, but "
                 f"the tp plan of {type(self._model).__name__} does not say how; use TP 1 in hydra.strategies"
             )
-        refused = sorted(set(_tp_plan(self._model).values()) - SUPPORTED_STYLES)
+        refused = [f"{m} ({s})" for m, s in _tp_plan(self._model).items() if s not in SUPPORTED_STYLES]
         if refused:
             raise UnsupportedModelError(
-                f"scheme {scheme}: the tp plan of {type(self._model).__name__} uses {', '.join(refused)}, which "
-                "ds_hydra does not run; use TP 1 in hydra.strategies"
+                f"scheme {scheme}: the tp plan of {type(self._model).__name__} has styles that ds_hydra does not run, "
+                f"as for fused weights: {', '.join(refused)}; use TP 1 in hydra.strategies"
             )
 
     def stage_layers(self, num_stages: int, stage: int) -> range:
@@ -214,6 +224,33 @@ class Skeleton:
             buckets.append(tuple(refs))
         return tuple(buckets)
 
+    def stage_repulls(self, scheme: Scheme, stage: int, wanted: int | Literal["all"]) -> StageRepulls:
+        """Which of the stage's buckets are pulled again where `wanted` of its layers should be.
+
+        A layer that shares a parameter with another unit stays: that one needs it at other times.
+        """
+        units = self.stage_units(scheme.pp, stage)
+        owners = Counter(p for unit in self.units for p in {b.param for b in unit.bindings})
+        layers = [r for r, unit in enumerate(units) if unit not in (self.units[0], self.units[-1])]
+        own = [r for r in layers if all(owners[b.param] == 1 for b in units[r].bindings)]
+        buckets = [own[i] for i in choose_layers(len(own), wanted)]
+        trained = [any(self.specs[b.param].requires_grad for b in unit.bindings) for unit in units]
+        return StageRepulls(
+            buckets=tuple(buckets),
+            has_backward=tuple(stage > 0 or any(trained[: r + 1]) for r in buckets),
+        )
+
+    def strategy_repulls(
+        self, strategy: Strategy, num_ranks: int, wanted: int | Literal["all"]
+    ) -> list[StageRepulls]:
+        """What each rank pulls again under `strategy`; idle ranks nothing."""
+        repulls = [NO_REPULLS] * num_ranks
+        for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
+            of_stages = [self.stage_repulls(scheme, stage, wanted) for stage in range(scheme.pp)]
+            for place, rank in enumerate(ranks):
+                repulls[rank] = of_stages[place // scheme.tp]
+        return repulls
+
     def strategy_buckets(self, strategy: Strategy, num_ranks: int) -> list[RankBuckets]:
         """The buckets of all ranks under `strategy`; equal ones are one object. Idle ranks have none."""
         known: dict[tuple[Scheme, int, int], RankBuckets] = {}
@@ -232,12 +269,17 @@ class Skeleton:
         stage: int,
         leaves: dict[int, nn.Parameter],
         await_bucket: Callable[[int], None] = lambda _: None,
+        before_backward: Mapping[int, Callable[[], None] | None] | None = None,
     ) -> None:
         """Put the stage's slices into the modules and other stages' layers out of the way.
 
-        `await_bucket(r)` is called before every forward pass that reads the slices of the stage's r-th unit.
+        `await_bucket(r)` is called before every forward pass that reads the slices of the stage's r-th unit, and
+        `before_backward[r]`, if the r-th unit is a layer, before every backward pass of it. Where that is None no
+        gradient goes through the layer, because nothing below is trained.
         """
         for index, unit in enumerate(self.stage_units(scheme.pp, stage)):
+            if before_backward is not None and index in before_backward:
+                self._before_backward[unit.modules[0]] = before_backward[index]
             for module in unit.modules:
                 self._await_unit[module] = functools.partial(await_bucket, index)
             for binding in unit.bindings:
@@ -252,6 +294,7 @@ class Skeleton:
             for binding in unit.bindings:
                 binding.module._parameters[binding.attribute] = self._meta_params[binding.param]
         self._await_unit.clear()
+        self._before_backward.clear()
         self.tp.enter(None, 1, 0, 0)
 
     def forward_stage(
@@ -331,6 +374,18 @@ class Skeleton:
     def _before_unit(self, module: nn.Module, _args: Any) -> None:
         if module in self._await_unit:
             self._await_unit[module]()
+
+    def _after_layer(self, layer: nn.Module, _args: Any, output: Any) -> Any:
+        """Let the gradient of the layer's output, the first that backward has of it, call `before_backward`."""
+        hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        if layer not in self._before_backward or not hidden.requires_grad:
+            return None
+        callback = self._before_backward[layer]
+        if callback is None:
+            hidden = hidden.detach()
+            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+        hidden.register_hook(lambda _: callback())
+        return None
 
     def _local_padding_idx(self, num_rows: int) -> int | None:
         """Row of the padding token in this rank's slice of the embedding (its gradient is zero)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -19,7 +19,7 @@ BucketKey = tuple[str, int]
 
 
 class SlicePool:
-    """Flat tensors that outlive the iteration, one per bucket and kind ("slices", "grads").
+    """Flat tensors that outlive the iteration, one per bucket and kind ("slices", "grads"), or per slot ("window").
 
     On the CPU a tensor stays as large as the largest bucket it ever held, because touching memory for the first
     time is what costs there. Elsewhere (`exact`) it is always as large as the current strategy needs: device
@@ -41,10 +41,12 @@ class SlicePool:
         return {tensor.untyped_storage().data_ptr() for tensor in self._held.values()}
 
     def resize(self, numels: dict[BucketKey, int], dtypes: dict[str, torch.dtype]) -> dict[BucketKey, Tensor]:
-        """A flat tensor [numel] for each key; content survives where the size does, and is unknown elsewhere."""
-        if self._exact:
-            kinds = {kind for kind, _ in numels}
-            for key in [k for k in self._held if k[0] in kinds and self._held[k].numel() != numels.get(k)]:
+        """A flat tensor [numel] for each key; content survives where the size does, and is unknown elsewhere.
+
+        `dtypes` names the kinds that the keys belong to. Without keys everything stays for whoever comes next.
+        """
+        if self._exact and numels:
+            for key in [k for k in self._held if k[0] in dtypes and self._held[k].numel() != numels.get(k)]:
                 del self._held[key]  # before anything new is allocated
         taken = {}
         for key, numel in numels.items():
@@ -67,6 +69,16 @@ def slice_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
     return sum(_padded_numel(specs[ref.param], ref) for ref in bucket)
 
 
+def window_numels(
+    specs: Sequence[ParamSpec], buckets: RankBuckets, slot_of: Mapping[int, int]
+) -> dict[int, int]:
+    """Elements of each slot, in which the buckets that share it take turns."""
+    numels: dict[int, int] = {}
+    for bucket, slot in slot_of.items():
+        numels[slot] = max(numels.get(slot, 0), slice_numel(specs, buckets[bucket]))
+    return numels
+
+
 def gradient_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
     """Elements of the flat tensor that holds the gradients of `bucket`."""
     return sum(_padded_numel(specs[ref.param], ref) for ref in bucket if specs[ref.param].requires_grad)
@@ -77,6 +89,9 @@ class Slices:
 
     The tensors are views into `pool`: making new Slices of a pool ends the life of the old ones' content. Gradients
     are complete after `on_gradient` or `zero_missing`.
+    Buckets in `slot_of` take turns in the memory of their slot: `prepare`, then what is pulled, until another bucket
+    takes the slot. Autograd may save such slices: what it saved reads the slot when backward runs, by when the bucket
+    is there again.
     `on_gradient(bucket)`, if set, is called in backward when all gradients of a bucket have been accumulated in the
     micro-batch announced by `expect_last_backward`.
     """
@@ -89,6 +104,7 @@ class Slices:
         dtype: torch.dtype,
         *,
         with_gradients: bool = True,
+        slot_of: Mapping[int, int] | None = None,
     ):
         self.leaves: dict[int, nn.Parameter] = {}
         self.bucket_S: list[list[Tensor]] = []
@@ -97,12 +113,27 @@ class Slices:
         self._missing: list[set[int]] = []
         self._untouched: list[dict[int, Tensor]] = []
         self._is_last_backward = False
-        numels = {("slices", r): slice_numel(specs, bucket) for r, bucket in enumerate(buckets)}
+        self._not_pulled: list[list[Tensor]] = []
+        slot_of = slot_of or {}
+        kept = [r for r in range(len(buckets)) if r not in slot_of]
+        numels = {("slices", r): slice_numel(specs, buckets[r]) for r in kept}
+        numels |= {("window", slot): n for slot, n in window_numels(specs, buckets, slot_of).items()}
+        dtypes = {"slices": dtype, "window": dtype}
         if with_gradients:
             numels |= {("grads", r): gradient_numel(specs, bucket) for r, bucket in enumerate(buckets)}
-        flat = pool.resize(numels, {"slices": dtype, "grads": torch.float32})
+            dtypes["grads"] = torch.float32
+        flat = pool.resize(numels, dtypes)
         for index, bucket in enumerate(buckets):
-            self._add_bucket(specs, bucket, flat["slices", index], flat.get(("grads", index)))
+            shares = index in slot_of
+            key = ("window", slot_of[index]) if shares else ("slices", index)
+            self._add_bucket(specs, bucket, flat[key], flat.get(("grads", index)), shares_memory=shares)
+            if not shares:
+                self.prepare(index)
+
+    def prepare(self, index: int) -> None:
+        """Set to zero what nothing is pulled into; call when a bucket takes its slot."""
+        for flat in self._not_pulled[index]:
+            flat.zero_()
 
     def expect_last_backward(self) -> None:
         """From now on, report buckets whose gradients are complete; call before the last micro-batch's backward."""
@@ -118,9 +149,16 @@ class Slices:
         self._untouched[index].clear()
 
     def _add_bucket(
-        self, specs: Sequence[ParamSpec], bucket: Bucket, slices_flat: Tensor, grads_flat: Tensor | None
+        self,
+        specs: Sequence[ParamSpec],
+        bucket: Bucket,
+        slices_flat: Tensor,
+        grads_flat: Tensor | None,
+        *,
+        shares_memory: bool,
     ) -> None:
         flats, grads = [], []
+        self._not_pulled.append([])
         self._missing.append(set())
         self._untouched.append({})
         for ref in bucket:
@@ -129,8 +167,9 @@ class Slices:
             numel, padded = prod(shape), _padded_numel(spec, ref)
             flat, slices_flat = slices_flat[:numel], slices_flat[padded:]
             if not ref.region.numel:
-                flat.zero_()  # nothing is pulled into these
-            leaf = nn.Parameter(flat.view(shape), spec.requires_grad)
+                self._not_pulled[-1].append(flat)
+            # By way of `data`, so that the next bucket in the slot is no modification of what autograd has saved.
+            leaf = nn.Parameter((flat.data if shares_memory else flat).view(shape), spec.requires_grad)
             self.leaves[ref.param] = leaf
             flats.append(flat)
             if grads_flat is None or not leaf.requires_grad:

@@ -13,6 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from ds_hydra.configs.hydra_config import REPULL_WINDOW
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.scheme import Scheme
 
@@ -71,6 +72,10 @@ class MemoryModel:
     with L = `num_layers`, H = `hidden_size`, V = `vocab_size`, A = `activation_bytes[tp]`,
     B = `state_bytes`, alpha = `sharded_fraction`, e = 16. Activations do not shrink with PP, because a
     1F1B stage holds up to PP micro-batches of its L/PP layers.
+
+    Ours: of R = `repull_layers` layers of a stage that are dropped and pulled again only a window of 2 is in memory, so
+    states are less by (min(R, L / PP) - 2) * H^2 / TP * s where that is positive, with s = `slice_bytes`, the bytes
+    of pulled weights per layer and H^2. Left out: packed buffers of the ranks that serve them.
     """
 
     num_layers: int
@@ -82,6 +87,8 @@ class MemoryModel:
     memory_bytes: int
     reserved_bytes: int
     safety_margin_bytes: int
+    repull_layers: int = 0
+    slice_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         counts = (self.num_layers, self.hidden_size, self.vocab_size)
@@ -99,6 +106,10 @@ class MemoryModel:
             raise HydraConfigError(
                 f"activation bytes are {dict(self.activation_bytes)}, expected more than 0"
             )
+        if type(self.repull_layers) is not int or self.repull_layers < 0:
+            raise HydraConfigError(f"repull_layers is {self.repull_layers!r}, expected a count from 0 up")
+        if not 0 <= self.slice_bytes <= _LARGEST_COUNT:
+            raise HydraConfigError(f"slice bytes are {self.slice_bytes}, expected 0 or more")
         if not 0 <= self.sharded_fraction <= 1:
             raise HydraConfigError(f"sharded_fraction is {self.sharded_fraction}, expected 0 to 1")
 
@@ -125,7 +136,15 @@ class MemoryModel:
         embedding = self.hidden_size * self.vocab_size * EMBEDDING_BYTES_PER_ELEMENT
         sharded = (self.num_layers * hidden_2 * self.state_bytes + embedding) / num_devices
         held = (self.num_layers / scheme.pp * hidden_2 * self.state_bytes + embedding) / scheme.tp
-        return sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
+        return (
+            sharded * self.sharded_fraction + held * (1 - self.sharded_fraction) - self.dropped_bytes(scheme)
+        )
+
+    def dropped_bytes(self, scheme: Scheme) -> float:
+        """Bytes of slices that re-pulls save a rank: at most what the held states count for its layers."""
+        dropped = max(0.0, min(self.repull_layers, self.num_layers / scheme.pp) - REPULL_WINDOW)
+        slice_bytes = min(self.slice_bytes, self.state_bytes * (1 - self.sharded_fraction))
+        return dropped * self.hidden_size**2 / scheme.tp * slice_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +231,8 @@ class Profile:
                     memory_bytes=int(hardware["memory_bytes"]),
                     reserved_bytes=int(hardware["reserved_bytes"]),
                     safety_margin_bytes=int(hardware["safety_margin_bytes"]),
+                    repull_layers=memory.get("repull_layers", 0),
+                    slice_bytes=float(memory.get("slice_bytes_per_layer_per_hidden2", 0)),
                 ),
                 saturation_tokens={
                     int(tp): int(tokens) for tp, tokens in document.get("saturation_tokens", {}).items()

@@ -157,9 +157,7 @@ class Link:
 
         def post(phase: Phase, group: int) -> _Posted:
             posted = self._post(phase.outgoing, phase.incoming, stores, dtype, group, in_place=True)
-            for source, target in phase.local:
-                for a, b in zip(source.pieces, target.pieces):
-                    stores.view(target, b).copy_(stores.view(source, a))
+            self._copy_local(phase, stores)
             return posted
 
         def complete(posted: _Posted) -> None:
@@ -200,6 +198,34 @@ class Link:
 
         return RoundUnderWay(post(round_.phases[-1], 0), complete)
 
+    def begin_send(
+        self, plan: LinkPlan, index: int, reader: int, shards_P: Sequence[Tensor]
+    ) -> RoundUnderWay:
+        """Post what `reader` needs of this rank's shards in round `index` of a pull with direct routes.
+
+        Not collective: the reader calls `begin_receive` for as many rounds, in the same order, whenever it likes.
+        The shards must not change until `finish`.
+        """
+        batches = [b for b in plan.rounds[index].phases[0].outgoing if reader in b.peers]
+        dtype = shards_P[0].dtype
+        stores = _Stores(dtype, shards_P, (), {})
+        posted = self._post(batches, (), stores, dtype, 0, in_place=True, only_to=reader)
+        return RoundUnderWay(posted, self._sent)
+
+    def begin_receive(
+        self, plan: LinkPlan, index: int, shards_P: Sequence[Tensor], slices_S: Sequence[Tensor]
+    ) -> RoundUnderWay:
+        """Post the receipt of this rank's slices of round `index` of a pull with direct routes; copy its own part.
+
+        Not collective: all other ranks that own a part of the slices call `begin_send` for this reader.
+        """
+        phase = plan.rounds[index].phases[0]
+        dtype = shards_P[0].dtype
+        stores = _Stores(dtype, shards_P, slices_S, {})
+        posted = self._post((), phase.incoming, stores, dtype, 0, in_place=True)
+        self._copy_local(phase, stores)
+        return RoundUnderWay(posted, lambda posted: self._unpack(posted, stores))
+
     def finish(self, under_way: RoundUnderWay) -> None:
         """Wait for a round that was begun, and write what it brought."""
         under_way.complete(under_way.posted)
@@ -222,6 +248,18 @@ class Link:
         if under_way is not None:
             self.finish(under_way)
 
+    @staticmethod
+    def _copy_local(phase: Phase, stores: _Stores) -> None:
+        """What this rank both owns and needs, in a pull."""
+        for source, target in phase.local:
+            for a, b in zip(source.pieces, target.pieces):
+                stores.view(target, b).copy_(stores.view(source, a))
+
+    def _sent(self, posted: _Posted) -> None:
+        """Wait until everything has left."""
+        posted.wait()
+        self._give_back(posted)
+
     def _post(
         self,
         send: Sequence[Batch],
@@ -231,6 +269,7 @@ class Link:
         group: int,
         *,
         in_place: bool,
+        only_to: int | None = None,
     ) -> _Posted:
         """Post all messages of a phase; with `in_place` contiguous blocks are received where they belong."""
         posted = _Posted()
@@ -263,7 +302,7 @@ class Link:
                     source, space = _cut(space, message)
                     for piece, place in _in_buffer(source, message):
                         place.copy_(stores.view(batch, piece))
-                for peer in batch.peers:
+                for peer in batch.peers if only_to is None else (only_to,):
                     operations.append(dist.P2POp(dist.isend, source, peer, self._groups[group]))
         if operations:
             posted.works = dist.batch_isend_irecv(operations)
