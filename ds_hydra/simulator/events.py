@@ -185,7 +185,7 @@ class Simulation:
         """Share of rank time in propagation without a forward or backward; idle ranks count."""
         busy = sum(run.busy_ms * run.work.scheme.tp for run in self.runs)
         available = self.propagation_ms * self.num_devices
-        return 1 - busy / available if available > 0 else 0.0
+        return max(0.0, 1 - busy / available) if available > 0 else 0.0
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
