@@ -38,11 +38,13 @@ class Holdings:
     threads: int
     """Of Python."""
     tensors: int
-    """Alive, garbage that waits for the collector included."""
+    """Alive, garbage that waits for the collector included; the rest is counted after a collection."""
 
     @classmethod
     def of(cls, engine: HydraEngine) -> Holdings:
         process = psutil.Process(os.getpid())
+        tensors = sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+        gc.collect()  # small garbage in cycles would look like growth
         return cls(
             rss_bytes=process.memory_info().rss,
             malloc_bytes=_malloc_bytes(),
@@ -50,7 +52,7 @@ class Holdings:
             open_files=process.num_fds(),
             process_groups=len(engine.hydra.propagator.groups),
             threads=threading.active_count(),
-            tensors=sum(issubclass(type(o), Tensor) for o in gc.get_objects()),
+            tensors=tensors,
         )
 
     @property

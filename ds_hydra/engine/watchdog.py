@@ -195,6 +195,9 @@ class Watchdog:
 
     def _hear(self, verdict: Verdict) -> None:
         """Keep the first loss (others follow from it), and tell the others if this is rank 0."""
+        # First: once its main thread knows, this process may end, and be taken for the lost one.
+        if self._rank == 0:
+            self._tell(verdict)
         with self._changed:
             current = self._relevant_verdict()
             if current is None or (current.section is not None and current.rank == verdict.rank):
@@ -203,8 +206,6 @@ class Watchdog:
                     self._deadline = time.monotonic() + self._grace_s
                     logger.error("%s", self._describe(verdict))
             self._changed.notify_all()
-        if self._rank == 0:
-            self._tell(verdict)
 
     def _tell(self, verdict: Verdict) -> None:
         kind = _LOST if verdict.section is None else _FAILED
