@@ -115,7 +115,7 @@ def _status_bytes(field_name: str) -> int:
 # ---- ds_hydra
 
 
-def run_hydra(task: Task, turns: Turns, *, static: bool = False) -> None:
+def run_hydra(task: Task, turns: Turns, *, static: bool = False, compiled: bool = False) -> None:
     """`train_batch()` on the engine's own sampler; plans are made in line, so that no other contender pays for them."""
     rank = dist.get_rank()
     section = {
@@ -126,6 +126,7 @@ def run_hydra(task: Task, turns: Turns, *, static: bool = False) -> None:
         "strategies": [task.static_strategy] if static else list(task.strategies),
         "profile": task.profile,
         "memory_limit_bytes": task.memory_limit_bytes,
+        "compile_layers": compiled,
     }
     engine, *_ = ds_hydra.initialize(
         model=task.model.build(task.shape.context_length),
@@ -175,6 +176,8 @@ class Stock:
     attention: str = PACKED_ATTENTION
     parallel: str = "data"
     checkpointing: bool = False
+    compiled: bool = False
+    """`TrainingArguments.torch_compile`."""
 
 
 class Sequences(torch.utils.data.Dataset):
@@ -281,6 +284,7 @@ def run_stock(task: Task, turns: Turns, *, stock: Stock) -> None:
             gradient_accumulation_steps=accumulation,
             gradient_checkpointing=stock.checkpointing,
             gradient_checkpointing_kwargs={"use_reentrant": False} if stock.checkpointing else None,
+            torch_compile=stock.compiled,
             max_steps=len(task.batches),
             max_grad_norm=1.0,
             learning_rate=1e-4,
@@ -371,6 +375,7 @@ def _ulysses(world: int) -> Any:
 STOCK = {
     "padding": Stock(place=place_evenly, packs=False),
     "packing": Stock(place=place_first_fit),
+    "packing_compiled": Stock(place=place_first_fit, compiled=True),
     "packing_sdpa": Stock(place=place_first_fit, attention="sdpa"),
     "rebalance": Stock(place=place_rebalanced),
     "rebalance_padding": Stock(place=place_rebalanced, packs=False),
@@ -384,6 +389,7 @@ STOCK = {
 TITLES = {
     "padding": "(1) Trainer, ZeRO-3, padding",
     "packing": "(2) ZeRO-3, first-fit-decreasing packing",
+    "packing_compiled": "(2) the same, torch_compile",
     "packing_sdpa": "(2) the same, attention with a mask of the row (sdpa)",
     "rebalance": "(3) ZeRO-3, batch_rebalance, flattened",
     "rebalance_padding": "(3) ZeRO-3, batch_rebalance, padding",
@@ -393,6 +399,7 @@ TITLES = {
     "autotp": "(5) ZeRO-3, AutoTP, packing",
     "checkpointing": "(5) ZeRO-3, packing, activation checkpointing",
     "hydra_static": "(6) ds_hydra, one homogeneous strategy",
+    "hydra_compiled": "(7) ds_hydra, hydra.compile_layers",
     "hydra": "(7) ds_hydra",
 }
 
@@ -405,7 +412,7 @@ def run_contender(name: str, task: Task, turns: Turns) -> None:
         assert task.profile is not None
         measure_profile(task, turns, task.profile)
     else:
-        run_hydra(task, turns, static=name == "hydra_static")
+        run_hydra(task, turns, static=name == "hydra_static", compiled=name == "hydra_compiled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

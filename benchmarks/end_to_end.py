@@ -105,8 +105,11 @@ class Group(AbstractContextManager):
 
     def step(self) -> dict[str, Any]:
         """One iteration: time of the slowest rank, loss, memory."""
-        for pipe in self._pipes:
-            pipe.send("go")
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send("go")
+            except BrokenPipeError:
+                raise ContenderError(f"{self.name}: rank {rank} died") from None
         answers = self.answers()
         return {
             "seconds": max(a["seconds"] for a in answers),

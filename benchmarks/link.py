@@ -70,7 +70,13 @@ def start(size: str, dtype: str) -> ds_hydra.HydraEngine:
     config = LlamaConfig(
         **SIZES[size], num_attention_heads=16, num_key_value_heads=16, tie_word_embeddings=False
     )
-    model = LlamaForCausalLM(config)
+    stage3 = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": dtype == "bf16"},
+    }
+    with deepspeed.zero.Init(config_dict_or_path=stage3):  # never whole on a rank
+        model = LlamaForCausalLM(config)
     section = {
         "context_length": 64,
         "tokens_per_iteration": 64,
@@ -79,10 +85,9 @@ def start(size: str, dtype: str) -> ds_hydra.HydraEngine:
     engine, *_ = ds_hydra.initialize(
         model=model,
         config={
+            **stage3,
             "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
             "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 3},
-            "bf16": {"enabled": dtype == "bf16"},
             "hydra": {key: list(v) if isinstance(v, tuple) else v for key, v in section.items()},
         },
     )
@@ -141,7 +146,18 @@ class Case:
             reduce_scatter_coalesced(unit, self.group)
 
     def full_gradients(self) -> list[list[torch.Tensor]]:
-        return [[torch.ones(p.ds_shape, device=self.device) for p in params] for params in self.units]
+        """Gradients of all units in the memory of the largest one: nobody reads their values."""
+        largest = max(sum(p.ds_numel for p in params) for params in self.units)
+        ones = torch.ones(largest, device=self.device)
+        return [
+            [flat.view(p.ds_shape) for p, flat in zip(params, _cut(ones, params), strict=True)]
+            for params in self.units
+        ]
+
+
+def _cut(flat: torch.Tensor, params: list) -> list[torch.Tensor]:
+    sizes = [p.ds_numel for p in params]
+    return list(flat[: sum(sizes)].split(sizes))
 
 
 def timed(action) -> tuple[float, object]:
@@ -177,20 +193,23 @@ def measure(case: Case, strategies: list[Strategy], rounds: int) -> dict:
 
 
 def measure_switching(case: Case, strategies: list[Strategy], rounds: int) -> dict[str, float]:
-    """Pull + push per iteration: every strategy in turn, against each of them kept for as many iterations."""
+    """Pull + push of one iteration of each strategy, medians added up: all in turn, against each kept for two."""
 
     def iteration(strategy: Strategy) -> float:
         return timed(lambda: case.push(strategy, case.pull(strategy)))[0]
 
-    kept, switched = [], []
+    kept: dict[Strategy, list[float]] = {s: [] for s in strategies}
+    switched: dict[Strategy, list[float]] = {s: [] for s in strategies}
     for strategy in strategies:
         iteration(strategy)
-    for _ in range(rounds):
-        switched += [iteration(s) for s in strategies]
+    for _ in range(2 * rounds):
         for strategy in strategies:
-            iteration(strategy)
-            kept.append(iteration(strategy))
-    return {"switching_ms": statistics.median(switched), "keeping_ms": statistics.median(kept)}
+            switched[strategy].append(iteration(strategy))
+            kept[strategy].append(iteration(strategy))
+    return {
+        "switching_ms": sum(map(statistics.median, switched.values())),
+        "keeping_ms": sum(map(statistics.median, kept.values())),
+    }
 
 
 def print_table(size: str, dtype: str, times: dict) -> list[dict]:

@@ -28,8 +28,13 @@ class Ended:
     """From the mark that `mark_fault` left; NaN without one."""
 
 
-def run_until_end(function: Callable[..., Any], world_size: int, folder: Path, *args: Any) -> list[Ended]:
-    """Fork `world_size` gloo ranks that run `function(*args)`, and wait until every one has ended by itself."""
+def run_until_end(
+    function: Callable[..., Any], world_size: int, folder: Path, *args: Any, victim: int | None = None
+) -> list[Ended]:
+    """Fork `world_size` gloo ranks that run `function(*args)`, and wait until every one has ended by itself.
+
+    Rank `victim` need not: it is killed when the others have ended.
+    """
     import deepspeed  # noqa: F401  before the fork: paid once
     import transformers  # noqa: F401
 
@@ -44,10 +49,11 @@ def run_until_end(function: Callable[..., Any], world_size: int, folder: Path, *
         process.start()
     ends: dict[int, float] = {}
     limit = time.monotonic() + HANG_S
-    while len(ends) < world_size and time.monotonic() < limit:
+    awaited = set(range(world_size)) - {victim}
+    while not awaited <= ends.keys() and time.monotonic() < limit:
         ends |= {i: time.monotonic() for i, p in enumerate(ranks) if i not in ends and p.exitcode is not None}
         time.sleep(0.005)
-    hanging = sorted(set(range(world_size)) - ends.keys())
+    hanging = sorted(awaited - ends.keys())
     for process in ranks:
         process.kill()
         process.join()
@@ -56,7 +62,7 @@ def run_until_end(function: Callable[..., Any], world_size: int, folder: Path, *
     mark = folder / "fault"
     fault = float(mark.read_text()) if mark.exists() else float("nan")
     return [
-        Ended(process.exitcode, text, ends[rank] - fault)
+        Ended(process.exitcode, text, ends.get(rank, float("nan")) - fault)
         for rank, (process, text) in enumerate(zip(ranks, texts, strict=True))
     ]
 
@@ -70,6 +76,22 @@ def die(folder: str | Path) -> None:
     """SIGKILL for this process."""
     mark_fault(folder)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in(engine: Any, where: str, folder: str | Path) -> None:
+    """Let this rank die the next time it comes to `where`."""
+    import torch
+
+    propagator = engine.hydra.propagator
+    owner, name = {
+        "pull": (propagator._pull_link, "begin_pull"),
+        "forward": (engine.hydra.skeleton, "forward_stage"),
+        "backward": (torch.autograd, "backward"),
+        "push": (propagator._push_link, "begin_push"),
+        "step": (engine.optimizer, "step"),
+        "save": (engine.checkpoint_engine, "_save"),
+    }[where]
+    setattr(owner, name, lambda *_, **__: die(folder))
 
 
 def append_json(path: str | Path, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -77,20 +78,36 @@ def test_has_room_follows_lookahead():
         assert planner.has_room
 
 
-def test_a_killed_worker_loses_no_iteration_and_changes_no_plan(inline_plans, caplog):
+def test_killed_workers_lose_no_iteration_and_change_no_plan(inline_plans, caplog):
     with make_planner(num_workers=1) as planner:
         planner.submit(BATCHES[0])
         planner.get(0)
-        (victim,) = planner.worker_pids
-        os.kill(victim, signal.SIGSTOP)  # so that it is in the middle of what comes next
+        results = []
         for batch in BATCHES[1:]:
+            (victim,) = planner.worker_pids
+            os.kill(victim, signal.SIGSTOP)  # so that it is in the middle of what comes next
             planner.submit(batch)
-        os.kill(victim, signal.SIGKILL)
-        results = [planner.get(batch.iteration) for batch in BATCHES[1:]]
-        assert planner.num_restarts == 1
+            os.kill(victim, signal.SIGKILL)
+            results.append(planner.get(batch.iteration))
+        assert planner.num_restarts == len(results)
     assert [result.plan for result in results] == inline_plans[1:]
     assert {result.source for result in results} == {"worker"}
     assert "starting another one" in caplog.text
+
+
+def test_a_pool_that_is_gone_comes_back(inline_plans):
+    with make_planner(num_workers=3) as planner:
+        for batch in BATCHES[:3]:
+            planner.submit(batch)
+        first = [planner.get(batch.iteration) for batch in BATCHES[:3]]
+        for pid in planner.worker_pids:
+            os.kill(pid, signal.SIGKILL)
+        assert wait_until(lambda: not planner.worker_pids)
+        for batch in BATCHES[3:]:
+            planner.submit(batch)
+        results = first + [planner.get(batch.iteration) for batch in BATCHES[3:]]
+    assert [result.plan for result in results] == inline_plans
+    assert {result.source for result in results} == {"worker"}
 
 
 def test_plans_are_made_in_line_where_no_worker_can_start(monkeypatch, inline_plans, caplog):
@@ -104,21 +121,73 @@ def test_plans_are_made_in_line_where_no_worker_can_start(monkeypatch, inline_pl
     assert "could not be started" in caplog.text
 
 
-def test_a_late_worker_is_replaced_by_the_heuristic_plan(caplog):
-    with make_planner(num_workers=1, deadline_s=0.2) as planner:
+@pytest.mark.parametrize("times", [3])
+def test_a_hung_worker_is_late_once_and_replaced(times, inline_plans, caplog):
+    with make_planner(num_workers=1) as planner:
+        for hang in range(times):
+            planner.deadline_s = 60
+            planner.submit(BATCHES[2 * hang])
+            assert planner.get(2 * hang).plan == inline_plans[2 * hang]
+            (victim,) = planner.worker_pids
+            os.kill(victim, signal.SIGSTOP)
+            planner.deadline_s = 0.2
+            planner.submit(BATCHES[2 * hang + 1])
+            late = planner.get(2 * hang + 1)
+            assert late.source == "deadline"
+            assert late.waited_ms >= 200
+            assert late.plan.iteration == 2 * hang + 1
+            assert planner.num_late == hang + 1
+            assert wait_until(lambda pid=victim: not is_alive(pid))
+        assert wait_until(lambda: planner.num_restarts == times)
+    assert "iteration 1: no plan after 0.2 s" in caplog.text
+    assert "starting another one" in caplog.text
+
+
+def test_a_worker_that_still_starts_is_late_and_kept(caplog):
+    with make_planner(num_workers=1, deadline_s=0.1) as planner:
         planner.submit(BATCHES[0])
         assert wait_until(lambda: planner.worker_pids)
-        for pid in planner.worker_pids:
-            os.kill(pid, signal.SIGSTOP)
+        pids = planner.worker_pids
+        assert planner.get(0).source == "deadline"
+        planner.deadline_s = 60
         planner.submit(BATCHES[1])
-        late = planner.get(1)
-        for pid in planner.worker_pids:
-            os.kill(pid, signal.SIGCONT)
-    assert late.source == "deadline"
-    assert late.waited_ms >= 200
-    assert late.plan.iteration == 1
-    assert planner.num_late == 1
-    assert "iteration 1: no plan after 0.2 s" in caplog.text
+        assert planner.get(1).source == "worker"
+        assert planner.worker_pids == pids
+
+
+def test_a_worker_out_of_memory_is_replaced(inline_plans):
+    large = make_batch([5] * 20_000, iteration=100)
+    with make_planner(num_workers=1, deadline_s=120) as planner:
+        planner.submit(BATCHES[0])
+        planner.get(0)
+        (victim,) = planner.worker_pids
+        resource.prlimit(victim, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))  # nothing more from now on
+        planner.submit(large)
+        result = planner.get(100)
+        assert planner.num_restarts == 1
+        assert victim not in planner.worker_pids
+        planner.submit(BATCHES[1])
+        assert planner.get(1).plan == inline_plans[1]
+    assert result.source == "worker"
+    assert result.plan.lengths == large.lengths
+
+
+def test_no_memory_for_any_worker_means_plans_in_line(monkeypatch, inline_plans, caplog):
+    popen = subprocess.Popen
+
+    def starved(*arguments, **options):
+        process = popen(*arguments, **options)
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", starved)
+    with make_planner(num_workers=2) as planner:
+        for batch in BATCHES:
+            planner.submit(batch)
+        results = [planner.get(batch.iteration) for batch in BATCHES]
+    assert [result.plan for result in results] == inline_plans
+    assert {result.source for result in results} == {"inline"}
+    assert caplog.text.count("starting another one") == 3 * len(BATCHES)
 
 
 def test_errors_travel_back_and_do_not_end_the_worker(inline_plans):

@@ -63,6 +63,16 @@ def test_json_counts_bytes_in_the_direction_in_which_they_travel(model):
     assert {"is": "broadcast", "ranks": [2, 3], "rounds": 6} in document["pull"]["special_cases"]
 
 
+def test_pipelines_pull_each_layer_once_and_their_own_stage_only(model):
+    result = invoke(*arguments(model, "--json", strategy="1x<2,2>"))
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    pulled = document["pull"]["direct"]
+    received = sum(pulled["received_bytes"]) + sum(pulled["local_bytes"])
+    # Once in all, and the norms, which are not sliced, once more.
+    assert 2 * document["parameters"] <= received < 2.1 * document["parameters"]
+
+
 def test_the_table_names_collectives_and_the_lower_bound(model):
     result = invoke(*arguments(model, strategy="4x<1,1>"))
     assert result.exit_code == 0, result.stderr

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
+import shutil
 from collections.abc import Sequence
 
 import pytest
+import torch
+import torch._dynamo.utils
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
@@ -140,6 +143,25 @@ def test_activation_checkpointing_gives_the_same_gradients():
     strategies = ("4x<1,1>", "1x<2,2>", "1x<4,1>", "1x<1,3> + 1x<1,1>")
     hydra = {"activation_checkpointing": True}
     assert_parity(run_distributed(check_gradients, 4, "llama", strategies, hydra)[0])
+
+
+def check_compiled(family, strategies):
+    graphs = torch._dynamo.utils.counters["stats"]
+    worst = check_gradients(family, strategies, {"compile_layers": True})
+    once = graphs["unique_graphs"]
+    again = check_gradients(family, strategies, {"compile_layers": True, "link": {"repull_layers": "all"}})
+    return worst, again, once, graphs["unique_graphs"]
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
+def test_compiled_layers_give_the_same_gradients():
+    strategies = ("2x<1,1>", "1x<2,1>", "1x<1,2>")
+    worst, again, once, twice = run_distributed(check_compiled, 2, "llama", strategies)[0]
+    assert_parity(worst)
+    assert_parity(again)
+    assert once > 0, "nothing was compiled"
+    assert twice == once, "another row, layer or engine was compiled anew"
 
 
 @pytest.mark.distributed

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import adamw, ds_config, full_states, small_profile, start_hydra, start_stock, stock_step
+from holdings import STRATEGIES_OF_4, Holdings, train_random_iteration
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples, token_mean_gradients
 
@@ -20,19 +22,6 @@ import ds_hydra
 from ds_hydra.engine.pipeline import one_forward_one_backward
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.simulator.timeline import EventKind, Timeline
-
-STEPS = (
-    "4x<1,1>",
-    "1x<4,1>",
-    "1x<2,1> + 1x<1,2>",
-    "1x<1,4>",
-    "1x<2,2>",
-    "1x<1,3> + 1x<1,1>",
-    "2x<2,1>",
-    "1x<2,1> + 1x<1,1>",
-    "2x<1,2>",
-    "1x<1,2> + 2x<1,1>",
-)
 
 
 def batches(num_batches, *, num_sequences=8):
@@ -53,13 +42,13 @@ def relative(a, b):
 def ten_steps_against_stock():
     model = tiny("llama")
     stock_model = copy.deepcopy(model)
-    data = batches(len(STEPS) // 2) * 2
+    data = batches(len(STRATEGIES_OF_4) // 2) * 2
     stock = start_stock(stock_model)
     stock_losses = [stock_step(stock, examples) for examples in data]
     stock_norm = float(stock.get_global_grad_norm())
     stock_states = full_states(stock, list(stock_model.parameters()))
     engine = start_hydra(model)
-    losses = [float(engine.train_batch(b, strategy=s)) for b, s in zip(data, STEPS, strict=True)]
+    losses = [float(engine.train_batch(b, strategy=s)) for b, s in zip(data, STRATEGIES_OF_4, strict=True)]
     states = full_states(engine, list(model.parameters()))
     errors = {
         (name, kind): relative(mine[kind], theirs[kind])
@@ -102,7 +91,7 @@ def bf16_against_stock():
     stock = start_stock(stock_model, bf16={"enabled": True})
     stock_losses = [stock_step(stock, examples) for examples in data]
     engine = start_hydra(model, bf16={"enabled": True})
-    strategies = (STEPS * 2)[: len(data)]
+    strategies = (STRATEGIES_OF_4 * 2)[: len(data)]
     losses = [float(engine.train_batch(b, strategy=s)) for b, s in zip(data, strategies, strict=True)]
     dtypes = {str(p.ds_tensor.dtype) for p in model.parameters()}
     return losses, stock_losses, dtypes
@@ -124,15 +113,17 @@ def run_once(strategies):
 
 
 def twice_and_resumed(folder):
-    first, second = run_once(STEPS[:6]), run_once(STEPS[:6])
+    first, second = run_once(STRATEGIES_OF_4[:6]), run_once(STRATEGIES_OF_4[:6])
     data = batches(6)
     engine = start_hydra(tiny("llama_tied"))
-    for batch, strategy in zip(data[:3], STEPS[:3], strict=True):
+    for batch, strategy in zip(data[:3], STRATEGIES_OF_4[:3], strict=True):
         engine.train_batch(batch, strategy=strategy)
     engine.save_checkpoint(folder, client_state={"mine": 7})
     resumed = start_hydra(tiny("llama_tied", seed=1))
     path, client_state = resumed.load_checkpoint(folder)
-    rest = [float(resumed.train_batch(b, strategy=s)) for b, s in zip(data[3:], STEPS[3:6], strict=True)]
+    rest = [
+        float(resumed.train_batch(b, strategy=s)) for b, s in zip(data[3:], STRATEGIES_OF_4[3:6], strict=True)
+    ]
     resumed.save_16bit_model(folder, "model.bin")
     return first, second, rest, path is not None, client_state.get("mine"), resumed.global_steps
 
@@ -274,7 +265,8 @@ def train_from_dataset(folder):
     def start(**more):
         model = tiny("llama")
         monitor = {"enabled": "run_dir" not in more, "output_path": folder, "job_name": "monitor"}
-        config = ds_config(hydra=hydra | more, csv_monitor=monitor)
+        board = monitor | {"job_name": "board"}
+        config = ds_config(hydra=hydra | more, csv_monitor=monitor, tensorboard=board)
         engine, *_ = ds_hydra.initialize(
             model=model, optimizer=adamw(model), config=config, training_data=dataset
         )
@@ -305,6 +297,7 @@ def test_training_from_a_dataset_writes_its_run_and_resumes_its_mini_batches(tmp
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=1e-6)
     check_run_folder(tmp_path / "run", lines)
     check_monitor(tmp_path / "monitor", lines)
+    check_tensorboard(tmp_path / "board", lines)
     drawn = []
     for line in lines:
         path = tmp_path / f"run/plans/iteration_{line['iteration']:06d}.json"
@@ -363,6 +356,20 @@ def check_monitor(folder, lines):
         assert [int(at) for at, _ in ours] == samples, name
 
 
+def check_tensorboard(folder, lines):
+    """TensorBoard shows what the CSV files have."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder)).Reload()
+    names = {name.removeprefix("Train/Samples/") for name in board.Tags()["scalars"]}
+    assert {
+        "train_loss", "tokens_per_s", "imbalance", "bubble", "plan_wait_ms", "link_ms", "prediction_error",
+        "pack_occupancy", "strategy",
+    } <= names  # fmt: skip
+    shown = [event.value for event in board.Scalars("Train/Samples/tokens_per_s")]
+    assert shown == pytest.approx([line["tokens_per_s"] for line in lines], rel=1e-5)
+
+
 def check_timeline(timeline, line):
     """Events of every stage in 1F1B order, within the times that the same ranks measured as a whole."""
     for index, (track, pipeline) in enumerate(zip(timeline.pipelines, line["pipelines"], strict=True)):
@@ -389,7 +396,8 @@ def check_timeline(timeline, line):
 
 
 def what_is_held():
-    """Rows of logits that reach the loss under TP 4, and slices alive after a good and a failing iteration."""
+    """Rows of logits that reach the loss under TP 4; slices alive after a good iteration and after a failing one;
+    what a rank holds before and after 40 iterations of random strategies."""
     import gc
     import weakref
 
@@ -397,7 +405,7 @@ def what_is_held():
 
     engine = start_hydra(tiny("llama"))
     examples = batches(1)[0]
-    widths, alive = [], []
+    widths, alive, survivors = [], [], []
     bind, loss_of = engine.hydra.skeleton.bind, propagation.summed_cross_entropy
 
     def watching_bind(scheme, stage, leaves, *callbacks):
@@ -411,26 +419,40 @@ def what_is_held():
     def failing_loss(*_arguments):
         raise RuntimeError("broken on purpose")
 
+    gc.disable()  # slices must not wait for it
     engine.hydra.skeleton.bind = watching_bind
     propagation.summed_cross_entropy = watching_loss
     engine.train_batch(examples, strategy="1x<4,1>")
+    survivors.append(sum(ref() is not None for ref in alive))
+    gc.enable()
     propagation.summed_cross_entropy = failing_loss
     with contextlib.suppress(RuntimeError):
         engine.train_batch(examples, strategy="1x<4,1>")
     propagation.summed_cross_entropy = loss_of
     gc.collect()
-    survivors = sum(ref() is not None for ref in alive)
-    loss = float(engine.train_batch(examples, strategy="4x<1,1>"))
-    return max(widths), len(alive), survivors, loss
+    survivors.append(sum(ref() is not None for ref in alive))
+    engine.hydra.skeleton.bind = bind
+
+    for strategy in STRATEGIES_OF_4:
+        engine.train_batch(examples, strategy=strategy)
+    gc.collect()
+    gc.disable()
+    before, generator = Holdings.of(engine), random.Random(2)
+    for iteration in range(40):
+        train_random_iteration(engine, generator, iteration)
+    after = Holdings.of(engine)
+    gc.enable()
+    dist.barrier()  # ranks that leave close connections
+    return max(widths), len(alive), survivors, before.counts, after.counts
 
 
 @pytest.mark.distributed
-def test_logits_stay_split_and_slices_die_with_the_iteration():
-    for widest, num_seen, survivors, loss in run_distributed(what_is_held, 4):
+def test_logits_stay_split_and_nothing_of_an_iteration_stays():
+    for widest, num_seen, survivors, before, after in run_distributed(what_is_held, 4):
         assert widest <= -(-VOCAB_SIZE // 4)
         assert num_seen > 0
-        assert survivors == 0
-        assert loss > 0
+        assert survivors == [0, 0], "after a good iteration without the garbage collector, after a failed one"
+        assert after == before, "open files, process groups, threads, tensors"
 
 
 def train_without_a_scheme():

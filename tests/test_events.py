@@ -12,9 +12,9 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.schedule import FORWARD_FRACTION, one_f_one_b_ms
-from ds_hydra.simulator.cluster import LinkTimes
 from ds_hydra.simulator.events import PipelineWork, simulate_iteration, simulate_plan
 from ds_hydra.simulator.timeline import EventKind, Timeline
+from ds_hydra.strategy.link_times import LinkTimes
 from ds_hydra.strategy.scheme import Scheme, Strategy
 
 

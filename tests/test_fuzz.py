@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 
 import pytest
-from fuzzing import ODD_VALUES, check, mutate, targets
+from fuzzing import check, fuzz_with_coverage, inputs_like, mutate, targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,25 +35,27 @@ def test_mutated_input_is_read_or_refused(tmp_path, name):
     assert "refused" in outcomes
 
 
-LEAVES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.sampled_from(ODD_VALUES)
-)
-VALUES = st.recursive(
-    LEAVES,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-)
-
-
 @given(st.data())
 @settings(max_examples=150)
 def test_any_value_in_any_place_is_read_or_refused(tmp_path_factory, data):
     name = data.draw(st.sampled_from(NAMES))
-    reader, seed = targets(tmp_path_factory.getbasetemp())[name]
-    if isinstance(seed, dict):
-        key = data.draw(st.sampled_from(sorted(seed)))
-        check(reader, {**seed, key: data.draw(VALUES)})
-    else:
-        check(reader, data.draw(st.text() if isinstance(seed, str) else st.lists(st.integers())))
+    reader, valid = targets(tmp_path_factory.getbasetemp())[name]
+    check(reader, data.draw(inputs_like(valid)))
+
+
+@pytest.mark.parametrize("name", ["profile", "plan array"])
+def test_coverage_guided_input_is_read_or_refused(tmp_path, name):
+    pytest.importorskip("atheris", reason="no wheel for this platform")
+    assert fuzz_with_coverage(name, 4000, tmp_path)["inputs"] == 4000
+
+
+def test_a_reader_that_crashes_is_found(tmp_path):
+    """A comparison deep inside is found by its coverage; the input that does it is kept."""
+    pytest.importorskip("atheris", reason="no wheel for this platform")
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        fuzz_with_coverage("a broken reader", 200_000, tmp_path)
+    assert "ZeroDivisionError" in caught.value.stdout
+    assert list(tmp_path.glob("crash-*"))
 
 
 @pytest.mark.parametrize(

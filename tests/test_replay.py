@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from test_events import LINKS, make_work
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.simulator.events import simulate_iteration
 from ds_hydra.simulator.replay import replay
-from ds_hydra.simulator.timeline import EventKind
+from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
+from ds_hydra.strategy.scheme import Scheme
 
 
 def make_timeline():
@@ -36,12 +39,54 @@ def test_a_replay_has_the_same_events():
     assert [e.start_ms for e in again.events] == pytest.approx([e.start_ms for e in timeline.events])
 
 
+RECORDED = [
+    Timeline.from_json(json.loads(line))
+    for line in (Path(__file__).parent / "data" / "demo_trace.jsonl").read_text().splitlines()
+]
+
+
+@pytest.mark.parametrize("measured", RECORDED, ids=lambda t: f"{t.iteration}: {t.strategy}")
+def test_a_recorded_run_of_the_demo_takes_as_long_as_its_replay(measured):
+    """Each stage's measured passes in the order of the schedule, rounds beside them: within 10% of the clock."""
+    again = replay(measured)
+    assert again.iteration_ms == pytest.approx(measured.duration_ms, rel=0.1)
+    assert again.propagation_ms == pytest.approx(measured.propagation_ms, rel=0.1)
+    assert again.overlap
+
+
+def test_the_recorded_run_has_heterogeneous_and_pipeline_parallel_iterations():
+    assert {"1x<2,1> + 1x<1,2>", "1x<1,4>", "1x<4,1>"} <= {t.strategy for t in RECORDED}
+
+
+def test_rounds_beside_passes_are_not_counted_twice():
+    """Two rounds of pull, F 1-7 (the second round inside), B 7-19, four rounds of push of which the last is seen."""
+    spans = [
+        (EventKind.PULL, 0, 1), (EventKind.PULL, 1, 2),
+        (EventKind.FORWARD, 1, 7), (EventKind.BACKWARD, 7, 19),
+        *((EventKind.PUSH, start, start + 2) for start in (10, 13, 16, 19)),
+        (EventKind.STEP, 22, 26),
+    ]  # fmt: skip
+    is_pass = {EventKind.FORWARD, EventKind.BACKWARD}
+    measured = Timeline(
+        iteration=0, source="measured", strategy="1x<1,1>", num_devices=1, duration_ms=26,
+        pipelines=(Track(scheme=Scheme(1, 1), ranks=(0,), num_micro_batches=1),),
+        events=tuple(
+            Event(pipeline=0, stage=0, kind=kind, start_ms=start, end_ms=end,
+                  micro_batch=0 if kind in is_pass else -1)
+            for kind, start, end in spans
+        ),
+    )  # fmt: skip
+    again = replay(measured)
+    assert (again.iteration_ms, again.propagation_ms) == (26, 18)
+    assert (again.links.push_ms, again.links.step_ms) == (8, 5)
+
+
 def test_waiting_between_passes_is_not_replayed():
     """Passes of the same length that a run began later: the replay shows what the schedule alone would take."""
     timeline = make_timeline()
     late = [
         dataclasses.replace(e, start_ms=e.start_ms + 100, end_ms=e.end_ms + 100)
-        if e.kind is EventKind.BACKWARD
+        if e.kind in (EventKind.BACKWARD, EventKind.PUSH, EventKind.STEP)
         else e
         for e in timeline.events
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from html import escape
 
 import numpy as np
 import pytest
@@ -10,11 +11,11 @@ import typer
 from test_simulator import HISTOGRAM, small_profile
 from typer.testing import CliRunner
 
-from ds_hydra.commands import propose, simulate
+from ds_hydra.commands import report, simulate
 from ds_hydra.simulator.timeline import Timeline
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-for module in (propose, simulate):  # two commands, so that typer wants the name
+for module in (report, simulate):  # two commands, so that typer wants the name
     module.register(app)
 
 
@@ -51,6 +52,19 @@ def test_one_document_on_stdout_and_the_same_in_the_file(files):
     assert "communication counts nothing" in result.stderr
     events = Timeline.from_json(json.loads(timeline.read_text()))
     assert events.duration_ms > 0
+
+
+def test_all_iterations_become_a_page_with_strip_and_gantt(files):
+    path = files / "case.jsonl"
+    assert invoke(*arguments(files), "--timeline", path).exit_code == 0
+    timelines = [Timeline.from_json(json.loads(line)) for line in path.read_text().splitlines()]
+    assert [t.iteration for t in timelines] == [0, 1, 2, 3]
+    result = CliRunner().invoke(app, ["report", str(path), "--perfetto"])
+    assert result.exit_code == 0, result.stderr
+    assert "4 timelines of 4 iterations" in result.stdout
+    html = path.with_suffix(".html").read_text()
+    assert "Strategy of each iteration" in html
+    assert escape(timelines[0].strategy) in html
 
 
 def test_text_has_bound_speedups_and_prices(files):
@@ -104,7 +118,7 @@ def test_list_cases():
         (["--strategies", "missing.json"], "cannot read missing.json"),
         (["--hardware", "h10"], "did you mean 'h100'"),
         (["--plot", "x.png"], "--plot shows a sweep"),
-        (["--devices", "4,8", "--timeline", "x.json"], "--timeline shows one iteration"),
+        (["--devices", "4,8", "--timeline", "x.json"], "--timeline shows one workload"),
         (["--case", "paper/case-study"], "leave those options out"),
         (["--out", "missing/out.json"], "cannot write missing/out.json"),
     ],

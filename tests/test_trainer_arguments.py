@@ -42,7 +42,7 @@ def arguments(**settings):
         ),
         ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0\.1: .*set it to 0"),
         ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5\.0: .*leave it out"),
-        ({"torch_compile": True}, "torch_compile=True: .*rows of another length"),
+        ({"torch_compile": True}, "torch_compile=True: .*set hydra.compile_layers"),
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*hydra\.memory_limit_bytes"),
         ({"debug": "underflow_overflow"}, "debug='underflow_overflow'"),
         ({"optim": "adalomo"}, r"optim='adalomo' steps inside of backward"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,16 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_document(document: Mapping[str, Any], out: Path | None) -> None:
     """Write `document` to the file `out`, if there is one; a file that exists is replaced as a whole."""
-    if out is None:
-        return
+    if out is not None:
+        write_documents([document], out)
+
+
+def write_documents(documents: Iterable[Mapping[str, Any]], out: Path) -> None:
+    """Write `documents` to the file `out`, one a line; a file that exists is replaced as a whole."""
     partial = out.with_name(out.name + ".writing")
     with writing(out):
-        partial.write_text(json.dumps(document) + "\n", encoding="utf-8")
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(document) + "\n" for document in documents)
         partial.replace(out)
 
 

@@ -52,6 +52,9 @@ def profile(
     activation_checkpointing: Annotated[
         bool, typer.Option(help="Recompute each layer in backward, as hydra.activation_checkpointing does.")
     ] = False,
+    compile_layers: Annotated[
+        bool, typer.Option(help="Run each layer through torch.compile, as hydra.compile_layers does.")
+    ] = False,
     tp: Annotated[
         str | None, typer.Option(help="TP degrees, e.g. 1,2,4,8; all that fit if not given.")
     ] = None,
@@ -96,7 +99,17 @@ def profile(
     """
     with errors_to_stderr(), stdout_to_stderr():
         config = _config(
-            context, memory_limit, activation_checkpointing, _numbers("--lengths", lengths), repeats, warmup
+            {
+                "context_length": context,
+                "memory_limit_bytes": memory_limit,
+                "activation_checkpointing": activation_checkpointing,
+                "compile_layers": compile_layers,
+                "profiling": {
+                    "lengths": _numbers("--lengths", lengths),
+                    "repeats": repeats,
+                    "warmup": warmup,
+                },
+            }
         )
         known_topology = None if topology is None else Topology.load(topology)
         degrees = {"tp": _numbers("--tp", tp), "pp": _numbers("--pp", pp)}
@@ -117,28 +130,14 @@ def profile(
     _leave()
 
 
-def _config(
-    context: int,
-    memory_limit: int | None,
-    activation_checkpointing: bool,
-    lengths: tuple[int, ...] | None,
-    repeats: int,
-    warmup: int,
-) -> HydraConfig:
-    """The part of a "hydra" section that profiling reads."""
+def _config(section: dict[str, Any]) -> HydraConfig:
+    """What profiling reads of a "hydra" section; the token budget is of no interest here."""
+    context, lengths = section["context_length"], section["profiling"]["lengths"]
     if lengths is not None and max(lengths) > context:
         raise HydraConfigError(
             f"--lengths has {max(lengths)}, more than --context {context}; leave it out or raise --context"
         )
-    return HydraConfig.parse(
-        {
-            "context_length": context,
-            "tokens_per_iteration": context,
-            "memory_limit_bytes": memory_limit,
-            "activation_checkpointing": activation_checkpointing,
-            "profiling": {"lengths": lengths, "repeats": repeats, "warmup": warmup},
-        }
-    )
+    return HydraConfig.parse({**section, "tokens_per_iteration": context})
 
 
 def _measure(request: ProfileRequest, out: Path | None) -> tuple[dict[str, Any], bool]:

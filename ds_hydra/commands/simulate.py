@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from tqdm import tqdm
 
-from ds_hydra.commands.common import errors_to_stderr, log, write_document, writing
+from ds_hydra.commands.common import errors_to_stderr, log, write_document, write_documents, writing
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +62,10 @@ def simulate(
     seed: Annotated[int, typer.Option(help="Seed of the mini-batches.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="PNG of a sweep.")] = None,
     timeline: Annotated[
-        Path | None, typer.Option(help="Write the events of the first iteration, ds_hydra.timeline/1.")
+        Path | None,
+        typer.Option(
+            help="Write the events of the first iteration, or of all into a .jsonl file; `ds-hydra report` shows them."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the JSON document.")] = None,
     as_json: Annotated[
@@ -88,7 +91,7 @@ def simulate(
         else:
             workload, axes = _workload(profile, histogram, devices, context, tokens, baseline, strategies)
         if axes is not None and axes.is_sweep:
-            _refuse(timeline is not None, "--timeline shows one iteration; give one value for each axis")
+            _refuse(timeline is not None, "--timeline shows one workload; give one value for each axis")
             found = _sweep(workload, axes, settings, hardware, systems is not None)
         else:
             _refuse(plot is not None, "--plot shows a sweep; give several --devices, --context or --tokens")
@@ -100,7 +103,10 @@ def simulate(
         _add_expected(document, loaded, found)
         write_document(document, out)
         if timeline is not None:
-            write_document(found[0].simulate(0).timeline().to_json(), timeline)
+            count = len(found[0].plans) if timeline.suffix == ".jsonl" else 1
+            write_documents(
+                (found[0].simulate(position).timeline().to_json() for position in range(count)), timeline
+            )
         if plot is not None:
             _plot(found, plot)
     print(json.dumps(document) if as_json else _describe(documents, loaded, document))

@@ -161,7 +161,7 @@ class LinkConfig(_Section):
     """A slice enters a node once and spreads there ("node"; on one node the same), or once per rank ("direct")."""
 
     devices_per_node: Count | None = None
-    """Consecutive ranks of one node; null asks the launcher, which is right unless nodes differ."""
+    """Consecutive ranks of one node; null compares the ranks' host names; give it where a host is not a node."""
 
     overlap: bool = True
     """Whether pull and push run beside computation in a thread of their own; false only to compare or debug."""
@@ -211,6 +211,9 @@ class HydraConfig(_Section):
 
     activation_checkpointing: bool = False
     """Recompute each decoder layer in backward: 1/3 more time, far less memory; off: short contexts fit."""
+
+    compile_layers: bool = False
+    """Run each decoder layer through torch.compile: faster passes for a minute of compilation at the start."""
 
     run_dir: Text | None = None
     """Folder for `metrics.jsonl` and the plans; null writes nothing."""

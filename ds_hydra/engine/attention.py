@@ -45,6 +45,7 @@ class PackedRow:
         return sum(self.lengths)
 
 
+@torch.compiler.disable  # the lengths of a row are not shapes: each row would compile anew
 def hydra_varlen(
     module: nn.Module,
     query_BHTD: Tensor,

@@ -88,7 +88,13 @@ class HydraCheckpointEngine(TorchCheckpointEngine):
         error, self._error = self._error, None
         if error is None:
             return None
-        return CheckpointError(f"the checkpoint was not saved: {error}; the one before it is untouched")
+        hint = ""
+        if isinstance(error, FileNotFoundError):  # rank 0 has made the folder
+            hint = (
+                '. Save to a folder that all hosts share, or set "checkpoint": {"use_node_local_storage": true} in '
+                "the DeepSpeed configuration"
+            )
+        return CheckpointError(f"the checkpoint was not saved: {error}; the one before it is untouched{hint}")
 
     def write_digests(self, folder: Path, rank: int) -> None:
         """Leave the digests of the files that this rank wrote for the rank that commits."""

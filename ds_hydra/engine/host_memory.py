@@ -1,9 +1,10 @@
-"""Keeps memory that a CPU rank frees: an iteration allocates the same tensors again and again."""
+"""Memory of a CPU rank: kept when freed, because an iteration allocates the same tensors again, and measured."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 
@@ -21,3 +22,28 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all([mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, -1)])
+
+
+def release_freed_memory() -> None:
+    """Give what is free inside of glibc's heaps back to the system; nothing with another C library."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def process_bytes(field: str) -> int:
+    """A line of Linux' /proc/self/status, such as "VmRSS" or "VmHWM" (its peak), in bytes; 0 elsewhere."""
+    try:
+        text = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    found = [line.split()[1] for line in text.splitlines() if line.startswith(f"{field}:")]
+    return int(found[0]) * 1024 if found else 0
+
+
+def forget_peak() -> None:
+    """Let "VmHWM" start again from what is in use now, where the system allows it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return

@@ -38,7 +38,7 @@ from ds_hydra.engine.checkpoint import (
 from ds_hydra.engine.host_memory import keep_freed_memory
 from ds_hydra.engine.metrics import IterationMetrics, measure_iteration
 from ds_hydra.engine.propagation import Outcome
-from ds_hydra.engine.reshard import model_file, read_model_states, read_optimizer_states
+from ds_hydra.engine.reshard import common_model_file, read_model_states, read_optimizer_states
 from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.engine.trace import MemoryWatch
@@ -72,7 +72,11 @@ class HydraEngine(DeepSpeedEngine):
         if get_accelerator().device_name() == "cpu":
             keep_freed_memory()
         # The copy must be made before DeepSpeed hooks the model's modules and partitions its parameters.
-        skeleton = Skeleton(model, activation_checkpointing=hydra_config.activation_checkpointing)
+        skeleton = Skeleton(
+            model,
+            activation_checkpointing=hydra_config.activation_checkpointing,
+            compile_layers=hydra_config.compile_layers,
+        )
         self._hydra_config = hydra_config
         self._hydra: HydraRuntime | None = None
         memory = MemoryWatch()  # before DeepSpeed's buffers and states
@@ -243,7 +247,12 @@ class HydraEngine(DeepSpeedEngine):
             return super().load_checkpoint(load_dir, None)  # which says what is missing
         folder = Path(load_dir, tag)
         rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
-        self._together(functools.partial(verify, folder, reader=rank, num_readers=world_size))
+        readers: Sequence[int] = range(world_size)
+        if self.use_node_local_storage():
+            readers = self.hydra.propagator.hosts.ranks_beside(rank)
+        self._together(
+            functools.partial(verify, folder, reader=readers.index(rank), num_readers=len(readers))
+        )
         if not universal:
             self._together(functools.partial(self._read_checkpoint, folder, load_optimizer_states))
         with_optimizer = load_optimizer_states if universal else True  # else what was read stands in for it
@@ -266,7 +275,13 @@ class HydraEngine(DeepSpeedEngine):
         """Read what this rank needs, whatever number of ranks has saved it, before anything is changed."""
         rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
         model = read_model_states(folder, rank, world_size)
-        old_world = read_tensors(model_file(folder, 0), mmap=True)["dp_world_size"]
+        old_world = read_tensors(common_model_file(folder, rank), mmap=True)["dp_world_size"]
+        if self.use_node_local_storage() and old_world != world_size:
+            raise CheckpointError(
+                f"{folder} was saved by {old_world} ranks on storage of each node, and there are {world_size}; "
+                f"resume on {old_world} ranks, or copy the files of all nodes to a folder that all share and remove "
+                "checkpoint.use_node_local_storage"
+            )
         handed = {"_model_states.pt": model}
         if self.zero_nvme_offload_optimizer():
             if old_world != world_size:
@@ -320,7 +335,7 @@ class HydraEngine(DeepSpeedEngine):
         # DeepSpeed looks for the file of this very rank, which a smaller world has not written.
         if self.load_universal_checkpoint():
             return super()._get_all_ckpt_names(checkpoints_path, tag)
-        return [str(model_file(Path(checkpoints_path, tag), 0))]
+        return [str(common_model_file(Path(checkpoints_path, tag), self.global_rank))]
 
     def destroy(self) -> None:
         """Stop planning processes and files, then DeepSpeed's own clean-up."""

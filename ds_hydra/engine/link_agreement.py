@@ -28,8 +28,7 @@ def check_link_plans(strategy: Strategy, plans: Sequence[LinkPlan], device: torc
             raise PlanMismatchError(
                 f"the link plan of the {what} has digest {digests[0]:016x} on rank 0 and "
                 f"{digests[differing[0]]:016x} on rank {differing[0]} ({len(differing)} of {plan.num_ranks} ranks "
-                "differ); nothing was exchanged. Give every rank the same model and configuration, and set "
-                "hydra.link.devices_per_node where nodes run different numbers of ranks"
+                "differ); nothing was exchanged. Give every rank the same model and configuration"
             )
         if sum(balances) % (1 << 64):
             raise PlanMismatchError(

@@ -218,6 +218,8 @@ class LinkSession:
         self._push_work: list[tuple[Any, Any]] = []
 
     def __enter__(self) -> LinkSession:
+        if self._grads_P is not None:
+            self._slices.on_gradient = self.gradients_complete
         self._start = self._clock.stamp()
         self._pulling = self._thread.submit(self._pull)
         self._pushing: Future[None] | None = None
@@ -231,6 +233,8 @@ class LinkSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Else slices and session hold each other, and a whole stage's memory, until the garbage collector comes.
+        self._slices.on_gradient = None
         if error is None:
             return
         # The pull needs nothing of this rank's computation and ends by itself; the push stops before its next round.

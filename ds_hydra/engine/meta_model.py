@@ -1,9 +1,9 @@
-"""Models without weights: the configuration a name stands for, and its skeleton on the meta device."""
+"""Models without weights: the configuration a name stands for, and its skeleton with parameters on the meta device."""
 
 from __future__ import annotations
 
-import torch
 import transformers
+from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 from transformers.initialization import no_init_weights
 
@@ -30,8 +30,9 @@ def load_skeleton(name: str) -> Skeleton:
     transformers.logging.set_verbosity_error()
     config = load_model_config(name)
     try:
-        with torch.device("meta"), no_init_weights():
+        with init_empty_weights(include_buffers=False), no_init_weights():  # whether stages work is tried
             model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
     except ValueError as error:
         raise UnsupportedModelError(
             f"--model {name}: {str(error).splitlines()[0]}; use a causal language model"

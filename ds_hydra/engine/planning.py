@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,12 +14,17 @@ import torch.distributed as dist
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.agreement import join_texts, restore_error, split_texts
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler import plan_codec
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
+from ds_hydra.simulator.cluster import find_cluster
 from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.strategy.link_times import LinkTimes
+
+logger = logging.getLogger(__name__)
 
 IntArray = npt.NDArray[np.int64]
 
@@ -28,9 +35,35 @@ _FIRST_DEADLINE_S = 600.0
 """For the first plan, which may wait for compilation; a planning process that hangs is not waited for for ever."""
 
 
-def planner_settings(config: HydraConfig) -> PlannerSettings:
-    """The planner's settings out of the validated configuration."""
+def find_link_times(
+    config: HydraConfig, profile: Profile, num_ranks: int
+) -> Callable[[Strategy], LinkTimes] | None:
+    """Pull and push of a strategy on the hardware of `profile`; None where that has no description.
+
+    From files alone, never from measured iterations, so that a resumed run chooses as the one before.
+    """
+    try:
+        cluster = find_cluster(profile, num_ranks)
+    except HydraConfigError as error:
+        logger.info("pull and push do not count in the choice of strategies: %s", error)
+        return None
+    if cluster is None:
+        return None
+    push_share = 0.5 if config.link.gradient_dtype == "bf16" else 1.0
+
+    def link_times(strategy: Strategy) -> LinkTimes:
+        times = cluster.link_times(strategy)
+        return replace(times, push_ms=push_share * times.push_ms)
+
+    return link_times
+
+
+def planner_settings(
+    config: HydraConfig, profile: Profile, strategies: Sequence[Strategy], num_ranks: int
+) -> PlannerSettings:
+    """The planner's settings out of the validated configuration, with the links of the profile's hardware."""
     planner = config.planner
+    links_of = find_link_times(config, profile, num_ranks) if len(strategies) > 1 else None
     return PlannerSettings(
         objective=planner.objective,
         dispatch=planner.dispatch,
@@ -41,6 +74,8 @@ def planner_settings(config: HydraConfig) -> PlannerSettings:
         solver=planner.solver,
         solver_gap=planner.gap_tolerance,
         solver_deadline_s=planner.time_limit_ms / 1e3,
+        link_times={strategy: links_of(strategy) for strategy in strategies} if links_of else {},
+        overlaps_links=config.link.overlap,
     )
 
 
@@ -65,14 +100,15 @@ class PlanFeed:
         self._lookahead = config.planner.lookahead
         self._ahead = sampler.state
         self._profile_of = profile_of
+        profile = profile_of(sampler.state.iteration)
         deadline_ms = config.planner.deadline_ms
         self._deadline_s = threading.TIMEOUT_MAX if deadline_ms is None else deadline_ms / 1e3
         self._planner = (
             BackgroundPlanner(
                 strategies=strategies,
-                profile=profile_of(sampler.state.iteration),
+                profile=profile,
                 num_devices=num_ranks,
-                settings=planner_settings(config),
+                settings=planner_settings(config, profile, strategies, num_ranks),
                 num_workers=config.planner.num_workers,
                 lookahead=config.planner.lookahead,
                 deadline_s=_FIRST_DEADLINE_S,
@@ -115,7 +151,7 @@ class PlanFeed:
             strategies=strategies,
             profile=profile,
             num_devices=num_ranks,
-            settings=planner_settings(config),
+            settings=planner_settings(config, profile, strategies, num_ranks),
         )
         return PlannedIteration(plan=plan, planning_ms=0.0, waited_ms=0.0, source="inline")
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.hosts import count_ranks_here
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.analytic import ModelShape
@@ -166,8 +165,7 @@ def describe_hardware() -> dict[str, Any]:
     """The profile's "hardware" section: memory of one rank of this machine."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size())
-        memory, reserved = psutil.virtual_memory().total // ranks_here, 0
+        memory, reserved = psutil.virtual_memory().total // count_ranks_here(), 0
         name = "cpu"
     else:
         memory, reserved = int(accelerator.total_memory()), 2**30  # contexts and communicators

@@ -146,6 +146,7 @@ def _prepare(
         device=torch.device("meta") if request.topology is not None else device,
         num_ranks=num_ranks,
         activation_checkpointing=request.config.activation_checkpointing,
+        compile_layers=request.config.compile_layers,
     )
     return model_config, skeleton, _schemes(request, skeleton, num_devices)
 
@@ -190,6 +191,7 @@ def _identity(
         "context_length": config.context_length,
         "memory_limit_bytes": config.memory_limit_bytes,
         "activation_checkpointing": config.activation_checkpointing,
+        "compile_layers": config.compile_layers,
         "profiling": config.profiling.model_dump(mode="json"),
         "schemes": [str(scheme) for scheme in schemes],
         "num_ranks": num_ranks,

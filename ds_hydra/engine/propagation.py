@@ -7,7 +7,6 @@ token of a packed row.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -20,6 +19,7 @@ from ds_hydra.engine.agreement import gather_rows, raise_together
 from ds_hydra.engine.attention import PackedRow
 from ds_hydra.engine.frozen import FrozenKeeper, without_frozen
 from ds_hydra.engine.groups import GroupPool
+from ds_hydra.engine.hosts import find_hosts, ranks_per_node, warn_of_placement
 from ds_hydra.engine.link_agreement import check_link_plans
 from ds_hydra.engine.link_session import DeviceClock, LinkSession, LinkThread
 from ds_hydra.engine.pipeline import StageInfo, StageIO, run_1f1b, run_forward_only
@@ -53,17 +53,13 @@ GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Values of `hydra.link.gradient_dtype`."""
 
 
-def find_ranks_per_node(config: LinkConfig, num_ranks: int) -> int | None:
+def find_ranks_per_node(config: LinkConfig, host_of: Sequence[int]) -> int | None:
     """Ranks of a node for node-aware routes, or None for direct ones (always on a single node).
 
-    What `hydra.link.devices_per_node` leaves open is asked of the launcher (torchrun's LOCAL_WORLD_SIZE,
-    DeepSpeed's LOCAL_SIZE); ranks that find different numbers fail when they compare their first link plan.
+    `host_of`, the host of every rank, answers what `hydra.link.devices_per_node` leaves open.
     """
-    if config.routes == "direct":
-        return None
-    launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or num_ranks
-    ranks_per_node = config.devices_per_node or int(launched)
-    return ranks_per_node if ranks_per_node < num_ranks else None
+    found = config.devices_per_node or ranks_per_node(host_of)
+    return found if config.routes == "node" and 1 < found < len(host_of) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +176,12 @@ class Propagator:
         self._device = device
         self.groups = GroupPool(max_groups)
         everyone = tuple(range(self.num_ranks))
-        self._ranks_per_node = find_ranks_per_node(link_config, self.num_ranks)
         self._repull_layers = link_config.repull_layers
         check_repulls(self._repull_layers, skeleton.num_layers, device.type)
+        self.hosts = find_hosts(device)
+        if self.rank == 0 and link_config.devices_per_node is None:
+            warn_of_placement(self.hosts.of_rank)
+        self._ranks_per_node = find_ranks_per_node(link_config, self.hosts.of_rank)
         purposes = ["pull", "push"] + (["pull_node", "push_node"] if self._ranks_per_node else [])
         self.groups.create([(purpose, everyone) for purpose in purposes])
         pull, push, *of_nodes = (self.groups.get(purpose, everyone) for purpose in purposes)
@@ -377,8 +376,6 @@ class Propagator:
             slices=slices,
             grads_P=grads_P,
         )
-        if grads_P is not None:
-            slices.on_gradient = session.gradients_complete
         return slices, session
 
     def _open_repulls(

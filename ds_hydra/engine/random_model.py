@@ -18,6 +18,7 @@ def build_random_skeleton(
     device: torch.device,
     num_ranks: int,
     activation_checkpointing: bool = False,
+    compile_layers: bool = False,
 ) -> Skeleton:
     """The skeleton of a model whose shards, 1/num_ranks of each parameter, are random; not collective.
 
@@ -33,6 +34,8 @@ def build_random_skeleton(
         if parameter.dim() > 1:  # norms stay at 1
             shard_P.normal_(0.0, _SPREAD, generator=generator)
         parameter.ds_tensor = shard_P
-    skeleton = Skeleton(model, activation_checkpointing=activation_checkpointing)
+    skeleton = Skeleton(
+        model, activation_checkpointing=activation_checkpointing, compile_layers=compile_layers
+    )
     skeleton.to_device(device)
     return skeleton

@@ -107,12 +107,20 @@ def model_file(folder: Path, rank: int) -> Path:
     return folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
 
 
+def common_model_file(folder: Path, rank: int) -> Path:
+    """Rank 0's file, which is alike to all in what ranks have in common; the own one on storage of another node."""
+    first = model_file(folder, 0)
+    return first if first.exists() else model_file(folder, rank)
+
+
 def read_model_states(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
     """The model file of `rank` as if `world_size` ranks had saved it."""
-    common: dict[str, Any] = read_tensors(model_file(folder, 0))
+    path = common_model_file(folder, rank)
+    common: dict[str, Any] = read_tensors(path)
     old_world = common["dp_world_size"]
     if old_world == world_size:
-        return common if rank == 0 else read_tensors(model_file(folder, rank))
+        own = model_file(folder, rank)
+        return common if path == own else read_tensors(own)
     shapes = common.get("frozen_param_shapes") or {}
     fragments = {
         name: torch.zeros(

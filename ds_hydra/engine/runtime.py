@@ -9,8 +9,9 @@ import contextlib
 import hashlib
 import logging
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from ds_hydra.engine.agreement import broadcast_text, gather_rows, raise_togethe
 from ds_hydra.engine.groups import within_groups
 from ds_hydra.engine.latency_tracker import LatencyTracker
 from ds_hydra.engine.metrics import IterationMetrics, RunLog, describe_run, pack_occupancy
-from ds_hydra.engine.planning import PlanFeed, broadcast_plan
+from ds_hydra.engine.planning import PlanFeed, broadcast_plan, find_link_times
 from ds_hydra.engine.profile_document import fit_memory, nominal_profile
 from ds_hydra.engine.profiler import measure_profile
 from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
@@ -33,13 +34,13 @@ from ds_hydra.engine.stop_request import StopRequest
 from ds_hydra.engine.straggler import StragglerFinder
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL
 from ds_hydra.engine.trace import MemoryWatch, TraceChoice, gather_timeline
-from ds_hydra.engine.watchdog import Watchdog, start_watchdog
+from ds_hydra.engine.watchdog import Watchdog, find_restart_problem, start_watchdog
 from ds_hydra.errors import HydraConfigError, HydraDataError, InfeasiblePlanError, PlanMismatchError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
 from ds_hydra.sampler.dataset import TokenDataset
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.propose import Proposal, PruningSettings, propose_strategies
+from ds_hydra.sampler.propose import HEURISTIC, Proposal, PruningSettings, propose_strategies
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.candidates import enumerate_strategies, load_strategies, power_of_two_schemes
 from ds_hydra.strategy.histogram import LengthHistogram
@@ -436,7 +437,12 @@ class HydraRuntime:
             num_devices=self.num_ranks,
             context_length=longest_tokens,
             tokens_per_iteration=self.config.tokens_per_iteration,
-            pruning=PruningSettings(max_communicators=groups_left, seed=self.config.seed),
+            pruning=PruningSettings(
+                max_communicators=groups_left,
+                seed=self.config.seed,
+                planner=replace(HEURISTIC, overlaps_links=self.config.link.overlap),
+                links_of=find_link_times(self.config, profile, self.num_ranks),
+            ),
         )
 
     def _can_run(self, scheme: Scheme) -> bool:
@@ -451,12 +457,15 @@ class HydraRuntime:
 
     def _start_watchdog(self) -> Watchdog | None:
         faults = self.config.faults
+        if self.is_first_rank and (problem := find_restart_problem(os.environ)):
+            logger.warning("%s", problem)
         if self.num_ranks == 1 or not faults.watchdog:
             return None
         return start_watchdog(
             self.propagator.rank,
             self.num_ranks,
             lambda text: broadcast_text([text], 0, self._device)[0],
+            places=[self.propagator.hosts.describe_place(rank) for rank in range(self.num_ranks)],
             silence_s=faults.silence_s,
             grace_s=faults.grace_s,
         )

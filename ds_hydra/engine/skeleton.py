@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ds_hydra.engine import attention
 from ds_hydra.engine.adapters import SUMMED, is_lora, split_style, unwrap_adapters
 from ds_hydra.engine.attention import PackedRow
+from ds_hydra.engine.compilation import compile_each
 from ds_hydra.engine.repull_plan import NO_REPULLS, StageRepulls, choose_layers
 from ds_hydra.engine.tensor_parallel import TensorParallel, hook_colwise, hook_embedding, hook_rowwise
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
@@ -77,7 +78,9 @@ class Skeleton:
     UnsupportedModelError by name for what cannot be trained.
     """
 
-    def __init__(self, model: nn.Module, *, activation_checkpointing: bool = False):
+    def __init__(
+        self, model: nn.Module, *, activation_checkpointing: bool = False, compile_layers: bool = False
+    ):
         model = unwrap_adapters(model)
         check_model(model)
         attention.register()
@@ -124,6 +127,8 @@ class Skeleton:
         self._hook(head)
         self._pass_through = PassThrough()
         self._no_pp_because = self._probe_pass_through()
+        if compile_layers:
+            compile_each(self._layers)
 
     @property
     def config(self) -> Any:

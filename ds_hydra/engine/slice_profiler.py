@@ -139,6 +139,7 @@ def _measure_slice(
             device=device,
             num_ranks=1,
             activation_checkpointing=config.activation_checkpointing,
+            compile_layers=config.compile_layers,
         )
         propagators[Slice(tp, num_layers)] = Propagator(skeleton, device=device, max_groups=2)
     try:

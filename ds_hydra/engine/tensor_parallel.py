@@ -32,6 +32,7 @@ class TensorParallel:
         self.group, self.size, self.rank, self.vocab_begin = group, size, rank, vocab_begin
         self.forget_input()
 
+    @torch.compiler.disable
     def copy_to_group(self, hidden: Tensor) -> Tensor:
         """Identity whose backward sums gradients over the group, shared by modules with the same input.
 
@@ -45,6 +46,12 @@ class TensorParallel:
     def forget_input(self) -> None:
         """Drop the shared input, so that it does not outlive its stage."""
         self._shared_input = self._shared_copy = None
+
+
+@torch.compiler.disable
+def _sum_over_group(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of a group's partial outputs; its backward hands the gradient on."""
+    return _ReduceFromGroup.apply(partial, group)
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -89,7 +96,7 @@ def hook_rowwise(module: nn.Module, tp: TensorParallel) -> None:
     """Rowwise parallel linear: sliced input features, partial outputs summed over the group."""
 
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        return _ReduceFromGroup.apply(output, tp.group) if tp.size > 1 else None
+        return _sum_over_group(output, tp.group) if tp.size > 1 else None
 
     module.register_forward_hook(after)
 
@@ -109,7 +116,7 @@ def hook_embedding(module: nn.Embedding, tp: TensorParallel) -> None:
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
         if tp.size == 1:
             return None
-        return _ReduceFromGroup.apply(output.masked_fill(outside.pop().unsqueeze(-1), 0.0), tp.group)
+        return _sum_over_group(output.masked_fill(outside.pop().unsqueeze(-1), 0.0), tp.group)
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)

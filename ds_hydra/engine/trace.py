@@ -7,7 +7,6 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_hydra.engine.agreement import gather_rows
+from ds_hydra.engine.host_memory import forget_peak, process_bytes
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
 
@@ -164,29 +164,11 @@ class MemoryWatch:
         self._on_device = not get_accelerator().is_synchronized_device()
         self._before = 0
         if not self._on_device:  # an accelerator is not touched before DeepSpeed has chosen the device
-            _forget_peak()
-            self._before = _process_bytes("VmRSS")
+            forget_peak()
+            self._before = process_bytes("VmRSS")
 
     def peak_bytes(self) -> int:
         """Bytes; 0 where the system does not say."""
         if self._on_device:
             return int(get_accelerator().max_memory_allocated())
-        return max(0, _process_bytes("VmHWM") - self._before)
-
-
-def _process_bytes(field: str) -> int:
-    """A line of Linux' /proc/self/status in bytes; 0 elsewhere."""
-    try:
-        text = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0
-    found = [line.split()[1] for line in text.splitlines() if line.startswith(f"{field}:")]
-    return int(found[0]) * 1024 if found else 0
-
-
-def _forget_peak() -> None:
-    """Let VmHWM start again from what is in use now, where the system allows it."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
+        return max(0, process_bytes("VmHWM") - self._before)

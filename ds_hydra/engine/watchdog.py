@@ -20,7 +20,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ds_hydra.errors import HydraError, RankLostError
@@ -52,7 +52,8 @@ class Verdict:
 class Watchdog:
     """One per process. Creating it is collective over all ranks; everything else is not.
 
-    `exchange_text` gives rank 0's text on every rank. `silence_s`: without a sign of life for so long, a rank
+    `exchange_text` gives rank 0's text on every rank. `places[rank]` is where a rank runs, in words; empty where
+    that says nothing. `silence_s`: without a sign of life for so long, a rank
     counts as lost. `grace_s`: a rank that still waits in a collective so long after another was lost ends
     itself with `EXIT_CODE`.
     """
@@ -63,10 +64,12 @@ class Watchdog:
         num_ranks: int,
         exchange_text: Callable[[str], str],
         *,
+        places: Sequence[str],
         silence_s: float,
         grace_s: float,
     ) -> None:
         self._rank = rank
+        self._places = places
         self._silence_s = silence_s
         self._grace_s = grace_s
         self._section = 0
@@ -143,19 +146,29 @@ class Watchdog:
     # The thread.
 
     def _serve(self) -> None:
+        last_tick = time.monotonic()
         while True:
             for key, _ in self._selector.select(_TICK_S):
                 self._receive(key.data)
             now = time.monotonic()
+            self._forgive(now - last_tick, now)
+            last_tick = now
             for peer in list(self._peers.values()):
                 if now - peer.last_seen > self._silence_s:
+                    place = self._places[peer.rank] or "host"
                     self._drop(
-                        peer, f"is silent for {self._silence_s:.0f} s (host cut off, or process stopped)"
+                        peer, f"is silent for {self._silence_s:.0f} s ({place} cut off, or process stopped)"
                     )
                 elif now - peer.last_told > self._silence_s / 4:
                     peer.last_told = now
                     self._send(peer, _ALIVE, self._rank, 0, "")
             self._end_if_stuck(now)
+
+    def _forgive(self, seconds: float, now: float) -> None:
+        """A pause of this very process (a job that was suspended and continued) is no silence of the others."""
+        if seconds > max(2 * _TICK_S, self._silence_s / 4):
+            for peer in self._peers.values():
+                peer.last_seen = min(now, peer.last_seen + seconds)
 
     def _receive(self, peer: _Peer) -> None:
         try:
@@ -165,7 +178,8 @@ class Watchdog:
         except OSError:
             data = b""
         if not data:
-            self._drop(peer, "is gone: its process ended")
+            place = self._places[peer.rank]
+            self._drop(peer, "is gone: its process ended" + (f" on {place}" if place else ""))
             return
         peer.last_seen = time.monotonic()
         peer.buffer += data
@@ -181,6 +195,9 @@ class Watchdog:
 
     def _hear(self, verdict: Verdict) -> None:
         """Keep the first loss (others follow from it), and tell the others if this is rank 0."""
+        # First: once its main thread knows, this process may end, and be taken for the lost one.
+        if self._rank == 0:
+            self._tell(verdict)
         with self._changed:
             current = self._relevant_verdict()
             if current is None or (current.section is not None and current.rank == verdict.rank):
@@ -189,8 +206,6 @@ class Watchdog:
                     self._deadline = time.monotonic() + self._grace_s
                     logger.error("%s", self._describe(verdict))
             self._changed.notify_all()
-        if self._rank == 0:
-            self._tell(verdict)
 
     def _tell(self, verdict: Verdict) -> None:
         kind = _LOST if verdict.section is None else _FAILED
@@ -308,14 +323,37 @@ def _looks_like_a_lost_peer(error: BaseException) -> bool:
 _COLLECTIVE_WORDS = ("gloo", "NCCL", "onnection", "Broken pipe", "imed out", "ProcessGroup")
 
 
+def find_restart_problem(environment: Mapping[str, str]) -> str | None:
+    """Why a restart by this launcher would not come up, or None; looks at torchrun's variables only.
+
+    torchrun's ranks meet in a store of its agent, which outlives them: a restarted rank finds the address of
+    one that is gone and waits for it (pytorch issue 135712, again so in torch 2.13).
+    """
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return (
+        f"torchrun --max-restarts {restarts} shares a store with the ranks in which restarted ones find the "
+        "addresses of lost ones and hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    )
+
+
 _watchdog: Watchdog | None = None
 
 
 def start_watchdog(
-    rank: int, num_ranks: int, exchange_text: Callable[[str], str], *, silence_s: float, grace_s: float
+    rank: int,
+    num_ranks: int,
+    exchange_text: Callable[[str], str],
+    *,
+    places: Sequence[str],
+    silence_s: float,
+    grace_s: float,
 ) -> Watchdog:
     """The watchdog of this process, started by its first engine. Collective over all ranks."""
     global _watchdog
     if _watchdog is None:
-        _watchdog = Watchdog(rank, num_ranks, exchange_text, silence_s=silence_s, grace_s=grace_s)
+        _watchdog = Watchdog(
+            rank, num_ranks, exchange_text, places=places, silence_s=silence_s, grace_s=grace_s
+        )
     return _watchdog

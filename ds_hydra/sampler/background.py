@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 3
 """Workers that one iteration may lose before it is planned in line (where an exception has a traceback)."""
 _CLOSE_TIMEOUT_S = 2.0
+_START_S = 60.0
+"""Longest that a planning process may take to start and to plan for the first time before it counts as hung."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,8 @@ class BackgroundPlanner:
     Submit iterations while `has_room`, then `get` them in any order. Plans do not depend on the number of
     workers, unless one is later than `deadline_s`, counted from the call of `get`: then the heuristic plan
     (no refinement) is made in line and a warning logged. A worker that dies is replaced, what it worked on
-    is planned again, and a warning logged. `close` ends all workers; it is called at exit as well.
+    is planned again, and a warning logged; one that hangs over a late plan is ended. `close` ends all workers;
+    it is called at exit as well.
     """
 
     def __init__(
@@ -210,6 +213,7 @@ class BackgroundPlanner:
         batch, task = job
         if is_late:
             self.num_late += 1
+            self._end_hung_workers()
             logger.warning(
                 "iteration %d: no plan after %.1f s, training with the heuristic plan; raise "
                 "hydra.planner.num_workers or hydra.planner.lookahead",
@@ -225,6 +229,17 @@ class BackgroundPlanner:
             waited_ms=_elapsed_ms(start),
             source="deadline" if is_late else "inline",
         )
+
+    def _end_hung_workers(self) -> None:
+        """End workers that are busy with a plan nobody waits for any more; the next plan starts others.
+
+        A worker that has not answered yet has `_START_S` for its start, compilation included.
+        """
+        for worker in self._workers:
+            iteration, seconds = worker.busy
+            is_awaited = iteration is None or iteration in self._pending
+            if not is_awaited and (worker.has_answered or seconds > _START_S):
+                worker.kill()
 
     def _serve(self, worker: _Worker) -> None:
         """Feeds one worker until the queue hands out None."""
@@ -250,6 +265,8 @@ class BackgroundPlanner:
                 worker.exit_text,
                 job.batch.iteration,
             )
+            if job.batch.iteration not in self._pending:
+                break  # fetched by its deadline
         return {}
 
     def close(self) -> None:
@@ -280,6 +297,10 @@ class _Worker:
     def __init__(self) -> None:
         self._task: PlanningTask | None = None
         """What the running process was told last."""
+        self.has_answered = False
+        """Whether the running process has made a plan."""
+        self._busy: tuple[int, float] | None = None
+        """Iteration that is being planned, and since when."""
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
         self._lock = threading.Lock()
@@ -298,6 +319,7 @@ class _Worker:
 
     def plan(self, job: _Job) -> dict[str, Any] | None:
         """The worker's reply; None if it died or could not be started."""
+        self._busy = job.batch.iteration, time.monotonic()
         try:
             process = self._start()
             if process is None or process.stdin is None or process.stdout is None:
@@ -306,9 +328,25 @@ class _Worker:
                 write_message(process.stdin, {"task": job.task.to_json()})  # type: ignore[arg-type]
                 self._task = job.task
             write_message(process.stdin, batch_to_json(job.batch))  # type: ignore[arg-type]
-            return read_message(process.stdout)  # type: ignore[arg-type]
+            reply = read_message(process.stdout)  # type: ignore[arg-type]
+            self.has_answered = reply is not None
+            return reply
         except (OSError, ValueError):  # ValueError: the pipe was closed by `close`
             return None
+        finally:
+            self._busy = None
+
+    @property
+    def busy(self) -> tuple[int | None, float]:
+        """Iteration that is being planned, if any, and for how many seconds."""
+        busy = self._busy
+        return (None, 0.0) if busy is None else (busy[0], time.monotonic() - busy[1])
+
+    def kill(self) -> None:
+        """Ends the process at once; `plan` notices, and starts another one next time."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
 
     def _start(self) -> subprocess.Popen[bytes] | None:
         with self._lock:
@@ -323,6 +361,7 @@ class _Worker:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
             self._task = None
+            self.has_answered = False
             return self._process
 
     def close(self) -> None:

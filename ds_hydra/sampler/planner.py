@@ -19,8 +19,16 @@ from ds_hydra.sampler.ilp import SolverLimits
 from ds_hydra.sampler.packing import pipeline_bound_ms, solve_packing
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
-from ds_hydra.sampler.refine import kick_and_refine, pack_pipelines, pipeline_cost, refine_pipelines
+from ds_hydra.sampler.refine import (
+    iteration_ms,
+    kick_and_refine,
+    order_rows,
+    pack_pipelines,
+    pipeline_cost,
+    refine_pipelines,
+)
 from ds_hydra.sampler.schedule import FORWARD_FRACTION, FloatArray, IntArray, makespan_ms
+from ds_hydra.strategy.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profile import LatencyModel, Profile
 from ds_hydra.strategy.scheme import Scheme, Strategy
 
@@ -38,6 +46,9 @@ class PlannerSettings:
     `solver`: for integer programs. The rows of the slowest pipeline of the chosen plan are solved for where
     their bound leaves more than `solver_gap`, within `solver_max_nodes` and `solver_deadline_s`.
     `max_len_override`: MaxLen of schemes in tokens, in place of what the memory model says.
+    `link_times`: pull and push of strategies. Among packed strategies the one wins whose iteration, with what
+    pull and push add to it, is shortest; a strategy that is not there adds nothing. `overlaps_links`: layers
+    are pulled and pushed one by one beside propagation.
     """
 
     objective: Literal["exact", "closed_form"] = "exact"
@@ -53,6 +64,8 @@ class PlannerSettings:
     solver_max_nodes: int = 500
     solver_deadline_s: float = 2.0
     max_len_override: Mapping[Scheme, int] = field(default_factory=dict)
+    link_times: Mapping[Strategy, LinkTimes] = field(default_factory=dict)
+    overlaps_links: bool = True
 
     def heuristic(self) -> PlannerSettings:
         """The same without refinement: plans in a fraction of the time."""
@@ -76,13 +89,20 @@ class PlannerSettings:
         document["max_len_override"] = [
             [scheme.tp, scheme.pp, tokens] for scheme, tokens in self.max_len_override.items()
         ]
+        document["link_times"] = {
+            str(strategy): [times.pull_ms, times.push_ms] for strategy, times in self.link_times.items()
+        }
         return document
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> PlannerSettings:
         """The settings in a document written by `to_json`."""
         override = {Scheme(tp, pp): tokens for tp, pp, tokens in document["max_len_override"]}
-        return cls(**{**document, "max_len_override": override})
+        links = {
+            Strategy.parse(text): LinkTimes(pull_ms=pull, push_ms=push)
+            for text, (pull, push) in document["link_times"].items()
+        }
+        return cls(**{**document, "max_len_override": override, "link_times": links})
 
 
 DEFAULT_SETTINGS = PlannerSettings()
@@ -98,12 +118,27 @@ def plan_iteration(
 ) -> IterationPlan:
     """The fastest plan found for `batch` over all `strategies`; the first of equals.
 
+    Fastest with `settings.link_times`, where given; `makespan_ms` of the plan is propagation alone.
     Strategies are planned in the order of their lower bounds until no other can win.
     `IterationPlan.lower_bound_ms` holds for the chosen strategy, whatever the dispatch and packing.
 
     Raises InfeasiblePlanError if a sequence fits on no pipeline of any strategy, HydraConfigError if a
     strategy needs more devices than there are or a scheme that was not profiled.
     """
+    return plan_with_time(
+        batch, strategies=strategies, profile=profile, num_devices=num_devices, settings=settings
+    )[0]
+
+
+def plan_with_time(
+    batch: GlobalBatch,
+    *,
+    strategies: Sequence[Strategy],
+    profile: Profile,
+    num_devices: int,
+    settings: PlannerSettings = DEFAULT_SETTINGS,
+) -> tuple[IterationPlan, float]:
+    """`plan_iteration`, and the time by which its strategy was chosen: with pull and push, in ms."""
     planner = _BatchPlanner(batch, profile, num_devices, settings)
     return planner.plan(_check_strategies(strategies, num_devices))
 
@@ -143,11 +178,16 @@ class _Candidate:
     rows: IntArray
     value: FloatArray
     """Time of each pipeline."""
+    link: LinkTimes
+    least_link_ms: float
+    """What pull and push add to propagation at least."""
+    iteration_ms: float
+    """Time of the slowest pipeline with pull and push, inf before the strategy is planned."""
 
     @property
-    def makespan_ms(self) -> float:
-        """Time of the slowest pipeline, inf before the strategy is planned."""
-        return float(self.value.max())
+    def least_ms(self) -> float:
+        """Lower bound of the iteration."""
+        return self.lower_bound_ms + self.least_link_ms
 
 
 class _BatchPlanner:
@@ -166,19 +206,19 @@ class _BatchPlanner:
         self.order = np.argsort(-lengths, kind="stable")
         self.lengths = lengths[self.order]
 
-    def plan(self, strategies: Sequence[Strategy]) -> IterationPlan:
-        """The best plan over `strategies`."""
+    def plan(self, strategies: Sequence[Strategy]) -> tuple[IterationPlan, float]:
+        """The best plan over `strategies`, and its time with pull and push."""
         feasible = [s for s in strategies if self.lengths.size == 0 or self.lengths[0] <= self.longest(s)]
         if not feasible:
             raise self._no_plan(strategies)
-        candidates = sorted((self._bound(s) for s in feasible), key=lambda c: c.lower_bound_ms)
+        candidates = sorted((self._bound(s) for s in feasible), key=lambda c: c.least_ms)
         best = candidates[0]
         for candidate in candidates:
-            if candidate.lower_bound_ms < best.makespan_ms:
-                self._search(candidate, best.makespan_ms)
-                best = min(best, candidate, key=lambda c: c.makespan_ms)
+            if candidate.least_ms < best.iteration_ms:
+                self._search(candidate, best.iteration_ms - candidate.least_link_ms)
+                best = min(best, candidate, key=lambda c: c.iteration_ms)
         self._solve_slowest(best)
-        return self._finish(best)
+        return self._finish(best), best.iteration_ms
 
     def longest(self, strategy: Strategy) -> int:
         """Largest MaxLen over the schemes of `strategy`, in tokens."""
@@ -224,7 +264,16 @@ class _BatchPlanner:
         estimate = dispatch_trials(problem, self.settings.num_trials, self.settings.seed, assignment)
         bound = strategy_bound_ms(problem, 1.5 * estimate)
         value = np.full(len(strategy.schemes), np.inf)
-        return _Candidate(strategy, problem, bound, assignment, rows, value)
+        link = self.settings.link_times.get(strategy, NO_LINKS)
+        least = (link.pull_ms + link.push_ms) / max(
+            1, self._num_buckets // min(s.pp for s in strategy.schemes)
+        )
+        return _Candidate(strategy, problem, bound, assignment, rows, value, link, least, np.inf)
+
+    @property
+    def _num_buckets(self) -> int:
+        """Layers that are pulled and pushed one by one; 0 where nothing overlaps."""
+        return self.profile.memory.num_layers if self.settings.overlaps_links else 0
 
     def _search(self, candidate: _Candidate, best_ms: float) -> None:
         """Plans `candidate`; searches longer where it can still beat `best_ms`, the best one so far."""
@@ -244,6 +293,16 @@ class _BatchPlanner:
             kick_and_refine(
                 problem, assignment, rows, value, worth_ms, num_steps, _NUM_TARGETS, self.settings.num_kicks
             )
+        self._finish_rows(candidate)
+
+    def _finish_rows(self, candidate: _Candidate) -> None:
+        """Puts the packed rows in the order that hides pull and push, and counts what is left of them."""
+        problem, assignment, rows = candidate.problem, candidate.assignment, candidate.rows
+        order_rows(problem, assignment, rows)
+        link = candidate.link
+        candidate.iteration_ms = iteration_ms(
+            problem, assignment, rows, candidate.value, link.pull_ms, link.push_ms, self._num_buckets
+        )
 
     def _ideal_dispatch(self, strategy: Strategy) -> IntArray:
         """The solution of Eq. (3) within the limits of the solver, in sorted order of the sequences."""
@@ -278,6 +337,7 @@ class _BatchPlanner:
                 return
             best.value[slowest] = solved_ms
             best.rows[members] = rows
+            self._finish_rows(best)
 
     def _finish(self, best: _Candidate) -> IterationPlan:
         batch = self.batch
@@ -339,6 +399,8 @@ def warm_up() -> None:
         value = pack_pipelines(problem, assignment, rows)
         refine_pipelines(problem, assignment, rows, value, bound, 1, _NUM_TARGETS)
         kick_and_refine(problem, assignment, rows, value, bound, 1, _NUM_TARGETS, 1)
+        order_rows(problem, assignment, rows)
+        iteration_ms(problem, assignment, rows, value, 0.0, 0.0, 1)
         members = np.flatnonzero(assignment == 0)
         costs = problem.sequence_ms[0, members]
         pipeline_bound_ms(problem.lengths[members], costs, pipeline_cost(problem, 0))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -16,10 +16,11 @@ import numpy as np
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
+from ds_hydra.sampler.planner import PlannerSettings, plan_with_time
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.candidates import STRATEGIES_SCHEMA
 from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.link_times import LinkTimes
 from ds_hydra.strategy.neighbours import neighbour_strategies
 from ds_hydra.strategy.profile import Profile
 from ds_hydra.strategy.proposal import (
@@ -46,6 +47,7 @@ class PruningSettings:
     `num_rounds`: how often the strategies one step away from the winners are tried too.
     `tolerance`: how much slower, on average over the sampled mini-batches, the set that stays may be than
     the set of all candidates. `max_communicators`: process groups that the set may need at most.
+    `links_of`: pull and push of a strategy, which then count; None where they are not known.
     """
 
     num_batches: int = 32
@@ -54,6 +56,7 @@ class PruningSettings:
     max_communicators: int = 512
     seed: int = 0
     planner: PlannerSettings = HEURISTIC
+    links_of: Callable[[Strategy], LinkTimes] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +88,9 @@ class KeptStrategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """The candidate set of a run. Times are means over the sampled mini-batches, as planned."""
+    """The candidate set of a run. Times are means over the sampled mini-batches, as planned, with pull and push
+    where those are known.
+    """
 
     num_devices: int
     context_length: int
@@ -159,7 +164,7 @@ def propose_strategies(
         ),
     )
     batches = _sample_batches(histogram, tokens, pruning)
-    trial = _Trial(batches, profile, num_devices, pruning.planner)
+    trial = _Trial(batches, profile, num_devices, pruning)
     static = homogeneous_strategies(profile, num_devices, context_length)
     static_ms = [trial.times_ms(strategy) for strategy in static]
     best = int(np.argmin([times.mean() for times in static_ms]))
@@ -201,10 +206,10 @@ class _Trial:
         batches: Sequence[GlobalBatch],
         profile: Profile,
         num_devices: int,
-        settings: PlannerSettings,
+        pruning: PruningSettings,
     ) -> None:
         self._batches, self._profile = batches, profile
-        self._num_devices, self._settings = num_devices, settings
+        self._num_devices, self._pruning = num_devices, pruning
 
     def times_ms(self, strategy: Strategy) -> FloatArray:
         """Planned time of every mini-batch with `strategy` alone, inf where a sequence does not fit."""
@@ -231,14 +236,17 @@ class _Trial:
         return tuple(strategy for strategy, _ in won.most_common())
 
     def _plan(self, batch: GlobalBatch, strategies: Sequence[Strategy]) -> tuple[Strategy, float]:
-        plan = plan_iteration(
+        settings, links_of = self._pruning.planner, self._pruning.links_of
+        if links_of is not None:
+            settings = replace(settings, link_times={s: links_of(s) for s in strategies})
+        plan, time_ms = plan_with_time(
             batch,
             strategies=strategies,
             profile=self._profile,
             num_devices=self._num_devices,
-            settings=self._settings,
+            settings=settings,
         )
-        return plan.strategy, plan.makespan_ms
+        return plan.strategy, time_ms
 
 
 def _sample_batches(

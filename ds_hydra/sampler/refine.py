@@ -19,7 +19,7 @@ from ds_hydra.sampler.dispatch import (
 from ds_hydra.sampler.order import EPSILON, shuffled_order
 from ds_hydra.sampler.packing import Effort, PipelineCost, pack_rows
 from ds_hydra.sampler.problem import DispatchProblem
-from ds_hydra.sampler.schedule import FloatArray, IntArray, RowBalance
+from ds_hydra.sampler.schedule import FloatArray, IntArray, RowBalance, linked_ms, one_f_one_b_ms
 from ds_hydra.strategy.compiled import compiled
 
 _NUM_EXCHANGES = 8
@@ -62,6 +62,61 @@ def pack_pipelines(problem: DispatchProblem, assignment: IntArray, rows: IntArra
     for pipeline in range(value.size):
         value[pipeline] = pack_pipeline(problem, assignment, pipeline, _FIRST_EFFORT, rows)
     return value
+
+
+@compiled
+def order_rows(problem: DispatchProblem, assignment: IntArray, rows: IntArray) -> None:
+    """Lets pipelines of one stage run their longest row last and the second longest first; changes `rows`.
+
+    Their time is the same in any order, but a pull hides behind the first forward and a push, which has more
+    bytes, behind the last backward.
+    """
+    for pipeline in range(problem.kind_of.size):
+        members = np.flatnonzero(assignment == pipeline)
+        if members.size > 0 and problem.num_stages[problem.kind_of[pipeline]] == 1:
+            by_time = np.argsort(-_row_times_ms(problem, members, pipeline, rows), kind="mergesort")
+            place = np.empty(by_time.size, dtype=np.int64)
+            place[by_time] = (np.arange(by_time.size) - 1) % by_time.size
+            rows[members] = place[rows[members]]
+
+
+@compiled
+def iteration_ms(
+    problem: DispatchProblem,
+    assignment: IntArray,
+    rows: IntArray,
+    value: FloatArray,
+    pull_ms: float,
+    push_ms: float,
+    num_buckets: int,
+) -> float:
+    """Time of the slowest pipeline with its pull and push: `value` and what they add to the 1F1B recurrence.
+
+    `num_buckets` layers of the model are pulled and pushed one by one beside propagation; 0: not beside it.
+    """
+    if pull_ms + push_ms == 0.0:
+        return float(value.max())
+    slowest = pull_ms + push_ms
+    for pipeline in range(value.size):
+        members = np.flatnonzero(assignment == pipeline)
+        if members.size > 0:
+            times = _row_times_ms(problem, members, pipeline, rows)
+            num_stages = problem.num_stages[problem.kind_of[pipeline]]
+            buckets = 0 if num_buckets == 0 else max(1, num_buckets // num_stages)
+            alone = one_f_one_b_ms(times, num_stages, problem.forward_fraction)
+            linked = linked_ms(times, num_stages, problem.forward_fraction, pull_ms, push_ms, buckets)
+            slowest = max(slowest, value[pipeline] + linked - alone)
+    return slowest
+
+
+@compiled
+def _row_times_ms(problem: DispatchProblem, members: IntArray, pipeline: int, rows: IntArray) -> FloatArray:
+    """T of every row of `pipeline`, which holds the sequences `members`, one at least."""
+    kind = problem.kind_of[pipeline]
+    times = np.full(rows[members].max() + 1, problem.constant_ms[kind])
+    for i in members:
+        times[rows[i]] += problem.sequence_ms[kind, i]
+    return times
 
 
 @compiled

@@ -56,6 +56,54 @@ def one_f_one_b_ms(row_ms: FloatArray, num_stages: int, forward_fraction: float)
 
 
 @compiled
+def linked_ms(
+    row_ms: FloatArray,
+    num_stages: int,
+    forward_fraction: float,
+    pull_ms: float,
+    push_ms: float,
+    num_buckets: int,
+) -> float:
+    """Time from the start of the pull to the end of the push, both beside 1F1B, rows in the given order.
+
+    A stage of K = `num_buckets` layers takes them in its first forward as they arrive, and gives gradients
+    away in its last backward as they are complete (Hydraulis, Fig. 8): it begins at pull / K, its first
+    forward f ends at pull + f / K or later, the push at (begin of the last backward b) + b / K + push or
+    (its end) + push / K, whichever is later. `num_buckets` 0: one after the other, without overlap.
+    0.0 without rows. Example: one row of 3 ms, one stage, 10 layers, pull 2 ms, push 4 ms: the forward ends
+    at 2.1 ms instead of 1 ms, the push at 6.3 ms. `simulator/events.py` says when each of it happens.
+    """
+    num_rows = row_ms.size
+    if num_rows == 0:
+        return 0.0
+    if num_buckets == 0:
+        return pull_ms + one_f_one_b_ms(row_ms, num_stages, forward_fraction) + push_ms
+    stage_end = np.full(num_stages, pull_ms / num_buckets)
+    backward_end = np.zeros(num_stages + 1)
+    push_end = 0.0
+    for wave in range(num_rows + num_stages - 1):
+        forward_end = 0.0
+        for stage in range(num_stages):
+            if wave < num_rows:
+                forward_ms = forward_fraction * row_ms[wave]
+                forward_end = max(stage_end[stage], forward_end) + forward_ms
+                if wave == 0:
+                    forward_end = max(forward_end, pull_ms + forward_ms / num_buckets)
+                stage_end[stage] = forward_end
+            row = wave - (num_stages - 1 - stage)
+            if 0 <= row < num_rows:
+                backward_ms = (1.0 - forward_fraction) * row_ms[row]
+                start = max(stage_end[stage], backward_end[stage + 1])
+                stage_end[stage] = start + backward_ms
+                backward_end[stage] = stage_end[stage]
+                if row == num_rows - 1:
+                    first_gradient = start + backward_ms / num_buckets
+                    end = max(first_gradient + push_ms, stage_end[stage] + push_ms / num_buckets)
+                    push_end = max(push_end, end)
+    return push_end
+
+
+@compiled
 def closed_form_ms(row_ms: FloatArray, num_stages: int) -> float:
     """(PP - 1 + V) times the slowest row: the objective of Eq. (1), exact where all rows are equal."""
     if row_ms.size == 0:

@@ -7,18 +7,19 @@ compared on. ds_hydra chooses its candidates on other ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.simulator.fixed_length import pack_balanced, pack_fixed_length
 from ds_hydra.simulator.scenario import (
     NO_WORK,
+    Outcome,
     Scenario,
     SystemResult,
     best_of,
@@ -134,45 +135,59 @@ def _in_sequence(name: str, parts: Sequence[SystemResult], scenario: Scenario) -
     )
 
 
-def two_stage(scenario: Scenario, strategies: Sequence[Strategy], *, name: str) -> SystemResult:
-    """The best of `strategies` for all mini-batches, sequences placed by ds_hydra's planner."""
-    results = []
-    for strategy in strategies:
-        outcomes = [
-            outcome_of(scenario.simulate(scenario.plan(batch, [strategy]))) for batch in scenario.batches
-        ]
-        results.append(summarize(name, str(strategy), outcomes))
-    return best_of(name, results)
-
-
 NUM_TRIAL_BATCHES = 12
 NUM_FINALISTS = 3
+NUM_RACE_BATCHES = 24
+RACE_ERRORS = 3.0
+
+
+def two_stage(scenario: Scenario, strategies: Sequence[Strategy], *, name: str) -> SystemResult:
+    """The best single strategy of `strategies` for all mini-batches, sequences placed by ds_hydra's planner.
+
+    All are tried with the planner's heuristic on the first mini-batches, by propagation and by whole
+    iterations; the best few of each are planned as ds_hydra's own, and what is slower in both on 24 mini-batches,
+    by more than three standard errors of the difference, goes no further.
+    """
+    trial = scenario.batches[:NUM_TRIAL_BATCHES]
+    heuristic = replace(scenario, settings=scenario.settings.heuristic())
+    tried = {strategy: _times(_planned(heuristic, strategy, trial)).sum(axis=1) for strategy in strategies}
+    finalists: dict[Strategy, None] = {}
+    for figure in range(2):
+        finalists |= dict.fromkeys(sorted(tried, key=lambda s: tried[s][figure])[:NUM_FINALISTS])
+    first, rest = scenario.batches[:NUM_RACE_BATCHES], scenario.batches[NUM_RACE_BATCHES:]
+    raced = {strategy: _planned(scenario, strategy, first) for strategy in finalists}
+    return best_of(
+        name,
+        [summarize(name, str(s), [*raced[s], *_planned(scenario, s, rest)]) for s in _leaders(raced)],
+    )
 
 
 def heterogeneous_static(scenario: Scenario, candidates: Sequence[Strategy], *, name: str) -> SystemResult:
-    """The best single strategy that holds the context, planned by ds_hydra for every mini-batch.
-
-    All candidates are tried with the planner's heuristic on the first mini-batches, the best few on all.
-    """
+    """`two_stage` with those of `candidates` that hold the context, and every homogeneous strategy that does."""
     holding = [
         s for s in candidates if max(map(scenario.max_len_tokens, s.schemes)) >= scenario.context_length
     ]
-    holding = list(dict.fromkeys((*holding, *scenario.statics())))
-    trial = scenario.batches[:NUM_TRIAL_BATCHES]
-    heuristic = scenario.settings.heuristic()
+    return two_stage(scenario, tuple(dict.fromkeys((*holding, *scenario.statics()))), name=name)
 
-    def mean_ms(strategy: Strategy) -> float:
-        plans = (
-            plan_iteration(
-                batch, strategies=[strategy], profile=scenario.profile,
-                num_devices=scenario.num_devices, settings=heuristic,
-            )
-            for batch in trial
-        )  # fmt: skip
-        return sum(plan.makespan_ms for plan in plans)
 
-    finalists = sorted(holding, key=mean_ms)[:NUM_FINALISTS]
-    return two_stage(scenario, finalists, name=name)
+def _planned(scenario: Scenario, strategy: Strategy, batches: Sequence[GlobalBatch]) -> list[Outcome]:
+    return [outcome_of(scenario.simulate(scenario.plan(batch, [strategy]))) for batch in batches]
+
+
+def _times(outcomes: Sequence[Outcome]) -> FloatArray:
+    """Propagation and whole iteration of every mini-batch: [2, mini-batches], ms."""
+    return np.array([[o.propagation_ms for o in outcomes], [o.iteration_ms for o in outcomes]])
+
+
+def _leaders(raced: Mapping[Strategy, Sequence[Outcome]]) -> list[Strategy]:
+    """The strategies that are not shown to be slower than the fastest so far, by propagation or by iterations."""
+    times = np.array([_times(outcomes) for outcomes in raced.values()])
+    is_leader = np.zeros(len(raced), dtype=bool)
+    for figure in range(2):
+        behind = times[:, figure] - times[times[:, figure].mean(axis=1).argmin(), figure]
+        error = behind.std(axis=1) / np.sqrt(behind.shape[1])
+        is_leader |= behind.mean(axis=1) <= RACE_ERRORS * error
+    return [strategy for strategy, stays in zip(raced, is_leader, strict=True) if stays]
 
 
 def dynamic(

@@ -18,6 +18,7 @@ import numpy as np
 from ds_hydra.configs import find_file, list_files
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.analytic import Hardware, ModelShape
+from ds_hydra.strategy.link_times import LinkTimes
 from ds_hydra.strategy.profile import Profile, read_json_object
 from ds_hydra.strategy.scheme import Scheme, Strategy
 
@@ -27,18 +28,6 @@ GRADIENT_BYTES = 4
 """A gradient is pushed in 32 bit, as the engine does, and as Megatron-LM reduces its main gradients."""
 OPTIMIZER_BYTES = 30
 """AdamW reads fp32 parameter, gradient and two moments, writes all but the gradient, and the 16-bit copy."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkTimes:
-    """Time of one pull and one push on the slowest node, and of the optimizer, in ms; 0.0 where unknown."""
-
-    pull_ms: float = 0.0
-    push_ms: float = 0.0
-    step_ms: float = 0.0
-
-
-NO_LINKS = LinkTimes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

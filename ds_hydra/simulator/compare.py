@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.propose import PruningSettings, propose_strategies
+from ds_hydra.sampler.propose import HEURISTIC, PruningSettings, propose_strategies
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.simulator.baselines import (
     balanced,
@@ -22,7 +23,7 @@ from ds_hydra.simulator.baselines import (
 )
 from ds_hydra.simulator.cluster import Cluster
 from ds_hydra.simulator.events import Simulation
-from ds_hydra.simulator.scenario import Scenario, SystemResult, perfect_balance_ms
+from ds_hydra.simulator.scenario import Scenario, SystemResult, longest_alone_ms, perfect_balance_ms
 from ds_hydra.simulator.ulysses import deepspeed_ulysses
 from ds_hydra.strategy.histogram import LengthHistogram
 from ds_hydra.strategy.profile import Profile
@@ -57,6 +58,9 @@ STATIC_SYSTEMS = (
 )
 
 _NUM_RESAMPLES = 1000
+_HARDLY = 0.02
+
+BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +145,7 @@ class Comparison:
     cluster: Cluster | None
     num_tokens: FloatArray
     perfect_balance_ms: FloatArray
+    longest_alone_ms: FloatArray
     results: tuple[SystemResult, ...]
     strategies: tuple[Strategy, ...]
     plans: tuple[IterationPlan, ...]
@@ -162,6 +167,14 @@ class Comparison:
     def distance_to_bound(self) -> float:
         """Propagation above the perfect-balance bound, which no plan can reach or beat: mean over mean, minus 1."""
         return float(self.results[0].propagation_ms.sum() / self.perfect_balance_ms.sum() - 1)
+
+    @property
+    def is_decided_by_longest(self) -> BoolArray:
+        """Mini-batches of ds_hydra that take hardly longer (2%) than their longest sequence alone.
+
+        Nothing can shorten these, so their other pipelines wait, whatever the plan.
+        """
+        return self.results[0].propagation_ms <= (1 + _HARDLY) * self.longest_alone_ms
 
     def tokens_per_s(self, result: SystemResult) -> float:
         """Useful tokens per second of whole iterations."""
@@ -217,8 +230,15 @@ class Comparison:
             "strategies": [str(strategy) for strategy in self.strategies],
             "perfect_balance_ms": float(self.perfect_balance_ms.mean()),
             "distance_to_bound": self.distance_to_bound,
+            "decided_by_longest": float(self.is_decided_by_longest.mean()),
+            "imbalance_otherwise": self._imbalance_otherwise(),
             "systems": [self._system(result, price_per_gpu_hour) for result in self.results],
         }
+
+    def _imbalance_otherwise(self) -> float | None:
+        """Mean imbalance of the mini-batches that no single sequence decides; None if there is none."""
+        imbalance = self.results[0].imbalance[~self.is_decided_by_longest]
+        return float(imbalance.mean()) if imbalance.size else None
 
     def _system(self, result: SystemResult, price: float | None) -> dict[str, Any]:
         iteration, propagation = Figure.of(result.iteration_ms), Figure.of(result.propagation_ms)
@@ -259,7 +279,7 @@ def compare(workload: Workload, cluster: Cluster | None, settings: Settings) -> 
         cluster=cluster,
         overlap=settings.overlap,
     )
-    strategies = workload.strategies or _propose(workload, settings)
+    strategies = workload.strategies or _propose(workload, cluster, settings)
     ours, plans = dynamic(scenario, strategies, name=DS_HYDRA)
     others = (_run(name, scenario, workload, strategies) for name in settings.systems)
     return Comparison(
@@ -268,6 +288,7 @@ def compare(workload: Workload, cluster: Cluster | None, settings: Settings) -> 
         cluster=cluster,
         num_tokens=np.array([batch.num_tokens for batch in scenario.batches], dtype=np.float64),
         perfect_balance_ms=np.array([perfect_balance_ms(scenario, batch) for batch in scenario.batches]),
+        longest_alone_ms=np.array([longest_alone_ms(scenario, batch) for batch in scenario.batches]),
         results=(ours, *(result for result in others if result is not None)),
         strategies=tuple(strategies),
         plans=tuple(plans),
@@ -292,7 +313,7 @@ def check_workload(workload: Workload) -> None:
         raise HydraConfigError(f"baseline {workload.given} has several schemes; Megatron-LM runs one")
 
 
-def _propose(workload: Workload, settings: Settings) -> tuple[Strategy, ...]:
+def _propose(workload: Workload, cluster: Cluster | None, settings: Settings) -> tuple[Strategy, ...]:
     return propose_strategies(
         workload.profile,
         workload.histogram,
@@ -304,6 +325,8 @@ def _propose(workload: Workload, settings: Settings) -> tuple[Strategy, ...]:
             num_rounds=settings.num_proposal_rounds,
             max_communicators=settings.max_communicators or 4 * workload.num_devices,
             seed=settings.seed + 1,
+            planner=replace(HEURISTIC, overlaps_links=settings.overlap),
+            links_of=cluster.link_times if cluster else None,
         ),
     ).strategies
 

@@ -20,9 +20,10 @@ import numpy as np
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.schedule import FORWARD_FRACTION, FloatArray
-from ds_hydra.simulator.cluster import NO_LINKS, Cluster, LinkTimes
+from ds_hydra.simulator.cluster import Cluster
 from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.strategy.compiled import compiled
+from ds_hydra.strategy.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profile import Profile
 from ds_hydra.strategy.scheme import Scheme, Strategy
 
@@ -32,7 +33,8 @@ class PipelineWork:
     """What one pipeline has to do: `forward_ms[stage, row]`, `backward_ms[stage, row]`, rows in 1F1B order.
 
     `hop_ms[row]` is the time of one activation or gradient between neighbouring stages; `tp_ms[row]` the part
-    of one forward, and of one backward, that is TP collectives (contained in them).
+    of one forward, and of one backward, that is TP collectives (contained in them). Nothing begins before
+    `begin_ms`, counted from the start of the pull.
     """
 
     scheme: Scheme
@@ -41,6 +43,7 @@ class PipelineWork:
     backward_ms: FloatArray
     hop_ms: FloatArray
     tp_ms: FloatArray
+    begin_ms: float = 0.0
 
     def __post_init__(self) -> None:
         shape = (self.scheme.pp, self.num_rows)
@@ -75,6 +78,11 @@ class PipelineRun:
         return float(self.backward_end.max()) if self.work.num_rows else 0.0
 
     @property
+    def passes_ms(self) -> float:
+        """From the first time that a pass may begin to `end_ms`; 0.0 without rows."""
+        return self.end_ms - self.work.begin_ms if self.work.num_rows else 0.0
+
+    @property
     def busy_ms(self) -> float:
         """Time of all passes of all stages together, without waiting for parameters."""
         return float(self.work.forward_ms.sum() + self.work.backward_ms.sum())
@@ -85,6 +93,7 @@ def run_passes(
     forward_ms: FloatArray,
     backward_ms: FloatArray,
     hop_ms: FloatArray,
+    begin_ms: float,
     pull_ms: float,
     num_buckets: float,
     forward_start: FloatArray,
@@ -94,11 +103,11 @@ def run_passes(
 ) -> None:
     """Fills the starts and ends, [stage, row], of non-interleaved 1F1B.
 
-    In wave k stage s runs F(k) and then B(k - (PP-1-s)). `num_buckets` 0: the pull ends before anything
-    starts; else the first forward of a stage of that many layers takes them as they arrive.
+    In wave k stage s runs F(k) and then B(k - (PP-1-s)), from `begin_ms` on. `num_buckets` 0: the pull ends
+    before anything starts; else the first forward of a stage of that many layers takes them as they arrive.
     """
     num_stages, num_rows = forward_ms.shape
-    free = np.full(num_stages, pull_ms if num_buckets == 0 else pull_ms / num_buckets)
+    free = np.full(num_stages, max(begin_ms, pull_ms if num_buckets == 0 else pull_ms / num_buckets))
     for wave in range(num_rows + num_stages - 1):
         for stage in range(num_stages):
             if wave < num_rows:
@@ -149,11 +158,16 @@ class Simulation:
         return self.push_end_ms + self.links.step_ms
 
     @cached_property
-    def propagation_ms(self) -> float:
-        """The same iteration with every parameter in place: what the planner makes short."""
+    def pipeline_ms(self) -> tuple[float, ...]:
+        """Time of each pipeline with every parameter in place; 0.0 for one without rows."""
         if self.links.pull_ms == 0.0:
-            return self.propagation_end_ms
-        return max((_run(run.work, NO_LINKS, 0).end_ms for run in self.runs), default=0.0)
+            return tuple(run.passes_ms for run in self.runs)
+        return tuple(_run(run.work, NO_LINKS, 0).passes_ms for run in self.runs)
+
+    @property
+    def propagation_ms(self) -> float:
+        """The slowest of `pipeline_ms`: what the planner makes short."""
+        return max(self.pipeline_ms, default=0.0)
 
     @property
     def exposed_link_ms(self) -> float:
@@ -161,22 +175,17 @@ class Simulation:
         return self.push_end_ms - self.propagation_ms
 
     @property
-    def pipeline_ms(self) -> tuple[float, ...]:
-        """End of each pipeline's last backward; 0.0 for one without rows."""
-        return tuple(run.end_ms for run in self.runs)
-
-    @property
     def imbalance(self) -> float:
-        """Slowest over fastest pipeline from its first forward on, minus 1; empty pipelines do not count."""
-        times = [run.end_ms - float(run.forward_start.min()) for run in self.runs if run.work.num_rows]
-        return max(times) / min(times) - 1 if times and min(times) > 0 else 0.0
+        """Slowest over fastest of `pipeline_ms`, minus 1; empty pipelines do not count."""
+        times = [time for time in self.pipeline_ms if time > 0]
+        return max(times) / min(times) - 1 if times else 0.0
 
     @property
     def bubble(self) -> float:
         """Share of rank time in propagation without a forward or backward; idle ranks count."""
         busy = sum(run.busy_ms * run.work.scheme.tp for run in self.runs)
         available = self.propagation_ms * self.num_devices
-        return 1 - busy / available if available > 0 else 0.0
+        return max(0.0, 1 - busy / available) if available > 0 else 0.0
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
@@ -280,7 +289,15 @@ def simulate_iteration(
 def _run(work: PipelineWork, links: LinkTimes, num_buckets: int) -> PipelineRun:
     shape = work.forward_ms.shape
     times = [np.zeros(shape) for _ in range(4)]
-    run_passes(work.forward_ms, work.backward_ms, work.hop_ms, links.pull_ms, float(num_buckets), *times)
+    run_passes(
+        work.forward_ms,
+        work.backward_ms,
+        work.hop_ms,
+        work.begin_ms,
+        links.pull_ms,
+        float(num_buckets),
+        *times,
+    )
     push_start, push_end = np.full(shape[0], links.pull_ms), np.full(shape[0], links.pull_ms + links.push_ms)
     if num_buckets and work.num_rows:
         first_gradient = times[2][:, -1] + work.backward_ms[:, -1] / num_buckets

@@ -7,7 +7,7 @@ everywhere.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,9 +15,10 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
 from ds_hydra.sampler.schedule import FORWARD_FRACTION, FloatArray, IntArray
-from ds_hydra.simulator.cluster import NO_LINKS, Cluster
+from ds_hydra.simulator.cluster import Cluster
 from ds_hydra.simulator.events import PipelineWork, Simulation, simulate_iteration, simulate_plan
 from ds_hydra.simulator.fixed_length import Rows
+from ds_hydra.strategy.link_times import NO_LINKS
 from ds_hydra.strategy.profile import LatencyModel, Profile
 from ds_hydra.strategy.proposal import homogeneous_strategies, usable_schemes
 from ds_hydra.strategy.scheme import Scheme, Strategy
@@ -60,7 +61,7 @@ class Scenario:
     overlap: bool = True
     forward_fraction: float = FORWARD_FRACTION
     settings: PlannerSettings = WITHOUT_PROGRAMS
-    _sorted: list[IntArray] = field(default_factory=list, compare=False)
+    _sorted: list[IntArray] = field(default_factory=list, init=False, compare=False)
 
     @property
     def lengths(self) -> list[IntArray]:
@@ -90,8 +91,15 @@ class Scenario:
             strategies=strategies,
             profile=self.profile,
             num_devices=self.num_devices,
-            settings=self.settings,
+            settings=self.linked_settings(strategies),
         )
+
+    def linked_settings(self, strategies: Sequence[Strategy]) -> PlannerSettings:
+        """The planner's settings with what pull and push of `strategies` take here."""
+        if self.cluster is None:
+            return self.settings
+        times = {strategy: self.cluster.link_times(strategy) for strategy in strategies}
+        return replace(self.settings, link_times=times, overlaps_links=self.overlap)
 
     def simulate(self, plan: IterationPlan) -> Simulation:
         """The iteration that carries out `plan`."""
@@ -185,17 +193,24 @@ def perfect_balance_ms(scenario: Scenario, batch: GlobalBatch) -> float:
     """A time of propagation that no strategy and no placement can beat.
 
     Every sequence runs on the scheme that uses least device time for it, all devices are always busy, and a
-    row's constant is spread over a full row; or, if that is longer, the longest sequence passes the stages of
-    the fastest pipeline that holds it.
+    row's constant is spread over a full row; or `longest_alone_ms`, if that is longer.
     """
     lengths = np.array(batch.lengths, dtype=np.float64)
     least = np.full(lengths.size, np.inf)
-    alone = np.full(lengths.size, np.inf)
     for scheme in usable_schemes(scenario.profile, scenario.num_devices):
         t, longest = scenario.profile.get_latency(scheme), scenario.max_len_tokens(scheme)
         work = (t.quadratic_ms * lengths + t.linear_ms) * lengths
-        fits = lengths <= longest
         shared = scheme.num_devices * (work + t.constant_ms * lengths / longest)
-        least = np.minimum(least, np.where(fits, shared, np.inf))
-        alone = np.minimum(alone, np.where(fits, scheme.pp * (work + t.constant_ms), np.inf))
-    return float(max(least.sum() / scenario.num_devices, alone.max(initial=0.0)))
+        least = np.minimum(least, np.where(lengths <= longest, shared, np.inf))
+    return max(float(least.sum()) / scenario.num_devices, longest_alone_ms(scenario, batch))
+
+
+def longest_alone_ms(scenario: Scenario, batch: GlobalBatch) -> float:
+    """The longest sequence alone in a row, through all stages of the fastest pipeline that holds it."""
+    longest = max(batch.lengths, default=0)
+    times = (
+        scheme.pp * scenario.profile.get_latency(scheme).row_ms([longest])
+        for scheme in usable_schemes(scenario.profile, scenario.num_devices)
+        if longest <= scenario.max_len_tokens(scheme)
+    )
+    return min(times, default=0.0)

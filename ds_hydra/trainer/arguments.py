@@ -27,7 +27,7 @@ REFUSED = {
     "label_smoothing_factor": f"{_OWN_LOSS}; set it to 0",
     "neftune_noise_alpha": f"{_OWN_LAYERS}, without noise in the embedding; leave it out",
     "use_liger_kernel": f"{_OWN_LAYERS}; leave it out",
-    "torch_compile": f"{_OWN_LAYERS}, in rows of another length each time; leave it out",
+    "torch_compile": f"{_OWN_LAYERS}; leave it out and set hydra.compile_layers",
     "auto_find_batch_size": "the plan keeps every rank within its memory; leave it out and set "
     "hydra.memory_limit_bytes if memory is shared",
     "parallelism_config": "ds_hydra chooses TP and PP itself, every iteration (hydra.strategies); leave it out",

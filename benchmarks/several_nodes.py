@@ -1,0 +1,340 @@
+"""Several hosts on one machine (network namespaces): bytes, a slow network, lost hosts.
+
+    python benchmarks/several_nodes.py --out docs/benchmarks/nodes.md [--parts bytes slow cut] [--repeats 5]
+
+Sections of parts that are not measured stay in the page. Parts: `bytes` (what a strategy sends between hosts, by
+plan and on the interface), `slow` (the planner's choice from a topology file and from measured profiles, and measured
+iterations, on a fast and on a slow network), `cut` (seconds until all processes have ended after a host was cut off,
+or a process killed). Needs what tests/nodes.py needs; `slow` needs /dev/net/tun. Uses the helpers of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import test_nodes
+import torch
+import torch.distributed as dist
+from engines import start_hydra
+from models import tiny
+from nodes import Hosts, Wire, run_on_hosts
+from single_process import random_examples
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = {"hidden_size": 384, "intermediate_size": 1056, "num_hidden_layers": 4, "num_attention_heads": 6}
+VOCAB_SIZE = 2048
+LENGTHS = (512, 256)
+"""Of the mini-batch of `slow`: few rows, so that a pipeline has bubbles."""
+SPANNING = ("1x<2,1>", "1x<1,2>")
+"""Candidates on two hosts of one rank: TP across the hosts, or a pipeline across them."""
+WIRES = {"fast": None, "slow": Wire(10e6, 0.002, mtu=9000)}
+LINKS = {"fast": (5e-5, 1e9), "slow": (0.002, 10e6)}
+"""Latency in seconds and bytes per second of `between_nodes` in the topology file."""
+
+
+def model():
+    return tiny("llama", vocab_size=VOCAB_SIZE, num_key_value_heads=6, max_position_embeddings=4096, **SIZES)
+
+
+def num_parameters() -> str:
+    return f"{sum(p.numel() for p in model().parameters()) / 1e6:.1f} M parameters"
+
+
+# What crosses the boundary.
+
+
+def count(strategies: list[str]) -> dict:
+    engine = start_hydra(model())
+    return test_nodes.count_bytes(engine, strategies, times=3)
+
+
+def measure_bytes(folder: Path) -> str:
+    rows = []
+    for ranks_on, strategies in (
+        ([2, 2], ["4x<1,1>", "2x<2,1>", "1x<2,2>", "1x<2,1> + 1x<1,2>", "1x<2,1> + 2x<1,1>", "1x<4,1>"]),
+        ([2, 2, 2], ["6x<1,1>", "3x<2,1>", "1x<2,3>", "1x<2,2> + 2x<1,1>"]),
+    ):
+        with Hosts(len(ranks_on)) as hosts:
+            ended = run_on_hosts(count, hosts, ranks_on, folder / f"bytes{len(ranks_on)}", strategies)
+        firsts = [ended[2 * host].value for host in range(len(ranks_on))]
+        test_nodes.check_bytes(firsts)
+        for strategy in strategies:
+            sent = {}
+            for routes in ("direct", "node"):
+                found = [first[f"{routes} {strategy}"] for first in firsts]
+                sent[routes] = [sum(f[kind][0] for f in found) / 1e6 for kind in ("planned", "counted")]
+            (direct_plan, direct), (plan, counted) = sent["direct"], sent["node"]
+            rows.append(
+                f"| {len(ranks_on)} x 2 | `{strategy}` | {plan:.2f} | {counted:.2f} | {counted / plan - 1:+.1%} "
+                f"| {direct_plan:.2f} | {direct:.2f} | {counted / direct:.2f} |"
+            )
+    return "\n".join(
+        [
+            f"One pull (fp32) and one push of a LLaMA of {num_parameters()}, MB sent by all hosts. Counted: the "
+            "hosts' `eth0` (`/proc/net/dev`), three exchanges without computation, per exchange; Ethernet, IP and "
+            "TCP headers and acknowledgements included (MTU 1500). Direct: one fetch per rank "
+            '(`"link": {"routes": "direct"}`).',
+            "",
+            "| hosts x ranks | strategy | plan | counted | above the plan | direct: plan | counted | node / direct |",
+            "|---|---|---|---|---|---|---|---|",
+            *rows,
+        ]
+    )
+
+
+# A slow network.
+
+
+def time_strategies(repeats: int) -> dict:
+    """The profile that the ranks measure, what the planner takes from it, and measured iterations."""
+    section = {
+        "context_length": max(LENGTHS),
+        "tokens_per_iteration": sum(LENGTHS),
+        "strategies": list(SPANNING),
+    }
+    section["profiling"] = {"lengths": [64, 256, 512], "repeats": 2}
+    engine = start_hydra(model(), hydra=section)
+    batch = random_examples(list(LENGTHS), VOCAB_SIZE, seed=0)
+    engine.train_batch(batch)  # measures the profile
+    chosen = engine.last_metrics.strategy
+    times: dict[str, list[list[float]]] = {}
+    for _ in range(repeats + 1):
+        for strategy in (*SPANNING, "2x<1,1>"):
+            engine.train_batch(batch, strategy=strategy)
+            metrics = engine.last_metrics
+            link_ms = metrics.pull_ms + metrics.push_ms
+            times.setdefault(strategy, []).append([metrics.measured_ms, link_ms, metrics.iteration_ms])
+    medians = {s: [statistics.median(c) for c in zip(*rows[1:])] for s, rows in times.items()}
+    return {"chosen": chosen, "medians": medians, "profile": engine.hydra.profile.document["schemes"]}
+
+
+def command(*arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_hydra.cli", *map(str, arguments)],
+        capture_output=True, text=True, check=False, cwd=ROOT,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"ds-hydra {arguments}: {done.stderr}")
+    return done.stdout
+
+
+def predict_link(folder: Path, name: str, strategy: str) -> float:
+    """Milliseconds of pull and push by `ds-hydra link` and the topology file."""
+    text = command(
+        "link", "--strategy", strategy, "--model", folder / "model", "--devices", 2, "--topology",
+        folder / f"{name}.json", "--dtype", "fp32", "--json",
+    )  # fmt: skip
+    document = json.loads(text)
+    return sum(document[direction]["direct"]["predicted_ms"] for direction in ("pull", "push"))
+
+
+def plan_from_topology(folder: Path, name: str) -> dict[str, float]:
+    """Predicted milliseconds of each spanning strategy, from TP slices on one device and a topology file."""
+    latency_s, bytes_per_s = LINKS[name]
+    node = {"count": 2, "num_devices": 1, "device": "cpu", "latency_s": 0, "bytes_per_s": 1e10}
+    between = {"latency_s": latency_s, "bytes_per_s": bytes_per_s}
+    topology = {"schema": "ds_hydra.topology/1", "nodes": [node], "between_nodes": between}
+    (folder / f"{name}.json").write_text(json.dumps(topology))
+    model().config.save_pretrained(folder / "model")
+    profile = folder / f"profile_{name}.json"
+    command(
+        "profile", "--model", folder / "model", "--context", max(LENGTHS), "--lengths", "64,256,512",
+        "--tp", "1,2", "--pp", "1,2", "--topology", folder / f"{name}.json", "--out", profile,
+    )  # fmt: skip
+    (folder / "lengths.json").write_text(json.dumps(LENGTHS))
+    predicted = {}
+    for strategy in SPANNING:
+        document = {"schema": "ds_hydra.strategies/1", "num_devices": 2, "context_length": max(LENGTHS)}
+        (folder / "strategies.json").write_text(json.dumps({**document, "strategies": [strategy]}))
+        plan = command(
+            "plan", "--profile", profile, "--strategies", folder / "strategies.json",
+            "--lengths", folder / "lengths.json", "--json",
+        )  # fmt: skip
+        predicted[strategy] = json.loads(plan)["makespan_ms"]
+    return predicted
+
+
+def measure_slow(folder: Path, repeats: int) -> str:
+    rows, choices = [], []
+    for name, wire in WIRES.items():
+        predicted = plan_from_topology(folder, name)
+        with Hosts(2, wire=wire) as hosts:
+            ended = run_on_hosts(time_strategies, hosts, [1, 1], folder / name, repeats, limit_s=600)
+        assert ended[0].exit_code == 0, ended[0].stderr
+        found = ended[0].value
+        for strategy in (*SPANNING, "2x<1,1>"):
+            measured, link, iteration = found["medians"][strategy]
+            wanted = f"{predicted[strategy]:,.0f}" if strategy in predicted else ""
+            wanted_link = predict_link(folder, name, strategy)
+            rows.append(
+                f"| {name} | `{strategy}` | {wanted} | {measured:,.0f} | {wanted_link:,.0f} | {link:,.0f} "
+                f"| {iteration:,.0f} |"
+            )
+        fastest = min(SPANNING, key=lambda s: found["medians"][s][2])
+        choices.append(
+            f"| {name} | `{min(predicted, key=predicted.get)}` | `{found['chosen']}` | `{fastest}` |"
+        )
+    return "\n".join(
+        [
+            f"Two hosts of one rank, {num_parameters()} in fp32, a mini-batch of "
+            f"{' and '.join(f'{length:,}' for length in LENGTHS)} tokens. Fast: the bridge as it is; slow: "
+            "10 MB/s in each direction of a host's link and 2 ms, by a process that forwards packets late. Topology: "
+            "`ds-hydra profile --topology` on one device, then `ds-hydra plan`; ranks: the profile that the engine "
+            f"measures at its start over that very network. Medians of {repeats}, alternated, ms.",
+            "",
+            "| network | chosen from the topology file | from the ranks' own profile | fastest iteration measured |",
+            "|---|---|---|---|",
+            *choices,
+            "",
+            "| network | strategy | propagation predicted | measured | pull + push predicted | measured "
+            "| whole iteration |",
+            "|---|---|---|---|---|---|---|",
+            *rows,
+            "",
+            "The whole iteration has pull, push and step in it, which the planner does not count: on a slow network "
+            "`2x<1,1>`, whose ranks pull the whole model, is fast in propagation and slow as a whole. "
+            "`ds-hydra link --topology` says what that costs before anything runs.",
+        ]
+    )
+
+
+# A host that is lost.
+
+
+def train_until_the_end(folder: str, silence_s: int, victim: int) -> None:
+    faults = {"silence_s": silence_s, "grace_s": 2}
+    engine = start_hydra(test_nodes.big_model(), hydra={"faults": faults})
+    for iteration in range(100_000):
+        engine.train_batch(test_nodes.data_of(iteration), strategy=test_nodes.STRATEGIES[iteration % 6])
+        if iteration == 6:
+            Path(f"{folder}/training_{dist.get_rank()}").touch()
+        if iteration > 6 and dist.get_rank() == victim and Path(f"{folder}/kill").exists():
+            os.kill(os.getpid(), 9)
+
+
+def lose(folder: Path, *, silence_s: int, is_cut: bool, delay_s: float) -> tuple[float, float, bool]:
+    """Seconds until the last process has ended, on the hosts that stay and on the one that is lost; all named?"""
+    with Hosts(2) as hosts:
+        begin = 0.0
+
+        def poll() -> bool:
+            nonlocal begin
+            if not begin and all((folder / f"training_{rank}").exists() for rank in range(4)):
+                begin = time.monotonic()
+            if not begin or time.monotonic() < begin + delay_s:
+                return False
+            if is_cut:
+                hosts.cut(1)
+            else:
+                (folder / "kill").touch()
+            return True
+
+        ended = run_on_hosts(
+            train_until_the_end, hosts, [2, 2], folder, str(folder), silence_s, 3, poll=poll, limit_s=300
+        )
+    told = r"silent" if is_cut else "rank 3 is gone: its process ended on host node-1"
+    named = all(rank.exit_code in (1, 75) and told in rank.stderr for rank in ended[:2])
+    return max(r.seconds for r in ended[:2]), max(r.seconds for r in ended[2:]), named
+
+
+def measure_cut(folder: Path, repeats: int) -> str:
+    rows = []
+    for what, is_cut, silence_s in (
+        ("cut off", True, 5),
+        ("cut off", True, 15),
+        ("process killed", False, 60),
+    ):
+        runs = [
+            lose(
+                folder / f"{silence_s}_{index}",
+                silence_s=silence_s,
+                is_cut=is_cut,
+                delay_s=0.5 + 0.37 * index,
+            )
+            for index in range(repeats)
+        ]
+        stay, lost, named = zip(*runs)
+        rows.append(
+            f"| {what} | {silence_s} | {repeats} | {sum(named)} of {repeats} | {statistics.median(stay):.1f} "
+            f"| {max(stay):.1f} | {max(lost):.1f} |"
+        )
+    return "\n".join(
+        [
+            "Two hosts of two ranks that train; host `node-1` is cut off (no packet leaves or arrives, nothing is "
+            "reset), or its second process killed. Seconds until the last process of a host has ended; `grace_s` is "
+            "2. Named: both ranks that stay ended with an error that names the lost ranks and their host, and an exit "
+            "code that is not 0.",
+            "",
+            "| fault | `silence_s` | runs | named | node-0: median s | worst s | node-1: worst s |",
+            "|---|---|---|---|---|---|---|",
+            *rows,
+        ]
+    )
+
+
+PARTS = {
+    "bytes": ("Bytes between hosts", lambda folder, repeats: measure_bytes(folder)),
+    "slow": ("A slow network", measure_slow),
+    "cut": ("A host that is lost", measure_cut),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="ds_hydra_nodes_"))
+    try:
+        for part in options.parts:
+            begin = os.getloadavg()[0]
+            title, measure = PARTS[part]
+            how = (
+                f"`python benchmarks/several_nodes.py --parts {part} --repeats {options.repeats}` on "
+                f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores of {cpu_name()}, load at the start {begin:.1f}."
+            )
+            section = "\n\n".join([f"## {title}", how, measure(folder, options.repeats)])
+            print(section, file=sys.stderr)
+            if options.out:
+                keep_others(options.out, title, section)
+    finally:
+        shutil.rmtree(folder)
+
+
+INTRODUCTION = """# Several nodes
+
+Hosts are network namespaces of one machine, with their own addresses, names, processes and shared memory
+(`tests/nodes.py`); ranks run on the CPU and talk by gloo."""
+
+
+def keep_others(path: Path, title: str, section: str) -> None:
+    """Put `section` into the page at `path` in the order of PARTS; sections of other parts stay."""
+    old = path.read_text(encoding="utf-8") if path.exists() else ""
+    sections = {text.partition("\n")[0]: f"## {text.strip()}" for text in old.split("\n## ")[1:]}
+    sections[title] = section
+    kept = [sections[name] for name, _ in PARTS.values() if name in sections]
+    path.write_text("\n\n".join([INTRODUCTION, *kept]) + "\n", encoding="utf-8")
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+
+
+if __name__ == "__main__":
+    main()

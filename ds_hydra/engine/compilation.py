@@ -1,0 +1,28 @@
+"""`hydra.compile_layers`: torch.compile around each decoder layer.
+
+Attention over a packed row and TP collectives stay outside (`torch.compiler.disable` where they are defined): a row's
+sequence lengths are no shapes, and collectives keep the order that the schedule gives them. What is left of a layer
+compiles once per TP degree, with the tokens of a row as a symbolic dimension: norms, rotary embedding, activation and
+residuals become few loops beside the matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+_MOST_VARIANTS = 64
+"""Compiled forms of one layer: TP degrees x (training, evaluation) x kinds of layers. torch gives up after 8."""
+
+
+def compile_each(layers: Iterable[nn.Module]) -> None:
+    """Compile the forward of each layer at its first use; layers of one class share what is compiled.
+
+    The forward alone, so that the module's own hooks (waiting for slices, activation checkpointing) stay outside.
+    """
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_VARIANTS)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]

@@ -1,0 +1,88 @@
+"""What a rank holds between two iterations, and iterations that are drawn at random: the same on every rank."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+import sys
+import threading
+from dataclasses import dataclass
+
+import psutil
+from models import VOCAB_SIZE
+from single_process import random_examples
+from torch import Tensor
+
+from ds_hydra.engine import HydraEngine
+
+STRATEGIES_OF_4 = (
+    "4x<1,1>", "1x<4,1>", "1x<2,1> + 1x<1,2>", "1x<1,4>", "1x<2,2>", "1x<1,3> + 1x<1,1>", "2x<2,1>",
+    "1x<2,1> + 1x<1,1>", "2x<1,2>", "1x<1,2> + 2x<1,1>",
+)  # fmt: skip
+"""Homogeneous and heterogeneous ones, one that leaves a rank idle included."""
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What must not grow with the number of iterations; memory has noise, the rest has none."""
+
+    rss_bytes: int
+    malloc_bytes: int
+    """Handed out by glibc's malloc and not freed; 0 with another C library."""
+    python_blocks: int
+    """Handed out by Python's own allocator."""
+    open_files: int
+    process_groups: int
+    threads: int
+    """Of Python."""
+    tensors: int
+    """Alive, garbage that waits for the collector included; the rest is counted after a collection."""
+
+    @classmethod
+    def of(cls, engine: HydraEngine) -> Holdings:
+        process = psutil.Process(os.getpid())
+        tensors = sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+        gc.collect()  # small garbage in cycles would look like growth
+        return cls(
+            rss_bytes=process.memory_info().rss,
+            malloc_bytes=_malloc_bytes(),
+            python_blocks=sys.getallocatedblocks(),
+            open_files=process.num_fds(),
+            process_groups=len(engine.hydra.propagator.groups),
+            threads=threading.active_count(),
+            tensors=tensors,
+        )
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """All but memory."""
+        return self.open_files, self.process_groups, self.threads, self.tensors
+
+
+class _MallInfo2(ctypes.Structure):
+    """`struct mallinfo2` of malloc.h, over all arenas."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+def _malloc_bytes() -> int:
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        return 0
+    mallinfo2.restype = _MallInfo2
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def train_random_iteration(engine: HydraEngine, generator: random.Random, iteration: int) -> float:
+    """4 to 12 sequences of 2 to 60 tokens under one of the strategies of 4 ranks; the loss."""
+    lengths = [generator.randint(2, 60) for _ in range(generator.randint(4, 12))]
+    examples = random_examples(lengths, VOCAB_SIZE, seed=iteration)
+    return float(engine.train_batch(examples, strategy=generator.choice(STRATEGIES_OF_4)))

@@ -1,0 +1,447 @@
+"""Several hosts on one machine: each has its own network, address, name, processes and shared memory.
+
+A host is a process in namespaces of its own (net, uts, ipc, mount, pid), joined to the others by a switch. All of
+them end when this process ends, however it ends, because they read a pipe of it: nothing is left behind, and the
+network of the machine is never touched. Users who are not root get there by a user namespace, where the kernel lets
+them. `Hosts.start` starts programs as a user would; `run_on_hosts` forks ranks that have paid for their imports.
+
+- `Hosts(2)`: hosts `node-0` (10.77.0.1) and `node-1` (10.77.0.2), each with `eth0`, joined by a bridge.
+- `Hosts(2, wire=Wire(bytes_per_s=5e6, delay_s=0.002))`: a slow switch, which is a process that forwards packets
+  late; the kernel's netem would do, but few kernels have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import heapq
+import json
+import multiprocessing
+import os
+import select
+import shlex
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+NETWORK = "10.77.0"
+PRIVATE_FOLDER = "/mnt"
+"""Of every host: the others do not see what is in it. Everything else is a file system that all hosts share."""
+_TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class CannotBuildHosts(Exception):
+    """What this machine does not allow or does not have."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What each host's link to the switch carries in one direction, and how late a packet arrives at the other host."""
+
+    bytes_per_s: float
+    delay_s: float = 0.0
+    mtu: int = 1500
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What the interface of a host has carried since it is up."""
+
+    received_bytes: int
+    received_packets: int
+    sent_bytes: int
+    sent_packets: int
+
+    def __sub__(self, other: Counters) -> Counters:
+        return Counters(
+            self.received_bytes - other.received_bytes,
+            self.received_packets - other.received_packets,
+            self.sent_bytes - other.sent_bytes,
+            self.sent_packets - other.sent_packets,
+        )
+
+
+class Hosts:
+    """A context manager; raises CannotBuildHosts when it is entered where the machine does not allow it."""
+
+    def __init__(self, number: int, *, wire: Wire | None = None):
+        self.names = [f"node-{index}" for index in range(number)]
+        self.addresses = [f"{NETWORK}.{index + 1}" for index in range(number)]
+        self._wire = wire
+        self._holders: list[subprocess.Popen[str]] = []
+        self._inits: list[int] = []
+        self._jobs: list[subprocess.Popen[str]] = []
+        self._as_root = os.geteuid() == 0
+
+    def __enter__(self) -> Hosts:
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all hosts with everything that runs in them."""
+        for holder in reversed(self._holders):
+            holder.kill()
+        for job in [*self._holders, *self._jobs]:
+            job.wait()
+            for pipe in (job.stdin, job.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self._holders, self._jobs, self._inits = [], [], []
+
+    def start(
+        self,
+        host: int,
+        command: Sequence[str],
+        *,
+        folder: str | Path,
+        log: str | Path,
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[str]:
+        """Start `command` on a host, in `folder`; its output goes to the file `log`."""
+        line = f"cd {shlex.quote(str(folder))} && exec {shlex.join(map(str, command))}"
+        with open(log, "w") as file:
+            job = subprocess.Popen(
+                [*self._enter(self._inits[host]), "sh", "-c", line],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                text=True,
+            )
+        self._jobs.append(job)
+        return job
+
+    def run(self, host: int, command: str) -> str:
+        """What a shell command prints on a host."""
+        return _output([*self._enter(self._inits[host]), "sh", "-c", command])
+
+    def counters(self, host: int) -> Counters:
+        """What `eth0` of a host has carried."""
+        for line in Path(f"/proc/{self._inits[host]}/net/dev").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name.strip() == "eth0":
+                numbers = [int(number) for number in rest.split()]
+                return Counters(numbers[0], numbers[1], numbers[8], numbers[9])
+        raise AssertionError(f"host {host} has no eth0")
+
+    def cut(self, host: int) -> None:
+        """Cut a host off, as behind a broken switch: its interface stays up, and no packet leaves or arrives."""
+        assert self._wire is None, "only hosts at a bridge can be cut off"
+        self._in_switch(f"ip link set port{host} nomaster")
+
+    def move_in(self, host: int) -> None:
+        """Go on in a process of a host; this process, which must have one thread, waits and ends as that one does."""
+        folder = os.getcwd()
+        # The user namespace first, for the rights to the others; what is forked after "pid" is in it.
+        for space in ([] if self._as_root else ["user"]) + ["net", "uts", "ipc", "pid", "mnt"]:
+            with open(f"/proc/{self._inits[host]}/ns/{space}") as target:
+                _setns(target.fileno())
+        os.chdir(folder)
+        if child := os.fork():
+            _, status = os.waitpid(child, 0)
+            code = os.waitstatus_to_exitcode(status)
+            if code < 0:
+                os.kill(os.getpid(), -code)
+            os._exit(code)
+
+    # Building.
+
+    def _build(self) -> None:
+        user = [] if self._as_root else ["--user", "--map-root-user"]
+        bridge = "ip link set lo up && ip link add switch type bridge && ip link set switch up"
+        self._hold(["unshare", *user, "--net", "--mount", "sh", "-c", f"{bridge} && echo ready && exec cat"])
+        for index in range(len(self.names)):
+            self._inits.append(self._start_host(index))
+        if self._wire is None:
+            self._join_to_bridge()
+        else:
+            self._join_to_slow_switch(self._wire)
+        for index in range(len(self.names)):
+            self.run(index, f"ip addr add {self.addresses[index]}/24 dev eth0 && ip link set eth0 up")
+
+    def _start_host(self, index: int) -> int:
+        """The process that keeps a host's namespaces, as this process sees it."""
+        table = "\n".join(["127.0.0.1 localhost", *(f"{a} {n}" for a, n in zip(self.addresses, self.names))])
+        script = f"""
+            mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && mount -t proc proc /proc &&
+            hostname {self.names[index]} &&
+            {{ echo 1 > /proc/sys/net/ipv6/conf/all/disable_ipv6 || true; }} 2>/dev/null && ip link set lo up &&
+            mount -t tmpfs tmpfs {PRIVATE_FOLDER} && printf %s {shlex.quote(table)} > {PRIVATE_FOLDER}/hosts &&
+            mount --bind {PRIVATE_FOLDER}/hosts /etc/hosts && echo ready && exec cat"""
+        own = ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child"]
+        holder = self._hold([*self._enter(self._holders[0].pid), *own, "sh", "-c", script])
+        return _descendants(holder.pid)[-1]
+
+    def _join_to_bridge(self) -> None:
+        for index, init in enumerate(self._inits):
+            port = f"port{index}"
+            self._in_switch(
+                f"ip link add {port} type veth peer name eth0 netns {init} && "
+                f"ip link set {port} master switch && ip link set {port} up"
+            )
+
+    def _join_to_slow_switch(self, wire: Wire) -> None:
+        arguments = [str(wire.bytes_per_s), str(wire.delay_s), str(wire.mtu), *map(str, self._inits)]
+        inside = self._enter(self._holders[0].pid, "--user") if not self._as_root else []
+        self._hold([*inside, sys.executable, __file__, *arguments])
+
+    def _in_switch(self, command: str) -> None:
+        _output([*self._enter(self._holders[0].pid), "sh", "-c", command])
+
+    def _enter(self, pid: int, *only: str) -> list[str]:
+        user = [] if self._as_root else ["--user", "--preserve-credentials"]
+        spaces = (
+            ["--net", "--mount"]
+            if pid == self._holders[0].pid
+            else ["--net", "--uts", "--ipc", "--mount", "--pid"]
+        )
+        return ["nsenter", f"--target={pid}", *user, *([] if only else spaces), "--"]
+
+    def _hold(self, command: list[str]) -> subprocess.Popen[str]:
+        """Start a process that says "ready" and then lives until its input ends."""
+        try:
+            holder = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        except FileNotFoundError as error:
+            raise CannotBuildHosts(f"{error.filename} is not installed") from error
+        self._holders.append(holder)
+        line = holder.stdout.readline().strip()
+        if line != "ready":
+            raise CannotBuildHosts(f"{shlex.join(command[:8])} ...: {line}")
+        return holder
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CannotBuildHosts(f"{shlex.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _descendants(pid: int) -> list[int]:
+    """Children of a process, and theirs, parents first."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                found += [int(child), *_descendants(int(child))]
+    return found
+
+
+def _setns(file: int) -> None:
+    if _libc.setns(file, 0):
+        raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank of `run_on_hosts` ended."""
+
+    exit_code: int
+    value: Any
+    """What the function returned; None where it did not."""
+    stderr: str
+    seconds: float
+    """After `poll` had first returned True; NaN if it never did."""
+
+
+def run_on_hosts(
+    function: Callable[..., Any],
+    hosts: Hosts | None,
+    ranks_on: Sequence[int],
+    folder: Path,
+    *args: Any,
+    poll: Callable[[], bool] = lambda: False,
+    limit_s: float = 300,
+) -> list[Ended]:
+    """Fork ranks that run `function(*args)`, `ranks_on[host]` of them on each host, and wait until all have ended.
+
+    Gloo ranks, in the order of the hosts, whose environment is that of DeepSpeed's launcher. Without `hosts` all of
+    them run on this machine. `poll` is called again and again until it returns True.
+    """
+    import deepspeed  # noqa: F401  before the fork: paid once
+    import transformers  # noqa: F401
+
+    folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("fork")
+    places = [(host, local) for host, number in enumerate(ranks_on) for local in range(number)]
+    port = str(free_port())
+    ranks = []
+    for rank, (host, local) in enumerate(places):
+        env = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(len(places)),
+            "LOCAL_SIZE": str(ranks_on[host]),
+            "MASTER_ADDR": "127.0.0.1" if hosts is None else hosts.names[0],
+            "MASTER_PORT": port,
+        }
+        ranks.append(context.Process(target=_run_rank, args=(function, args, env, hosts, host, str(folder))))
+        ranks[-1].start()
+    ends: dict[int, float] = {}
+    begin = fault = None
+    limit = time.monotonic() + limit_s
+    while len(ends) < len(ranks) and (begin := time.monotonic()) < limit:
+        ends |= {i: begin for i, p in enumerate(ranks) if i not in ends and p.exitcode is not None}
+        if fault is None and poll():
+            fault = time.monotonic()
+        time.sleep(0.005)
+    hanging = sorted(set(range(len(ranks))) - ends.keys())
+    for process in ranks:
+        process.kill()
+        process.join()
+    texts = [(folder / f"stderr_{rank}").read_text() for rank in range(len(ranks))]
+    assert not hanging, f"ranks {hanging} hang:\n" + "\n".join(texts)
+    values = [folder / f"value_{rank}" for rank in range(len(ranks))]
+    return [
+        Ended(
+            process.exitcode,
+            json.loads(value.read_text()) if value.exists() else None,
+            text,
+            ends[rank] - (fault or float("nan")),
+        )
+        for rank, (process, text, value) in enumerate(zip(ranks, texts, values))
+    ]
+
+
+def free_port() -> int:
+    """A port that nobody listens on here."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run_rank(
+    function: Callable[..., Any],
+    args: Any,
+    env: dict[str, str],
+    hosts: Hosts | None,
+    host: int,
+    folder: str,
+) -> None:
+    rank = env["RANK"]
+    os.dup2(os.open(f"{folder}/stderr_{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    Path(f"{folder}/value_{rank}").unlink(missing_ok=True)
+    os.environ.update(env)
+    code = 1
+    try:
+        if hosts is not None:
+            hosts.move_in(host)
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", rank=int(rank), world_size=int(env["WORLD_SIZE"]))
+        value = json.dumps(function(*args))
+        Path(f"{folder}/value_{rank}").write_text(value)
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+# The slow switch, a process of its own.
+
+
+class _Port:
+    """The link of one host: a TUN device in the host's network namespace, whose packets are read and written here."""
+
+    def __init__(self, host_pid: int, wire: Wire):
+        with open("/proc/self/ns/net") as home, open(f"/proc/{host_pid}/ns/net") as away:
+            _setns(away.fileno())
+            self.fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+            fcntl.ioctl(self.fd, _TUNSETIFF, struct.pack("16sH14x", b"eth0", _TUN_WITHOUT_HEADER))
+            subprocess.run(
+                ["ip", "link", "set", "eth0", "mtu", str(wire.mtu), "txqueuelen", "2000"], check=True
+            )
+            _setns(home.fileno())
+        self.out_free = self.in_free = 0.0
+        """When the link has sent, and delivered, everything so far."""
+
+
+def forward(wire: Wire, host_pids: Sequence[int]) -> None:
+    """Pass packets on between the hosts until the input ends: a link at a time sends one packet, at its rate.
+
+    A packet leaves its host's link after all before it, waits `delay_s`, and passes the other host's link after
+    all that arrived there before it. Nothing is dropped: TCP's own window bounds the queues.
+    """
+    ports = [_Port(pid, wire) for pid in host_pids]
+    by_address = {bytes(map(int, f"{NETWORK}.{i + 1}".split("."))): port for i, port in enumerate(ports)}
+    by_fd = {port.fd: port for port in ports}
+    queue: list[tuple[float, int, _Port, bytes]] = []
+    number = 0
+    print("ready", flush=True)
+    while True:
+        now = time.monotonic()
+        while queue and queue[0][0] <= now:
+            _, _, port, packet = heapq.heappop(queue)
+            with contextlib.suppress(OSError):  # the host is gone, or its interface is down
+                os.write(port.fd, packet)
+        timeout = max(0.0, queue[0][0] - now) if queue else None
+        ready, _, _ = select.select([sys.stdin, *by_fd], [], [], timeout)
+        if sys.stdin in ready:
+            return
+        now = time.monotonic()
+        for fd in ready:
+            source = by_fd[fd]
+            for _ in range(64):
+                try:
+                    packet = os.read(fd, 65536)
+                except OSError:
+                    break
+                target = by_address.get(packet[16:20])
+                if target is None or packet[0] >> 4 != 4:
+                    continue  # IPv6 looking for neighbours
+                duration = len(packet) / wire.bytes_per_s
+                source.out_free = max(now, source.out_free) + duration
+                arrival = source.out_free + wire.delay_s
+                target.in_free = max(arrival, target.in_free + duration)
+                number += 1
+                heapq.heappush(queue, (target.in_free, number, target, packet))
+
+
+@contextlib.contextmanager
+def hosts_or_skip(number: int, *, wire: Wire | None = None) -> Iterator[Hosts]:
+    """Hosts, or the test is skipped and says what the machine lacks."""
+    import pytest
+
+    hosts = Hosts(number, wire=wire)
+    try:
+        hosts.__enter__()
+    except CannotBuildHosts as error:
+        pytest.skip(f"hosts need root or user namespaces, ip, unshare and nsenter: {error}")
+    try:
+        yield hosts
+    finally:
+        hosts.close()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rate, delay, mtu, *pids = sys.argv[1:]
+    try:
+        forward(Wire(float(rate), float(delay), int(mtu)), [int(pid) for pid in pids])
+    except OSError as error:
+        print(f"a slow switch needs /dev/net/tun: {error}", flush=True)

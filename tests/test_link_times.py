@@ -1,0 +1,173 @@
+"""Pull and push in the choice of a strategy: what they add, that the choice follows them, where they come from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import make_batch, make_profile
+from test_events import make_work
+from test_planner import MAX_LEN, PROFILE, STRATEGIES
+
+from ds_hydra.configs.files import find_profile
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.planning import find_link_times, planner_settings
+from ds_hydra.sampler.planner import PlannerSettings, plan_iteration, plan_with_time
+from ds_hydra.sampler.propose import PruningSettings, propose_strategies
+from ds_hydra.sampler.schedule import linked_ms
+from ds_hydra.simulator.events import simulate_iteration, simulate_plan
+from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.link_times import LinkTimes
+from ds_hydra.strategy.profile import Profile
+from ds_hydra.strategy.scheme import Scheme, Strategy, parse_strategies
+
+rows_ms = st.lists(st.floats(0.1, 50), min_size=1, max_size=8)
+times_ms = st.floats(0, 60)
+
+
+def test_an_example_worked_by_hand():
+    row = np.array([3.0])
+    assert linked_ms(row, 1, 1 / 3, 2.0, 4.0, 10) == pytest.approx(6.3)
+    assert linked_ms(row, 1, 1 / 3, 2.0, 4.0, 0) == pytest.approx(9.0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows_ms, st.sampled_from([1, 2, 4]), times_ms, times_ms, st.booleans())
+def test_the_planner_counts_what_the_simulation_shows(rows, num_stages, pull_ms, push_ms, overlap):
+    row_ms = np.array(rows)
+    work = make_work(np.tile(row_ms / 3, (num_stages, 1)), np.tile(row_ms * 2 / 3, (num_stages, 1)))
+    simulation = simulate_iteration(
+        [work], num_devices=num_stages, links=LinkTimes(pull_ms=pull_ms, push_ms=push_ms), overlap=overlap,
+        num_layers=8,
+    )  # fmt: skip
+    buckets = 8 // num_stages if overlap else 0
+    assert linked_ms(row_ms, num_stages, 1 / 3, pull_ms, push_ms, buckets) == pytest.approx(
+        simulation.push_end_ms
+    )
+
+
+LAYERED = dataclasses.replace(PROFILE, memory=dataclasses.replace(PROFILE.memory, num_layers=8))
+
+
+def with_links(links: dict[Strategy, LinkTimes], **changes) -> PlannerSettings:
+    return PlannerSettings(max_len_override=MAX_LEN, link_times=links, solver="none", **changes)
+
+
+def run(lengths, strategies, planner):
+    return plan_with_time(
+        make_batch(lengths), strategies=strategies, profile=LAYERED, num_devices=8, settings=planner
+    )
+
+
+batches = st.lists(st.integers(1, 80), min_size=1, max_size=30)
+links = st.lists(
+    st.builds(LinkTimes, pull_ms=times_ms, push_ms=times_ms),
+    min_size=len(STRATEGIES),
+    max_size=len(STRATEGIES),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches, links, st.booleans())
+def test_the_strategy_whose_iteration_is_shortest_wins(lengths, times, overlap):
+    """Without kicks every strategy is planned alone as among others, so the choice can be checked one by one."""
+    table = dict(zip(STRATEGIES, times, strict=True))
+    planner = with_links(table, num_kicks=0, overlaps_links=overlap)
+    plan, time_ms = run(lengths, STRATEGIES, planner)
+    holding = [s for s in STRATEGIES if max(lengths) <= max(MAX_LEN[scheme] for scheme in s.schemes)]
+    alone = {s: run(lengths, [s], planner)[1] for s in holding}
+    assert time_ms == pytest.approx(min(alone.values()))
+    simulation = simulate_plan(plan, LAYERED, links=table[plan.strategy], overlap=overlap)
+    assert time_ms == pytest.approx(simulation.push_end_ms)
+    assert plan.makespan_ms == pytest.approx(simulation.propagation_ms)
+
+
+def test_a_strategy_that_is_a_little_faster_loses_for_a_long_pull():
+    lengths = [18, 17, 15, 12, 9, 7, 5, 3]
+    fast, slow = sorted(
+        parse_strategies(["4x<2,1>", "2x<4,1>"]),
+        key=lambda s: run(lengths, [s], with_links({}))[0].makespan_ms,
+    )
+    assert run(lengths, [slow, fast], with_links({}))[0].strategy == fast
+    heavy = {fast: LinkTimes(pull_ms=500.0, push_ms=500.0), slow: LinkTimes(pull_ms=1.0, push_ms=1.0)}
+    plan, _ = run(lengths, [slow, fast], with_links(heavy))
+    assert plan.strategy == slow
+    assert plan == run(lengths, [slow], with_links({}))[0], "links choose, and change nothing of the plan"
+
+
+def test_rows_of_one_stage_end_with_the_longest_and_begin_with_the_second():
+    plan = plan_iteration(
+        make_batch([20, 19, 18, 9, 8, 3]),
+        strategies=[Strategy.parse("1x<1,1>")], profile=PROFILE, num_devices=1,
+        settings=with_links({}),
+    )  # fmt: skip
+    times = [
+        PROFILE.get_latency(Scheme(1, 1)).row_ms(plan.row_lengths(row))
+        for row in plan.pipelines[0].micro_batches
+    ]
+    assert len(times) > 2
+    assert times[-1] == max(times)
+    assert times[0] == sorted(times)[-2]
+
+
+def test_settings_travel_to_the_planning_processes():
+    planner = with_links({STRATEGIES[0]: LinkTimes(pull_ms=3.0, push_ms=4.5)}, overlaps_links=False)
+    assert PlannerSettings.from_json(planner.to_json()) == planner
+
+
+def test_the_proposal_counts_links():
+    """With a pull that takes long on <1,1> alone, no candidate has <1,1> for which there is another choice."""
+    profile = make_profile({"<1,1>": (1e-4, 1.0, 1.0), "<2,1>": (6e-5, 0.51, 1.0)}, max_len=400)
+
+    def propose(links_of):
+        return propose_strategies(
+            profile,
+            LengthHistogram.from_counts({20: 6, 60: 3, 200: 1}),
+            num_devices=4, context_length=200, tokens_per_iteration=800,
+            pruning=PruningSettings(num_batches=6, links_of=links_of),
+        )  # fmt: skip
+
+    def links_of(strategy):
+        pull_ms = 1e4 if Scheme(1, 1) in strategy.schemes else 0.0
+        return LinkTimes(pull_ms=pull_ms, push_ms=pull_ms)
+
+    assert any(Scheme(1, 1) in strategy.schemes for strategy in propose(None).strategies)
+    won = [kept.strategy for kept in propose(links_of).kept if kept.share_won > 0]
+    assert won
+    assert all(Scheme(1, 1) not in strategy.schemes for strategy in won)
+
+
+A800 = Profile.load(find_profile("a800_llama2_32b"))
+CANDIDATES = parse_strategies(["4x<16,1>", "1x<16,1> + 6x<8,1>", "8x<4,2>"])
+
+
+def settings_of(profile, strategies=CANDIDATES, **link):
+    config = HydraConfig.parse({"context_length": 32768, "tokens_per_iteration": 200_000, "link": link})
+    return planner_settings(config, profile, strategies, 64)
+
+
+def test_the_engine_takes_links_from_the_description_of_the_profiles_hardware():
+    times = settings_of(A800).link_times
+    assert set(times) == set(CANDIDATES)
+    assert times[CANDIDATES[1]].pull_ms > 1.5 * times[CANDIDATES[0]].pull_ms, (
+        "a node of <8,1> needs twice as much"
+    )
+    half = settings_of(A800, gradient_dtype="bf16", overlap=False)
+    assert half.link_times[CANDIDATES[0]].push_ms == pytest.approx(times[CANDIDATES[0]].push_ms / 2)
+    assert half.link_times[CANDIDATES[0]].pull_ms == times[CANDIDATES[0]].pull_ms
+    assert not half.overlaps_links
+    assert settings_of(A800, CANDIDATES[:1]).link_times == {}, "nothing to choose"
+
+
+def test_links_of_unknown_hardware_count_nothing(caplog):
+    """So a profile measured on the ranks at hand plans as it did."""
+    assert settings_of(PROFILE).link_times == {}
+    model = {k: v for k, v in A800.document["model"].items() if k != "intermediate_size"}
+    bare = dataclasses.replace(A800, document={**A800.document, "model": model})
+    config = HydraConfig.parse({"context_length": 32768, "tokens_per_iteration": 200_000})
+    with caplog.at_level("INFO"):
+        assert find_link_times(config, bare, 64) is None
+    assert "model.intermediate_size is missing" in caplog.text

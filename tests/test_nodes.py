@@ -1,0 +1,378 @@
+"""Several nodes as a user has them: hosts with own addresses, both launchers, lost hosts, bytes on the wire."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import nodes_script
+import pytest
+import torch
+import torch.distributed as dist
+from engines import small_profile, start_hydra
+from faults import read_json_lines
+from models import VOCAB_SIZE, tiny
+from nodes import PRIVATE_FOLDER, Counters, hosts_or_skip, run_on_hosts
+from single_process import random_examples, token_mean_gradients
+from test_faults import raised_by
+
+from ds_hydra.configs.hydra_config import LinkConfig
+from ds_hydra.engine.hosts import Hosts, ranks_per_node, warn_of_placement
+from ds_hydra.engine.profile_document import scheme_entry
+from ds_hydra.engine.propagation import Propagator, find_ranks_per_node
+from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.strategy.alpha_beta import LayerShape
+from ds_hydra.strategy.topology import StageParts, Topology, stage_ms
+
+
+@pytest.mark.parametrize(
+    ("host_of", "wanted", "warning"),
+    [
+        ([0], 1, None),
+        ([0, 0, 0], 3, None),
+        ([0, 0, 1, 1], 2, None),
+        ([0, 1, 2], 1, None),
+        ([0, 0, 0, 1, 1], 3, "hosts run different numbers of ranks (3, 2): routes take them for nodes of 3"),
+        (
+            [0, 0, 1, 1, 1, 1],
+            2,
+            "hosts run different numbers of ranks (2, 4): routes take them for nodes of 2",
+        ),
+        ([0, 1, 1], 1, "hosts run different numbers of ranks (1, 2)"),
+        ([0, 1, 0, 1], 1, "the ranks of a host are not consecutive (hosts of the first ranks: 0, 1, 0, 1)"),
+        ([0, 0, 1, 0], 1, "the ranks of a host are not consecutive"),
+    ],
+)
+def test_nodes_out_of_the_hosts_of_the_ranks(host_of, wanted, warning, caplog):
+    assert ranks_per_node(host_of) == wanted
+    warn_of_placement(host_of)
+    assert (warning or "") in caplog.text
+    assert bool(caplog.text) == bool(warning)
+    is_routed = 1 < wanted < len(host_of)
+    assert find_ranks_per_node(LinkConfig(), host_of) == (wanted if is_routed else None)
+    assert find_ranks_per_node(LinkConfig(routes="direct"), host_of) is None
+    given = find_ranks_per_node(LinkConfig(devices_per_node=2), host_of)
+    assert given == (2 if len(host_of) > 2 else None), "what the user says counts"
+
+
+def test_places_are_named_where_there_are_several():
+    assert Hosts(("a", "b"), (0, 0, 1)).describe_place(1) == "host a (ranks 0, 1)"
+    assert Hosts(("a", "b"), (0, 0, 1)).describe_place(2) == "host b (rank 2)"
+    assert Hosts(("a", "b"), (0,) * 9 + (1,)).describe_place(3) == "host a (ranks 0, 1 ... 8)"
+    assert Hosts(("a",), (0, 0)).describe_place(1) == ""
+
+
+def choice_on(between_nodes, lengths):
+    """The strategy that the planner takes on two nodes of two devices for sequences of `lengths`."""
+    topology = Topology.from_json(
+        {
+            "schema": "ds_hydra.topology/1",
+            "nodes": [{"count": 2, "num_devices": 2, "device": "A", "latency_s": 1e-5, "bytes_per_s": 1e11}],
+            "between_nodes": between_nodes,
+        }
+    )
+    candidates = [Strategy.parse(text) for text in ("1x<4,1>", "1x<2,2>", "1x<1,4>")]
+    measured = (256, 1024, 4096)
+    entries = []
+    for (scheme,) in (candidate.schemes for candidate in candidates):
+        times = []
+        for tokens in measured:
+            shape = LayerShape(hidden_size=1024, num_tokens=tokens)
+            parts = StageParts(layer_ms=tokens / 100 / scheme.tp, ends_ms=tokens / 200 / scheme.tp)
+            times.append(stage_ms(scheme, parts, topology.links(), shape, num_layers=8, passes=8))
+        entries.append(scheme_entry(scheme, measured, times))
+    profile = small_profile(10**12, num_layers=8) | {"schemes": entries}
+    profile["memory"]["activation_bytes_per_token_per_layer_per_hidden"] = {"1": 100, "2": 100, "4": 100}
+    batch = GlobalBatch(
+        iteration=0,
+        sample_indices=tuple(range(len(lengths))),
+        lengths=lengths,
+        num_label_tokens=sum(lengths) - len(lengths),
+    )
+    plan = plan_iteration(batch, strategies=candidates, profile=Profile.from_json(profile), num_devices=4)
+    return str(plan.strategy)
+
+
+def test_the_planner_keeps_tp_inside_the_nodes_of_a_slow_network():
+    one_row, many_rows = (4096,), (4096,) * 12
+    fast, slow = {"latency_s": 1e-5, "bytes_per_s": 1e11}, {"latency_s": 2e-3, "bytes_per_s": 1e8}
+    assert choice_on(fast, one_row) == "1x<4,1>", "no bubble"
+    assert choice_on(slow, one_row) == "1x<2,2>"
+    assert choice_on(slow, many_rows) == "1x<2,2>"
+    only_late = {"latency_s": 0.1, "bytes_per_s": 1e11}
+    assert choice_on(only_late, one_row) == "1x<2,2>", "latency counts too"
+
+
+STRATEGIES = ("1x<2,2>", "2x<2,1>", "1x<2,1> + 1x<1,2>", "4x<1,1>", "1x<4,1>", "1x<1,4>")
+"""On two hosts of two ranks: TP inside and a pipeline across, all inside, mixed, none, TP across, four stages."""
+
+ROUTED = ("1x<2,2>", "1x<2,1> + 1x<1,2>", "4x<1,1>")
+"""Those whose bytes are counted."""
+
+
+def data_of(iteration):
+    return random_examples([9, 25, 14, 7], VOCAB_SIZE, seed=iteration)
+
+
+def own_counters():
+    """What this host's `eth0` has carried."""
+    (line,) = (text for text in Path("/proc/net/dev").read_text().splitlines() if "eth0:" in text)
+    numbers = [int(number) for number in line.split(":")[1].split()]
+    return Counters(numbers[0], numbers[1], numbers[8], numbers[9])
+
+
+def exchange(propagator, strategy, grads_P, times):
+    """Pull and push of `strategy`, `times` times, without computation; bytes of this host's interface."""
+
+    def once():
+        _, session = propagator._open(strategy, with_gradients=True, grads_P=grads_P)
+        with session:
+            session.await_all()
+            session.finish()
+
+    once()  # connections are made, and plans compared
+    dist.barrier()
+    before = own_counters()
+    dist.barrier()
+    for _ in range(times):
+        once()
+    dist.barrier()
+    counted = own_counters() - before
+    dist.barrier()
+    return counted
+
+
+def planned_bytes(propagator, strategy):
+    """Bytes of one pull and push that this rank sends to, and receives from, other hosts, by the plan."""
+    link = propagator._link_of(strategy)
+    host_of = propagator.hosts.of_rank
+
+    def across(elements):
+        return 4 * sum(n for peer, n in elements.items() if host_of[peer] != host_of[propagator.rank])
+
+    sent = across(link.pull.sent_elements) + across(link.push.received_elements)
+    return sent, across(link.pull.received_elements) + across(link.push.sent_elements)
+
+
+def count_bytes(engine, strategies, times=2):
+    """For each strategy and kind of routes: planned and counted bytes of this host, per exchange."""
+    own = engine.hydra.propagator
+    direct = Propagator(
+        own.skeleton, device=engine.device, max_groups=64, link_config=LinkConfig(routes="direct")
+    )
+    grads_P = engine._zero_gradient_shards()
+    found = {}
+    for text in strategies:
+        strategy = Strategy.parse(text)
+        for name, propagator in (("node", own), ("direct", direct)):
+            counted = exchange(propagator, strategy, grads_P, times)
+            mine = torch.tensor(planned_bytes(propagator, strategy), dtype=torch.int64)
+            rows = [torch.empty_like(mine) for _ in own.hosts.of_rank]
+            dist.all_gather(rows, mine)
+            here = [row for row, host in zip(rows, own.hosts.of_rank) if host == own.hosts.of_rank[own.rank]]
+            sent, received = torch.stack(here).sum(dim=0).tolist()
+            found[f"{name} {text}"] = {
+                "planned": [sent, received],
+                "counted": [counted.sent_bytes / times, counted.received_bytes / times],
+                "packets": [counted.sent_packets / times, counted.received_packets / times],
+            }
+    direct.close()
+    return found
+
+
+def wait_for(path):
+    while not Path(path).exists():
+        time.sleep(0.01)
+
+
+def big_model():
+    return tiny("llama_tied", hidden_size=128, intermediate_size=352, num_hidden_layers=4)
+
+
+def train(engine, strategies):
+    return [float(engine.train_batch(data_of(i), strategy=s)).hex() for i, s in enumerate(strategies)]
+
+
+def train_count_and_wait_for_a_cut(folder, cut, given=None):
+    """Losses and bytes; then, if `cut`, an iteration in the middle of which a host is cut off."""
+    engine = start_hydra(
+        big_model(), hydra={"faults": {"silence_s": 10, "grace_s": 2}, "link": {"devices_per_node": given}}
+    )
+    propagator = engine.hydra.propagator
+    outcome = {
+        "losses": train(engine, STRATEGIES),
+        "hosts": propagator.hosts.names,
+        "host_of": propagator.hosts.of_rank,
+        "ranks_per_node": propagator._ranks_per_node,
+    }
+    if not cut:
+        return outcome
+    outcome["bytes"] = count_bytes(engine, ROUTED)
+    Path(f"{folder}/outcome_{dist.get_rank()}").write_text(json.dumps(outcome))
+    dist.barrier()
+    if dist.get_rank() == 3:
+        forward = engine.hydra.skeleton.forward_stage
+
+        def forward_after_the_cut(*args, **kwargs):
+            Path(f"{folder}/cut_now").touch()
+            wait_for(f"{folder}/is_cut")
+            return forward(*args, **kwargs)
+
+        engine.hydra.skeleton.forward_stage = forward_after_the_cut
+    engine.train_batch(data_of(9), strategy="1x<2,2>")
+    return None
+
+
+def check_bytes(of_hosts):
+    """Counted bytes are those planned, 66 bytes of headers for each packet, and less than 1% + 5 KB.
+
+    The rest are headers of gloo's messages, two barriers, and what the watchdog says meanwhile. A packet of the
+    interface may be 64 KB large: the kernel cuts it later. Returns the counted bytes of all hosts.
+    """
+    for name in of_hosts[0]:
+        for found in (host[name] for host in of_hosts):
+            for planned, counted, packets in zip(found["planned"], found["counted"], found["packets"]):
+                assert 0 <= counted - planned - 66 * packets <= 0.01 * planned + 5000, (name, found)
+    return {name: sum(sum(host[name]["counted"]) for host in of_hosts) for name in of_hosts[0]}
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_two_hosts_of_two_ranks(tmp_path):
+    """As on one host, bit for bit; the plan's bytes and no more on the wire; a host that is cut off is named."""
+    folder = tmp_path / "two"
+
+    def cut_off():
+        if not (folder / "cut_now").exists():
+            return False
+        hosts.cut(1)
+        (folder / "is_cut").touch()
+        return True
+
+    with hosts_or_skip(2) as hosts:
+        function = train_count_and_wait_for_a_cut
+        alone = run_on_hosts(function, None, [4], tmp_path / "alone", "", False, 2)
+        ended = run_on_hosts(function, hosts, [2, 2], folder, str(folder), True, poll=cut_off)
+    outcomes = [json.loads((folder / f"outcome_{rank}").read_text()) for rank in range(4)]
+    for outcome in outcomes:
+        assert outcome["hosts"] == ["node-0", "node-1"]
+        assert outcome["host_of"] == [0, 0, 1, 1]
+        assert outcome["ranks_per_node"] == 2
+        # One host that is told to route as two sums in the same order; without it the last digits would differ.
+        assert outcome["losses"] == alone[0].value["losses"]
+    assert alone[0].value["hosts"] != ["node-0"]
+    counted = check_bytes([outcomes[0]["bytes"], outcomes[2]["bytes"]])
+    for strategy in ROUTED:
+        assert counted[f"node {strategy}"] < 1.01 * counted[f"direct {strategy}"], strategy
+    assert counted["node 4x<1,1>"] < 0.51 * counted["direct 4x<1,1>"], "every rank needs everything"
+    assert counted["node 1x<2,1> + 1x<1,2>"] < 0.99 * counted["direct 1x<2,1> + 1x<1,2>"]
+    for rank, lost in enumerate(["node-1 (ranks 2, 3)"] * 2 + ["node-0 (ranks 0, 1)"] * 2):
+        assert ended[rank].exit_code in (1, 75), ended[rank].stderr
+        assert re.search(rf"rank \d is silent for 10 s \(host {re.escape(lost)} cut off", ended[rank].stderr)
+
+
+SCRIPT = Path(__file__).parent / "nodes_script.py"
+
+
+def start_everywhere(hosts, folder, command_of):
+    """Start a launcher on every host; exit codes, and what each wrote."""
+    env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    jobs = [
+        hosts.start(host, command_of(host), folder=folder, log=folder / f"host_{host}.log", env=env)
+        for host in range(len(hosts.names))
+    ]
+    codes = [job.wait() for job in jobs]
+    return codes, [(folder / f"host_{host}.log").read_text() for host in range(len(hosts.names))]
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_launchers_on_two_hosts_and_a_process_of_the_other_host_killed(tmp_path):
+    """torchrun restarts both hosts; DeepSpeed's launcher goes on from their checkpoint; the curve is one host's."""
+    alone, folder = tmp_path / "alone", tmp_path / "two"
+    alone.mkdir()
+    folder.mkdir()
+    (folder / "hostfile").write_text("node-0 slots=1\nnode-1 slots=1\n")
+    with hosts_or_skip(2) as hosts:
+        run_on_hosts(nodes_script.train, None, [2], alone, str(alone), 8)
+        wanted = {iteration: loss for iteration, loss, _ in read_json_lines(alone / "losses")}
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1]
+        torchrun += ["--max-restarts", 2, "--rdzv-backend", "c10d", "--rdzv-id", "run"]
+        torchrun += ["--rdzv-endpoint", f"{hosts.names[0]}:29400"]
+        codes, logs = start_everywhere(hosts, folder, lambda _: [*torchrun, SCRIPT, folder, 4, 1, 3])
+        assert codes == [0, 0], "\n".join(logs)
+        killed = next(host for host, log in enumerate(logs) if "exitcode: -9" in log)
+        assert f"rank 1 is gone: its process ended on host node-{killed} (rank 1)" in logs[1 - killed]
+        deepspeed = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile", "--no_ssh"]
+        deepspeed += ["--master_addr", hosts.names[0], "--no_local_rank"]
+        codes, logs = start_everywhere(
+            hosts, folder, lambda host: [*deepspeed, "--node_rank", host, SCRIPT, folder, 8]
+        )
+        assert codes == [0, 0], "\n".join(logs)
+    seen = read_json_lines(folder / "losses")
+    assert len({start for _, _, start in seen}) == 3, "torchrun twice, DeepSpeed's launcher once"
+    assert all(wanted[iteration] == loss for iteration, loss, _ in seen)
+    assert [iteration for iteration, _, _ in seen] == [0, 1, 2, 2, 3, 4, 5, 6, 7]
+
+
+def save_where_no_other_host_reads(engine, strategies):
+    """Losses after saving and after loading, and the error without DeepSpeed's option for such storage."""
+    folder = f"{PRIVATE_FOLDER}/checkpoints"
+    engine.save_checkpoint(folder)
+    after_saving = train(engine, strategies)
+    engine.load_checkpoint(folder)
+    after_loading = train(engine, strategies)
+    engine._config.use_node_local_storage = False
+    _, error = raised_by(lambda: engine.save_checkpoint(f"{PRIVATE_FOLDER}/others"))
+    return after_saving, after_loading, error
+
+
+def train_count_and_die(folder, victim):
+    engine = start_hydra(big_model(), checkpoint={"use_node_local_storage": True})
+    propagator = engine.hydra.propagator
+    strategies = ("1x<2,2> + 1x<1,1>", "2x<2,1> + 1x<1,1>", "1x<1,3> + 1x<2,1>")
+    outcome = {
+        "losses": train(engine, strategies),
+        "host_of": propagator.hosts.of_rank,
+        "ranks_per_node": propagator._ranks_per_node,
+    }
+    outcome["bytes"] = count_bytes(engine, strategies[:1])
+    outcome["resumed"] = save_where_no_other_host_reads(engine, strategies[1:2])
+    Path(f"{folder}/outcome_{dist.get_rank()}").write_text(json.dumps(outcome))
+    dist.barrier()
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    engine.train_batch(data_of(9), strategy=strategies[0])
+    return None
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+def test_three_hosts_the_last_with_fewer_ranks(tmp_path):
+    """As one process; checkpoints on storage of each host; a killed process is named with its host."""
+    wanted, _ = token_mean_gradients(big_model(), data_of(0))
+    folder = tmp_path / "three"
+    with hosts_or_skip(3) as hosts:
+        ended = run_on_hosts(train_count_and_die, hosts, [2, 2, 1], folder, str(folder), 3)
+    outcomes = [json.loads((folder / f"outcome_{rank}").read_text()) for rank in range(5)]
+    for outcome in outcomes:
+        assert outcome["host_of"] == [0, 0, 1, 1, 2]
+        after_saving, after_loading, error = outcome["resumed"]
+        assert after_saving == after_loading
+        assert "No such file" in error
+        assert 'share, or set "checkpoint": {"use_node_local_storage": true}' in error
+        assert outcome["ranks_per_node"] == 2
+        assert float.fromhex(outcome["losses"][0]) == pytest.approx(wanted, rel=1e-5)
+        assert outcome["losses"] == outcomes[0]["losses"]
+    check_bytes([outcomes[0]["bytes"], outcomes[2]["bytes"], outcomes[4]["bytes"]])
+    assert ended[3].exit_code == -signal.SIGKILL
+    for rank in (0, 1, 2, 4):
+        assert ended[rank].exit_code in (1, 75), ended[rank].stderr
+        assert "rank 3 is gone: its process ended on host node-1 (ranks 2, 3)" in ended[rank].stderr
