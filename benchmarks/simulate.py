@@ -153,8 +153,8 @@ REASONS = {
     "gain, and reduces gradients among replicas only, where the planned steps push to fully sharded states.",
     "Table 1": "Link times here are bytes over the two levels of links, with 32-bit gradients, without casts, "
     "launches and message latency, which the paper's 1.11 s and 1.71 s contain. Overlapped, a tenth of them is seen "
-    "here where the paper sees 1.18 s: overlap is perfect, rows are ordered to hide the link, and it counts in the choice of "
-    "strategies. Propagation differs because the "
+    "here where the paper sees 1.18 s: overlap is perfect, rows are ordered to hide the link, and it "
+    "counts in the choice of strategies. Propagation differs because the "
     "published T coefficients, our length histogram and our planner are not those of the run in the paper.",
 }
 
