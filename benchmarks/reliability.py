@@ -415,10 +415,13 @@ def describe_leak(records: list[dict[str, Any]]) -> str:
     )
 
 
+FUZZERS = ("hypothesis", "coverage")
+
+
 def describe_fuzz(records: list[dict[str, Any]]) -> str:
     rows = []
     for name in dict.fromkeys(r["reader"] for r in records):
-        for fuzzer in ("hypothesis", "coverage"):
+        for fuzzer in FUZZERS:
             mine = [r for r in records if (r["reader"], r["fuzzer"]) == (name, fuzzer)]
             if mine:
                 total = [sum(r[key] for r in mine) for key in ("inputs", "accepted")]
@@ -428,12 +431,16 @@ def describe_fuzz(records: list[dict[str, Any]]) -> str:
                     [name, fuzzer, f"{total[0]:,}", f"{total[1]:,}", 0, f"{slowest:.1f}", f"{growth:.1f}",
                      mine[0].get("edges", "")]
                 )  # fmt: skip
+    num_readers = len({r["reader"] for r in records})
+    totals = [sum(r["inputs"] for r in records if r["fuzzer"] == fuzzer) for fuzzer in FUZZERS]
+    is_complete = min(totals) >= num_readers * 100_000
     return "\n\n".join(
         [
             "Each input is read, or refused with an error of ds_hydra; anything else, or more than 1 s of CPU time, "
             "ends the benchmark. `hypothesis` draws valid documents with changed places and any JSON value in any "
             "first-level place; `coverage` is libFuzzer (atheris) with a mutator that keeps inputs JSON: what reaches "
-            "new code of a reader is kept and changed further.",
+            "new code of a reader is kept and changed further."
+            + ("" if is_complete else " Not complete: the same command continues up to 100,000 inputs a row."),
             table(
                 ["reader", "fuzzer", "inputs", "accepted", "other errors", "slowest ms", "RSS growth MiB", "edges"],
                 rows,

@@ -12,7 +12,7 @@ from ds_hydra.errors import HydraConfigError
 _SCHEME_TEXT = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<\s*(\d{1,9})\s*,\s*(\d{1,9})\s*>\s*")
 
 
-MAX_DEVICES = 1 << 20
+MAX_DEVICES = 1 << 18
 """Ranks that a strategy may name: far above any cluster, and small enough to list."""
 
 
