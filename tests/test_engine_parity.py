@@ -156,7 +156,7 @@ def check_compiled(family, strategies):
 @pytest.mark.distributed
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
 def test_compiled_layers_give_the_same_gradients():
-    strategies = ("2x<1,1>", "1x<2,1>", "1x<1,2>")
+    strategies = ("2x<1,1>", "1x<2,1>")
     worst, again, once, twice = run_distributed(check_compiled, 2, "llama", strategies)[0]
     assert_parity(worst)
     assert_parity(again)
