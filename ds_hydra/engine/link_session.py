@@ -327,6 +327,8 @@ class LinkSession:
                 self._finish_pull(*under_way)
                 self._pull_work.append((begin, self._clock.stamp()))
         except BaseException:
+            if under_way is not None:
+                self._pull_link.leave(under_way[1])
             self._pulled.abandon()
             raise
 
@@ -340,23 +342,27 @@ class LinkSession:
         if self._grads_P is None or self._pulling.exception() is not None:
             return
         under_way: RoundUnderWay | None = None
-        for index in reversed(range(len(self._push_plan.rounds))):
-            has_bucket = index < len(self._gradients)
-            if under_way is not None and has_bucket and not self._gradients.is_raised(index):
-                self._finish_push(under_way)
-                under_way = None
-            if has_bucket:
-                try:
+        try:
+            for index in reversed(range(len(self._push_plan.rounds))):
+                has_bucket = index < len(self._gradients)
+                if under_way is not None and has_bucket and not self._gradients.is_raised(index):
+                    self._finish_push(under_way)
+                    under_way = None
+                if has_bucket:
                     self._gradients.wait(index)
-                except Abandoned:
-                    break
-            begin = self._clock.stamp()
-            bucket = self._slices.grad_bucket_S[index] if has_bucket else ()
-            posted = self._push_link.begin_push(self._push_plan, index, bucket, self._grads_P)
-            self._push_work.append((begin, self._clock.stamp()))
+                begin = self._clock.stamp()
+                bucket = self._slices.grad_bucket_S[index] if has_bucket else ()
+                posted = self._push_link.begin_push(self._push_plan, index, bucket, self._grads_P)
+                self._push_work.append((begin, self._clock.stamp()))
+                if under_way is not None:
+                    self._finish_push(under_way)
+                under_way = posted
+        except Abandoned:
+            pass  # computation has failed
+        except BaseException:
             if under_way is not None:
-                self._finish_push(under_way)
-            under_way = posted
+                self._push_link.leave(under_way)
+            raise
         if under_way is not None:
             self._finish_push(under_way)
 

@@ -116,6 +116,7 @@ class Link:
         self._buffers = ExchangeBuffers(device) if buffers is None else buffers
         self._gradient_dtype = gradient_dtype
         self._stages: dict[int, Tensor] = {}
+        self._left: list[RoundUnderWay] = []
 
     def pull(self, plan: LinkPlan, shards_P: Sequence[Tensor], bucket_S: Sequence[Sequence[Tensor]]) -> None:
         """Fill this rank's slices from all ranks' shards.
@@ -229,6 +230,13 @@ class Link:
     def finish(self, under_way: RoundUnderWay) -> None:
         """Wait for a round that was begun, and write what it brought."""
         under_way.complete(under_way.posted)
+
+    def leave(self, under_way: RoundUnderWay) -> None:
+        """Not to be finished, because something failed. Keeps what is on the wire for as long as the link lives.
+
+        gloo takes back a receipt that nobody holds any more, and its message would go to the next round.
+        """
+        self._left.append(under_way)
 
     def forget_failed(self) -> None:
         """Let go of what rounds that failed had staged; call when no round is under way. Not collective."""
