@@ -267,6 +267,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument(
+        "--strategies", nargs="+", help="some of those that are measured for this number of ranks"
+    )
+    parser.add_argument(
         "--ranks-per-node", type=int, default=2, help="pretended nodes of node-aware routes; 0 for none"
     )
     parser.add_argument("--planning", action="store_true", help="measure planning instead; one process")
@@ -284,7 +287,7 @@ def main() -> None:
     results = {}
     for size in SIZES if args.size == "all" else [args.size]:
         engine = start(size, args.dtype)
-        strategies = list(engine.hydra.strategies)
+        strategies = [s for s in engine.hydra.strategies if not args.strategies or str(s) in args.strategies]
         case = Case(engine, args.ranks_per_node or None)
         times = measure(case, strategies, args.rounds)
         switching = measure_switching(case, strategies, args.rounds)
