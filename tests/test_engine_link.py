@@ -228,6 +228,7 @@ def failures():
         except OSError as error:
             caught.append(str(error))
         setattr(link, name, begin)
+    dist.barrier()  # a rank that is ahead must not take back what others have yet to receive
     return caught
 
 
