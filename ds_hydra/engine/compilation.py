@@ -2,8 +2,8 @@
 
 Attention over a packed row and TP collectives stay outside (`torch.compiler.disable` where they are defined): a row's
 sequence lengths are no shapes, and collectives keep the order that the schedule gives them. What is left of a layer
-compiles once per TP degree, with the tokens of a row as a symbolic dimension: norms, rotary embedding, activation and
-residuals become few loops beside the matrix products.
+compiles for each TP degree and kind of pass, with the tokens of a row as a symbolic dimension: norms, rotary embedding,
+activation and residuals become few loops beside the matrix products.
 """
 
 from __future__ import annotations
