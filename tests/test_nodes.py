@@ -303,7 +303,9 @@ def test_launchers_on_two_hosts_and_a_process_of_the_other_host_killed(tmp_path)
     with hosts_or_skip(2) as hosts:
         run_on_hosts(nodes_script.train, None, [2], alone, str(alone), 8)
         wanted = {iteration: loss for iteration, loss, _ in read_json_lines(alone / "losses")}
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", 2, "--nproc-per-node", 1]
+        restarts = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"  # else torchrun's restarts may hang
+        torchrun = ["env", restarts, sys.executable, "-m", "torch.distributed.run"]
+        torchrun += ["--nnodes", 2, "--nproc-per-node", 1]
         torchrun += ["--max-restarts", 2, "--rdzv-backend", "c10d", "--rdzv-id", "run"]
         torchrun += ["--rdzv-endpoint", f"{hosts.names[0]}:29400"]
         codes, logs = start_everywhere(hosts, folder, lambda _: [*torchrun, SCRIPT, folder, 4, 1, 3])
