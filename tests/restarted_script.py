@@ -44,6 +44,7 @@ def main(folder: Path, deaths: list[str]) -> None:
             append_json(folder / "losses", [iteration, loss])
         if iteration % 2:
             engine.save_checkpoint(str(folder / "checkpoints"))
+    engine.destroy()
 
 
 if __name__ == "__main__":
