@@ -24,13 +24,6 @@ def keep_freed_memory() -> bool:
     return mallopt is not None and all([mallopt(_M_MMAP_MAX, 0), mallopt(_M_TRIM_THRESHOLD, -1)])
 
 
-def release_freed_memory() -> None:
-    """Give what is free inside of glibc's heaps back to the system; nothing with another C library."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def process_bytes(field: str) -> int:
     """A line of Linux' /proc/self/status, such as "VmRSS" or "VmHWM" (its peak), in bytes; 0 elsewhere."""
     try:

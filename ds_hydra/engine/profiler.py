@@ -7,7 +7,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from math import ceil
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.host_memory import forget_peak, process_bytes, release_freed_memory
 from ds_hydra.engine.measurements import Measurements
 from ds_hydra.engine.profile_document import (
     describe_hardware,
@@ -31,9 +29,6 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.profile import PROFILE_SCHEMA
-
-_TELLING_BYTES = 64 * 2**20
-"""Growth of a process's peak that stands out of the pages it touches for other reasons."""
 
 _Subject = TypeVar("_Subject")
 """What is timed: a scheme, or a slice of the model."""
@@ -114,9 +109,7 @@ def _measure_memory(
     skeleton = propagator.skeleton
     activation = {}
     for tp, scheme in sorted(deepest.items()):
-        measure = functools.partial(
-            token_bytes, propagator, homogeneous[scheme], length, longest=config.context_length
-        )
+        measure = functools.partial(token_bytes, propagator, homogeneous[scheme], length)
         num_bytes = known.get(f"{scheme} bytes per token", measure)
         activation[str(tp)] = num_bytes * tp / (skeleton.num_layers * skeleton.hidden_size)
     return {
@@ -125,9 +118,7 @@ def _measure_memory(
         "hardware": describe_hardware(),
         "model": describe_model(skeleton),
         "memory": {
-            "activation_source": "peak memory"
-            if has_device_memory()
-            else "peak memory, or tensors kept for backward",
+            "activation_source": "peak memory" if has_device_memory() else "tensors kept for backward",
             "activation_bytes_per_token_per_layer_per_hidden": activation,
             **state_memory(skeleton),
         },
@@ -208,12 +199,11 @@ def has_device_memory() -> bool:
     return str(get_accelerator().device_name()) != "cpu"
 
 
-def token_bytes(propagator: Propagator, strategy: Strategy, length: int, *, longest: int = 0) -> float:
+def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:
     """Bytes of activations that one more token of a row costs a rank, embedding and head included.
 
-    By the growth of peak memory between rows of `length` / 2 and `length` tokens, which leaves weights out.
-    A CPU's peak is that of the whole process, to the page: what autograd keeps of a row, which is less, stands
-    in for it where no row up to `longest` tokens is large enough to tell. Collective, the most of any rank.
+    By the growth of peak memory between rows of `length` / 2 and `length` tokens, which leaves weights out;
+    on a CPU by counting what autograd keeps. Collective, the most of any rank.
     """
     if has_device_memory():
         return _peak_growth(propagator, strategy, length)
@@ -221,11 +211,7 @@ def token_bytes(propagator: Propagator, strategy: Strategy, length: int, *, long
         stage_ms(propagator, strategy, length)
     for address in propagator.pool.addresses():  # autograd keeps views of weights, which are not activations
         counted.pop(address, None)
-    kept = propagator.max_over_ranks(sum(counted.values())) / length
-    telling = 2 * ceil(_TELLING_BYTES / kept)
-    if telling > longest or not process_bytes("VmHWM"):
-        return kept
-    return max(kept, _peak_growth(propagator, strategy, telling))
+    return propagator.max_over_ranks(sum(counted.values())) / length
 
 
 def _peak_growth(propagator: Propagator, strategy: Strategy, length: int) -> float:
@@ -236,11 +222,6 @@ def _peak_growth(propagator: Propagator, strategy: Strategy, length: int) -> flo
 
 def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:
     accelerator = get_accelerator()
-    if not has_device_memory():
-        release_freed_memory()
-        forget_peak()
-        stage_ms(propagator, strategy, length)
-        return propagator.max_over_ranks(float(process_bytes("VmHWM")))
     accelerator.empty_cache()
     accelerator.reset_peak_memory_stats()
     stage_ms(propagator, strategy, length)
