@@ -194,14 +194,18 @@ class Watchdog:
         self._hear(Verdict(peer.rank, text))
 
     def _hear(self, verdict: Verdict) -> None:
-        """Keep the first loss (others follow from it), and tell the others if this is rank 0."""
+        """Keep the first loss (others follow from it), and tell the others if this is rank 0.
+
+        A rank that failed and then ended is lost for all sections that follow, with its failure as the reason.
+        """
         # First: once its main thread knows, this process may end, and be taken for the lost one.
         if self._rank == 0:
             self._tell(verdict)
         with self._changed:
             current = self._relevant_verdict()
-            if current is None or (current.section is not None and current.rank == verdict.rank):
-                self._verdict = verdict
+            follows = current is not None and current.section is not None and current.rank == verdict.rank
+            if current is None or follows:
+                self._verdict = Verdict(current.rank, current.text) if current is not None else verdict
                 if self._is_inside and self._relevant_verdict() is not None:
                     self._deadline = time.monotonic() + self._grace_s
                     logger.error("%s", self._describe(verdict))
