@@ -202,7 +202,7 @@ def measure_slow(folder: Path, repeats: int) -> str:
             "|---|---|---|---|---|---|---|",
             *rows,
             "",
-            "The whole iteration has pull, push and step in it, which the planner does not count: on a slow network "
+            "The whole iteration has pull, push and step in it, which no choice here counts: on a slow network "
             "`2x<1,1>`, whose ranks pull the whole model, is fast in propagation and slow as a whole. "
             "`ds-hydra link --topology` says what that costs before anything runs.",
         ]
