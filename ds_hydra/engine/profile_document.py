@@ -71,7 +71,7 @@ def nominal_profile(skeleton: Skeleton, schemes: Iterable[Scheme]) -> dict[str, 
     layer_params = _layer_params(skeleton)
     entries = []
     for scheme in sorted(set(schemes)):
-        layers = -(-skeleton.num_layers // scheme.pp)
+        layers = max(len(skeleton.stage_layers(scheme, stage)) for stage in range(scheme.pp))
         share = layers / scheme.tp * 6 / 1e9  # 2 FLOP forward + 4 backward per parameter, ms at 1 TFLOP/s
         entries.append(
             {
