@@ -28,17 +28,20 @@ from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.strategy.candidates import strategies_from_json
 from ds_hydra.strategy.histogram import LengthHistogram
 from ds_hydra.strategy.profile import Profile
-from ds_hydra.strategy.scheme import Strategy, parse_strategies
+from ds_hydra.strategy.scheme import Strategy
 
 SLOWEST_S = 1.0
 """Of CPU time, which other processes do not lengthen."""
 
 
-def _plan() -> IterationPlan:
-    profile = make_profile({"<1,1>": (0.01, 1.0, 3.0), "<2,1>": (0.006, 0.6, 4.0)})
-    strategies = parse_strategies(["1x<2,1> + 2x<1,1>"])
+WITH_PARTS = ("<1,2;ckpt=3;stages=3,1>", "<sp2,1;repull=3>")
+
+
+def _plan(large: str = "<2,1>", small: str = "<1,1>") -> IterationPlan:
+    profile = make_profile({small: (0.01, 1.0, 3.0), large: (0.006, 0.6, 4.0)})
+    strategies = [Strategy.parse(f"{large} + 2x{small}")]
     return plan_iteration(
-        make_batch([5, 9, 30, 7, 12], 3), strategies=strategies, profile=profile, num_devices=4
+        make_batch([5, 9, 30, 7, 12], 3), strategies=strategies, profile=profile, num_devices=6
     )
 
 
@@ -102,8 +105,11 @@ def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
             {"schema": "ds_hydra.strategies/1", "strategies": ["4x<1,1>", "1x<2,1> + 2x<1,1>"]},
         ),
         "strategy": (read_strategy, "1x<2,1> + 2x<1,1>"),
+        "strategy with parts": (read_strategy, "1x<2,2;ckpt=3;repull=2;stages=3,1> + 2x<sp2,4,1> + <sp4,1>"),
         "plan": (read_plan, _plan().to_json()),
         "plan array": (read_array, plan_codec.to_array(_plan()).tolist()),
+        "plan with parts": (read_plan, _plan(*WITH_PARTS).to_json()),
+        "plan array with parts": (read_array, plan_codec.to_array(_plan(*WITH_PARTS)).tolist()),
         "manifest": (
             read_manifest,
             {"schema": MANIFEST_SCHEMA, "files": {"a.pt": {"bytes": 3, "sha256": "0"}}},

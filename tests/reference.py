@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from hypothesis import strategies as st
+
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.strategy.profile import Profile
-from ds_hydra.strategy.scheme import Strategy, parse_strategies
+from ds_hydra.strategy.scheme import Scheme, Strategy, parse_strategies
 
 STRATEGIES_32B_64 = parse_strategies(
     [
@@ -41,10 +43,25 @@ def make_profile(schemes: dict[str, tuple[float, float, float]], *, max_len: int
                 "sharded_fraction": 1,
             },
             "schemes": [
-                {"tp": s.tp, "pp": s.pp, "quadratic_ms": a, "linear_ms": b, "constant_ms": c}
+                {**s.to_json(), "quadratic_ms": a, "linear_ms": b, "constant_ms": c}
                 for s, (a, b, c) in zip(texts.values(), schemes.values())
             ],
         }
+    )
+
+
+@st.composite
+def wide_schemes(draw, max_tp: int = 16, max_pp: int = 8) -> Scheme:
+    """Schemes of which most have parts besides <TP,PP>."""
+    pp = draw(st.integers(1, max_pp))
+    sizes = st.lists(st.integers(1, 9), min_size=pp, max_size=pp).map(tuple)
+    return Scheme(
+        draw(st.integers(1, max_tp)),
+        pp,
+        stages=draw(st.just(()) | sizes),
+        ckpt=draw(st.sampled_from([0, 0, 1, 12])),
+        repull=draw(st.sampled_from([0, 0, 3])),
+        sp=draw(st.sampled_from([1, 1, 2, 4])),
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import wide_schemes
 
 from ds_hydra.errors import HydraError, PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
@@ -18,7 +19,8 @@ counts = st.integers(0, 2**62)
 
 @st.composite
 def plans(draw):
-    schemes = draw(st.lists(st.builds(Scheme, st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=5))
+    plain = st.builds(Scheme, st.integers(1, 4), st.integers(1, 3))
+    schemes = draw(st.lists(plain | wide_schemes(4, 3), min_size=1, max_size=5))
     strategy = Strategy(tuple(schemes))
     num_sequences = draw(st.integers(0, 12))
     order = draw(st.permutations(range(num_sequences)))
@@ -79,6 +81,19 @@ def test_a_changed_integer_never_passes_unnoticed(plan, data):
     except HydraError:
         return
     assert changed.digest != plan.digest
+
+
+def test_plans_of_plain_schemes_keep_their_layout():
+    scheme = Scheme(2, 1)
+    pipeline = PipelinePlan(
+        scheme=scheme, ranks=(0, 1), micro_batches=((0,),), makespan_ms=0.0, lower_bound_ms=0.0
+    )
+    plan = IterationPlan(
+        iteration=3, num_devices=2, strategy=Strategy((scheme,)), sample_indices=(7,), lengths=(5,),
+        num_label_tokens=4, pipelines=(pipeline,), makespan_ms=0.0, lower_bound_ms=0.0,
+    )  # fmt: skip
+    begin = [0x44534859_00000001, 3, 2, 4, 0, 0, 1, 7, 5, 1]
+    assert to_array(plan).tolist() == [*begin, 2, 1, 0, 0, 1, 1, 0]
 
 
 def test_another_version_is_named():

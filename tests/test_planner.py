@@ -227,7 +227,8 @@ def test_bad_input_is_refused_where_it_enters():
 
 
 def test_settings_round_trip_through_json():
-    changed = PlannerSettings(objective="closed_form", seed=3, max_len_override=MAX_LEN)
+    uneven = {Scheme(1, 2, stages=(3, 1)): 7}
+    changed = PlannerSettings(objective="closed_form", seed=3, max_len_override={**MAX_LEN, **uneven})
     assert PlannerSettings.from_json(changed.to_json()) == changed
 
 

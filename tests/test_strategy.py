@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from reference import make_profile, wide_schemes
 from shared_data import shared_path
 
 from ds_hydra.errors import HydraConfigError
@@ -16,7 +17,7 @@ from ds_hydra.strategy.candidates import enumerate_strategies, load_strategies, 
 from ds_hydra.strategy.fit import fit_latency, saturation_tokens
 from ds_hydra.strategy.profile import LatencyModel
 
-SCHEMES = st.builds(Scheme, st.integers(1, 16), st.integers(1, 8))
+SCHEMES = st.builds(Scheme, st.integers(1, 16), st.integers(1, 8)) | wide_schemes()
 
 
 @given(st.lists(SCHEMES, min_size=1, max_size=8))
@@ -32,6 +33,112 @@ def test_pipelines_are_disjoint_blocks_of_consecutive_ranks(schemes):
     blocks = strategy.place()
     assert [rank for block in blocks for rank in block] == list(range(strategy.num_devices))
     assert [len(block) for block in blocks] == [s.num_devices for s in strategy.schemes]
+
+
+@given(SCHEMES)
+def test_a_scheme_round_trips_as_text_and_in_a_document(scheme):
+    assert Scheme.parse(str(scheme)) == scheme
+    document = json.loads(json.dumps({"other": 1, **scheme.to_json()}))
+    assert Scheme.from_json(document) == scheme
+
+
+def test_plain_schemes_are_written_and_ordered_as_ever():
+    schemes = [Scheme(2, 1), Scheme(1, 4), Scheme(1, 2)]
+    assert [str(s) for s in sorted(schemes)] == ["<1,2>", "<1,4>", "<2,1>"]
+    assert Scheme(2, 1).to_json() == {"tp": 2, "pp": 1}
+    assert str(Strategy.parse("<1,4> + 2x<2,1> + <4,1> + <1,8>")) == "1x<4,1> + 2x<2,1> + 1x<1,8> + 1x<1,4>"
+
+
+@pytest.mark.parametrize(
+    ("text", "scheme", "canonical"),
+    [
+        ("<2,4;stages=9,8,8,7 ; ckpt=12>", Scheme(2, 4, stages=(9, 8, 8, 7), ckpt=12), "<2,4;ckpt=12;stages=9,8,8,7>"),
+        ("<1,2;repull=3>", Scheme(1, 2, repull=3), "<1,2;repull=3>"),
+        ("<sp4,1>", Scheme(1, 1, sp=4), "<sp4,1>"),
+        ("< sp 4 , 2 >", Scheme(1, 2, sp=4), "<sp4,2>"),
+        ("<sp4,1,1>", Scheme(1, 1, sp=4), "<sp4,1>"),
+        ("<sp2,4,1>", Scheme(4, 1, sp=2), "<sp2,4,1>"),
+        ("<sp1,4,1>", Scheme(4, 1), "<4,1>"),
+    ],
+)  # fmt: skip
+def test_parts_in_text(text, scheme, canonical):
+    assert Scheme.parse(text) == scheme
+    assert str(scheme) == canonical
+    assert Strategy.parse(f"2x{text} + <1,1>") == Strategy((scheme, scheme, Scheme(1, 1)))
+
+
+def test_degrees_with_sp_count_all_ranks_and_lie_first():
+    strategy = Strategy.parse("<2,1> + <sp2,2,1> + <4,1> + <sp4,2>")
+    assert [str(s) for s in strategy.schemes] == ["<4,1>", "<sp2,2,1>", "<sp4,2>", "<2,1>"]
+    assert strategy.num_devices == 4 + 4 + 8 + 2
+    assert Scheme(2, 3, sp=4).ranks_per_stage == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<2,1;ckpt>", "cannot read 'ckpt'.*ckpt, repull, stages"),
+        ("<2,1;chkpt=3>", "cannot read 'chkpt=3'"),
+        ("<2,1;>", "cannot read ''"),
+        ("<2,1;sp=2>", "cannot read 'sp=2'"),
+        ("<2,1;ckpt=-1>", "cannot read 'ckpt=-1'"),
+        ("<2,1;ckpt=1;ckpt=2>", "says ckpt twice"),
+        ("<2,1;ckpt=0>", "ckpt is 0, expected one number of layers from 1 up"),
+        ("<2,1;repull=1,2>", "repull is 1,2, expected one number"),
+        ("<2,2;stages=3>", "1 numbers of layers for PP 2; give one per stage"),
+        ("<2,1;stages=3,1>", "2 numbers of layers for PP 1"),
+        ("<2,2;stages=4,0>", "1 layer or more for each of 2 stages"),
+        ("<sp0,1>", "SP, TP and PP degrees must be 1 or more"),
+        ("<sp2,1,1,1>", "cannot read"),
+        ("<sp2>", "cannot read"),
+        ("<1,2,3>", "cannot read"),
+        ("<sp512,512,2>", "more than 262144 ranks"),
+    ],
+)
+def test_parts_that_are_wrong_are_named(text, wanted):
+    with pytest.raises(HydraConfigError, match=wanted):
+        Strategy.parse(f"2x<1,1> + {text}")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"stages": "2,2"}, {"stages": [2, "2"]}, {"stages": [2, 2.0]}, {"stages": [4]}, {"stages": {}},
+        {"ckpt": 1.5}, {"ckpt": True}, {"ckpt": None}, {"repull": -1}, {"repull": [1]}, {"sp": 0}, {"sp": "2"},
+    ],
+)  # fmt: skip
+def test_parts_of_documents_that_are_wrong_are_refused(parts):
+    with pytest.raises(HydraConfigError):
+        Scheme.from_json({"tp": 1, "pp": 2, **parts})
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<1,2;stages=3,2>", "stages have 5 layers, the model has 4; make them sum to 4"),
+        ("<1,1;ckpt=5>", "ckpt=5 is above the model's 4 layers; use ckpt=4 or less"),
+        ("<1,1;repull=5>", "repull=5 is above the model's 4 layers"),
+        ("<1,5>", "PP 5 is above the model's 4 layers"),
+    ],
+)
+def test_parts_that_do_not_fit_the_model(text, wanted):
+    with pytest.raises(HydraConfigError, match=wanted):
+        Scheme.parse(text).check_layers(4)
+
+
+def test_layers_of_stages():
+    assert [Scheme(1, 3).stage_layers(8, stage) for stage in range(3)] == [range(3), range(3, 6), range(6, 8)]
+    uneven = Scheme(1, 3, stages=(1, 5, 2))
+    assert [uneven.stage_layers(8, stage) for stage in range(3)] == [range(1), range(1, 6), range(6, 8)]
+
+
+def test_a_profile_keeps_schemes_with_parts():
+    profile = make_profile({"<1,2>": (0, 1, 0), "<1,2;stages=3,1>": (0, 2, 0)})
+    uneven = Scheme(1, 2, stages=(3, 1))
+    assert profile.get_latency(uneven).linear_ms == 2
+    doubled = profile.with_latency({uneven: LatencyModel(quadratic_ms=0, linear_ms=4, constant_ms=0)})
+    assert [doubled.get_latency(s).linear_ms for s in (Scheme(1, 2), uneven)] == [1, 4]
+    assert list(doubled.only([uneven]).latency) == [uneven]
 
 
 @pytest.mark.parametrize("text", ["", "4", "<4>", "0x<1,1>", "2x<1,1> +", "2*<1,1>", "1x<0,1>"])

@@ -12,7 +12,7 @@ import typer
 from ds_hydra.commands.common import errors_to_stderr, log, stdout_to_stderr, write_document
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy import Profile
+from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.proposal import check_context
 from ds_hydra.strategy.topology import Topology
 
@@ -215,7 +215,7 @@ def _describe(document: dict[str, Any], request: ProfileRequest) -> str:
         f"{'scheme':>8} {'MaxLen':>10} {'ms at ' + str(context):>14} {'tokens/s/device':>16} {'R2':>8}",
     ]
     for entry in document["schemes"]:
-        scheme = next(s for s in known.latency if (s.tp, s.pp) == (entry["tp"], entry["pp"]))
+        scheme = Scheme.from_json(entry)
         longest = known.max_len_tokens(scheme, num_devices)
         time_ms = known.latency[scheme].row_ms([context])
         rate = context / time_ms * 1e3 / scheme.num_devices

@@ -85,4 +85,4 @@ class LatencyTracker:
 
 
 def _models_from_json(models: Mapping[str, Mapping[str, float]]) -> dict[Scheme, LatencyModel]:
-    return {Scheme(*map(int, text.strip("<>").split(","))): LatencyModel(**m) for text, m in models.items()}
+    return {Scheme.parse(text): LatencyModel(**m) for text, m in models.items()}

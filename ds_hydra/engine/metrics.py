@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.report.run_report import METRICS_FILE, METRICS_SCHEMA
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.simulator.timeline import Timeline
-from ds_hydra.strategy import Profile
+from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.version import __version__
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ logger = logging.getLogger(__name__)
 class PipelineMetrics:
     """Predicted and measured forward + backward time of one pipeline; measured is its slowest rank's."""
 
-    tp: int
-    pp: int
+    scheme: Scheme
     ranks: tuple[int, ...]
     num_micro_batches: int
     num_tokens: int
@@ -43,6 +42,11 @@ class PipelineMetrics:
     measured_ms: float
     prediction_error: float
     """Measured over predicted, minus 1; 0.0 without sequences."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The metrics as a JSON object that begins with the parts of the scheme."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "scheme"}
+        return {**self.scheme.to_json(), **fields}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +101,9 @@ class IterationMetrics:
 
     def to_json(self) -> dict[str, Any]:
         """The metrics as a JSON object; what is not a number is null there."""
-        fields = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in asdict(self).items()}
-        return {"schema": METRICS_SCHEMA, **fields}
+        values = {name: getattr(self, name) for name in self.__slots__}
+        fields = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
+        return {"schema": METRICS_SCHEMA, **fields, "pipelines": [p.to_json() for p in self.pipelines]}
 
     def monitor_events(self, num_samples: int) -> list[tuple[str, float, int]]:
         """What DeepSpeed's monitors (TensorBoard, W&B, CSV) get, at `num_samples` samples."""
@@ -191,8 +196,7 @@ def measure_pipelines(plan: IterationPlan, propagate_ms: Sequence[float]) -> tup
     """Pipelines of `plan` with the slowest of their ranks' times; `propagate_ms[rank]`."""
     return tuple(
         PipelineMetrics(
-            tp=p.scheme.tp,
-            pp=p.scheme.pp,
+            scheme=p.scheme,
             ranks=p.ranks,
             num_micro_batches=len(p.micro_batches),
             num_tokens=sum(sum(plan.row_lengths(row)) for row in p.micro_batches),

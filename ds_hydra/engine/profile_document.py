@@ -75,8 +75,7 @@ def nominal_profile(skeleton: Skeleton, schemes: Iterable[Scheme]) -> dict[str, 
         share = layers / scheme.tp * 6 / 1e9  # 2 FLOP forward + 4 backward per parameter, ms at 1 TFLOP/s
         entries.append(
             {
-                "tp": scheme.tp,
-                "pp": scheme.pp,
+                **scheme.to_json(),
                 "quadratic_ms": share * skeleton.hidden_size,
                 "linear_ms": share * layer_params,
                 "constant_ms": share * layer_params * 32,
@@ -119,8 +118,7 @@ def scheme_entry(scheme: Scheme, lengths: Sequence[int], times_ms: Sequence[floa
     """One entry of the profile's "schemes": coefficients of T, and the measurements that they were fitted to."""
     fit = fit_latency(lengths, times_ms)
     return {
-        "tp": scheme.tp,
-        "pp": scheme.pp,
+        **scheme.to_json(),
         "quadratic_ms": fit.model.quadratic_ms,
         "linear_ms": fit.model.linear_ms,
         "constant_ms": fit.model.constant_ms,

@@ -152,10 +152,11 @@ class Skeleton:
 
     def check_scheme(self, scheme: Scheme) -> None:
         """Raise HydraConfigError where this model cannot run under `scheme`, naming degrees that work."""
-        if scheme.pp > self.num_layers:
+        scheme.check_layers(self.num_layers)
+        if not scheme.is_plain:
             raise HydraConfigError(
-                f"scheme {scheme}: PP {scheme.pp} is above the model's {self.num_layers} layers; "
-                f"use PP {self.num_layers} or less in hydra.strategies"
+                f"scheme {scheme}: the engine does not run its parts yet; use <{scheme.tp},{scheme.pp}> in "
+                "hydra.strategies"
             )
         if scheme.pp > 1 and self._no_pp_because:
             raise UnsupportedModelError(

@@ -49,10 +49,10 @@ def plot_run(run_dir: str | Path, out_png: str | Path) -> None:
 
 
 def choose_colors(schemes: Sequence[Scheme]) -> Colors:
-    """One colour per scheme: the hue tells TP, the darkness PP among the schemes of that TP."""
+    """One colour per scheme: the hue tells TP, the darkness the place among the schemes of that TP, by PP first."""
     colors = {}
     for scheme in schemes:
-        depth = sorted(other.pp for other in schemes if other.tp == scheme.tp).index(scheme.pp)
+        depth = sorted(other for other in schemes if other.tp == scheme.tp).index(scheme)
         hue = np.array(to_rgb(_HUES[(scheme.tp.bit_length() - 1) % len(_HUES)]))
         red, green, blue = hue * 0.68**depth
         colors[scheme] = (float(red), float(green), float(blue))
@@ -69,7 +69,7 @@ def _draw_strategies(axes: Axes, records: list[IterationRecord], colors: Colors)
         _frame_pipelines(axes, records, num_ranks)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_ylabel("rank")
-    handles = [Patch(color=color, label=f"<{s.tp},{s.pp}>") for s, color in colors.items()]
+    handles = [Patch(color=color, label=str(s)) for s, color in colors.items()]
     if any(len(_idle_ranks(record, num_ranks)) for record in records):
         handles.append(Patch(facecolor=_IDLE, edgecolor="#bbbbbb", hatch="////", label="idle"))
     axes.spines[:].set_visible(False)

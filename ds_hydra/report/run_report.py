@@ -84,7 +84,7 @@ class IterationRecord:
             imbalance=float(document["imbalance"]),
             pipelines=tuple(
                 PipelineRecord(
-                    scheme=Scheme(pipeline["tp"], pipeline["pp"]),
+                    scheme=Scheme.from_json(pipeline),
                     ranks=tuple(pipeline["ranks"]),
                     num_tokens=int(pipeline["num_tokens"]),
                     predicted_ms=float(pipeline["predicted_ms"]),

@@ -122,8 +122,7 @@ class IterationPlan:
             "lengths": list(self.lengths),
             "pipelines": [
                 {
-                    "tp": p.scheme.tp,
-                    "pp": p.scheme.pp,
+                    **p.scheme.to_json(),
                     "ranks": list(p.ranks),
                     "makespan_ms": p.makespan_ms,
                     "lower_bound_ms": p.lower_bound_ms,
@@ -160,7 +159,7 @@ class IterationPlan:
             lower_bound_ms=document["lower_bound_ms"],
             pipelines=tuple(
                 PipelinePlan(
-                    scheme=Scheme(p["tp"], p["pp"]),
+                    scheme=Scheme.from_json(p),
                     ranks=tuple(p["ranks"]),
                     micro_batches=tuple(tuple(row) for row in p["micro_batches"]),
                     makespan_ms=p["makespan_ms"],

@@ -7,6 +7,9 @@ Layout (every count before what it counts):
     number of pipelines, then for each pipeline
         tp, pp, makespan, lower bound, number of rows, then for each row its size and its sequences
 
+Where a scheme has parts the version in the magic number is 2, and for every pipeline ckpt, repull, sp, number of
+stage sizes and the stage sizes come after pp.
+
 Times are the bit patterns of their doubles, so that the digest of a decoded plan is that of the original.
 Ranks are not sent: they follow from the strategy.
 """
@@ -24,14 +27,15 @@ from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.sampler.schedule import IntArray
 from ds_hydra.strategy.scheme import Scheme, Strategy
 
-_MAGIC = 0x44534859_00000001
+_MAGIC, _MAGIC_WITH_PARTS = 0x44534859_00000001, 0x44534859_00000002
 """'DSHY' and the version of the layout."""
 
 
 def to_array(plan: IterationPlan) -> IntArray:
     """`plan` as a flat int64 array; `from_array` restores an equal plan."""
+    has_parts = not all(scheme.is_plain for scheme in plan.strategy.schemes)
     flat: list[int] = [
-        _MAGIC,
+        _MAGIC_WITH_PARTS if has_parts else _MAGIC,
         plan.iteration,
         plan.num_devices,
         plan.num_label_tokens,
@@ -43,7 +47,10 @@ def to_array(plan: IterationPlan) -> IntArray:
         len(plan.pipelines),
     ]
     for pipeline in plan.pipelines:
-        flat += [pipeline.scheme.tp, pipeline.scheme.pp]
+        scheme = pipeline.scheme
+        flat += [scheme.tp, scheme.pp]
+        if has_parts:
+            flat += [scheme.ckpt, scheme.repull, scheme.sp, len(scheme.stages), *scheme.stages]
         flat += [_double_bits(pipeline.makespan_ms), _double_bits(pipeline.lower_bound_ms)]
         flat.append(len(pipeline.micro_batches))
         for row in pipeline.micro_batches:
@@ -68,15 +75,17 @@ def from_array(array: IntArray) -> IterationPlan:
 
 def _read_plan(values: Iterator[int]) -> IterationPlan:
     magic = next(values)
-    if magic != _MAGIC:
+    if magic not in (_MAGIC, _MAGIC_WITH_PARTS):
         raise ValueError(
-            f"starts with {magic:#x}, expected {_MAGIC:#x}; all ranks need the same ds_hydra version"
+            f"starts with {magic:#x}, expected {_MAGIC:#x} or {_MAGIC_WITH_PARTS:#x}; "
+            "all ranks need the same ds_hydra version"
         )
     iteration, num_devices, num_label_tokens = _take(values, 3)
     makespan, lower_bound = _take(values, 2)
     num_sequences = _read_count(values)
     sample_indices, lengths = _take(values, num_sequences), _take(values, num_sequences)
-    read = [_read_pipeline(values) for _ in range(_read_count(values))]
+    has_parts = magic == _MAGIC_WITH_PARTS
+    read = [_read_pipeline(values, has_parts) for _ in range(_read_count(values))]
     strategy = Strategy(tuple(scheme for scheme, *_ in read))
     return IterationPlan(
         iteration=iteration,
@@ -96,10 +105,16 @@ def _read_plan(values: Iterator[int]) -> IterationPlan:
     )
 
 
-def _read_pipeline(values: Iterator[int]) -> tuple[Scheme, float, float, tuple[tuple[int, ...], ...]]:
-    tp, pp, makespan, lower_bound = _take(values, 4)
+def _read_pipeline(
+    values: Iterator[int], has_parts: bool
+) -> tuple[Scheme, float, float, tuple[tuple[int, ...], ...]]:
+    tp, pp = _take(values, 2)
+    ckpt, repull, sp = _take(values, 3) if has_parts else (0, 0, 1)
+    stages = _take(values, _read_count(values)) if has_parts else ()
+    makespan, lower_bound = _take(values, 2)
     rows = tuple([_take(values, _read_count(values)) for _ in range(_read_count(values))])
-    return Scheme(tp, pp), _double(makespan), _double(lower_bound), rows
+    scheme = Scheme(tp, pp, stages=stages, ckpt=ckpt, repull=repull, sp=sp)
+    return scheme, _double(makespan), _double(lower_bound), rows
 
 
 def _read_count(values: Iterator[int]) -> int:

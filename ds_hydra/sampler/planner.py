@@ -87,7 +87,8 @@ class PlannerSettings:
         """The settings as a JSON document."""
         document = {name: getattr(self, name) for name in self.__slots__}
         document["max_len_override"] = [
-            [scheme.tp, scheme.pp, tokens] for scheme, tokens in self.max_len_override.items()
+            [scheme.tp, scheme.pp, tokens] if scheme.is_plain else [str(scheme), tokens]
+            for scheme, tokens in self.max_len_override.items()
         ]
         document["link_times"] = {
             str(strategy): [times.pull_ms, times.push_ms] for strategy, times in self.link_times.items()
@@ -97,7 +98,10 @@ class PlannerSettings:
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> PlannerSettings:
         """The settings in a document written by `to_json`."""
-        override = {Scheme(tp, pp): tokens for tp, pp, tokens in document["max_len_override"]}
+        override = {
+            Scheme.parse(scheme[0]) if isinstance(scheme[0], str) else Scheme(*scheme): tokens
+            for *scheme, tokens in document["max_len_override"]
+        }
         links = {
             Strategy.parse(text): LinkTimes(pull_ms=pull, push_ms=push)
             for text, (pull, push) in document["link_times"].items()

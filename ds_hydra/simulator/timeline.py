@@ -125,8 +125,7 @@ class Timeline:
             "duration_ms": self.duration_ms,
             "pipelines": [
                 {
-                    "tp": track.scheme.tp,
-                    "pp": track.scheme.pp,
+                    **track.scheme.to_json(),
                     "ranks": list(track.ranks),
                     "num_micro_batches": track.num_micro_batches,
                 }
@@ -152,7 +151,7 @@ class Timeline:
                 duration_ms=document["duration_ms"],
                 pipelines=tuple(
                     Track(
-                        scheme=Scheme(track["tp"], track["pp"]),
+                        scheme=Scheme.from_json(track),
                         ranks=tuple(track["ranks"]),
                         num_micro_batches=track["num_micro_batches"],
                     )

@@ -145,8 +145,7 @@ def predict_profile(
         "saturation_tokens": saturation,
         "schemes": [
             {
-                "tp": scheme.tp,
-                "pp": scheme.pp,
+                **scheme.to_json(),
                 "quadratic_ms": model.quadratic_ms,
                 "linear_ms": model.linear_ms,
                 "constant_ms": model.constant_ms,

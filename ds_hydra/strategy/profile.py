@@ -176,14 +176,14 @@ class Profile:
         """This profile with the coefficients of `latency` in place of its own, in the document as well."""
         entries = []
         for entry in self.document["schemes"]:
-            model = latency.get(Scheme(entry["tp"], entry["pp"]))
+            model = latency.get(Scheme.from_json(entry))
             entries.append(dict(entry) if model is None else {**entry, **asdict(model)})
         return Profile.from_json({**self.document, "schemes": entries})
 
     def only(self, schemes: Iterable[Scheme]) -> Profile:
         """This profile without the schemes that are not among `schemes`."""
         kept = set(schemes)
-        entries = [e for e in self.document["schemes"] if Scheme(e["tp"], e["pp"]) in kept]
+        entries = [e for e in self.document["schemes"] if Scheme.from_json(e) in kept]
         return Profile.from_json({**self.document, "schemes": entries})
 
     def check_model(self, *, num_layers: int, hidden_size: int, vocab_size: int) -> None:
@@ -214,7 +214,7 @@ class Profile:
             return cls(
                 name=f"{model['name']} on {hardware['name']}",
                 latency={
-                    Scheme(entry["tp"], entry["pp"]): LatencyModel(
+                    Scheme.from_json(entry): LatencyModel(
                         quadratic_ms=float(entry["quadratic_ms"]),
                         linear_ms=float(entry["linear_ms"]),
                         constant_ms=float(entry["constant_ms"]),

@@ -1,16 +1,19 @@
-"""What a parallel strategy is: schemes <TP,PP>, their multiset, and where each pipeline's ranks are."""
+"""What a parallel strategy is: schemes <TP,PP> and their parts, their multiset, where each pipeline's ranks are."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 from ds_hydra.errors import HydraConfigError
 
-_SCHEME_TEXT = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<\s*(\d{1,9})\s*,\s*(\d{1,9})\s*>\s*")
-
+_TERM = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<([^<>]*)>\s*")
+_DEGREES = re.compile(r"\s*(?:sp\s*(\d{1,9})\s*,\s*)?(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*")
+_PART = re.compile(r"\s*([a-z_]{1,20})\s*=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*")
+_PARTS = ("ckpt", "repull", "stages")
 
 MAX_DEVICES = 1 << 18
 """Ranks that a strategy may name: far above any cluster, and small enough to list."""
@@ -18,36 +21,183 @@ MAX_DEVICES = 1 << 18
 
 @dataclass(frozen=True, slots=True, order=True)
 class Scheme:
-    """The parallel scheme <TP,PP> of one pipeline: `pp` stages of `tp` ranks each."""
+    """The parallel scheme <TP,PP> of one pipeline: `pp` stages of `tp` ranks each; and what it may have besides.
+
+    Text forms: `<2,4>`, `<2,4;ckpt=12;stages=9,8,8,7>`, `<1,2;repull=3>`, `<sp2,4,1>` (SP 2, TP 4, PP 1), `<sp4,1>`
+    (SP 4, TP 1, PP 1). In JSON documents the parts are further keys beside "tp" and "pp", where they are set.
+    """
 
     tp: int
     pp: int
+    stages: tuple[int, ...] = ()
+    """Decoder layers of each stage; empty for an even split, whose first stages take what is over."""
+    ckpt: int = 0
+    """The model's first layers that keep only their input and run forward again in backward (early stages hold more
+    micro-batches, so they save most); 0 leaves it to the model's own gradient checkpointing."""
+    repull: int = 0
+    """Layers of each stage that are dropped and pulled again, as `hydra.link.repull_layers`, which 0 follows."""
+    sp: int = 1
+    """Sequence-parallel degree: a stage has `sp * tp` ranks."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tp, int) or not isinstance(self.pp, int) or self.tp < 1 or self.pp < 1:
-            raise HydraConfigError(f"scheme <{self.tp},{self.pp}>: TP and PP degrees must be 1 or more")
-        if self.tp * self.pp > MAX_DEVICES:
+        degrees = (self.sp, self.tp, self.pp)
+        if not all(isinstance(degree, int) and degree >= 1 for degree in degrees):
+            named = f"<sp{self.sp},{self.tp},{self.pp}>" if self.sp != 1 else f"<{self.tp},{self.pp}>"
+            sizes = "TP and PP degrees" if self.sp == 1 else "SP, TP and PP degrees"
+            raise HydraConfigError(f"scheme {named[:80]}: {sizes} must be 1 or more")
+        if self.num_devices > MAX_DEVICES:
             raise HydraConfigError(f"scheme {str(self)[:80]}: more than {MAX_DEVICES} ranks")
+        for part, count in (("ckpt", self.ckpt), ("repull", self.repull)):
+            if type(count) is not int or count < 0:
+                raise HydraConfigError(f"{part} of a scheme is {count!r:.80}, expected a number of layers")
+        if type(self.stages) is not tuple or not all(type(n) is int and n > 0 for n in self.stages):
+            raise HydraConfigError(
+                f"stages of a scheme are {self.stages!r:.80}, expected 1 layer or more for each of {self.pp} stages"
+            )
+        if self.stages and len(self.stages) != self.pp:
+            raise HydraConfigError(
+                f"scheme {str(self)[:80]} has {len(self.stages)} numbers of layers for PP {self.pp}; give one per stage"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Scheme:
+        """The scheme written as `text`; raises HydraConfigError with the expected form."""
+        match = _TERM.fullmatch(text)
+        if match is None or match[1] is not None:
+            raise HydraConfigError(f"cannot read scheme {text[:80]!r}; {_FORM}")
+        return _read_scheme(match[2])
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Scheme:
+        """The scheme in a document with the keys of `to_json` among others.
+
+        Raises KeyError without "tp" or "pp", HydraConfigError for values that are no scheme.
+        """
+        parts = {part: document[part] for part in ("ckpt", "repull", "sp") if part in document}
+        stages = document.get("stages", [])
+        if not isinstance(stages, list):
+            raise HydraConfigError(f"stages of a scheme are {stages!r:.80}, expected a list of layer counts")
+        return cls(document["tp"], document["pp"], stages=tuple(stages), **parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """ "tp" and "pp", and the parts that are set.
+
+        >>> Scheme(2, 1).to_json(), Scheme(1, 2, stages=(3, 1)).to_json()
+        ({'tp': 2, 'pp': 1}, {'tp': 1, 'pp': 2, 'stages': [3, 1]})
+        """
+        document: dict[str, Any] = {"tp": self.tp, "pp": self.pp}
+        if self.sp > 1:
+            document["sp"] = self.sp
+        for part in ("ckpt", "repull"):
+            if count := getattr(self, part):
+                document[part] = count
+        if self.stages:
+            document["stages"] = list(self.stages)
+        return document
 
     @property
     def num_devices(self) -> int:
         """Ranks that one pipeline of this scheme occupies (N(P) in §7)."""
-        return self.tp * self.pp
+        return self.sp * self.tp * self.pp
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that share the rows of one stage."""
+        return self.sp * self.tp
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is <TP,PP> and nothing more."""
+        return not (self.stages or self.ckpt or self.repull) and self.sp == 1
+
+    def stage_layers(self, num_layers: int, stage: int) -> range:
+        """The layers of `stage`; in an even split that leaves layers over, earlier stages get one more."""
+        if self.stages:
+            begin = sum(self.stages[:stage])
+            return range(begin, begin + self.stages[stage])
+        base, extra = divmod(num_layers, self.pp)
+        begin = stage * base + min(stage, extra)
+        return range(begin, begin + base + (stage < extra))
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise HydraConfigError where a model of `num_layers` cannot run under this scheme."""
+        if self.pp > num_layers:
+            raise HydraConfigError(
+                f"scheme {self}: PP {self.pp} is above the model's {num_layers} layers; "
+                f"use PP {num_layers} or less in hydra.strategies"
+            )
+        if self.stages and sum(self.stages) != num_layers:
+            raise HydraConfigError(
+                f"scheme {self}: its stages have {sum(self.stages)} layers, the model has {num_layers}; "
+                f"make them sum to {num_layers} in hydra.strategies"
+            )
+        for part, count in (("ckpt", self.ckpt), ("repull", self.repull)):
+            if count > num_layers:
+                raise HydraConfigError(
+                    f"scheme {self}: {part}={count} is above the model's {num_layers} layers; "
+                    f"use {part}={num_layers} or less in hydra.strategies"
+                )
 
     def __str__(self) -> str:
-        return f"<{self.tp},{self.pp}>"
+        degrees = f"{self.tp},{self.pp}"
+        if self.sp > 1:
+            degrees = f"sp{self.sp},{degrees}" if self.tp > 1 else f"sp{self.sp},{self.pp}"
+        ckpt = f";ckpt={self.ckpt}" if self.ckpt else ""
+        repull = f";repull={self.repull}" if self.repull else ""
+        stages = f";stages={','.join(map(str, self.stages))}" if self.stages else ""
+        return f"<{degrees}{ckpt}{repull}{stages}>"
 
 
-def _placement_order(scheme: Scheme) -> tuple[int, int]:
-    return (-scheme.tp, -scheme.pp)
+_FORM = (
+    "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have parts, as in "
+    "'<2,4;ckpt=12;repull=3;stages=9,8,8,7>' or '<sp2,4,1>' (<SP,TP,PP>)"
+)
+
+
+def _read_scheme(body: str) -> Scheme:
+    """The scheme whose text is `body` between angle brackets."""
+    first, *rest = body.split(";")
+    degrees = _DEGREES.fullmatch(first)
+    if degrees is None or (degrees[1] is None and degrees[2] is None):
+        raise HydraConfigError(f"cannot read {'<' + body[:80] + '>'!r}; {_FORM}")
+    parts: dict[str, tuple[int, ...]] = {}
+    for text in rest:
+        match = _PART.fullmatch(text)
+        if match is None or match[1] not in _PARTS:
+            raise HydraConfigError(
+                f"scheme {'<' + body[:80] + '>'!r}: cannot read {text.strip()[:80]!r}; its parts are "
+                f"{', '.join(_PARTS)}, as in '<2,4;ckpt=12;repull=3;stages=9,8,8,7>'"
+            )
+        if match[1] in parts:
+            raise HydraConfigError(f"scheme {'<' + body[:80] + '>'!r} says {match[1]} twice; say it once")
+        parts[match[1]] = tuple(map(int, match[2].split(",")))
+    stages = parts.pop("stages", ())
+    for part, counts in parts.items():
+        if len(counts) != 1 or counts[0] < 1:
+            raise HydraConfigError(
+                f"scheme {'<' + body[:80] + '>'!r}: {part} is {','.join(map(str, counts))[:80]}, expected one number "
+                "of layers from 1 up; leave it out for none"
+            )
+    return Scheme(
+        tp=int(degrees[2] or 1),
+        pp=int(degrees[3]),
+        stages=stages,
+        sp=int(degrees[1] or 1),
+        **{part: counts[0] for part, counts in parts.items()},
+    )
+
+
+def _placement_order(scheme: Scheme) -> tuple[Any, ...]:
+    # Parts decide last: equal multisets have to be equal values.
+    return (-scheme.ranks_per_stage, -scheme.tp, -scheme.pp, scheme)
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """The multiset of schemes of all pipelines, e.g. `1x<8,2> + 4x<4,1>`.
 
-    `schemes` is kept in placement order (larger TP first, then larger PP), so equal multisets are equal
-    values and TP groups start at multiples of their size when degrees are powers of two.
+    `schemes` is kept in placement order (larger stages first, then larger TP, then larger PP), so equal multisets
+    are equal values and TP groups start at multiples of their size when degrees are powers of two.
     """
 
     schemes: tuple[Scheme, ...]
@@ -55,25 +205,23 @@ class Strategy:
     def __post_init__(self) -> None:
         if not self.schemes:
             raise HydraConfigError("a strategy needs at least one pipeline, e.g. '1x<1,1>'")
-        object.__setattr__(self, "schemes", tuple(sorted(self.schemes, key=_placement_order)))
+        runs = sorted(_runs(self.schemes), key=lambda run: _placement_order(run[0]))
+        object.__setattr__(self, "schemes", tuple(scheme for scheme, count in runs for _ in range(count)))
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
         """The strategy written as `text`; raises HydraConfigError with the expected form.
 
-        >>> str(Strategy.parse("4x<1,1> + <2,2>"))
-        '1x<2,2> + 4x<1,1>'
+        >>> str(Strategy.parse("4x<1,1> + <2,2; stages=3,1>"))
+        '1x<2,2;stages=3,1> + 4x<1,1>'
         """
         schemes: list[Scheme] = []
         num_devices = 0
         for term in text.split("+"):
-            match = _SCHEME_TEXT.fullmatch(term)
+            match = _TERM.fullmatch(term)
             if match is None or match[1] == "0":
-                raise HydraConfigError(
-                    f"strategy {text[:80]!r}: cannot read {term.strip()[:80]!r}; "
-                    "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'"
-                )
-            scheme, count = Scheme(int(match[2]), int(match[3])), int(match[1] or 1)
+                raise HydraConfigError(f"strategy {text[:80]!r}: cannot read {term.strip()[:80]!r}; {_FORM}")
+            scheme, count = _read_scheme(match[2]), int(match[1] or 1)
             num_devices += count * scheme.num_devices
             if num_devices > MAX_DEVICES:
                 raise HydraConfigError(f"strategy {text[:80]!r} names more than {MAX_DEVICES} ranks")
@@ -93,8 +241,8 @@ class Strategy:
     def place(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each pipeline: consecutive blocks in the order of `schemes`, starting at rank 0.
 
-        Inside a pipeline rank `ranks[stage * tp + t]` runs TP slice `t` of `stage`. Ranks from
-        `num_devices` on are in no pipeline (idle during propagation).
+        Inside a pipeline rank `ranks[(stage * sp + s) * tp + t]` runs TP slice `t` of `stage` on part `s` of the
+        sequences. Ranks from `num_devices` on are in no pipeline (idle during propagation).
 
         >>> Strategy.parse("1x<2,1> + 2x<1,1>").place()
         ((0, 1), (2,), (3,))
@@ -107,7 +255,12 @@ class Strategy:
         return tuple(blocks)
 
     def __str__(self) -> str:
-        return " + ".join(f"{count}x{scheme}" for scheme, count in Counter(self.schemes).items())
+        return " + ".join(f"{count}x{scheme}" for scheme, count in _runs(self.schemes))
+
+
+def _runs(schemes: Iterable[Scheme]) -> list[tuple[Scheme, int]]:
+    """Neighbours that are equal, as one scheme and their number."""
+    return [(scheme, sum(1 for _ in run)) for scheme, run in groupby(schemes)]
 
 
 def parse_strategies(texts: Iterable[str]) -> tuple[Strategy, ...]:
