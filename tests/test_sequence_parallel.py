@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
+from test_engine_parity import LENGTHS, assert_parity, check_gradients
 
 from ds_hydra.engine.attention import PackedRow, hydra_varlen
 from ds_hydra.engine.sequence_parallel import Piece
@@ -85,3 +86,46 @@ def test_a_row_is_cut_into_equal_pieces():
     assert set(lengths) == {(5, 2, 1)}
     assert begins[0] == [0, 5, 7, 8]
     assert set(dtypes) == {"torch.bfloat16"}
+
+
+STRATEGIES = (
+    "1x<sp2,1>",
+    "1x<sp4,1>",
+    "1x<sp2,2,1>",
+    "1x<sp2,2>",
+    "1x<sp2,1> + 2x<1,1>",
+    "1x<sp2,1> + 1x<2,1>",
+)
+SHORT_ROWS = (2, 2, 3, 1, 1, 2, 1)
+"""Rows of 2 to 5 tokens: one for each piece, or less."""
+LAYER_BY_LAYER = {"activation_checkpointing": True, "link": {"repull_layers": "all"}}
+
+PARITY = {
+    "what a link has to know": [
+        ("llama_tied", STRATEGIES, {}, LENGTHS),
+        ("llama_bias", ("1x<sp2,2,1>", "1x<sp4,1>"), LAYER_BY_LAYER, LENGTHS),
+        ("llama_tied", ("1x<sp4,1>", "1x<sp2,2>"), {"link": {"devices_per_node": 2}}, SHORT_ROWS),
+    ],
+    "what attention has to know": [
+        ("gemma2", ("1x<sp4,1>", "1x<sp2,2,1>"), {}, LENGTHS),
+        ("gemma3", ("1x<sp4,1>", "1x<sp2,2>"), {}, LENGTHS),
+        ("qwen2", ("1x<sp2,2,1>", "1x<sp4,1>"), {}, LENGTHS),
+        ("phi3", ("1x<sp2,1> + 1x<1,2>",), {}, LENGTHS),
+    ],
+}
+"""(family, strategies, hydra section, lengths); a phi3 has fused projections, which TP cannot slice."""
+
+
+def check_families(cases):
+    """Several models one after the other: starting processes is what costs."""
+    return {
+        (family, *key): value
+        for family, strategies, hydra, lengths in cases
+        for key, value in check_gradients(family, strategies, hydra, lengths=lengths).items()
+    }
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("what", PARITY)
+def test_gradients_equal_one_process(what):
+    assert_parity(run_distributed(check_families, 4, PARITY[what])[0])
