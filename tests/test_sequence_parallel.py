@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
+from engines import start_hydra, start_stock, stock_step
+from models import tiny
 from test_engine_parity import LENGTHS, assert_parity, check_gradients
+from test_engine_training import batches
 
+from ds_hydra.configs import find_file
 from ds_hydra.engine.attention import PackedRow, hydra_varlen
 from ds_hydra.engine.sequence_parallel import Piece
+from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies
+from ds_hydra.strategy.analytic import Hardware, ModelShape, predict_latency
+from ds_hydra.strategy.profile import PROFILE_SCHEMA, read_json_object
+from ds_hydra.strategy.sequence_parallel import with_estimates
 
 CPU = torch.device("cpu")
 MODULE = torch.nn.Identity()
@@ -129,3 +139,102 @@ def check_families(cases):
 @pytest.mark.parametrize("what", PARITY)
 def test_gradients_equal_one_process(what):
     assert_parity(run_distributed(check_families, 4, PARITY[what])[0])
+
+
+def check_training():
+    """Strategies that change in every iteration, twice; stock DeepSpeed; the engine's own choice; bf16."""
+    model = tiny("llama_tied")
+    data = batches(6)
+    stock = start_stock(copy.deepcopy(model))
+    wanted = [stock_step(stock, examples) for examples in data]
+    forced = (*STRATEGIES[1:], "2x<2,1>")
+    curves = []
+    for _ in range(2):
+        engine = start_hydra(copy.deepcopy(model))
+        curves.append([float(engine.train_batch(b, strategy=s)) for b, s in zip(data, forced, strict=True)])
+    hydra = {
+        "strategies": ["1x<sp2,1> + 2x<1,1>", "1x<sp4,1>"],
+        "profiling": {"lengths": [8, 32, 64], "repeats": 1, "warmup": 0},
+    }
+    engine = start_hydra(copy.deepcopy(model), hydra=hydra)
+    before = float(engine.eval_batch(data[0]))
+    chosen = [float(engine.train_batch(b)) for b in data]
+    half = start_hydra(copy.deepcopy(model), bf16={"enabled": True})
+    in_bf16 = [float(half.train_batch(b, strategy="1x<sp2,2,1>")) for b in data]
+    return {
+        "wanted": wanted,
+        "curves": curves,
+        "eval": before,
+        "chosen": chosen,
+        "bf16": in_bf16,
+        "profiled": [str(scheme) for scheme in sorted(engine.hydra.profile.latency)],
+        "max_len": [engine.hydra.profile.max_len_tokens(Scheme(1, 1, sp=sp), 4) for sp in (1, 2, 4)],
+    }
+
+
+@pytest.mark.distributed
+def test_training_follows_stock_deepspeed_and_repeats_itself():
+    found = run_distributed(check_training, 4)[0]
+    wanted = found["wanted"]
+    torch.testing.assert_close(found["curves"][0], wanted, rtol=1e-5, atol=0)
+    assert found["curves"][0] == found["curves"][1]
+    torch.testing.assert_close(found["chosen"], wanted, rtol=1e-5, atol=0)
+    assert found["eval"] == pytest.approx(wanted[0], rel=1e-5)
+    torch.testing.assert_close(found["bf16"], wanted, rtol=5e-3, atol=0)
+    assert found["profiled"] == ["<1,1>", "<sp2,1>", "<sp4,1>"]
+    one, two, four = found["max_len"]
+    assert two == pytest.approx(2 * one, rel=1e-3)
+    assert four == pytest.approx(4 * one, rel=1e-3)
+
+
+PROFILE = {
+    "schema": PROFILE_SCHEMA,
+    "hardware": {"name": "test", "memory_bytes": 10**9, "reserved_bytes": 0, "safety_margin_bytes": 0},
+    "model": {"name": "tiny", "num_layers": 2, "hidden_size": 32, "vocab_size": 97},
+    "memory": {
+        "activation_bytes_per_token_per_layer_per_hidden": {"1": 100, "2": 120},
+        "state_bytes_per_layer_per_hidden2": 16,
+        "sharded_fraction": 0.9,
+    },
+    "schemes": [
+        {"tp": 1, "pp": 1, "quadratic_ms": 8e-4, "linear_ms": 0.8, "constant_ms": 1.0},
+        {"tp": 2, "pp": 1, "quadratic_ms": 4e-4, "linear_ms": 0.5, "constant_ms": 2.0},
+    ],
+}
+
+
+def test_what_was_not_profiled_is_estimated_between_perfect_scaling_and_tp():
+    profile = Profile.from_json(PROFILE)
+    strategies = parse_strategies(["1x<sp2,1> + 1x<2,1>", "1x<sp4,1>", "1x<sp2,1,2>"])
+    found = with_estimates(profile, strategies)
+    assert found.latency[Scheme(1, 1, sp=2)] == LatencyModel(
+        quadratic_ms=4e-4, linear_ms=0.45, constant_ms=2.0
+    )
+    assert found.latency[Scheme(1, 1, sp=4)] == LatencyModel(
+        quadratic_ms=2e-4, linear_ms=0.2, constant_ms=1.0
+    )
+    assert Scheme(1, 2, sp=2) not in found.latency, "there is no <1,2> to start from"
+    assert [e["sp"] for e in found.document["schemes"] if e.get("estimated")] == [2, 4]
+    measured = {"tp": 1, "pp": 1, "sp": 2, "quadratic_ms": 3e-4, "linear_ms": 0.3, "constant_ms": 3.0}
+    known = Profile.from_json({**PROFILE, "schemes": [*PROFILE["schemes"], measured]})
+    assert with_estimates(known, strategies[:1]) is known
+
+
+def test_memory_of_a_row_is_shared_and_that_of_states_is_not():
+    memory = Profile.from_json(PROFILE).memory
+    for tp in (1, 2):
+        states, row = (memory.rank_bytes(Scheme(tp, 1), 8, tokens) for tokens in (0, 1000))
+        cut_states, cut_row = (memory.rank_bytes(Scheme(tp, 1, sp=4), 8, tokens) for tokens in (0, 1000))
+        assert cut_states == states
+        assert cut_row - states == pytest.approx((row - states) / 4)
+
+
+def test_roofline_of_sp_shares_work_and_adds_exchanges():
+    hardware = Hardware.from_json(read_json_object(find_file("hardware", "a800")), source="a800")
+    shape = ModelShape(num_layers=32, hidden_size=4096, intermediate_size=11008, vocab_size=32000)
+    one, both, tp = (
+        predict_latency(shape, hardware, s) for s in (Scheme(1, 1), Scheme(1, 1, sp=2), Scheme(2, 1))
+    )
+    assert both.quadratic_ms == pytest.approx(one.quadratic_ms / 2)
+    assert one.linear_ms / 2 < both.linear_ms < tp.linear_ms
+    assert one.constant_ms < both.constant_ms <= tp.constant_ms

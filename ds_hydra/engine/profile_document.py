@@ -136,10 +136,13 @@ def saturation(entries: Sequence[dict[str, Any]], longest: int) -> dict[str, int
     for entry in sorted(entries, key=lambda e: (-e.get("sp", 1), -e["pp"])):
         by_tp[entry["tp"]] = entry
     return {
-        str(tp): saturation_tokens(
-            fit_latency(entry["measured"]["lengths"], entry["measured"]["times_ms"]).model, longest
+        str(tp): max(
+            1,
+            saturation_tokens(
+                fit_latency(entry["measured"]["lengths"], entry["measured"]["times_ms"]).model, longest
+            )
+            // entry.get("sp", 1),
         )
-        // entry.get("sp", 1)
         for tp, entry in sorted(by_tp.items())
     }
 
