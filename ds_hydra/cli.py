@@ -70,9 +70,10 @@ def _plan(
     from ds_hydra.sampler.plan import GlobalBatch
     from ds_hydra.sampler.planner import PlannerSettings, plan_iteration, warm_up
     from ds_hydra.strategy.profile import Profile
+    from ds_hydra.strategy.sequence_parallel import with_estimates
 
-    profile = Profile.load(find_profile(profile_name))
     strategies, num_devices = _read_strategies(strategies_path)
+    profile = with_estimates(Profile.load(find_profile(profile_name)), strategies)
     lengths = _read_lengths(lengths_path)
     warm_up()
     start = time.perf_counter()

@@ -88,11 +88,11 @@ def relative_errors(got, wanted, names):
     }
 
 
-def check_gradients(family, strategies, hydra=None, overrides=None):
+def check_gradients(family, strategies, hydra=None, overrides=None, lengths=LENGTHS):
     model = tiny(family, **(overrides or {}))
     reference = copy.deepcopy(model)
     names = [name for name, _ in reference.named_parameters()]
-    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    examples = random_examples(lengths, VOCAB_SIZE, seed=1)
     wanted_loss, wanted = token_mean_gradients(reference, examples)
     engine = start_hydra(model, hydra=hydra)
     tensors = [(e["input_ids"], e["labels"]) for e in examples]
@@ -101,7 +101,7 @@ def check_gradients(family, strategies, hydra=None, overrides=None):
         strategy = Strategy.parse(text)
         engine.hydra.prepare_forced(strategy)
         for empty_pipeline in (False, True):
-            plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=empty_pipeline)
+            plan = hand_plan(strategy, lengths, num_label_tokens(examples), empty_pipeline=empty_pipeline)
             grads_P = engine._zero_gradient_shards()
             outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
             loss = (

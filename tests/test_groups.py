@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ds_hydra.engine.groups import NCCL_GROUP_BYTES, NCCL_PAIR_BYTES, describe_groups, groups_of
+from ds_hydra.sampler.propose import count_communicators
 from ds_hydra.strategy import Strategy
 
 EVERYONE = (0, 1, 2, 3)
@@ -23,3 +24,11 @@ def test_nccl_memory_is_that_of_the_ranks_own_groups():
 
 def test_groups_of_one_rank_cost_nothing():
     assert "0.0 GiB" in describe_groups([("pull", (0,))], rank=0, backend="nccl")
+
+
+def test_sp_groups_are_the_ranks_with_the_same_slices():
+    strategy = Strategy.parse("1x<sp2,2,2> + 1x<sp2,1> + 1x<1,1>")
+    keys = groups_of(strategy)
+    assert {ranks for purpose, ranks in keys if purpose == "tp"} == {(0, 1), (2, 3), (4, 5), (6, 7)}
+    assert {ranks for purpose, ranks in keys if purpose == "sp"} == {(0, 2), (1, 3), (4, 6), (5, 7), (8, 9)}
+    assert count_communicators([strategy]) == len(keys)

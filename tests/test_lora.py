@@ -57,7 +57,7 @@ def parity():
         trained = [p for p in model.parameters() if p.requires_grad]
         num_states = sum(group.numel() for group in engine.optimizer.fp32_partitioned_groups_flat)
         assert num_states == sum(p.ds_tensor.numel() for p in trained)
-        for strategy in ("4x<1,1>", "1x<4,1>", "1x<1,2> + 1x<2,1>"):
+        for strategy in ("4x<1,1>", "1x<4,1>", "1x<1,2> + 1x<2,1>", "1x<sp2,2,1>"):
             got, grads = gradients(engine, model, examples, strategy)
             worst = max(
                 float((mine - theirs).norm() / theirs.norm().clamp_min(1e-12))

@@ -74,6 +74,15 @@ def test_attention_sinks_are_refused_at_the_start():
     ("scheme", "words"),
     [
         (Scheme(3, 1), "TP 3 does not divide the model's 4 attention heads; use TP 1, 2, 4"),
+        (
+            Scheme(1, 1, sp=3),
+            r"<sp3,1>: SP 3 x TP 1 = 3 does not divide the model's 4 .*heads; use SP 1, 2, 4 with TP 1",
+        ),
+        (
+            Scheme(2, 1, sp=4),
+            r"<sp4,2,1>: SP 4 x TP 2 = 8 does not divide .*4 attention heads; use SP 1, 2 with TP 2",
+        ),
+        (Scheme(3, 1, sp=2), "TP 3 does not divide"),
         (Scheme(1, 5), "PP 5 is above the model's 4 layers; use PP 4 or less"),
     ],
 )
@@ -86,3 +95,26 @@ def test_key_value_heads_and_tp_must_divide_each_other():
     model = tiny("llama", num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
     with pytest.raises(HydraConfigError, match=r"TP 3 and the model's 2 key-value heads.*use TP 1, 2, 6"):
         Skeleton(model).check_scheme(Scheme(3, 1))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 8,
+        },
+    ],
+)
+def test_rotary_embeddings_that_follow_the_longest_position_refuse_sp(rope):
+    skeleton = Skeleton(tiny("llama", rope_parameters=rope))
+    skeleton.check_scheme(Scheme(2, 2))
+    with pytest.raises(
+        UnsupportedModelError, match=rf"<sp2,1>.*rotary embeddings of type '{rope['rope_type']}'.*SP 1"
+    ):
+        skeleton.check_scheme(Scheme(1, 1, sp=2))
+    Skeleton(tiny("gemma3")).check_scheme(Scheme(1, 1, sp=2))  # two types of layers, both fixed

@@ -59,6 +59,9 @@ def profile(
         str | None, typer.Option(help="TP degrees, e.g. 1,2,4,8; all that fit if not given.")
     ] = None,
     pp: Annotated[str | None, typer.Option(help="PP degrees, e.g. 1,2; all that fit if not given.")] = None,
+    sp: Annotated[
+        str, typer.Option(help="Sequence parallel degrees, e.g. 1,2; every one with all TP and PP degrees.")
+    ] = "1",
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -112,7 +115,7 @@ def profile(
             }
         )
         known_topology = None if topology is None else Topology.load(topology)
-        degrees = {"tp": _numbers("--tp", tp), "pp": _numbers("--pp", pp)}
+        degrees = {"tp": _numbers("--tp", tp), "pp": _numbers("--pp", pp), "sp": _numbers("--sp", sp)}
         _check_folder(out)
         # After all that can be checked without them: the imports take seconds.
         from ds_hydra.engine.profile_run import ProfileRequest

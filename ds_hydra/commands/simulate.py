@@ -153,6 +153,7 @@ def _workload(
     from ds_hydra.strategy.histogram import LengthHistogram
     from ds_hydra.strategy.profile import Profile
     from ds_hydra.strategy.scheme import Strategy
+    from ds_hydra.strategy.sequence_parallel import with_estimates
 
     given = {"--profile": profile, "--histogram": histogram, "--devices": devices, "--context": context}
     missing = [name for name, value in given.items() if value is None]
@@ -165,15 +166,19 @@ def _workload(
         tokens=_numbers("--tokens", tokens) if tokens is not None else (),
     )
     num_devices, context_length, tokens_per_iteration = next(axes.points())
+    candidates = load_strategies(str(strategies)) if strategies else ()
+    given_strategy = Strategy.parse(baseline) if baseline else None
     workload = Workload(
         name=f"{profile}, {histogram}",
-        profile=Profile.load(find_profile(profile)),
+        profile=with_estimates(
+            Profile.load(find_profile(profile)), (*candidates, *([given_strategy] if given_strategy else []))
+        ),
         histogram=LengthHistogram.load(find_file("lengths", histogram)),
         num_devices=num_devices,
         context_length=context_length,
         tokens_per_iteration=tokens_per_iteration,
-        given=Strategy.parse(baseline) if baseline else None,
-        strategies=load_strategies(str(strategies)) if strategies else (),
+        given=given_strategy,
+        strategies=candidates,
     )
     return workload, axes
 

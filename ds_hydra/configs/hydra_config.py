@@ -186,7 +186,10 @@ class HydraConfig(_Section):
     """Token budget of one global mini-batch, over all ranks; no default: the learning rate depends on it."""
 
     strategies: Annotated[tuple[str, ...] | str | None, BeforeValidator(_strategies)] = None
-    """Candidate strategies as a list of text forms, or a `ds_hydra.strategies/1` file; null proposes them."""
+    """Candidate strategies as a list of text forms, or a `ds_hydra.strategies/1` file; null proposes them.
+
+    A pipeline is `<TP,PP>`, or `<spN,TP,PP>` (`<spN,PP>`) where N ranks share its rows by sequence parallelism.
+    """
 
     profile: Text | None = None
     """A `ds_hydra.profile/1` file or the name of a shipped one; null measures this machine at the start."""

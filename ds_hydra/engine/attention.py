@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ds_hydra.engine.sequence_parallel import Piece, gather_row, scatter_row
 from ds_hydra.errors import UnsupportedModelError
 
 ATTENTION_NAME = "hydra_varlen"
@@ -30,19 +31,25 @@ class PackedRow:
     cu_seqlens: Tensor
     """[num_sequences + 1] int32 on the compute device: begin of every sequence, then the row's length."""
     position_ids: Tensor
-    """[1, T] on the compute device: positions that restart at 0 in every sequence."""
+    """[1, T] on the compute device: positions that restart at 0 in every sequence; of this rank's piece."""
+    piece: Piece | None = None
+    """What this rank holds of the row where it is cut for sequence parallelism; lengths are of the padded row."""
 
     @classmethod
-    def build(cls, lengths: Sequence[int], device: torch.device) -> PackedRow:
-        """The row that concatenates sequences of `lengths` tokens."""
+    def build(cls, lengths: Sequence[int], device: torch.device, piece: Piece | None = None) -> PackedRow:
+        """The row that concatenates sequences of `lengths` tokens, or a piece of it."""
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        if piece is not None:
+            padding = piece.num_padding(len(positions))
+            lengths = [*lengths, padding] if padding else lengths
+            positions = piece.cut(positions)
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-        return cls(tuple(lengths), ends.to(device), positions.to(device))
+        return cls(tuple(lengths), ends.to(device), positions.unsqueeze(0).to(device), piece)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the row."""
-        return sum(self.lengths)
+        """Tokens of the row, or of this rank's piece, padding included."""
+        return self.position_ids.shape[1]
 
 
 @torch.compiler.disable  # the lengths of a row are not shapes: each row would compile anew
@@ -63,6 +70,8 @@ def hydra_varlen(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence of `packed_row`; returns ([1, T, H, D], None).
 
+    Under sequence parallelism T are the tokens of this rank's piece, and the call is collective over the SP group.
+
     `sliding_window` w lets a token see itself and the w - 1 tokens before it; `softcap` c replaces scores s
     by c tanh(s / c). The number of query heads per key-value head is taken from the tensors, because under
     TP a rank may hold a replica of a key-value head.
@@ -74,6 +83,23 @@ def hydra_varlen(
             f"{type(module).__name__}: attention dropout {dropout} is not supported; set attention_dropout to 0 "
             "in the model's config"
         )
+    piece = packed_row.piece
+    if piece is not None:
+        query_BHTD, key_BKTD, value_BKTD = gather_row(query_BHTD, key_BKTD, value_BKTD, piece)
+    out_BTHD = _attend(query_BHTD, key_BKTD, value_BKTD, packed_row, scaling, sliding_window, softcap)
+    return (out_BTHD if piece is None else scatter_row(out_BTHD, piece)), None
+
+
+def _attend(
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTD: Tensor,
+    packed_row: PackedRow,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[1, T, H, D] of whole sequences, by the best kernel there is."""
     longest = max(packed_row.lengths)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
@@ -90,11 +116,11 @@ def hydra_varlen(
                 window,
                 softcap,
             )
-            return out_THD.unsqueeze(0), None
+            return out_THD.unsqueeze(0)
     out_BHTD = attention_per_sequence(
         query_BHTD, key_BKTD, value_BKTD, packed_row.lengths, scale, window, softcap
     )
-    return out_BHTD.transpose(1, 2), None
+    return out_BHTD.transpose(1, 2)
 
 
 def attention_per_sequence(

@@ -34,6 +34,7 @@ from ds_hydra.strategy.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.histogram import LengthHistogram
 from ds_hydra.strategy.profile import read_json_object
 from ds_hydra.strategy.proposal import check_context
+from ds_hydra.strategy.sequence_parallel import with_estimates
 
 CHECK_SCHEMA = "ds_hydra.check/1"
 DEFAULT_DEVICES = 8
@@ -161,12 +162,23 @@ class _Budget:
         report.num_devices = self._num_devices(given)
         self._load_model()
         self._profile = self._find_profile(given)
+        self._estimate_sequence_parallel(given)
         self._say_what_is_pulled_again()
         if self._profile is not None:
             self._describe_memory(self._profile, given)
         strategies = self._candidates(given)
         self._check_communicators([*strategies, *self._started_with])
         report.strategies = [str(strategy) for strategy in strategies]
+
+    def _estimate_sequence_parallel(self, given: Sequence[Strategy]) -> None:
+        if self._profile is None:
+            return
+        known, self._profile = self._profile.latency, with_estimates(self._profile, given)
+        if added := sorted(self._profile.latency.keys() - known.keys()):
+            self._report.assumed.append(
+                f"times of {', '.join(map(str, added))}, which the profile does not know, are estimated from TP "
+                "(`ds-hydra profile --sp` measures them)"
+            )
 
     def _check_paths(self) -> None:
         folder = self._hydra.run_dir

@@ -20,11 +20,16 @@ GroupKey = tuple[str, tuple[int, ...]]
 
 
 def groups_of(strategy: Strategy) -> set[GroupKey]:
-    """Groups that `strategy` needs: one per TP group, and one per direction for each pipeline with PP > 1."""
+    """Groups that `strategy` needs: one per TP and SP group, and one per direction for each pipeline with PP > 1."""
     keys: set[GroupKey] = set()
     for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
         if scheme.tp > 1:
             keys |= {("tp", ranks[s : s + scheme.tp]) for s in range(0, len(ranks), scheme.tp)}
+        if scheme.sp > 1:
+            stages = [
+                ranks[s : s + scheme.ranks_per_stage] for s in range(0, len(ranks), scheme.ranks_per_stage)
+            ]
+            keys |= {("sp", stage[t :: scheme.tp]) for stage in stages for t in range(scheme.tp)}
         if scheme.pp > 1:
             keys |= {("pp_down", ranks), ("pp_up", ranks)}
     return keys

@@ -44,7 +44,7 @@ def one_forward_one_backward(
 
 @dataclass(kw_only=True)
 class StageIO:
-    """Point-to-point neighbours of this rank in its pipeline (same TP rank, stage before and after).
+    """Point-to-point neighbours of this rank in its pipeline (same SP and TP rank, stage before and after).
 
     Two groups, one per direction, so that an activation going down and a gradient coming up between the
     same two ranks never wait for each other on one communicator.

@@ -72,7 +72,7 @@ def nominal_profile(skeleton: Skeleton, schemes: Iterable[Scheme]) -> dict[str, 
     entries = []
     for scheme in sorted(set(schemes)):
         layers = max(len(skeleton.stage_layers(scheme, stage)) for stage in range(scheme.pp))
-        share = layers / scheme.tp * 6 / 1e9  # 2 FLOP forward + 4 backward per parameter, ms at 1 TFLOP/s
+        share = layers / scheme.ranks_per_stage * 6 / 1e9  # 2 FLOP forward + 4 backward, ms at 1 TFLOP/s
         entries.append(
             {
                 **scheme.to_json(),
@@ -129,13 +129,17 @@ def scheme_entry(scheme: Scheme, lengths: Sequence[int], times_ms: Sequence[floa
 
 
 def saturation(entries: Sequence[dict[str, Any]], longest: int) -> dict[str, int]:
-    """UtilLen per TP degree, from its smallest PP."""
+    """UtilLen per TP degree, from its smallest SP and PP; of the piece of a row that one rank has under SP."""
     by_tp: dict[int, dict[str, Any]] = {}
-    for entry in sorted(entries, key=lambda e: -e["pp"]):
+    for entry in sorted(entries, key=lambda e: (-e.get("sp", 1), -e["pp"])):
         by_tp[entry["tp"]] = entry
     return {
-        str(tp): saturation_tokens(
-            fit_latency(entry["measured"]["lengths"], entry["measured"]["times_ms"]).model, longest
+        str(tp): max(
+            1,
+            saturation_tokens(
+                fit_latency(entry["measured"]["lengths"], entry["measured"]["times_ms"]).model, longest
+            )
+            // entry.get("sp", 1),
         )
         for tp, entry in sorted(by_tp.items())
     }

@@ -39,7 +39,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class ProfileRequest:
     """What to profile. `config` holds context, memory limit, checkpointing, lengths and repeats.
 
-    `dtype` None: bf16, fp32 on a CPU. `tp`, `pp`: degrees to measure, None for all that fit. `topology`:
+    `dtype` None: bf16, fp32 on a CPU. `tp`, `pp`, `sp`: degrees to measure, None for all that fit. `topology`:
     the cluster that one device stands for.
     """
 
@@ -48,6 +48,7 @@ class ProfileRequest:
     dtype: str | None = None
     tp: tuple[int, ...] | None = None
     pp: tuple[int, ...] | None = None
+    sp: tuple[int, ...] = (1,)
     topology: Topology | None = None
 
 
@@ -137,6 +138,11 @@ def _prepare(
                 "started; leave it out to measure them, or start one"
             )
         request.topology.check_one_kind()
+        if max(request.sp) > 1:
+            raise HydraConfigError(
+                f"--sp is {','.join(map(str, request.sp))}, and with --topology schemes are composed of TP slices; "
+                "leave out --sp, or start the ranks that are to be measured"
+            )
         num_devices = request.topology.num_devices
     model_config = load_model_config(request.model)
     skeleton = build_random_skeleton(
@@ -154,7 +160,7 @@ def _prepare(
 def _schemes(request: ProfileRequest, skeleton: Skeleton, num_devices: int) -> tuple[Scheme, ...]:
     """Schemes of the wanted degrees that the devices hold and the model allows; raises where there is none."""
     allowed, refused = [], ""
-    for scheme in fitting_schemes(num_devices, tp=request.tp, pp=request.pp):
+    for scheme in fitting_schemes(num_devices, tp=request.tp, pp=request.pp, sp=request.sp):
         try:
             skeleton.check_scheme(scheme)
             allowed.append(scheme)
@@ -162,8 +168,8 @@ def _schemes(request: ProfileRequest, skeleton: Skeleton, num_devices: int) -> t
             refused = f"; {error}"
     if not allowed:
         raise HydraConfigError(
-            f"no scheme of {_degrees('--tp', request.tp)} and {_degrees('--pp', request.pp)} fits {num_devices} "
-            f"devices and the model{refused}"
+            f"no scheme of {_degrees('--tp', request.tp)}, {_degrees('--pp', request.pp)} and "
+            f"{_degrees('--sp', request.sp)} fits {num_devices} devices and the model{refused}"
         )
     return tuple(allowed)
 

@@ -102,16 +102,19 @@ def _measure_memory(
 ) -> dict[str, Any]:
     """The profile without its times: hardware, model, and activation bytes of every TP degree.
 
-    Measured with a short row under the deepest pipeline of each degree, which needs the least memory.
+    Measured with a short row under the deepest pipeline of each degree, which needs the least memory; without
+    sequence parallelism where there is a choice.
     """
-    deepest = {scheme.tp: scheme for scheme in sorted(homogeneous, key=lambda scheme: scheme.pp)}
+    deepest = {scheme.tp: scheme for scheme in sorted(homogeneous, key=lambda s: (-s.sp, s.pp))}
     length = min(config.context_length, 512)
     skeleton = propagator.skeleton
     activation = {}
     for tp, scheme in sorted(deepest.items()):
         measure = functools.partial(token_bytes, propagator, homogeneous[scheme], length)
         num_bytes = known.get(f"{scheme} bytes per token", measure)
-        activation[str(tp)] = num_bytes * tp / (skeleton.num_layers * skeleton.hidden_size)
+        activation[str(tp)] = (
+            num_bytes * scheme.ranks_per_stage / (skeleton.num_layers * skeleton.hidden_size)
+        )
     return {
         "schema": PROFILE_SCHEMA,
         "source": f"measured on {propagator.num_ranks} ranks",

@@ -32,6 +32,7 @@ from ds_hydra.engine.repull_plan import (
     split_repulled,
     stage_passes,
 )
+from ds_hydra.engine.sequence_parallel import Piece
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.engine.slices import SlicePool, Slices, gradient_numel, held_numel
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL, summed_cross_entropy
@@ -70,6 +71,7 @@ class Role:
     pipeline: int
     scheme: Scheme
     stage: int
+    sp_rank: int
     tp_rank: int
     ranks: tuple[int, ...]
 
@@ -84,14 +86,21 @@ class Role:
         roles = {}
         for index, (scheme, ranks) in enumerate(zip(strategy.schemes, strategy.place(), strict=True)):
             for place, rank in enumerate(ranks):
-                roles[rank] = cls(index, scheme, *divmod(place, scheme.tp), ranks)
+                place, tp_rank = divmod(place, scheme.tp)
+                roles[rank] = cls(index, scheme, *divmod(place, scheme.sp), tp_rank, ranks)
         return roles
 
     @property
     def tp_ranks(self) -> tuple[int, ...]:
         """The TP group."""
-        begin = self.stage * self.scheme.tp
+        begin = (self.stage * self.scheme.sp + self.sp_rank) * self.scheme.tp
         return self.ranks[begin : begin + self.scheme.tp]
+
+    @property
+    def sp_ranks(self) -> tuple[int, ...]:
+        """The SP group: ranks with the same slices, in the order of their pieces of a row."""
+        begin = self.stage * self.scheme.ranks_per_stage
+        return self.ranks[begin : begin + self.scheme.ranks_per_stage][self.tp_rank :: self.scheme.tp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +160,7 @@ class Outcome:
     """What one rank measured in one iteration; times in milliseconds."""
 
     loss_sum: float
-    """Sum over labelled tokens, on exactly one rank of each pipeline; 0.0 elsewhere."""
+    """Sum over labelled tokens, each on exactly one rank; 0.0 on ranks without any."""
     propagate_ms: float
     """Forward and backward, without waiting for slices."""
     pull_ms: float
@@ -430,7 +439,7 @@ class Propagator:
         load: LoadExample,
         loss_scale: float | None,
     ) -> float:
-        """Loss sum of this rank's pipeline (on one rank of its last stage); trains where `loss_scale` is given.
+        """Loss sum of this rank's tokens (on one TP rank of the last stage); trains where `loss_scale` is given.
 
         Collective over the pipeline only.
         """
@@ -440,7 +449,8 @@ class Propagator:
         self._enter(role, link.repulls, slices, session, repulls)
         try:
             stage = self._stage_info(role, slices)
-            rows = RowTensors.load(plan, plan.pipelines[role.pipeline], stage, load, self._device)
+            piece = self._piece(role)
+            rows = RowTensors.load(plan, plan.pipelines[role.pipeline], stage, load, self._device, piece)
             scale = 1.0 if loss_scale is None else loss_scale / plan.num_label_tokens
 
             def forward(index: int, hidden: Tensor | None) -> Tensor:
@@ -502,12 +512,18 @@ class Propagator:
             device=self._device,
         )
 
+    def _piece(self, role: Role) -> Piece | None:
+        """What this rank holds of each row, where its pipeline cuts rows."""
+        if role.scheme.sp == 1:
+            return None
+        return Piece(self.groups.get("sp", role.sp_ranks), role.scheme.sp, role.sp_rank)
+
     def _stage_io(self, role: Role) -> StageIO:
-        tp, pp = role.scheme.tp, role.scheme.pp
-        place = role.stage * tp + role.tp_rank
+        step, pp = role.scheme.ranks_per_stage, role.scheme.pp
+        place = role.ranks.index(self.rank)
         return StageIO(
-            previous_rank=role.ranks[place - tp] if role.stage > 0 else None,
-            next_rank=role.ranks[place + tp] if role.stage < pp - 1 else None,
+            previous_rank=role.ranks[place - step] if role.stage > 0 else None,
+            next_rank=role.ranks[place + step] if role.stage < pp - 1 else None,
             down_group=self.groups.get("pp_down", role.ranks) if pp > 1 else None,
             up_group=self.groups.get("pp_up", role.ranks) if pp > 1 else None,
         )
@@ -534,7 +550,10 @@ class Propagator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTensors:
-    """One packed row on the compute device; tokens only on first stages, targets only on last ones."""
+    """One packed row, or this rank's piece of it, on the compute device; T are its tokens.
+
+    Tokens only on first stages, targets only on last ones.
+    """
 
     packed: PackedRow
     input_ids_T: Tensor | None
@@ -550,18 +569,24 @@ class RowTensors:
         stage: StageInfo,
         load: LoadExample,
         device: torch.device,
+        piece: Piece | None = None,
     ) -> list[RowTensors]:
-        """The rows of `pipeline` that `stage` needs."""
+        """The rows of `pipeline` that `stage` needs, cut to `piece` after labels were shifted."""
+
+        def join(parts: list[Tensor], fill: int) -> Tensor:
+            row_T = torch.cat(parts)
+            return (row_T if piece is None else piece.cut(row_T, fill)).to(device)
+
         rows = []
         for micro_batch in pipeline.micro_batches:
             ids, targets = None, None
             if stage.is_first or stage.is_last:
                 examples = [load(position) for position in micro_batch]
                 if stage.is_first:
-                    ids = torch.cat([input_ids for input_ids, _ in examples]).unsqueeze(0).to(device)
+                    ids = join([input_ids for input_ids, _ in examples], 0).unsqueeze(0)
                 if stage.is_last:
-                    targets = torch.cat([shift_labels(labels) for _, labels in examples]).to(device)
-            packed = PackedRow.build(plan.row_lengths(micro_batch), device)
+                    targets = join([shift_labels(labels) for _, labels in examples], IGNORED_LABEL)
+            packed = PackedRow.build(plan.row_lengths(micro_batch), device, piece)
             rows.append(cls(packed=packed, input_ids_T=ids, targets_T=targets))
         return rows
 

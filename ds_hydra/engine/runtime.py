@@ -46,6 +46,7 @@ from ds_hydra.strategy.candidates import enumerate_strategies, load_strategies, 
 from ds_hydra.strategy.histogram import LengthHistogram
 from ds_hydra.strategy.proposal import check_context
 from ds_hydra.strategy.scheme import parse_strategies
+from ds_hydra.strategy.sequence_parallel import with_estimates
 
 logger = logging.getLogger(__name__)
 
@@ -384,6 +385,7 @@ class HydraRuntime:
     def _candidates(self) -> tuple[Strategy, ...]:
         if self.config.strategies is not None:
             strategies = load_strategies(self.config.strategies)
+            self._estimate_sequence_parallel(strategies)
             for strategy in strategies:
                 self._check_strategy(strategy)
                 for scheme in strategy.schemes if self._profile is not None else ():
@@ -396,6 +398,20 @@ class HydraRuntime:
                 "set hydra.strategies, or hydra.profile to another one"
             )
         return candidates_without_data(schemes, self.num_ranks, self.config.max_process_groups)
+
+    def _estimate_sequence_parallel(self, strategies: Iterable[Strategy]) -> None:
+        """Give the configured profile times for schemes with SP that it does not know."""
+        if self._profile is None:
+            return
+        known, self._profile = self._profile.latency, with_estimates(self._profile, strategies)
+        added = self._profile.latency.keys() - known.keys()
+        if added and self.is_first_rank:
+            logger.warning(
+                "profile %r was measured without %s: their times are estimated from TP; `ds-hydra profile --sp` "
+                "measures them",
+                self._profile.name,
+                ", ".join(map(str, sorted(added))),
+            )
 
     def _fit_candidates_to_data(self) -> None:
         """Propose candidates from the lengths of the data where they are too many to try all.

@@ -159,17 +159,44 @@ class Skeleton:
         """Raise HydraConfigError where this model cannot run under `scheme`, naming degrees that work."""
         scheme.check_layers(self.num_layers)
         self._check_checkpointing(scheme)
-        if scheme.sp > 1:
-            raise HydraConfigError(
-                f"scheme {scheme}: the engine does not run sequence parallelism; use SP 1 in hydra.strategies"
-            )
         if scheme.pp > 1 and self._no_pp_because:
             raise UnsupportedModelError(
                 f"scheme {scheme}: the layers of {type(self._model).__name__} cannot be split into stages, because "
                 f"{self._no_pp_because}; use PP 1 in hydra.strategies"
             )
-        if scheme.tp == 1:
-            return
+        if scheme.tp > 1:
+            self._check_tensor_parallel(scheme)
+        if scheme.sp > 1:
+            self._check_sequence_parallel(scheme)
+
+    def _check_sequence_parallel(self, scheme: Scheme) -> None:
+        """Refuse degrees that do not divide the heads, and what a piece of a row cannot know of the whole row."""
+        heads = self._base.config.num_attention_heads
+        if heads % (scheme.sp * scheme.tp):
+            works = [d for d in range(1, heads + 1) if heads % (d * scheme.tp) == 0]
+            raise HydraConfigError(
+                f"scheme {scheme}: SP {scheme.sp} x TP {scheme.tp} = {scheme.sp * scheme.tp} does not divide the "
+                f"model's {heads} attention heads; use SP {', '.join(map(str, works))} with TP {scheme.tp} in "
+                "hydra.strategies"
+            )
+        if rope_type := self._find_dynamic_rope():
+            raise UnsupportedModelError(
+                f"scheme {scheme}: {type(self._model).__name__} has rotary embeddings of type {rope_type!r}, whose "
+                "frequencies follow from the longest position in sight, which differs between the pieces of a row; "
+                "use SP 1 in hydra.strategies"
+            )
+
+    def _find_dynamic_rope(self) -> str | None:
+        """The type of rotary embeddings that change their frequencies with the positions they see, if there are."""
+        for module in self._base.modules():
+            found = getattr(module, "rope_type", None)
+            for rope_type in found.values() if isinstance(found, dict) else [found]:
+                if isinstance(rope_type, str) and ("dynamic" in rope_type or rope_type == "longrope"):
+                    return rope_type
+        return None
+
+    def _check_tensor_parallel(self, scheme: Scheme) -> None:
+        """Refuse degrees that do not divide the heads, and layers that the tp plan does not slice."""
         config = self._base.config
         heads, kv_heads = config.num_attention_heads, _num_kv_heads(config)
         if heads % scheme.tp:
@@ -267,7 +294,7 @@ class Skeleton:
             layers = scheme.repull or wanted
             of_stages = [self.stage_repulls(scheme, stage, layers) for stage in range(scheme.pp)]
             for place, rank in enumerate(ranks):
-                repulls[rank] = of_stages[place // scheme.tp]
+                repulls[rank] = of_stages[place // scheme.ranks_per_stage]
         return repulls
 
     def strategy_buckets(self, strategy: Strategy, num_ranks: int) -> list[RankBuckets]:
@@ -276,7 +303,7 @@ class Skeleton:
         rank_buckets: list[RankBuckets] = [()] * num_ranks
         for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
             for place, rank in enumerate(ranks):
-                key = (scheme, *divmod(place, scheme.tp))
+                key = (scheme, place // scheme.ranks_per_stage, place % scheme.tp)
                 if key not in known:
                     known[key] = self.buckets(*key)
                 rank_buckets[rank] = known[key]

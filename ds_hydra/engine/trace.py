@@ -97,7 +97,7 @@ class TraceChoice:
 
 
 def gather_timeline(recorder: Recorder, plan: IterationPlan, device: torch.device) -> Timeline:
-    """What all stages did, on every rank; a stage is represented by its first TP rank.
+    """What all stages did, on every rank; a stage is represented by its first rank.
 
     Collective over all ranks. Clocks: ranks of one host share one, and hosts are aligned where their first
     rank began, which all do when the check of the plan's digest lets them go.
@@ -133,10 +133,10 @@ def gather_timeline(recorder: Recorder, plan: IterationPlan, device: torch.devic
 
 
 def _representatives(plan: IterationPlan) -> Iterator[tuple[int, int, int]]:
-    """(rank, pipeline, stage) of the first TP rank of each stage, and of the first rank that idles."""
+    """(rank, pipeline, stage) of the first rank of each stage, and of the first rank that idles."""
     for index, pipeline in enumerate(plan.pipelines):
         for stage in range(pipeline.scheme.pp):
-            yield pipeline.ranks[stage * pipeline.scheme.tp], index, stage
+            yield pipeline.ranks[stage * pipeline.scheme.ranks_per_stage], index, stage
     if plan.strategy.num_devices < plan.num_devices:
         yield plan.strategy.num_devices, -1, 0
 

@@ -122,10 +122,10 @@ def _choose_rows(timeline: Timeline) -> tuple[list[_Row], int]:
 
 def _rows_of(timeline: Timeline, index: int) -> Iterator[_Row]:
     track = timeline.pipelines[index]
-    tp, pp = track.scheme.tp, track.scheme.pp
+    size, pp = track.scheme.ranks_per_stage, track.scheme.pp
     for stage in range(pp):
-        first, last = track.ranks[stage * tp], track.ranks[(stage + 1) * tp - 1]
-        ranks = f"rank {first}" if tp == 1 else f"ranks {first}-{last}"
+        first, last = track.ranks[stage * size], track.ranks[(stage + 1) * size - 1]
+        ranks = f"rank {first}" if size == 1 else f"ranks {first}-{last}"
         name = f"{track.scheme}" if pp == 1 else f"{track.scheme} s{stage}"
         yield _Row(index, stage, name, ranks)
 

@@ -135,7 +135,7 @@ def _thread(timeline: Timeline, event: Event) -> tuple[int, str]:
         first = max((max(track.ranks) for track in timeline.pipelines), default=-1) + 1
         return first, f"rank {first} and idle ones after it"
     track = timeline.pipelines[event.pipeline]
-    first = track.ranks[event.stage * track.scheme.tp]
+    first = track.ranks[event.stage * track.scheme.ranks_per_stage]
     if event.kind in (EventKind.P2P, EventKind.PULL, EventKind.PUSH):
         return _LINK + first, f"rank {first} link"
     return first, f"rank {first}"

@@ -36,7 +36,7 @@ class GlobalBatch:
 class PipelinePlan:
     """What one pipeline runs: its ranks and its packed rows in 1F1B order.
 
-    `micro_batches[j]` lists positions in `IterationPlan.lengths`; `ranks[stage * tp + t]`.
+    `micro_batches[j]` lists positions in `IterationPlan.lengths`; `ranks[(stage * sp + s) * tp + t]`.
     """
 
     scheme: Scheme

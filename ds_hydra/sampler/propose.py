@@ -180,21 +180,24 @@ def propose_strategies(
 
 
 def count_communicators(strategies: Sequence[Strategy]) -> int:
-    """Process groups that `strategies` need together: one per TP group, two per pipeline of several stages.
+    """Process groups that `strategies` need together: one per TP or SP group, two per pipeline of several stages.
 
     Strategies share the groups that have the same ranks, which placement in blocks makes frequent.
     """
     return len(set().union(*(_communicators(strategy) for strategy in strategies)))
 
 
-def _communicators(strategy: Strategy) -> set[tuple[str, int, int]]:
-    """Groups by purpose, first rank and size; ranks of a group are consecutive."""
+def _communicators(strategy: Strategy) -> set[tuple[str, int, int, int]]:
+    """Groups by purpose, first rank, size, and distance of their ranks."""
     groups = set()
     for scheme, ranks in zip(strategy.schemes, strategy.place()):
         if scheme.tp > 1:
-            groups |= {("tp", start, scheme.tp) for start in ranks[:: scheme.tp]}
+            groups |= {("tp", start, scheme.tp, 1) for start in ranks[:: scheme.tp]}
+        if scheme.sp > 1:
+            stages = ranks[:: scheme.ranks_per_stage]
+            groups |= {("sp", start + t, scheme.sp, scheme.tp) for start in stages for t in range(scheme.tp)}
         if scheme.pp > 1:
-            groups |= {("down", ranks[0], len(ranks)), ("up", ranks[0], len(ranks))}
+            groups |= {("down", ranks[0], len(ranks), 1), ("up", ranks[0], len(ranks), 1)}
     return groups
 
 

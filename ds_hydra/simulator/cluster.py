@@ -84,18 +84,18 @@ class Cluster:
         is_inside = scheme.num_devices <= node_size
         rate = self.hardware.intra_node_rate if is_inside else self.hardware.inter_node_rate / node_size
         latency = self.intra_node_latency_ms if is_inside else self.inter_node_latency_ms
-        return latency + 1e3 * row_tokens * self.shape.hidden_size * PARAM_BYTES / rate
+        return latency + 1e3 * row_tokens / scheme.sp * self.shape.hidden_size * PARAM_BYTES / rate
 
     def tp_ms(self, scheme: Scheme, row_tokens: int) -> float:
         """TP collectives in the forward pass of one stage (the backward pass has as many): ring all-reduces.
 
-        Two per layer, of 2 (TP-1)/TP times the row each. Profiled T contains them already.
+        Two per layer, of 2 (TP-1)/TP times the rank's part of the row each. Profiled T contains them already.
         """
         if scheme.tp == 1:
             return 0.0
         is_inside = scheme.tp <= self.hardware.devices_per_node
         rate = self.hardware.intra_node_rate if is_inside else self.hardware.inter_node_rate
-        row_bytes = row_tokens * self.shape.hidden_size * PARAM_BYTES
+        row_bytes = row_tokens / scheme.sp * self.shape.hidden_size * PARAM_BYTES
         layers = self.shape.num_layers / scheme.pp
         return 1e3 * layers * 2 * 2 * (scheme.tp - 1) / scheme.tp * row_bytes / rate
 
@@ -109,7 +109,7 @@ def _slices_of_nodes(strategy: Strategy, node_size: int) -> set[tuple[Slice, ...
     nodes: dict[int, list[Slice]] = {}
     for scheme, ranks in zip(strategy.schemes, strategy.place()):
         for place, rank in enumerate(ranks):
-            stage, t = divmod(place, scheme.tp)
+            stage, t = place // scheme.ranks_per_stage, place % scheme.tp
             nodes.setdefault(rank // node_size, []).append((scheme.tp, scheme.pp, t, stage))
     return {tuple(slices) for slices in nodes.values()}
 

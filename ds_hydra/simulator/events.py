@@ -183,7 +183,7 @@ class Simulation:
     @property
     def bubble(self) -> float:
         """Share of rank time in propagation without a forward or backward; idle ranks count."""
-        busy = sum(run.busy_ms * run.work.scheme.tp for run in self.runs)
+        busy = sum(run.busy_ms * run.work.scheme.ranks_per_stage for run in self.runs)
         available = self.propagation_ms * self.num_devices
         return max(0.0, 1 - busy / available) if available > 0 else 0.0
 

@@ -55,7 +55,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """One pipeline of a timeline: its scheme, its ranks (`ranks[stage * tp + t]`), its number of packed rows."""
+    """One pipeline of a timeline: its scheme, its ranks as `Strategy.place` orders them, its number of packed rows."""
 
     scheme: Scheme
     ranks: tuple[int, ...]
@@ -106,7 +106,7 @@ class Timeline:
         forward nor a backward; ranks outside every pipeline count as idle.
         """
         available = self.propagation_ms * self.num_devices
-        busy = sum(e.duration_ms * self.pipelines[e.pipeline].scheme.tp for e in self.passes())
+        busy = sum(e.duration_ms * self.pipelines[e.pipeline].scheme.ranks_per_stage for e in self.passes())
         return 1.0 - busy / available if available > 0 else 0.0
 
     def shift(self, start_ms: float) -> Timeline:

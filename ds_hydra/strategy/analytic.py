@@ -27,6 +27,8 @@ HARDWARE_SCHEMA = "ds_hydra.hardware/1"
 _KEPT_BYTES = 36
 """A of App. B.1 for TP 1: bytes that a token leaves for the backward pass, per layer and hidden unit."""
 _COLLECTIVES = 4
+_EXCHANGES = 4
+"""All-to-alls of SP for each layer: to heads and back, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +95,11 @@ class ModelShape:
 
 
 def predict_latency(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> LatencyModel:
-    """T(l, scheme) by the roofline. The stage has L / PP layers and its share of the head."""
-    tp, hidden = scheme.tp, shape.hidden_size
+    """T(l, scheme) by the roofline. The stage has L / PP layers and its share of the head.
+
+    SP ranks share the row and exchange queries, keys, values and outputs of attention, forward and backward.
+    """
+    tp, sp, hidden = scheme.tp, scheme.sp, shape.hidden_size
     layers = shape.num_layers / scheme.pp
     matmul = 6 * (shape.layer_params * layers + hidden * shape.vocab_size / scheme.pp) / tp
     elementwise = 3 * _KEPT_BYTES * hidden / tp * layers
@@ -102,9 +107,15 @@ def predict_latency(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> La
     link = hardware.intra_node_rate if is_inside else hardware.inter_node_rate
     exchanged = _COLLECTIVES * 2 * (tp - 1) / tp * 2 * hidden * layers
     linear_s = matmul / hardware.matmul_flops + elementwise / hardware.memory_rate + exchanged / link
-    collectives_ms = _COLLECTIVES * hardware.collective_overhead_ms if tp > 1 else 0.0
+    if sp > 1:
+        is_inside = scheme.ranks_per_stage <= hardware.devices_per_node
+        link = hardware.intra_node_rate if is_inside else hardware.inter_node_rate
+        heads = (2 + 2 * shape.key_value_share) * hidden / tp
+        linear_s = (linear_s + 2 * (sp - 1) / sp * 2 * heads * layers / link) / sp
+    num_collectives = (_COLLECTIVES if tp > 1 else 0) + (_EXCHANGES if sp > 1 else 0)
+    collectives_ms = num_collectives * hardware.collective_overhead_ms
     return LatencyModel(
-        quadratic_ms=1e3 * 7 * hidden * layers / tp / hardware.attention_flops,
+        quadratic_ms=1e3 * 7 * hidden * layers / (sp * tp) / hardware.attention_flops,
         linear_ms=1e3 * linear_s,
         constant_ms=layers * (hardware.layer_overhead_ms + collectives_ms),
     )
@@ -122,8 +133,8 @@ def predict_profile(
     """A `ds_hydra.profile/1` document without a measurement. `memory` is its section of that name."""
     latency = {scheme: predict_latency(shape, hardware, scheme) for scheme in schemes}
     saturation: dict[str, int] = {}
-    for scheme, model in sorted(latency.items(), key=lambda item: -item[0].pp):
-        saturation[str(scheme.tp)] = saturation_tokens(model, context_length)
+    for scheme, model in sorted(latency.items(), key=lambda item: (-item[0].sp, -item[0].pp)):
+        saturation[str(scheme.tp)] = max(1, saturation_tokens(model, context_length) // scheme.sp)
     return {
         "schema": PROFILE_SCHEMA,
         "source": f"roofline of {hardware.name}, nothing measured",

@@ -21,17 +21,27 @@ def power_of_two_schemes(num_devices: int) -> tuple[Scheme, ...]:
 
 
 def fitting_schemes(
-    num_devices: int, *, tp: Iterable[int] | None = None, pp: Iterable[int] | None = None
+    num_devices: int,
+    *,
+    tp: Iterable[int] | None = None,
+    pp: Iterable[int] | None = None,
+    sp: Iterable[int] = (1,),
 ) -> tuple[Scheme, ...]:
-    """Every <TP,PP> that fits `num_devices`, smallest first: of the given degrees, else of powers of two and
+    """Every <SP,TP,PP> that fits `num_devices`, smallest first: of the given degrees, else of powers of two and
     divisors of `num_devices` (which fill clusters of 6 or 12 devices).
 
     >>> [str(s) for s in fitting_schemes(6, tp=[1, 2])]
     ['<1,1>', '<2,1>', '<1,2>', '<1,3>', '<2,2>', '<1,4>', '<2,3>', '<1,6>']
     """
     degrees = [n for n in range(1, num_devices + 1) if num_devices % n == 0 or n & (n - 1) == 0]
-    schemes = {Scheme(t, p) for t in tp or degrees for p in pp or degrees if t * p <= num_devices}
-    return tuple(sorted(schemes, key=lambda s: (s.num_devices, s.pp)))
+    schemes = {
+        Scheme(t, p, sp=s)
+        for s in sp
+        for t in tp or degrees
+        for p in pp or degrees
+        if s * t * p <= num_devices
+    }
+    return tuple(sorted(schemes, key=lambda s: (s.num_devices, s.pp, s.sp)))
 
 
 def enumerate_strategies(

@@ -65,13 +65,13 @@ class LatencyModel:
 class MemoryModel:
     """Bytes that one rank needs under <TP,PP> on N devices for a packed row of S tokens (App. B.1).
 
-    activations  L * (S * H / TP) * A
+    activations  L * (S / SP * H / TP) * A
     states       L * H^2 / N * B * alpha + (L / PP) * (H^2 / TP) * B * (1 - alpha)
     embedding    H * V / N * e * alpha + (H * V / TP) * e * (1 - alpha)
 
     with L = `num_layers`, H = `hidden_size`, V = `vocab_size`, A = `activation_bytes[tp]`,
     B = `state_bytes`, alpha = `sharded_fraction`, e = 16. Activations do not shrink with PP, because a
-    1F1B stage holds up to PP micro-batches of its L/PP layers.
+    1F1B stage holds up to PP micro-batches of its L/PP layers. Ours: SP ranks share a row and nothing else.
 
     Ours: of R = `repull_layers` layers of a stage that are dropped and pulled again only a window of 2 is in memory, so
     states are less by (min(R, L / PP) - 2) * H^2 / TP * s where that is positive, with s = `slice_bytes`, the bytes
@@ -129,7 +129,8 @@ class MemoryModel:
                 f"scheme {scheme}: the profile has no activation bytes for TP {scheme.tp}; "
                 f"it has TP {sorted(self.activation_bytes)}"
             )
-        return self.num_layers * self.hidden_size / scheme.tp * self.activation_bytes[scheme.tp]
+        share = scheme.sp * scheme.tp
+        return self.num_layers * self.hidden_size / share * self.activation_bytes[scheme.tp]
 
     def _state_bytes(self, scheme: Scheme, num_devices: int) -> float:
         hidden_2 = self.hidden_size**2

@@ -1,0 +1,240 @@
+"""Pieces of a row on several ranks compute what the whole row does on one: attention, gradients, training."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from engines import start_hydra, start_stock, stock_step
+from models import tiny
+from test_engine_parity import LENGTHS, assert_parity, check_gradients
+from test_engine_training import batches
+
+from ds_hydra.configs import find_file
+from ds_hydra.engine.attention import PackedRow, hydra_varlen
+from ds_hydra.engine.sequence_parallel import Piece
+from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies
+from ds_hydra.strategy.analytic import Hardware, ModelShape, predict_latency
+from ds_hydra.strategy.profile import PROFILE_SCHEMA, read_json_object
+from ds_hydra.strategy.sequence_parallel import with_estimates
+
+CPU = torch.device("cpu")
+MODULE = torch.nn.Identity()
+
+ROWS = ((33, 5, 17, 8), (1,), (4,), (3, 2), (1, 1, 1, 1), (64,))
+"""Cut inside sequences, a multiple of the ranks or not, one token per piece, fewer tokens than ranks."""
+HEADS = ((4, 4), (4, 2), (4, 1), (12, 3), (12, 6))
+"""Query and key-value heads: the latter divide by 4 ranks, the ranks by them, or neither."""
+
+
+def attend(row, query, key, value, **options):
+    """Output and gradients of a loss that weighs every token differently."""
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    out, _ = hydra_varlen(MODULE, *leaves, None, packed_row=row, **options)
+    return out, leaves
+
+
+def check_attention():
+    size, rank = dist.get_world_size(), dist.get_rank()
+    piece = Piece(dist.new_group(list(range(size))), size, rank)
+    worst = 0.0
+    for options in ({}, {"sliding_window": 3}, {"softcap": 2.0, "sliding_window": 7, "scaling": 0.3}):
+        for lengths in ROWS:
+            for num_heads, num_kv_heads in HEADS:
+                torch.manual_seed(num_heads)
+                padded = -(-sum(lengths) // size) * size
+                # Value heads may be wider; what padding holds must not matter.
+                query, key = (torch.randn(1, n, padded, 8) for n in (num_heads, num_kv_heads))
+                value = torch.randn(1, num_kv_heads, padded, 6)
+                weight = torch.randn(1, padded, num_heads, 6)
+                weight[:, sum(lengths) :] = 0
+                whole = PackedRow.build(lengths, CPU)
+                tokens = whole.num_tokens
+                wanted, leaves = attend(whole, *(x[:, :, :tokens] for x in (query, key, value)), **options)
+                (wanted * weight[:, :tokens]).sum().backward()
+                mine = slice(rank * padded // size, (rank + 1) * padded // size)
+                row = PackedRow.build(lengths, CPU, piece)
+                assert row.num_tokens == padded // size
+                got, got_leaves = attend(row, *(x[:, :, mine] for x in (query, key, value)), **options)
+                (got * weight[:, mine]).sum().backward()
+                real = len(range(tokens)[mine])
+                pairs = [(got[:, :real], wanted[:, mine])]
+                pairs += [
+                    (g.grad[:, :, :real], w.grad[:, :, mine]) for g, w in zip(got_leaves, leaves, strict=True)
+                ]
+                assert all(g.shape == w.shape for g, w in pairs)
+                assert not any(g.grad[:, :, real:].any() for g in got_leaves), "padding has a gradient"
+                errors = [float((g - w).abs().max()) if g.numel() else 0.0 for g, w in pairs]
+                worst = max(worst, *errors)
+    return worst
+
+
+def check_pieces():
+    """Positions and cuts of a row of 5 + 2 tokens on 4 ranks; 16-bit heads travel as they are."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    piece = Piece(dist.new_group(list(range(size))), size, rank)
+    row = PackedRow.build([5, 2], CPU, piece)
+    cut = piece.cut(torch.arange(7), fill=-100).tolist()
+    query, key = (torch.randn(1, heads, 2, 8, dtype=torch.bfloat16) for heads in (4, 2))
+    out, _ = hydra_varlen(MODULE, query, key, key, None, packed_row=row)
+    return row.position_ids[0].tolist(), cut, row.lengths, row.cu_seqlens.tolist(), str(out.dtype)
+
+
+@pytest.mark.distributed
+def test_attention_over_pieces_equals_attention_over_the_row():
+    assert max(run_distributed(check_attention, 4)) < 1e-5
+
+
+@pytest.mark.distributed
+def test_a_row_is_cut_into_equal_pieces():
+    positions, cuts, lengths, begins, dtypes = zip(*run_distributed(check_pieces, 4), strict=True)
+    assert positions == ([0, 1], [2, 3], [4, 0], [1, 0])
+    assert cuts == ([0, 1], [2, 3], [4, 5], [6, -100])
+    assert set(lengths) == {(5, 2, 1)}
+    assert begins[0] == [0, 5, 7, 8]
+    assert set(dtypes) == {"torch.bfloat16"}
+
+
+STRATEGIES = (
+    "1x<sp2,1>",
+    "1x<sp4,1>",
+    "1x<sp2,2,1>",
+    "1x<sp2,2>",
+    "1x<sp2,1> + 2x<1,1>",
+    "1x<sp2,1> + 1x<2,1>",
+)
+SHORT_ROWS = (2, 2, 3, 1, 1, 2, 1)
+"""Rows of 2 to 5 tokens: one for each piece, or less."""
+LAYER_BY_LAYER = {"activation_checkpointing": True, "link": {"repull_layers": "all"}}
+
+PARITY = {
+    "what a link has to know": [
+        ("llama_tied", STRATEGIES, {}, LENGTHS),
+        ("llama_bias", ("1x<sp2,2,1>", "1x<sp4,1>"), LAYER_BY_LAYER, LENGTHS),
+        ("llama_tied", ("1x<sp4,1>", "1x<sp2,2>"), {"link": {"devices_per_node": 2}}, SHORT_ROWS),
+    ],
+    "what attention has to know": [
+        ("gemma2", ("1x<sp4,1>", "1x<sp2,2,1>"), {}, LENGTHS),
+        ("gemma3", ("1x<sp4,1>", "1x<sp2,2>"), {}, LENGTHS),
+        ("qwen2", ("1x<sp2,2,1>", "1x<sp4,1>"), {}, LENGTHS),
+        ("phi3", ("1x<sp2,1> + 1x<1,2>",), {}, LENGTHS),
+    ],
+}
+"""(family, strategies, hydra section, lengths); a phi3 has fused projections, which TP cannot slice."""
+
+
+def check_families(cases):
+    """Several models one after the other: starting processes is what costs."""
+    return {
+        (family, *key): value
+        for family, strategies, hydra, lengths in cases
+        for key, value in check_gradients(family, strategies, hydra, lengths=lengths).items()
+    }
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("what", PARITY)
+def test_gradients_equal_one_process(what):
+    assert_parity(run_distributed(check_families, 4, PARITY[what])[0])
+
+
+def check_training():
+    """Strategies that change in every iteration, twice; stock DeepSpeed; the engine's own choice; bf16."""
+    model = tiny("llama_tied")
+    data = batches(6)
+    stock = start_stock(copy.deepcopy(model))
+    wanted = [stock_step(stock, examples) for examples in data]
+    forced = (*STRATEGIES[1:], "2x<2,1>")
+    curves = []
+    for _ in range(2):
+        engine = start_hydra(copy.deepcopy(model))
+        curves.append([float(engine.train_batch(b, strategy=s)) for b, s in zip(data, forced, strict=True)])
+    hydra = {
+        "strategies": ["1x<sp2,1> + 2x<1,1>", "1x<sp4,1>"],
+        "profiling": {"lengths": [8, 32, 64], "repeats": 1, "warmup": 0},
+    }
+    engine = start_hydra(copy.deepcopy(model), hydra=hydra)
+    before = float(engine.eval_batch(data[0]))
+    chosen = [float(engine.train_batch(b)) for b in data]
+    half = start_hydra(copy.deepcopy(model), bf16={"enabled": True})
+    in_bf16 = [float(half.train_batch(b, strategy="1x<sp2,2,1>")) for b in data]
+    return {
+        "wanted": wanted,
+        "curves": curves,
+        "eval": before,
+        "chosen": chosen,
+        "bf16": in_bf16,
+        "profiled": [str(scheme) for scheme in sorted(engine.hydra.profile.latency)],
+        "max_len": [engine.hydra.profile.max_len_tokens(Scheme(1, 1, sp=sp), 4) for sp in (1, 2, 4)],
+    }
+
+
+@pytest.mark.distributed
+def test_training_follows_stock_deepspeed_and_repeats_itself():
+    found = run_distributed(check_training, 4)[0]
+    wanted = found["wanted"]
+    torch.testing.assert_close(found["curves"][0], wanted, rtol=1e-5, atol=0)
+    assert found["curves"][0] == found["curves"][1]
+    torch.testing.assert_close(found["chosen"], wanted, rtol=1e-5, atol=0)
+    assert found["eval"] == pytest.approx(wanted[0], rel=1e-5)
+    torch.testing.assert_close(found["bf16"], wanted, rtol=5e-3, atol=0)
+    assert found["profiled"] == ["<1,1>", "<sp2,1>", "<sp4,1>"]
+    one, two, four = found["max_len"]
+    assert two == pytest.approx(2 * one, rel=1e-3)
+    assert four == pytest.approx(4 * one, rel=1e-3)
+
+
+PROFILE = {
+    "schema": PROFILE_SCHEMA,
+    "hardware": {"name": "test", "memory_bytes": 10**9, "reserved_bytes": 0, "safety_margin_bytes": 0},
+    "model": {"name": "tiny", "num_layers": 2, "hidden_size": 32, "vocab_size": 97},
+    "memory": {
+        "activation_bytes_per_token_per_layer_per_hidden": {"1": 100, "2": 120},
+        "state_bytes_per_layer_per_hidden2": 16,
+        "sharded_fraction": 0.9,
+    },
+    "schemes": [
+        {"tp": 1, "pp": 1, "quadratic_ms": 8e-4, "linear_ms": 0.8, "constant_ms": 1.0},
+        {"tp": 2, "pp": 1, "quadratic_ms": 4e-4, "linear_ms": 0.5, "constant_ms": 2.0},
+    ],
+}
+
+
+def test_what_was_not_profiled_is_estimated_between_perfect_scaling_and_tp():
+    profile = Profile.from_json(PROFILE)
+    strategies = parse_strategies(["1x<sp2,1> + 1x<2,1>", "1x<sp4,1>", "1x<sp2,1,2>"])
+    found = with_estimates(profile, strategies)
+    assert found.latency[Scheme(1, 1, sp=2)] == LatencyModel(
+        quadratic_ms=4e-4, linear_ms=0.45, constant_ms=2.0
+    )
+    assert found.latency[Scheme(1, 1, sp=4)] == LatencyModel(
+        quadratic_ms=2e-4, linear_ms=0.2, constant_ms=1.0
+    )
+    assert Scheme(1, 2, sp=2) not in found.latency, "there is no <1,2> to start from"
+    assert [e["sp"] for e in found.document["schemes"] if e.get("estimated")] == [2, 4]
+    measured = {"tp": 1, "pp": 1, "sp": 2, "quadratic_ms": 3e-4, "linear_ms": 0.3, "constant_ms": 3.0}
+    known = Profile.from_json({**PROFILE, "schemes": [*PROFILE["schemes"], measured]})
+    assert with_estimates(known, strategies[:1]) is known
+
+
+def test_memory_of_a_row_is_shared_and_that_of_states_is_not():
+    memory = Profile.from_json(PROFILE).memory
+    for tp in (1, 2):
+        states, row = (memory.rank_bytes(Scheme(tp, 1), 8, tokens) for tokens in (0, 1000))
+        cut_states, cut_row = (memory.rank_bytes(Scheme(tp, 1, sp=4), 8, tokens) for tokens in (0, 1000))
+        assert cut_states == states
+        assert cut_row - states == pytest.approx((row - states) / 4)
+
+
+def test_roofline_of_sp_shares_work_and_adds_exchanges():
+    hardware = Hardware.from_json(read_json_object(find_file("hardware", "a800")), source="a800")
+    shape = ModelShape(num_layers=32, hidden_size=4096, intermediate_size=11008, vocab_size=32000)
+    one, both, tp = (
+        predict_latency(shape, hardware, s) for s in (Scheme(1, 1), Scheme(1, 1, sp=2), Scheme(2, 1))
+    )
+    assert both.quadratic_ms == pytest.approx(one.quadratic_ms / 2)
+    assert one.linear_ms / 2 < both.linear_ms < tp.linear_ms
+    assert one.constant_ms < both.constant_ms <= tp.constant_ms
