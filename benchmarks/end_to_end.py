@@ -46,9 +46,12 @@ LOSS_TOLERANCE = 2e-4
 """Largest relative difference of two losses of one mini-batch: fp32 sums in another order, over some AdamW steps."""
 
 STRATEGIES = {
-    2: ("2x<1,1>", "1x<2,1>", "1x<1,2>"),
+    2: ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>"),
     4: (
         "4x<1,1>",
+        "2x<sp2,1>",
+        "1x<sp4,1>",
+        "1x<sp2,1> + 2x<1,1>",
         "2x<2,1>",
         "1x<4,1>",
         "2x<1,2>",
