@@ -524,8 +524,7 @@ def write(records: Records, out: Path, command: str) -> None:
     date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     parts = [
         "# Reliability",
-        f"Written by `{command}` on {date}; CPU ranks on one machine: {machine()}. Other programs ran beside it, so "
-        "seconds are upper ends, not best cases.",
+        f"Written by `{command}` on {date}; CPU ranks on one machine: {machine()}.",
         "## What is tested",
         "Each of these faults is injected in a test, most of them several times.",
         table(["fault", "what happens", "tests"], TESTED),

@@ -23,7 +23,7 @@ from test_faults import raised_by
 
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.hosts import Hosts, ranks_per_node, warn_of_placement
-from ds_hydra.engine.profile_document import scheme_entry
+from ds_hydra.engine.profile_document import ProbeRow, scheme_entry
 from ds_hydra.engine.propagation import Propagator, find_ranks_per_node
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
@@ -82,12 +82,12 @@ def choice_on(between_nodes, lengths):
     measured = (256, 1024, 4096)
     entries = []
     for (scheme,) in (candidate.schemes for candidate in candidates):
-        times = []
+        times = {}
         for tokens in measured:
             shape = LayerShape(hidden_size=1024, num_tokens=tokens)
             parts = StageParts(layer_ms=tokens / 100 / scheme.tp, ends_ms=tokens / 200 / scheme.tp)
-            times.append(stage_ms(scheme, parts, topology.links(), shape, num_layers=8, passes=8))
-        entries.append(scheme_entry(scheme, measured, times))
+            times[ProbeRow(tokens)] = stage_ms(scheme, parts, topology.links(), shape, num_layers=8, passes=8)
+        entries.append(scheme_entry(scheme, times))
     profile = small_profile(10**12, num_layers=8) | {"schemes": entries}
     profile["memory"]["activation_bytes_per_token_per_layer_per_hidden"] = {"1": 100, "2": 100, "4": 100}
     batch = GlobalBatch(

@@ -123,8 +123,13 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
     profile = Profile.from_json(document)
     assert set(profile.latency) == {Scheme(t, p) for t, p in [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]}
     assert all(len(entry["measured"]["times_ms"]) == 3 for entry in document["schemes"])
+    packed = [row for entry in document["schemes"] for row in entry["measured"]["packed"]]
+    assert [(row["length"], row["num_sequences"]) for row in packed] == [(8, 8)] * 6
+    assert all(row["time_ms"] > 0 for row in packed)
     assert document["model"]["hidden_size"] == 32
-    num_cases = 3 + 6 * 3 * 2  # memory of three TP degrees; six schemes, three lengths, two runs
+    num_cases = (
+        3 + 6 * 4 * 2
+    )  # memory of three TP degrees; six schemes, three lengths and a packed row, two runs
     assert (first["num_first"], first["found"]) == (9, 9)
     assert first["again"] == num_cases - 9
     assert first["nothing"] == []

@@ -194,6 +194,16 @@ def test_fit_recovers_the_coefficients_of_exact_times(quadratic, linear, constan
     assert min(fit.model.quadratic_ms, fit.model.linear_ms, fit.model.constant_ms) >= 0
 
 
+def test_fit_of_packed_rows_counts_the_constant_once():
+    model = LatencyModel(quadratic_ms=1e-4, linear_ms=0.2, constant_ms=30.0)
+    rows = [(64, 1), (256, 1), (4096, 1), (256, 16)]
+    times = [model.row_ms([length] * count) for length, count in rows]
+    lengths, counts = zip(*rows, strict=True)
+    fit = fit_latency(lengths, times, counts)
+    assert max(abs(r) for r in fit.relative_residuals) < 1e-6
+    assert fit.model.constant_ms == pytest.approx(30.0, rel=1e-4)
+
+
 @given(st.lists(st.floats(0.1, 1000), min_size=3, max_size=3))
 def test_fit_of_any_times_is_not_negative(times):
     model = fit_latency([64, 512, 2048], times).model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -114,15 +114,34 @@ def describe_model(skeleton: Skeleton) -> dict[str, Any]:
     }
 
 
-def scheme_entry(scheme: Scheme, lengths: Sequence[int], times_ms: Sequence[float]) -> dict[str, Any]:
+class ProbeRow(NamedTuple):
+    """A row that is timed: sequences of one length."""
+
+    length: int
+    num_sequences: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.length}" if self.num_sequences == 1 else f"{self.num_sequences} x {self.length}"
+
+
+def scheme_entry(scheme: Scheme, times_ms: Mapping[ProbeRow, float]) -> dict[str, Any]:
     """One entry of the profile's "schemes": coefficients of T, and the measurements that they were fitted to."""
-    fit = fit_latency(lengths, times_ms)
+    rows = sorted(times_ms, key=lambda row: (row.num_sequences, row.length))
+    times = [times_ms[row] for row in rows]
+    fit = fit_latency([row.length for row in rows], times, [row.num_sequences for row in rows])
+    alone = [row for row in rows if row.num_sequences == 1]
+    measured: dict[str, Any] = {
+        "lengths": [row.length for row in alone],
+        "times_ms": [round(times_ms[row], 3) for row in alone],
+    }
+    if packed := rows[len(alone) :]:
+        measured["packed"] = [{**row._asdict(), "time_ms": round(times_ms[row], 3)} for row in packed]
     return {
         **scheme.to_json(),
         "quadratic_ms": fit.model.quadratic_ms,
         "linear_ms": fit.model.linear_ms,
         "constant_ms": fit.model.constant_ms,
-        "measured": {"lengths": list(lengths), "times_ms": [round(t, 3) for t in times_ms]},
+        "measured": measured,
         "relative_residuals": [round(r, 4) for r in fit.relative_residuals],
         "r_squared": round(fit.r_squared, 5),
     }

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.measurements import Measurements
 from ds_hydra.engine.profile_document import (
+    ProbeRow,
     describe_hardware,
     describe_model,
     fit_memory,
@@ -30,6 +31,9 @@ from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.profile import PROFILE_SCHEMA
 
+_FEWEST_PACKED = 8
+"""Sequences in a packed row that is timed."""
+
 _Subject = TypeVar("_Subject")
 """What is timed: a scheme, or a slice of the model."""
 
@@ -42,39 +46,43 @@ def measure_profile(
 ) -> dict[str, Any]:
     """A profile of every scheme in `strategies`, measured now. Collective over all ranks; equal on all.
 
-    Each scheme runs alone on as many pipelines as fit, PP rows of one sequence each, so that neighbours
-    disturb each other as they will in training. The stage time is the makespan over 2 PP - 1 (1F1B). What
-    `measurements` knows is not measured again.
+    Each scheme runs alone on as many pipelines as fit, PP equal rows each, so that neighbours disturb each
+    other as they will in training. The stage time is the makespan over 2 PP - 1 (1F1B). Rows are single sequences,
+    and one packed row: many short sequences cost less in one row than T of each alone says, and not in every scheme
+    by as much. What `measurements` knows is not measured again.
     """
     known = measurements if measurements is not None else Measurements()
     schemes = sorted({scheme for strategy in strategies for scheme in strategy.schemes})
     homogeneous = {s: _homogeneous(s, propagator.num_ranks) for s in schemes}
     propagator.prepare(homogeneous.values())
     model = _measure_memory(propagator, homogeneous, config, known)
-    lengths_of = _lengths_that_fit(propagator, schemes, model, config)
+    rows_of = {
+        scheme: _probe_rows(lengths)
+        for scheme, lengths in _lengths_that_fit(propagator, schemes, model, config).items()
+    }
     times_ms = measure_in_rounds(
-        [(scheme, length) for scheme, lengths in lengths_of.items() for length in lengths],
-        lambda scheme, length: stage_ms(propagator, homogeneous[scheme], length),
+        [(scheme, row) for scheme, rows in rows_of.items() for row in rows],
+        lambda scheme, row: stage_ms(propagator, homogeneous[scheme], row),
         config,
         known,
         show_progress=propagator.rank == 0,
     )
     entries = []
-    for scheme, lengths in lengths_of.items():
-        entry = scheme_entry(scheme, lengths, [times_ms[scheme, length] for length in lengths])
-        entries.append(entry | _peak_memory(propagator, homogeneous[scheme], lengths[-1], known))
+    for scheme, rows in rows_of.items():
+        entry = scheme_entry(scheme, {row: times_ms[scheme, row] for row in rows})
+        entries.append(entry | _peak_memory(propagator, homogeneous[scheme], max(rows).length, known))
     return {**model, "saturation_tokens": saturation(entries, config.context_length), "schemes": entries}
 
 
 def measure_in_rounds(
-    cases: Sequence[tuple[_Subject, int]],
-    measure_ms: Callable[[_Subject, int], float],
+    cases: Sequence[tuple[_Subject, ProbeRow]],
+    measure_ms: Callable[[_Subject, ProbeRow], float],
     config: HydraConfig,
     known: Measurements,
     *,
     show_progress: bool,
-) -> dict[tuple[_Subject, int], float]:
-    """Median over `profiling.repeats` of every (subject, length), after warming up each subject.
+) -> dict[tuple[_Subject, ProbeRow], float]:
+    """Median over `profiling.repeats` of every (subject, row), after warming up each subject.
 
     In rounds over all cases, so that a disturbance of some seconds hits every subject alike.
     """
@@ -84,15 +92,15 @@ def measure_in_rounds(
     longest = dict(sorted(open_cases, key=lambda case: case[1]))
     total = len(longest) + len(cases) * len(repeats)
     with tqdm(total=total, desc="profiling", disable=not show_progress, file=sys.stderr) as progress:
-        for subject, length in longest.items():
+        for subject, row in longest.items():
             progress.set_postfix_str(f"{subject} warm-up")
             for _ in range(config.profiling.warmup):
-                measure_ms(subject, length)  # the longest row, whose memory is touched for the first time
+                measure_ms(subject, row)  # the longest row, whose memory is touched for the first time
             progress.update()
         for run in repeats:
-            for subject, length in cases:
-                progress.set_postfix_str(f"{subject} {length} tokens")
-                known.get(names[subject, length][run], functools.partial(measure_ms, subject, length))
+            for subject, row in cases:
+                progress.set_postfix_str(f"{subject} {row} tokens")
+                known.get(names[subject, row][run], functools.partial(measure_ms, subject, row))
                 progress.update()
     return {case: statistics.median(known.value(name) for name in names[case]) for case in cases}
 
@@ -158,17 +166,30 @@ def default_lengths(context_length: int) -> tuple[int, ...]:
     return (*lengths[-4:], context_length) if lengths else (max(2, context_length // 2), context_length)
 
 
+def _probe_rows(lengths: Sequence[int]) -> list[ProbeRow]:
+    """One sequence of each of `lengths`, and a packed row of as many tokens as the longest.
+
+    >>> [str(row) for row in _probe_rows((64, 256, 1024, 4096))], [str(row) for row in _probe_rows((300, 400))]
+    (['64', '256', '1024', '4096', '16 x 256'], ['300', '400'])
+    """
+    longest = max(lengths)
+    short = [length for length in lengths if longest // length >= _FEWEST_PACKED]
+    packed = [ProbeRow(max(short), longest // max(short))] if short else []
+    return [*map(ProbeRow, lengths), *packed]
+
+
 def _homogeneous(scheme: Scheme, num_ranks: int) -> Strategy:
     return Strategy((scheme,) * (num_ranks // scheme.num_devices))
 
 
-def _probe_plan(strategy: Strategy, num_ranks: int, length: int) -> IterationPlan:
-    """Every pipeline runs PP rows of one sequence of `length` tokens."""
+def _probe_plan(strategy: Strategy, num_ranks: int, row: ProbeRow) -> IterationPlan:
+    """Every pipeline runs PP times `row`."""
     pipelines = []
     count = 0
     for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-        rows = tuple((count + i,) for i in range(scheme.pp))
-        count += scheme.pp
+        begins = range(count, count + scheme.pp * row.num_sequences, row.num_sequences)
+        rows = tuple(tuple(range(begin, begin + row.num_sequences)) for begin in begins)
+        count += scheme.pp * row.num_sequences
         pipelines.append(
             PipelinePlan(scheme=scheme, ranks=ranks, micro_batches=rows, makespan_ms=0.0, lower_bound_ms=0.0)
         )
@@ -177,8 +198,8 @@ def _probe_plan(strategy: Strategy, num_ranks: int, length: int) -> IterationPla
         num_devices=num_ranks,
         strategy=strategy,
         sample_indices=tuple(range(count)),
-        lengths=(length,) * count,
-        num_label_tokens=count * (length - 1),
+        lengths=(row.length,) * count,
+        num_label_tokens=count * (row.length - 1),
         pipelines=tuple(pipelines),
         makespan_ms=0.0,
         lower_bound_ms=0.0,
@@ -190,10 +211,10 @@ def _probe_example(vocab_size: int, length: int) -> Example:
     return tokens, tokens
 
 
-def stage_ms(propagator: Propagator, strategy: Strategy, length: int) -> float:
-    """Stage time, of the slowest rank, for one row of one sequence of `length` tokens."""
-    plan = _probe_plan(strategy, propagator.num_ranks, length)
-    example = _probe_example(propagator.skeleton.vocab_size, length)
+def stage_ms(propagator: Propagator, strategy: Strategy, row: ProbeRow) -> float:
+    """Stage time, of the slowest rank, for one `row`."""
+    plan = _probe_plan(strategy, propagator.num_ranks, row)
+    example = _probe_example(propagator.skeleton.vocab_size, row.length)
     return propagator.time_propagation(plan, lambda _: example) / (2 * strategy.schemes[0].pp - 1)
 
 
@@ -213,7 +234,7 @@ def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
         grown = _peak_bytes(propagator, strategy, length) - _peak_bytes(propagator, strategy, short)
         return max(1.0, grown / (length - short))
     with _count_saved_bytes() as counted:
-        stage_ms(propagator, strategy, length)
+        stage_ms(propagator, strategy, ProbeRow(length))
     for address in propagator.pool.addresses():  # autograd keeps views of weights, which are not activations
         counted.pop(address, None)
     return propagator.max_over_ranks(sum(counted.values())) / length
@@ -223,7 +244,7 @@ def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
     accelerator = get_accelerator()
     accelerator.empty_cache()
     accelerator.reset_peak_memory_stats()
-    stage_ms(propagator, strategy, length)
+    stage_ms(propagator, strategy, ProbeRow(length))
     return propagator.max_over_ranks(float(accelerator.max_memory_allocated()))
 
 

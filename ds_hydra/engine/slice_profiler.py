@@ -18,6 +18,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.measurements import Measurements
 from ds_hydra.engine.memory_trace import slice_config, trace_layer_memory
 from ds_hydra.engine.profile_document import (
+    ProbeRow,
     describe_hardware,
     describe_model,
     saturation,
@@ -91,13 +92,14 @@ def profile_slices(
     entries = []
     for scheme in schemes:
         lengths = [length for tp, length in parts if tp == scheme.tp]
-        times = []
+        times = {}
         for length in lengths:
             shape = LayerShape(hidden_size=skeleton.hidden_size, num_tokens=length, type_bytes=type_bytes)
             part = parts[scheme.tp, length]
             layers = skeleton.num_layers
-            times.append(composed_stage_ms(scheme, part, links, shape, num_layers=layers, passes=passes))
-        entries.append(scheme_entry(scheme, lengths, times))
+            time_ms = composed_stage_ms(scheme, part, links, shape, num_layers=layers, passes=passes)
+            times[ProbeRow(length)] = time_ms
+        entries.append(scheme_entry(scheme, times))
     per_layer = {
         str(tp): (found.layer + found.ends / skeleton.num_layers) * tp / skeleton.hidden_size
         for tp, found in num_bytes.items()
@@ -145,10 +147,10 @@ def _measure_slice(
     try:
         num_bytes = _token_bytes(model_config, propagators, config, known, dtype)
         lengths = _lengths_that_fit(num_bytes, many, config)
-        cases = [(slice_, length) for slice_ in propagators for length in lengths]
+        cases = [(slice_, ProbeRow(length)) for slice_ in propagators for length in lengths]
         times_ms = measure_in_rounds(
             cases,
-            lambda slice_, length: stage_ms(propagators[slice_], _ALONE, length),
+            lambda slice_, row: stage_ms(propagators[slice_], _ALONE, row),
             config,
             known,
             show_progress=True,
@@ -158,7 +160,7 @@ def _measure_slice(
             propagator.close()
     parts = {}
     for length in lengths:
-        few_ms, many_ms = times_ms[Slice(tp, few), length], times_ms[Slice(tp, many), length]
+        few_ms, many_ms = (times_ms[Slice(tp, n), ProbeRow(length)] for n in (few, many))
         # Noise may turn the order of two short rows around; a layer costs no less than nothing.
         layer_ms = max(0.0, many_ms - few_ms) / (many - few) if many > few else many_ms / many
         parts[length] = StageParts(layer_ms=layer_ms, ends_ms=max(0.0, many_ms - many * layer_ms))

@@ -27,8 +27,12 @@ class LatencyFit:
     r_squared: float
 
 
-def fit_latency(lengths_tokens: Sequence[int], times_ms: Sequence[float]) -> LatencyFit:
-    """Coefficients >= 0 that minimise the squared relative error of T at the measured lengths.
+def fit_latency(
+    lengths_tokens: Sequence[int], times_ms: Sequence[float], num_sequences: Sequence[int] | None = None
+) -> LatencyFit:
+    """Coefficients >= 0 that minimise the squared relative error of T for the measured rows.
+
+    Row i packs `num_sequences[i]` sequences (1 if not given) of `lengths_tokens[i]` tokens each.
 
     Relative, because a plan is made of rows of all lengths. With three unknowns the exact non-negative
     optimum is the best unconstrained fit over all subsets of terms whose coefficients come out >= 0.
@@ -40,7 +44,8 @@ def fit_latency(lengths_tokens: Sequence[int], times_ms: Sequence[float]) -> Lat
         raise ValueError(
             f"need positive, finite times at two lengths or more, got {times_ms} at {lengths_tokens}"
         )
-    terms = np.stack([lengths**2, lengths, np.ones_like(lengths)], axis=1) / times[:, None]
+    counts = np.ones_like(lengths) if num_sequences is None else np.asarray(num_sequences, dtype=np.float64)
+    terms = np.stack([counts * lengths**2, counts * lengths, np.ones_like(lengths)], axis=1) / times[:, None]
     best = solve_non_negative(terms, np.ones(len(times)))
     predicted = (terms @ best) * times
     spread = float(np.sum((times - times.mean()) ** 2))
