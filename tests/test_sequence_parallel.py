@@ -114,6 +114,7 @@ PARITY = {
     "what a link has to know": [
         ("llama_tied", STRATEGIES, {}, LENGTHS),
         ("llama_bias", ("1x<sp2,2,1>", "1x<sp4,1>"), LAYER_BY_LAYER, LENGTHS),
+        ("llama_tied", ("1x<sp2,2;ckpt=2;repull=3;stages=3,1>",), {}, LENGTHS),
         ("llama_tied", ("1x<sp4,1>", "1x<sp2,2>"), {"link": {"devices_per_node": 2}}, SHORT_ROWS),
     ],
     "what attention has to know": [

@@ -38,9 +38,11 @@ def test_every_parameter_is_in_a_unit_and_stages_partition_the_layers(family):
     covered = {b.param for unit in skeleton.units for b in unit.bindings}
     assert covered == set(range(len(skeleton.specs)))
     for num_stages in (1, 2, 3, 4):
-        layers = [i for stage in range(num_stages) for i in skeleton.stage_layers(num_stages, stage)]
+        layers = [
+            i for stage in range(num_stages) for i in skeleton.stage_layers(Scheme(1, num_stages), stage)
+        ]
         assert layers == list(range(skeleton.num_layers))
-        sizes = [len(skeleton.stage_layers(num_stages, stage)) for stage in range(num_stages)]
+        sizes = [len(skeleton.stage_layers(Scheme(1, num_stages), stage)) for stage in range(num_stages)]
         assert max(sizes) - min(sizes) <= 1
 
 

@@ -84,6 +84,7 @@ def test_degrees_with_sp_count_all_ranks_and_lie_first():
         ("<2,1;ckpt=-1>", "cannot read 'ckpt=-1'"),
         ("<2,1;ckpt=1;ckpt=2>", "says ckpt twice"),
         ("<2,1;ckpt=0>", "ckpt is 0, expected one number of layers from 1 up"),
+        ("<2,1;repull=2>", "repull of a scheme is 2, expected 3 or more"),
         ("<2,1;repull=1,2>", "repull is 1,2, expected one number"),
         ("<2,2;stages=3>", "1 numbers of layers for PP 2; give one per stage"),
         ("<2,1;stages=3,1>", "2 numbers of layers for PP 1"),

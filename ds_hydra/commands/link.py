@@ -141,10 +141,12 @@ def _account(
             "direct": _routes(accounts, accounts.direct(links, size), size),
             "node_aware": _routes(accounts, accounts.node_aware(links, size), size),
         }
-    if repull_layers:
+    wanted = {scheme.repull or repull_layers for scheme in strategy.schemes} - {0}
+    if wanted:
+        layers = wanted.pop() if len(wanted) == 1 else " or ".join(sorted(map(str, wanted)))
         once = LinkAccounts(skeleton.specs, served, ranks_per_node).direct(links, itemsize["pull"])
         document["repull"] = _account_repulls(
-            skeleton.specs, rank_buckets, repulls, once, itemsize["pull"], repull_layers
+            skeleton.specs, rank_buckets, repulls, once, itemsize["pull"], layers
         )
     return document
 
@@ -155,7 +157,7 @@ def _account_repulls(
     repulls: Sequence[StageRepulls],
     once: LinkTraffic,
     size: int,
-    wanted: int | Literal["all"],
+    layers: int | str,
 ) -> dict[str, Any]:
     """Memory of slices with re-pulls and without, and what one more row of every pipeline receives again.
 
@@ -176,7 +178,7 @@ def _account_repulls(
     received = once.pairs.sum(axis=0) * size
     assert once.seconds is not None
     return {
-        "layers": wanted,
+        "layers": layers,
         "slice_bytes": held,
         "slice_bytes_without": without,
         "arrivals_per_row": loads,

@@ -383,7 +383,7 @@ class _Budget:
         purposes = ["pull", "push"]  # as the propagator does
         if link.routes == "node" and number > (link.devices_per_node or DEFAULT_DEVICES):
             purposes += ["pull_node", "push_node"]
-        if link.repull_layers:
+        if link.repull_layers or any(s.repull for strategy in strategies for s in strategy.schemes):
             purposes.append("repull")
         keys = {(purpose, everyone) for purpose in purposes}.union(*map(groups_of, strategies))
         most = max(sum(rank in ranks for _, ranks in keys) for rank in range(number))

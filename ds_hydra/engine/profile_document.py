@@ -71,10 +71,9 @@ def nominal_profile(skeleton: Skeleton, schemes: Iterable[Scheme]) -> dict[str, 
     layer_params = _layer_params(skeleton)
     entries = []
     for scheme in sorted(set(schemes)):
-        layers = -(-skeleton.num_layers // scheme.pp)
-        share = (
-            layers / scheme.ranks_per_stage * 6 / 1e9
-        )  # 2 FLOP forward + 4 backward per parameter, ms at 1 TFLOP/s
+        layers = max(len(skeleton.stage_layers(scheme, stage)) for stage in range(scheme.pp))
+        # 2 FLOP forward + 4 backward per parameter, ms at 1 TFLOP/s
+        share = layers / scheme.ranks_per_stage * 6 / 1e9
         entries.append(
             {
                 **scheme.to_json(),

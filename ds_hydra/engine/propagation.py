@@ -27,6 +27,7 @@ from ds_hydra.engine.repull import SENDS_AHEAD, RepullService, RepullSession, Us
 from ds_hydra.engine.repull_plan import (
     StageRepulls,
     check_repulls,
+    check_scheme_repulls,
     served_bytes,
     split_repulled,
     stage_passes,
@@ -201,10 +202,7 @@ class Propagator:
         self._push_link = Link(push, device, self._gradient_dtype, self.buffers, push_node)
         self._clock = DeviceClock(device)
         self._thread = LinkThread(device, overlap=link_config.overlap)
-        if self._repull_layers:
-            self.groups.create([("repull", everyone)])
-        serving = self.groups.get("repull", everyone) if self._repull_layers else None
-        self.repull_service = RepullService(serving, device, self._clock, overlap=link_config.overlap)
+        self.repull_service = self._new_repull_service(serves=bool(self._repull_layers))
         self._frozen: FrozenKeeper | None = None
         if link_config.keep_frozen and not all(spec.requires_grad for spec in skeleton.specs):
             self._frozen = FrozenKeeper(
@@ -224,8 +222,23 @@ class Propagator:
         return self._link_of(strategy).memory
 
     def prepare(self, strategies: Iterable[Strategy]) -> None:
-        """Create the process groups of `strategies`."""
+        """Create the process groups of `strategies`, and what serves their re-pulls."""
+        strategies = list(strategies)
+        repulling = [scheme for strategy in strategies for scheme in strategy.schemes if scheme.repull]
+        check_scheme_repulls(repulling, self._device.type)
+        if repulling and not self._serves_repulls:
+            self.repull_service.close()
+            self.repull_service = self._new_repull_service(serves=True)
         self.groups.ensure(strategies)
+
+    def _new_repull_service(self, *, serves: bool) -> RepullService:
+        self._serves_repulls = serves
+        group = None
+        if serves:
+            everyone = tuple(range(self.num_ranks))
+            self.groups.create([("repull", everyone)])
+            group = self.groups.get("repull", everyone)
+        return RepullService(group, self._device, self._clock, overlap=self._thread.overlap)
 
     def check_plan(
         self, plan: IterationPlan, batch_fingerprint: int = 0, problem: Exception | None = None

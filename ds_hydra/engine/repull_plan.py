@@ -17,6 +17,7 @@ from typing import Literal
 from ds_hydra.configs.hydra_config import REPULL_WINDOW
 from ds_hydra.engine.pipeline import Pass, one_forward_one_backward
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy import Scheme
 from ds_hydra.zero_link import LinkPlan, RankBuckets
 from ds_hydra.zero_link.buffers import ALIGNMENT_BYTES
 
@@ -72,6 +73,16 @@ def check_repulls(wanted: int | Literal["all"], num_layers: int, device_type: st
             f"hydra.link.repull_layers is {wanted}, the model has {num_layers} layers; set it to {num_layers} or "
             'less, or to "all"'
         )
+
+
+def check_scheme_repulls(schemes: Iterable[Scheme], device_type: str) -> None:
+    """Raise HydraConfigError where re-pulls of `schemes` cannot be served."""
+    for scheme in schemes if device_type != "cpu" else ():
+        if scheme.repull:
+            raise HydraConfigError(
+                f"scheme {scheme}: re-pulls are served between CPU ranks (gloo) only; on {device_type} leave repull "
+                "out of hydra.strategies, and let ckpt, or more TP or PP, save the memory"
+            )
 
 
 def choose_layers(num_layers: int, wanted: int | Literal["all"]) -> list[int]:

@@ -20,6 +20,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_hydra.engine import attention
 from ds_hydra.engine.adapters import SUMMED, is_lora, split_style, unwrap_adapters
@@ -99,7 +101,10 @@ class Skeleton:
         self._model.train()
         if activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._checkpoints_all = activation_checkpointing
         self._layers = list(self._base.layers)
+        for layer in self._layers if not activation_checkpointing else ():
+            layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
         self._norm = self._base.norm
         self._embedding: nn.Embedding = self._model.get_input_embeddings()
         self._padding_idx = self._embedding.padding_idx
@@ -153,11 +158,7 @@ class Skeleton:
     def check_scheme(self, scheme: Scheme) -> None:
         """Raise HydraConfigError where this model cannot run under `scheme`, naming degrees that work."""
         scheme.check_layers(self.num_layers)
-        if scheme.stages or scheme.ckpt or scheme.repull:
-            raise HydraConfigError(
-                f"scheme {scheme}: the engine does not run its parts yet; use <{scheme.tp},{scheme.pp}> in "
-                "hydra.strategies"
-            )
+        self._check_checkpointing(scheme)
         if scheme.pp > 1 and self._no_pp_because:
             raise UnsupportedModelError(
                 f"scheme {scheme}: the layers of {type(self._model).__name__} cannot be split into stages, because "
@@ -224,17 +225,29 @@ class Skeleton:
                 f"as for fused weights: {', '.join(refused)}; use TP 1 in hydra.strategies"
             )
 
-    def stage_layers(self, num_stages: int, stage: int) -> range:
-        """Decoder layers of `stage`; where layers do not divide, earlier stages get one more."""
-        base, extra = divmod(self.num_layers, num_stages)
-        begin = stage * base + min(stage, extra)
-        return range(begin, begin + base + (stage < extra))
+    def _check_checkpointing(self, scheme: Scheme) -> None:
+        if not scheme.ckpt:
+            return
+        if self._checkpoints_all:
+            raise HydraConfigError(
+                f"scheme {scheme}: hydra.activation_checkpointing checkpoints all layers of every scheme; set it to "
+                "false, or leave ckpt out of hydra.strategies"
+            )
+        if not all(isinstance(layer, GradientCheckpointingLayer) for layer in self._layers):
+            raise UnsupportedModelError(
+                f"scheme {scheme}: transformers cannot checkpoint the layers of {type(self._model).__name__}; leave "
+                "ckpt out of hydra.strategies"
+            )
 
-    def stage_units(self, num_stages: int, stage: int) -> tuple[Unit, ...]:
+    def stage_layers(self, scheme: Scheme, stage: int) -> range:
+        """Decoder layers of `stage`."""
+        return scheme.stage_layers(self.num_layers, stage)
+
+    def stage_units(self, scheme: Scheme, stage: int) -> tuple[Unit, ...]:
         """Units that `stage` needs, in the order in which forward uses them."""
-        layers = [self.units[1 + i] for i in self.stage_layers(num_stages, stage)]
+        layers = [self.units[1 + i] for i in self.stage_layers(scheme, stage)]
         first = [self.units[0]] if stage == 0 else []
-        last = [self.units[-1]] if stage == num_stages - 1 else []
+        last = [self.units[-1]] if stage == scheme.pp - 1 else []
         return (*first, *layers, *last)
 
     def buckets(self, scheme: Scheme, stage: int, tp_rank: int) -> RankBuckets:
@@ -244,7 +257,7 @@ class Skeleton:
         """
         seen: set[int] = set()
         buckets: list[Bucket] = []
-        for unit in self.stage_units(scheme.pp, stage):
+        for unit in self.stage_units(scheme, stage):
             refs = []
             for binding in unit.bindings:
                 if binding.param in seen:
@@ -261,7 +274,7 @@ class Skeleton:
 
         A layer that shares a parameter with another unit stays: that one needs it at other times.
         """
-        units = self.stage_units(scheme.pp, stage)
+        units = self.stage_units(scheme, stage)
         owners = Counter(p for unit in self.units for p in {b.param for b in unit.bindings})
         layers = [r for r, unit in enumerate(units) if unit not in (self.units[0], self.units[-1])]
         own = [r for r in layers if all(owners[b.param] == 1 for b in units[r].bindings)]
@@ -275,10 +288,11 @@ class Skeleton:
     def strategy_repulls(
         self, strategy: Strategy, num_ranks: int, wanted: int | Literal["all"]
     ) -> list[StageRepulls]:
-        """What each rank pulls again under `strategy`; idle ranks nothing."""
+        """What each rank pulls again under `strategy`, by its scheme or else by `wanted`; idle ranks nothing."""
         repulls = [NO_REPULLS] * num_ranks
         for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-            of_stages = [self.stage_repulls(scheme, stage, wanted) for stage in range(scheme.pp)]
+            layers = scheme.repull or wanted
+            of_stages = [self.stage_repulls(scheme, stage, layers) for stage in range(scheme.pp)]
             for place, rank in enumerate(ranks):
                 repulls[rank] = of_stages[place // scheme.ranks_per_stage]
         return repulls
@@ -303,13 +317,13 @@ class Skeleton:
         await_bucket: Callable[[int], None] = lambda _: None,
         before_backward: Mapping[int, Callable[[], None] | None] | None = None,
     ) -> None:
-        """Put the stage's slices into the modules and other stages' layers out of the way.
+        """Put the stage's slices into the modules, other stages' layers out of the way, and checkpoint the scheme's.
 
         `await_bucket(r)` is called before every forward pass that reads the slices of the stage's r-th unit, and
         `before_backward[r]`, if the r-th unit is a layer, before every backward pass of it. Where that is None no
         gradient goes through the layer, because nothing below is trained.
         """
-        for index, unit in enumerate(self.stage_units(scheme.pp, stage)):
+        for index, unit in enumerate(self.stage_units(scheme, stage)):
             if before_backward is not None and index in before_backward:
                 self._before_backward[unit.modules[0]] = before_backward[index]
             for module in unit.modules:
@@ -317,7 +331,9 @@ class Skeleton:
             for binding in unit.bindings:
                 binding.module._parameters[binding.attribute] = leaves[binding.param]
         self._embedding.padding_idx = self._local_padding_idx(self._embedding.weight.shape[0])
-        own = self.stage_layers(scheme.pp, stage)
+        own = self.stage_layers(scheme, stage)
+        for index in own:
+            self._layers[index].gradient_checkpointing = self._checkpoints_all or index < scheme.ckpt
         self._show_layers(own, with_norm=stage == scheme.pp - 1)
 
     def unbind(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from ds_hydra.configs.hydra_config import REPULL_WINDOW
 from ds_hydra.errors import HydraConfigError
 
 _TERM = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<([^<>]*)>\s*")
@@ -50,6 +51,11 @@ class Scheme:
         for part, count in (("ckpt", self.ckpt), ("repull", self.repull)):
             if type(count) is not int or count < 0:
                 raise HydraConfigError(f"{part} of a scheme is {count!r:.80}, expected a number of layers")
+        if 0 < self.repull <= REPULL_WINDOW:
+            raise HydraConfigError(
+                f"repull of a scheme is {self.repull}, expected {REPULL_WINDOW + 1} or more layers of each stage: "
+                f"{REPULL_WINDOW} of them are in memory at any time, so fewer would save nothing"
+            )
         if type(self.stages) is not tuple or not all(type(n) is int and n > 0 for n in self.stages):
             raise HydraConfigError(
                 f"stages of a scheme are {self.stages!r:.80}, expected 1 layer or more for each of {self.pp} stages"

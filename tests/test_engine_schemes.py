@@ -1,0 +1,161 @@
+"""Schemes with parts in the engine: uneven stages, checkpointed layers, re-pulls; they change no gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributed import run_distributed
+from engines import start_hydra
+from models import VOCAB_SIZE, tiny
+from single_process import num_label_tokens, random_examples
+from test_engine_parity import LENGTHS, assert_parity, check_gradients, hand_plan
+
+from ds_hydra.engine.profiler import _count_saved_bytes
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy import Strategy
+
+NUM_LAYERS = 6
+
+PARITY_STRATEGIES = (
+    "1x<1,2;stages=5,1> + 2x<1,1;ckpt=2>",
+    "1x<2,2;stages=1,5;ckpt=4>",
+    "2x<1,2;repull=3>",
+    "1x<2,1;ckpt=6> + 1x<1,2;stages=2,4;ckpt=3;repull=4>",
+    "4x<1,1;ckpt=1;repull=6>",
+    "1x<1,4;stages=1,3,1,1>",
+    "1x<1,3;stages=1,1,4;ckpt=5> + 1x<1,1>",
+    "1x<4,1;ckpt=3>",
+)
+
+SAME_BITS = (
+    ("4x<1,1>", ("4x<1,1;ckpt=1>", "4x<1,1;ckpt=6>", "4x<1,1;repull=4>", "4x<1,1;ckpt=3;repull=6>")),
+    ("2x<2,1>", ("2x<2,1;ckpt=4>", "2x<2,1;repull=5>")),
+    ("1x<2,2>", ("1x<2,2;ckpt=4>", "1x<2,2;stages=3,3>", "1x<2,2;ckpt=6;repull=3;stages=3,3>")),
+    ("2x<1,2;stages=4,2>", ("2x<1,2;ckpt=2;stages=4,2>", "2x<1,2;repull=4;stages=4,2>")),
+    ("1x<2,1> + 1x<1,2>", ("1x<2,1;ckpt=2> + 1x<1,2;ckpt=5>",)),
+)  # fmt: skip
+
+
+def bits_that_differ():
+    """Strategies whose loss or gradient shards on this rank differ in a bit from those of the plain one."""
+    engine = start_hydra(tiny("llama_tied", num_hidden_layers=NUM_LAYERS))
+    propagator = engine.hydra.propagator
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=2)
+    tensors = [(e["input_ids"], e["labels"]) for e in examples]
+
+    def run(text):
+        strategy = Strategy.parse(text)
+        engine.hydra.prepare_forced(strategy)
+        plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=False)
+        grads_P = engine._zero_gradient_shards()
+        with _count_saved_bytes() as kept:
+            outcome = propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+        evaluated = propagator.evaluate(plan, tensors.__getitem__)
+        loss = outcome.loss_sum, evaluated.loss_sum
+        return loss, [g.clone() for g in grads_P], sum(kept.values()), outcome.repull_ms
+
+    different, kept, repulled = [], {}, {}
+    for plain, others in SAME_BITS:
+        loss, grads_P, kept[plain], repulled[plain] = run(plain)
+        for text in others:
+            other_loss, other_grads_P, kept[text], repulled[text] = run(text)
+            if other_loss != loss or not all(map(torch.equal, grads_P, other_grads_P)):
+                different.append(text)
+    return different, kept, repulled
+
+
+def losses_of_a_run():
+    """Losses of training with another strategy in every iteration, and with plain ones."""
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    wide = (
+        "1x<1,2;stages=1,5> + 2x<1,1;ckpt=2>",
+        "4x<1,1;repull=3>",
+        "2x<2,1;ckpt=6>",
+        "2x<1,2;ckpt=4;stages=4,2>",
+    )
+    plain = ("4x<1,1>", "2x<2,1>", "1x<2,2>", "4x<1,1>")
+    runs = []
+    for texts in (wide, plain):
+        engine = start_hydra(tiny("llama", num_hidden_layers=NUM_LAYERS))
+        runs.append([float(engine.train_batch(examples, strategy=text)) for text in (*texts, *texts)])
+    return runs
+
+
+def refusals():
+    """What every rank says of schemes that this model or engine cannot run."""
+    examples = random_examples((9, 17), VOCAB_SIZE, seed=0)
+    engine = start_hydra(tiny("llama", num_hidden_layers=NUM_LAYERS))
+    everywhere = start_hydra(
+        tiny("llama", num_hidden_layers=NUM_LAYERS), hydra={"activation_checkpointing": True}
+    )
+    found = []
+    for refusing, text in (
+        (engine, "1x<1,2;stages=4,3>"),
+        (engine, "4x<1,1;ckpt=7>"),
+        (engine, "4x<1,1;repull=7>"),
+        (everywhere, "4x<1,1;ckpt=2>"),
+    ):
+        with pytest.raises(HydraConfigError) as caught:
+            refusing.train_batch(examples, strategy=text)
+        found.append(str(caught.value))
+    assert float(engine.train_batch(examples, strategy="4x<1,1;ckpt=2>")) > 0  # usable as before
+    return found
+
+
+def checks():
+    layers = {"num_hidden_layers": NUM_LAYERS}
+    everywhere = {"activation_checkpointing": True}
+    return {
+        "parity": check_gradients("llama_bias", PARITY_STRATEGIES, None, layers),
+        "tied": check_gradients("qwen3", PARITY_STRATEGIES[:4], None, layers),
+        "global": check_gradients("llama", ("1x<1,2;stages=5,1> + 1x<2,1>",), everywhere, layers),
+        "bits": bits_that_differ(),
+        "losses": losses_of_a_run(),
+        "refusals": refusals(),
+    }
+
+
+@pytest.fixture(scope="module")
+def results():
+    """What `checks` found on each of 4 ranks, started once."""
+    return run_distributed(checks, 4, timeout_s=900)
+
+
+@pytest.mark.distributed
+def test_gradients_equal_one_process(results):
+    for name in ("parity", "tied", "global"):
+        assert_parity(results[0][name])
+
+
+@pytest.mark.distributed
+def test_checkpoints_and_re_pulls_change_no_bit(results):
+    for rank, result in enumerate(results):
+        assert result["bits"][0] == [], f"rank {rank}"
+    for text in results[0]["bits"][2]:
+        most_ms = max(result["bits"][2][text] for result in results)  # a stage of two layers drops nothing
+        assert (most_ms > 0) == ("repull" in text), text
+
+
+@pytest.mark.distributed
+def test_checkpointed_layers_keep_less(results):
+    kept = results[0]["bits"][1]
+    assert kept["4x<1,1;ckpt=6>"] < 0.5 * kept["4x<1,1>"]
+    assert kept["4x<1,1;ckpt=6>"] < kept["4x<1,1;ckpt=1>"] < kept["4x<1,1>"]
+
+
+@pytest.mark.distributed
+def test_training_with_changing_parts_follows_plain_training(results):
+    wide, plain = results[0]["losses"]
+    assert wide == pytest.approx(plain, rel=1e-5)
+    assert wide[0] > wide[-1]
+    assert len(set(wide)) == len(wide)
+
+
+@pytest.mark.distributed
+def test_parts_that_do_not_fit_are_refused_on_all_ranks(results):
+    for result in results:
+        stages, ckpt, repull, both = result["refusals"]
+        assert "its stages have 7 layers, the model has 6; make them sum to 6" in stages
+        assert "ckpt=7 is above the model's 6 layers" in ckpt
+        assert "repull=7 is above the model's 6 layers" in repull
+        assert "hydra.activation_checkpointing checkpoints all layers" in both
