@@ -292,3 +292,17 @@ def test_ready_configurations_pass_check(name):
     model, _, last = name.rpartition("_")
     devices = int(last.removesuffix("gpus")) if last.endswith("gpus") else 64
     assert problems_of(Path(find_file("deepspeed", name)), model=model, num_devices=devices) == []
+
+
+def test_schemes_with_sp_are_estimated_where_the_profile_lacks_them_and_refused_by_heads():
+    config = changed(hydra={"strategies": ["1x<sp4,1> + 4x<1,1>", "1x<sp2,4,1>"]})
+    report = check_config(CheckRequest(config=config, num_devices=8, model="llama2_7b"))
+    assert report.problems == []
+    assert any(
+        "times of <sp4,1>, <sp2,4,1>" in text and "estimated from TP" in text for text in report.assumed
+    )
+    longest = {scheme["scheme"]: scheme["max_len_tokens"] for scheme in report.schemes}
+    assert longest["<sp2,4,1>"] == pytest.approx(2 / 1.1 * longest["<4,1>"], rel=1e-3)
+    config = changed(hydra={"strategies": ["1x<sp3,1>"]})
+    (problem,) = problems_of(config, model="llama2_7b")
+    assert "SP 3 x TP 1 = 3 does not divide the model's 32 attention heads; use SP 1, 2, 4, 8" in problem

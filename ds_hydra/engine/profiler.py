@@ -28,7 +28,7 @@ from ds_hydra.engine.propagation import Example, Propagator
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.strategy.profile import PROFILE_SCHEMA
+from ds_hydra.strategy.profile import PROFILE_SCHEMA, activation_share
 
 _Subject = TypeVar("_Subject")
 """What is timed: a scheme, or a slice of the model."""
@@ -112,8 +112,8 @@ def _measure_memory(
     for tp, scheme in sorted(deepest.items()):
         measure = functools.partial(token_bytes, propagator, homogeneous[scheme], length)
         num_bytes = known.get(f"{scheme} bytes per token", measure)
-        activation[str(tp)] = (
-            num_bytes * scheme.ranks_per_stage / (skeleton.num_layers * skeleton.hidden_size)
+        activation[str(tp)] = num_bytes / (
+            activation_share(scheme) * skeleton.num_layers * skeleton.hidden_size
         )
     return {
         "schema": PROFILE_SCHEMA,

@@ -28,6 +28,10 @@ EMBEDDING_BYTES_PER_ELEMENT = 16
 """`e` of App. B.1: bytes of weights, gradients and optimizer states per embedding element."""
 
 
+SP_ACTIVATIONS = 1.1
+"""Activations of a piece of a row over its share of the row's: attention's output is kept on both sides of an exchange,
+and key-value heads may be repeated. 1.05 without repeated heads, 1.10 with, on a Llama of 4 heads."""
+
 VOCABULARY_TOLERANCE = 0.05
 """Share by which the vocabulary of a profile may differ from the model's: it only moves MaxLen a little."""
 
@@ -61,6 +65,11 @@ class LatencyModel:
         return total + self.constant_ms if total else 0.0
 
 
+def activation_share(scheme: Scheme) -> float:
+    """What one rank keeps of a row's activations under `scheme`, as a share of A L H S."""
+    return (SP_ACTIVATIONS if scheme.sp > 1 else 1.0) / scheme.ranks_per_stage
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
     """Bytes that one rank needs under <TP,PP> on N devices for a packed row of S tokens (App. B.1).
@@ -71,7 +80,8 @@ class MemoryModel:
 
     with L = `num_layers`, H = `hidden_size`, V = `vocab_size`, A = `activation_bytes[tp]`,
     B = `state_bytes`, alpha = `sharded_fraction`, e = 16. Activations do not shrink with PP, because a
-    1F1B stage holds up to PP micro-batches of its L/PP layers. Ours: SP ranks share a row and nothing else.
+    1F1B stage holds up to PP micro-batches of its L/PP layers. Ours: SP ranks share a row and nothing else, and a piece
+    costs `SP_ACTIVATIONS` times its share.
 
     Ours: of R = `repull_layers` layers of a stage that are dropped and pulled again only a window of 2 is in memory, so
     states are less by (min(R, L / PP) - 2) * H^2 / TP * s where that is positive, with s = `slice_bytes`, the bytes
@@ -129,8 +139,8 @@ class MemoryModel:
                 f"scheme {scheme}: the profile has no activation bytes for TP {scheme.tp}; "
                 f"it has TP {sorted(self.activation_bytes)}"
             )
-        share = scheme.sp * scheme.tp
-        return self.num_layers * self.hidden_size / share * self.activation_bytes[scheme.tp]
+        share = activation_share(scheme)
+        return self.num_layers * self.hidden_size * share * self.activation_bytes[scheme.tp]
 
     def _state_bytes(self, scheme: Scheme, num_devices: int) -> float:
         hidden_2 = self.hidden_size**2
