@@ -291,9 +291,9 @@ class _Budget:
         report, context, number = self._report, self._hydra.context_length, self._report.num_devices
         for strategy in given:
             for scheme in strategy.schemes:
-                profile.get_latency(scheme)
                 if self._skeleton is not None:
                     self._skeleton.check_scheme(scheme)
+        profile = self._profile = profile.with_schemes(s for strategy in given for s in strategy.schemes)
         memory = profile.memory
         report.memory_bytes = memory.memory_bytes - memory.reserved_bytes - memory.safety_margin_bytes
         fitting = [s for s in profile.latency if s.num_devices <= number and self._can_run(s)]

@@ -104,12 +104,14 @@ def _measure_memory(
 
     Measured with a short row under the deepest pipeline of each degree, which needs the least memory.
     """
-    deepest = {scheme.tp: scheme for scheme in sorted(homogeneous, key=lambda scheme: scheme.pp)}
+    deepest = {s.tp: Scheme(s.tp, s.pp) for s in sorted(homogeneous, key=lambda scheme: scheme.pp)}
     length = min(config.context_length, 512)
     skeleton = propagator.skeleton
     activation = {}
     for tp, scheme in sorted(deepest.items()):
-        measure = functools.partial(token_bytes, propagator, homogeneous[scheme], length)
+        # Without the scheme's parts: what a layer keeps that is not checkpointed.
+        plain = _homogeneous(scheme, propagator.num_ranks)
+        measure = functools.partial(token_bytes, propagator, plain, length)
         num_bytes = known.get(f"{scheme} bytes per token", measure)
         activation[str(tp)] = num_bytes * tp / (skeleton.num_layers * skeleton.hidden_size)
     return {
