@@ -292,3 +292,19 @@ def test_ready_configurations_pass_check(name):
     model, _, last = name.rpartition("_")
     devices = int(last.removesuffix("gpus")) if last.endswith("gpus") else 64
     assert problems_of(Path(find_file("deepspeed", name)), model=model, num_devices=devices) == []
+
+
+def test_schemes_with_parts_are_checked_and_derived():
+    given = ["1x<1,2;ckpt=8> + 3x<1,2>", "4x<1,2;repull=8>"]
+    config = changed(hydra={"strategies": given, "context_length": 16384})
+    report = check_config(CheckRequest(config=config, model="llama2_7b", num_devices=8))
+    assert report.problems == []
+    longest = {row["scheme"]: row["max_len_tokens"] for row in report.schemes}
+    assert longest["<1,2>"] < longest["<1,2;repull=8>"] < 16384 < longest["<1,2;ckpt=8>"]
+    assert any("<1,2;repull=8>" in warning and "accelerator" in warning for warning in report.warnings)
+    for texts, words in (
+        (["4x<1,2;stages=14,17>"], "stages have 31 layers, the model has 32; make them sum to 32"),
+        (["8x<1,1;ckpt=4>"], "<1,1;ckpt=4>, and <1,1> from which it could be derived, is not in profile"),
+    ):
+        (problem,) = problems_of(changed(hydra={"strategies": texts}), model="llama2_7b", num_devices=8)
+        assert words in problem

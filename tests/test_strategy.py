@@ -298,7 +298,8 @@ def test_derived_entries_are_in_the_document_and_measured_ones_stay():
         ("<2,2;ckpt=2>", r"<2,2;ckpt=2>, and <2,2> from which it could be derived, is not in profile.*<1,2>"),
         ("<1,2;stages=5,4>", "stages have 9 layers, the model has 8"),
         ("<1,2;ckpt=9>", "ckpt=9 is above the model's 8 layers"),
-        ("<sp2,2>", "its time does not follow from <1,2>"),
+        ("<sp2,2>", "scheme <sp2,2> is not in profile"),
+        ("<sp2,2;ckpt=1>", "and <sp2,2> from which it could be derived, is not in profile"),
         ("<2,1>", "scheme <2,1> is not in profile"),
     ],
 )

@@ -162,6 +162,7 @@ class _Budget:
         self._load_model()
         self._profile = self._find_profile(given)
         self._say_what_is_pulled_again()
+        self._say_which_need_cpus(given)
         if self._profile is not None:
             self._describe_memory(self._profile, given)
         strategies = self._candidates(given)
@@ -272,6 +273,14 @@ class _Budget:
             self._report.assumed.append(
                 "memory counts two of the layers that are pulled again; the profile's times know of re-pulls only if "
                 f"it was measured with them (`ds-hydra link --repull-layers {wanted}` shows what they send)"
+            )
+
+    def _say_which_need_cpus(self, given: Sequence[Strategy]) -> None:
+        repulling = sorted({scheme for strategy in given for scheme in strategy.schemes if scheme.repull})
+        if repulling:
+            self._report.warnings.append(
+                f"hydra.strategies have re-pulls ({', '.join(map(str, repulling))}): CPU ranks can serve them; on an "
+                "accelerator the engine refuses them"
             )
 
     def _say_what_is_profiled(self, given: Sequence[Strategy]) -> None:

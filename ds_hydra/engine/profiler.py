@@ -104,7 +104,7 @@ def _measure_memory(
 
     Measured with a short row under the deepest pipeline of each degree, which needs the least memory.
     """
-    deepest = {s.tp: Scheme(s.tp, s.pp) for s in sorted(homogeneous, key=lambda scheme: scheme.pp)}
+    deepest = {s.tp: s.without_parts() for s in sorted(homogeneous, key=lambda scheme: scheme.pp)}
     length = min(config.context_length, 512)
     skeleton = propagator.skeleton
     activation = {}

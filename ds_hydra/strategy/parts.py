@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.scheme import Scheme
 
 FORWARD_FRACTION = 1 / 3
@@ -47,7 +46,7 @@ def stage_layers(scheme: Scheme, num_layers: int) -> list[StageLayers]:
 
 
 def slowest_stage_ratio(scheme: Scheme, num_layers: int) -> float:
-    """T of `scheme` over T of <TP,PP>, by the layers of the slowest stage.
+    """T of `scheme` over T of the same degrees without parts, by the layers of the slowest stage.
 
     T is that of a stage of ceil(L / PP) layers; its share of embedding and head grows with the layers as T does. Left
     out: what re-pulls do not hide.
@@ -55,9 +54,5 @@ def slowest_stage_ratio(scheme: Scheme, num_layers: int) -> float:
     >>> slowest_stage_ratio(Scheme(1, 2, stages=(5, 3)), 8), slowest_stage_ratio(Scheme(1, 2, ckpt=4), 8)
     (1.25, 1.3333333333333333)
     """
-    if scheme.sp > 1:
-        raise HydraConfigError(
-            f"scheme {scheme}: its time does not follow from <{scheme.tp},{scheme.pp}>; use SP 1"
-        )
     work = max(stage.work for stage in stage_layers(scheme, num_layers))
     return work / -(-num_layers // scheme.pp)

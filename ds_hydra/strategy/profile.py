@@ -72,7 +72,7 @@ class MemoryModel:
 
     with L = `num_layers`, H = `hidden_size`, V = `vocab_size`, A = `activation_bytes[tp]`,
     B = `state_bytes`, alpha = `sharded_fraction`, e = 16. Activations do not shrink with PP, because a
-    1F1B stage holds up to PP micro-batches of its L/PP layers.
+    1F1B stage holds up to PP micro-batches of its L/PP layers. Ours: of SP ranks each has 1/SP of every row.
 
     Ours: of R = `repull_layers` layers of a stage (or `repull` of the scheme) that are dropped and pulled again only a
     window of 2 is in memory, so states are less by (min(R, L / PP) - 2) * H^2 / TP * s where that is positive, with
@@ -157,8 +157,8 @@ class MemoryModel:
                 "input_bytes_per_token_per_layer_per_hidden to its memory (2 where hidden states are 16 bit), or "
                 "measure it anew"
             )
-        kept = self.hidden_size * self.input_bytes
-        again = self.vocab_size / scheme.tp * 2 * self.input_bytes
+        kept = self.hidden_size / scheme.sp * self.input_bytes
+        again = self.vocab_size / scheme.ranks_per_stage * 2 * self.input_bytes
         stages = []
         for stage in stage_layers(scheme, self.num_layers):
             whole = stage.num_layers - stage.num_checkpointed
@@ -174,7 +174,7 @@ class MemoryModel:
                 f"scheme {scheme}: the profile has no activation bytes for TP {scheme.tp}; "
                 f"it has TP {sorted(self.activation_bytes)}"
             )
-        return self.hidden_size / scheme.tp * self.activation_bytes[scheme.tp]
+        return self.hidden_size / scheme.ranks_per_stage * self.activation_bytes[scheme.tp]
 
     def _state_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
         hidden_2 = self.hidden_size**2
@@ -215,13 +215,13 @@ class Profile:
 
         Raises HydraConfigError naming the schemes that were profiled.
         """
-        plain = Scheme(scheme.tp, scheme.pp)
+        plain = scheme.without_parts()
         if scheme not in self.latency and plain in self.latency:
             ratio = slowest_stage_ratio(scheme, self.memory.num_layers)
             coefficients = asdict(self.latency[plain])
             return LatencyModel(**{name: ratio * value for name, value in coefficients.items()})
         if scheme not in self.latency:
-            wanted = scheme if scheme.is_plain else f"{scheme}, and {plain} from which it could be derived,"
+            wanted = scheme if scheme == plain else f"{scheme}, and {plain} from which it could be derived,"
             raise HydraConfigError(
                 f"scheme {wanted} is not in profile {self.name!r}, which has "
                 f"{', '.join(str(known) for known in sorted(self.latency))}; profile it or remove it from "
@@ -231,7 +231,7 @@ class Profile:
 
     def has_latency(self, scheme: Scheme) -> bool:
         """Whether `get_latency` has an answer."""
-        return scheme in self.latency or (scheme.sp == 1 and Scheme(scheme.tp, scheme.pp) in self.latency)
+        return scheme in self.latency or scheme.without_parts() in self.latency
 
     def max_len_tokens(self, scheme: Scheme, num_devices: int) -> int:
         """MaxLen(scheme) on a cluster of `num_devices`."""
@@ -249,7 +249,7 @@ class Profile:
         for scheme in missing:
             model = self.get_latency(scheme)
             self.max_len_tokens(scheme, scheme.num_devices)  # whatever it is: raises where it is not known
-            derived_from = str(Scheme(scheme.tp, scheme.pp))
+            derived_from = str(scheme.without_parts())
             entries.append({**scheme.to_json(), **asdict(model), "derived_from": derived_from})
         return Profile.from_json({**self.document, "schemes": [*self.document["schemes"], *entries]})
 
