@@ -208,18 +208,14 @@ def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
     on a CPU by counting what autograd keeps. Collective, the most of any rank.
     """
     if has_device_memory():
-        return _peak_growth(propagator, strategy, length)
+        short = max(1, length // 2)
+        grown = _peak_bytes(propagator, strategy, length) - _peak_bytes(propagator, strategy, short)
+        return max(1.0, grown / (length - short))
     with _count_saved_bytes() as counted:
         stage_ms(propagator, strategy, length)
     for address in propagator.pool.addresses():  # autograd keeps views of weights, which are not activations
         counted.pop(address, None)
     return propagator.max_over_ranks(sum(counted.values())) / length
-
-
-def _peak_growth(propagator: Propagator, strategy: Strategy, length: int) -> float:
-    short = max(1, length // 2)
-    grown = _peak_bytes(propagator, strategy, length) - _peak_bytes(propagator, strategy, short)
-    return max(1.0, grown / (length - short))
 
 
 def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:
