@@ -40,7 +40,7 @@ from workloads import (
 
 import ds_hydra
 from ds_hydra.engine.attention import attention_per_sequence
-from ds_hydra.engine.host_memory import keep_freed_memory
+from ds_hydra.engine.host_memory import keep_freed_memory, process_bytes
 
 PACKED_ATTENTION = "per_sequence"
 """Name under which the contenders' attention of packed rows is registered: ds_hydra's own, one call per sequence."""
@@ -98,18 +98,10 @@ class Turns:
                 "seconds": time.perf_counter() - self._start,
                 "cpu_seconds": time.process_time() - self._cpu,
                 "loss": loss_share,
-                "peak_bytes": _status_bytes("VmHWM") - self.base_bytes,
+                "peak_bytes": process_bytes("VmHWM") - self.base_bytes,
                 **facts,
             }
         )
-
-
-def _status_bytes(field_name: str) -> int:
-    """Resident memory of this process: now (VmRSS), or at its highest (VmHWM)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field_name}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field_name}")
 
 
 # ---- ds_hydra
@@ -444,7 +436,7 @@ def run_rank(name: str, task: Task, place: RankPlace, connection: Connection) ->
     transformers.logging.set_verbosity_error()
     datasets.disable_progress_bars()
     deepspeed.utils.logger.setLevel("ERROR")
-    turns = Turns(connection, base_bytes=_status_bytes("VmRSS"))
+    turns = Turns(connection, base_bytes=process_bytes("VmRSS"))
     try:
         dist.init_process_group(
             "gloo",

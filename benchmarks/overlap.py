@@ -13,8 +13,9 @@ import argparse
 import json
 import statistics
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -53,7 +54,8 @@ MODELS = {
 FIELDS = ("iteration_ms", "pull_ms", "push_ms", "visible_pull_ms", "visible_push_ms")
 
 
-def start(model: str, dtype: str) -> ds_hydra.HydraEngine:
+def start(model: str, dtype: str, strategies: Sequence[str], link: dict[str, Any]) -> ds_hydra.HydraEngine:
+    """An engine for `strategies` with the `hydra.link` section `link`; equal weights every time."""
     torch.manual_seed(0)
     config = LlamaConfig(**MODELS[model], max_position_embeddings=4096, tie_word_embeddings=False)
     engine, *_ = ds_hydra.initialize(
@@ -66,7 +68,8 @@ def start(model: str, dtype: str) -> ds_hydra.HydraEngine:
             "hydra": {
                 "context_length": 4096,
                 "tokens_per_iteration": 6144,
-                "strategies": list(STRATEGIES[dist.get_world_size()]),
+                "strategies": list(strategies),
+                "link": link,
             },
         },
     )
@@ -113,55 +116,70 @@ def measure(engine: ds_hydra.HydraEngine, model: str, rounds: int, tokens: int) 
         yield row
 
 
-def print_head() -> None:
-    print(f"{'':<20} {'visible link time / iteration':>30}   {'iteration':>24}")
-    print(
-        f"{'strategy':<20} {'without':>15} {'with overlap':>14}   {'without, ms':>12} {'with / without':>15}"
-    )
+HEAD = (
+    f"{'':<20} {'visible link time / iteration':>30}   {'iteration':>24}\n"
+    f"{'strategy':<20} {'without':>15} {'with overlap':>14}   {'without, ms':>12} {'with / without':>15}"
+)
 
 
-def print_row(row: dict) -> None:
+def format_row(row: dict) -> str:
     off, on = row["without"], row["with"]
-    print(
+    return (
         f"{row['strategy']:<20} {off['visible_share']:>15.1%} {on['visible_share']:>14.1%}   "
-        f"{off['iteration_ms']:>12.0f} {row['iteration_ratio']:>15.2f}",
-        flush=True,
+        f"{off['iteration_ms']:>12.0f} {row['iteration_ratio']:>15.2f}"
     )
 
 
-def main() -> None:
+def make_parser(description: str | None, *, model: str, rounds: int) -> argparse.ArgumentParser:
+    """The options that benchmarks of whole iterations share, with these defaults."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=MODELS, default="demo")
+    parser.add_argument("--model", choices=MODELS, default=model)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--tokens", type=int, default=6144)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    return parser
+
+
+def begin() -> None:
+    """Start the process group, and keep libraries silent."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.init_distributed()
-    engine = start(args.model, args.dtype)
+
+
+def report(
+    args: argparse.Namespace, head: str, rows: Iterable[dict], format_row: Callable[[dict], str]
+) -> None:
+    """Measure `rows` on all ranks; print them on the first one, and write them to `--out`."""
     is_first_rank = dist.get_rank() == 0
     if is_first_rank:
         device = get_accelerator().device_name()
         print(f"{args.model}, {args.dtype}, {dist.get_world_size()} ranks ({device}), {args.rounds} rounds")
-        print_head()
-    rows = []
-    for row in measure(engine, args.model, args.rounds, args.tokens):
-        rows.append(row)
+        print(head)
+    measured = []
+    for row in rows:
+        measured.append(row)
         if is_first_rank:
-            print_row(row)
+            print(format_row(row), flush=True)
     if is_first_rank and args.out:
         document = {
             "model": args.model,
             "dtype": args.dtype,
             "num_ranks": dist.get_world_size(),
-            "rows": rows,
+            "rows": measured,
         }
         args.out.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def main() -> None:
+    args = make_parser(__doc__, model="demo", rounds=8).parse_args()
+    begin()
+    engine = start(args.model, args.dtype, STRATEGIES[dist.get_world_size()], link={})
+    report(args, HEAD, measure(engine, args.model, args.rounds, args.tokens), format_row)
     engine.destroy()
 
 

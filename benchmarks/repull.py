@@ -9,20 +9,11 @@ are those of the rank that holds most: slices, and packed buffers of exchanges, 
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
-import deepspeed
-import torch
 import torch.distributed as dist
-import transformers
-from deepspeed.accelerator import get_accelerator
-from overlap import MODELS, draw_batch
-from transformers import LlamaConfig, LlamaForCausalLM
+from overlap import MODELS, begin, draw_batch, make_parser, report, start
 
 import ds_hydra
 from ds_hydra.strategy import Strategy
@@ -32,27 +23,6 @@ STRATEGIES = {
     4: ("4x<1,1>", "2x<2,1>", "1x<2,2>", "2x<1,2>", "1x<1,2> + 2x<1,1>"),
 }
 FIELDS = ("iteration_ms", "measured_ms", "repull_ms", "visible_repull_ms")
-
-
-def start(model: str, dtype: str, repull_layers: int | str) -> ds_hydra.HydraEngine:
-    torch.manual_seed(0)
-    config = LlamaConfig(**MODELS[model], max_position_embeddings=4096, tie_word_embeddings=False)
-    engine, *_ = ds_hydra.initialize(
-        model=LlamaForCausalLM(config),
-        config={
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-            "zero_optimization": {"stage": 3},
-            "bf16": {"enabled": dtype == "bf16"},
-            "steps_per_print": 10**6,
-            "hydra": {
-                "context_length": 4096,
-                "tokens_per_iteration": 6144,
-                "strategies": list(STRATEGIES[dist.get_world_size()]),
-                "link": {"repull_layers": repull_layers},
-            },
-        },
-    )
-    return engine
 
 
 def held_bytes(engine: ds_hydra.HydraEngine, strategy: str) -> dict[str, int]:
@@ -95,54 +65,28 @@ def measure(
         yield row
 
 
-def print_row(row: dict) -> None:
-    for wanted, found in row["values"].items():
-        print(
-            f"{row['strategy']:<20} {wanted:>6} {found['slice_bytes'] / 1e6:>10.1f} "
-            f"{found['exchange_bytes'] / 1e6:>10.1f} {found['iteration_ms']:>10.0f} "
-            f"{found['visible_repull_ms']:>10.0f} {found['iteration_ratio']:>8.2f}",
-            flush=True,
-        )
+HEAD = f"{'strategy':<20} {'again':>6} {'slices, MB':>10} {'wire, MB':>10} {'ms':>10} {'waited, ms':>10} {'ratio':>8}"
+
+
+def format_row(row: dict) -> str:
+    return "\n".join(
+        f"{row['strategy']:<20} {wanted:>6} {found['slice_bytes'] / 1e6:>10.1f} "
+        f"{found['exchange_bytes'] / 1e6:>10.1f} {found['iteration_ms']:>10.0f} "
+        f"{found['visible_repull_ms']:>10.0f} {found['iteration_ratio']:>8.2f}"
+        for wanted, found in row["values"].items()
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=MODELS, default="50M")
-    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser = make_parser(__doc__, model="50M", rounds=6)
     parser.add_argument("--repull-layers", nargs="+", default=["6", "all"], help="values beside 0")
-    parser.add_argument("--tokens", type=int, default=6144)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity_error()
-    deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.init_distributed()
+    begin()
     values: list[int | str] = [0, *(v if v == "all" else int(v) for v in args.repull_layers)]
-    engines = {wanted: start(args.model, args.dtype, wanted) for wanted in values}
-    is_first_rank = dist.get_rank() == 0
-    if is_first_rank:
-        device = get_accelerator().device_name()
-        print(f"{args.model}, {args.dtype}, {dist.get_world_size()} ranks ({device}), {args.rounds} rounds")
-        print(
-            f"{'strategy':<20} {'again':>6} {'slices, MB':>10} {'wire, MB':>10} {'ms':>10} {'waited, ms':>10} "
-            f"{'ratio':>8}"
-        )
-    rows = []
-    for row in measure(engines, MODELS[args.model]["vocab_size"], args.rounds, args.tokens):
-        rows.append(row)
-        if is_first_rank:
-            print_row(row)
-    if is_first_rank and args.out:
-        document = {
-            "model": args.model,
-            "dtype": args.dtype,
-            "num_ranks": dist.get_world_size(),
-            "rows": rows,
-        }
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
+    strategies = STRATEGIES[dist.get_world_size()]
+    engines = {v: start(args.model, args.dtype, strategies, {"repull_layers": v}) for v in values}
+    rows = measure(engines, MODELS[args.model]["vocab_size"], args.rounds, args.tokens)
+    report(args, HEAD, rows, format_row)
     for engine in engines.values():
         engine.destroy()
 

@@ -32,7 +32,7 @@ from nodes import Hosts, Wire, run_on_hosts
 from single_process import random_examples
 
 ROOT = Path(__file__).resolve().parent.parent
-SIZES = {"hidden_size": 384, "intermediate_size": 1056, "num_hidden_layers": 4, "num_attention_heads": 6}
+SIZES = {"hidden_size": 384, "intermediate_size": 1056, "num_hidden_layers": 4}
 VOCAB_SIZE = 2048
 LENGTHS = (512, 256)
 """Of the mini-batch of `slow`: few rows, so that a pipeline has bubbles."""
@@ -43,8 +43,9 @@ LINKS = {"fast": (5e-5, 1e9), "slow": (0.002, 10e6)}
 """Latency in seconds and bytes per second of `between_nodes` in the topology file."""
 
 
-def model():
-    return tiny("llama", vocab_size=VOCAB_SIZE, num_key_value_heads=6, max_position_embeddings=4096, **SIZES)
+def model(num_heads: int = 6):
+    sizes = SIZES | {"num_attention_heads": num_heads, "num_key_value_heads": num_heads}
+    return tiny("llama", vocab_size=VOCAB_SIZE, max_position_embeddings=4096, **sizes)
 
 
 def num_parameters() -> str:
@@ -55,7 +56,7 @@ def num_parameters() -> str:
 
 
 def count(strategies: list[str]) -> dict:
-    engine = start_hydra(model())
+    engine = start_hydra(model(num_heads=12))  # a multiple of every TP degree
     return test_nodes.count_bytes(engine, strategies, times=3)
 
 
@@ -67,6 +68,7 @@ def measure_bytes(folder: Path) -> str:
     ):
         with Hosts(len(ranks_on)) as hosts:
             ended = run_on_hosts(count, hosts, ranks_on, folder / f"bytes{len(ranks_on)}", strategies)
+        assert not any(rank.exit_code for rank in ended), ended[0].stderr
         firsts = [ended[2 * host].value for host in range(len(ranks_on))]
         test_nodes.check_bytes(firsts)
         for strategy in strategies:
@@ -202,7 +204,7 @@ def measure_slow(folder: Path, repeats: int) -> str:
             "|---|---|---|---|---|---|---|",
             *rows,
             "",
-            "The whole iteration has pull, push and step in it, which the planner does not count: on a slow network "
+            "The whole iteration has pull, push and step in it, which no choice here counts: on a slow network "
             "`2x<1,1>`, whose ranks pull the whole model, is fast in propagation and slow as a whole. "
             "`ds-hydra link --topology` says what that costs before anything runs.",
         ]

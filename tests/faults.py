@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -9,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,22 +107,28 @@ def read_json_lines(path: str | Path) -> list[Any]:
 def _run(
     function: Callable[..., Any], args: Any, rank: int, world_size: int, folder: str, rendezvous: str
 ) -> None:
-    stderr = os.open(f"{folder}/stderr_{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(stderr, 2)
-    sys.stderr = os.fdopen(2, "w", buffering=1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size)
-    )
-    os.environ.pop("MASTER_ADDR", None)
-    import torch
-    import torch.distributed as dist
+    with ends_as_rank(f"{folder}/stderr_{rank}"):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.update(
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size)
+        )
+        os.environ.pop("MASTER_ADDR", None)
+        import torch
+        import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    code = 1
-    try:
+        torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
         function(*args)
+
+
+@contextlib.contextmanager
+def ends_as_rank(stderr: str | Path) -> Iterator[None]:
+    """All that a forked process does: it ends with what runs inside, and its stderr goes to the file `stderr`."""
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    code = 1
+    try:
+        yield
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)

@@ -27,11 +27,12 @@ import struct
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from faults import ends_as_rank
 
 NETWORK = "10.77.0"
 PRIVATE_FOLDER = "/mnt"
@@ -337,12 +338,9 @@ def _run_rank(
     folder: str,
 ) -> None:
     rank = env["RANK"]
-    os.dup2(os.open(f"{folder}/stderr_{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)
-    sys.stderr = os.fdopen(2, "w", buffering=1)
-    Path(f"{folder}/value_{rank}").unlink(missing_ok=True)
-    os.environ.update(env)
-    code = 1
-    try:
+    with ends_as_rank(f"{folder}/stderr_{rank}"):
+        Path(f"{folder}/value_{rank}").unlink(missing_ok=True)
+        os.environ.update(env)
         if hosts is not None:
             hosts.move_in(host)
         import torch
@@ -352,14 +350,6 @@ def _run_rank(
         dist.init_process_group("gloo", rank=int(rank), world_size=int(env["WORLD_SIZE"]))
         value = json.dumps(function(*args))
         Path(f"{folder}/value_{rank}").write_text(value)
-        code = 0
-    except SystemExit as end:
-        code = int(end.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
 
 
 # The slow switch, a process of its own.

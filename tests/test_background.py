@@ -44,12 +44,17 @@ def wait_until(condition, timeout_s=60.0):
     return condition()
 
 
+def plan_all(planner, batches=BATCHES):
+    """Submits all, then fetches all."""
+    for batch in batches:
+        planner.submit(batch)
+    return [planner.get(batch.iteration) for batch in batches]
+
+
 @pytest.fixture(scope="module")
 def inline_plans():
     with make_planner(num_workers=0) as planner:
-        for batch in BATCHES:
-            planner.submit(batch)
-        results = [planner.get(batch.iteration) for batch in BATCHES]
+        results = plan_all(planner)
     assert {result.source for result in results} == {"inline"}
     return [result.plan for result in results]
 
@@ -97,15 +102,11 @@ def test_killed_workers_lose_no_iteration_and_change_no_plan(inline_plans, caplo
 
 def test_a_pool_that_is_gone_comes_back(inline_plans):
     with make_planner(num_workers=3) as planner:
-        for batch in BATCHES[:3]:
-            planner.submit(batch)
-        first = [planner.get(batch.iteration) for batch in BATCHES[:3]]
+        first = plan_all(planner, BATCHES[:3])
         for pid in planner.worker_pids:
             os.kill(pid, signal.SIGKILL)
         assert wait_until(lambda: not planner.worker_pids)
-        for batch in BATCHES[3:]:
-            planner.submit(batch)
-        results = first + [planner.get(batch.iteration) for batch in BATCHES[3:]]
+        results = first + plan_all(planner, BATCHES[3:])
     assert [result.plan for result in results] == inline_plans
     assert {result.source for result in results} == {"worker"}
 
@@ -113,9 +114,7 @@ def test_a_pool_that_is_gone_comes_back(inline_plans):
 def test_plans_are_made_in_line_where_no_worker_can_start(monkeypatch, inline_plans, caplog):
     monkeypatch.setattr(sys, "executable", "/no/such/interpreter")
     with make_planner(num_workers=2) as planner:
-        for batch in BATCHES:
-            planner.submit(batch)
-        results = [planner.get(batch.iteration) for batch in BATCHES]
+        results = plan_all(planner)
     assert [result.plan for result in results] == inline_plans
     assert {result.source for result in results} == {"inline"}
     assert "could not be started" in caplog.text
@@ -182,9 +181,7 @@ def test_no_memory_for_any_worker_means_plans_in_line(monkeypatch, inline_plans,
 
     monkeypatch.setattr(subprocess, "Popen", starved)
     with make_planner(num_workers=2) as planner:
-        for batch in BATCHES:
-            planner.submit(batch)
-        results = [planner.get(batch.iteration) for batch in BATCHES]
+        results = plan_all(planner)
     assert [result.plan for result in results] == inline_plans
     assert {result.source for result in results} == {"inline"}
     assert caplog.text.count("starting another one") == 3 * len(BATCHES)

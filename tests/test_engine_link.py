@@ -43,6 +43,19 @@ def random_strategy(random):
     return Strategy.parse(" + ".join(f"1x<{tp},{pp}>" for tp, pp in schemes))
 
 
+def random_cases(num_sequences, seed):
+    """(number, plan, tensors) of sequences of two strategies with one random mini-batch each."""
+    random = Random(seed)
+    for number in range(num_sequences):
+        strategies = [random_strategy(random) for _ in range(2)]
+        lengths = [random.randint(2, 24) for _ in range(random.randint(1, 6))]
+        examples = random_examples(lengths, VOCAB_SIZE, seed=number)
+        tensors = [(e["input_ids"], e["labels"]) for e in examples]
+        for strategy in strategies:
+            num_labels = num_label_tokens(examples)
+            yield number, hand_plan(strategy, lengths, num_labels, empty_pipeline=number % 4 == 0), tensors
+
+
 def delay_rounds(propagator, random):
     """Make every round of this rank begin up to 2 ms late, so that threads and ranks meet in many orders."""
     for link in (propagator._pull_link, propagator._push_link):
@@ -73,25 +86,18 @@ def gradients_with_and_without_overlap(num_sequences):
     }
     mine = Random(dist.get_rank())
     delay_rounds(engines[True].hydra.propagator, mine)
-    random = Random(0)
     different = []
-    for number in range(num_sequences):
-        strategies = [random_strategy(random) for _ in range(2)]
-        lengths = [random.randint(2, 24) for _ in range(random.randint(1, 6))]
-        examples = random_examples(lengths, VOCAB_SIZE, seed=number)
-        tensors = [(e["input_ids"], e["labels"]) for e in examples]
-        for strategy in strategies:
-            plan = hand_plan(strategy, lengths, num_label_tokens(examples), empty_pipeline=number % 4 == 0)
-            bits = {}
-            for overlap, engine in engines.items():
-                engine.hydra.prepare_forced(strategy)
-                grads_P = engine._zero_gradient_shards()
-                outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
-                bits[overlap] = (outcome.loss_sum, [g.clone() for g in grads_P])
-                check_times(outcome, overlap)
-            same = bits[True][0] == bits[False][0] and all(map(torch.equal, bits[True][1], bits[False][1]))
-            if not same or not all(g.isfinite().all() for g in bits[True][1]):
-                different.append((number, str(strategy), lengths))
+    for number, plan, tensors in random_cases(num_sequences, seed=0):
+        bits = {}
+        for overlap, engine in engines.items():
+            engine.hydra.prepare_forced(plan.strategy)
+            grads_P = engine._zero_gradient_shards()
+            outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+            bits[overlap] = (outcome.loss_sum, [g.clone() for g in grads_P])
+            check_times(outcome, overlap)
+        same = bits[True][0] == bits[False][0] and all(map(torch.equal, bits[True][1], bits[False][1]))
+        if not same or not all(g.isfinite().all() for g in bits[True][1]):
+            different.append((number, str(plan.strategy), plan.lengths))
     return different
 
 

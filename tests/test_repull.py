@@ -14,9 +14,9 @@ from distributed import run_distributed
 from engines import start_hydra
 from faults import die, mark_fault, run_until_end
 from models import VOCAB_SIZE, tiny
-from single_process import num_label_tokens, random_examples
-from test_engine_link import random_strategy
-from test_engine_parity import assert_parity, check_gradients, hand_plan
+from single_process import random_examples
+from test_engine_link import random_cases
+from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.engine.profiler import token_bytes
 from ds_hydra.engine.slices import SlicePool, slice_numel
@@ -62,27 +62,21 @@ def results_with_and_without(num_sequences):
         )
     }
     delay_messages(engines["all"].hydra.propagator.repull_service, Random(dist.get_rank()))
-    random = Random(1)
     different, repulled_ms = [], dict.fromkeys(engines, 0.0)
-    for number in range(num_sequences):
-        lengths = [random.randint(2, 24) for _ in range(random.randint(1, 6))]
-        examples = random_examples(lengths, VOCAB_SIZE, seed=number)
-        tensors = [(e["input_ids"], e["labels"]) for e in examples]
-        for strategy in (random_strategy(random), random_strategy(random)):
-            plan = hand_plan(strategy, lengths, num_label_tokens(examples), empty_pipeline=number % 4 == 0)
-            bits = {}
-            for name, engine in engines.items():
-                engine.hydra.prepare_forced(strategy)
-                grads_P = engine._zero_gradient_shards()
-                outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
-                evaluated = engine.hydra.propagator.evaluate(plan, tensors.__getitem__)
-                repulled_ms[name] += outcome.repull_ms
-                assert outcome.propagate_ms >= outcome.visible_repull_ms
-                bits[name] = (outcome.loss_sum, evaluated.loss_sum, [g.clone() for g in grads_P])
-            for name, (loss, evaluated_loss, grads_P) in bits.items():
-                same = (loss, evaluated_loss) == bits["none"][:2]
-                if not same or not all(map(torch.equal, grads_P, bits["none"][2])):
-                    different.append((number, name, str(strategy), lengths))
+    for number, plan, tensors in random_cases(num_sequences, seed=1):
+        bits = {}
+        for name, engine in engines.items():
+            engine.hydra.prepare_forced(plan.strategy)
+            grads_P = engine._zero_gradient_shards()
+            outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+            evaluated = engine.hydra.propagator.evaluate(plan, tensors.__getitem__)
+            repulled_ms[name] += outcome.repull_ms
+            assert outcome.propagate_ms >= outcome.visible_repull_ms
+            bits[name] = (outcome.loss_sum, evaluated.loss_sum, [g.clone() for g in grads_P])
+        for name, (loss, evaluated_loss, grads_P) in bits.items():
+            same = (loss, evaluated_loss) == bits["none"][:2]
+            if not same or not all(map(torch.equal, grads_P, bits["none"][2])):
+                different.append((number, name, str(plan.strategy), plan.lengths))
     return different, repulled_ms
 
 

@@ -164,14 +164,12 @@ def _account_repulls(
     `once` is the traffic of every re-pulled layer arriving once; the layers of a stage are taken to be of one size.
     """
     from ds_hydra.engine.repull_plan import plan_loads, stage_passes
-    from ds_hydra.engine.slices import slice_numel, window_numels
+    from ds_hydra.engine.slices import held_numel, slice_numel
 
     held, without, loads, share = [], [], [], []
     for buckets, stage in zip(rank_buckets, repulls, strict=True):
-        numels = [slice_numel(specs, bucket) for bucket in buckets]
-        kept = sum(numel for r, numel in enumerate(numels) if r not in stage.buckets)
-        held.append((kept + sum(window_numels(specs, buckets, stage.slot_of).values())) * size)
-        without.append(sum(numels) * size)
+        held.append(held_numel(specs, buckets, stage.slot_of) * size)
+        without.append(sum(slice_numel(specs, bucket) for bucket in buckets) * size)
         one, two = (len(plan_loads(stage.uses(stage_passes(1, 0, n, training=True)))) for n in (1, 2))
         loads.append(two - one)
         share.append((two - one) / len(stage.buckets) if stage.buckets else 0.0)

@@ -152,7 +152,7 @@ def _layer_params(skeleton: Skeleton) -> float:
 
 
 def state_memory(skeleton: Skeleton) -> dict[str, float]:
-    """B and alpha of App. B.1, counted from the dtypes in use."""
+    """B and alpha of App. B.1, and what schemes with parts need, counted from the dtypes in use."""
     element = torch.finfo(skeleton.params[0].dtype).bits // 8
     sharded = element + OPTIMIZER_BYTES
     held = element + GRADIENT_BYTES
@@ -161,6 +161,8 @@ def state_memory(skeleton: Skeleton) -> dict[str, float]:
         / skeleton.hidden_size**2
         * (sharded + held),
         "sharded_fraction": sharded / (sharded + held),
+        "slice_bytes_per_layer_per_hidden2": _layer_params(skeleton) / skeleton.hidden_size**2 * element,
+        "input_bytes_per_token_per_layer_per_hidden": element,
     }
 
 

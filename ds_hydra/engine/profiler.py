@@ -105,12 +105,14 @@ def _measure_memory(
     Measured with a short row under the deepest pipeline of each degree, which needs the least memory; without
     sequence parallelism where there is a choice.
     """
-    deepest = {scheme.tp: scheme for scheme in sorted(homogeneous, key=lambda s: (-s.sp, s.pp))}
+    deepest = {s.tp: s.without_parts() for s in sorted(homogeneous, key=lambda s: (-s.sp, s.pp))}
     length = min(config.context_length, 512)
     skeleton = propagator.skeleton
     activation = {}
     for tp, scheme in sorted(deepest.items()):
-        measure = functools.partial(token_bytes, propagator, homogeneous[scheme], length)
+        # Without the scheme's parts: what a layer keeps that is not checkpointed.
+        plain = _homogeneous(scheme, propagator.num_ranks)
+        measure = functools.partial(token_bytes, propagator, plain, length)
         num_bytes = known.get(f"{scheme} bytes per token", measure)
         activation[str(tp)] = num_bytes / (
             activation_share(scheme) * skeleton.num_layers * skeleton.hidden_size
@@ -209,18 +211,14 @@ def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
     on a CPU by counting what autograd keeps. Collective, the most of any rank.
     """
     if has_device_memory():
-        return _peak_growth(propagator, strategy, length)
+        short = max(1, length // 2)
+        grown = _peak_bytes(propagator, strategy, length) - _peak_bytes(propagator, strategy, short)
+        return max(1.0, grown / (length - short))
     with _count_saved_bytes() as counted:
         stage_ms(propagator, strategy, length)
     for address in propagator.pool.addresses():  # autograd keeps views of weights, which are not activations
         counted.pop(address, None)
     return propagator.max_over_ranks(sum(counted.values())) / length
-
-
-def _peak_growth(propagator: Propagator, strategy: Strategy, length: int) -> float:
-    short = max(1, length // 2)
-    grown = _peak_bytes(propagator, strategy, length) - _peak_bytes(propagator, strategy, short)
-    return max(1.0, grown / (length - short))
 
 
 def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:

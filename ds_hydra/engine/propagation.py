@@ -34,7 +34,7 @@ from ds_hydra.engine.repull_plan import (
 )
 from ds_hydra.engine.sequence_parallel import Piece
 from ds_hydra.engine.skeleton import Skeleton
-from ds_hydra.engine.slices import SlicePool, Slices, gradient_numel, slice_numel, window_numels
+from ds_hydra.engine.slices import SlicePool, Slices, gradient_numel, held_numel
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL, summed_cross_entropy
 from ds_hydra.engine.trace import Recorder
 from ds_hydra.errors import PlanMismatchError
@@ -78,11 +78,17 @@ class Role:
     @classmethod
     def find(cls, strategy: Strategy, rank: int) -> Role | None:
         """The role of `rank`, or None where the strategy leaves it idle."""
+        return cls.of_all(strategy).get(rank)
+
+    @classmethod
+    def of_all(cls, strategy: Strategy) -> dict[int, Role]:
+        """The role of every rank that is not idle."""
+        roles = {}
         for index, (scheme, ranks) in enumerate(zip(strategy.schemes, strategy.place(), strict=True)):
-            if rank in ranks:
-                place, tp_rank = divmod(ranks.index(rank), scheme.tp)
-                return cls(index, scheme, *divmod(place, scheme.sp), tp_rank, ranks)
-        return None
+            for rank_place, rank in enumerate(ranks):
+                place, tp_rank = divmod(rank_place, scheme.tp)
+                roles[rank] = cls(index, scheme, *divmod(place, scheme.sp), tp_rank, ranks)
+        return roles
 
     @property
     def tp_ranks(self) -> tuple[int, ...]:
@@ -109,19 +115,21 @@ class StrategyLink:
     push: LinkPlan
     repull: LinkPlan
     """What is left out of the pull and served, layer by layer in each reader's order (`repull.py`); may be empty."""
-    roles: tuple[Role | None, ...]
-    """Of all ranks."""
-    repulls: tuple[StageRepulls, ...]
-    """What each rank pulls again."""
+    repulls: StageRepulls
+    """What this rank pulls again."""
+    readers: Mapping[int, tuple[Role, StageRepulls]]
+    """All ranks that pull something again, this one among them."""
     memory: LinkMemory
 
-    def uses_of(self, rank: int, plan: IterationPlan, *, training: bool) -> list[int]:
-        """In which order `rank` uses what it pulls again."""
-        role, repulls = self.roles[rank], self.repulls[rank]
-        if role is None or not repulls.buckets:
-            return []
-        num_rows = len(plan.pipelines[role.pipeline].micro_batches)
-        return repulls.uses(stage_passes(role.scheme.pp, role.stage, num_rows, training=training))
+    def uses(self, plan: IterationPlan, *, training: bool) -> dict[int, list[int]]:
+        """In which order each reader with work uses what it pulls again."""
+        uses = {}
+        for rank, (role, repulls) in self.readers.items():
+            num_rows = len(plan.pipelines[role.pipeline].micro_batches)
+            order = repulls.uses(stage_passes(role.scheme.pp, role.stage, num_rows, training=training))
+            if order:
+                uses[rank] = order
+        return uses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +352,7 @@ class Propagator:
                     ranks_per_node=self._ranks_per_node,
                 )
 
-            roles = tuple(Role.find(strategy, rank) for rank in range(self.num_ranks))
+            roles = Role.of_all(strategy)
             repulls = self.skeleton.strategy_repulls(strategy, self.num_ranks, self._repull_layers)
             kept, served = split_repulled(rank_buckets, repulls)
             pull, push = plan(kept, gradients=False), plan(rank_buckets, gradients=True)
@@ -356,14 +364,14 @@ class Propagator:
             check_link_plans(strategy, (pull, pull_trained, push, repull), self._device)
             slot_of = repulls[self.rank].slot_of
             self._links[strategy] = StrategyLink(
-                role=roles[self.rank],
+                role=roles.get(self.rank),
                 buckets=rank_buckets[self.rank],
                 pull=pull,
                 pull_trained=pull_trained,
                 push=push,
                 repull=repull,
-                roles=roles,
-                repulls=tuple(repulls),
+                repulls=repulls[self.rank],
+                readers={rank: (roles[rank], r) for rank, r in enumerate(repulls) if r.buckets},
                 memory=self._memory_of(rank_buckets[self.rank], slot_of, pull, push, repull),
             )
         return self._links[strategy]
@@ -386,7 +394,7 @@ class Propagator:
             self.pool,
             shards_P[0].dtype,
             with_gradients=with_gradients,
-            slot_of=link.repulls[self.rank].slot_of,
+            slot_of=link.repulls.slot_of,
         )
         session = LinkSession(
             self._thread,
@@ -403,13 +411,13 @@ class Propagator:
         self, plan: IterationPlan, link: StrategyLink, slices: Slices, *, training: bool
     ) -> RepullSession:
         """What serves and receives the re-pulls of `plan`, on every rank; without re-pulls it does nothing."""
-        uses = [link.uses_of(rank, plan, training=training) for rank in range(self.num_ranks)]
-        of_readers = {reader: order for reader, order in enumerate(uses) if order and reader != self.rank}
+        uses = link.uses(plan, training=training)
+        own = uses.pop(self.rank, [])
         return RepullSession(
             self.repull_service,
             link.repull,
-            Uses(uses[self.rank], of_readers),
-            link.repulls[self.rank].buckets,
+            Uses(own, uses),
+            link.repulls.buckets,
             self._shards_P(),
             slices,
         )
@@ -438,7 +446,7 @@ class Propagator:
         role = link.role
         if role is None or not plan.pipelines[role.pipeline].micro_batches:
             return 0.0
-        self._enter(role, link.repulls[self.rank], slices, session, repulls)
+        self._enter(role, link.repulls, slices, session, repulls)
         try:
             stage = self._stage_info(role, slices)
             piece = self._piece(role)
@@ -530,11 +538,9 @@ class Propagator:
     ) -> LinkMemory:
         specs = self.skeleton.specs
         itemsize = self.skeleton.params[0].ds_tensor.dtype.itemsize
-        kept = sum(slice_numel(specs, bucket) for r, bucket in enumerate(buckets) if r not in slot_of)
-        window = sum(window_numels(specs, buckets, slot_of).values())
         largest = max(pull.buffer_elements * itemsize, push.buffer_elements * self._gradient_dtype.itemsize)
         return LinkMemory(
-            slice_bytes=(kept + window) * itemsize,
+            slice_bytes=held_numel(specs, buckets, slot_of) * itemsize,
             gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in buckets) * 4,
             window_bytes=4 * largest,
             staged_bytes=max(pull.staged_elements * itemsize, push.staged_elements * 4),

@@ -79,6 +79,12 @@ def window_numels(
     return numels
 
 
+def held_numel(specs: Sequence[ParamSpec], buckets: RankBuckets, slot_of: Mapping[int, int]) -> int:
+    """Elements of all slices that a rank holds at once: buckets of its own, and the slots that the others share."""
+    own = sum(slice_numel(specs, bucket) for index, bucket in enumerate(buckets) if index not in slot_of)
+    return own + sum(window_numels(specs, buckets, slot_of).values())
+
+
 def gradient_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
     """Elements of the flat tensor that holds the gradients of `bucket`."""
     return sum(_padded_numel(specs[ref.param], ref) for ref in bucket if specs[ref.param].requires_grad)
