@@ -24,11 +24,11 @@ from ds_hydra.engine.checkpoint import MANIFEST_SCHEMA, verify
 from ds_hydra.errors import HydraError
 from ds_hydra.sampler import plan_codec
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
 from ds_hydra.strategy.candidates import strategies_from_json
 from ds_hydra.strategy.histogram import LengthHistogram
 from ds_hydra.strategy.profile import Profile
-from ds_hydra.strategy.scheme import Strategy
+from ds_hydra.strategy.scheme import Scheme, Strategy
 
 SLOWEST_S = 1.0
 """Of CPU time, which other processes do not lengthen."""
@@ -41,8 +41,20 @@ def _plan(large: str = "<2,1>", small: str = "<1,1>") -> IterationPlan:
     profile = make_profile({small: (0.01, 1.0, 3.0), large: (0.006, 0.6, 4.0)})
     strategies = [Strategy.parse(f"{large} + 2x{small}")]
     return plan_iteration(
-        make_batch([5, 9, 30, 7, 12], 3), strategies=strategies, profile=profile, num_devices=6
+        make_batch([5, 9, 30, 7, 12], 3),
+        strategies=strategies,
+        profile=profile,
+        num_devices=6,
+        settings=PlannerSettings(max_len_override={Scheme.parse(text): 100 for text in (large, small)}),
     )
+
+
+def _profile_with_parts() -> dict[str, Any]:
+    profile = small_profile(6_000_000, num_layers=4)
+    memory = {"slice_bytes_per_layer_per_hidden2": 0.1, "input_bytes_per_token_per_layer_per_hidden": 4}
+    entry = {"tp": 1, "pp": 2, "quadratic_ms": 1e-4, "linear_ms": 0.1, "constant_ms": 1.0}
+    parts = {"ckpt": 3, "repull": 3, "stages": [3, 1], **entry}
+    return {**profile, "memory": {**profile["memory"], **memory}, "schemes": [entry, parts]}
 
 
 def read_profile(document: Any) -> None:
@@ -96,6 +108,7 @@ def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
             ds_config(hydra=HYDRA),
         ),
         "profile": (read_profile, small_profile(6_000_000)),
+        "profile with parts": (read_profile, _profile_with_parts()),
         "histogram": (
             read_histogram,
             {"schema": "ds_hydra.lengths/1", "name": "a", "counts": {"3": 4, "17": 1, "4096": 2}},
@@ -105,7 +118,7 @@ def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
             {"schema": "ds_hydra.strategies/1", "strategies": ["4x<1,1>", "1x<2,1> + 2x<1,1>"]},
         ),
         "strategy": (read_strategy, "1x<2,1> + 2x<1,1>"),
-        "strategy with parts": (read_strategy, "1x<2,2;ckpt=3;repull=2;stages=3,1> + 2x<sp2,4,1> + <sp4,1>"),
+        "strategy with parts": (read_strategy, "1x<2,2;ckpt=3;repull=3;stages=3,1> + 2x<sp2,4,1> + <sp4,1>"),
         "plan": (read_plan, _plan().to_json()),
         "plan array": (read_array, plan_codec.to_array(_plan()).tolist()),
         "plan with parts": (read_plan, _plan(*WITH_PARTS).to_json()),

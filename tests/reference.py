@@ -22,7 +22,13 @@ STRATEGIES_32B_64 = parse_strategies(
 """Candidates of the paper's case study: LLaMA 32B on 64 A800, context 32K."""
 
 
-def make_profile(schemes: dict[str, tuple[float, float, float]], *, max_len: int = 100) -> Profile:
+def make_profile(
+    schemes: dict[str, tuple[float, float, float]],
+    *,
+    max_len: int = 100,
+    num_layers: int = 1,
+    input_bytes: float = 0,
+) -> Profile:
     """A profile of small numbers: T of each scheme, e.g. {"<2,1>": (a, b, c)}, and one MaxLen for all."""
     texts = {text: Strategy.parse(text).schemes[0] for text in schemes}
     return Profile.from_json(
@@ -34,13 +40,14 @@ def make_profile(schemes: dict[str, tuple[float, float, float]], *, max_len: int
                 "reserved_bytes": 0,
                 "safety_margin_bytes": 0,
             },
-            "model": {"name": "test", "num_layers": 1, "hidden_size": 1, "vocab_size": 0},
+            "model": {"name": "test", "num_layers": num_layers, "hidden_size": 1, "vocab_size": 0},
             "memory": {
                 "activation_bytes_per_token_per_layer_per_hidden": {
                     str(scheme.tp): scheme.tp for scheme in texts.values()
                 },
                 "state_bytes_per_layer_per_hidden2": 0,
                 "sharded_fraction": 1,
+                "input_bytes_per_token_per_layer_per_hidden": input_bytes,
             },
             "schemes": [
                 {**s.to_json(), "quadratic_ms": a, "linear_ms": b, "constant_ms": c}

@@ -89,7 +89,7 @@ def test_table_names_every_pipeline(files):
         (
             "strategies",
             '{"schema": "ds_hydra.strategies/1", "num_devices": 4, "strategies": ["4x<1>"]}',
-            "cannot read '4x<1>'",
+            "cannot read '<1>'",
         ),
         ("profile", '{"schema": "y"}', "schema is 'y', expected 'ds_hydra.profile/1'"),
     ],

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import datasets
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_distributed
-from engines import start_hydra
+from engines import adamw, ds_config, small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples
 from test_engine_parity import LENGTHS, assert_parity, check_gradients, hand_plan
 
+import ds_hydra
 from ds_hydra.engine.profiler import _count_saved_bytes
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy import Strategy
+from ds_hydra.report.run_folder import load_run
+from ds_hydra.strategy import Scheme, Strategy
 
 NUM_LAYERS = 6
 
@@ -81,6 +88,39 @@ def losses_of_a_run():
     return runs
 
 
+CANDIDATES = ["4x<1,1;ckpt=4>", "1x<1,2;stages=3,1> + 2x<1,1>", "2x<2,1>"]
+
+
+def dataset_runs(folder):
+    """Run folders of training from a dataset with candidates that have parts; with a profile given, and measured."""
+    document = small_profile(6_000_000, num_layers=4)
+    document["memory"]["input_bytes_per_token_per_layer_per_hidden"] = 4
+    document["schemes"].append({"tp": 1, "pp": 2, "quadratic_ms": 0, "linear_ms": 0.05, "constant_ms": 1.0})
+    if dist.get_rank() == 0:
+        (Path(folder) / "profile.json").write_text(json.dumps(document))
+    dist.barrier()
+    rows = [{"input_ids": [(7 * i + j) % VOCAB_SIZE for j in range(3 + 11 * i % 90)]} for i in range(40)]
+    for name, profile in (("given", str(Path(folder) / "profile.json")), ("measured", None)):
+        hydra = {
+            "profile": profile,
+            "strategies": CANDIDATES,
+            "tokens_per_iteration": 400,
+            "run_dir": str(Path(folder) / name),
+            "profiling": {"lengths": [16, 32, 48], "repeats": 1, "warmup": 0},
+            "planner": {"num_workers": 0},
+        }
+        model = tiny("llama")
+        engine, *_ = ds_hydra.initialize(
+            model=model,
+            optimizer=adamw(model),
+            training_data=datasets.Dataset.from_list(rows),
+            config=ds_config(hydra=hydra),
+        )
+        for _ in range(3):
+            engine.train_batch()
+        engine.hydra.close()
+
+
 def refusals():
     """What every rank says of schemes that this model or engine cannot run."""
     examples = random_examples((9, 17), VOCAB_SIZE, seed=0)
@@ -102,7 +142,7 @@ def refusals():
     return found
 
 
-def checks():
+def checks(folder):
     layers = {"num_hidden_layers": NUM_LAYERS}
     everywhere = {"activation_checkpointing": True}
     return {
@@ -112,13 +152,20 @@ def checks():
         "bits": bits_that_differ(),
         "losses": losses_of_a_run(),
         "refusals": refusals(),
+        "runs": dataset_runs(folder),
     }
 
 
 @pytest.fixture(scope="module")
-def results():
+def folder(tmp_path_factory):
+    """Where the ranks leave run folders."""
+    return tmp_path_factory.mktemp("schemes")
+
+
+@pytest.fixture(scope="module")
+def results(folder):
     """What `checks` found on each of 4 ranks, started once."""
-    return run_distributed(checks, 4, timeout_s=900)
+    return run_distributed(checks, 4, str(folder), timeout_s=900)
 
 
 @pytest.mark.distributed
@@ -159,3 +206,18 @@ def test_parts_that_do_not_fit_are_refused_on_all_ranks(results):
         assert "ckpt=7 is above the model's 6 layers" in ckpt
         assert "repull=7 is above the model's 6 layers" in repull
         assert "hydra.activation_checkpointing checkpoints all layers" in both
+
+
+@pytest.mark.distributed
+def test_candidates_with_parts_train_from_a_dataset(results, folder):
+    """With times derived from the given profile, or measured; and the run folder can be read."""
+    wide = [Scheme.parse(text) for text in ("<1,1;ckpt=4>", "<1,2;stages=3,1>")]
+    for name in ("given", "measured"):
+        run = load_run(folder / name)
+        assert len(run.records) == 3
+        assert {str(r.strategy) for r in run.records} <= {str(Strategy.parse(text)) for text in CANDIDATES}
+        assert all(run.plans[r.iteration].strategy == r.strategy for r in run.records)
+        assert all(run.predicted(r.iteration) is not None for r in run.records)
+        assert run.notes == ()
+    assert set(wide) <= set(load_run(folder / "measured").profile.latency)
+    assert not set(wide) & set(load_run(folder / "given").profile.latency)

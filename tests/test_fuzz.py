@@ -16,8 +16,8 @@ from ds_hydra.strategy.candidates import load_strategies
 from ds_hydra.strategy.profile import Profile
 
 NAMES = (
-    "configuration", "profile", "histogram", "strategies", "strategy", "strategy with parts", "plan", "plan array",
-    "plan with parts", "plan array with parts", "manifest",
+    "configuration", "profile", "profile with parts", "histogram", "strategies", "strategy", "strategy with parts",
+    "plan", "plan array", "plan with parts", "plan array with parts", "manifest",
 )  # fmt: skip
 
 

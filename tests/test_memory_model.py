@@ -132,3 +132,69 @@ def test_grouped_query_heads_and_other_models_are_traced():
     assert trace_layer_memory(qwen, num_tokens=128, tp=2).kept_bytes > 0
     with pytest.raises(UnsupportedModelError, match="8 attention heads do not divide into TP 3"):
         trace_layer_memory(small_llama(), tp=3)
+
+
+def of_7b(**changes):
+    document = shared_json("profiles/a800_llama2_7b.json")
+    asked = {"slice_bytes_per_layer_per_hidden2": 24.125, "input_bytes_per_token_per_layer_per_hidden": 2}
+    memory = {k: v for k, v in {**document["memory"], **asked, **changes}.items() if v is not None}
+    return Profile.from_json({**document, "memory": memory})
+
+
+LAYER = 4096 * 38
+"""Bytes that one token costs one layer of 7B without TP."""
+
+
+@pytest.mark.parametrize(
+    ("text", "per_token"),
+    [
+        ("<1,1;ckpt=32>", 32 * 4096 * 2 + LAYER + 30592 * 4),
+        ("<1,1;ckpt=20>", 12 * LAYER + 20 * 4096 * 2 + LAYER + 30592 * 4),
+        ("<1,2;stages=20,12>", 2 * 20 * LAYER),
+        ("<1,2;stages=8,24>", 24 * LAYER + 30592 * 4),
+        ("<1,4;ckpt=10>", 3 * (6 * LAYER + 2 * 4096 * 2) + LAYER),
+        ("<2,2;ckpt=32>", max(2 * 16 * 4096 * 2, 16 * 4096 * 2 + 30592 * 2) + 4096 * 39 / 2),
+    ],
+)
+def test_a_token_of_stages_and_checkpoints_by_hand(text, per_token):
+    """The tightest stage: where rows in flight, whole layers, inputs, one layer run again and logits are most."""
+    memory, scheme = of_7b().memory, Scheme.parse(text)
+    long, longer = memory.rank_bytes(scheme, 8, 1 << 20), memory.rank_bytes(scheme, 8, 1 << 21)
+    assert (longer - long) / (1 << 20) == pytest.approx(per_token)
+
+
+def test_max_len_is_the_longest_row_that_fits_and_parts_raise_it():
+    profile = of_7b()
+    memory = profile.memory
+    budget = memory.memory_bytes - memory.reserved_bytes - memory.safety_margin_bytes
+    texts = ["<1,2>", "<1,2;ckpt=8>", "<1,2;ckpt=16>", "<1,2;ckpt=32>"]
+    longest = {}
+    for text in (*texts, "<1,2;stages=14,18>", "<1,2;repull=8>", "<2,2;ckpt=16;repull=4;stages=12,20>"):
+        scheme = Scheme.parse(text)
+        longest[text] = profile.max_len_tokens(scheme, 8)
+        assert memory.rank_bytes(scheme, 8, longest[text]) <= budget
+        assert memory.rank_bytes(scheme, 8, longest[text] + 1) > budget
+    assert [longest[t] for t in texts] == sorted({longest[t] for t in texts})
+    assert longest["<1,2>"] < min(longest["<1,2;stages=14,18>"], longest["<1,2;repull=8>"])
+
+
+def test_even_stages_written_out_are_the_published_formula():
+    profile = of_7b()
+    for plain, text in ((Scheme(1, 2), "<1,2;stages=16,16>"), (Scheme(2, 4), "<2,4;stages=8,8,8,8>")):
+        assert profile.max_len_tokens(Scheme.parse(text), 8) == profile.max_len_tokens(plain, 8)
+
+
+def test_what_a_profile_lacks_for_a_part_is_named():
+    for wanted, text in (
+        ("input_bytes_per_token_per_layer_per_hidden", "<1,2;ckpt=2>"),
+        ("slice_bytes_per_layer_per_hidden2", "<1,2;repull=4>"),
+    ):
+        profile, scheme = of_7b(**{wanted: None}), Scheme.parse(text)
+        with pytest.raises(HydraConfigError, match=f"{text}.*add {wanted} to its memory"):
+            profile.max_len_tokens(scheme, 8)
+        with pytest.raises(HydraConfigError, match=f"{text}.*add {wanted} to its memory"):
+            profile.with_schemes([scheme])
+        assert not profile.memory.knows(scheme)
+        assert profile.memory.knows(Scheme(1, 2))
+    with pytest.raises(HydraConfigError, match="input bytes are -1"):
+        of_7b(input_bytes_per_token_per_layer_per_hidden=-1)

@@ -15,10 +15,11 @@ from test_engine_training import batches
 
 from ds_hydra.configs import find_file
 from ds_hydra.engine.attention import PackedRow, hydra_varlen
+from ds_hydra.engine.profiler import token_bytes
 from ds_hydra.engine.sequence_parallel import Piece
 from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies
 from ds_hydra.strategy.analytic import Hardware, ModelShape, predict_latency
-from ds_hydra.strategy.profile import PROFILE_SCHEMA, read_json_object
+from ds_hydra.strategy.profile import PROFILE_SCHEMA, SP_ACTIVATIONS, read_json_object
 from ds_hydra.strategy.sequence_parallel import with_estimates
 
 CPU = torch.device("cpu")
@@ -114,6 +115,7 @@ PARITY = {
     "what a link has to know": [
         ("llama_tied", STRATEGIES, {}, LENGTHS),
         ("llama_bias", ("1x<sp2,2,1>", "1x<sp4,1>"), LAYER_BY_LAYER, LENGTHS),
+        ("llama_tied", ("1x<sp2,2;ckpt=2;repull=3;stages=3,1>",), {}, LENGTHS),
         ("llama_tied", ("1x<sp4,1>", "1x<sp2,2>"), {"link": {"devices_per_node": 2}}, SHORT_ROWS),
     ],
     "what attention has to know": [
@@ -168,6 +170,7 @@ def check_training():
         "chosen": chosen,
         "bf16": in_bf16,
         "profiled": [str(scheme) for scheme in sorted(engine.hydra.profile.latency)],
+        "bytes": [float(token_bytes(engine.hydra.propagator, s, 64)) for s in engine.hydra.strategies],
         "max_len": [engine.hydra.profile.max_len_tokens(Scheme(1, 1, sp=sp), 4) for sp in (1, 2, 4)],
     }
 
@@ -182,9 +185,11 @@ def test_training_follows_stock_deepspeed_and_repeats_itself():
     assert found["eval"] == pytest.approx(wanted[0], rel=1e-5)
     torch.testing.assert_close(found["bf16"], wanted, rtol=5e-3, atol=0)
     assert found["profiled"] == ["<1,1>", "<sp2,1>", "<sp4,1>"]
+    uncut, cut = found["bytes"]  # of a rank with whole rows, and of one with quarters
+    assert uncut / 4 < cut < uncut / 4 * SP_ACTIVATIONS * 1.02
     one, two, four = found["max_len"]
-    assert two == pytest.approx(2 * one, rel=1e-3)
-    assert four == pytest.approx(4 * one, rel=1e-3)
+    assert two * SP_ACTIVATIONS == pytest.approx(2 * one, rel=1e-3)
+    assert four * SP_ACTIVATIONS == pytest.approx(4 * one, rel=1e-3)
 
 
 PROFILE = {
@@ -226,7 +231,7 @@ def test_memory_of_a_row_is_shared_and_that_of_states_is_not():
         states, row = (memory.rank_bytes(Scheme(tp, 1), 8, tokens) for tokens in (0, 1000))
         cut_states, cut_row = (memory.rank_bytes(Scheme(tp, 1, sp=4), 8, tokens) for tokens in (0, 1000))
         assert cut_states == states
-        assert cut_row - states == pytest.approx((row - states) / 4)
+        assert cut_row - states == pytest.approx((row - states) / 4 * SP_ACTIVATIONS)
 
 
 def test_roofline_of_sp_shares_work_and_adds_exchanges():

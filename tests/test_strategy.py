@@ -269,3 +269,51 @@ def test_scheme_that_was_not_profiled_is_named():
         profile.get_latency(Scheme(2, 1))
     with pytest.raises(HydraConfigError, match=r"TP 2.*\[1\]"):
         profile.max_len_tokens(Scheme(2, 1), 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "ratio"),
+    [
+        ("<1,2;stages=4,4>", 1.0),
+        ("<1,2;stages=5,3>", 5 / 4),
+        ("<1,2;repull=3>", 1.0),
+        ("<1,2;ckpt=3>", (4 + 3 / 3) / 4),
+        ("<1,2;ckpt=8>", 4 / 3),
+        ("<1,2;ckpt=3;stages=3,5>", 5 / 4),
+        ("<1,2;ckpt=6;stages=3,5>", (5 + 3 / 3) / 4),
+    ],
+)
+def test_latency_of_parts_follows_from_the_slowest_stage(text, ratio):
+    profile = make_profile({"<1,2>": (0.5, 2, 8)}, num_layers=8)
+    model = profile.get_latency(Scheme.parse(text))
+    assert (model.quadratic_ms, model.linear_ms, model.constant_ms) == pytest.approx(
+        (0.5 * ratio, 2 * ratio, 8 * ratio)
+    )
+
+
+def test_derived_entries_are_in_the_document_and_measured_ones_stay():
+    measured = {"<1,2>": (0, 1, 0), "<1,2;ckpt=8>": (0, 1.5, 0)}
+    profile = make_profile(measured, num_layers=8, input_bytes=2)
+    uneven, whole = Scheme.parse("<1,2;stages=5,3>"), Scheme.parse("<1,2;ckpt=8>")
+    wider = profile.with_schemes([uneven, whole, Scheme(1, 2), uneven])
+    assert [e.get("derived_from") for e in wider.document["schemes"]] == [None, None, "<1,2>"]
+    assert Profile.from_json(wider.document).latency == wider.latency
+    assert [wider.latency[s].linear_ms for s in (Scheme(1, 2), whole, uneven)] == [1, 1.5, 1.25]
+    assert wider.with_schemes([uneven]) is wider
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("<2,2;ckpt=2>", r"<2,2;ckpt=2>, and <2,2> from which it could be derived, is not in profile.*<1,2>"),
+        ("<1,2;stages=5,4>", "stages have 9 layers, the model has 8"),
+        ("<1,2;ckpt=9>", "ckpt=9 is above the model's 8 layers"),
+        ("<sp2,2>", "scheme <sp2,2> is not in profile"),
+        ("<sp2,2;ckpt=1>", "and <sp2,2> from which it could be derived, is not in profile"),
+        ("<2,1>", "scheme <2,1> is not in profile"),
+    ],
+)
+def test_schemes_that_cannot_be_derived_are_named(text, wanted):
+    profile = make_profile({"<1,2>": (0, 1, 0)}, num_layers=8, input_bytes=2)
+    with pytest.raises(HydraConfigError, match=wanted):
+        profile.with_schemes([Scheme.parse(text)])

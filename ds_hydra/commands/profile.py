@@ -213,9 +213,10 @@ def _describe(document: dict[str, Any], request: ProfileRequest) -> str:
     known = Profile.from_json(document)
     num_devices = _num_devices(document, request)
     context = request.config.context_length
+    width = max(8, *(len(str(scheme)) for scheme in known.latency))
     lines = [
         f"{known.name}, {num_devices} devices; {document['source']}",
-        f"{'scheme':>8} {'MaxLen':>10} {'ms at ' + str(context):>14} {'tokens/s/device':>16} {'R2':>8}",
+        f"{'scheme':>{width}} {'MaxLen':>10} {'ms at ' + str(context):>14} {'tokens/s/device':>16} {'R2':>8}",
     ]
     for entry in document["schemes"]:
         scheme = Scheme.from_json(entry)
@@ -223,7 +224,7 @@ def _describe(document: dict[str, Any], request: ProfileRequest) -> str:
         time_ms = known.latency[scheme].row_ms([context])
         rate = context / time_ms * 1e3 / scheme.num_devices
         lines.append(
-            f"{scheme!s:>8} {max(longest, 0):>10,} {time_ms:>14,.1f} {rate:>16,.0f} {entry['r_squared']:>8.4f}"
+            f"{scheme!s:>{width}} {max(longest, 0):>10,} {time_ms:>14,.1f} {rate:>16,.0f} {entry['r_squared']:>8.4f}"
         )
     return "\n".join(lines)
 

@@ -164,6 +164,7 @@ class _Budget:
         self._profile = self._find_profile(given)
         self._estimate_sequence_parallel(given)
         self._say_what_is_pulled_again()
+        self._say_which_need_cpus(given)
         if self._profile is not None:
             self._describe_memory(self._profile, given)
         strategies = self._candidates(given)
@@ -286,6 +287,14 @@ class _Budget:
                 f"it was measured with them (`ds-hydra link --repull-layers {wanted}` shows what they send)"
             )
 
+    def _say_which_need_cpus(self, given: Sequence[Strategy]) -> None:
+        repulling = sorted({scheme for strategy in given for scheme in strategy.schemes if scheme.repull})
+        if repulling:
+            self._report.warnings.append(
+                f"hydra.strategies have re-pulls ({', '.join(map(str, repulling))}): CPU ranks can serve them; on an "
+                "accelerator the engine refuses them"
+            )
+
     def _say_what_is_profiled(self, given: Sequence[Strategy]) -> None:
         hydra = self._hydra
         schemes = {scheme for strategy in given for scheme in strategy.schemes} or set(
@@ -303,9 +312,9 @@ class _Budget:
         report, context, number = self._report, self._hydra.context_length, self._report.num_devices
         for strategy in given:
             for scheme in strategy.schemes:
-                profile.get_latency(scheme)
                 if self._skeleton is not None:
                     self._skeleton.check_scheme(scheme)
+        profile = self._profile = profile.with_schemes(s for strategy in given for s in strategy.schemes)
         memory = profile.memory
         report.memory_bytes = memory.memory_bytes - memory.reserved_bytes - memory.safety_margin_bytes
         fitting = [s for s in profile.latency if s.num_devices <= number and self._can_run(s)]

@@ -164,7 +164,7 @@ def pack_occupancy(plan: IterationPlan, profile: Profile) -> float:
     """Tokens of `plan` over the tokens that its rows could hold; NaN for a scheme without a memory model."""
     capacity = 0
     for pipeline in plan.pipelines:
-        if pipeline.scheme.tp not in profile.memory.activation_bytes:
+        if not profile.memory.knows(pipeline.scheme):
             return nan
         row = profile.max_len_tokens(pipeline.scheme, plan.num_devices)
         capacity += max(0, row) * len(pipeline.micro_batches)

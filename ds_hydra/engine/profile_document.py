@@ -72,7 +72,8 @@ def nominal_profile(skeleton: Skeleton, schemes: Iterable[Scheme]) -> dict[str, 
     entries = []
     for scheme in sorted(set(schemes)):
         layers = max(len(skeleton.stage_layers(scheme, stage)) for stage in range(scheme.pp))
-        share = layers / scheme.ranks_per_stage * 6 / 1e9  # 2 FLOP forward + 4 backward, ms at 1 TFLOP/s
+        # 2 FLOP forward + 4 backward per parameter, ms at 1 TFLOP/s
+        share = layers / scheme.ranks_per_stage * 6 / 1e9
         entries.append(
             {
                 **scheme.to_json(),
@@ -170,7 +171,7 @@ def _layer_params(skeleton: Skeleton) -> float:
 
 
 def state_memory(skeleton: Skeleton) -> dict[str, float]:
-    """B and alpha of App. B.1, counted from the dtypes in use."""
+    """B and alpha of App. B.1, and what schemes with parts need, counted from the dtypes in use."""
     element = torch.finfo(skeleton.params[0].dtype).bits // 8
     sharded = element + OPTIMIZER_BYTES
     held = element + GRADIENT_BYTES
@@ -179,6 +180,8 @@ def state_memory(skeleton: Skeleton) -> dict[str, float]:
         / skeleton.hidden_size**2
         * (sharded + held),
         "sharded_fraction": sharded / (sharded + held),
+        "slice_bytes_per_layer_per_hidden2": _layer_params(skeleton) / skeleton.hidden_size**2 * element,
+        "input_bytes_per_token_per_layer_per_hidden": element,
     }
 
 

@@ -29,7 +29,7 @@ from ds_hydra.engine.propagation import Example, Propagator
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.strategy.profile import PROFILE_SCHEMA
+from ds_hydra.strategy.profile import PROFILE_SCHEMA, activation_share
 
 _FEWEST_PACKED = 8
 """Sequences in a packed row that is timed."""
@@ -113,15 +113,17 @@ def _measure_memory(
     Measured with a short row under the deepest pipeline of each degree, which needs the least memory; without
     sequence parallelism where there is a choice.
     """
-    deepest = {scheme.tp: scheme for scheme in sorted(homogeneous, key=lambda s: (-s.sp, s.pp))}
+    deepest = {s.tp: s.without_parts() for s in sorted(homogeneous, key=lambda s: (-s.sp, s.pp))}
     length = min(config.context_length, 512)
     skeleton = propagator.skeleton
     activation = {}
     for tp, scheme in sorted(deepest.items()):
-        measure = functools.partial(token_bytes, propagator, homogeneous[scheme], length)
+        # Without the scheme's parts: what a layer keeps that is not checkpointed.
+        plain = _homogeneous(scheme, propagator.num_ranks)
+        measure = functools.partial(token_bytes, propagator, plain, length)
         num_bytes = known.get(f"{scheme} bytes per token", measure)
-        activation[str(tp)] = (
-            num_bytes * scheme.ranks_per_stage / (skeleton.num_layers * skeleton.hidden_size)
+        activation[str(tp)] = num_bytes / (
+            activation_share(scheme) * skeleton.num_layers * skeleton.hidden_size
         )
     return {
         "schema": PROFILE_SCHEMA,

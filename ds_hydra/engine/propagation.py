@@ -85,8 +85,8 @@ class Role:
         """The role of every rank that is not idle."""
         roles = {}
         for index, (scheme, ranks) in enumerate(zip(strategy.schemes, strategy.place(), strict=True)):
-            for place, rank in enumerate(ranks):
-                place, tp_rank = divmod(place, scheme.tp)
+            for rank_place, rank in enumerate(ranks):
+                place, tp_rank = divmod(rank_place, scheme.tp)
                 roles[rank] = cls(index, scheme, *divmod(place, scheme.sp), tp_rank, ranks)
         return roles
 

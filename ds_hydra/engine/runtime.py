@@ -388,8 +388,8 @@ class HydraRuntime:
             self._estimate_sequence_parallel(strategies)
             for strategy in strategies:
                 self._check_strategy(strategy)
-                for scheme in strategy.schemes if self._profile is not None else ():
-                    self._profile.get_latency(scheme)
+            if self._profile is not None:
+                self._profile = self._profile.with_schemes(s for x in strategies for s in x.schemes)
             return strategies
         schemes = [scheme for scheme in power_of_two_schemes(self.num_ranks) if self._can_run(scheme)]
         if not schemes:

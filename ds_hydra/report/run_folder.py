@@ -60,11 +60,10 @@ class Run:
         if self.profile is None:
             return {}
         used = {p.scheme for record in self.records for p in record.pipelines}
-        known = self.profile.memory.activation_bytes
         return {
             scheme: self.profile.max_len_tokens(scheme, self.num_ranks)
             for scheme in sorted(used)
-            if scheme.tp in known
+            if self.profile.memory.knows(scheme)
         }
 
     def predicted(self, iteration: int) -> Timeline | None:
@@ -72,7 +71,7 @@ class Run:
         plan = self.plans.get(iteration)
         if plan is None or self.profile is None:
             return None
-        if any(scheme not in self.profile.latency for scheme in plan.strategy.schemes):
+        if not all(self.profile.has_latency(scheme) for scheme in plan.strategy.schemes):
             return None
         recomputes = self.facts.get("hydra", {}).get("activation_checkpointing", False)
         return predict_timeline(plan, self.profile, forward_fraction=1 / 4 if recomputes else 1 / 3)
@@ -207,12 +206,11 @@ def _expected_bytes(run: Run, last: int | None) -> Iterator[tuple[int, float]]:
             for rank in pipeline.ranks:
                 rows = longest.setdefault(rank, {})
                 rows[pipeline.scheme] = max(tokens, rows.get(pipeline.scheme, 0))
-    known = run.profile.memory.activation_bytes
     for rank, rows in longest.items():
         sizes = [
             run.profile.memory.rank_bytes(scheme, run.num_ranks, tokens)
             for scheme, tokens in rows.items()
-            if scheme.tp in known
+            if run.profile.memory.knows(scheme)
         ]
         if sizes:
             yield rank, max(sizes)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ds_hydra.configs.hydra_config import REPULL_WINDOW
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.parts import slowest_stage_ratio, stage_layers
 from ds_hydra.strategy.scheme import Scheme
 
 PROFILE_SCHEMA = "ds_hydra.profile/1"
@@ -27,6 +28,10 @@ _LARGEST_COUNT, _LARGEST_BYTES = 1 << 32, 1 << 63
 EMBEDDING_BYTES_PER_ELEMENT = 16
 """`e` of App. B.1: bytes of weights, gradients and optimizer states per embedding element."""
 
+
+SP_ACTIVATIONS = 1.1
+"""Activations of a piece of a row over its share of the row's: attention's output is kept on both sides of an exchange,
+and key-value heads may be repeated. 1.05 without repeated heads, 1.10 with, on a Llama of 4 heads."""
 
 VOCABULARY_TOLERANCE = 0.05
 """Share by which the vocabulary of a profile may differ from the model's: it only moves MaxLen a little."""
@@ -61,6 +66,11 @@ class LatencyModel:
         return total + self.constant_ms if total else 0.0
 
 
+def activation_share(scheme: Scheme) -> float:
+    """What one rank keeps of a row's activations under `scheme`, as a share of A L H S."""
+    return (SP_ACTIVATIONS if scheme.sp > 1 else 1.0) / scheme.ranks_per_stage
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
     """Bytes that one rank needs under <TP,PP> on N devices for a packed row of S tokens (App. B.1).
@@ -71,11 +81,22 @@ class MemoryModel:
 
     with L = `num_layers`, H = `hidden_size`, V = `vocab_size`, A = `activation_bytes[tp]`,
     B = `state_bytes`, alpha = `sharded_fraction`, e = 16. Activations do not shrink with PP, because a
-    1F1B stage holds up to PP micro-batches of its L/PP layers. Ours: SP ranks share a row and nothing else.
+    1F1B stage holds up to PP micro-batches of its L/PP layers. Ours: of SP ranks each has 1/SP of every row, which
+    costs `SP_ACTIVATIONS` times its share of the row.
 
-    Ours: of R = `repull_layers` layers of a stage that are dropped and pulled again only a window of 2 is in memory, so
-    states are less by (min(R, L / PP) - 2) * H^2 / TP * s where that is positive, with s = `slice_bytes`, the bytes
-    of pulled weights per layer and H^2. Left out: packed buffers of the ranks that serve them.
+    Ours: of R = `repull_layers` layers of a stage (or `repull` of the scheme) that are dropped and pulled again only a
+    window of 2 is in memory, so states are less by (min(R, L / PP) - 2) * H^2 / TP * s where that is positive, with
+    s = `slice_bytes`, the bytes of pulled weights per layer and H^2. Left out: packed buffers of the ranks that serve
+    them.
+
+    Stage k of a scheme with `stages` or `ckpt` has n layers, m of them checkpointed, and at most PP - k rows in flight:
+
+    activations  (PP - k) * ((n - m) * S * H / TP * A + m * S * H * i)
+                 + S * H / TP * A where m > 0, the layer that runs again; + S * V / TP * 2 i on the last stage
+    states       as above with n in place of L / PP
+
+    with i = `input_bytes` of an element of a hidden state, which every rank of a TP group has whole; logits and their
+    gradient, for which other layers no longer leave room, come on top. MaxLen is that of the tightest stage.
     """
 
     num_layers: int
@@ -89,6 +110,7 @@ class MemoryModel:
     safety_margin_bytes: int
     repull_layers: int = 0
     slice_bytes: float = 0.0
+    input_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         counts = (self.num_layers, self.hidden_size, self.vocab_size)
@@ -108,42 +130,81 @@ class MemoryModel:
             )
         if type(self.repull_layers) is not int or self.repull_layers < 0:
             raise HydraConfigError(f"repull_layers is {self.repull_layers!r}, expected a count from 0 up")
-        if not 0 <= self.slice_bytes <= _LARGEST_COUNT:
-            raise HydraConfigError(f"slice bytes are {self.slice_bytes}, expected 0 or more")
+        for name, value in (("slice", self.slice_bytes), ("input", self.input_bytes)):
+            if not 0 <= value <= _LARGEST_COUNT:
+                raise HydraConfigError(f"{name} bytes are {value}, expected 0 or more")
         if not 0 <= self.sharded_fraction <= 1:
             raise HydraConfigError(f"sharded_fraction is {self.sharded_fraction}, expected 0 to 1")
 
+    def knows(self, scheme: Scheme) -> bool:
+        """Whether it says what `scheme` needs."""
+        says_inputs, says_slices = (
+            self.input_bytes > 0 or not scheme.ckpt,
+            self.slice_bytes > 0 or not scheme.repull,
+        )
+        return scheme.tp in self.activation_bytes and says_inputs and says_slices
+
     def rank_bytes(self, scheme: Scheme, num_devices: int, row_tokens: int) -> float:
         """Bytes of one rank (left side of App. B.1, without reserved and safety margin)."""
-        return self._state_bytes(scheme, num_devices) + row_tokens * self._bytes_per_token(scheme)
+        return max(states + row_tokens * per_token for states, per_token in self._stages(scheme, num_devices))
 
     def max_len_tokens(self, scheme: Scheme, num_devices: int) -> int:
         """MaxLen(P): longest packed row that fits; 0 or less where the states alone do not fit."""
         budget = self.memory_bytes - self.safety_margin_bytes - self.reserved_bytes
-        free = budget - self._state_bytes(scheme, num_devices)
-        return int(free // self._bytes_per_token(scheme))
+        return min(
+            int((budget - states) // per_token) for states, per_token in self._stages(scheme, num_devices)
+        )
 
-    def _bytes_per_token(self, scheme: Scheme) -> float:
+    def _stages(self, scheme: Scheme, num_devices: int) -> list[tuple[float, float]]:
+        """Bytes of states and per token of a row of each stage that could be the tightest."""
+        layer = self._layer_bytes_per_token(scheme)
+        if not scheme.stages and not scheme.ckpt:
+            layers = self.num_layers / scheme.pp
+            return [(self._state_bytes(scheme, num_devices, layers), self.num_layers * layer)]
+        if scheme.ckpt and not self.input_bytes:
+            raise HydraConfigError(
+                f"scheme {scheme}: the profile does not say what a checkpointed layer keeps; add "
+                "input_bytes_per_token_per_layer_per_hidden to its memory (2 where hidden states are 16 bit), or "
+                "measure it anew"
+            )
+        kept = self.hidden_size / scheme.sp * self.input_bytes
+        again = self.vocab_size / scheme.ranks_per_stage * 2 * self.input_bytes
+        stages = []
+        for stage in stage_layers(scheme, self.num_layers):
+            whole = stage.num_layers - stage.num_checkpointed
+            per_token = stage.rows_in_flight * (whole * layer + stage.num_checkpointed * kept)
+            per_token += layer if stage.num_checkpointed else 0.0
+            per_token += again if stage.is_last else 0.0
+            stages.append((self._state_bytes(scheme, num_devices, stage.num_layers), per_token))
+        return stages
+
+    def _layer_bytes_per_token(self, scheme: Scheme) -> float:
         if scheme.tp not in self.activation_bytes:
             raise HydraConfigError(
                 f"scheme {scheme}: the profile has no activation bytes for TP {scheme.tp}; "
                 f"it has TP {sorted(self.activation_bytes)}"
             )
-        share = scheme.sp * scheme.tp
-        return self.num_layers * self.hidden_size / share * self.activation_bytes[scheme.tp]
+        return self.hidden_size * activation_share(scheme) * self.activation_bytes[scheme.tp]
 
-    def _state_bytes(self, scheme: Scheme, num_devices: int) -> float:
+    def _state_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
         hidden_2 = self.hidden_size**2
         embedding = self.hidden_size * self.vocab_size * EMBEDDING_BYTES_PER_ELEMENT
         sharded = (self.num_layers * hidden_2 * self.state_bytes + embedding) / num_devices
-        held = (self.num_layers / scheme.pp * hidden_2 * self.state_bytes + embedding) / scheme.tp
-        return (
-            sharded * self.sharded_fraction + held * (1 - self.sharded_fraction) - self.dropped_bytes(scheme)
-        )
+        held = (num_layers * hidden_2 * self.state_bytes + embedding) / scheme.tp
+        dropped = self._dropped_bytes(scheme, num_layers)
+        return sharded * self.sharded_fraction + held * (1 - self.sharded_fraction) - dropped
 
     def dropped_bytes(self, scheme: Scheme) -> float:
-        """Bytes of slices that re-pulls save a rank: at most what the held states count for its layers."""
-        dropped = max(0.0, min(self.repull_layers, self.num_layers / scheme.pp) - REPULL_WINDOW)
+        """Bytes of slices that re-pulls save a rank of an even stage: at most what the held states count for it."""
+        return self._dropped_bytes(scheme, self.num_layers / scheme.pp)
+
+    def _dropped_bytes(self, scheme: Scheme, num_layers: float) -> float:
+        if scheme.repull and not self.slice_bytes:
+            raise HydraConfigError(
+                f"scheme {scheme}: the profile does not say how large the slices of a layer are; add "
+                "slice_bytes_per_layer_per_hidden2 to its memory (24 for LLaMA 7B in 16 bit), or measure it anew"
+            )
+        dropped = max(0.0, min(scheme.repull or self.repull_layers, num_layers) - REPULL_WINDOW)
         slice_bytes = min(self.slice_bytes, self.state_bytes * (1 - self.sharded_fraction))
         return dropped * self.hidden_size**2 / scheme.tp * slice_bytes
 
@@ -160,18 +221,47 @@ class Profile:
     """The JSON document this profile was read from (source, hardware and model names, links)."""
 
     def get_latency(self, scheme: Scheme) -> LatencyModel:
-        """T(., scheme); raises HydraConfigError naming the schemes that were profiled."""
+        """T(., scheme), that of a scheme with parts derived from <TP,PP> where nobody has measured it.
+
+        Raises HydraConfigError naming the schemes that were profiled.
+        """
+        plain = scheme.without_parts()
+        if scheme not in self.latency and plain in self.latency:
+            ratio = slowest_stage_ratio(scheme, self.memory.num_layers)
+            coefficients = asdict(self.latency[plain])
+            return LatencyModel(**{name: ratio * value for name, value in coefficients.items()})
         if scheme not in self.latency:
+            wanted = scheme if scheme == plain else f"{scheme}, and {plain} from which it could be derived,"
             raise HydraConfigError(
-                f"scheme {scheme} is not in profile {self.name!r}, which has "
+                f"scheme {wanted} is not in profile {self.name!r}, which has "
                 f"{', '.join(str(known) for known in sorted(self.latency))}; profile it or remove it from "
                 "hydra.strategies"
             )
         return self.latency[scheme]
 
+    def has_latency(self, scheme: Scheme) -> bool:
+        """Whether `get_latency` has an answer."""
+        return scheme in self.latency or scheme.without_parts() in self.latency
+
     def max_len_tokens(self, scheme: Scheme, num_devices: int) -> int:
         """MaxLen(scheme) on a cluster of `num_devices`."""
         return self.memory.max_len_tokens(scheme, num_devices)
+
+    def with_schemes(self, schemes: Iterable[Scheme]) -> Profile:
+        """This profile with an entry for each of `schemes` that it has none for, derived from <TP,PP>.
+
+        Raises HydraConfigError naming what the profile lacks for it.
+        """
+        missing = sorted(set(schemes) - self.latency.keys())
+        if not missing:
+            return self
+        entries = []
+        for scheme in missing:
+            model = self.get_latency(scheme)
+            self.max_len_tokens(scheme, scheme.num_devices)  # whatever it is: raises where it is not known
+            derived_from = str(scheme.without_parts())
+            entries.append({**scheme.to_json(), **asdict(model), "derived_from": derived_from})
+        return Profile.from_json({**self.document, "schemes": [*self.document["schemes"], *entries]})
 
     def with_latency(self, latency: Mapping[Scheme, LatencyModel]) -> Profile:
         """This profile with the coefficients of `latency` in place of its own, in the document as well."""
@@ -234,6 +324,7 @@ class Profile:
                     safety_margin_bytes=int(hardware["safety_margin_bytes"]),
                     repull_layers=memory.get("repull_layers", 0),
                     slice_bytes=float(memory.get("slice_bytes_per_layer_per_hidden2", 0)),
+                    input_bytes=float(memory.get("input_bytes_per_token_per_layer_per_hidden", 0)),
                 ),
                 saturation_tokens={
                     int(tp): int(tokens) for tp, tokens in document.get("saturation_tokens", {}).items()

@@ -116,6 +116,10 @@ class Scheme:
         """Whether it is <TP,PP> and nothing more."""
         return not (self.stages or self.ckpt or self.repull) and self.sp == 1
 
+    def without_parts(self) -> Scheme:
+        """The same degrees with even stages and nothing checkpointed or pulled again."""
+        return Scheme(self.tp, self.pp, sp=self.sp)
+
     def stage_layers(self, num_layers: int, stage: int) -> range:
         """The layers of `stage`; in an even split that leaves layers over, earlier stages get one more."""
         if self.stages:

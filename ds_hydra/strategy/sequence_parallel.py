@@ -34,9 +34,12 @@ def estimate_latency(profile: Profile, scheme: Scheme) -> LatencyModel | None:
 def with_estimates(profile: Profile, strategies: Iterable[Strategy]) -> Profile:
     """`profile` with an estimate for each scheme with SP in `strategies` that it did not measure and can estimate.
 
-    Such entries of its document are marked by "estimated". Without any the profile itself.
+    Of even stages without other parts, from which `Profile.with_schemes` derives those with parts. Such entries of its
+    document are marked by "estimated". Without any the profile itself.
     """
-    wanted = {scheme for strategy in strategies for scheme in strategy.schemes if scheme.sp > 1}
+    wanted = {
+        scheme.without_parts() for strategy in strategies for scheme in strategy.schemes if scheme.sp > 1
+    }
     entries = []
     for scheme in sorted(wanted - profile.latency.keys()):
         model = estimate_latency(profile, scheme)
