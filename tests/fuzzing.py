@@ -132,6 +132,15 @@ def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
 
 def check(reader: Callable[[Any], None], value: Any) -> str:
     """ "accepted" or "refused"; raises AssertionError for any other outcome."""
+    outcome, seconds = _read(reader, value)
+    if seconds >= SLOWEST_S:  # perhaps a garbage collection of the fuzzer's own objects
+        outcome, seconds = _read(reader, value)
+    assert seconds < SLOWEST_S, f"slow: {json.dumps(value)[:2000]}"
+    return outcome
+
+
+def _read(reader: Callable[[Any], None], value: Any) -> tuple[str, float]:
+    """What came of it, and CPU seconds."""
     start = time.process_time()
     try:
         if isinstance(value, dict) or not _wants_object(reader):
@@ -141,8 +150,7 @@ def check(reader: Callable[[Any], None], value: Any) -> str:
         outcome = "refused" if len(str(error)) < 100_000 else "refused at length"
     except Exception as error:
         raise AssertionError(f"{type(error).__name__}: {error} for {json.dumps(value)[:2000]}") from error
-    assert time.process_time() - start < SLOWEST_S, f"slow: {json.dumps(value)[:2000]}"
-    return outcome
+    return outcome, time.process_time() - start
 
 
 def _wants_object(reader: Callable[[Any], None]) -> bool:

@@ -75,6 +75,10 @@ def test_shards_of_megatron_are_cut_over_replicas_only():
     """2x<4,1> on 2 nodes: each rank's partner is in the other node. 4x<2,1>: half of each shard is at home."""
     assert link_times("2x<4,1>", 8, is_fully_sharded=False)[0] == pytest.approx(PARAMS * 0.5 * 2 / 100)
     assert link_times("4x<2,1>", 8, is_fully_sharded=False)[0] == pytest.approx(PARAMS * 0.5 * 2 / 100)
+    # Ranks of an SP group hold the same: 8 replicas, 4 of them in each node.
+    replicas = link_times("8x<1,1>", 8, is_fully_sharded=False)[0]
+    assert link_times("2x<sp4,1>", 8, is_fully_sharded=False)[0] == pytest.approx(replicas)
+    assert link_times("1x<sp8,1>", 8, is_fully_sharded=False)[0] == pytest.approx(replicas)
     # 1x<8,1> has no replica, so nothing crosses; only the copy from the optimizer's shard inside the node is left.
     alone = link_times("1x<8,1>", 8, is_fully_sharded=False)[0]
     assert alone < link_times("1x<8,1>", 8)[0]

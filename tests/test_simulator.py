@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -19,7 +20,9 @@ from ds_hydra.simulator.ulysses import deepspeed_ulysses
 from ds_hydra.strategy.histogram import LengthHistogram
 from ds_hydra.strategy.neighbours import neighbour_strategies
 from ds_hydra.strategy.profile import Profile
+from ds_hydra.strategy.proposal import usable_schemes
 from ds_hydra.strategy.scheme import Scheme, Strategy
+from ds_hydra.strategy.sequence_parallel import with_estimates
 
 
 def small_profile() -> Profile:
@@ -99,6 +102,10 @@ def test_balance_beats_dealing_out_and_planning_beats_balance():
     assert means[0] > means[1] >= means[2] * 0.999
 
 
+def deepspeed_ulysses_plain(scenario, name):
+    return deepspeed_ulysses(scenario, is_checkpointed=False, name=name)
+
+
 def test_hotspa_runs_intervals_one_after_the_other():
     """With all sequences in one interval it is Megatron-LM with rows as long as memory allows."""
     scenario = make_scenario([40, 100, 60, 30])
@@ -120,6 +127,21 @@ def test_ulysses_by_hand():
     assert result.propagation_ms[0] <= by_two
     checkpointed = deepspeed_ulysses(scenario, is_checkpointed=True, name="deepspeed_ac")
     assert checkpointed.propagation_ms[0] > 1.2 * result.propagation_ms[0]
+
+
+def test_what_a_profile_knows_of_sp_changes_neither_baselines_nor_proposals():
+    """SP comes in by the strategies that are given; Ulysses divides T of one rank by its own group."""
+    scenario = make_scenario([40, 100, 60, 30])
+    wider = dataclasses.replace(
+        scenario,
+        profile=with_estimates(scenario.profile, [Strategy.parse("2x<sp2,1>"), Strategy.parse("1x<sp4,1>")]),
+    )
+    assert wider.profile.latency.keys() > scenario.profile.latency.keys()
+    for system in (deepspeed_ulysses_plain, fixed_length, hotspa):
+        assert system(wider, name="s").propagation_ms == pytest.approx(
+            system(scenario, name="s").propagation_ms
+        )
+    assert usable_schemes(wider.profile, 4) == usable_schemes(scenario.profile, 4)
 
 
 def test_bound_holds_for_every_system(comparison):

@@ -83,12 +83,26 @@ def test_attention_sinks_are_refused_at_the_start():
             r"<sp4,2,1>: SP 4 x TP 2 = 8 does not divide .*4 attention heads; use SP 1, 2 with TP 2",
         ),
         (Scheme(3, 1, sp=2), "TP 3 does not divide"),
+        (
+            Scheme(1, 2, repull=3),
+            r"<1,2;repull=3>: no stage has more than the 2 layers .*nothing would be pulled",
+        ),
         (Scheme(1, 5), "PP 5 is above the model's 4 layers; use PP 4 or less"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused_with_those_that_do(scheme, words):
     with pytest.raises(HydraConfigError, match=words):
         Skeleton(tiny("llama")).check_scheme(scheme)
+
+
+def test_checkpointing_that_the_user_switched_on_stays_on_and_refuses_ckpt():
+    model = tiny("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    skeleton = Skeleton(model)
+    skeleton.bind(Scheme(1, 1), 0, skeleton._meta_params, lambda index: None)
+    assert all(layer.gradient_checkpointing for layer in skeleton._layers)
+    with pytest.raises(HydraConfigError, match=r"<1,1;ckpt=2>: .*the model's own gradient checkpointing"):
+        skeleton.check_scheme(Scheme(1, 1, ckpt=2))
 
 
 def test_key_value_heads_and_tp_must_divide_each_other():

@@ -188,7 +188,8 @@ class HydraConfig(_Section):
     strategies: Annotated[tuple[str, ...] | str | None, BeforeValidator(_strategies)] = None
     """Candidate strategies as a list of text forms, or a `ds_hydra.strategies/1` file; null proposes them.
 
-    A pipeline is `<TP,PP>`, or `<spN,TP,PP>` (`<spN,PP>`) where N ranks share its rows by sequence parallelism.
+    A pipeline is `<TP,PP>`, or `<spN,TP,PP>` (`<spN,PP>`) where N ranks share its rows by sequence parallelism. Parts
+    may follow: `<2,4;ckpt=12;repull=3;stages=9,8,8,7>` (checkpointed layers, re-pulled ones, layers of each stage).
     """
 
     profile: Text | None = None

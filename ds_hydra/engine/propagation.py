@@ -235,17 +235,17 @@ class Propagator:
         repulling = [scheme for strategy in strategies for scheme in strategy.schemes if scheme.repull]
         check_scheme_repulls(repulling, self._device.type)
         if repulling and not self._serves_repulls:
-            self.repull_service.close()
-            self.repull_service = self._new_repull_service(serves=True)
+            idle, self.repull_service = self.repull_service, self._new_repull_service(serves=True)
+            idle.close()
         self.groups.ensure(strategies)
 
     def _new_repull_service(self, *, serves: bool) -> RepullService:
-        self._serves_repulls = serves
         group = None
         if serves:
             everyone = tuple(range(self.num_ranks))
             self.groups.create([("repull", everyone)])
             group = self.groups.get("repull", everyone)
+        self._serves_repulls = serves
         return RepullService(group, self._device, self._clock, overlap=self._thread.overlap)
 
     def check_plan(

@@ -462,7 +462,9 @@ class HydraRuntime:
         )
 
     def _can_run(self, scheme: Scheme) -> bool:
-        """Whether a proposal may contain `scheme`: the model, the profile and the memory allow it."""
+        """Whether a proposal may contain `scheme`: it is <TP,PP>; the model, the profile and the memory allow it."""
+        if not scheme.is_plain:
+            return False
         try:
             self.skeleton.check_scheme(scheme)
         except HydraConfigError:
@@ -494,7 +496,8 @@ class HydraRuntime:
             self.log = RunLog(Path(self.config.run_dir), save_plans=self.config.save_plans)
             self.log.write_run(describe_run(self.config, self.skeleton, self.num_ranks, self._device))
             if self.config.profile is not None:  # as it was given: the memory limit is in run.json
-                self.log.write_profile(Profile.load(find_profile(self.config.profile)).document)
+                given = Profile.load(find_profile(self.config.profile))
+                self.log.write_profile(with_estimates(given, self.strategies).document)
         except OSError as error:
             return HydraConfigError(
                 f"hydra.run_dir is {self.config.run_dir!r}: {error.strerror}; name a folder that can be written"
@@ -511,8 +514,10 @@ class HydraRuntime:
             self.skeleton.check_scheme(scheme)
 
     def _profile_for_forced(self, strategy: Strategy, iteration: int) -> Profile:
-        if self._profile is not None and all(scheme in self._profile.latency for scheme in strategy.schemes):
-            return self.tracker.profile_for(iteration)
+        if self._profile is not None:
+            profile = with_estimates(self.tracker.profile_for(iteration), [strategy])
+            if all(profile.has_latency(s) and profile.memory.knows(s) for s in strategy.schemes):
+                return profile.with_schemes(strategy.schemes)
         return Profile.from_json(nominal_profile(self.skeleton, strategy.schemes))
 
     def _check_examples(self, tensors: Sequence[Example], iteration: int) -> GlobalBatch:

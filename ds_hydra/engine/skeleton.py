@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ds_hydra.configs.hydra_config import REPULL_WINDOW
 from ds_hydra.engine import attention
 from ds_hydra.engine.adapters import SUMMED, is_lora, split_style, unwrap_adapters
 from ds_hydra.engine.attention import PackedRow
@@ -101,10 +102,13 @@ class Skeleton:
         self._model.train()
         if activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._checkpoints_all = activation_checkpointing
         self._layers = list(self._base.layers)
-        for layer in self._layers if not activation_checkpointing else ():
-            layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+        self._always_checkpointed = [
+            getattr(layer, "gradient_checkpointing", False) for layer in self._layers
+        ]
+        for layer, is_checkpointed in zip(self._layers, self._always_checkpointed, strict=True):
+            if not is_checkpointed:
+                layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
         self._norm = self._base.norm
         self._embedding: nn.Embedding = self._model.get_input_embeddings()
         self._padding_idx = self._embedding.padding_idx
@@ -159,6 +163,13 @@ class Skeleton:
         """Raise HydraConfigError where this model cannot run under `scheme`, naming degrees that work."""
         scheme.check_layers(self.num_layers)
         self._check_checkpointing(scheme)
+        if scheme.repull and not any(
+            choose_layers(len(self.stage_layers(scheme, stage)), scheme.repull) for stage in range(scheme.pp)
+        ):
+            raise HydraConfigError(
+                f"scheme {scheme}: no stage has more than the {REPULL_WINDOW} layers that re-pulls keep, so nothing "
+                "would be pulled again; use fewer stages, or leave repull out of hydra.strategies"
+            )
         if scheme.pp > 1 and self._no_pp_because:
             raise UnsupportedModelError(
                 f"scheme {scheme}: the layers of {type(self._model).__name__} cannot be split into stages, because "
@@ -228,10 +239,10 @@ class Skeleton:
     def _check_checkpointing(self, scheme: Scheme) -> None:
         if not scheme.ckpt:
             return
-        if self._checkpoints_all:
+        if any(self._always_checkpointed):
             raise HydraConfigError(
-                f"scheme {scheme}: hydra.activation_checkpointing checkpoints all layers of every scheme; set it to "
-                "false, or leave ckpt out of hydra.strategies"
+                f"scheme {scheme}: hydra.activation_checkpointing, or the model's own gradient checkpointing, "
+                "checkpoints layers under every scheme; turn it off, or leave ckpt out of hydra.strategies"
             )
         if not all(isinstance(layer, GradientCheckpointingLayer) for layer in self._layers):
             raise UnsupportedModelError(
@@ -333,7 +344,9 @@ class Skeleton:
         self._embedding.padding_idx = self._local_padding_idx(self._embedding.weight.shape[0])
         own = self.stage_layers(scheme, stage)
         for index in own:
-            self._layers[index].gradient_checkpointing = self._checkpoints_all or index < scheme.ckpt
+            self._layers[index].gradient_checkpointing = (
+                self._always_checkpointed[index] or index < scheme.ckpt
+            )
         self._show_layers(own, with_norm=stage == scheme.pp - 1)
 
     def unbind(self) -> None:

@@ -75,7 +75,8 @@ class Cluster:
         if self.num_devices <= node_size:
             return 0.0
         nodes = _slices_of_nodes(strategy, node_size)
-        return max(_needed_share(slices, len(strategy.schemes), node_size / self.num_devices,
+        num_holders = len(strategy.schemes) * strategy.schemes[0].sp
+        return max(_needed_share(slices, num_holders, node_size / self.num_devices,
                                  is_fully_sharded) for slices in nodes) * self.num_params  # fmt: skip
 
     def hop_ms(self, scheme: Scheme, row_tokens: int) -> float:
@@ -115,12 +116,12 @@ def _slices_of_nodes(strategy: Strategy, node_size: int) -> set[tuple[Slice, ...
 
 
 def _needed_share(
-    slices: Sequence[Slice], num_pipelines: int, node_share: float, is_fully_sharded: bool
+    slices: Sequence[Slice], num_holders: int, node_share: float, is_fully_sharded: bool
 ) -> float:
-    """Share of the model that a node needs and does not own."""
+    """Share of the model that a node needs and does not own; otherwise owned by the `num_holders` of a slice."""
     if not is_fully_sharded:
         tp, pp = slices[0][:2]
-        return sum(1 - slices.count(s) / num_pipelines for s in set(slices)) / (tp * pp)
+        return sum(1 - slices.count(s) / num_holders for s in set(slices)) / (tp * pp)
     num_columns = lcm(*(s[0] for s in slices))
     num_rows = lcm(*(s[1] for s in slices))
     is_needed = np.zeros((num_rows, num_columns), dtype=bool)

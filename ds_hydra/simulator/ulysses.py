@@ -52,7 +52,7 @@ def _single_rank_latency(scenario: Scenario) -> LatencyModel | None:
     """T of the whole model on one rank: the cheapest PP times T of <1,PP> for a row of the context."""
     found = []
     for scheme, latency in scenario.profile.latency.items():
-        if scheme.tp == 1:
+        if scheme.tp == 1 and scheme.is_plain:
             found.append(
                 LatencyModel(
                     quadratic_ms=scheme.pp * latency.quadratic_ms,

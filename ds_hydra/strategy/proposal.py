@@ -86,11 +86,13 @@ def default_tokens_per_iteration(num_devices: int, context_length: int) -> int:
 
 
 def usable_schemes(profile: Profile, num_devices: int) -> tuple[Scheme, ...]:
-    """Profiled schemes that fit `num_devices` and hold a row of one token at least, smallest first."""
+    """Profiled <TP,PP> that fit `num_devices` and hold a row of one token at least, smallest first."""
     return tuple(
         scheme
         for scheme in sorted(profile.latency, key=lambda s: (s.num_devices, s))
-        if scheme.num_devices <= num_devices and profile.max_len_tokens(scheme, num_devices) > 0
+        if scheme.is_plain
+        and scheme.num_devices <= num_devices
+        and profile.max_len_tokens(scheme, num_devices) > 0
     )
 
 

@@ -19,6 +19,9 @@ _PARTS = ("ckpt", "repull", "stages")
 MAX_DEVICES = 1 << 18
 """Ranks that a strategy may name: far above any cluster, and small enough to list."""
 
+MAX_LAYERS = 1 << 20
+"""Layers that a part of a scheme may name: far above any model."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Scheme:
@@ -42,15 +45,17 @@ class Scheme:
 
     def __post_init__(self) -> None:
         degrees = (self.sp, self.tp, self.pp)
-        if not all(isinstance(degree, int) and degree >= 1 for degree in degrees):
+        if not all(type(degree) is int and degree >= 1 for degree in degrees):
             named = f"<sp{self.sp},{self.tp},{self.pp}>" if self.sp != 1 else f"<{self.tp},{self.pp}>"
             sizes = "TP and PP degrees" if self.sp == 1 else "SP, TP and PP degrees"
             raise HydraConfigError(f"scheme {named[:80]}: {sizes} must be 1 or more")
         if self.num_devices > MAX_DEVICES:
             raise HydraConfigError(f"scheme {str(self)[:80]}: more than {MAX_DEVICES} ranks")
         for part, count in (("ckpt", self.ckpt), ("repull", self.repull)):
-            if type(count) is not int or count < 0:
-                raise HydraConfigError(f"{part} of a scheme is {count!r:.80}, expected a number of layers")
+            if type(count) is not int or not 0 <= count <= MAX_LAYERS:
+                raise HydraConfigError(
+                    f"{part} of a scheme is {repr(count)[:80]}, expected a number of layers up to {MAX_LAYERS}"
+                )
         if 0 < self.repull <= REPULL_WINDOW:
             raise HydraConfigError(
                 f"repull of a scheme is {self.repull}, expected {REPULL_WINDOW + 1} or more layers of each stage: "
