@@ -21,7 +21,8 @@ def run_distributed(
     """What `function(*args)` returns on each of `world_size` gloo ranks, in rank order.
 
     Ranks are forked, so `function` may be any module-level function and imports are paid once. The first
-    failure ends the others and is raised here with the rank's own traceback.
+    failure ends the others and is raised here with the rank's own traceback. A rank waits for another one for up to a
+    quarter of `timeout_s`.
     """
     import deepspeed  # noqa: F401  before the fork: paid once
     import transformers  # noqa: F401
@@ -31,7 +32,9 @@ def run_distributed(
         queue = context.SimpleQueue()
         rendezvous = str(Path(folder) / "rendezvous")
         ranks = [
-            context.Process(target=_run_rank, args=(function, args, rank, world_size, rendezvous, queue))
+            context.Process(
+                target=_run_rank, args=(function, args, rank, world_size, rendezvous, queue, timeout_s)
+            )
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -72,6 +75,7 @@ def _run_rank(
     world_size: int,
     rendezvous: str,
     queue: Any,
+    timeout_s: float,
 ) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size)
@@ -86,7 +90,7 @@ def _run_rank(
             init_method=f"file://{rendezvous}",
             rank=rank,
             world_size=world_size,
-            timeout=datetime.timedelta(seconds=60),
+            timeout=datetime.timedelta(seconds=timeout_s / 4),
         )
         queue.put((rank, None, function(*args)))
     except BaseException:

@@ -151,6 +151,7 @@ def check_compiled(family, strategies):
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(1000)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
 def test_compiled_layers_give_the_same_gradients():
     """Under TP, whose collectives cut a layer into most pieces, with slices that come and go; compiling is slow."""

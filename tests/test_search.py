@@ -11,8 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.galvatron_originals import rtx_titan
+from benchmarks.wider_space import widen
 from ds_hydra.cli import app
+from ds_hydra.configs.files import find_profile
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
+from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.search import (
     GalvatronSearch,
     LayerStrategy,
@@ -343,3 +346,15 @@ class TestCommand:
         result = self.run(*arguments)
         assert result.exit_code == 1
         assert message in result.stderr
+
+
+def test_wider_sets_contain_the_candidates_and_stay_on_their_devices():
+    profile = Profile.load(find_profile("a800_llama2_7b"))
+    strategies = (Strategy.parse("2x<4,1>"), Strategy.parse("1x<4,1> + 2x<2,1>"))
+    ckpt, sp, both = (widen(strategies, profile, 8, kind) for kind in ("ckpt", "sp", "both"))
+    for wider in (ckpt, sp, both):
+        assert wider[: len(strategies)] == strategies
+        assert {strategy.num_devices for strategy in wider} == {8}
+    assert Strategy.parse("2x<4,1;ckpt=32>") in ckpt
+    assert Strategy.parse("1x<sp2,2,1> + 2x<2,1>") in sp
+    assert set(ckpt) | set(sp) < set(both)
