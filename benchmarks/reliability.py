@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import logging
 import multiprocessing
@@ -253,6 +254,8 @@ def measure_fuzz(records: Records, num_inputs: int) -> None:
     """Every reader under hypothesis and under a coverage-guided fuzzer; raises where one crashes, or is slow."""
     folder = records.folder / "fuzz"
     folder.mkdir(exist_ok=True)
+    gc.collect()
+    gc.freeze()  # a full collection of the libraries' objects takes a quarter of a second, which no reader is to blame for
     readers = targets(folder)
     for name in readers:
         keys = {"reader": name, "fuzzer": "coverage", "num": num_inputs}
