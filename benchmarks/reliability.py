@@ -255,7 +255,7 @@ def measure_fuzz(records: Records, num_inputs: int) -> None:
     folder = records.folder / "fuzz"
     folder.mkdir(exist_ok=True)
     gc.collect()
-    gc.freeze()  # a full collection of the libraries' objects takes a quarter of a second, which no reader is to blame for
+    gc.freeze()  # collecting the libraries' objects takes a quarter of a second, for which no reader is to blame
     readers = targets(folder)
     for name in readers:
         keys = {"reader": name, "fuzzer": "coverage", "num": num_inputs}
