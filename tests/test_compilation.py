@@ -9,11 +9,14 @@ from ds_hydra.engine.compilation import compile_each
 from ds_hydra.errors import HydraConfigError
 
 
-def test_a_missing_compiler_is_named_at_the_start(monkeypatch):
+def test_a_missing_compiler_is_named_at_the_start():
     layer = nn.Linear(2, 2)
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, "/no/such/compiler"))
-    with pytest.raises(
-        HydraConfigError, match=r"hydra\.compile_layers is true.*CXX.*set hydra\.compile_layers to"
+    no_compiler = torch._inductor.config.patch({"cpp.cxx": (None, "/no/such/compiler")})
+    with (
+        no_compiler,
+        pytest.raises(
+            HydraConfigError, match=r"hydra\.compile_layers is true.*CXX.*set hydra\.compile_layers to"
+        ),
     ):
         compile_each([layer])
     assert "forward" not in vars(layer), "nothing was replaced"
