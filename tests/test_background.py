@@ -210,8 +210,9 @@ def test_iterations_are_submitted_and_fetched_once():
 
 
 SCRIPT = """
-    import sys, time
+    import signal, sys, time
     sys.path.insert(0, {tests!r})
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
     from test_background import BATCHES, make_planner
 
     planner = make_planner(num_workers=2)
