@@ -56,6 +56,14 @@ def random_cases(num_sequences, seed):
             yield number, hand_plan(strategy, lengths, num_labels, empty_pipeline=number % 4 == 0), tensors
 
 
+def train_plan(engine, plan, tensors):
+    """What this rank measured, and the gradients of its shards."""
+    engine.hydra.prepare_forced(plan.strategy)
+    grads_P = engine._zero_gradient_shards()
+    outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+    return outcome, [g.clone() for g in grads_P]
+
+
 def delay_rounds(propagator, random):
     """Make every round of this rank begin up to 2 ms late, so that threads and ranks meet in many orders."""
     for link in (propagator._pull_link, propagator._push_link):
@@ -90,10 +98,8 @@ def gradients_with_and_without_overlap(num_sequences):
     for number, plan, tensors in random_cases(num_sequences, seed=0):
         bits = {}
         for overlap, engine in engines.items():
-            engine.hydra.prepare_forced(plan.strategy)
-            grads_P = engine._zero_gradient_shards()
-            outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
-            bits[overlap] = (outcome.loss_sum, [g.clone() for g in grads_P])
+            outcome, grads_P = train_plan(engine, plan, tensors)
+            bits[overlap] = (outcome.loss_sum, grads_P)
             check_times(outcome, overlap)
         same = bits[True][0] == bits[False][0] and all(map(torch.equal, bits[True][1], bits[False][1]))
         if not same or not all(g.isfinite().all() for g in bits[True][1]):

@@ -15,7 +15,7 @@ from engines import start_hydra
 from faults import die, mark_fault, run_until_end
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
-from test_engine_link import random_cases
+from test_engine_link import random_cases, train_plan
 from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.engine.profiler import token_bytes
@@ -66,13 +66,11 @@ def results_with_and_without(num_sequences):
     for number, plan, tensors in random_cases(num_sequences, seed=1):
         bits = {}
         for name, engine in engines.items():
-            engine.hydra.prepare_forced(plan.strategy)
-            grads_P = engine._zero_gradient_shards()
-            outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+            outcome, grads_P = train_plan(engine, plan, tensors)
             evaluated = engine.hydra.propagator.evaluate(plan, tensors.__getitem__)
             repulled_ms[name] += outcome.repull_ms
             assert outcome.propagate_ms >= outcome.visible_repull_ms
-            bits[name] = (outcome.loss_sum, evaluated.loss_sum, [g.clone() for g in grads_P])
+            bits[name] = (outcome.loss_sum, evaluated.loss_sum, grads_P)
         for name, (loss, evaluated_loss, grads_P) in bits.items():
             same = (loss, evaluated_loss) == bits["none"][:2]
             if not same or not all(map(torch.equal, grads_P, bits["none"][2])):

@@ -78,17 +78,24 @@ class Role:
     @classmethod
     def find(cls, strategy: Strategy, rank: int) -> Role | None:
         """The role of `rank`, or None where the strategy leaves it idle."""
-        return cls.of_all(strategy).get(rank)
+        for index, (scheme, ranks) in enumerate(zip(strategy.schemes, strategy.place(), strict=True)):
+            if rank in ranks:
+                return cls._at(ranks.index(rank), index, scheme, ranks)
+        return None
 
     @classmethod
     def of_all(cls, strategy: Strategy) -> dict[int, Role]:
         """The role of every rank that is not idle."""
-        roles = {}
-        for index, (scheme, ranks) in enumerate(zip(strategy.schemes, strategy.place(), strict=True)):
-            for rank_place, rank in enumerate(ranks):
-                place, tp_rank = divmod(rank_place, scheme.tp)
-                roles[rank] = cls(index, scheme, *divmod(place, scheme.sp), tp_rank, ranks)
-        return roles
+        return {
+            rank: cls._at(place, index, scheme, ranks)
+            for index, (scheme, ranks) in enumerate(zip(strategy.schemes, strategy.place(), strict=True))
+            for place, rank in enumerate(ranks)
+        }
+
+    @classmethod
+    def _at(cls, place: int, pipeline: int, scheme: Scheme, ranks: tuple[int, ...]) -> Role:
+        group, tp_rank = divmod(place, scheme.tp)
+        return cls(pipeline, scheme, *divmod(group, scheme.sp), tp_rank, ranks)
 
     @property
     def tp_ranks(self) -> tuple[int, ...]:

@@ -76,13 +76,12 @@ def check_repulls(wanted: int | Literal["all"], num_layers: int, device_type: st
 
 
 def check_scheme_repulls(schemes: Iterable[Scheme], device_type: str) -> None:
-    """Raise HydraConfigError where re-pulls of `schemes` cannot be served."""
+    """Raise HydraConfigError where the re-pulls of `schemes`, which all have some, cannot be served."""
     for scheme in schemes if device_type != "cpu" else ():
-        if scheme.repull:
-            raise HydraConfigError(
-                f"scheme {scheme}: re-pulls are served between CPU ranks (gloo) only; on {device_type} leave repull "
-                "out of hydra.strategies, and let ckpt, or more TP or PP, save the memory"
-            )
+        raise HydraConfigError(
+            f"scheme {scheme}: re-pulls are served between CPU ranks (gloo) only; on {device_type} leave repull "
+            "out of hydra.strategies, and let ckpt, or more TP or PP, save the memory"
+        )
 
 
 def choose_layers(num_layers: int, wanted: int | Literal["all"]) -> list[int]:

@@ -495,7 +495,7 @@ class HydraRuntime:
         try:
             self.log = RunLog(Path(self.config.run_dir), save_plans=self.config.save_plans)
             self.log.write_run(describe_run(self.config, self.skeleton, self.num_ranks, self._device))
-            if self.config.profile is not None:  # as it was given: the memory limit is in run.json
+            if self.config.profile is not None:  # as given, and estimated: the memory limit is in run.json
                 given = Profile.load(find_profile(self.config.profile))
                 self.log.write_profile(with_estimates(given, self.strategies).document)
         except OSError as error:
