@@ -28,12 +28,12 @@ def make_planner(**changes):
 
 
 def is_alive(pid):
+    """Whether a process exists and is not a zombie; it may end while its line is read (ENOENT, then ESRCH)."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def wait_until(condition, timeout_s=60.0):
