@@ -53,7 +53,7 @@ def in_child(action):
     """Exit code of a forked process that runs `action`."""
     process = multiprocessing.get_context("fork").Process(target=action)
     process.start()
-    process.join(60)
+    process.join()
     return process.exitcode
 
 
