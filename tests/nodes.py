@@ -25,6 +25,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,15 @@ from distributed import free_port, remove_shared_memory
 from faults import ends_as_rank
 
 NETWORK = "10.77.0"
-PRIVATE_FOLDER = "/mnt"
+_IN_USE = tuple(map(os.path.realpath, (__file__, sys.prefix, tempfile.gettempdir(), os.getcwd())))
+PRIVATE_FOLDER = next(
+    (
+        folder
+        for folder in ("/mnt", "/media", "/srv", "/opt")
+        if os.path.isdir(folder) and not any(path.startswith(f"{folder}/") for path in _IN_USE)
+    ),
+    "/mnt",
+)
 """Of every host: the others do not see what is in it. Everything else is a file system that all hosts share."""
 _TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
 _libc = ctypes.CDLL(None, use_errno=True)

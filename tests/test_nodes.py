@@ -220,7 +220,7 @@ def train(engine, strategies):
 def train_count_and_wait_for_a_cut(folder, cut, given=None):
     """Losses and bytes; then, if `cut`, an iteration in the middle of which a host is cut off."""
     engine = start_hydra(
-        big_model(), hydra={"faults": {"silence_s": 10, "grace_s": 2}, "link": {"devices_per_node": given}}
+        big_model(), hydra={"faults": {"silence_s": 15, "grace_s": 2}, "link": {"devices_per_node": given}}
     )
     propagator = engine.hydra.propagator
     outcome = {
@@ -296,7 +296,7 @@ def test_two_hosts_of_two_ranks(tmp_path):
     assert counted["node 1x<2,1> + 1x<1,2>"] < 0.99 * counted["direct 1x<2,1> + 1x<1,2>"]
     for rank, lost in enumerate(["node-1 (ranks 2, 3)"] * 2 + ["node-0 (ranks 0, 1)"] * 2):
         assert ended[rank].exit_code in (1, 75), ended[rank].stderr
-        assert re.search(rf"rank \d is silent for 10 s \(host {re.escape(lost)} cut off", ended[rank].stderr)
+        assert re.search(rf"rank \d is silent for 15 s \(host {re.escape(lost)} cut off", ended[rank].stderr)
 
 
 SCRIPT = Path(__file__).parent / "nodes_script.py"
