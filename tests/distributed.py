@@ -113,6 +113,7 @@ def _run_rank(
     queue: Any,
     timeout_s: float,
 ) -> None:
+    parent = os.getppid()
     os.environ.update(rank_environment(rank, world_size, port))
     import torch
     import torch.distributed as dist
@@ -130,4 +131,7 @@ def _run_rank(
     except BaseException:
         queue.put((rank, traceback.format_exc(), None))
     finally:
-        os._exit(0)  # skip destructors: other ranks may already be gone
+        # A rank that ends closes connections of which another may still read its last message.
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(0)  # skip destructors
