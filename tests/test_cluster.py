@@ -84,6 +84,11 @@ def test_shards_of_megatron_are_cut_over_replicas_only():
     assert alone < link_times("1x<8,1>", 8)[0]
 
 
+def test_inside_a_node_ranks_of_an_sp_group_each_pull_the_whole_slice():
+    assert link_times("1x<sp4,1>", 4) == link_times("4x<1,1>", 4)
+    assert link_times("1x<sp2,2,1>", 4)[0] == pytest.approx(2 * link_times("1x<4,1>", 4)[0])
+
+
 def test_activations_and_collectives():
     cluster = make_cluster(8)
     assert cluster.hop_ms(Scheme(1, 2), 50) == pytest.approx(1 + 50 * 10 * 2 / 1e3)

@@ -61,7 +61,7 @@ class Cluster:
         slice (the distributed optimizer of Megatron-LM, homogeneous strategies only), which moves fewer bytes.
         """
         elements = self._node_elements(strategy, is_fully_sharded)
-        widest = max(1 / s.num_devices for s in strategy.schemes) * self.num_params
+        widest = max(1 / (s.tp * s.pp) for s in strategy.schemes) * self.num_params  # SP ranks hold the same
         inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
         across = elements / self.hardware.inter_node_rate
         slowest = 1e3 * max(inside, across)
