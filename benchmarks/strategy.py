@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,8 +28,11 @@ from ds_hydra.strategy.profile import read_json_object
 from ds_hydra.strategy.proposal import ProposalSettings, propose_from_histogram, usable_schemes
 from ds_hydra.strategy.whole_iteration import MeasuredIteration, fit_iterations, predict_iteration
 from ds_hydra.strategy.wider import with_wider_schemes
-from tests.rubick import AUTHORS_MEAN_ERROR, fit_points, validation_points
-from tests.shared_data import find_shared
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from rubick import AUTHORS_MEAN_ERROR, fit_points, validation_points
+from shared_data import find_shared
 
 MODELS = ("7b", "13b", "32b")
 HISTOGRAMS = ("commoncrawl", "github")

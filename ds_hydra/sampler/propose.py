@@ -179,8 +179,8 @@ def propose_strategies(
             profile, num_devices=num_devices, context_length=context_length, can_run=can_run
         )
     is_wider = not all(scheme.is_plain for scheme in usable_schemes(profile, num_devices, space))
-    is_plain = bool(homogeneous_strategies(profile, num_devices, context_length)) or not is_wider
-    spaces: list[Space] = ["plain"] if is_plain and not given else []
+    plain_holds = bool(homogeneous_strategies(profile, num_devices, context_length)) or not is_wider
+    spaces: list[Space] = ["plain"] if plain_holds and not given else []
     spaces += [space] if is_wider else []
 
     if not is_wider and not given:
