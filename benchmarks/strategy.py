@@ -171,7 +171,7 @@ def measure(num_batches: int) -> dict[str, Any]:
         "analytic_errors": analytic_errors(),
         "rubick_mean_error_pct": rubick_errors(),
         "proposal_s": {
-            f"32b {name} {n} {space}": proposal_seconds("32b", name, n, space)
+            f"32b {name} {n} devices, {space}": proposal_seconds("32b", name, n, space)
             for space in SPACES
             for n in (64, 1024)
             for name in HISTOGRAMS
