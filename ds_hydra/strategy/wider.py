@@ -77,18 +77,14 @@ def _stretch(
     classes = [context_length >> k for k in range(NUM_LENGTH_CLASSES) if context_length >> k > longest]
     if not classes:
         return
-    num_layers = profile.memory.num_layers
-    variants = [
-        (profile.get_latency(v).linear_ms, profile.max_len_tokens(v, num_devices), v)
-        for v in _variants(scheme, num_layers)
-        if profile.memory.knows(v)
-    ]
-    for length in classes:
-        enough = [(time_ms, v) for time_ms, held, v in variants if held >= length]
-        for _, wider in sorted(enough, key=lambda x: x[0]):
-            if can_run(wider):
-                yield wider
-                break
+    known = filter(profile.memory.knows, _variants(scheme, profile.memory.num_layers))
+    for wider in sorted(known, key=lambda variant: profile.get_latency(variant).linear_ms):
+        longest = profile.max_len_tokens(wider, num_devices)
+        if longest >= min(classes) and can_run(wider):
+            yield wider
+            classes = [length for length in classes if length > longest]
+        if not classes:
+            return
 
 
 def _variants(scheme: Scheme, num_layers: int) -> Iterator[Scheme]:
