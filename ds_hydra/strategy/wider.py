@@ -45,7 +45,9 @@ def with_wider_schemes(
         if _is_cheapest(known, wider, whole, num_devices, context_length)
     ]
     kept = undominated(known, [*whole, *dict.fromkeys(stretched)], num_devices)
-    return known.only({*measured.latency, *kept}).with_schemes(kept)
+    return known.with_schemes(kept).only(
+        {*measured.latency, *kept}
+    )  # what one is derived from may be left out
 
 
 def _with_sequence_parallelism(profile: Profile, num_devices: int, can_run: CanRun) -> Iterator[Scheme]:
