@@ -11,6 +11,7 @@ import json
 import os
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -417,6 +418,11 @@ class RankPlace:
     rendezvous: str
 
 
+def shared_memory_key(rendezvous: str) -> str:
+    """What stands in MASTER_PORT: AutoTP's ranks find each other's memory by it, and not another contender's."""
+    return str(zlib.crc32(rendezvous.encode()))
+
+
 def run_rank(name: str, task: Task, place: RankPlace, connection: Connection) -> None:
     """The life of one forked rank; reports an exception instead of raising it."""
     import datetime
@@ -429,6 +435,8 @@ def run_rank(name: str, task: Task, place: RankPlace, connection: Connection) ->
         WORLD_SIZE=str(place.world),
         LOCAL_WORLD_SIZE=str(place.world),
         LOCAL_SIZE=str(place.world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=shared_memory_key(place.rendezvous),
     )
     torch.set_num_threads(1)
     keep_freed_memory()  # ds_hydra does it itself; the others are given the same

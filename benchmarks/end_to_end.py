@@ -75,6 +75,7 @@ class Group(AbstractContextManager):
         self.name = name
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("fork")
+        self._rendezvous = f"{self._folder.name}/rendezvous"
         self._pipes, self._processes = [], []
         world = task.shape.num_ranks
         for rank in range(world):
@@ -83,7 +84,7 @@ class Group(AbstractContextManager):
                 rank=rank,
                 world=world,
                 core=cores[rank % len(cores)],
-                rendezvous=f"{self._folder.name}/rendezvous",
+                rendezvous=self._rendezvous,
             )
             process = context.Process(
                 target=contenders.run_rank, args=(name, task, place, theirs), daemon=True
@@ -127,6 +128,9 @@ class Group(AbstractContextManager):
         for process in self._processes:
             process.kill()
             process.join()
+        key = contenders.shared_memory_key(self._rendezvous)
+        for file in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{key}_*"):
+            file.unlink(missing_ok=True)
         self._folder.cleanup()
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import itertools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +23,8 @@ import numpy as np
 from PIL import Image
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_TIMEOUT_S = 60
+_TIMEOUT_S = 400
+"""Only a browser that hangs takes so long."""
 
 
 def find_chromium() -> str | None:
@@ -121,7 +125,8 @@ def open_browser(executable: str) -> Iterator[Page]:
     """A page of a browser of its own, with a profile of its own, without network."""
     import websocket
 
-    with tempfile.TemporaryDirectory() as profile:
+    # Helpers of the browser may write to the profile for a moment after it has ended.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
             [
                 executable,
@@ -140,8 +145,14 @@ def open_browser(executable: str) -> Iterator[Page]:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "HOME": profile},
+            start_new_session=True,
         )
-        watchdog = threading.Timer(_TIMEOUT_S, process.kill)
+
+        def kill() -> None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        watchdog = threading.Timer(_TIMEOUT_S, kill)
         watchdog.start()
         try:
             address = _find_address(process)
@@ -151,7 +162,7 @@ def open_browser(executable: str) -> Iterator[Page]:
             socket.close()
         finally:
             watchdog.cancel()
-            process.kill()
+            kill()
             process.wait()
             process.stderr.close()
 
@@ -168,8 +179,15 @@ def _find_address(process: subprocess.Popen[str]) -> str:
 
 
 def _find_tab(address: str) -> str:
-    from urllib.request import urlopen
+    """Address of the first tab, which may open a moment after the browser listens."""
+    from urllib.request import ProxyHandler, build_opener
 
-    with urlopen(f"http://{address}/json/list", timeout=_TIMEOUT_S) as answer:
-        tabs = json.load(answer)
-    return next(tab["webSocketDebuggerUrl"] for tab in tabs if tab["type"] == "page")
+    direct = build_opener(ProxyHandler({}))  # this machine is not reached through a proxy
+    end = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < end:
+        with direct.open(f"http://{address}/json/list", timeout=_TIMEOUT_S) as answer:
+            for tab in json.load(answer):
+                if tab["type"] == "page":
+                    return str(tab["webSocketDebuggerUrl"])
+        time.sleep(0.05)
+    raise AssertionError("Chromium opens no tab")

@@ -1,4 +1,7 @@
-"""Settings for all tests: one thread per process, so that forked ranks neither hang nor fight for cores."""
+"""Settings for all tests: one thread per process, so that forked ranks neither hang nor fight for cores.
+
+hypothesis draws the same examples in every run; `pytest --hypothesis-profile=other` draws others.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "ds_hydra", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "other", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
+settings.register_profile("ds_hydra", parent=settings.get_profile("other"), derandomize=True)
 settings.load_profile("ds_hydra")
+
+OF_A_LAUNCHER = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+for variable in OF_A_LAUNCHER:  # which may have started the tests
+    os.environ.pop(variable, None)

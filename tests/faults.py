@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distributed import free_port, rank_environment, remove_shared_memory
+
 HANG_S = 600
 """Only a run that never ends takes so long."""
 
@@ -42,8 +44,9 @@ def run_until_end(
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("fork")
     rendezvous = f"{folder}/rendezvous_{time.monotonic_ns()}"
+    port = free_port()
     ranks = [
-        context.Process(target=_run, args=(function, args, rank, world_size, str(folder), rendezvous))
+        context.Process(target=_run, args=(function, args, rank, world_size, str(folder), rendezvous, port))
         for rank in range(world_size)
     ]
     for process in ranks:
@@ -58,6 +61,7 @@ def run_until_end(
     for process in ranks:
         process.kill()
         process.join()
+    remove_shared_memory(port)
     texts = [(folder / f"stderr_{rank}").read_text() for rank in range(world_size)]
     assert not hanging, f"ranks {hanging} hang:\n" + "\n".join(texts)
     mark = folder / "fault"
@@ -105,14 +109,17 @@ def read_json_lines(path: str | Path) -> list[Any]:
 
 
 def _run(
-    function: Callable[..., Any], args: Any, rank: int, world_size: int, folder: str, rendezvous: str
+    function: Callable[..., Any],
+    args: Any,
+    rank: int,
+    world_size: int,
+    folder: str,
+    rendezvous: str,
+    port: int,
 ) -> None:
     with ends_as_rank(f"{folder}/stderr_{rank}"):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_SIZE=str(world_size)
-        )
-        os.environ.pop("MASTER_ADDR", None)
+        os.environ.update(rank_environment(rank, world_size, port))
         import torch
         import torch.distributed as dist
 

@@ -22,20 +22,29 @@ import os
 import select
 import shlex
 import signal
-import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distributed import free_port, remove_shared_memory
 from faults import ends_as_rank
 
 NETWORK = "10.77.0"
-PRIVATE_FOLDER = "/mnt"
+_IN_USE = tuple(map(os.path.realpath, (__file__, sys.prefix, tempfile.gettempdir(), os.getcwd())))
+PRIVATE_FOLDER = next(
+    (
+        folder
+        for folder in ("/mnt", "/media", "/srv", "/opt")
+        if os.path.isdir(folder) and not any(path.startswith(f"{folder}/") for path in _IN_USE)
+    ),
+    "/mnt",
+)
 """Of every host: the others do not see what is in it. Everything else is a file system that all hosts share."""
 _TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -270,7 +279,7 @@ def run_on_hosts(
     folder: Path,
     *args: Any,
     poll: Callable[[], bool] = lambda: False,
-    limit_s: float = 300,
+    limit_s: float = 800,
 ) -> list[Ended]:
     """Fork ranks that run `function(*args)`, `ranks_on[host]` of them on each host, and wait until all have ended.
 
@@ -283,7 +292,7 @@ def run_on_hosts(
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("fork")
     places = [(host, local) for host, number in enumerate(ranks_on) for local in range(number)]
-    port = str(free_port())
+    port = free_port()
     ranks = []
     for rank, (host, local) in enumerate(places):
         env = {
@@ -292,7 +301,7 @@ def run_on_hosts(
             "WORLD_SIZE": str(len(places)),
             "LOCAL_SIZE": str(ranks_on[host]),
             "MASTER_ADDR": "127.0.0.1" if hosts is None else hosts.names[0],
-            "MASTER_PORT": port,
+            "MASTER_PORT": str(port),
         }
         ranks.append(context.Process(target=_run_rank, args=(function, args, env, hosts, host, str(folder))))
         ranks[-1].start()
@@ -308,6 +317,7 @@ def run_on_hosts(
     for process in ranks:
         process.kill()
         process.join()
+    remove_shared_memory(port)
     texts = [(folder / f"stderr_{rank}").read_text() for rank in range(len(ranks))]
     assert not hanging, f"ranks {hanging} hang:\n" + "\n".join(texts)
     values = [folder / f"value_{rank}" for rank in range(len(ranks))]
@@ -320,13 +330,6 @@ def run_on_hosts(
         )
         for rank, (process, text, value) in enumerate(zip(ranks, texts, values))
     ]
-
-
-def free_port() -> int:
-    """A port that nobody listens on here."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _run_rank(

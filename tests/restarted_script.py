@@ -8,6 +8,7 @@ Each RANK:ITERATION:PHASE is a SIGKILL, once, however often the script is starte
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -49,5 +50,7 @@ def main(folder: Path, deaths: list[str]) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A launcher may end the others so soon after the first that they could not say which rank was lost.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     main(Path(sys.argv[1]), sys.argv[2:])
     dist.destroy_process_group()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 
@@ -23,20 +26,43 @@ STRATEGIES = parse_strategies(["4x<1,1>", "2x<2,1>", "1x<2,1> + 1x<1,2>"])
 BATCHES = [make_batch([5 + (7 * i + j * j) % 60 for j in range(20 + i)], i) for i in range(6)]
 
 
+LONG_S = 400
+"""Only a planning process that hangs takes so long."""
+
+
 def make_planner(**changes):
-    return BackgroundPlanner(strategies=STRATEGIES, profile=PROFILE, num_devices=4, **changes)
+    settings = {"deadline_s": LONG_S, **changes}
+    return BackgroundPlanner(strategies=STRATEGIES, profile=PROFILE, num_devices=4, **settings)
+
+
+def state_of(pid):
+    """The letter for a process's state, "X" where there is none; it may end while its line is read."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # ENOENT, then ESRCH
+        return "X"
 
 
 def is_alive(pid):
-    """Whether a process exists and is not a zombie; it may end while its line is read (ENOENT, then ESRCH)."""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    """Whether a process exists and is not a zombie."""
+    return state_of(pid) not in "ZX"
 
 
-def wait_until(condition, timeout_s=60.0):
+def stop(pid):
+    """Returns when the process has stopped, which is some time after the signal."""
+    os.kill(pid, signal.SIGSTOP)
+    assert wait_until(lambda: state_of(pid) == "T")
+
+
+def submit_to_stopped(planner, batch):
+    """Returns when the batch is in the pipe of the only worker, which is stopped."""
+    planner.submit(batch)
+    pipe = planner._workers[0]._process.stdin.fileno()
+    assert wait_until(lambda: struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"    "))[0] > 0)
+
+
+def wait_until(condition, timeout_s=LONG_S):
     """Waits for what another process does; returns whether it happened."""
     end = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < end:
@@ -90,8 +116,8 @@ def test_killed_workers_lose_no_iteration_and_change_no_plan(inline_plans, caplo
         results = []
         for batch in BATCHES[1:]:
             (victim,) = planner.worker_pids
-            os.kill(victim, signal.SIGSTOP)  # so that it is in the middle of what comes next
-            planner.submit(batch)
+            stop(victim)  # so that it is in the middle of what comes next
+            submit_to_stopped(planner, batch)
             os.kill(victim, signal.SIGKILL)
             results.append(planner.get(batch.iteration))
         assert planner.num_restarts == len(results)
@@ -124,13 +150,13 @@ def test_plans_are_made_in_line_where_no_worker_can_start(monkeypatch, inline_pl
 def test_a_hung_worker_is_late_once_and_replaced(times, inline_plans, caplog):
     with make_planner(num_workers=1) as planner:
         for hang in range(times):
-            planner.deadline_s = 60
+            planner.deadline_s = LONG_S
             planner.submit(BATCHES[2 * hang])
             assert planner.get(2 * hang).plan == inline_plans[2 * hang]
             (victim,) = planner.worker_pids
-            os.kill(victim, signal.SIGSTOP)
+            stop(victim)
+            submit_to_stopped(planner, BATCHES[2 * hang + 1])
             planner.deadline_s = 0.2
-            planner.submit(BATCHES[2 * hang + 1])
             late = planner.get(2 * hang + 1)
             assert late.source == "deadline"
             assert late.waited_ms >= 200
@@ -147,8 +173,10 @@ def test_a_worker_that_still_starts_is_late_and_kept(caplog):
         planner.submit(BATCHES[0])
         assert wait_until(lambda: planner.worker_pids)
         pids = planner.worker_pids
+        stop(*pids)  # or it might be there in time
         assert planner.get(0).source == "deadline"
-        planner.deadline_s = 60
+        os.kill(*pids, signal.SIGCONT)
+        planner.deadline_s = LONG_S
         planner.submit(BATCHES[1])
         assert planner.get(1).source == "worker"
         assert planner.worker_pids == pids
@@ -156,7 +184,7 @@ def test_a_worker_that_still_starts_is_late_and_kept(caplog):
 
 def test_a_worker_out_of_memory_is_replaced(inline_plans):
     large = make_batch([5] * 20_000, iteration=100)
-    with make_planner(num_workers=1, deadline_s=120) as planner:
+    with make_planner(num_workers=1) as planner:
         planner.submit(BATCHES[0])
         planner.get(0)
         (victim,) = planner.worker_pids
@@ -251,5 +279,5 @@ def test_no_process_is_left_and_nothing_hangs(end, kill):
         os.killpg(process.pid, kill)  # as a terminal does
     elif kill is not None:
         process.send_signal(kill)
-    process.communicate(timeout=60)
+    process.communicate(timeout=LONG_S)
     assert wait_until(lambda: not any(is_alive(pid) for pid in pids))

@@ -79,7 +79,7 @@ def test_a_tiny_run_measures_valid_rows(tmp_path):
         [*command, "--contenders", *names, "--out", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     document = json.loads((tmp_path / "memory_2ranks.json").read_text())

@@ -12,7 +12,7 @@ import datasets
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import run_distributed
+from distributed import free_port, remove_shared_memory, run_distributed
 from engines import adamw, ds_config, small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
@@ -257,14 +257,16 @@ def test_the_launcher_stops_with_the_message_and_a_failing_exit_code(tmp_path):
     script.write_text(SCRIPT)
     tests = str(Path(__file__).parent)
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank"]
+    port = free_port()
     result = subprocess.run(
-        [*launcher, "--master_port", "29617", str(script), tests],
+        [*launcher, "--master_port", str(port), str(script), tests],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         check=False,
     )
+    remove_shared_memory(port)
     output = result.stdout + result.stderr
     assert result.returncode != 0
     assert "hydra.strategy is not a key; did you mean hydra.strategies?" in output

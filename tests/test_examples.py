@@ -65,7 +65,6 @@ def small_config(name, folder):
 
 
 def run_examples(folder):
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29512")
     folder = Path(folder) / f"rank{os.environ['RANK']}"  # only the data: they are the same on all ranks
     folder.mkdir()
     small_data(folder)
@@ -134,7 +133,6 @@ def changed_lines(diff):
 
 def run_both(plain, patched):
     """Lines that the plain script and its patched copy print."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29513")
     printed = []
     for script in (plain, patched):
         output = io.StringIO()

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 SCRIPT = """
-import resource, torch
+import ctypes, resource, torch
 from ds_hydra.engine.host_memory import keep_freed_memory
+
+ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a huge page has one fault instead of 512
 
 def faults_of_reuse():
     for _ in range(4):

@@ -128,8 +128,21 @@ def own_counters():
     return Counters(numbers[0], numbers[1], numbers[8], numbers[9])
 
 
+def num_sent_twice():
+    """Segments that the hosts of all ranks have sent once more, because an answer came late. Collective."""
+    names, values = (
+        text.split() for text in Path("/proc/net/snmp").read_text().splitlines() if text.startswith("Tcp:")
+    )
+    total = torch.tensor(int(values[names.index("RetransSegs")]))
+    dist.all_reduce(total)
+    return int(total)
+
+
 def exchange(propagator, strategy, grads_P, times):
-    """Pull and push of `strategy`, `times` times, without computation; bytes of this host's interface."""
+    """Pull and push of `strategy`, `times` times, without computation; bytes of this host's interface.
+
+    Counted once more where a busy machine made TCP send something twice.
+    """
 
     def once():
         _, session = propagator._open(strategy, with_gradients=True, grads_P=grads_P)
@@ -138,14 +151,18 @@ def exchange(propagator, strategy, grads_P, times):
             session.finish()
 
     once()  # connections are made, and plans compared
-    dist.barrier()
-    before = own_counters()
-    dist.barrier()
-    for _ in range(times):
-        once()
-    dist.barrier()
-    counted = own_counters() - before
-    dist.barrier()
+    for _ in range(5):
+        sent_twice = num_sent_twice()
+        dist.barrier()
+        before = own_counters()
+        dist.barrier()
+        for _ in range(times):
+            once()
+        dist.barrier()
+        counted = own_counters() - before
+        dist.barrier()
+        if num_sent_twice() == sent_twice:
+            break
     return counted
 
 
@@ -203,7 +220,7 @@ def train(engine, strategies):
 def train_count_and_wait_for_a_cut(folder, cut, given=None):
     """Losses and bytes; then, if `cut`, an iteration in the middle of which a host is cut off."""
     engine = start_hydra(
-        big_model(), hydra={"faults": {"silence_s": 10, "grace_s": 2}, "link": {"devices_per_node": given}}
+        big_model(), hydra={"faults": {"silence_s": 15, "grace_s": 2}, "link": {"devices_per_node": given}}
     )
     propagator = engine.hydra.propagator
     outcome = {
@@ -234,17 +251,21 @@ def check_bytes(of_hosts):
     """Counted bytes are those planned, 66 bytes of headers for each packet, and less than 1% + 5 KB.
 
     The rest are headers of gloo's messages, two barriers, and what the watchdog says meanwhile. A packet of the
-    interface may be 64 KB large: the kernel cuts it later. Returns the counted bytes of all hosts.
+    interface may be 64 KB large: the kernel cuts it later. Returns the counted bytes of all hosts, without headers:
+    how many there are depends on the load.
     """
     for name in of_hosts[0]:
         for found in (host[name] for host in of_hosts):
             for planned, counted, packets in zip(found["planned"], found["counted"], found["packets"]):
                 assert 0 <= counted - planned - 66 * packets <= 0.01 * planned + 5000, (name, found)
-    return {name: sum(sum(host[name]["counted"]) for host in of_hosts) for name in of_hosts[0]}
+    return {
+        name: sum(sum(host[name]["counted"]) - 66 * sum(host[name]["packets"]) for host in of_hosts)
+        for name in of_hosts[0]
+    }
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_two_hosts_of_two_ranks(tmp_path):
     """As on one host, bit for bit; the plan's bytes and no more on the wire; a host that is cut off is named."""
     folder = tmp_path / "two"
@@ -275,7 +296,7 @@ def test_two_hosts_of_two_ranks(tmp_path):
     assert counted["node 1x<2,1> + 1x<1,2>"] < 0.99 * counted["direct 1x<2,1> + 1x<1,2>"]
     for rank, lost in enumerate(["node-1 (ranks 2, 3)"] * 2 + ["node-0 (ranks 0, 1)"] * 2):
         assert ended[rank].exit_code in (1, 75), ended[rank].stderr
-        assert re.search(rf"rank \d is silent for 10 s \(host {re.escape(lost)} cut off", ended[rank].stderr)
+        assert re.search(rf"rank \d is silent for 15 s \(host {re.escape(lost)} cut off", ended[rank].stderr)
 
 
 SCRIPT = Path(__file__).parent / "nodes_script.py"
@@ -293,7 +314,7 @@ def start_everywhere(hosts, folder, command_of):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_launchers_on_two_hosts_and_a_process_of_the_other_host_killed(tmp_path):
     """torchrun restarts both hosts; DeepSpeed's launcher goes on from their checkpoint; the curve is one host's."""
     alone, folder = tmp_path / "alone", tmp_path / "two"
@@ -356,7 +377,7 @@ def train_count_and_die(folder, victim):
 
 
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_three_hosts_the_last_with_fewer_ranks(tmp_path):
     """As one process; checkpoints on storage of each host; a killed process is named with its host."""
     wanted, _ = token_mean_gradients(big_model(), data_of(0))

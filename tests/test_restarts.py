@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import restarted_script
+from distributed import free_port, remove_shared_memory
 from faults import read_json_lines, run_until_end
 from shared_data import REPOSITORY
 
@@ -39,15 +39,10 @@ def launch(command, log):
             start_new_session=True,
         )
         try:
-            return process.wait(280)
+            return process.wait(800)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def torchrun(folder, *deaths):
@@ -56,8 +51,12 @@ def torchrun(folder, *deaths):
 
 
 def deepspeed(folder, name, *deaths):
-    options = ["--num_gpus", 2, "--master_port", free_port(), "--no_local_rank"]
-    return launch([BIN / "deepspeed", *options, SCRIPT, folder, *deaths], folder / name)
+    port = free_port()
+    options = ["--num_gpus", 2, "--master_port", port, "--no_local_rank"]
+    try:
+        return launch([BIN / "deepspeed", *options, SCRIPT, folder, *deaths], folder / name)
+    finally:
+        remove_shared_memory(port)
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,6 @@ def prepare(folder):
     import deepspeed
     import transformers
 
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29511")
     deepspeed.utils.logger.setLevel("ERROR")
     transformers.logging.set_verbosity_error()
     if dist.get_rank() == 0:

@@ -35,7 +35,8 @@ _RECORD = struct.Struct("!BiqI")
 _ALIVE, _FAILED, _LOST = 0, 1, 2
 _MAX_TEXT_BYTES = 4096
 _TICK_S = 0.5
-_VERDICT_WAIT_S = 3.0
+_VERDICT_WAIT_S = 10.0
+"""Longest from a broken connection to the name of the lost rank, on a host with too much to do."""
 _CONNECT_TIMEOUT_S = 60.0
 _TOKEN_BYTES = 16
 
