@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ds_hydra.configs import find_file
+from ds_hydra.configs.hydra_config import Space
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.propose import PruningSettings, propose_strategies
@@ -25,12 +27,17 @@ from ds_hydra.strategy.histogram import LengthHistogram
 from ds_hydra.strategy.profile import read_json_object
 from ds_hydra.strategy.proposal import ProposalSettings, propose_from_histogram, usable_schemes
 from ds_hydra.strategy.whole_iteration import MeasuredIteration, fit_iterations, predict_iteration
-from tests.rubick import AUTHORS_MEAN_ERROR, fit_points, validation_points
-from tests.shared_data import find_shared
+from ds_hydra.strategy.wider import with_wider_schemes
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from rubick import AUTHORS_MEAN_ERROR, fit_points, validation_points
+from shared_data import find_shared
 
 MODELS = ("7b", "13b", "32b")
 HISTOGRAMS = ("commoncrawl", "github")
 CONTEXT = 32768
+SPACES: tuple[Space, ...] = ("plain", "wide")
 
 
 def profile_of(model: str) -> Profile:
@@ -52,14 +59,20 @@ def best_seconds(call: Callable[[], Any], repeats: int = 5) -> float:
     return min(seconds)
 
 
-def proposal_seconds(model: str, histogram: str, num_devices: int) -> float:
+def proposal_seconds(model: str, histogram: str, num_devices: int, space: Space = "plain") -> float:
+    """The programme with its roundings; in the wide space with deriving its schemes."""
     profile, lengths = profile_of(model), histogram_of(histogram)
-    settings = ProposalSettings(tokens_per_iteration=200_000 * num_devices // 64)
-    return best_seconds(
-        lambda: propose_from_histogram(
-            profile, lengths, num_devices=num_devices, context_length=CONTEXT, settings=settings
+    settings = ProposalSettings(tokens_per_iteration=200_000 * num_devices // 64, space=space)
+
+    def propose() -> None:
+        known = profile
+        if space == "wide":
+            known = with_wider_schemes(profile, num_devices=num_devices, context_length=CONTEXT)
+        propose_from_histogram(
+            known, lengths, num_devices=num_devices, context_length=CONTEXT, settings=settings
         )
-    )
+
+    return best_seconds(propose)
 
 
 def against_all_strategies(histogram: str, num_batches: int) -> dict[str, float]:
@@ -158,7 +171,10 @@ def measure(num_batches: int) -> dict[str, Any]:
         "analytic_errors": analytic_errors(),
         "rubick_mean_error_pct": rubick_errors(),
         "proposal_s": {
-            f"32b {name} {n}": proposal_seconds("32b", name, n) for n in (64, 1024) for name in HISTOGRAMS
+            f"32b {name} {n} devices, {space}": proposal_seconds("32b", name, n, space)
+            for space in SPACES
+            for n in (64, 1024)
+            for name in HISTOGRAMS
         },
         "against_all": {name: against_all_strategies(name, num_batches) for name in HISTOGRAMS}
         if num_batches
@@ -168,7 +184,7 @@ def measure(num_batches: int) -> dict[str, Any]:
 
 def as_table(found: dict[str, Any]) -> str:
     lines = ["| figure | measured |", "|---|---|"]
-    lines += [f"| proposal, {name} devices | {value:.2f} s |" for name, value in found["proposal_s"].items()]
+    lines += [f"| proposal, {name} | {value:.2f} s |" for name, value in found["proposal_s"].items()]
     for name, times in found["against_all"].items():
         lines.append(
             f"| 7B on 8 devices, {name}: {times['num_proposed']:.0f} proposed against all "

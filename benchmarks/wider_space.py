@@ -1,17 +1,19 @@
 """Schemes with checkpointed layers and sequence parallelism beside <TP,PP>: planned time on the paper's cases.
 
-    python -m benchmarks.wider_space [--iterations 30] [--out wider_space.json]
+    python -m benchmarks.wider_space [--iterations 30] [--cases github-32b] [--out wider_space.json]
 
-For each case of Fig. 10 (F2) and corpus: the candidates that ds_hydra proposes, and a wider set with them in it, in
-which the schemes of one kind are exchanged for variants on the same devices. The planner takes the best of each set for
-every mini-batch; times are those of propagation that it plans with. Nothing is measured: T is published for A800; a
-checkpointed layer adds a third, T under SP is estimated from TP (docs/cost-model.md).
+For each case of Fig. 10 (F2) and corpus: the candidates that ds_hydra proposes in the plain space, those that it
+proposes in the wide one ("proposed"), and sets made by hand with the first ones in them, in which the schemes of one
+kind are exchanged for variants on the same devices. The planner takes the best of each set for every mini-batch, other
+ones than those of the proposal; times are those of propagation that it plans with. Nothing is measured: T is published
+for A800; a checkpointed layer adds a third, T under SP is estimated from TP (docs/cost-model.md).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
+from ds_hydra.sampler.planner import PlannerSettings, plan_iteration, warm_up
 from ds_hydra.sampler.propose import PruningSettings, propose_strategies
 from ds_hydra.simulator.cases import list_cases, load_case
 from ds_hydra.simulator.compare import Workload, draw_batches
@@ -28,6 +30,7 @@ from ds_hydra.strategy.sequence_parallel import with_estimates
 
 SETTINGS = PlannerSettings(solver="none")
 KINDS = ("ckpt", "sp", "both")
+SETS = (*KINDS, "proposed")
 
 
 def variants(scheme: Scheme, num_layers: int, kind: str) -> Iterator[Scheme]:
@@ -70,12 +73,19 @@ def measure(name: str, iterations: int) -> dict[str, Any]:
         "tokens_per_iteration": workload.tokens_per_iteration,
     }
     pruning = PruningSettings(max_communicators=4 * num_devices)
-    proposal = propose_strategies(profile, workload.histogram, **shape, pruning=pruning)
-    proposed = tuple(kept.strategy for kept in proposal.kept)
+    start = time.process_time()
+    plain = propose_strategies(
+        profile, workload.histogram, **shape, pruning=pruning, space="plain"
+    ).strategies
+    plain_s, start = time.process_time() - start, time.process_time()
+    wide = propose_strategies(profile, workload.histogram, **shape, pruning=pruning, space="wide").strategies
+    wide_s = time.process_time() - start
     histogram = workload.histogram.limit(workload.context_length)
     batches = draw_batches(histogram, workload.tokens_per_iteration, iterations, 1)
-    sets = {"plain": proposed} | {kind: widen(proposed, profile, num_devices, kind) for kind in KINDS}
+    sets = {"plain": plain} | {kind: widen(plain, profile, num_devices, kind) for kind in KINDS}
+    sets["proposed"] = wide
     row: dict[str, Any] = {"case": name, "candidates": {kind: len(found) for kind, found in sets.items()}}
+    row |= {"plain_proposal_cpu_s": plain_s, "wide_proposal_cpu_s": wide_s}
     times: dict[str, np.ndarray] = {}
     for kind, strategies in sets.items():
         known = with_estimates(profile, strategies)
@@ -88,7 +98,7 @@ def measure(name: str, iterations: int) -> dict[str, Any]:
         times[kind] = np.array([plan.makespan_ms for plan in plans])
         chosen = [s for plan in plans for s in plan.strategy.schemes]
         row[f"{kind}_share"] = float(np.mean([not s.is_plain for s in chosen]))
-    for kind in KINDS:
+    for kind in SETS:
         row[kind] = float(times["plain"].sum() / times[kind].sum())
         row[f"{kind}_worst_batch"] = float((times["plain"] / times[kind]).min())
     return row
@@ -99,23 +109,33 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--cases", default="", help="part of the names of the cases to run")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    names = [n for n in list_cases() if n.startswith("paper/") and n.endswith("-f2")]
-    print("| case | candidates | wider | CKPT | SP | both | schemes with parts | worst mini-batch |")
-    print("|---|---|---|---|---|---|---|---|")
+    cases = [n for n in list_cases() if n.startswith("paper/") and n.endswith("-f2")]
+    names = [n for n in cases if options.cases in n]
+    if not names:
+        parser.error(f"--cases {options.cases}: none of {', '.join(cases)}")
+    warm_up()
+    print(
+        "| case | candidates: plain, by hand, proposed | CKPT | SP | both | proposed | with parts "
+        "| worst mini-batch | CPU s |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     rows = []
     for name in names:
         row = measure(name, options.iterations)
         rows.append(row)
+        counts = ", ".join(str(row["candidates"][kind]) for kind in ("plain", "both", "proposed"))
         print(
-            f"| {name.removeprefix('paper/')} | {row['candidates']['plain']} | {row['candidates']['both']} "
-            f"| {row['ckpt']:.3f} | {row['sp']:.3f} | {row['both']:.3f} | {row['both_share']:.0%} "
-            f"| {row['both_worst_batch']:.3f} |",
+            f"| {name.removeprefix('paper/')} | {counts} "
+            f"| {row['ckpt']:.3f} | {row['sp']:.3f} | {row['both']:.3f} | {row['proposed']:.3f} "
+            f"| {row['proposed_share']:.0%} | {row['proposed_worst_batch']:.3f} "
+            f"| {row['plain_proposal_cpu_s']:.1f}, {row['wide_proposal_cpu_s']:.1f} |",
             flush=True,
         )
-    means = {kind: prod(row[kind] for row in rows) ** (1 / len(rows)) for kind in KINDS}
-    print("| geometric mean | | | " + " | ".join(f"{means[kind]:.3f}" for kind in KINDS) + " | | |")
+    means = {kind: prod(row[kind] for row in rows) ** (1 / len(rows)) for kind in SETS}
+    print("| geometric mean | | " + " | ".join(f"{means[kind]:.3f}" for kind in SETS) + " | | | |")
     if options.out:
         options.out.write_text(json.dumps({"rows": rows, "means": means}, indent=1) + "\n")
 

@@ -226,6 +226,28 @@ def test_what_the_lengths_propose_is_counted_with_the_groups_of_the_start(tmp_pa
     assert report.communicators["total"] >= without.communicators["total"]
 
 
+def test_wider_candidates_are_shown_with_what_is_estimated(tmp_path):
+    profile = make_profile({"<1,1>": (0.01, 1.0, 1.0), "<2,1>": (0.006, 0.6, 1.0)}, max_len=60)
+    (tmp_path / "profile.json").write_text(json.dumps(dict(profile.document)))
+    (tmp_path / "lengths.json").write_text(json.dumps(LengthHistogram.from_counts({5: 20, 50: 20}).to_json()))
+    known = {"profile": f"{tmp_path}/profile.json", "num_devices": 2}
+
+    def check(space, context=50, **more):
+        hydra = {"context_length": context, "tokens_per_iteration": 60, "planner": {"space": space}}
+        return check_config(CheckRequest(config=changed(hydra={"profile": None, **hydra}), **known, **more))
+
+    wide = check("wide", histogram=f"{tmp_path}/lengths.json")
+    assert wide.problems == []
+    assert "1x<sp2,1>" in wide.strategies
+    assert any("<sp2,1>" in text and "hydra.planner.space is wide" in text for text in wide.assumed)
+    assert "<TP,PP> until" in check("wide").strategies_source
+    measured = check("measured", histogram=f"{tmp_path}/lengths.json")
+    assert any("is not used" in text for text in measured.warnings)
+    assert not any("sp" in text for text in measured.strategies)
+    assert any('set hydra.planner.space to "wide"' in text for text in check("measured", 61).problems)
+    assert check("wide", 61).problems == []
+
+
 def test_only_schemes_that_fit_the_devices_are_shown():
     report = check_config(CheckRequest(config=BASE, num_devices=2))
     assert {row["scheme"] for row in report.schemes} == {"<1,2>", "<2,1>"}

@@ -39,8 +39,9 @@ def link_times(text: str, num_devices: int, **more) -> tuple[float, float]:
 def test_a_single_node_moves_what_a_rank_lacks():
     """Each of 4 ranks pulls the whole model but its quarter: 2 bytes; pushes it with 4."""
     assert link_times("4x<1,1>", 4) == pytest.approx((PARAMS * 0.75 * 2 / 1e3, PARAMS * 0.75 * 4 / 1e3))
-    # The slowest rank is the one with the largest slice.
+    # The slowest rank is the one with the largest slice; ranks of an SP group hold the same one.
     assert link_times("1x<2,1> + 2x<1,1>", 4) == link_times("4x<1,1>", 4)
+    assert link_times("1x<sp4,1>", 4) == link_times("4x<1,1>", 4)
     assert link_times("1x<2,2>", 4) == pytest.approx(
         (PARAMS / 4 * 0.75 * 2 / 1e3, PARAMS / 4 * 0.75 * 4 / 1e3)
     )
@@ -82,6 +83,20 @@ def test_shards_of_megatron_are_cut_over_replicas_only():
     # 1x<8,1> has no replica, so nothing crosses; only the copy from the optimizer's shard inside the node is left.
     alone = link_times("1x<8,1>", 8, is_fully_sharded=False)[0]
     assert alone < link_times("1x<8,1>", 8)[0]
+
+
+def test_inside_a_node_ranks_of_an_sp_group_each_pull_the_whole_slice():
+    assert link_times("1x<sp4,1>", 4) == link_times("4x<1,1>", 4)
+    assert link_times("1x<sp2,2,1>", 4)[0] == pytest.approx(2 * link_times("1x<4,1>", 4)[0])
+
+
+def test_uneven_stages_count_with_their_layers():
+    """10 layers. On one node the rank of 7 layers pulls longest; on two nodes the stage of 7 needs most."""
+    assert link_times("1x<1,2;stages=7,3>", 4)[0] == pytest.approx(0.7 * link_times("1x<1,1>", 4)[0])
+    assert link_times("1x<1,2;stages=5,5>", 4) == link_times("1x<1,2>", 4)
+    assert link_times("1x<4,2;stages=7,3>", 8)[0] == pytest.approx(PARAMS * 0.7 * 0.5 * 2 / 100)
+    uneven = link_times("1x<4,2;stages=7,3>", 8, is_fully_sharded=False)
+    assert uneven[0] == pytest.approx(0.7 / 4 * PARAMS * 7 / 8 * 2 / 1e3), "no replica: only inside"
 
 
 def test_activations_and_collectives():

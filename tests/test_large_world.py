@@ -46,7 +46,10 @@ def stand_in(histogram, *, max_process_groups=256, num_groups=2):
         num_ranks=64,
         propagator=SimpleNamespace(groups=range(num_groups)),
         skeleton=SimpleNamespace(check_scheme=refuse_pp_3),
+        strategies=(),
+        _device=SimpleNamespace(type="cuda"),
     )
+    engine._model_can_run = lambda scheme: HydraRuntime._model_can_run(engine, scheme)
     engine._can_run = lambda scheme: HydraRuntime._can_run(engine, scheme)
     return engine
 

@@ -8,11 +8,12 @@ from html import escape
 import numpy as np
 import pytest
 import typer
-from test_simulator import HISTOGRAM, small_profile
+from test_simulator import HISTOGRAM, checkpointing_document, small_profile
 from typer.testing import CliRunner
 
 from ds_hydra.commands import report, simulate
 from ds_hydra.simulator.timeline import Timeline
+from ds_hydra.strategy.histogram import LengthHistogram
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 for module in (report, simulate):  # two commands, so that typer wants the name
@@ -65,6 +66,45 @@ def test_all_iterations_become_a_page_with_strip_and_gantt(files):
     html = path.with_suffix(".html").read_text()
     assert "Strategy of each iteration" in html
     assert escape(timelines[0].strategy) in html
+
+
+def test_timeline_of_the_wider_space(files):
+    """Its iterations differ from those of ds_hydra as soon as one of them has a scheme with SP."""
+    lengths = files / "long.json"
+    lengths.write_text(json.dumps(LengthHistogram.from_counts({5: 400, 200: 60}, name="long").to_json()))
+    options = [*arguments(files, context=200), "--histogram", lengths, "--systems", "wider"]
+    found = {}
+    for system in ("ds_hydra", "wider"):
+        path = files / f"{system}.jsonl"
+        result = invoke(*options, "--timeline", path, "--timeline-of", system)
+        assert result.exit_code == 0, result.stderr
+        assert "ds_hydra with SP (wider space)" in result.stdout
+        assert "T under SP is estimated" in result.stdout
+        found[system] = [Timeline.from_json(json.loads(line)) for line in path.read_text().splitlines()]
+    assert not any("sp" in timeline.strategy for timeline in found["ds_hydra"])
+    assert any("<sp" in timeline.strategy for timeline in found["wider"])
+    assert (
+        "it is not among --systems megatron"
+        in invoke(*arguments(files), "--systems", "megatron", "--timeline-of", "wider").stderr
+    )
+    assert "choose ds_hydra or wider" in invoke(*arguments(files), "--timeline-of", "static").stderr
+
+
+def test_strategies_with_checkpointed_layers_hold_what_no_other_scheme_does(files):
+    (files / "ckpt.json").write_text(json.dumps(checkpointing_document()))
+    candidates = {
+        "schema": "ds_hydra.strategies/1", "num_devices": 4, "context_length": 300,
+        "strategies": ["1x<4,1;ckpt=4>"],
+    }  # fmt: skip
+    (files / "candidates.json").write_text(json.dumps(candidates))
+    lengths = files / "longer.json"
+    lengths.write_text(json.dumps(LengthHistogram.from_counts({5: 40, 300: 5}, name="longer").to_json()))
+    options = [*arguments(files, context=300), "--profile", files / "ckpt.json", "--histogram", lengths]
+    assert "no scheme holds a row of 300 tokens" in invoke(*options).stderr
+    result = invoke(*options, "--strategies", files / "candidates.json", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["systems"][0]["strategy"] == "1x<4,1;ckpt=4> (100%)"
+    assert "left out, because nothing that they run holds the context: megatron, " in result.stderr
 
 
 def test_text_has_bound_speedups_and_prices(files):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,14 @@ from ds_hydra.configs import find_file
 
 if TYPE_CHECKING:
     from ds_hydra.sampler.propose import Proposal
+
+
+class Space(str, Enum):
+    """Schemes that may be proposed."""
+
+    PLAIN = "plain"
+    MEASURED = "measured"
+    WIDE = "wide"
 
 
 def register(app: typer.Typer) -> None:
@@ -31,6 +40,13 @@ def propose(
         int | None,
         typer.Option(min=1, help="Tokens of one iteration; 100K for every 64 devices if not given."),
     ] = None,
+    space: Annotated[
+        Space,
+        typer.Option(
+            help="Schemes: <TP,PP> alone, every one that the profile measured (SP too), or also what follows from it: "
+            "SP, checkpointed layers, uneven stages, with estimated times."
+        ),
+    ] = Space.MEASURED,
     batches: Annotated[int, typer.Option(min=1, help="Mini-batches to try the candidates on.")] = 32,
     max_communicators: Annotated[
         int, typer.Option(min=0, help="Process groups that the candidates may need together.")
@@ -45,6 +61,8 @@ def propose(
 
     Example: ds-hydra propose --profile a800_llama2_7b --histogram github --devices 8 --context 32768
     --out strategies.json
+
+    Example: ds-hydra propose --profile a800_llama2_7b --histogram github --devices 16 --context 32768 --space wide
     """
     from ds_hydra.sampler.propose import PruningSettings, propose_strategies
     from ds_hydra.strategy import Profile
@@ -63,6 +81,7 @@ def propose(
                 num_devices=devices,
                 context_length=context,
                 tokens_per_iteration=tokens,
+                space=space.value,
                 pruning=PruningSettings(num_batches=batches, max_communicators=max_communicators, seed=seed),
                 progress=show,
             )
@@ -73,9 +92,18 @@ def propose(
 def _describe(proposal: Proposal) -> str:
     width = max(len(str(strategy)) for strategy in proposal.strategies)
     lines = [f"{kept.strategy!s:{width}}  {kept.reason}" for kept in proposal.kept]
+    times = [f"{proposal.kept_ms:.0f} ms on average"]
+    if proposal.best_static_ms is not None:
+        times.append(f"with the best static strategy {proposal.best_static_ms:.0f} ms")
+    if proposal.plain_ms is not None and not all(s.is_plain for x in proposal.strategies for s in x.schemes):
+        times.append(f"with those of <TP,PP> alone {proposal.plain_ms:.0f} ms")
     lines.append(
         f"{len(proposal.kept)} of {proposal.num_candidates} candidates kept, {proposal.num_communicators} "
-        f"communicators; {proposal.tokens_per_iteration} tokens take {proposal.kept_ms:.0f} ms on average, "
-        f"with the best static strategy {proposal.best_static_ms:.0f} ms"
+        f"communicators; {proposal.tokens_per_iteration} tokens take {', '.join(times)}"
     )
+    if proposal.assumed:
+        lines.append(
+            f"nobody measured {', '.join(map(str, proposal.assumed))}: times are estimated from <TP,PP>, SP may be "
+            "measured by `ds-hydra profile --sp`"
+        )
     return "\n".join(lines)

@@ -61,6 +61,10 @@ def simulate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the mini-batches.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="PNG of a sweep.")] = None,
+    timeline_of: Annotated[
+        str,
+        typer.Option(help="System of --timeline: ds_hydra, or wider, which has sequence parallelism too."),
+    ] = "ds_hydra",
     timeline: Annotated[
         Path | None,
         typer.Option(
@@ -85,6 +89,7 @@ def simulate(
         return
     with errors_to_stderr():
         settings = _settings(iterations, systems, overlap, seed)
+        _check_timeline(timeline_of, settings)
         loaded = _load_case(case, (profile, histogram, devices, context, tokens, strategies))
         if loaded is not None:
             workload, axes = loaded.workload, None
@@ -105,7 +110,8 @@ def simulate(
         if timeline is not None:
             count = len(found[0].plans) if timeline.suffix == ".jsonl" else 1
             write_documents(
-                (found[0].simulate(position).timeline().to_json() for position in range(count)), timeline
+                (found[0].simulate(position, timeline_of).timeline().to_json() for position in range(count)),
+                timeline,
             )
         if plot is not None:
             _plot(found, plot)
@@ -115,6 +121,16 @@ def simulate(
 def _refuse(is_wrong: bool, message: str) -> None:
     if is_wrong:
         raise HydraConfigError(message)
+
+
+def _check_timeline(system: str, settings: Settings) -> None:
+    from ds_hydra.simulator.compare import PLANNED
+
+    _refuse(system not in PLANNED, f"--timeline-of {system!r}: choose {' or '.join(PLANNED)}")
+    _refuse(
+        system not in ("ds_hydra", *settings.systems),
+        f"--timeline-of {system}: it is not among --systems {','.join(settings.systems)}; add it there",
+    )
 
 
 def _settings(iterations: int, systems: str | None, overlap: bool, seed: int) -> Settings:
@@ -168,11 +184,11 @@ def _workload(
     num_devices, context_length, tokens_per_iteration = next(axes.points())
     candidates = load_strategies(str(strategies)) if strategies else ()
     given_strategy = Strategy.parse(baseline) if baseline else None
+    named = (*candidates, *([given_strategy] if given_strategy else []))
+    known = with_estimates(Profile.load(find_profile(profile)), named)
     workload = Workload(
         name=f"{profile}, {histogram}",
-        profile=with_estimates(
-            Profile.load(find_profile(profile)), (*candidates, *([given_strategy] if given_strategy else []))
-        ),
+        profile=known.with_schemes(scheme for strategy in named for scheme in strategy.schemes),
         histogram=LengthHistogram.load(find_file("lengths", histogram)),
         num_devices=num_devices,
         context_length=context_length,
@@ -203,7 +219,11 @@ def _compare(workload: Workload, settings: Settings, hardware: str | None) -> Co
     cluster = find_cluster(workload.profile, workload.num_devices, hardware)
     if cluster is None:
         log("the profile's hardware has no description: communication counts nothing; see --hardware")
-    return compare(workload, cluster, settings)
+    found = compare(workload, cluster, settings)
+    left_out = [name for name in settings.systems if name != "given" and found.get(name) is None]
+    if left_out:
+        log(f"left out, because nothing that they run holds the context: {', '.join(left_out)}")
+    return found
 
 
 def _sweep(
@@ -257,7 +277,16 @@ def _head(point: dict[str, Any]) -> str:
         f"{point['tokens_per_iteration']:,} tokens per iteration, {point['iterations']} mini-batches\n"
         f"ds_hydra: {ours['strategy']}\n"
         f"propagation {point['distance_to_bound']:.1%} above the perfect-balance bound of "
-        f"{point['perfect_balance_ms']:,.0f} ms"
+        f"{point['perfect_balance_ms']:,.0f} ms; perfect balance has imbalance {point['imbalance_of_bound']:.2f}"
+        + (_wider_head(point) if "wider" in point else "")
+    )
+
+
+def _wider_head(point: dict[str, Any]) -> str:
+    wider = point["wider"]
+    return (
+        f"\nwith SP: {wider['distance_to_bound']:.1%} above the bound of the wider space, "
+        f"{wider['perfect_balance_ms']:,.0f} ms (imbalance {wider['imbalance_of_bound']:.2f}); T under SP is estimated"
     )
 
 

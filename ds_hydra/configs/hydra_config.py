@@ -72,6 +72,9 @@ Count: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Index: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 
+Space: TypeAlias = Literal["plain", "measured", "wide"]
+"""Schemes that a proposal may use: <TP,PP>; those the profile measured; also those that follow from them."""
+
 
 class _Section(BaseModel):
     """Frozen, strict about types, and closed: a key that is not a field is an error."""
@@ -81,6 +84,13 @@ class _Section(BaseModel):
 
 class PlannerConfig(_Section):
     """`hydra.planner`: how much work goes into the plan of an iteration."""
+
+    space: Space = "measured"
+    """Schemes to propose where `strategies` is null: `<TP,PP>` alone ("plain"), every scheme that the profile measured
+    ("measured"; SP by `ds-hydra profile --sp`), or also those that follow from it ("wide").
+
+    What nobody measured is then estimated (SP from TP, a checkpointed layer takes a third more); rank 0 logs which.
+    """
 
     lookahead: Count = 4
     """Iterations planned ahead of training; 4 absorb a slow plan now and then at no cost but some KB."""

@@ -27,7 +27,7 @@ from ds_hydra.engine.repull_plan import check_repulls
 from ds_hydra.engine.runtime import MAX_ENUMERATED_RANKS, candidates_without_data
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.errors import HydraConfigError, HydraError
-from ds_hydra.sampler.propose import PruningSettings, propose_strategies
+from ds_hydra.sampler.propose import PruningSettings, count_communicators, propose_strategies
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.analytic import Hardware, ModelShape, predict_profile
 from ds_hydra.strategy.candidates import load_strategies, power_of_two_schemes
@@ -35,6 +35,7 @@ from ds_hydra.strategy.histogram import LengthHistogram
 from ds_hydra.strategy.profile import read_json_object
 from ds_hydra.strategy.proposal import check_context
 from ds_hydra.strategy.sequence_parallel import with_estimates
+from ds_hydra.strategy.wider import with_wider_schemes
 
 CHECK_SCHEMA = "ds_hydra.check/1"
 DEFAULT_DEVICES = 8
@@ -341,11 +342,16 @@ class _Budget:
                     "row_ms": round(profile.latency[scheme].row_ms([row]), 1) if row else None,
                 }
             )
-        usable = {scheme for strategy in given for scheme in strategy.schemes} or filter(
-            self._can_run, profile.latency
-        )
+        usable = {scheme for strategy in given for scheme in strategy.schemes}
+        if not given:
+            profile = profile.only(scheme for scheme in profile.latency if self._is_usable(scheme))
+            if self._hydra.planner.space == "wide":
+                profile = with_wider_schemes(
+                    profile, num_devices=number, context_length=context, can_run=self._can_run
+                )
+            usable = set(profile.latency)
         try:
-            check_context(profile, number, context, schemes=usable)
+            check_context(profile, number, context, schemes=usable, can_run=None if given else self._can_run)
         except HydraConfigError as error:
             raise HydraConfigError(
                 f"hydra.context_length: {error}, or raise hydra.memory_limit_bytes"
@@ -353,7 +359,10 @@ class _Budget:
 
     def _candidates(self, given: Sequence[Strategy]) -> Sequence[Strategy]:
         report, hydra, number = self._report, self._hydra, self._report.num_devices
-        if self._request.histogram is not None and (given or number <= MAX_ENUMERATED_RANKS):
+        is_wider = not given and self._has_wider_schemes()
+        if self._request.histogram is not None and (
+            given or (number <= MAX_ENUMERATED_RANKS and not is_wider)
+        ):
             report.warnings.append(
                 f"--histogram {self._request.histogram} is not used: candidates are proposed on more than "
                 f"{MAX_ENUMERATED_RANKS} devices, where hydra.strategies is null"
@@ -368,31 +377,48 @@ class _Budget:
                 "to another one"
             )
         first = candidates_without_data(schemes, number, hydra.max_process_groups)
-        if number <= MAX_ENUMERATED_RANKS:
+        if number <= MAX_ENUMERATED_RANKS and not is_wider:
             report.strategies_source = f"all of two schemes, as on {MAX_ENUMERATED_RANKS} ranks and fewer"
             return first
         if self._request.histogram is None or self._profile is None:
+            so_far = "homogeneous ones" if number > MAX_ENUMERATED_RANKS else "all of two schemes <TP,PP>"
             report.strategies_source = (
-                "homogeneous ones until the lengths of the training data are known, from which the engine proposes "
+                f"{so_far} until the lengths of the training data are known, from which the engine proposes "
                 "others; give --histogram and a profile to see them"
             )
             return first
         self._started_with = first  # whose groups stay
-        groups = len(set().union(*map(groups_of, first)))
+        base = first if number <= MAX_ENUMERATED_RANKS else ()
+        groups = len(set().union(*map(groups_of, first))) - count_communicators(base)
         proposal = propose_strategies(
             self._profile.only(scheme for scheme in self._profile.latency if self._is_usable(scheme)),
             LengthHistogram.load(find_file("lengths", self._request.histogram)),
             num_devices=number,
             context_length=hydra.context_length,
             tokens_per_iteration=hydra.tokens_per_iteration,
+            space=hydra.planner.space,
+            can_run=self._can_run,
+            given=base,
             pruning=PruningSettings(max_communicators=hydra.max_process_groups - groups, seed=hydra.seed),
         )
         report.strategies_source = f"proposed for the lengths of {self._request.histogram}"
+        if proposal.assumed:
+            report.assumed.append(
+                f"times of {', '.join(map(str, proposal.assumed))} follow from those of <TP,PP>, because "
+                f"hydra.planner.space is {hydra.planner.space}"
+            )
         return proposal.strategies
 
+    def _has_wider_schemes(self) -> bool:
+        """Whether the engine would propose schemes beside <TP,PP>."""
+        space, profile = self._hydra.planner.space, self._profile
+        measured = () if profile is None else profile.latency.keys() - profile.assumed
+        return space == "wide" or any(self._is_usable(s) for s in measured if not s.is_plain)
+
     def _is_usable(self, scheme: Scheme) -> bool:
-        if not self._can_run(scheme) or self._profile is None:
-            return self._can_run(scheme)
+        is_in_space = scheme.is_plain or self._hydra.planner.space != "plain"
+        if not is_in_space or not self._can_run(scheme) or self._profile is None:
+            return is_in_space and self._can_run(scheme)
         number = self._report.num_devices
         return scheme in self._profile.latency and self._profile.max_len_tokens(scheme, number) > 0
 

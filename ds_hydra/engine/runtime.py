@@ -29,6 +29,7 @@ from ds_hydra.engine.planning import PlanFeed, broadcast_plan, find_link_times
 from ds_hydra.engine.profile_document import fit_memory, nominal_profile
 from ds_hydra.engine.profiler import measure_profile
 from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
+from ds_hydra.engine.repull_plan import check_scheme_repulls
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.engine.stop_request import StopRequest
 from ds_hydra.engine.straggler import StragglerFinder
@@ -40,13 +41,20 @@ from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
 from ds_hydra.sampler.dataset import TokenDataset
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.propose import HEURISTIC, Proposal, PruningSettings, propose_strategies
+from ds_hydra.sampler.propose import (
+    HEURISTIC,
+    Proposal,
+    PruningSettings,
+    count_communicators,
+    propose_strategies,
+)
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.candidates import enumerate_strategies, load_strategies, power_of_two_schemes
 from ds_hydra.strategy.histogram import LengthHistogram
-from ds_hydra.strategy.proposal import check_context
+from ds_hydra.strategy.proposal import check_context, usable_schemes
 from ds_hydra.strategy.scheme import parse_strategies
 from ds_hydra.strategy.sequence_parallel import with_estimates
+from ds_hydra.strategy.wider import with_wider_schemes
 
 logger = logging.getLogger(__name__)
 
@@ -213,8 +221,8 @@ class HydraRuntime:
         """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a missing profile."""
         assert self.sampler is not None
         if self._feed is None:
-            tracker = self.tracker  # first: measuring the profile may leave out candidates
-            self._fit_candidates_to_data()
+            self._fit_candidates_to_data()  # first: it may add schemes to the profile
+            tracker = self.tracker
             self._feed = PlanFeed(
                 self.sampler,
                 strategies=self.strategies,
@@ -425,15 +433,25 @@ class HydraRuntime:
         assert self._data is not None
         profile = self.profile
         longest = int(self._data.lengths.max())
-        is_fixed = self.config.strategies is not None or self.num_ranks <= MAX_ENUMERATED_RANKS
-        schemes = {scheme for strategy in self.strategies for scheme in strategy.schemes}
-        if not is_fixed:
-            schemes = {scheme for scheme in profile.latency if self._can_run(scheme)}
+        number, schemes = self.num_ranks, {scheme for x in self.strategies for scheme in x.schemes}
+        is_open = self.config.strategies is None and self._proposed_with is not profile
+        proposable = [scheme for scheme in profile.latency if self._can_run(scheme)]
+        known = self._widen(profile.only(proposable), longest)
+        allowed = usable_schemes(known, number, self.config.planner.space)
+        proposes = is_open and (number > MAX_ENUMERATED_RANKS or not all(s.is_plain for s in allowed))
+        if proposes:
+            schemes = schemes.union(allowed) if number <= MAX_ENUMERATED_RANKS else set(allowed)
         try:
-            check_context(profile, self.num_ranks, longest, schemes=schemes)
+            check_context(
+                known if proposes else profile,
+                number,
+                longest,
+                schemes=schemes,
+                can_run=self._model_can_run if is_open else None,
+            )
         except HydraConfigError as error:
             raise InfeasiblePlanError(f"training data: {error}, or raise hydra.memory_limit_bytes") from error
-        if not is_fixed and self._proposed_with is not profile:
+        if proposes:
             proposal, error = None, None
             try:
                 proposal = self._propose(profile, longest) if self.is_first_rank else None
@@ -442,21 +460,59 @@ class HydraRuntime:
             raise_together(error, self._device)
             lines = [] if proposal is None else [f"{kept.strategy}: {kept.reason}" for kept in proposal.kept]
             self._reasons = broadcast_text(lines, 0, self._device)
-            self.strategies = parse_strategies(line.split(":")[0] for line in self._reasons)
-            self.propagator.prepare(self.strategies)
-            self._proposed_with = profile
+            self._use_proposed(parse_strategies(line.split(":")[0] for line in self._reasons))
+
+    def _widen(self, profile: Profile, longest_tokens: int) -> Profile:
+        """`profile` with all that a proposal may derive from it."""
+        if self.config.strategies is not None or self.config.planner.space != "wide":
+            return profile
+        return with_wider_schemes(
+            profile,
+            num_devices=self.num_ranks,
+            context_length=longest_tokens,
+            can_run=self._model_can_run,
+        )
+
+    def _use_proposed(self, strategies: tuple[Strategy, ...]) -> None:
+        """Plan with proposed candidates from now on, and give the profile what it has to know of their schemes."""
+        assert self._profile is not None
+        if self._tracker is not None:
+            self._tracked, self._tracker = self._tracker.state_dict(), None
+        given, self._profile = self._profile, _with_parts(self._profile, strategies)
+        used = {scheme for strategy in strategies for scheme in strategy.schemes}
+        if self.is_first_rank and (assumed := sorted(used & self._profile.assumed)):
+            logger.warning(
+                "times of %s in the proposed strategies follow from those of <TP,PP> in profile %r, nobody measured "
+                'them; `ds-hydra profile --sp` measures SP, hydra.planner.space "measured" leaves out the others',
+                ", ".join(map(str, assumed)),
+                self._profile.name,
+            )
+        self.strategies = strategies
+        self.propagator.prepare(strategies)
+        self._proposed_with = self._profile
+        if self.log is not None and self._profile is not given:
+            self._log_profile(self.log)
 
     def _propose(self, profile: Profile, longest_tokens: int) -> Proposal:
-        """Candidates for the attached data, within the process groups that are left; not collective."""
+        """Candidates for the attached data, within the process groups that are left; not collective.
+
+        Where all strategies of two schemes are candidates already: these, and those of wider schemes on top.
+        """
         assert self._data is not None
         lengths, counts = np.unique(self._data.lengths, return_counts=True)
-        groups_left = self.config.max_process_groups - len(self.propagator.groups)
+        given = self.strategies if self.num_ranks <= MAX_ENUMERATED_RANKS else ()
+        groups_left = (
+            self.config.max_process_groups - len(self.propagator.groups) + count_communicators(given)
+        )
         return propose_strategies(
             profile.only(scheme for scheme in profile.latency if self._can_run(scheme)),
             LengthHistogram.from_counts(dict(zip(lengths.tolist(), counts.tolist(), strict=True))),
             num_devices=self.num_ranks,
             context_length=longest_tokens,
             tokens_per_iteration=self.config.tokens_per_iteration,
+            space=self.config.planner.space,
+            can_run=self._model_can_run,
+            given=given,
             pruning=PruningSettings(
                 max_communicators=groups_left,
                 seed=self.config.seed,
@@ -466,16 +522,22 @@ class HydraRuntime:
         )
 
     def _can_run(self, scheme: Scheme) -> bool:
-        """Whether a proposal may contain `scheme`: it is <TP,PP>; the model, the profile and the memory allow it."""
-        if not scheme.is_plain:
-            return False
-        try:
-            self.skeleton.check_scheme(scheme)
-        except HydraConfigError:
+        """Whether a proposal may contain `scheme`: space, model, profile and memory allow it."""
+        is_in_space = scheme.is_plain or self.config.planner.space != "plain"
+        if not is_in_space or not self._model_can_run(scheme):
             return False
         if self._profile is None:
             return True
         return scheme in self._profile.latency and self._profile.max_len_tokens(scheme, self.num_ranks) > 0
+
+    def _model_can_run(self, scheme: Scheme) -> bool:
+        """Whether this model can run under `scheme` on these devices."""
+        try:
+            self.skeleton.check_scheme(scheme)
+            check_scheme_repulls([scheme] if scheme.repull else [], self._device.type)
+        except HydraConfigError:
+            return False
+        return True
 
     def _start_watchdog(self) -> Watchdog | None:
         faults = self.config.faults
@@ -499,14 +561,21 @@ class HydraRuntime:
         try:
             self.log = RunLog(Path(self.config.run_dir), save_plans=self.config.save_plans)
             self.log.write_run(describe_run(self.config, self.skeleton, self.num_ranks, self._device))
-            if self.config.profile is not None:  # as given, and estimated: the memory limit is in run.json
-                given = Profile.load(find_profile(self.config.profile))
-                self.log.write_profile(with_estimates(given, self.strategies).document)
+            if self.config.profile is not None:
+                self._log_profile(self.log)
         except OSError as error:
             return HydraConfigError(
                 f"hydra.run_dir is {self.config.run_dir!r}: {error.strerror}; name a folder that can be written"
             )
         return None
+
+    def _log_profile(self, log: RunLog) -> None:
+        """Keep the profile in the run folder: as given or measured, with what was estimated for the candidates."""
+        known = self._profile
+        if self.config.profile is not None:  # as given: the memory limit is in run.json
+            known = with_estimates(Profile.load(find_profile(self.config.profile)), self.strategies)
+        assert known is not None
+        log.write_profile(known.document)
 
     def _check_strategy(self, strategy: Strategy) -> None:
         if strategy.num_devices > self.num_ranks:
@@ -576,6 +645,11 @@ class HydraRuntime:
                 ) from error
             examples[position] = torch.from_numpy(example["input_ids"]), torch.from_numpy(example["labels"])
         return examples
+
+
+def _with_parts(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
+    """`profile` with what follows from it for the schemes of `strategies` that it has no entry for."""
+    return with_estimates(profile, strategies).with_schemes(s for x in strategies for s in x.schemes)
 
 
 def _compare_batch(plan: IterationPlan, batch: GlobalBatch) -> PlanMismatchError | None:

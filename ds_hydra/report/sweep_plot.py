@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -18,7 +19,7 @@ _AXIS_TITLES = {
     "context_length": "context, tokens",
     "tokens_per_iteration": "tokens per iteration",
 }
-_STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "<-.", ">-", "*--")
+_STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "<-.", ">-", "*--", "p:", "h-.")
 
 
 def plot_sweep(comparisons: Sequence[Comparison], out_png: str | Path) -> None:
@@ -32,7 +33,7 @@ def plot_sweep(comparisons: Sequence[Comparison], out_png: str | Path) -> None:
     FigureCanvasAgg(figure)
     speed, duration = figure.subplots(1, 2)
     names = [name for name in LABELS if any(c.get(name) for c in ordered)]
-    for name, style in zip(names, _STYLES):
+    for name, style in zip(names, cycle(_STYLES)):
         points = [(getattr(c.workload, field), c, r) for c in ordered if (r := c.get(name)) is not None]
         x = [value for value, _, _ in points]
         speed.plot(x, [c.tokens_per_s(r) for _, c, r in points], style, label=LABELS[name])

@@ -39,32 +39,42 @@ class Loads(NamedTuple):
 
 
 @compiled
-def estimate_ms(problem: DispatchProblem, kind: int, load_ms: float, tokens: int, longest: int) -> float:
-    """Time of a pipeline of `kind` with sequences of `tokens` and `load_ms` in all, the longest at `longest`.
+def estimate_ms(
+    load_ms: float,
+    tokens: int,
+    longest_ms: float,
+    kind: int,
+    num_stages: int,
+    constant: float,
+    max_len: int,
+    ratio: FloatArray,
+    is_exact: bool,
+    is_eq2: bool,
+) -> float:
+    """Time of a pipeline of `kind` with sequences of `tokens` and `load_ms` in all, `longest_ms` the longest of them.
 
     The number of rows is the best of those around sqrt((PP-1) load / c), where the closed form has its
     minimum, and not below tokens / MaxLen. Around a row that is much longer than the others about half of
     the others' time is hidden (at most 1 - min(phi, 1-phi), see `packing.row_count_bound_ms`).
+
+    What follows `kind` is that of the `DispatchProblem`, one by one: counting references to its arrays takes ten
+    times as long as the sums here.
     """
-    if longest < 0:
-        return 0.0
-    longest_ms = problem.sequence_ms[kind, longest]
-    num_stages, constant = problem.num_stages[kind], problem.constant_ms[kind]
-    if problem.is_eq2:
+    if is_eq2:
         return float(load_ms + longest_ms * (num_stages - 1))
-    min_rows = -(-tokens // problem.max_len_tokens[kind])
-    if num_stages == 1 and problem.is_exact:
+    min_rows = -(-tokens // max_len)
+    if num_stages == 1 and is_exact:
         return float(load_ms + constant * min_rows)
     centre = MAX_BALANCED_ROWS
     if constant * centre * centre > (num_stages - 1) * load_ms:
         centre = int(np.sqrt((num_stages - 1) * load_ms / constant))
     best = np.inf
     for num_rows in range(max(min_rows, centre - 2, 1), max(min_rows, centre + 1) + 1):
-        if problem.is_exact:
+        if is_exact:
             work = load_ms + num_rows * constant
-            ratio = 1.0 if num_rows > MAX_BALANCED_ROWS else problem.ratio[kind, num_rows]
+            row_ratio = 1.0 if num_rows > MAX_BALANCED_ROWS else ratio[kind, num_rows]
             around_longest = (num_stages - 0.5) * (longest_ms + constant) + 0.5 * work
-            value = max(work * ratio, around_longest)
+            value = max(work * row_ratio, around_longest)
         else:
             value = (max(longest_ms, load_ms / num_rows) + constant) * (num_stages - 1 + num_rows)
         best = min(best, value)
@@ -86,15 +96,29 @@ def dispatch_greedily(problem: DispatchProblem, order: IntArray, assignment: Int
     value = np.zeros(num_pipelines)
     heap = np.arange(num_pipelines)
     start = np.searchsorted(problem.kind_of, np.arange(num_kinds + 1))
+    lengths, sequence_ms, max_len, ratio = (
+        problem.lengths,
+        problem.sequence_ms,
+        problem.max_len_tokens,
+        problem.ratio,
+    )
+    num_stages, constant, is_exact, is_eq2 = (
+        problem.num_stages,
+        problem.constant_ms,
+        problem.is_exact,
+        problem.is_eq2,
+    )
     for i in order:
         best_kind, best = -1, np.inf
         for kind in range(num_kinds):
-            if problem.lengths[i] > problem.max_len_tokens[kind] or start[kind] == start[kind + 1]:
+            if lengths[i] > max_len[kind] or start[kind] == start[kind + 1]:
                 continue
             pipeline = heap[start[kind]]
             top = i if longest[pipeline] < 0 else min(i, longest[pipeline])
-            new_load = load[pipeline] + problem.sequence_ms[kind, i]
-            ms = estimate_ms(problem, kind, new_load, tokens[pipeline] + problem.lengths[i], top)
+            ms = estimate_ms(
+                load[pipeline] + sequence_ms[kind, i], tokens[pipeline] + lengths[i], sequence_ms[kind, top],
+                kind, num_stages[kind], constant[kind], max_len[kind], ratio, is_exact, is_eq2,
+            )  # fmt: skip
             if ms < best:
                 best_kind, best = kind, ms
         if best_kind < 0:
@@ -138,16 +162,31 @@ def fit_within(problem: DispatchProblem, kinds: IntArray, limit_ms: float, assig
     value = np.zeros(num_pipelines)
     first_open = np.searchsorted(problem.kind_of, np.arange(problem.num_stages.size))
     end = np.searchsorted(problem.kind_of, np.arange(problem.num_stages.size), side="right")
-    last = problem.lengths.size - 1
-    for i in range(problem.lengths.size):
+    lengths, sequence_ms, max_len, ratio = (
+        problem.lengths,
+        problem.sequence_ms,
+        problem.max_len_tokens,
+        problem.ratio,
+    )
+    num_stages, constant, is_exact, is_eq2 = (
+        problem.num_stages,
+        problem.constant_ms,
+        problem.is_exact,
+        problem.is_eq2,
+    )
+    last = lengths.size - 1
+    for i in range(lengths.size):
         chosen = -1
         for kind in kinds:
-            if problem.lengths[i] > problem.max_len_tokens[kind]:
+            if lengths[i] > max_len[kind]:
                 continue
             for pipeline in range(first_open[kind], min(end[kind], first_open[kind] + _MAX_OPEN)):
                 top = i if longest[pipeline] < 0 else longest[pipeline]
-                new_load = load[pipeline] + problem.sequence_ms[kind, i]
-                ms = estimate_ms(problem, kind, new_load, tokens[pipeline] + problem.lengths[i], top)
+                new_load = load[pipeline] + sequence_ms[kind, i]
+                ms = estimate_ms(
+                    new_load, tokens[pipeline] + lengths[i], sequence_ms[kind, top],
+                    kind, num_stages[kind], constant[kind], max_len[kind], ratio, is_exact, is_eq2,
+                )  # fmt: skip
                 if ms <= limit_ms:
                     chosen = pipeline
                     break
@@ -158,9 +197,9 @@ def fit_within(problem: DispatchProblem, kinds: IntArray, limit_ms: float, assig
         assignment[i] = chosen
         longest[chosen] = top
         load[chosen] = new_load
-        tokens[chosen] += problem.lengths[i]
+        tokens[chosen] += lengths[i]
         value[chosen] = ms
-        if chosen == first_open[kind] and new_load + problem.sequence_ms[kind, last] > limit_ms:
+        if chosen == first_open[kind] and new_load + sequence_ms[kind, last] > limit_ms:
             first_open[kind] += 1
     return float(value.max())
 
@@ -260,7 +299,12 @@ def estimate_after_ms(
         load += problem.sequence_ms[kind, added]
         tokens += problem.lengths[added]
         longest = added if longest < 0 else min(longest, added)
-    return estimate_ms(problem, kind, load, tokens, longest)
+    if longest < 0:
+        return 0.0
+    return estimate_ms(
+        load, tokens, problem.sequence_ms[kind, longest], kind, problem.num_stages[kind], problem.constant_ms[kind],
+        problem.max_len_tokens[kind], problem.ratio, problem.is_exact, problem.is_eq2,
+    )  # fmt: skip
 
 
 @compiled
@@ -300,28 +344,52 @@ def find_exchanges(
     max_found = found_ms.size
     found_ms[:] = limit
     num_found = 0
-    slow_kind = problem.kind_of[slowest]
+    lengths, sequence_ms, kind_of, ratio = (
+        problem.lengths,
+        problem.sequence_ms,
+        problem.kind_of,
+        problem.ratio,
+    )
+    num_stages, constant, max_len = problem.num_stages, problem.constant_ms, problem.max_len_tokens
+    is_exact, is_eq2 = problem.is_exact, problem.is_eq2
+    load_ms, tokens, first, second = loads.load_ms, loads.tokens, loads.first, loads.second
+    slow_kind = kind_of[slowest]
     previous_length = -1
     for i in range(assignment.size):
-        if assignment[i] != slowest or problem.lengths[i] == previous_length:
+        if assignment[i] != slowest or lengths[i] == previous_length:
             continue
-        previous_length = problem.lengths[i]
+        previous_length = lengths[i]
         alone_ms = estimate_after_ms(problem, loads, slowest, i, -1) + bias_ms[slowest]
-        for other in range(assignment.size + is_target.size):
+        left_ms, left_tokens = load_ms[slowest] - sequence_ms[slow_kind, i], tokens[slowest] - lengths[i]
+        left_first = second[slowest] if first[slowest] == i else first[slowest]
+        for other in range(i + 1, assignment.size + is_target.size):
             j = other if other < assignment.size else -1
             target = assignment[j] if j >= 0 else other - assignment.size
             if is_target[target] == 0.0:
                 continue
-            if problem.lengths[i] > problem.max_len_tokens[problem.kind_of[target]]:
+            kind = kind_of[target]
+            if lengths[i] > max_len[kind]:
                 continue
+            new_ms, new_tokens, longest = load_ms[target], tokens[target], first[target]
             here_ms = alone_ms
             if j >= 0:
-                if problem.lengths[j] > problem.max_len_tokens[slow_kind] or j <= i:
+                if lengths[j] > max_len[slow_kind]:
                     continue
-                here_ms = estimate_after_ms(problem, loads, slowest, i, j) + bias_ms[slowest]
+                here_ms = bias_ms[slowest] + estimate_ms(
+                    left_ms + sequence_ms[slow_kind, j], left_tokens + lengths[j],
+                    sequence_ms[slow_kind, j if left_first < 0 else min(left_first, j)],
+                    slow_kind, num_stages[slow_kind], constant[slow_kind], max_len[slow_kind], ratio, is_exact, is_eq2,
+                )  # fmt: skip
+                new_ms -= sequence_ms[kind, j]
+                new_tokens -= lengths[j]
+                longest = second[target] if longest == j else longest
             if here_ms >= found_ms[max_found - 1]:
                 continue
-            there_ms = estimate_after_ms(problem, loads, target, j, i) + bias_ms[target]
+            there_ms = bias_ms[target] + estimate_ms(
+                new_ms + sequence_ms[kind, i], new_tokens + lengths[i],
+                sequence_ms[kind, i if longest < 0 else min(longest, i)],
+                kind, num_stages[kind], constant[kind], max_len[kind], ratio, is_exact, is_eq2,
+            )  # fmt: skip
             worse_ms = max(here_ms, there_ms)
             if worse_ms >= found_ms[max_found - 1]:
                 continue

@@ -7,16 +7,17 @@ mini-batches drawn from the same histogram, and the smallest set that is as fast
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
 import numpy as np
 
+from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import PlannerSettings, plan_with_time
+from ds_hydra.sampler.planner import PlannerSettings, estimate_iterations, plan_with_time
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.candidates import STRATEGIES_SCHEMA
 from ds_hydra.strategy.histogram import LengthHistogram
@@ -25,13 +26,14 @@ from ds_hydra.strategy.neighbours import neighbour_strategies
 from ds_hydra.strategy.profile import Profile
 from ds_hydra.strategy.proposal import (
     ProposalSettings,
-    ProposedStrategy,
+    check_context,
     default_tokens_per_iteration,
     homogeneous_strategies,
     propose_from_histogram,
     usable_schemes,
 )
-from ds_hydra.strategy.scheme import Strategy
+from ds_hydra.strategy.scheme import Scheme, Strategy
+from ds_hydra.strategy.wider import CanRun, with_wider_schemes
 
 Progress = Callable[[int, int], None]
 """Called with the number of mini-batches planned and their total."""
@@ -44,15 +46,19 @@ HEURISTIC = PlannerSettings().heuristic()
 class PruningSettings:
     """How candidates are tried out.
 
-    `num_rounds`: how often the strategies one step away from the winners are tried too.
+    `num_rounds`: how often the strategies one step away from the winners are tried too. `max_planned`: strategies that
+    are planned for a mini-batch; of more, those that one greedy dispatch likes best.
     `tolerance`: how much slower, on average over the sampled mini-batches, the set that stays may be than
-    the set of all candidates. `max_communicators`: process groups that the set may need at most.
+    the set of all candidates; `wider_tolerance` the same where strategies of wider schemes come on top: each costs
+    communicators. `max_communicators`: process groups that the set may need at most.
     `links_of`: pull and push of a strategy, which then count; None where they are not known.
     """
 
     num_batches: int = 32
+    max_planned: int = 24
     num_rounds: int = 1
     tolerance: float = 0.002
+    wider_tolerance: float = 0.01
     max_communicators: int = 512
     seed: int = 0
     planner: PlannerSettings = HEURISTIC
@@ -92,15 +98,20 @@ class Proposal:
     where those are known.
     """
 
+    space: Space
     num_devices: int
     context_length: int
     tokens_per_iteration: int
     kept: tuple[KeptStrategy, ...]
     num_candidates: int
     num_communicators: int
+    assumed: tuple[Scheme, ...]
+    """Schemes of the kept strategies whose times nobody measured."""
     kept_ms: float
+    plain_ms: float | None
+    """With the kept strategies of <TP,PP> alone; None where those do not hold every sequence."""
     all_candidates_ms: float
-    best_static_ms: float
+    best_static_ms: float | None
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -111,14 +122,17 @@ class Proposal:
         """The `ds_hydra.strategies/1` document, with the reasons."""
         return {
             "schema": STRATEGIES_SCHEMA,
+            "space": self.space,
             "num_devices": self.num_devices,
             "context_length": self.context_length,
             "strategies": [str(strategy) for strategy in self.strategies],
             "tokens_per_iteration": self.tokens_per_iteration,
             "num_candidates": self.num_candidates,
             "num_communicators": self.num_communicators,
+            "assumed_schemes": [str(scheme) for scheme in self.assumed],
             "expected_ms": {
                 "proposed": self.kept_ms,
+                "plain": self.plain_ms,
                 "all_candidates": self.all_candidates_ms,
                 "best_static": self.best_static_ms,
             },
@@ -142,41 +156,74 @@ def propose_strategies(
     num_devices: int,
     context_length: int,
     tokens_per_iteration: int | None = None,
+    space: Space = "measured",
+    can_run: CanRun = lambda _: True,
+    given: Sequence[Strategy] = (),
     pruning: PruningSettings = PruningSettings(),
     progress: Progress | None = None,
 ) -> Proposal:
     """The smallest candidate set found that is as fast as all candidates on sampled mini-batches.
 
-    The best static strategy stays in it whatever it wins, so that every sequence of the context has a
-    place and the set is never slower than static training. Raises HydraConfigError if no scheme holds the
-    context, or if the best static strategy alone needs more communicators than allowed.
+    First of strategies of <TP,PP>: the best static one stays in it whatever it wins, so that every sequence of the
+    context has a place and the set is never slower than static training. Or the strategies `given`, in its place. Then
+    strategies of the wider schemes of `space` come on top where they make the sampled mini-batches faster; a planner
+    that chooses from more is never slower. Schemes that are derived for it must pass `can_run`.
+
+    Raises HydraConfigError if no scheme of the space holds the context, or if the best static strategy alone needs more
+    communicators than allowed.
     """
     tokens = tokens_per_iteration or default_tokens_per_iteration(num_devices, context_length)
     histogram = histogram.limit(context_length)
-    candidates = propose_from_histogram(
-        profile,
-        histogram,
-        num_devices=num_devices,
-        context_length=context_length,
-        # 128 tokens are the paper's step for 32K; a short context needs its own for schemes to differ.
-        settings=ProposalSettings(
-            tokens_per_iteration=tokens, length_step=max(1, min(128, context_length // 16))
-        ),
-    )
+    if space == "wide":
+        profile = with_wider_schemes(
+            profile, num_devices=num_devices, context_length=context_length, can_run=can_run
+        )
+    is_wider = not all(scheme.is_plain for scheme in usable_schemes(profile, num_devices, space))
+    plain_holds = bool(homogeneous_strategies(profile, num_devices, context_length)) or not is_wider
+    spaces: list[Space] = ["plain"] if plain_holds and not given else []
+    spaces += [space] if is_wider else []
+
+    if not is_wider and not given:
+        check_context(profile, num_devices, context_length, can_run=can_run)
+
     batches = _sample_batches(histogram, tokens, pruning)
-    trial = _Trial(batches, profile, num_devices, pruning)
-    static = homogeneous_strategies(profile, num_devices, context_length)
-    static_ms = [trial.times_ms(strategy) for strategy in static]
-    best = int(np.argmin([times.mean() for times in static_ms]))
-    winners = trial.winners([c.strategy for c in candidates], progress)
-    for _ in range(pruning.num_rounds):
-        schemes = usable_schemes(profile, num_devices)
-        near = dict.fromkeys(n for won in winners for n in (won, *neighbour_strategies(won, schemes)))
-        winners = tuple(dict.fromkeys((*winners, *trial.winners(tuple(near), None, share=1 / 2))))
-    table = {strategy: trial.times_ms(strategy) for strategy in winners}
-    table[static[best]] = static_ms[best]
-    chosen = _smallest_set(table, static[best], pruning)
-    return _describe(candidates, table, chosen, static[best], num_devices, context_length, tokens)
+    trial = _Trial(batches, profile, num_devices, context_length, pruning)
+    table = {strategy: trial.times_ms(strategy) for strategy in given}
+    chosen, plain = list(given), list(given)
+    proposed: dict[Strategy, tuple[int, ...]] = {}
+    for turn, each in enumerate(spaces):
+        # 128 tokens are the paper's step for 32K; a short context needs its own for schemes to differ.
+        step = max(1, min(128, context_length // 16))
+        candidates = propose_from_histogram(
+            profile,
+            histogram,
+            num_devices=num_devices,
+            context_length=context_length,
+            settings=ProposalSettings(tokens_per_iteration=tokens, length_step=step, space=each),
+        )
+        proposed = {c.strategy: c.max_lengths_tokens for c in candidates} | proposed
+        tried = dict.fromkeys((*chosen, *(c.strategy for c in candidates)))
+        steps = usable_schemes(profile, num_devices)
+        if each != "plain":  # of the many others those that suit some length
+            steps = tuple(
+                dict.fromkeys(s for c in candidates if c.max_lengths_tokens for s in c.strategy.schemes)
+            )
+        table |= trial.search(tuple(tried), steps, _in_turn(progress, turn, len(spaces)))
+        if not any(map(trial.holds_context, chosen)):
+            static, times_ms = trial.best_static(each)
+            table[static] = times_ms
+            _check_communicators(static, pruning)
+            chosen.append(static)
+        chosen = _grow(chosen, table, pruning, pruning.wider_tolerance if plain else pruning.tolerance)
+        plain = chosen if each == "plain" else plain
+    return _describe(trial, proposed, table, chosen, plain, space, tokens)
+
+
+def _in_turn(progress: Progress | None, turn: int, num_turns: int) -> Progress | None:
+    """`progress` of one of several rounds over the mini-batches, as part of all of them."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(turn * total + done, num_turns * total)
 
 
 def count_communicators(strategies: Sequence[Strategy]) -> int:
@@ -209,14 +256,47 @@ class _Trial:
         batches: Sequence[GlobalBatch],
         profile: Profile,
         num_devices: int,
+        context_length: int,
         pruning: PruningSettings,
     ) -> None:
-        self._batches, self._profile = batches, profile
-        self._num_devices, self._pruning = num_devices, pruning
+        self.profile, self.num_devices, self.context_length = profile, num_devices, context_length
+        self._batches, self._pruning = batches, pruning
+        # Once, not for every strategy and mini-batch.
+        longest = {
+            s: max(0, profile.max_len_tokens(s, num_devices))
+            for s in profile.latency
+            if profile.memory.knows(s)
+        }
+        self._planner = replace(
+            pruning.planner, max_len_override=longest | dict(pruning.planner.max_len_override)
+        )
+
+    def holds_context(self, strategy: Strategy) -> bool:
+        """Whether a sequence of the context has a place in `strategy`."""
+        return self._longest(strategy) >= self.context_length
+
+    def _longest(self, strategy: Strategy) -> int:
+        return max(self.profile.max_len_tokens(s, self.num_devices) for s in set(strategy.schemes))
+
+    def best_static(self, space: Space) -> tuple[Strategy, FloatArray]:
+        """The fastest strategy of one scheme that holds the context, on average, and its times."""
+        static = homogeneous_strategies(self.profile, self.num_devices, self.context_length, space)
+        times = {strategy: self.times_ms(strategy) for strategy in static}
+        return min(times.items(), key=lambda item: float(item[1].mean()))
+
+    def search(
+        self, candidates: Sequence[Strategy], schemes: Iterable[Scheme], progress: Progress | None
+    ) -> dict[Strategy, FloatArray]:
+        """Times of the strategies that win a mini-batch: `candidates`, and those a step away by one of `schemes`."""
+        winners = self.winners(candidates, progress)
+        for _ in range(self._pruning.num_rounds):
+            near = dict.fromkeys(n for won in winners for n in (won, *neighbour_strategies(won, schemes)))
+            winners = tuple(dict.fromkeys((*winners, *self.winners(tuple(near), None, share=1 / 2))))
+        return {strategy: self.times_ms(strategy) for strategy in winners}
 
     def times_ms(self, strategy: Strategy) -> FloatArray:
         """Planned time of every mini-batch with `strategy` alone, inf where a sequence does not fit."""
-        longest = max(self._profile.max_len_tokens(s, self._num_devices) for s in set(strategy.schemes))
+        longest = self._longest(strategy)
         return np.array(
             [
                 self._plan(batch, [strategy])[1] if max(batch.lengths) <= longest else np.inf
@@ -233,23 +313,39 @@ class _Trial:
         """
         won: Counter[Strategy] = Counter()
         for done, batch in enumerate(self._batches[: ceil(share * len(self._batches))], start=1):
-            won[self._plan(batch, strategies)[0]] += 1
+            won[self._plan(batch, self._promising(batch, strategies))[0]] += 1
             if progress is not None:
                 progress(done, len(self._batches))
         return tuple(strategy for strategy, _ in won.most_common())
 
+    def _promising(self, batch: GlobalBatch, strategies: Sequence[Strategy]) -> Sequence[Strategy]:
+        """`strategies`, of many the `max_planned` that one greedy dispatch likes best."""
+        if len(strategies) <= self._pruning.max_planned:
+            return strategies
+        estimates = estimate_iterations(
+            batch,
+            strategies=strategies,
+            profile=self.profile,
+            num_devices=self.num_devices,
+            settings=self._settings(strategies),
+        )
+        best = np.argsort(estimates, kind="stable")[: self._pruning.max_planned]
+        return [strategies[index] for index in np.sort(best)]
+
     def _plan(self, batch: GlobalBatch, strategies: Sequence[Strategy]) -> tuple[Strategy, float]:
-        settings, links_of = self._pruning.planner, self._pruning.links_of
-        if links_of is not None:
-            settings = replace(settings, link_times={s: links_of(s) for s in strategies})
         plan, time_ms = plan_with_time(
             batch,
             strategies=strategies,
-            profile=self._profile,
-            num_devices=self._num_devices,
-            settings=settings,
+            profile=self.profile,
+            num_devices=self.num_devices,
+            settings=self._settings(strategies),
         )
         return plan.strategy, time_ms
+
+    def _settings(self, strategies: Sequence[Strategy]) -> PlannerSettings:
+        links_of = self._pruning.links_of
+        times = {strategy: links_of(strategy) for strategy in strategies} if links_of is not None else {}
+        return replace(self._planner, link_times=times)
 
 
 def _sample_batches(
@@ -267,20 +363,29 @@ def _sample_batches(
     )
 
 
-def _smallest_set(
-    table: dict[Strategy, FloatArray], best_static: Strategy, pruning: PruningSettings
-) -> list[Strategy]:
-    """Greedy: add what shortens the mean most, until within tolerance of all or out of communicators."""
-    needed = count_communicators([best_static])
+def _check_communicators(static: Strategy, pruning: PruningSettings) -> None:
+    needed = count_communicators([static])
     if needed > pruning.max_communicators:
         raise HydraConfigError(
-            f"the best static strategy {best_static} needs {needed} communicators, more than "
+            f"the best static strategy {static} needs {needed} communicators, more than "
             f"{pruning.max_communicators}; allow {needed} or more (--max-communicators, or "
             "hydra.max_process_groups, half of which is for other strategies)"
         )
-    goal_ms = float(np.min(list(table.values()), axis=0).mean()) * (1 + pruning.tolerance)
-    chosen, times = [best_static], table[best_static]
-    open_ = [strategy for strategy in table if strategy != best_static]
+
+
+def _grow(
+    start: Sequence[Strategy],
+    table: Mapping[Strategy, FloatArray],
+    pruning: PruningSettings,
+    tolerance: float,
+) -> list[Strategy]:
+    """Greedy: add what shortens the mean most, until within `tolerance` of all or out of communicators.
+
+    One strategy of `start` at least has a time for every mini-batch.
+    """
+    goal_ms = float(np.min(list(table.values()), axis=0).mean()) * (1 + tolerance)
+    chosen, times = list(start), np.min([table[strategy] for strategy in start], axis=0)
+    open_ = [strategy for strategy in table if strategy not in chosen]
     while open_ and times.mean() > goal_ms:
         affordable = [s for s in open_ if count_communicators([*chosen, s]) <= pruning.max_communicators]
         gains = [float((times - np.minimum(times, table[s])).mean()) for s in affordable]
@@ -294,34 +399,39 @@ def _smallest_set(
 
 
 def _describe(
-    candidates: Sequence[ProposedStrategy],
-    table: dict[Strategy, FloatArray],
+    trial: _Trial,
+    proposed: Mapping[Strategy, tuple[int, ...]],
+    table: Mapping[Strategy, FloatArray],
     chosen: Sequence[Strategy],
-    best_static: Strategy,
-    num_devices: int,
-    context_length: int,
+    plain: Sequence[Strategy],
+    space: Space,
     tokens_per_iteration: int,
 ) -> Proposal:
     times = np.stack([table[strategy] for strategy in chosen])
     won = Counter(np.argmin(times, axis=0).tolist())
-    lengths_of = {c.strategy: c.max_lengths_tokens for c in candidates}
+    static = [s for s in chosen if not s.is_heterogeneous and trial.holds_context(s)]
+    best_static = min(static, key=lambda s: float(table[s].mean()), default=None)
+    plain_ms = float(np.min([table[s] for s in plain], axis=0).mean()) if plain else np.inf
     kept = [
         KeptStrategy(
             strategy=strategy,
             share_won=won[index] / times.shape[1],
-            max_lengths_tokens=lengths_of.get(strategy, ()),
+            max_lengths_tokens=proposed.get(strategy, ()),
             is_best_static=strategy == best_static,
         )
         for index, strategy in enumerate(chosen)
     ]
     return Proposal(
-        num_devices=num_devices,
-        context_length=context_length,
+        space=space,
+        num_devices=trial.num_devices,
+        context_length=trial.context_length,
         tokens_per_iteration=tokens_per_iteration,
         kept=tuple(sorted(kept, key=lambda k: -k.share_won)),
-        num_candidates=len(candidates),
+        num_candidates=len(proposed),
         num_communicators=count_communicators(chosen),
+        assumed=tuple(sorted({s for c in chosen for s in c.schemes} & trial.profile.assumed)),
         kept_ms=float(times.min(axis=0).mean()),
+        plain_ms=plain_ms if np.isfinite(plain_ms) else None,
         all_candidates_ms=float(np.min(list(table.values()), axis=0).mean()),
-        best_static_ms=float(table[best_static].mean()),
+        best_static_ms=None if best_static is None else float(table[best_static].mean()),
     )

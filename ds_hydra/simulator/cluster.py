@@ -61,7 +61,8 @@ class Cluster:
         slice (the distributed optimizer of Megatron-LM, homogeneous strategies only), which moves fewer bytes.
         """
         elements = self._node_elements(strategy, is_fully_sharded)
-        widest = max(1 / s.num_devices for s in strategy.schemes) * self.num_params
+        layers = self.shape.num_layers
+        widest = max(_widest_slice(scheme, layers) for scheme in set(strategy.schemes)) * self.num_params
         inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
         across = elements / self.hardware.inter_node_rate
         slowest = 1e3 * max(inside, across)
@@ -74,7 +75,7 @@ class Cluster:
         node_size = self.hardware.devices_per_node
         if self.num_devices <= node_size:
             return 0.0
-        nodes = _slices_of_nodes(strategy, node_size)
+        nodes = _slices_of_nodes(strategy, node_size, self.shape.num_layers)
         num_holders = len(strategy.schemes) * strategy.schemes[0].sp
         return max(_needed_share(slices, num_holders, node_size / self.num_devices,
                                  is_fully_sharded) for slices in nodes) * self.num_params  # fmt: skip
@@ -101,17 +102,30 @@ class Cluster:
         return 1e3 * layers * 2 * 2 * (scheme.tp - 1) / scheme.tp * row_bytes / rate
 
 
-Slice = tuple[int, int, int, int]
-"""(tp, pp, TP slice, stage) that some rank of a node holds."""
+Slice = tuple[int, int, float, float]
+"""(tp, TP slice, begin and end of the stage as shares of the model) that some rank of a node holds."""
 
 
-def _slices_of_nodes(strategy: Strategy, node_size: int) -> set[tuple[Slice, ...]]:
+def _stages(scheme: Scheme, num_layers: int) -> list[tuple[float, float]]:
+    """Begin and end of each stage as shares of the model; embedding and head count as spread over all of them."""
+    ends = [sum(scheme.stages[: k + 1]) / num_layers for k in range(scheme.pp)] if scheme.stages else []
+    ends = ends or [(k + 1) / scheme.pp for k in range(scheme.pp)]
+    return list(zip([0.0, *ends], ends))
+
+
+def _widest_slice(scheme: Scheme, num_layers: int) -> float:
+    """Share of the model that a rank of the largest stage pulls; ranks of an SP group hold the same."""
+    return max(end - begin for begin, end in _stages(scheme, num_layers)) / scheme.tp
+
+
+def _slices_of_nodes(strategy: Strategy, node_size: int, num_layers: int) -> set[tuple[Slice, ...]]:
     """The slices that the ranks of each node hold, nodes with the same slices once."""
     nodes: dict[int, list[Slice]] = {}
+    stages = {scheme: _stages(scheme, num_layers) for scheme in set(strategy.schemes)}
     for scheme, ranks in zip(strategy.schemes, strategy.place()):
         for place, rank in enumerate(ranks):
-            stage, t = place // scheme.ranks_per_stage, place % scheme.tp
-            nodes.setdefault(rank // node_size, []).append((scheme.tp, scheme.pp, t, stage))
+            stage, t = stages[scheme][place // scheme.ranks_per_stage], place % scheme.tp
+            nodes.setdefault(rank // node_size, []).append((scheme.tp, t, *stage))
     return {tuple(slices) for slices in nodes.values()}
 
 
@@ -120,15 +134,14 @@ def _needed_share(
 ) -> float:
     """Share of the model that a node needs and does not own; otherwise owned by the `num_holders` of a slice."""
     if not is_fully_sharded:
-        tp, pp = slices[0][:2]
-        return sum(1 - slices.count(s) / num_holders for s in set(slices)) / (tp * pp)
+        return sum((1 - slices.count(s) / num_holders) * (s[3] - s[2]) / s[0] for s in set(slices))
     num_columns = lcm(*(s[0] for s in slices))
-    num_rows = lcm(*(s[1] for s in slices))
-    is_needed = np.zeros((num_rows, num_columns), dtype=bool)
-    for tp, pp, t, stage in set(slices):
-        height, width = num_rows // pp, num_columns // tp
-        is_needed[stage * height : (stage + 1) * height, t * width : (t + 1) * width] = True
-    return float(is_needed.mean()) * (1 - node_share)
+    edges = sorted({edge for s in slices for edge in s[2:]})
+    is_needed = np.zeros((len(edges) - 1, num_columns), dtype=bool)
+    for tp, t, begin, end in set(slices):
+        width = num_columns // tp
+        is_needed[edges.index(begin) : edges.index(end), t * width : (t + 1) * width] = True
+    return float(is_needed.mean(axis=1) @ np.diff(edges)) * (1 - node_share)
 
 
 def find_cluster(profile: Profile, num_devices: int, hardware: str | None = None) -> Cluster | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,12 +23,18 @@ from ds_hydra.simulator.baselines import (
 )
 from ds_hydra.simulator.cluster import Cluster
 from ds_hydra.simulator.events import Simulation
-from ds_hydra.simulator.scenario import Scenario, SystemResult, longest_alone_ms, perfect_balance_ms
+from ds_hydra.simulator.scenario import Bound, Scenario, SystemResult, bound_of
 from ds_hydra.simulator.ulysses import deepspeed_ulysses
+from ds_hydra.simulator.wider import wider_scenario, wider_schemes, wider_strategies
 from ds_hydra.strategy.histogram import LengthHistogram
 from ds_hydra.strategy.profile import Profile
-from ds_hydra.strategy.proposal import ProposalSettings, check_context, propose_from_histogram
-from ds_hydra.strategy.scheme import Strategy
+from ds_hydra.strategy.proposal import (
+    ProposalSettings,
+    check_context,
+    propose_from_histogram,
+    usable_schemes,
+)
+from ds_hydra.strategy.scheme import Scheme, Strategy
 
 SIMULATION_SCHEMA = "ds_hydra.simulation/1"
 
@@ -44,8 +50,15 @@ LABELS = {
     "balanced": "balanced DP (Karmarkar-Karp)",
     "two_stage": "homogeneous, two-stage",
     "static": "heterogeneous static",
+    "wider": "ds_hydra with SP (wider space)",
+    "wider_static": "heterogeneous static with SP",
 }
 """Systems in the order they are shown, with what users see."""
+NEED_STATIC = ("megatron", "megatron_rows", "hotspa", "balanced", "two_stage")
+"""Systems that run <TP,PP> which hold the context, and are left out where only schemes with parts do."""
+WIDER = "wider"
+PLANNED = (DS_HYDRA, WIDER)
+"""Systems whose plans a comparison keeps."""
 STATIC_SYSTEMS = (
     "given",
     "megatron",
@@ -137,18 +150,68 @@ class Ratio:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Planned:
+    """ds_hydra on all mini-batches, its candidates and what no plan in their space of schemes can beat."""
+
+    result: SystemResult
+    profile: Profile
+    strategies: tuple[Strategy, ...]
+    plans: tuple[IterationPlan, ...]
+    bounds: tuple[Bound, ...]
+
+    @property
+    def perfect_balance_ms(self) -> FloatArray:
+        """`Bound.perfect_balance_ms` of every mini-batch."""
+        return np.array([bound.perfect_balance_ms for bound in self.bounds])
+
+    @property
+    def distance_to_bound(self) -> float:
+        """Propagation above the perfect-balance bound, which no plan can reach or beat: mean over mean, minus 1."""
+        return float(self.result.propagation_ms.sum() / self.perfect_balance_ms.sum() - 1)
+
+    @property
+    def is_decided_by_longest(self) -> BoolArray:
+        """Mini-batches that take hardly longer (2%) than their longest sequence alone.
+
+        Nothing can shorten these, so their other pipelines wait, whatever the plan.
+        """
+        alone_ms = np.array([bound.longest_alone_ms for bound in self.bounds])
+        is_decided: BoolArray = self.result.propagation_ms <= (1 + _HARDLY) * alone_ms
+        return is_decided
+
+    def to_json(self) -> dict[str, Any]:
+        """Candidates, bounds, and how far they explain the imbalance."""
+        imbalance = self.result.imbalance[~self.is_decided_by_longest]
+        return {
+            "strategies": [str(strategy) for strategy in self.strategies],
+            "perfect_balance_ms": float(self.perfect_balance_ms.mean()),
+            "distance_to_bound": self.distance_to_bound,
+            "decided_by_longest": float(self.is_decided_by_longest.mean()),
+            "imbalance_otherwise": float(imbalance.mean()) if imbalance.size else None,
+            "imbalance_of_bound": float(np.mean([bound.imbalance for bound in self.bounds])),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison:
-    """Results of all systems on one workload; `results[0]` is ds_hydra."""
+    """Results of all systems on one workload; `results[0]` is ds_hydra, `planned` those of `PLANNED` that ran."""
 
     workload: Workload
     settings: Settings
     cluster: Cluster | None
     num_tokens: FloatArray
-    perfect_balance_ms: FloatArray
-    longest_alone_ms: FloatArray
     results: tuple[SystemResult, ...]
-    strategies: tuple[Strategy, ...]
-    plans: tuple[IterationPlan, ...]
+    planned: Mapping[str, Planned]
+
+    @property
+    def ours(self) -> Planned:
+        """ds_hydra with <TP,PP> schemes."""
+        return self.planned[DS_HYDRA]
+
+    @property
+    def plans(self) -> tuple[IterationPlan, ...]:
+        """Those of `ours`."""
+        return self.ours.plans
 
     def get(self, name: str) -> SystemResult | None:
         """The result of one system, None where it was not simulated."""
@@ -163,19 +226,6 @@ class Comparison:
             return Ratio.of(system.propagation_ms, ours.propagation_ms)
         return Ratio.of(system.iteration_ms, ours.iteration_ms)
 
-    @property
-    def distance_to_bound(self) -> float:
-        """Propagation above the perfect-balance bound, which no plan can reach or beat: mean over mean, minus 1."""
-        return float(self.results[0].propagation_ms.sum() / self.perfect_balance_ms.sum() - 1)
-
-    @property
-    def is_decided_by_longest(self) -> BoolArray:
-        """Mini-batches of ds_hydra that take hardly longer (2%) than their longest sequence alone.
-
-        Nothing can shorten these, so their other pipelines wait, whatever the plan.
-        """
-        return self.results[0].propagation_ms <= (1 + _HARDLY) * self.longest_alone_ms
-
     def tokens_per_s(self, result: SystemResult) -> float:
         """Useful tokens per second of whole iterations."""
         return float(1e3 * self.num_tokens.sum() / result.iteration_ms.sum())
@@ -185,9 +235,10 @@ class Comparison:
         hours = 1e9 / self.tokens_per_s(result) / 3600
         return hours * self.workload.num_devices * price_per_gpu_hour
 
-    def simulate(self, position: int) -> Simulation:
-        """ds_hydra's iteration number `position` of the comparison, with all its events."""
-        return self._scenario().simulate(self.plans[position])
+    def simulate(self, position: int, system: str = DS_HYDRA) -> Simulation:
+        """Iteration number `position` of `system`, one of `planned`, with all its events."""
+        planned = self.planned[system]
+        return replace(self._scenario(), profile=planned.profile).simulate(planned.plans[position])
 
     def replan(self, strategy: str) -> tuple[IterationPlan, ...]:
         """The same mini-batches planned with one strategy."""
@@ -227,18 +278,10 @@ class Comparison:
             "overlap": self.settings.overlap,
             "seed": self.settings.seed,
             "communication": self.cluster.hardware.name if self.cluster else None,
-            "strategies": [str(strategy) for strategy in self.strategies],
-            "perfect_balance_ms": float(self.perfect_balance_ms.mean()),
-            "distance_to_bound": self.distance_to_bound,
-            "decided_by_longest": float(self.is_decided_by_longest.mean()),
-            "imbalance_otherwise": self._imbalance_otherwise(),
+            **self.ours.to_json(),
             "systems": [self._system(result, price_per_gpu_hour) for result in self.results],
+            **({WIDER: self.planned[WIDER].to_json()} if WIDER in self.planned else {}),
         }
-
-    def _imbalance_otherwise(self) -> float | None:
-        """Mean imbalance of the mini-batches that no single sequence decides; None if there is none."""
-        imbalance = self.results[0].imbalance[~self.is_decided_by_longest]
-        return float(imbalance.mean()) if imbalance.size else None
 
     def _system(self, result: SystemResult, price: float | None) -> dict[str, Any]:
         iteration, propagation = Figure.of(result.iteration_ms), Figure.of(result.propagation_ms)
@@ -280,18 +323,54 @@ def compare(workload: Workload, cluster: Cluster | None, settings: Settings) -> 
         overlap=settings.overlap,
     )
     strategies = workload.strategies or _propose(workload, cluster, settings)
-    ours, plans = dynamic(scenario, strategies, name=DS_HYDRA)
-    others = (_run(name, scenario, workload, strategies) for name in settings.systems)
+    plain = usable_schemes(workload.profile, workload.num_devices)
+    planned = {DS_HYDRA: _plan(DS_HYDRA, scenario, strategies, plain)}
+    needs_proposed = {"static", "wider_static"} & set(settings.systems) and scenario.statics()
+    proposed = _proposed_strategies(workload) if needs_proposed else ()
+    wider, wider_candidates = scenario, strategies
+    if {WIDER, "wider_static"} & set(settings.systems):
+        wider = wider_scenario(scenario)
+        wider_candidates = wider_strategies(
+            wider,
+            strategies,
+            draw_batches(
+                histogram, workload.tokens_per_iteration, settings.num_proposal_batches, settings.seed + 1
+            ),
+            max_communicators=_max_communicators(workload, settings),
+        )
+    results: list[SystemResult | None] = []
+    for name in settings.systems:
+        if name == WIDER:
+            planned[WIDER] = _plan(WIDER, wider, wider_candidates, wider_schemes(wider))
+            results.append(planned[WIDER].result)
+        elif name == "wider_static":
+            results.append(heterogeneous_static(wider, (*wider_candidates, *proposed), name=name))
+        elif name == "static":
+            results.append(heterogeneous_static(scenario, (*strategies, *proposed), name=name))
+        else:
+            results.append(_run(name, scenario, workload))
     return Comparison(
         workload=workload,
         settings=settings,
         cluster=cluster,
         num_tokens=np.array([batch.num_tokens for batch in scenario.batches], dtype=np.float64),
-        perfect_balance_ms=np.array([perfect_balance_ms(scenario, batch) for batch in scenario.batches]),
-        longest_alone_ms=np.array([longest_alone_ms(scenario, batch) for batch in scenario.batches]),
-        results=(ours, *(result for result in others if result is not None)),
+        results=(planned[DS_HYDRA].result, *(result for result in results if result is not None)),
+        planned=planned,
+    )
+
+
+def _plan(
+    name: str, scenario: Scenario, strategies: Sequence[Strategy], schemes: Collection[Scheme]
+) -> Planned:
+    """ds_hydra with `strategies`; the bounds are those of `schemes` and of what the strategies have besides."""
+    result, plans = dynamic(scenario, strategies, name=name)
+    schemes = tuple(dict.fromkeys((*schemes, *(s for strategy in strategies for s in strategy.schemes))))
+    return Planned(
+        result=result,
+        profile=scenario.profile,
         strategies=tuple(strategies),
         plans=tuple(plans),
+        bounds=tuple(bound_of(scenario, batch, schemes) for batch in scenario.batches),
     )
 
 
@@ -323,7 +402,7 @@ def _propose(workload: Workload, cluster: Cluster | None, settings: Settings) ->
         pruning=PruningSettings(
             num_batches=settings.num_proposal_batches,
             num_rounds=settings.num_proposal_rounds,
-            max_communicators=settings.max_communicators or 4 * workload.num_devices,
+            max_communicators=_max_communicators(workload, settings),
             seed=settings.seed + 1,
             planner=replace(HEURISTIC, overlaps_links=settings.overlap),
             links_of=cluster.link_times if cluster else None,
@@ -331,12 +410,16 @@ def _propose(workload: Workload, cluster: Cluster | None, settings: Settings) ->
     ).strategies
 
 
-def _run(
-    name: str, scenario: Scenario, workload: Workload, strategies: Sequence[Strategy]
-) -> SystemResult | None:
+def _max_communicators(workload: Workload, settings: Settings) -> int:
+    return settings.max_communicators or 4 * workload.num_devices
+
+
+def _run(name: str, scenario: Scenario, workload: Workload) -> SystemResult | None:
     """The system called `name`; None where it does not apply."""
     if name == "given":
         return fixed_length(scenario, [workload.given], name=name) if workload.given else None
+    if name in NEED_STATIC and not scenario.statics():
+        return None
     if name in ("megatron", "megatron_rows"):
         return fixed_length(scenario, tunes_rows=name == "megatron_rows", name=name)
     if name in ("deepspeed", "deepspeed_ac"):
@@ -345,8 +428,11 @@ def _run(
         return hotspa(scenario, name=name)
     if name == "balanced":
         return balanced(scenario, name=name)
-    if name == "two_stage":
-        return two_stage(scenario, scenario.statics(), name=name)
+    return two_stage(scenario, scenario.statics(), name=name)
+
+
+def _proposed_strategies(workload: Workload) -> tuple[Strategy, ...]:
+    """What the programme of Eq. (4) finds, all of it."""
     proposed = propose_from_histogram(
         workload.profile,
         workload.histogram.limit(workload.context_length),
@@ -354,7 +440,7 @@ def _run(
         context_length=workload.context_length,
         settings=ProposalSettings(tokens_per_iteration=workload.tokens_per_iteration),
     )
-    return heterogeneous_static(scenario, (*strategies, *(p.strategy for p in proposed)), name=name)
+    return tuple(p.strategy for p in proposed)
 
 
 def draw_batches(

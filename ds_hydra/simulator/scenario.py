@@ -6,12 +6,11 @@ everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
 from ds_hydra.sampler.schedule import FORWARD_FRACTION, FloatArray, IntArray
@@ -20,7 +19,7 @@ from ds_hydra.simulator.events import PipelineWork, Simulation, simulate_iterati
 from ds_hydra.simulator.fixed_length import Rows
 from ds_hydra.strategy.link_times import NO_LINKS
 from ds_hydra.strategy.profile import LatencyModel, Profile
-from ds_hydra.strategy.proposal import homogeneous_strategies, usable_schemes
+from ds_hydra.strategy.proposal import homogeneous_strategies
 from ds_hydra.strategy.scheme import Scheme, Strategy
 
 WITHOUT_PROGRAMS = PlannerSettings(solver="none")
@@ -75,14 +74,8 @@ class Scenario:
         return self.profile.max_len_tokens(scheme, self.num_devices)
 
     def statics(self) -> tuple[Strategy, ...]:
-        """Homogeneous strategies that hold the context; raises HydraConfigError if there is none."""
-        found = homogeneous_strategies(self.profile, self.num_devices, self.context_length)
-        if not found:
-            raise HydraConfigError(
-                f"no scheme of profile {self.profile.name!r} holds {self.context_length} tokens on "
-                f"{self.num_devices} devices; lower --context or raise --devices"
-            )
-        return found
+        """Homogeneous strategies of <TP,PP> that hold the context."""
+        return homogeneous_strategies(self.profile, self.num_devices, self.context_length)
 
     def plan(self, batch: GlobalBatch, strategies: Sequence[Strategy]) -> IterationPlan:
         """The plan of ds_hydra's planner."""
@@ -189,28 +182,41 @@ def best_of(name: str, results: Iterable[SystemResult]) -> SystemResult:
     )
 
 
-def perfect_balance_ms(scenario: Scenario, batch: GlobalBatch) -> float:
-    """A time of propagation that no strategy and no placement can beat.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """What no strategy of some schemes and no placement can beat.
 
-    Every sequence runs on the scheme that uses least device time for it, all devices are always busy, and a
-    row's constant is spread over a full row; or `longest_alone_ms`, if that is longer.
+    `perfect_balance_ms`: propagation where every sequence runs on the scheme that uses least device time for it, all
+    devices are always busy, and a row's constant is spread over a full row; or `longest_alone_ms`, if that is longer.
+    `longest_alone_ms`: the longest sequence alone in a row, through all stages of the fastest pipeline that holds it.
+    `imbalance`: of perfect balance, that pipeline against the others, which share the rest evenly; 0.0 where it
+    is not the slowest.
     """
+
+    perfect_balance_ms: float
+    longest_alone_ms: float
+    imbalance: float
+
+
+def bound_of(scenario: Scenario, batch: GlobalBatch, schemes: Collection[Scheme]) -> Bound:
+    """The bound of `batch` over every strategy of `schemes`."""
     lengths = np.array(batch.lengths, dtype=np.float64)
-    least = np.full(lengths.size, np.inf)
-    for scheme in usable_schemes(scenario.profile, scenario.num_devices):
-        t, longest = scenario.profile.get_latency(scheme), scenario.max_len_tokens(scheme)
-        work = (t.quadratic_ms * lengths + t.linear_ms) * lengths
-        shared = scheme.num_devices * (work + t.constant_ms * lengths / longest)
-        least = np.minimum(least, np.where(lengths <= longest, shared, np.inf))
-    return max(float(least.sum()) / scenario.num_devices, longest_alone_ms(scenario, batch))
-
-
-def longest_alone_ms(scenario: Scenario, batch: GlobalBatch) -> float:
-    """The longest sequence alone in a row, through all stages of the fastest pipeline that holds it."""
     longest = max(batch.lengths, default=0)
-    times = (
-        scheme.pp * scenario.profile.get_latency(scheme).row_ms([longest])
-        for scheme in usable_schemes(scenario.profile, scenario.num_devices)
-        if longest <= scenario.max_len_tokens(scheme)
+    least = np.full(lengths.size, np.inf)
+    alone_ms, alone_devices = np.inf, scenario.num_devices
+    for scheme in schemes:
+        t, max_len = scenario.profile.get_latency(scheme), scenario.max_len_tokens(scheme)
+        work = (t.quadratic_ms * lengths + t.linear_ms) * lengths
+        shared = scheme.num_devices * (work + t.constant_ms * lengths / max_len)
+        least = np.minimum(least, np.where(lengths <= max_len, shared, np.inf))
+        time_ms = scheme.pp * t.row_ms([longest])
+        if longest <= max_len and time_ms < alone_ms:
+            alone_ms, alone_devices = time_ms, scheme.num_devices
+    alone_ms = 0.0 if np.isinf(alone_ms) else alone_ms
+    others_ms = float(least.sum() - least[lengths.argmax()]) if lengths.size else 0.0
+    others_ms /= max(1, scenario.num_devices - alone_devices)
+    return Bound(
+        perfect_balance_ms=max(float(least.sum()) / scenario.num_devices, alone_ms),
+        longest_alone_ms=alone_ms,
+        imbalance=max(0.0, alone_ms / others_ms - 1) if others_ms > 0 else 0.0,
     )
-    return min(times, default=0.0)

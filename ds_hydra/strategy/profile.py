@@ -246,6 +246,12 @@ class Profile:
             )
         return self.latency[scheme]
 
+    @property
+    def assumed(self) -> frozenset[Scheme]:
+        """Schemes among `latency` whose times nobody measured: estimated, or derived from another scheme."""
+        entries = (e for e in self.document["schemes"] if e.get("estimated") or "derived_from" in e)
+        return frozenset(Scheme.from_json(entry) for entry in entries)
+
     def has_latency(self, scheme: Scheme) -> bool:
         """Whether `get_latency` has an answer."""
         return scheme in self.latency or scheme.without_parts() in self.latency

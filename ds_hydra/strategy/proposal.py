@@ -26,11 +26,13 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.histogram import LengthHistogram
 from ds_hydra.strategy.profile import Profile
 from ds_hydra.strategy.scheme import Scheme, Strategy
+from ds_hydra.strategy.wider import CanRun, undominated, with_wider_schemes
 
 PRECISION = 1e-3
 """Relative width of the interval in which T is left by the bisection."""
@@ -50,13 +52,14 @@ class ProposalSettings:
 
     `charge`: "per_sequence" is Eq. (4) to the letter, T(x, P) with its constant for each sequence.
     "per_row" spreads the constant over the sequences that share a packed row and adds the bubble of the
-    pipeline, for mini-batches of `tokens_per_iteration`.
+    pipeline, for mini-batches of `tokens_per_iteration`. `space`: which schemes of the profile may be used.
     """
 
     device_step: float = 0.1
     length_step: int = 128
     charge: Charge = "per_row"
     tokens_per_iteration: int | None = None
+    space: Space = "plain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,23 +88,34 @@ def default_tokens_per_iteration(num_devices: int, context_length: int) -> int:
     return max(100_000 * num_devices // 64, 4 * context_length)
 
 
-def usable_schemes(profile: Profile, num_devices: int) -> tuple[Scheme, ...]:
-    """Profiled <TP,PP> that fit `num_devices` and hold a row of one token at least, smallest first."""
+def usable_schemes(profile: Profile, num_devices: int, space: Space = "plain") -> tuple[Scheme, ...]:
+    """Schemes of the profile that fit `num_devices` and hold a row of one token at least, smallest first.
+
+    `space`: <TP,PP> only ("plain"), every scheme that was measured, or all that the profile has an entry for ("wide").
+    """
+    left_out = profile.assumed if space == "measured" else frozenset()
     return tuple(
         scheme
         for scheme in sorted(profile.latency, key=lambda s: (s.num_devices, s))
-        if scheme.is_plain
+        if (scheme.is_plain or space != "plain")
+        and scheme not in left_out
         and scheme.num_devices <= num_devices
         and profile.max_len_tokens(scheme, num_devices) > 0
     )
 
 
 def check_context(
-    profile: Profile, num_devices: int, context_length: int, schemes: Iterable[Scheme] | None = None
+    profile: Profile,
+    num_devices: int,
+    context_length: int,
+    schemes: Iterable[Scheme] | None = None,
+    *,
+    can_run: CanRun | None = None,
 ) -> None:
     """Raise HydraConfigError if none of `schemes` (None: all profiled ones) holds a row of `context_length` tokens.
 
-    The message says what fits, and how many devices would do.
+    The message says what fits, how many devices would do, and where `can_run` tells which schemes the model runs,
+    whether one of the wide space would.
     """
     known = list(profile.latency if schemes is None else schemes)
     longest = _longest_row(profile, known, num_devices)
@@ -112,6 +126,13 @@ def check_context(
     help_texts = [f"lower the context to {longest}"] if longest > 0 else []
     if enough is not None:
         help_texts.append(f"use {enough} devices")
+    if can_run is not None:
+        wider = with_wider_schemes(
+            profile, num_devices=num_devices, context_length=context_length, can_run=can_run
+        )
+        most = _longest_row(wider, wider.latency, num_devices)
+        if most >= context_length:
+            help_texts.append(f'set hydra.planner.space to "wide" (--space wide), which holds {most}')
     help_texts.append("turn on activation checkpointing and profile again")
     help_texts.append("profile schemes with a higher TP degree")
     raise HydraConfigError(
@@ -252,7 +273,9 @@ class _Programme:
 def _make_programme(
     profile: Profile, histogram: LengthHistogram, num_devices: int, settings: ProposalSettings
 ) -> _Programme:
-    schemes = usable_schemes(profile, num_devices)
+    schemes = usable_schemes(profile, num_devices, settings.space)
+    if settings.space != "plain":
+        schemes = undominated(profile, schemes, num_devices)
     lengths, counts = histogram.lengths_tokens, histogram.counts
     bin_of = -(-lengths // settings.length_step)
     occupied, position = np.unique(bin_of, return_inverse=True)
@@ -288,7 +311,7 @@ def relaxed_strategies(
 
     Times are those of the whole dataset. Raises HydraConfigError if no scheme holds the context.
     """
-    check_context(profile, num_devices, context_length)
+    check_context(profile, num_devices, context_length, usable_schemes(profile, num_devices, settings.space))
     programme = _make_programme(profile, histogram.limit(context_length), num_devices, settings)
     tables = (
         programme.work_ms,
@@ -385,11 +408,13 @@ def _fill(num_free: int, fillers: Sequence[Scheme]) -> list[Scheme]:
     return added
 
 
-def homogeneous_strategies(profile: Profile, num_devices: int, context_length: int) -> tuple[Strategy, ...]:
+def homogeneous_strategies(
+    profile: Profile, num_devices: int, context_length: int, space: Space = "plain"
+) -> tuple[Strategy, ...]:
     """As many pipelines of one scheme as fit, for every scheme that holds the context: the static choices."""
     return tuple(
         Strategy((scheme,) * (num_devices // scheme.num_devices))
-        for scheme in usable_schemes(profile, num_devices)
+        for scheme in usable_schemes(profile, num_devices, space)
         if profile.max_len_tokens(scheme, num_devices) >= context_length
     )
 
@@ -406,7 +431,10 @@ def propose_from_histogram(
 
     A static choice has no maximum length of its own unless the programme arrives at it too.
     """
-    fillers = usable_schemes(profile, num_devices)[::-1]
+    fillers = (
+        usable_schemes(profile, num_devices)[::-1]
+        or usable_schemes(profile, num_devices, settings.space)[::-1]
+    )
     lengths_of: dict[Strategy, list[int]] = {}
     rounded: dict[tuple[tuple[Scheme, float], ...], tuple[Strategy, ...]] = {}
     for relaxed in relaxed_strategies(
@@ -420,7 +448,7 @@ def propose_from_histogram(
             rounded[relaxed.num_pipelines] = round_strategy(relaxed, num_devices, fillers)
         for strategy in rounded[relaxed.num_pipelines]:
             lengths_of.setdefault(strategy, []).append(relaxed.max_length_tokens)
-    for strategy in homogeneous_strategies(profile, num_devices, context_length):
+    for strategy in homogeneous_strategies(profile, num_devices, context_length, settings.space):
         lengths_of.setdefault(strategy, [])
     return tuple(
         ProposedStrategy(strategy=strategy, max_lengths_tokens=tuple(lengths))
