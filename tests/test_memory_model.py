@@ -125,6 +125,19 @@ def test_a_slice_keeps_less_and_the_whole_stream_stays():
     assert half.activation_bytes > whole.activation_bytes
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_shards_of_a_row_keep_a_share_of_everything(checkpointing):
+    """Per hidden unit of a share of the row a layer keeps what it keeps without TP, and whole rotary embeddings."""
+    whole = trace_layer_memory(small_llama(), num_tokens=512, checkpointing=checkpointing)
+    for tp in (2, 4, 8):
+        cut = trace_layer_memory(
+            small_llama(), num_tokens=509, tp=tp, checkpointing=checkpointing, tp_sequence_parallel=True
+        )
+        assert cut.num_tokens == -(-509 // tp) * tp
+        assert whole.activation_bytes <= cut.activation_bytes < 1.1 * whole.activation_bytes
+        assert cut.peak_bytes < 0.85 * whole.peak_bytes
+
+
 def test_grouped_query_heads_and_other_models_are_traced():
     qwen = Qwen3Config(
         hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=32

@@ -275,3 +275,27 @@ def test_nodes_may_have_links_of_different_speed():
     assert links.bytes_per_s[0, 1] == 1e9
     assert links.bytes_per_s[4, 5] == links.bytes_per_s[3, 4] == 1e8
     assert (links.latency_s[4, 5], links.latency_s[3, 4]) == (1e-4, 1e-3)
+
+
+def slices_in_shards(model):
+    """Activations of TP slices of one device, whole and in shards, as a rank of the group would hold them."""
+    profile_run.Measurements = SimpleNamespace(open=lambda *_: Measurements())
+    found = []
+    for more in ({}, {"tp_sequence_parallel": True}):
+        request = request_for(
+            model, topology=Topology.from_json(TOPOLOGY), tp=(1, 2, 4), pp=(1,), repeats=1, **more
+        )
+        document = run_profile(request, CPU, None)
+        per_tp = document["memory"]["activation_bytes_per_token_per_layer_per_hidden"]
+        found.append((document["tp_sequence_parallel"], per_tp))
+    return found
+
+
+@pytest.mark.distributed
+def test_slices_in_shards_keep_less_under_tp(tmp_path):
+    (((is_cut, whole), (is_cut_too, shards)),) = run_distributed(slices_in_shards, 1, save_model(tmp_path))
+    assert (is_cut, is_cut_too) == (False, True)
+    assert shards["1"] == whole["1"]
+    for tp in ("2", "4"):
+        assert shards[tp] < 0.85 * whole[tp]
+    assert shards["4"] < 1.15 * shards["1"] < whole["4"]

@@ -55,6 +55,12 @@ def profile(
     compile_layers: Annotated[
         bool, typer.Option(help="Run each layer through torch.compile, as hydra.compile_layers does.")
     ] = False,
+    tp_sequence_parallel: Annotated[
+        bool,
+        typer.Option(
+            help="Hold norms and residual stream by shards of a row under TP, as hydra.tp_sequence_parallel."
+        ),
+    ] = False,
     tp: Annotated[
         str | None, typer.Option(help="TP degrees, e.g. 1,2,4,8; all that fit if not given.")
     ] = None,
@@ -107,6 +113,7 @@ def profile(
                 "memory_limit_bytes": memory_limit,
                 "activation_checkpointing": activation_checkpointing,
                 "compile_layers": compile_layers,
+                "tp_sequence_parallel": tp_sequence_parallel,
                 "profiling": {
                     "lengths": _numbers("--lengths", lengths),
                     "repeats": repeats,

@@ -229,6 +229,12 @@ class HydraConfig(_Section):
     compile_layers: bool = False
     """Run each decoder layer through torch.compile: faster passes for a minute of compilation at the start."""
 
+    tp_sequence_parallel: bool = False
+    """Hold residual stream and norms by shards of a row inside TP groups, as Megatron's `--sequence-parallel`.
+
+    Activations per rank then fall with TP; one more gather for each block in backward. Off: rows are never padded.
+    """
+
     run_dir: Text | None = None
     """Folder for `metrics.jsonl` and the plans; null writes nothing."""
 

@@ -33,7 +33,7 @@ class PackedRow:
     position_ids: Tensor
     """[1, T] on the compute device: positions that restart at 0 in every sequence; of this rank's piece."""
     piece: Piece | None = None
-    """What this rank holds of the row where it is cut for sequence parallelism; lengths are of the padded row."""
+    """What this rank holds of the row where it is cut or padded; lengths are of the padded row."""
 
     @classmethod
     def build(cls, lengths: Sequence[int], device: torch.device, piece: Piece | None = None) -> PackedRow:
@@ -84,10 +84,11 @@ def hydra_varlen(
             "in the model's config"
         )
     piece = packed_row.piece
-    if piece is not None:
+    is_cut = piece is not None and piece.size > 1
+    if is_cut:
         query_BHTD, key_BKTD, value_BKTD = gather_row(query_BHTD, key_BKTD, value_BKTD, piece)
     out_BTHD = _attend(query_BHTD, key_BKTD, value_BKTD, packed_row, scaling, sliding_window, softcap)
-    return (out_BTHD if piece is None else scatter_row(out_BTHD, piece)), None
+    return (scatter_row(out_BTHD, piece) if is_cut else out_BTHD), None
 
 
 def _attend(

@@ -219,7 +219,11 @@ class _Budget:
             return
         config = load_model_config(self._request.model)
         self._skeleton = build_random_skeleton(
-            config, dtype=self._dtype, device=torch.device("meta"), num_ranks=self._report.num_devices
+            config,
+            dtype=self._dtype,
+            device=torch.device("meta"),
+            num_ranks=self._report.num_devices,
+            tp_sequence_parallel=self._hydra.tp_sequence_parallel,
         )
         check_repulls(self._hydra.link.repull_layers, self._skeleton.num_layers)
         positions = getattr(config, "max_position_embeddings", None)
@@ -248,6 +252,7 @@ class _Budget:
                 known.check_model(
                     num_layers=shape.num_layers, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size
                 )
+            known.check_tp_sequence_parallel(hydra.tp_sequence_parallel)
             if self._request.device is not None:
                 report.warnings.append(
                     f"--device {self._request.device} is not used: profile {name} is known"
@@ -270,6 +275,11 @@ class _Budget:
                 f"time and memory below are a roofline of {hardware.name}, nothing is measured; activations "
                 f"{'are recomputed' if hydra.activation_checkpointing else 'are as large as in the shipped profiles'}"
             )
+            if not hydra.tp_sequence_parallel and any(scheme.tp > 1 for scheme in known.latency):
+                report.assumed.append(
+                    "under TP they are larger without hydra.tp_sequence_parallel, which the shipped profiles had: "
+                    "norms and residual stream are whole on every rank"
+                )
         elif hydra.activation_checkpointing:
             report.assumed.append(f"profile {name} was measured with hydra.activation_checkpointing as well")
         return fit_memory(known.document, hydra, self._skeleton)
@@ -442,7 +452,8 @@ def estimate_profile(
     """A profile that nobody has measured: roofline of `hardware`, states counted from the dtypes in use.
 
     Activations are 36 + 1.5 TP bytes for each token, layer and hidden unit of 1/TP of a row, which is within 2% of
-    the published A800 profiles. Recomputed layers keep their input, 2 TP, and one of L layers is whole at a time.
+    the published A800 profiles. Recomputed layers keep their input, 2 TP (2 with `hydra.tp_sequence_parallel`), and
+    one of L layers is whole at a time.
     """
     config: PretrainedConfig = skeleton.config
     schemes = [s for s in power_of_two_schemes(num_devices) if _check_quietly(skeleton, s)]
@@ -451,7 +462,8 @@ def estimate_profile(
 
     def activation_bytes(tp: int) -> float:
         kept = 36 + 1.5 * tp
-        return 2 * tp + kept / layers if hydra.activation_checkpointing else kept
+        inputs = 2.0 if hydra.tp_sequence_parallel else 2.0 * tp
+        return inputs + kept / layers if hydra.activation_checkpointing else kept
 
     document = predict_profile(
         ModelShape(
@@ -472,6 +484,7 @@ def estimate_profile(
         },
         context_length=hydra.context_length,
     )
+    document["tp_sequence_parallel"] = hydra.tp_sequence_parallel
     return Profile.from_json(document)
 
 

@@ -76,6 +76,7 @@ class HydraEngine(DeepSpeedEngine):
             model,
             activation_checkpointing=hydra_config.activation_checkpointing,
             compile_layers=hydra_config.compile_layers,
+            tp_sequence_parallel=hydra_config.tp_sequence_parallel,
         )
         self._hydra_config = hydra_config
         self._hydra: HydraRuntime | None = None

@@ -18,6 +18,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from ds_hydra.engine.skeleton import module_styles
+from ds_hydra.engine.tensor_parallel import TensorParallel, hook_block, hook_rowwise
+from ds_hydra.engine.tp_sequence_parallel import find_blocks
 from ds_hydra.errors import UnsupportedModelError
 
 
@@ -48,18 +51,22 @@ def trace_layer_memory(
     tp: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     checkpointing: bool = False,
+    tp_sequence_parallel: bool = False,
 ) -> LayerMemory:
     """Memory of one decoder layer of `config` for one sequence; allocates nothing.
 
     TP is traced as a layer with the rank's share of heads and MLP; residual stream and norms are whole on
-    each rank. Raises UnsupportedModelError if the shapes do not divide by `tp`.
+    each rank, or with `tp_sequence_parallel` a shard of the tokens, padded to a multiple of `tp`. Raises
+    UnsupportedModelError if the shapes do not divide by `tp`.
 
     Left out: the all-reduce's buffers, the embedding and the head, and fragmentation.
     """
     sliced = slice_config(config, tp)  # neither embedding nor head is traced
+    num_shards = tp if tp_sequence_parallel else 1
+    num_tokens += -num_tokens % num_shards
     with FakeTensorMode(), _default_dtype(dtype):
-        layer, rotary = _one_layer(sliced)
-        hidden = torch.empty(1, num_tokens, config.hidden_size, requires_grad=True)
+        layer, rotary = _one_layer(sliced, num_shards)
+        hidden = torch.empty(1, num_tokens // num_shards, config.hidden_size, requires_grad=True)
         positions = rotary(hidden, torch.arange(num_tokens)[None])
         tracker = MemTracker()
         tracker.track_external(layer, hidden, *positions)
@@ -101,11 +108,26 @@ def slice_config(
     return sliced
 
 
-def _one_layer(config: PretrainedConfig) -> tuple[nn.Module, nn.Module]:
+def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn.Module]:
+    """A layer, which runs on one of `num_shards` shards of a row, and what makes its rotary embeddings."""
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").base_model
     if not hasattr(model, "layers") or not hasattr(model, "rotary_emb"):
         raise UnsupportedModelError(f"{type(model).__name__} has no 'layers' and 'rotary_emb' to trace")
-    return model.layers[0], model.rotary_emb
+    layer = model.layers[0]
+    if num_shards > 1:
+        _cut_rows(model, layer, num_shards)
+    return layer, model.rotary_emb
+
+
+def _cut_rows(model: nn.Module, layer: nn.Module, num_shards: int) -> None:
+    tp = TensorParallel(cuts_rows=True, alone_as=num_shards)
+    tp.enter(None, 1, 0, 0)
+    styles = {module: style for module, (style, _) in module_styles(model)}
+    for block in find_blocks(layer, styles):
+        hook_block(block, tp)
+    for module in layer.modules():
+        if styles.get(module) == "rowwise":
+            hook_rowwise(module, tp)
 
 
 def _run(layer: nn.Module, hidden: Tensor, positions: tuple[Tensor, Tensor], checkpointing: bool) -> Tensor:

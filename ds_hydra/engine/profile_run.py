@@ -147,6 +147,7 @@ def _prepare(
         num_ranks=num_ranks,
         activation_checkpointing=request.config.activation_checkpointing,
         compile_layers=request.config.compile_layers,
+        tp_sequence_parallel=request.config.tp_sequence_parallel,
     )
     return model_config, skeleton, _schemes(request, skeleton, num_devices)
 
@@ -192,6 +193,7 @@ def _identity(
         "memory_limit_bytes": config.memory_limit_bytes,
         "activation_checkpointing": config.activation_checkpointing,
         "compile_layers": config.compile_layers,
+        "tp_sequence_parallel": config.tp_sequence_parallel,
         "profiling": config.profiling.model_dump(mode="json"),
         "schemes": [str(scheme) for scheme in schemes],
         "num_ranks": num_ranks,

@@ -130,6 +130,7 @@ def _measure_memory(
         "source": f"measured on {propagator.num_ranks} ranks",
         "hardware": describe_hardware(),
         "model": describe_model(skeleton),
+        "tp_sequence_parallel": skeleton.tp.cuts_rows,
         "memory": {
             "activation_source": "peak memory" if has_device_memory() else "tensors kept for backward",
             "activation_bytes_per_token_per_layer_per_hidden": activation,

@@ -464,7 +464,7 @@ class Propagator:
                 return self._forward_row(stage, rows[index], hidden, scale)
 
             io = self._stage_io(role)
-            row_tokens = [row.packed.num_tokens for row in rows]
+            row_tokens = [self.skeleton.tp.shard_tokens(row.packed.num_tokens) for row in rows]
             if loss_scale is None:
                 losses = run_forward_only(stage, io, row_tokens, forward)
             else:
@@ -520,10 +520,12 @@ class Propagator:
         )
 
     def _piece(self, role: Role) -> Piece | None:
-        """What this rank holds of each row, where its pipeline cuts rows."""
-        if role.scheme.sp == 1:
+        """What this rank holds of each row, where its pipeline cuts or pads rows."""
+        sp, multiple = role.scheme.sp, self.skeleton.tp.row_multiple(role.scheme.tp)
+        if sp == 1 and multiple == 1:
             return None
-        return Piece(self.groups.get("sp", role.sp_ranks), role.scheme.sp, role.sp_rank)
+        group = self.groups.get("sp", role.sp_ranks) if sp > 1 else None
+        return Piece(group, sp, role.sp_rank, multiple)
 
     def _stage_io(self, role: Role) -> StageIO:
         step, pp = role.scheme.ranks_per_stage, role.scheme.pp

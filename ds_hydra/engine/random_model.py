@@ -19,6 +19,8 @@ def build_random_skeleton(
     num_ranks: int,
     activation_checkpointing: bool = False,
     compile_layers: bool = False,
+    tp_sequence_parallel: bool = False,
+    alone_as_tp: int = 1,
 ) -> Skeleton:
     """The skeleton of a model whose shards, 1/num_ranks of each parameter, are random; not collective.
 
@@ -35,7 +37,11 @@ def build_random_skeleton(
             shard_P.normal_(0.0, _SPREAD, generator=generator)
         parameter.ds_tensor = shard_P
     skeleton = Skeleton(
-        model, activation_checkpointing=activation_checkpointing, compile_layers=compile_layers
+        model,
+        activation_checkpointing=activation_checkpointing,
+        compile_layers=compile_layers,
+        tp_sequence_parallel=tp_sequence_parallel,
+        alone_as_tp=alone_as_tp,
     )
     skeleton.to_device(device)
     return skeleton

@@ -129,6 +129,7 @@ class HydraRuntime:
                 hidden_size=skeleton.hidden_size,
                 vocab_size=skeleton.vocab_size,
             )
+            self._profile.check_tp_sequence_parallel(config.tp_sequence_parallel)
         self.strategies = self._at_start = self._candidates()
         self.propagator.prepare(self.strategies)
         self._feed: PlanFeed | None = None
@@ -332,17 +333,20 @@ class HydraRuntime:
         """Continue the mini-batches where `state` was taken, with the plans that would have been made.
 
         A profile that was measured is taken over on the same number of ranks, so that plans do not depend on
-        a second measurement; on another number the new measurement stands.
+        a second measurement; on another number, or with another `hydra.tp_sequence_parallel`, the new measurement
+        stands.
         """
         self._warn_of_changes(state)
         self.close_feed()
         same_ranks = state.get("num_ranks", self.num_ranks) == self.num_ranks
-        self._tracker, self._tracked = None, state.get("latency", {}) if same_ranks else {}
+        cut_rows = state.get("config", {}).get("tp_sequence_parallel", False)
+        same_times = same_ranks and cut_rows == self.config.tp_sequence_parallel
+        self._tracker, self._tracked = None, state.get("latency", {}) if same_times else {}
         if self.sampler is not None and "sampler" in state:
             self.sampler.load_state_dict(state["sampler"])
             self._next_iteration = None
         profile = state.get("cost_model", {}).get("profile")
-        if profile is not None and self.config.profile is None and same_ranks:
+        if profile is not None and self.config.profile is None and same_times:
             self._use_measured(profile)
 
     def mark_trained(self, iteration: int) -> None:

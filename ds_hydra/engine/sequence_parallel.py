@@ -24,15 +24,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Which part of each row this rank holds: piece `rank` of `size`, the others being with the ranks of `group`."""
+    """Which part of each row this rank holds: piece `rank` of `size`, the others being with the ranks of `group`.
 
-    group: dist.ProcessGroup
+    Pieces have a multiple of `multiple` tokens. There is one alone, without a group, where rows are only padded.
+    """
+
+    group: dist.ProcessGroup | None
     size: int
     rank: int
+    multiple: int = 1
 
     def num_padding(self, num_tokens: int) -> int:
         """Tokens to add to a row of `num_tokens` so that it can be cut evenly."""
-        return -num_tokens % self.size
+        return -num_tokens % (self.size * self.multiple)
 
     def cut(self, row_T: Tensor, fill: int = 0) -> Tensor:
         """[t] of this rank out of one value per token of the row, padded with `fill`."""
@@ -73,7 +77,7 @@ class _Exchange(torch.autograd.Function):
     """Part i of [P, ...] goes to rank i, and what rank i sends becomes part i; its own inverse in backward."""
 
     @staticmethod
-    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         return _all_to_all(sent, group)
 
@@ -82,7 +86,7 @@ class _Exchange(torch.autograd.Function):
         return _all_to_all(grad, ctx.group), None
 
 
-def _all_to_all(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(sent: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     sent = sent.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)

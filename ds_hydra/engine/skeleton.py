@@ -29,7 +29,14 @@ from ds_hydra.engine.adapters import SUMMED, is_lora, split_style, unwrap_adapte
 from ds_hydra.engine.attention import PackedRow
 from ds_hydra.engine.compilation import compile_each
 from ds_hydra.engine.repull_plan import NO_REPULLS, StageRepulls, choose_layers
-from ds_hydra.engine.tensor_parallel import TensorParallel, hook_colwise, hook_embedding, hook_rowwise
+from ds_hydra.engine.tensor_parallel import (
+    TensorParallel,
+    hook_block,
+    hook_colwise,
+    hook_embedding,
+    hook_rowwise,
+)
+from ds_hydra.engine.tp_sequence_parallel import find_blocks
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, SliceRef, Slicing
@@ -82,13 +89,19 @@ class Skeleton:
     """
 
     def __init__(
-        self, model: nn.Module, *, activation_checkpointing: bool = False, compile_layers: bool = False
+        self,
+        model: nn.Module,
+        *,
+        activation_checkpointing: bool = False,
+        compile_layers: bool = False,
+        tp_sequence_parallel: bool = False,
+        alone_as_tp: int = 1,
     ):
         model = unwrap_adapters(model)
         check_model(model)
         attention.register()
         self.params: list[nn.Parameter] = list(model.parameters())
-        self.tp = TensorParallel()
+        self.tp = TensorParallel(cuts_rows=tp_sequence_parallel, alone_as=alone_as_tp)
         memo = {
             id(p): nn.Parameter(torch.empty(shape_of(p), device="meta", dtype=p.dtype), p.requires_grad)
             for p in self.params
@@ -134,6 +147,7 @@ class Skeleton:
         self.specs = self._build_specs(model, head)
         self._unplanned = self._find_unplanned()
         self._hook(head)
+        self._uncut_because = self._hook_blocks(head) if tp_sequence_parallel else ""
         self._pass_through = PassThrough()
         self._no_pp_because = self._probe_pass_through()
         if compile_layers:
@@ -234,6 +248,12 @@ class Skeleton:
             raise UnsupportedModelError(
                 f"scheme {scheme}: the tp plan of {type(self._model).__name__} has styles that ds_hydra does not run, "
                 f"as for fused weights: {', '.join(refused)}; use TP 1 in hydra.strategies"
+            )
+        if self._uncut_because:
+            raise UnsupportedModelError(
+                f"scheme {scheme}: hydra.tp_sequence_parallel wants column-wise layers in blocks (attention, MLP) that "
+                f"end in one row-wise layer, and in {type(self._model).__name__} {self._uncut_because}; set "
+                "hydra.tp_sequence_parallel to false, or use TP 1 in hydra.strategies"
             )
 
     def _check_checkpointing(self, scheme: Scheme) -> None:
@@ -363,7 +383,8 @@ class Skeleton:
     ) -> Tensor:
         """The model's own forward over the bound stage: hidden states, or this rank's logits on the last.
 
-        `input_ids` [1, T] on the first stage, else `hidden` [1, T, H] from the stage before.
+        `input_ids` [1, T] on the first stage, else `hidden` [1, T, H] from the stage before; where TP cuts rows hidden
+        states are this rank's shard [1, T / TP, H].
         """
         inputs = {"input_ids": input_ids} if hidden is None else {"inputs_embeds": hidden}
         model = self._model if is_last else self._base
@@ -390,7 +411,9 @@ class Skeleton:
                     slicing[binding.param] = (Slicing.COLWISE, 0)
                     continue
                 style, name = styles.get(binding.module, ("replicated", ""))
-                slicing[binding.param] = _slicing_of(style, name, binding.attribute, self.config)
+                slicing[binding.param] = _slicing_of(
+                    style, name, binding.attribute, self.config, cuts_rows=self.tp.cuts_rows
+                )
         names = {id(p): n for n, p in model.named_parameters()}
         specs = []
         for index, param in enumerate(self.params):
@@ -408,14 +431,7 @@ class Skeleton:
 
     def _module_styles(self) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
         """(module, (style, last name part)) of every module that the tp plan mentions."""
-        patterns = [
-            (re.compile(pattern.replace(".", r"\.").replace("*", r"\d+")), style)
-            for pattern, style in _tp_plan(self._model).items()
-        ]
-        for name, module in self._base.named_modules():
-            for pattern, style in patterns:
-                if pattern.fullmatch(name):
-                    yield module, (style, name.rsplit(".", 1)[-1])
+        return module_styles(self._base)
 
     def _parameter_styles(self) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
         """As `_module_styles`, of the modules that hold the parameters (the parts of a LoRA layer)."""
@@ -431,6 +447,17 @@ class Skeleton:
                 hook_rowwise(module, self.tp)
         hook_embedding(self._embedding, self.tp)
         hook_colwise(head, self.tp)
+
+    def _hook_blocks(self, head: nn.Module) -> str:
+        """Gather rows before attention, MLPs and head; why the model has no such blocks, or ""."""
+        styles = {module: style for module, (style, _) in self._module_styles()}
+        try:
+            blocks = [block for layer in self._layers for block in find_blocks(layer, styles)]
+        except ValueError as error:
+            return str(error)
+        for block in [*blocks, head]:
+            hook_block(block, self.tp)
+        return ""
 
     def _before_unit(self, module: nn.Module, _args: Any) -> None:
         if module in self._await_unit:
@@ -514,6 +541,18 @@ class Skeleton:
             )
 
 
+def module_styles(base: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
+    """(module, (style, last name part)) of every module of `base` that its tp plan mentions."""
+    patterns = [
+        (re.compile(pattern.replace(".", r"\.").replace("*", r"\d+")), style)
+        for pattern, style in _tp_plan(base).items()
+    ]
+    for name, module in base.named_modules():
+        for pattern, style in patterns:
+            if pattern.fullmatch(name):
+                yield module, (style, name.rsplit(".", 1)[-1])
+
+
 def _unit(name: str, modules: Sequence[nn.Module], index_of: dict[int, int]) -> Unit:
     bindings = [
         Binding(module, attribute, index_of[id(param)])
@@ -525,8 +564,13 @@ def _unit(name: str, modules: Sequence[nn.Module], index_of: dict[int, int]) -> 
     return Unit(name, tuple(modules), tuple(bindings))
 
 
-def _slicing_of(style: str, name: str, attribute: str, config: Any) -> tuple[Slicing, int]:
-    """Slicing rule and number of indivisible blocks of one parameter."""
+def _slicing_of(
+    style: str, name: str, attribute: str, config: Any, *, cuts_rows: bool
+) -> tuple[Slicing, int]:
+    """Slicing rule and number of indivisible blocks of one parameter.
+
+    Where TP `cuts_rows`, parameters that the tp plan does not mention see a shard of the tokens.
+    """
     if style == "colwise":
         if name in KEY_VALUE_PROJECTIONS:
             return Slicing.COLWISE, _num_kv_heads(config)
@@ -537,7 +581,7 @@ def _slicing_of(style: str, name: str, attribute: str, config: Any) -> tuple[Sli
         return Slicing.FIRST_RANK, 0
     if style in ("replicated_with_grad_allreduce", SUMMED):
         return Slicing.REPLICATED_PARTIAL_GRAD, 0
-    return Slicing.REPLICATED, 0
+    return (Slicing.REPLICATED_PARTIAL_GRAD if cuts_rows else Slicing.REPLICATED), 0
 
 
 def _num_kv_heads(config: Any) -> int:

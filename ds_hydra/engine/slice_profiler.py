@@ -1,8 +1,8 @@
 """A profile from one device: the compute of every TP slice is measured, communication is computed.
 
-A slice is the model as one rank of a TP group sees it: whole hidden states, its share of heads, MLP and
-vocabulary. It is timed with two numbers of layers, whose difference is the time of a layer, so that the model
-itself need not fit on the device.
+A slice is the model as one rank of a TP group sees it: whole hidden states (with `hydra.tp_sequence_parallel` its
+shard of them between blocks), its share of heads, MLP and vocabulary. It is timed with two numbers of layers, whose
+difference is the time of a layer, so that the model itself need not fit on the device.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def profile_slices(
         measured, num_bytes[tp] = _measure_slice(model_config, tp, config, known, dtype=dtype, device=device)
         parts |= {(tp, length): part for length, part in measured.items()}
     links = topology.links()
-    passes = 12 if config.activation_checkpointing else 8
+    cuts_rows = config.tp_sequence_parallel
+    passes = (12 if config.activation_checkpointing else 8) + (2 if cuts_rows else 0)
     type_bytes = torch.finfo(dtype).bits // 8
     entries = []
     for scheme in schemes:
@@ -97,7 +98,9 @@ def profile_slices(
             shape = LayerShape(hidden_size=skeleton.hidden_size, num_tokens=length, type_bytes=type_bytes)
             part = parts[scheme.tp, length]
             layers = skeleton.num_layers
-            time_ms = composed_stage_ms(scheme, part, links, shape, num_layers=layers, passes=passes)
+            time_ms = composed_stage_ms(
+                scheme, part, links, shape, num_layers=layers, passes=passes, cuts_rows=cuts_rows
+            )
             times[ProbeRow(length)] = time_ms
         entries.append(scheme_entry(scheme, times))
     per_layer = {
@@ -109,6 +112,7 @@ def profile_slices(
         "source": f"compute of TP slices measured on one device, communication computed from {topology.source}",
         "hardware": describe_hardware() | {"devices_per_node": topology.nodes[0].num_devices},
         "model": describe_model(skeleton),
+        "tp_sequence_parallel": cuts_rows,
         "memory": {
             "activation_source": "peak memory" if has_device_memory() else "layer traced under fake tensors",
             "activation_bytes_per_token_per_layer_per_hidden": per_layer,
@@ -142,6 +146,8 @@ def _measure_slice(
             num_ranks=1,
             activation_checkpointing=config.activation_checkpointing,
             compile_layers=config.compile_layers,
+            tp_sequence_parallel=config.tp_sequence_parallel,
+            alone_as_tp=tp,
         )
         propagators[Slice(tp, num_layers)] = Propagator(skeleton, device=device, max_groups=2)
     try:
@@ -202,10 +208,11 @@ def _token_bytes(
             tp=many.tp,
             dtype=dtype,
             checkpointing=config.activation_checkpointing,
+            tp_sequence_parallel=config.tp_sequence_parallel,
         )
-        layer = traced.kept_bytes / length
+        layer = traced.kept_bytes / traced.num_tokens
         if config.activation_checkpointing:  # one layer at a time is there as a whole
-            ends += traced.peak_bytes / length
+            ends += traced.peak_bytes / traced.num_tokens
     return _TokenBytes(layer, ends)
 
 

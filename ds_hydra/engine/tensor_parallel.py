@@ -6,31 +6,73 @@ degree that strategies choose. Legend: T tokens of the packed row, H hidden, V v
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_hydra.engine.tp_sequence_parallel import (
+    BlockInput,
+    LoneShard,
+    TokenShards,
+    gather_input,
+    input_name,
+    linear_of_row,
+    scatter_sum,
+)
+
 IGNORED_LABEL = -100
 """Label of a position that does not count in the loss (transformers' convention)."""
 
 
 class TensorParallel:
-    """The TP group in which this rank runs its stage now; size 1 switches every hook off."""
+    """The TP group in which this rank runs its stage now; size 1 switches every hook off.
 
-    def __init__(self) -> None:
+    `cuts_rows`: whether ranks of a group have shards of a row between sliced layers ([Note: Shards of a row]).
+    `alone_as`: TP degree for which a rank without a group stands when slices are measured: it cuts rows as one of so
+    many, and exchanges nothing.
+    """
+
+    def __init__(self, *, cuts_rows: bool = False, alone_as: int = 1) -> None:
+        self.cuts_rows = cuts_rows
+        self._alone_as = alone_as
         self.group: dist.ProcessGroup | None = None
         self.size = 1
         self.rank = 0
         self.vocab_begin = 0
+        self.shards: TokenShards | None = None
+        """Set where rows are cut now."""
+        self.block: BlockInput | None = None
+        """What the block that is running reads, where rows are cut."""
         self._shared_input: Tensor | None = None
         self._shared_copy: Tensor | None = None
 
     def enter(self, group: dist.ProcessGroup | None, size: int, rank: int, vocab_begin: int) -> None:
         """Use `group` from now on; `vocab_begin` is the first vocabulary row of this rank's slice."""
         self.group, self.size, self.rank, self.vocab_begin = group, size, rank, vocab_begin
+        self.shards = self._shards(group, size)
         self.forget_input()
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether outputs of rowwise layers are parts of a sum, or to be cut."""
+        return self.size > 1 or self.shards is not None
+
+    def row_multiple(self, size: int) -> int:
+        """Number of tokens of which rows are padded to a multiple under TP `size`."""
+        shards = self._shards(None, size)
+        return 1 if shards is None else shards.size
+
+    def _shards(self, group: dist.ProcessGroup | None, size: int) -> TokenShards | None:
+        if not self.cuts_rows or max(size, self._alone_as) == 1:
+            return None
+        return TokenShards(group, size) if size > 1 else LoneShard(None, self._alone_as)
+
+    def shard_tokens(self, num_tokens: int) -> int:
+        """Tokens of a row of `num_tokens` (padded) that this rank has between sliced layers."""
+        return num_tokens if self.shards is None else num_tokens // self.shards.size
 
     @torch.compiler.disable
     def copy_to_group(self, hidden: Tensor) -> Tensor:
@@ -43,15 +85,16 @@ class TensorParallel:
         assert self._shared_copy is not None
         return self._shared_copy
 
+    @torch.compiler.disable
+    def sum_over_group(self, partial: Tensor) -> Tensor:
+        """The sum of the group's partial outputs, or this rank's shard of it; its backward hands the gradient on."""
+        if self.shards is not None:
+            return scatter_sum(partial, self.shards)
+        return _ReduceFromGroup.apply(partial, self.group)
+
     def forget_input(self) -> None:
         """Drop the shared input, so that it does not outlive its stage."""
-        self._shared_input = self._shared_copy = None
-
-
-@torch.compiler.disable
-def _sum_over_group(partial: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of a group's partial outputs; its backward hands the gradient on."""
-    return _ReduceFromGroup.apply(partial, group)
+        self._shared_input = self._shared_copy = self.block = None
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -87,16 +130,52 @@ def hook_colwise(module: nn.Module, tp: TensorParallel) -> None:
     """Columnwise parallel linear: full input, sliced output features."""
 
     def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        return (tp.copy_to_group(args[0]), *args[1:]) if tp.size > 1 else None
+        is_whole = tp.size > 1 and tp.shards is None  # else its block has gathered the input
+        return (tp.copy_to_group(args[0]), *args[1:]) if is_whole else None
 
     module.register_forward_pre_hook(before)
+
+
+def hook_block(block: nn.Module, tp: TensorParallel) -> None:
+    """Attention, MLP or head: where rows are cut, gathers them for the columnwise layers inside.
+
+    These keep their shard of a row for backward, in place of the row.
+    """
+    name = input_name(block)
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if tp.shards is None:
+            return None
+        tp.block = gather_input(args[0] if args else kwargs[name], tp.shards)
+        return ((tp.block.row, *args[1:]), kwargs) if args else (args, {**kwargs, name: tp.block.row})
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        tp.block = None
+
+    block.register_forward_pre_hook(before, with_kwargs=True)
+    block.register_forward_hook(after, always_call=True)
+    for module in block.modules():
+        if type(module) is nn.Linear:
+            _keep_shard_only(module, tp)
+
+
+def _keep_shard_only(linear: nn.Linear, tp: TensorParallel) -> None:
+    plain = linear.forward
+
+    @functools.wraps(plain)
+    def forward(hidden: Tensor) -> Tensor:
+        if tp.block is None or tp.shards is None or hidden is not tp.block.row:
+            return plain(hidden)
+        return linear_of_row(linear, tp.block, tp.shards)
+
+    linear.forward = forward  # type: ignore[method-assign]
 
 
 def hook_rowwise(module: nn.Module, tp: TensorParallel) -> None:
     """Rowwise parallel linear: sliced input features, partial outputs summed over the group."""
 
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        return _sum_over_group(output, tp.group) if tp.size > 1 else None
+        return tp.sum_over_group(output) if tp.has_parts else None
 
     module.register_forward_hook(after)
 
@@ -114,9 +193,9 @@ def hook_embedding(module: nn.Embedding, tp: TensorParallel) -> None:
         return (local_ids.masked_fill(mask, 0), *args[1:])
 
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        if tp.size == 1:
+        if not tp.has_parts:
             return None
-        return _sum_over_group(output.masked_fill(outside.pop().unsqueeze(-1), 0.0), tp.group)
+        return tp.sum_over_group(output.masked_fill(outside.pop().unsqueeze(-1), 0.0) if outside else output)
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)
@@ -190,7 +269,7 @@ def _row_chunks(logits_TV: Tensor) -> list[slice]:
 
 
 _VIEWS = {"SelectBackward0", "SliceBackward0", "ViewBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0"}
-_PRODUCTS = {"MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0"}
+_PRODUCTS = {"MmBackward0", "AddmmBackward0", "BmmBackward0", "LinearBackward0", "_LinearOfRowBackward"}
 """Autograd nodes of a matrix product; its backward does not read its output."""
 
 

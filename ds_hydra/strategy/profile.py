@@ -95,8 +95,9 @@ class MemoryModel:
                  + S * H / TP * A where m > 0, the layer that runs again; + S * V / TP * 2 i on the last stage
     states       as above with n in place of L / PP
 
-    with i = `input_bytes` of an element of a hidden state, which every rank of a TP group has whole; logits and their
-    gradient, for which other layers no longer leave room, come on top. MaxLen is that of the tightest stage.
+    with i = `input_bytes` of an element of a hidden state, which every rank of a TP group has whole (1 / TP of it with
+    `tp_sequence_parallel`); logits and their gradient, for which other layers no longer leave room, come on top. MaxLen
+    is that of the tightest stage. What else of a layer is whole or cut under TP, A says for each degree.
     """
 
     num_layers: int
@@ -111,6 +112,7 @@ class MemoryModel:
     repull_layers: int = 0
     slice_bytes: float = 0.0
     input_bytes: float = 0.0
+    tp_sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         counts = (self.num_layers, self.hidden_size, self.vocab_size)
@@ -130,6 +132,10 @@ class MemoryModel:
             )
         if type(self.repull_layers) is not int or self.repull_layers < 0:
             raise HydraConfigError(f"repull_layers is {self.repull_layers!r}, expected a count from 0 up")
+        if type(self.tp_sequence_parallel) is not bool:
+            raise HydraConfigError(
+                f"tp_sequence_parallel is {self.tp_sequence_parallel!r}, expected true or false"
+            )
         for name, value in (("slice", self.slice_bytes), ("input", self.input_bytes)):
             if not 0 <= value <= _LARGEST_COUNT:
                 raise HydraConfigError(f"{name} bytes are {value}, expected 0 or more")
@@ -167,7 +173,8 @@ class MemoryModel:
                 "input_bytes_per_token_per_layer_per_hidden to its memory (2 where hidden states are 16 bit), or "
                 "measure it anew"
             )
-        kept = self.hidden_size / scheme.sp * self.input_bytes
+        num_ranks = scheme.ranks_per_stage if self.tp_sequence_parallel else scheme.sp
+        kept = self.hidden_size / num_ranks * self.input_bytes
         again = self.vocab_size / scheme.ranks_per_stage * 2 * self.input_bytes
         stages = []
         for stage in stage_layers(scheme, self.num_layers):
@@ -298,6 +305,20 @@ class Profile:
                 "model in hydra.profile, or remove it to measure one at the start"
             )
 
+    def check_tp_sequence_parallel(self, wanted: bool) -> None:
+        """Raise HydraConfigError if the profile says that it was measured with another `hydra.tp_sequence_parallel`.
+
+        It matters where TP is above 1. A profile that does not say, as the published ones, passes.
+        """
+        found = self.document.get("tp_sequence_parallel", wanted)
+        if found != wanted and any(scheme.tp > 1 for scheme in self.latency):
+            raise HydraConfigError(
+                f"profile {self.name!r} was measured with hydra.tp_sequence_parallel {_json(found)}, and it is "
+                f"{_json(wanted)}, which changes time and memory under TP; set hydra.tp_sequence_parallel to "
+                f"{_json(found)}, or measure anew (ds-hydra profile"
+                f"{' --tp-sequence-parallel' if wanted else ''}, or remove hydra.profile)"
+            )
+
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "profile") -> Profile:
         """The profile in a `ds_hydra.profile/1` document; raises HydraConfigError naming what is wrong."""
@@ -331,6 +352,7 @@ class Profile:
                     repull_layers=memory.get("repull_layers", 0),
                     slice_bytes=float(memory.get("slice_bytes_per_layer_per_hidden2", 0)),
                     input_bytes=float(memory.get("input_bytes_per_token_per_layer_per_hidden", 0)),
+                    tp_sequence_parallel=document.get("tp_sequence_parallel", False),
                 ),
                 saturation_tokens={
                     int(tp): int(tokens) for tp, tokens in document.get("saturation_tokens", {}).items()
@@ -346,6 +368,10 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         """The profile in the JSON file `path`."""
         return cls.from_json(read_json_object(path), source=str(path))
+
+
+def _json(value: bool) -> str:
+    return json.dumps(value)
 
 
 def read_json_object(path: str | Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ The file is a `ds_hydra.topology/1`:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -134,23 +134,34 @@ class StageParts:
 
 
 def stage_ms(
-    scheme: Scheme, parts: StageParts, links: ClusterLinks, shape: LayerShape, *, num_layers: int, passes: int
+    scheme: Scheme,
+    parts: StageParts,
+    links: ClusterLinks,
+    shape: LayerShape,
+    *,
+    num_layers: int,
+    passes: int,
+    cuts_rows: bool = False,
 ) -> float:
     """T(l, scheme) from measured compute and computed communication.
 
     Communication is that of the slowest group of the cluster when it is filled with pipelines of `scheme`:
     `passes` / 2 all-reduces of the activations for each layer (Eq. 1 of HexiScale App. B; 8 passes, 12 with
     activation checkpointing), one after the embedding, one before the head's input, and a send and a receive
-    between the same ranks of neighbouring stages (Eq. 3 without its broadcast). Stages have unequal work, so
+    between the same ranks of neighbouring stages (Eq. 3 without its broadcast). Where TP `cuts_rows`, an all-gather and
+    a reduce-scatter are the two passes of an all-reduce, each block gathers once more in backward (10 or 14 passes for
+    a layer, one more before the head), and stages hand on 1 / TP of a row. Stages have unequal work, so
     T is what the profiler measures: the time of PP rows through 1F1B over 2 PP - 1.
     """
     reduce_ms = 1e3 * _slowest_all_reduce_s(links, scheme, shape)
-    hop_ms = 1e3 * _slowest_hop_s(links, scheme, shape)
+    handed_on = replace(shape, num_tokens=-(-shape.num_tokens // scheme.tp)) if cuts_rows else shape
+    hop_ms = 1e3 * _slowest_hop_s(links, scheme, handed_on)
+    before_head_ms = reduce_ms * (1.5 if cuts_rows else 1.0)
     base, extra = divmod(num_layers, scheme.pp)
     stages = [
         (base + (stage < extra)) * (parts.layer_ms + passes / 2 * reduce_ms)
         + (reduce_ms if stage == 0 else 0.0)
-        + (parts.ends_ms + reduce_ms if stage == scheme.pp - 1 else hop_ms)
+        + (parts.ends_ms + before_head_ms if stage == scheme.pp - 1 else hop_ms)
         for stage in range(scheme.pp)
     ]
     return ((scheme.pp - 1) * max(stages) + sum(stages)) / (2 * scheme.pp - 1)
