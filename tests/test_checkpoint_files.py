@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ds_hydra.engine import checkpoint
 from ds_hydra.engine.checkpoint import HydraCheckpointEngine, Saving, read_tensors, verify
@@ -230,3 +232,23 @@ def test_a_full_disk_leaves_the_checkpoint_before(saved):
     assert in_child(fill) == 7
     assert load(saved) == 2.0
     assert not list(saved.glob(".saving-*"))
+
+
+class Attribute:
+    """Pickled as getattr(owner, name), which is what Python 3.11.2 makes of an enum's member."""
+
+    def __init__(self, owner, name):
+        self._parts = (owner, name)
+
+    def __reduce__(self):
+        return getattr, self._parts
+
+
+def test_enums_of_early_python_3_11_are_read_and_no_other_attribute(tmp_path):
+    path = tmp_path / "states.pt"
+    torch.save({"zero_stage": Attribute(ZeroStageEnum, "weights")}, path)
+    assert read_tensors(path) == {"zero_stage": ZeroStageEnum.weights}
+    for owner, name in ((ZeroStageEnum, "mro"), (LossScaler, "backward"), ("text", "format")):
+        torch.save({"zero_stage": Attribute(owner, name)}, path)
+        with pytest.raises(CheckpointError, match="Unsupported getattr"):
+            read_tensors(path)

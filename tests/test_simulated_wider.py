@@ -132,6 +132,8 @@ def test_imbalance_of_the_bound_by_hand():
     others_ms = 8 * (1e-3 * 25 + 5 + 2 * 5 / 60) / 2
     assert bound.longest_alone_ms == pytest.approx(t.row_ms([100]))
     assert bound.imbalance == pytest.approx(t.row_ms([100]) / others_ms - 1)
+    alone = make_scenario([100, 5])  # fastest on all four devices: nobody waits for it
+    assert bound_of(alone, alone.batches[0], [Scheme(4, 1)]).imbalance == 0
     even = make_scenario([10] * 40)
     assert bound_of(even, even.batches[0], [Scheme(1, 1), Scheme(2, 1)]).imbalance == 0
 

@@ -75,6 +75,27 @@ def test_parts_are_tried_only_where_a_scheme_does_not_hold_the_context():
     assert any(s.sp > 1 for s in added(profile, num_devices=16, context=4096))
 
 
+def test_as_many_stages_as_layers_leave_each_its_layer():
+    """Nothing to move between stages of one layer, whichever of them run forward again."""
+    document = small_profile(6_000_000, num_layers=4)
+    document["schemes"] = [{**document["schemes"][0], "tp": 1, "pp": 4}]
+    profile = Profile.from_json(document)
+    longest = profile.max_len_tokens(Scheme(1, 4), 4)
+    wider = with_wider_schemes(profile, num_devices=4, context_length=2 * longest)
+    assert all(min(s.stages, default=1) == 1 for s in wider.latency)
+    assert {balanced_stages(4, 4, k) for k in range(5)} == {(1, 1, 1, 1)}
+    assert sum(balanced_stages(40, 32, 3)) == 40
+    assert min(balanced_stages(40, 32, 3)) == 1
+
+
+def test_layers_that_are_checkpointed_already_are_not_checkpointed_again():
+    known = a800("7b")
+    again = Profile.from_json({**known.document, "activation_checkpointing": True})
+    options = {"num_devices": 8, "context_length": 65536 * 4}
+    assert any(s.ckpt for s in with_wider_schemes(known, **options).latency)
+    assert not any(s.ckpt for s in with_wider_schemes(again, **options).latency)
+
+
 def test_what_the_model_cannot_run_is_not_added():
     profile = a800("32b")
     found = added(profile, can_run=lambda scheme: scheme.sp == 1 and not scheme.stages)

@@ -13,9 +13,11 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,6 +37,13 @@ _MAX_MANIFEST_BYTES = 1 << 26
 
 SAFE_CLASSES = (LossScaler, DynamicLossScaler, ZeroStageEnum)
 """Classes that DeepSpeed's own ZeRO-3 files hold besides tensors and containers; plain values, all of them."""
+
+
+def _enum_member(kind: Any, name: str) -> Enum:
+    """In place of `getattr` while reading: Python 3.11.0 to 3.11.3 pickles an enum's member as getattr(enum, name)."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"Unsupported getattr({kind!r}, {name!r})")
+    return kind[name]
 
 
 class HydraCheckpointEngine(TorchCheckpointEngine):
@@ -304,7 +313,8 @@ def only_weights() -> Iterator[None]:
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
-    torch.serialization.add_safe_globals(list(SAFE_CLASSES))  # for good: torch's context does not nest
+    # For good: torch's context does not nest.
+    torch.serialization.add_safe_globals([*SAFE_CLASSES, (_enum_member, "builtins.getattr")])
     try:
         yield
     finally:

@@ -253,6 +253,12 @@ class _Budget:
                     num_layers=shape.num_layers, hidden_size=shape.hidden_size, vocab_size=shape.vocab_size
                 )
             known.check_tp_sequence_parallel(hydra.tp_sequence_parallel)
+            is_silent = "tp_sequence_parallel" not in known.document and any(s.tp > 1 for s in known.latency)
+            if is_silent and not hydra.tp_sequence_parallel:
+                report.assumed.append(
+                    f"profile {name} does not say whether norms and residual stream were cut under TP, as in the "
+                    "published ones; without hydra.tp_sequence_parallel rows need more memory than it says"
+                )
             if self._request.device is not None:
                 report.warnings.append(
                     f"--device {self._request.device} is not used: profile {name} is known"
@@ -350,6 +356,10 @@ class _Budget:
                     profile, num_devices=number, context_length=context, can_run=self._can_run
                 )
             usable = set(profile.latency)
+        elif self._hydra.planner.space != "measured":
+            report.warnings.append(
+                f"hydra.planner.space is {self._hydra.planner.space} and not used: hydra.strategies are given"
+            )
         try:
             check_context(profile, number, context, schemes=usable, can_run=None if given else self._can_run)
         except HydraConfigError as error:
@@ -364,8 +374,9 @@ class _Budget:
             given or (number <= MAX_ENUMERATED_RANKS and not is_wider)
         ):
             report.warnings.append(
-                f"--histogram {self._request.histogram} is not used: candidates are proposed on more than "
-                f"{MAX_ENUMERATED_RANKS} devices, where hydra.strategies is null"
+                f"--histogram {self._request.histogram} is not used: where hydra.strategies is null, candidates are "
+                f'proposed on more than {MAX_ENUMERATED_RANKS} devices; on fewer with hydra.planner.space "wide", or a '
+                "profile that measured SP"
             )
         if given:
             report.strategies_source = "hydra.strategies"

@@ -131,6 +131,7 @@ def _measure_memory(
         "hardware": describe_hardware(),
         "model": describe_model(skeleton),
         "tp_sequence_parallel": skeleton.tp.cuts_rows,
+        "activation_checkpointing": config.activation_checkpointing,
         "memory": {
             "activation_source": "peak memory" if has_device_memory() else "tensors kept for backward",
             "activation_bytes_per_token_per_layer_per_hidden": activation,

@@ -132,6 +132,8 @@ class HydraRuntime:
             self._profile.check_tp_sequence_parallel(config.tp_sequence_parallel)
         self.strategies = self._at_start = self._candidates()
         self.propagator.prepare(self.strategies)
+        self._num_first_groups = len(self.propagator.groups)
+        """Process groups before any proposal: those of an abandoned one do not make the next smaller."""
         self._feed: PlanFeed | None = None
         self._proposed_with: Profile | None = None
         self._reasons: list[str] = []
@@ -490,8 +492,8 @@ class HydraRuntime:
         self.strategies = strategies
         self.propagator.prepare(strategies)
         self._proposed_with = self._profile
-        if self.log is not None and self._profile is not given:
-            self._log_profile(self.log)
+        if self._profile is not given:
+            raise_together(self._try_to_log_profile(), self._device)
 
     def _propose(self, profile: Profile, longest_tokens: int) -> Proposal:
         """Candidates for the attached data, within the process groups that are left; not collective.
@@ -501,9 +503,7 @@ class HydraRuntime:
         assert self._data is not None
         lengths, counts = np.unique(self._data.lengths, return_counts=True)
         given = self.strategies if self.num_ranks <= MAX_ENUMERATED_RANKS else ()
-        groups_left = (
-            self.config.max_process_groups - len(self.propagator.groups) + count_communicators(given)
-        )
+        groups_left = self.config.max_process_groups - self._num_first_groups + count_communicators(given)
         return propose_strategies(
             profile.only(scheme for scheme in profile.latency if self._can_run(scheme)),
             LengthHistogram.from_counts(dict(zip(lengths.tolist(), counts.tolist(), strict=True))),
@@ -569,11 +569,20 @@ class HydraRuntime:
             )
         return None
 
+    def _try_to_log_profile(self) -> Exception | None:
+        """`_log_profile` on the rank that has a run folder; returns what went wrong."""
+        try:
+            if self.log is not None:
+                self._log_profile(self.log)
+        except (OSError, HydraConfigError) as error:
+            return error
+        return None
+
     def _log_profile(self, log: RunLog) -> None:
         """Keep the profile in the run folder: as given or measured, with what was estimated for the candidates."""
         known = self._profile
         if self.config.profile is not None:  # as given: the memory limit is in run.json
-            known = with_estimates(Profile.load(find_profile(self.config.profile)), self.strategies)
+            known = _with_parts(Profile.load(find_profile(self.config.profile)), self.strategies)
         assert known is not None
         log.write_profile(known.document)
 

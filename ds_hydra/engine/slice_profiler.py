@@ -113,6 +113,7 @@ def profile_slices(
         "hardware": describe_hardware() | {"devices_per_node": topology.nodes[0].num_devices},
         "model": describe_model(skeleton),
         "tp_sequence_parallel": cuts_rows,
+        "activation_checkpointing": config.activation_checkpointing,
         "memory": {
             "activation_source": "peak memory" if has_device_memory() else "layer traced under fake tensors",
             "activation_bytes_per_token_per_layer_per_hidden": per_layer,

@@ -399,6 +399,7 @@ def _propose(workload: Workload, cluster: Cluster | None, settings: Settings) ->
         num_devices=workload.num_devices,
         context_length=workload.context_length,
         tokens_per_iteration=workload.tokens_per_iteration,
+        space="plain",
         pruning=PruningSettings(
             num_batches=settings.num_proposal_batches,
             num_rounds=settings.num_proposal_rounds,

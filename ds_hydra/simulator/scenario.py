@@ -214,7 +214,8 @@ def bound_of(scenario: Scenario, batch: GlobalBatch, schemes: Collection[Scheme]
             alone_ms, alone_devices = time_ms, scheme.num_devices
     alone_ms = 0.0 if np.isinf(alone_ms) else alone_ms
     others_ms = float(least.sum() - least[lengths.argmax()]) if lengths.size else 0.0
-    others_ms /= max(1, scenario.num_devices - alone_devices)
+    num_others = scenario.num_devices - alone_devices
+    others_ms = others_ms / num_others if num_others else 0.0  # nobody waits
     return Bound(
         perfect_balance_ms=max(float(least.sum()) / scenario.num_devices, alone_ms),
         longest_alone_ms=alone_ms,

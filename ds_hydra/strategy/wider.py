@@ -37,9 +37,11 @@ def with_wider_schemes(
     found = list(_with_sequence_parallelism(measured, num_devices, can_run))
     known = with_estimates(measured, (Strategy((scheme,)) for scheme in found))
     whole = _that_fit(known, known.latency, num_devices)
+    # All layers of a profile measured with activation checkpointing are checkpointed already.
+    stretchable = [] if profile.document.get("activation_checkpointing") else whole
     stretched = [
         wider
-        for scheme in whole
+        for scheme in stretchable
         if not (scheme.stages or scheme.ckpt or scheme.repull)
         for wider in _stretch(known, scheme, num_devices, context_length, can_run)
         if _is_cheapest(known, wider, whole, num_devices, context_length)
@@ -93,24 +95,22 @@ def _variants(scheme: Scheme, num_layers: int) -> Iterator[Scheme]:
     steps = sorted({-(-num_layers * k // NUM_CKPT_STEPS) for k in range(1, NUM_CKPT_STEPS + 1)})
     for ckpt in steps:
         yield Scheme(scheme.tp, scheme.pp, sp=scheme.sp, ckpt=ckpt)
-        if scheme.pp > 1:
-            yield Scheme(
-                scheme.tp,
-                scheme.pp,
-                sp=scheme.sp,
-                ckpt=ckpt,
-                stages=balanced_stages(num_layers, scheme.pp, ckpt),
-            )
+        if 1 < scheme.pp <= num_layers:
+            stages = balanced_stages(num_layers, scheme.pp, ckpt)
+            yield Scheme(scheme.tp, scheme.pp, sp=scheme.sp, ckpt=ckpt, stages=stages)
 
 
 def balanced_stages(num_layers: int, num_stages: int, ckpt: int) -> tuple[int, ...]:
-    """Layers of each stage such that its work is about even: the first `ckpt` layers also run forward again.
+    """Layers of each stage, one at least, such that work is about even: the first `ckpt` layers also run forward again.
 
-    >>> balanced_stages(32, 2, 6)
-    (15, 17)
+    >>> balanced_stages(32, 2, 6), balanced_stages(4, 4, 1)
+    ((15, 17), (1, 1, 1, 1))
     """
     work = np.cumsum(1 + FORWARD_FRACTION * (np.arange(num_layers) < ckpt))
     cuts = np.searchsorted(work, work[-1] * np.arange(1, num_stages) / num_stages + 1e-9, side="right")
+    at = np.arange(1, num_stages)
+    cuts = np.maximum.accumulate(np.maximum(cuts - at, 0)) + at
+    cuts = np.minimum(cuts, num_layers - num_stages + at)
     layers = np.diff([0, *cuts, num_layers])
     return tuple(layers.tolist())
 
