@@ -579,10 +579,10 @@ class HydraRuntime:
         return None
 
     def _log_profile(self, log: RunLog) -> None:
-        """Keep the profile in the run folder: as given or measured, with what was estimated for the candidates."""
+        """Keep the profile in the run folder: as given or measured, with SP estimated for the candidates."""
         known = self._profile
         if self.config.profile is not None:  # as given: the memory limit is in run.json
-            known = _with_parts(Profile.load(find_profile(self.config.profile)), self.strategies)
+            known = with_estimates(Profile.load(find_profile(self.config.profile)), self.strategies)
         assert known is not None
         log.write_profile(known.document)
 
