@@ -9,12 +9,16 @@ backward, and the most that was allocated at once, slices left out.
 
 from __future__ import annotations
 
-import gc
 import statistics
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import torch
 import torch.distributed as dist
+from holdings import peak_bytes
 from overlap import MODELS, begin, make_parser, report
 from transformers import LlamaConfig
 
@@ -27,21 +31,6 @@ from ds_hydra.strategy import Scheme, Strategy
 
 SETTINGS = (False, True)
 """Of `hydra.tp_sequence_parallel`."""
-
-
-def peak_bytes(run: Callable[[], object]) -> int:
-    """Most bytes of tensors that `run` has allocated at once."""
-    gc.collect()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        run()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held, most = 0, 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
 
 
 def start(model: str, dtype: str, *, checkpointing: bool, is_cut: bool) -> Propagator:

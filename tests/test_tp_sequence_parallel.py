@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import importlib.util
 import json
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 from distributed import run_distributed
 from engines import small_profile, start_hydra, start_stock, stock_step
+from holdings import peak_bytes
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples, token_mean_gradients
 from test_engine_parity import LENGTHS, assert_parity, check_gradients
@@ -93,21 +93,6 @@ def training():
     half = start_hydra(copy.deepcopy(model), hydra=ON, bf16={"enabled": True})
     in_bf16 = [float(half.train_batch(b, strategy="1x<2,2>")) for b in data]
     return wanted, curves, in_bf16
-
-
-def peak_bytes(run):
-    """Most bytes of tensors that `run` has allocated at once."""
-    gc.collect()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        run()
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held, most = 0, 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
 
 
 def memory():
