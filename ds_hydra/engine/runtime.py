@@ -564,9 +564,7 @@ class HydraRuntime:
             if self.config.profile is not None:
                 self._log_profile(self.log)
         except OSError as error:
-            return HydraConfigError(
-                f"hydra.run_dir is {self.config.run_dir!r}: {error.strerror}; name a folder that can be written"
-            )
+            return self._cannot_write(error)
         return None
 
     def _try_to_log_profile(self) -> Exception | None:
@@ -574,9 +572,17 @@ class HydraRuntime:
         try:
             if self.log is not None:
                 self._log_profile(self.log)
-        except (OSError, HydraConfigError) as error:
+        except OSError as error:
+            return self._cannot_write(error)
+        except HydraConfigError as error:
             return error
         return None
+
+    def _cannot_write(self, error: OSError) -> HydraConfigError:
+        """What a user is told where the run folder cannot be written."""
+        return HydraConfigError(
+            f"hydra.run_dir is {self.config.run_dir!r}: {error.strerror}; name a folder that can be written"
+        )
 
     def _log_profile(self, log: RunLog) -> None:
         """Keep the profile in the run folder: as given or measured, with SP estimated for the candidates."""
