@@ -226,6 +226,7 @@ def faults_that_ranks_survive(folder):
     dist.barrier()  # rank 0 cleans up after the error
     outcome["left"] = sorted(p.name for p in Path(folder, "checkpoints").iterdir())
     outcome["latest"] = Path(folder, "checkpoints", "latest").read_text()
+    dist.barrier()  # both have looked before the next one begins
     engine.save_checkpoint(f"{folder}/checkpoints", tag="better")
 
     # The whole job is suspended for longer than a silence, and continued.
