@@ -14,7 +14,13 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.galvatron_originals import SLOWER, OriginalModel, hetu_bert, published_tables, rtx_titan
+from benchmarks.galvatron_originals import (
+    SLOWER,
+    OriginalModel,
+    later_repository_cases,
+    published_tables,
+    rtx_titan,
+)
 from ds_hydra.strategy.search import (
     GalvatronSearch,
     LayerStrategy,
@@ -48,9 +54,9 @@ def counts() -> dict[str, int]:
     }
 
 
-def strategies_of_space(space: str) -> list[LayerStrategy]:
-    """The restricted spaces of Table II."""
-    full = layer_strategies(8, checkpoints=False)
+def strategies_of_space(space: str, num_devices: int = 8) -> list[LayerStrategy]:
+    """The restricted spaces of Table II, or the full one of 2022."""
+    full = layer_strategies(num_devices, checkpoints=False)
     single = {"DP": "1-1-8", "SDP": "1-1-8f", "TP": "1-8-1", "PP": "8-1-1"}
     if space in single:
         return [LayerStrategy.parse(single[space])]
@@ -74,7 +80,8 @@ def compare(ratios: Iterable[float | None]) -> dict[str, int]:
 
 def ratio(original: OriginalModel, space: str, memory_gb: float, result: dict[str, Any]) -> float | None:
     """Our cost over theirs under their cost model; 1 where both find that nothing fits."""
-    found = original.search(strategies_of_space(space), result["bsz"], 1024 * memory_gb)
+    strategies = strategies_of_space(space, original.num_devices)
+    found = original.search(strategies, result["bsz"], 1024 * memory_gb)
     if (found is None) != (result["time_s"] is None):
         return None
     return 1.0 if found is None else found[0] / 1e3 / result["time_s"]
@@ -91,12 +98,10 @@ def reference_cases(data: Path) -> dict[str, dict[str, int]]:
             for space, searched in cases["search"].items()
             for result in searched["results"]
         )
-    runs = json.loads((data / "cases_2022_hetu_repo.json").read_text())["runs"]
-    for key, num_layers in (("bert8", 32), ("bert8_48", 48)):
-        original = hetu_bert(data, num_layers)
-        table[f"BERT-Huge-{num_layers} of the later repository, 8 GPUs"] = compare(
-            ratio(original, "full22", run["memory_GB"], result)
-            for run in runs[key]["runs"]
+    for name, original, published in later_repository_cases(data):
+        table[f"{name}, later repository"] = compare(
+            ratio(original, "full", run["memory_GB"], result)
+            for run in published["runs"]
             for result in run["all"]
         )
     second = json.loads((data / "cases_v2_a100.json").read_text())["cases"]
