@@ -145,19 +145,29 @@ def test_activation_checkpointing_gives_the_same_gradients():
     assert_parity(run_distributed(check_gradients, 4, "llama", strategies, hydra)[0])
 
 
-def check_compiled(family, strategies):
-    hydra = {"compile_layers": True, "link": {"repull_layers": "all"}}
-    return check_gradients(family, strategies, hydra), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+def check_compiled(family, runs):
+    errors, graphs = {}, []
+    for strategy, hydra in runs:
+        errors |= check_gradients(family, (strategy,), {"compile_layers": True, **hydra})
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return errors, graphs
 
 
 @pytest.mark.distributed
 @pytest.mark.timeout(1000)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
 def test_compiled_layers_give_the_same_gradients():
-    """Under TP, whose collectives cut a layer into most pieces, with slices that come and go; compiling is slow."""
-    worst, num_graphs = run_distributed(check_compiled, 2, "llama", ("1x<2,1>",), timeout_s=900)[0]
+    """Under TP, whose collectives cut a layer into most pieces; compiling is slow.
+
+    With slices that come and go, and with shards of a row and a layer that runs again.
+    """
+    runs = (
+        ("1x<2,1>", {"link": {"repull_layers": "all"}}),
+        ("1x<2,1;ckpt=1>", {"tp_sequence_parallel": True}),
+    )
+    worst, graphs = run_distributed(check_compiled, 2, "llama", runs, timeout_s=900)[0]
     assert_parity(worst)
-    assert num_graphs > 0, "nothing was compiled"
+    assert 0 < graphs[0] < graphs[1], "nothing was compiled"
 
 
 @pytest.mark.distributed

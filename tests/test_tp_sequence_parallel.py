@@ -22,11 +22,13 @@ from torch import nn
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.profile_document import ProbeRow
 from ds_hydra.engine.profiler import stage_ms, token_bytes
+from ds_hydra.engine.runtime import find_unsupported
 from ds_hydra.engine.skeleton import Skeleton
 from ds_hydra.engine.tp_sequence_parallel import find_blocks
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.alpha_beta import LayerShape
+from ds_hydra.strategy.candidates import power_of_two_schemes
 from ds_hydra.strategy.topology import StageParts, Topology
 from ds_hydra.strategy.topology import stage_ms as composed_stage_ms
 from ds_hydra.zero_link.layout import Slicing
@@ -318,4 +320,7 @@ def test_a_model_without_such_blocks_is_refused_under_tp_only():
     skeleton.check_scheme(Scheme(1, 2))
     with pytest.raises(UnsupportedModelError, match=r"LlamaMLP has 3 column-wise .* set hydra\.tp_sequence"):
         skeleton.check_scheme(Scheme(2, 1))
+    (line,) = find_unsupported(skeleton, power_of_two_schemes(4))
+    assert line.startswith("<2,1>, <4,1>, <2,2>: hydra.tp_sequence_parallel wants")
+    assert not list(find_unsupported(Skeleton(model), power_of_two_schemes(4)))
     Skeleton(model).check_scheme(Scheme(2, 1))

@@ -36,7 +36,13 @@ from ds_hydra.engine.straggler import StragglerFinder
 from ds_hydra.engine.tensor_parallel import IGNORED_LABEL
 from ds_hydra.engine.trace import MemoryWatch, TraceChoice, gather_timeline
 from ds_hydra.engine.watchdog import Watchdog, find_restart_problem, start_watchdog
-from ds_hydra.errors import HydraConfigError, HydraDataError, InfeasiblePlanError, PlanMismatchError
+from ds_hydra.errors import (
+    HydraConfigError,
+    HydraDataError,
+    InfeasiblePlanError,
+    PlanMismatchError,
+    UnsupportedModelError,
+)
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.batches import TokenBudgetSampler
 from ds_hydra.sampler.dataset import TokenDataset
@@ -79,6 +85,23 @@ def candidates_without_data(
     else:
         wanted = list(enumerate_strategies(schemes, num_ranks))
     return within_groups(wanted, max_process_groups // 2)
+
+
+def find_unsupported(skeleton: Skeleton, schemes: Iterable[Scheme]) -> Iterator[str]:
+    """One line for each thing that the model does not support, with those of `schemes` that need it.
+
+    Degrees that do not divide its heads or layers are not among them.
+    """
+    found: dict[str, list[Scheme]] = {}
+    for scheme in schemes:
+        try:
+            skeleton.check_scheme(scheme)
+        except UnsupportedModelError as error:
+            found.setdefault(str(error).removeprefix(f"scheme {scheme}: "), []).append(scheme)
+        except HydraConfigError:
+            pass
+    for reason, refused in found.items():
+        yield f"{', '.join(map(str, refused))}: {reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,6 +428,9 @@ class HydraRuntime:
             if self._profile is not None:
                 self._profile = self._profile.with_schemes(s for x in strategies for s in x.schemes)
             return strategies
+        if self.is_first_rank:
+            for line in find_unsupported(self.skeleton, power_of_two_schemes(self.num_ranks)):
+                logger.warning("not among the candidates: %s", line)
         schemes = [scheme for scheme in power_of_two_schemes(self.num_ranks) if self._can_run(scheme)]
         if not schemes:
             raise HydraConfigError(
