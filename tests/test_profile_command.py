@@ -14,12 +14,14 @@ from transformers import LlamaConfig, Qwen2Config
 from typer.testing import CliRunner
 
 from ds_hydra.cli import app
+from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine import overlap_slowdown as slowdown
 from ds_hydra.engine import profile_run, profiler
 from ds_hydra.engine.measurements import Measurements
 from ds_hydra.engine.profile_run import ProfileRequest, run_profile
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy import Profile, Scheme
+from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.topology import Topology
 
 CPU = torch.device("cpu")
@@ -127,6 +129,7 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
     assert [(row["length"], row["num_sequences"]) for row in packed] == [(8, 8)] * 6
     assert all(row["time_ms"] > 0 for row in packed)
     assert document["model"]["hidden_size"] == 32
+    assert profile.overlap_slowdown == document["hardware"]["overlap_slowdown"] >= 1
     num_cases = (
         3 + 6 * 4 * 2
     )  # memory of three TP degrees; six schemes, three lengths and a packed row, two runs
@@ -140,6 +143,52 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
     assert "hidden_size 32 instead of 64" in first["errors"]["model"]
     for result in results:
         assert all("p.json.partial" in text for text in result["errors"].values())
+
+
+def test_overlap_slowdown_is_of_a_row_beside_all_reduces_that_take_as_long(monkeypatch):
+    """With all-reduces of 10 ms, a row of 100 ms, and 160 ms for both."""
+    sent, beside_a_row = [], []
+
+    def all_reduce(message, group, async_op):
+        sent.append(message)
+        return SimpleNamespace(wait=lambda: None)
+
+    def stage_ms(propagator, strategy, row, beside=tuple):
+        works = list(beside())
+        sent.clear()
+        beside_a_row.append(len(works))
+        return 160.0 if works else 100.0
+
+    class Clock:
+        def __init__(self, device):
+            pass
+
+        def stamp(self):
+            return len(sent)
+
+        def ms_between(self, begin, end):
+            return 10.0 * (end - begin)
+
+    fake = {"new_group": lambda: None, "barrier": lambda: None, "destroy_process_group": lambda _: None}
+    monkeypatch.setattr(slowdown, "dist", SimpleNamespace(**fake, all_reduce=all_reduce))
+    monkeypatch.setattr(slowdown, "stage_ms", stage_ms)
+    monkeypatch.setattr(slowdown, "DeviceClock", Clock)
+    monkeypatch.setattr(slowdown, "layer_params", lambda skeleton: 8)
+    propagator = SimpleNamespace(
+        skeleton=SimpleNamespace(params=[torch.zeros(1)]), max_over_ranks=lambda value: value
+    )
+    strategy = Strategy.parse("2x<1,1>")
+    found = slowdown.measure_overlap_slowdown(propagator, strategy, 64, device=CPU, repeats=3)
+    assert beside_a_row == [0, 0, 10, 0, 10, 0, 10]
+    assert found == pytest.approx(1.6)
+
+
+@pytest.mark.parametrize("value", [0.5, -1, float("nan"), "fast"])
+def test_a_slowdown_that_cannot_be_is_refused(value):
+    document = json.loads(find_file("profiles", "a800_llama2_7b").read_text())
+    document["hardware"]["overlap_slowdown"] = value
+    with pytest.raises(HydraConfigError, match=r"overlap_slowdown|fast"):
+        Profile.from_json(document)
 
 
 def two_ways(model):

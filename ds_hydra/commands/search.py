@@ -72,10 +72,10 @@ def search(
         write_document(plan.to_json(), out)
         if plot is not None:
             _draw(plan, plot)
-    print(json.dumps(plan.to_json()) if as_json else describe(plan))
+    print(json.dumps(plan.to_json()) if as_json else describe(plan, given.overlap_slowdown))
 
 
-def describe(plan: SearchPlan) -> str:
+def describe(plan: SearchPlan, overlap_slowdown: float) -> str:
     """The plan as text: one line for each stage."""
     from ds_hydra.strategy.search.galvatron import run_lengths
 
@@ -92,6 +92,7 @@ def describe(plan: SearchPlan) -> str:
             f"balance of time {plan.time_balance:.3f}, of memory {plan.memory_balance:.3f} (1 - 1/PP = {best:.3f})"
         )
     lines.append("PP-TP-DP; * consecutive groups, f sharded (SDP), -c checkpointed")
+    lines.append(f"computation and gradient synchronisation slow each other down {overlap_slowdown:g} times")
     return "\n".join(lines)
 
 

@@ -53,7 +53,7 @@ def _slice_bytes(model: Mapping[str, Any], skeleton: Skeleton | None) -> float:
     """Bytes of one layer's weights per H^2."""
     hidden = model["hidden_size"]
     if skeleton is not None:
-        return _layer_params(skeleton) / hidden**2 * (torch.finfo(skeleton.params[0].dtype).bits // 8)
+        return layer_params(skeleton) / hidden**2 * (torch.finfo(skeleton.params[0].dtype).bits // 8)
     shape = ModelShape(
         num_layers=model["num_layers"],
         hidden_size=hidden,
@@ -68,7 +68,7 @@ def nominal_profile(skeleton: Skeleton, schemes: Iterable[Scheme]) -> dict[str, 
 
     Good enough to place sequences within a strategy that the caller has forced.
     """
-    layer_params = _layer_params(skeleton)
+    params = layer_params(skeleton)
     entries = []
     for scheme in sorted(set(schemes)):
         layers = max(len(skeleton.stage_layers(scheme, stage)) for stage in range(scheme.pp))
@@ -78,8 +78,8 @@ def nominal_profile(skeleton: Skeleton, schemes: Iterable[Scheme]) -> dict[str, 
             {
                 **scheme.to_json(),
                 "quadratic_ms": share * skeleton.hidden_size,
-                "linear_ms": share * layer_params,
-                "constant_ms": share * layer_params * 32,
+                "linear_ms": share * params,
+                "constant_ms": share * params * 32,
             }
         )
     return {
@@ -165,7 +165,8 @@ def saturation(entries: Sequence[dict[str, Any]], longest: int) -> dict[str, int
     }
 
 
-def _layer_params(skeleton: Skeleton) -> float:
+def layer_params(skeleton: Skeleton) -> float:
+    """Parameters of a decoder layer."""
     layer = {b.param for unit in skeleton.units[1:-1] for b in unit.bindings}
     return sum(skeleton.specs[i].numel for i in layer) / skeleton.num_layers
 
@@ -176,11 +177,11 @@ def state_memory(skeleton: Skeleton) -> dict[str, float]:
     sharded = element + OPTIMIZER_BYTES
     held = element + GRADIENT_BYTES
     return {
-        "state_bytes_per_layer_per_hidden2": _layer_params(skeleton)
+        "state_bytes_per_layer_per_hidden2": layer_params(skeleton)
         / skeleton.hidden_size**2
         * (sharded + held),
         "sharded_fraction": sharded / (sharded + held),
-        "slice_bytes_per_layer_per_hidden2": _layer_params(skeleton) / skeleton.hidden_size**2 * element,
+        "slice_bytes_per_layer_per_hidden2": layer_params(skeleton) / skeleton.hidden_size**2 * element,
         "input_bytes_per_token_per_layer_per_hidden": element,
     }
 

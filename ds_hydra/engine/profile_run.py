@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ds_hydra.engine.agreement import raise_together
 from ds_hydra.engine.groups import groups_of
 from ds_hydra.engine.measurements import Measurements
 from ds_hydra.engine.meta_model import load_model_config
+from ds_hydra.engine.overlap_slowdown import measure_overlap_slowdown
 from ds_hydra.engine.profile_document import fit_memory
 from ds_hydra.engine.profiler import measure_profile
 from ds_hydra.engine.propagation import Propagator
@@ -31,6 +32,7 @@ from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.candidates import fitting_schemes
 from ds_hydra.strategy.topology import Topology
 
+_OVERLAP_TOKENS = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -115,9 +117,28 @@ def _profile_ranks(
         skeleton, device=device, max_groups=num_groups + 4
     )  # pull and push, with node-aware routes two of each
     try:
-        return measure_profile(propagator, strategies, config, known)
+        document = measure_profile(propagator, strategies, config, known)
+        if num_ranks > 1:
+            slowdown = known.get(
+                "overlap slowdown", lambda: _overlap_slowdown(propagator, document, config, device)
+            )
+            document["hardware"]["overlap_slowdown"] = round(slowdown, 3)
+        return document
     finally:
         propagator.close()
+
+
+def _overlap_slowdown(
+    propagator: Propagator, document: Mapping[str, Any], config: HydraConfig, device: torch.device
+) -> float:
+    """Of the scheme with the fewest ranks, and its longest measured row that is no longer than usual training rows."""
+    entry = min(document["schemes"], key=lambda e: Scheme.from_json(e).num_devices)
+    scheme, lengths = Scheme.from_json(entry), entry["measured"]["lengths"]
+    length = max((n for n in lengths if n <= _OVERLAP_TOKENS), default=min(lengths))
+    strategy = Strategy((scheme,) * (propagator.num_ranks // scheme.num_devices))
+    return measure_overlap_slowdown(
+        propagator, strategy, length, device=device, repeats=config.profiling.repeats
+    )
 
 
 def _prepare(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from tqdm import tqdm
@@ -215,11 +216,18 @@ def _probe_example(vocab_size: int, length: int) -> Example:
     return tokens, tokens
 
 
-def stage_ms(propagator: Propagator, strategy: Strategy, row: ProbeRow) -> float:
-    """Stage time, of the slowest rank, for one `row`."""
+def stage_ms(
+    propagator: Propagator,
+    strategy: Strategy,
+    row: ProbeRow,
+    *,
+    beside: Callable[[], Iterable[dist.Work]] = tuple,
+) -> float:
+    """Stage time, of the slowest rank, for one `row`, until the end of the work that `beside` starts with it."""
     plan = _probe_plan(strategy, propagator.num_ranks, row)
     example = _probe_example(propagator.skeleton.vocab_size, row.length)
-    return propagator.time_propagation(plan, lambda _: example) / (2 * strategy.schemes[0].pp - 1)
+    total_ms = propagator.time_propagation(plan, lambda _: example, beside=beside)
+    return total_ms / (2 * strategy.schemes[0].pp - 1)
 
 
 def has_device_memory() -> bool:

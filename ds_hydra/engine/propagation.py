@@ -325,15 +325,23 @@ class Propagator:
             **asdict(repull_times),
         )
 
-    def time_propagation(self, plan: IterationPlan, load: LoadExample) -> float:
-        """Milliseconds of the slowest rank in one forward + backward of `plan`; gradients are thrown away."""
+    def time_propagation(
+        self, plan: IterationPlan, load: LoadExample, *, beside: Callable[[], Iterable[dist.Work]] = tuple
+    ) -> float:
+        """Milliseconds of the slowest rank in one forward + backward of `plan`; gradients are thrown away.
+
+        `beside` starts work that runs at the same time and counts until its end.
+        """
         link = self._link_of(plan.strategy)
         slices, session = self._open(plan.strategy, with_gradients=True, grads_P=None)
         with session, self._open_repulls(plan, link, slices, training=True) as repulls:
             session.await_all()
             dist.barrier()
             begin = self._clock.stamp()
+            others = beside()
             self._propagate(plan, link, slices, session, repulls, load, 1.0)
+            for work in others:
+                work.wait()
             end = self._clock.stamp()
             session.finish()
             repulls.finish()

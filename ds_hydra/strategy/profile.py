@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +226,8 @@ class Profile:
     saturation_tokens: Mapping[int, int]
     document: Mapping[str, Any]
     """The JSON document this profile was read from (source, hardware and model names, links)."""
+    overlap_slowdown: float | None = None
+    """How many times as long computation and gradient synchronisation take beside each other; None: not measured."""
 
     def get_latency(self, scheme: Scheme) -> LatencyModel:
         """T(., scheme), that of a scheme with parts derived from <TP,PP> where nobody has measured it.
@@ -358,6 +360,7 @@ class Profile:
                     int(tp): int(tokens) for tp, tokens in document.get("saturation_tokens", {}).items()
                 },
                 document=document,
+                overlap_slowdown=_read_slowdown(hardware.get("overlap_slowdown")),
             )
         except HydraConfigError as error:
             raise HydraConfigError(f"{source}: {error}") from error
@@ -368,6 +371,14 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         """The profile in the JSON file `path`."""
         return cls.from_json(read_json_object(path), source=str(path))
+
+
+def _read_slowdown(value: Any) -> float | None:
+    if value is None:
+        return None
+    if not 1 <= float(value) < inf:
+        raise HydraConfigError(f"hardware.overlap_slowdown is {value}; it must be a number of at least 1")
+    return float(value)
 
 
 def _json(value: bool) -> str:

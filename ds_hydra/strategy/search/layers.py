@@ -17,6 +17,8 @@ from ds_hydra.strategy.analytic import Hardware
 from ds_hydra.strategy.profile import EMBEDDING_BYTES_PER_ELEMENT, Profile, read_json_object
 
 LAYERS_SCHEMA = "ds_hydra.layers/1"
+OVERLAP_SLOWDOWN = 1.3
+"""Where it was not measured: Galvatron-BMW's own (§V)."""
 MB = float(1 << 20)
 _STATE_BYTES = 16.0
 """Of one parameter: 16-bit weight and gradient, fp32 weight and two Adam moments."""
@@ -66,7 +68,7 @@ class SearchInput:
     context_mb: float = 0.0
     """What a device holds before any model: communicators, kernels, allocator."""
     backward_over_forward: float = 2.0
-    overlap_slowdown: float = 1.3
+    overlap_slowdown: float = OVERLAP_SLOWDOWN
     """How much slower computation and gradient synchronisation run at the same time (§V)."""
 
     gathers_each_micro_batch: bool = True
@@ -110,7 +112,7 @@ class SearchInput:
                 head=EndProfile(**document.get("head", {})),
                 context_mb=float(document.get("context_mb", 0.0)),
                 backward_over_forward=float(document.get("backward_over_forward", 2.0)),
-                overlap_slowdown=float(document.get("overlap_slowdown", 1.3)),
+                overlap_slowdown=float(document.get("overlap_slowdown", OVERLAP_SLOWDOWN)),
                 gathers_each_micro_batch=bool(document.get("gathers_each_micro_batch", True)),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -125,7 +127,8 @@ class SearchInput:
         """The input of a profiled decoder; a sample is one sequence of `sequence_tokens` in 16-bit types.
 
         Forward is a third of T(l, P) of the profiled scheme with least TP, shared out over its layers; links are
-        those of `hardware`. Raises HydraConfigError for a profile without a model's sizes.
+        those of `hardware`, the overlap slowdown is the profile's where it was measured.
+        Raises HydraConfigError for a profile without a model's sizes.
         """
         memory, model = profile.memory, profile.document.get("model", {})
         if "intermediate_size" not in model:
@@ -173,6 +176,7 @@ class SearchInput:
                 states_mb=vocabulary_mb, activation_mb=4.0 * sequence_tokens * memory.vocab_size / MB
             ),
             context_mb=memory.reserved_bytes / MB,
+            overlap_slowdown=profile.overlap_slowdown or OVERLAP_SLOWDOWN,
         )
 
 
