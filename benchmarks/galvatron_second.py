@@ -2,7 +2,9 @@
 
 Against the first release (`benchmarks/galvatron_originals.py`) it knows checkpointing, 1F1B and ZeRO-2, gives every
 stage its own memory, and judges a plan by a formula for the whole pipeline that the search over layers does not see.
-Profiles, the table of costs and the search results come from `../shared/data/galvatron/`.
+Profiles, the table of costs and the search results come from `../shared/data/galvatron/`. The rules follow public
+versions of its code near that release, and are checked against all of those costs and results. Those do not
+test GPipe with several stages, nor changes of TP between layers: no published plan has them.
 """
 
 from __future__ import annotations
