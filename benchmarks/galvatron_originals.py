@@ -276,31 +276,6 @@ def rtx_titan(data: Path, model: str) -> OriginalModel:
     )
 
 
-def published_tables(
-    data: Path, model: str, batch: int, num_layers: int
-) -> tuple[list[LayerStrategy], StageTables, float]:
-    """The second release's published costs of strategies without a pipeline: (strategies, tables, other MB).
-
-    Their transformations cost nothing here: the published plans keep one layout.
-    """
-    rows = json.loads((data / "costs_v2_0_a100_8gpu.json").read_text())["rows"]
-    rows = [row for row in rows if (row["model"], row["bsz"]) == (model, batch)]
-    rows = [row for row in rows if row["strategy"].startswith("1-")]
-    strategies = [LayerStrategy.parse(row["strategy"]) for row in rows]
-    shape = (num_layers, len(rows))
-    tables = StageTables(
-        time_ms=np.broadcast_to([1e3 * row["time_layer_s_unpipelined"] for row in rows], shape),
-        forward_mb=np.zeros(shape),
-        backward_mb=np.zeros(shape),
-        states_mb=np.broadcast_to(
-            [math.ceil(row["mem_layer_MB_per_stage"][0]) for row in rows], shape
-        ).astype(float),
-        layout=np.zeros(len(rows), dtype=np.int64),
-        transfer_ms=np.zeros((num_layers, 1, 1)),
-    )
-    return strategies, tables, math.ceil(rows[0]["mem_other_MB"][0])
-
-
 def later_links(data: Path, name: str) -> dict[str, dict[str, float]]:
     """Links of the later repository: measured `<PP>_<group>_<consecutive>` by PP and group."""
     links: dict[str, dict[str, float]] = {}

@@ -18,9 +18,9 @@ from benchmarks.galvatron_originals import (
     SLOWER,
     OriginalModel,
     later_repository_cases,
-    published_tables,
     rtx_titan,
 )
+from benchmarks.galvatron_second import second_release_cases
 from ds_hydra.strategy.search import (
     GalvatronSearch,
     LayerStrategy,
@@ -30,14 +30,9 @@ from ds_hydra.strategy.search import (
 )
 from ds_hydra.strategy.search.costs import CostEstimator
 from ds_hydra.strategy.search.galvatron import StagePlan, pipeline_ms
-from ds_hydra.strategy.search.layer_dp import search_layers
 from ds_hydra.strategy.search.layers import LayerProfile
 from ds_hydra.strategy.search.space import Paradigm
 from tests.shared_data import shared_path
-
-NUM_LAYERS = {"gpt-1.5b": 48, "gpt-2.7b": 32}
-RESERVED_SHARE = 0.2
-"""Of memories above 20 GB the originals' second release leaves this to the allocator."""
 
 
 def counts() -> dict[str, int]:
@@ -104,23 +99,11 @@ def reference_cases(data: Path) -> dict[str, dict[str, int]]:
             for run in published["runs"]
             for result in run["all"]
         )
-    second = json.loads((data / "cases_v2_a100.json").read_text())["cases"]
-    table["GPT 1.5B and 2.7B of the second release, 8 A100, 44 strategies, PP 1"] = compare(
-        second_release_ratio(data, case)
-        for case in second
-        if case["nodes"] == 1
-        and not case["options"]
-        and case["bsz"] in (8, 16, 64)
-        and case["result"]["pp"] == 1
-    )
+    second: dict[str, list[float | None]] = {}
+    for name, found in second_release_cases(data):
+        second.setdefault(name, []).append(found)
+    table.update((name, compare(ratios)) for name, ratios in second.items())
     return table
-
-
-def second_release_ratio(data: Path, case: dict[str, Any]) -> float | None:
-    _, tables, other_mb = published_tables(data, case["model"], case["bsz"], NUM_LAYERS[case["model"]])
-    budget = 1024 * case["memory_GB"] * (1 - RESERVED_SHARE * (case["memory_GB"] > 20))
-    choice = search_layers(tables, budget - other_mb)
-    return None if choice is None else tables.total_ms(choice) / 1e3 / case["result"]["time_s"]
 
 
 def own_input(data: Path, model: str) -> tuple[SearchInput, float]:

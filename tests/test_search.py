@@ -11,6 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.galvatron_originals import later_repository_cases, rtx_titan
+from benchmarks.galvatron_second import (
+    published_searches,
+    published_stages,
+    searched,
+    second_release,
+    second_release_ratio,
+    withheld_mb,
+)
 from benchmarks.wider_space import widen
 from ds_hydra.cli import app
 from ds_hydra.configs.files import find_profile
@@ -315,6 +323,87 @@ def test_originals_results_with_uneven_stages_and_on_two_nodes(index):
             assert len(stages) == result["pp"]
             if result["pp_division"] is not None:
                 assert [len(stage) for stage in stages] == result["pp_division"]
+
+
+@needs_shared_data
+class TestSecondRelease:
+    """Checkpointing, 1F1B and ZeRO-2: the cost model of v2.0 as `benchmarks/galvatron_second.py` has it."""
+
+    def test_every_published_cost_of_a_strategy(self):
+        rows = json.loads((GALVATRON / "costs_v2_0_a100_8gpu.json").read_text())["rows"]
+        assert len(rows) == 3 * 3 * 44
+        for row in rows:
+            model = second_release(GALVATRON, row["model"], has_checkpoints=False)
+            strategy, batch = LayerStrategy.parse(row["strategy"]), row["bsz"]
+            layer_mb = [model.layer_mb(strategy, stage, batch) for stage in range(strategy.pp)]
+            assert layer_mb == pytest.approx(row["mem_layer_MB_per_stage"], rel=1e-9), row
+            assert model.states_mb(strategy, batch) == pytest.approx(row["mem_states_layer_MB"], rel=1e-9)
+            assert model.other_mb(strategy.pp, batch) == pytest.approx(row["mem_other_MB"], rel=1e-9), row
+            layer_s = model.layer_ms(strategy, batch) / 1e3
+            assert layer_s == pytest.approx(row["time_layer_s_unpipelined"], rel=1e-9), row
+            assert len(model.micro_batches(strategy.pp, batch)) == row["chunks"]
+            if row["iter_time_s_all_layers_this_strategy"] is None:
+                assert (row["model"], batch, row["strategy"]) == ("llama-7b", 64, "1-8-1")
+                continue
+            stages = [[strategy] * (model.num_layers // strategy.pp)] * strategy.pp
+            iteration_s = model.iteration_ms(stages, batch) / 1e3
+            assert iteration_s == pytest.approx(row["iter_time_s_all_layers_this_strategy"], rel=1e-9), row
+            assert model.used_mb(stages, batch) == row["mem_used_MB_per_stage"], row
+
+    def test_every_published_plan(self):
+        """Time, memory of each stage and the space it was found in, for both numbers of devices and all options."""
+        cases = published_searches(GALVATRON)
+        assert len(cases) == 60
+        for case in cases:
+            model, strategies = searched(GALVATRON, case)
+            result, batch = case["result"], case["bsz"]
+            assert len(strategies) == case["n_strategies"]
+            for pp, count in result["chunks"].items():
+                assert model.asked_micro_batches(int(pp), batch) == count
+            if result["plan"] is None:
+                continue
+            stages = published_stages(result)
+            assert {s for layers in stages for s in layers} <= set(strategies)
+            assert model.iteration_ms(stages, batch) / 1e3 == pytest.approx(result["time_s"], rel=1e-9)
+            withheld = withheld_mb(1024 * case["memory_GB"])
+            assert [used + withheld for used in model.used_mb(stages, batch)] == result["mem_used_MB"]
+
+    @pytest.mark.parametrize(
+        ("model", "nodes", "memory_gb", "batch", "options"),
+        [
+            ("gpt-1.5b", 1, 16, 128, {}),  # two stages, checkpoints on the first
+            ("gpt-2.7b", 1, 16, 16, {}),  # four kinds of layers, full to the last MB
+            ("gpt-2.7b", 1, 24, 128, {}),  # memory withheld
+            ("gpt-1.5b", 1, 16, 32, {"disable_ckpt": 1}),  # nothing fits
+            ("gpt-1.5b", 1, 16, 8, {"dptype": "ddp"}),
+            ("gpt-1.5b", 1, 16, 16, {"space": "3d"}),
+            ("gpt-1.5b", 2, 40, 16, {}),
+            ("baichuan-7b", 2, 40, 144, {}),
+        ],
+    )
+    def test_published_results_are_reached(self, model, nodes, memory_gb, batch, options):
+        wanted = {"model": model, "nodes": nodes, "memory_GB": memory_gb, "bsz": batch, "options": options}
+        (case,) = [c for c in published_searches(GALVATRON) if wanted.items() <= c.items()]
+        assert second_release_ratio(GALVATRON, case) == pytest.approx(1, abs=1e-9)
+
+    def test_changes_of_strategy_in_their_search(self):
+        model = second_release(GALVATRON, "gpt-1.5b")
+        moves = {
+            (before, after): model.move_ms(LayerStrategy.parse(before), LayerStrategy.parse(after), 8)
+            for before, after in [
+                ("1-1-8f", "1-1-8"),
+                ("1-1-8", "1-1-8f"),
+                ("1-1-8", "1-1-8-c"),
+                ("1-1-8f", "1-1-8-c"),
+                ("1-1-8", "1-2*-4"),
+                ("1-2*-4", "1-1-8"),
+                ("1-2-4*", "1-2*-4f"),
+                ("1-4-2*", "1-2*-4"),
+                ("1-4*-2", "1-2*-4"),
+            ]
+        }
+        gathered = 1 / 2 * 2 * 8 / 4 / 138.156
+        assert list(moves.values()) == pytest.approx([1, 0, 1, 0, gathered, 0, gathered, gathered, 0])
 
 
 class TestCommand:
