@@ -307,6 +307,7 @@ def two_nodes(data: Path, model: str, num_layers: int) -> SeveralNodes:
     is_bert = model == "bert"
     layer = rtx_titan(data, "BERT-Huge-32" if is_bert else "ViT-Huge-32").layers[0]
     layer["memory"]["tp_activation_per_bsz_dict"]["16"] = 16.4509375 if is_bert else 4.93
+    layer["time"]["extra_overhead"] = 0.0
     forward = json.loads((data / f"profiles/hetu_2022/{model}/forward_profiling_config.json").read_text())
     layer["time"]["forward_computation_time"] = forward["fwd_time_hidden_1280"]
     folder = data / "profiles/hetu_2022/env_configs"
