@@ -10,11 +10,21 @@ import pytest
 from reference import make_batch, make_profile
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.simulator import baselines
 from ds_hydra.simulator.baselines import balanced, dynamic, fixed_length, hotspa, two_stage
 from ds_hydra.simulator.cases import list_cases, load_case
-from ds_hydra.simulator.compare import LABELS, STATIC_SYSTEMS, Ratio, Settings, Workload, compare
+from ds_hydra.simulator.cluster import find_cluster
+from ds_hydra.simulator.compare import (
+    LABELS,
+    STATIC_SYSTEMS,
+    Ratio,
+    Settings,
+    Workload,
+    compare,
+    draw_batches,
+)
 from ds_hydra.simulator.reproduction import our_figure
-from ds_hydra.simulator.scenario import Scenario, bound_of
+from ds_hydra.simulator.scenario import Scenario, best_of, bound_of, summarize
 from ds_hydra.simulator.sweep import Axes, sweep
 from ds_hydra.simulator.ulysses import deepspeed_ulysses
 from ds_hydra.strategy.histogram import LengthHistogram
@@ -109,6 +119,38 @@ def test_balance_beats_dealing_out_and_planning_beats_balance():
         )
     ]
     assert means[0] > means[1] >= means[2] * 0.999
+
+
+def test_a_static_strategy_is_given_up_only_where_it_cannot_win(monkeypatch):
+    """With links: the best of all, planned to the end, is what is found with fewer plans."""
+    case = load_case("paper/github-32b-32gpu-f2").workload
+    profile = case.profile
+    scenario = Scenario(
+        profile=profile,
+        num_devices=32,
+        context_length=case.context_length,
+        batches=draw_batches(case.histogram.limit(case.context_length), case.tokens_per_iteration, 8, seed=3),
+        cluster=find_cluster(profile, 32),
+    )
+    texts = ("1x<16,1> + 1x<8,2>", "1x<16,1> + 2x<8,1>", "1x<16,1> + 4x<4,1>", "1x<16,1> + 1x<4,4>")
+    strategies = [Strategy.parse(text) for text in (*texts, "2x<16,1>")]
+    planned = []
+    original = Scenario.plan
+    monkeypatch.setattr(Scenario, "plan", lambda self, *a: planned.append(a) or original(self, *a))
+    found = two_stage(scenario, strategies, name="static")
+    num_plans = len(planned)
+    everything = best_of(
+        "static",
+        [summarize("static", str(s), baselines._planned(scenario, s, scenario.batches)) for s in strategies],
+    )
+    assert found.strategy == everything.strategy
+    assert (found.propagation_ms == everything.propagation_ms).all()
+    assert (found.iteration_ms == everything.iteration_ms).all()
+    for strategy in strategies:
+        times = baselines._times(baselines._planned(scenario, strategy, scenario.batches))
+        assert (baselines._bounds(scenario, strategy) <= times * (1 + 1e-9)).all(), strategy
+    trials = len(strategies) * len(scenario.batches)
+    assert num_plans < trials + len(strategies) * len(scenario.batches)
 
 
 def deepspeed_ulysses_plain(scenario, name):

@@ -7,7 +7,7 @@ compared on. ds_hydra chooses its candidates on other ones.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import combinations, pairwise
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.planner import bound_iterations
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.simulator.fixed_length import pack_balanced, pack_fixed_length
 from ds_hydra.simulator.scenario import (
@@ -137,16 +138,14 @@ def _in_sequence(name: str, parts: Sequence[SystemResult], scenario: Scenario) -
 
 NUM_TRIAL_BATCHES = 12
 NUM_FINALISTS = 3
-NUM_RACE_BATCHES = 24
-RACE_ERRORS = 3.0
 
 
 def two_stage(scenario: Scenario, strategies: Sequence[Strategy], *, name: str) -> SystemResult:
     """The best single strategy of `strategies` for all mini-batches, sequences placed by ds_hydra's planner.
 
-    All are tried with the planner's heuristic on the first mini-batches, by propagation and by whole
-    iterations; the best few of each are planned as ds_hydra's own, and what is slower in both on 24 mini-batches,
-    by more than three standard errors of the difference, goes no further.
+    All are tried with the planner's heuristic on the first mini-batches, by propagation and by whole iterations. The
+    best few of each are planned as ds_hydra's own on all mini-batches, as long as it can still be the fastest
+    with what the rest of the mini-batches takes at least.
     """
     trial = scenario.batches[:NUM_TRIAL_BATCHES]
     heuristic = replace(scenario, settings=scenario.settings.heuristic())
@@ -154,12 +153,17 @@ def two_stage(scenario: Scenario, strategies: Sequence[Strategy], *, name: str) 
     finalists: dict[Strategy, None] = {}
     for figure in range(2):
         finalists |= dict.fromkeys(sorted(tried, key=lambda s: tried[s][figure])[:NUM_FINALISTS])
-    first, rest = scenario.batches[:NUM_RACE_BATCHES], scenario.batches[NUM_RACE_BATCHES:]
-    raced = {strategy: _planned(scenario, strategy, first) for strategy in finalists}
-    return best_of(
-        name,
-        [summarize(name, str(s), [*raced[s], *_planned(scenario, s, rest)]) for s in _leaders(raced)],
-    )
+    fastest = np.full(2, np.inf)
+    results: list[SystemResult] = []
+    for strategy in sorted(finalists, key=lambda s: float(tried[s][1])):
+        if results:
+            outcomes = _planned_below(scenario, strategy, fastest, _bounds(scenario, strategy))
+        else:
+            outcomes = _planned(scenario, strategy, scenario.batches)
+        if len(outcomes) == len(scenario.batches):
+            fastest = np.minimum(fastest, _times(outcomes).sum(axis=1))
+            results.append(summarize(name, str(strategy), outcomes))
+    return best_of(name, results)
 
 
 def heterogeneous_static(scenario: Scenario, candidates: Sequence[Strategy], *, name: str) -> SystemResult:
@@ -174,20 +178,40 @@ def _planned(scenario: Scenario, strategy: Strategy, batches: Sequence[GlobalBat
     return [outcome_of(scenario.simulate(scenario.plan(batch, [strategy]))) for batch in batches]
 
 
+def _planned_below(
+    scenario: Scenario, strategy: Strategy, limit: FloatArray, bounds: FloatArray
+) -> list[Outcome]:
+    """All mini-batches, or the first of them until the sums of both times, with `bounds` of the rest, reach `limit`."""
+    outcomes: list[Outcome] = []
+    least = bounds.sum(axis=1)
+    for batch, bound in zip(scenario.batches, bounds.T, strict=True):
+        if (least >= limit).all():
+            break
+        outcomes += _planned(scenario, strategy, [batch])
+        least += _times(outcomes[-1:])[:, 0] - bound
+    return outcomes
+
+
 def _times(outcomes: Sequence[Outcome]) -> FloatArray:
     """Propagation and whole iteration of every mini-batch: [2, mini-batches], ms."""
     return np.array([[o.propagation_ms for o in outcomes], [o.iteration_ms for o in outcomes]])
 
 
-def _leaders(raced: Mapping[Strategy, Sequence[Outcome]]) -> list[Strategy]:
-    """The strategies that are not shown to be slower than the fastest so far, by propagation or by iterations."""
-    times = np.array([_times(outcomes) for outcomes in raced.values()])
-    is_leader = np.zeros(len(raced), dtype=bool)
-    for figure in range(2):
-        behind = times[:, figure] - times[times[:, figure].mean(axis=1).argmin(), figure]
-        error = behind.std(axis=1) / np.sqrt(behind.shape[1])
-        is_leader |= behind.mean(axis=1) <= RACE_ERRORS * error
-    return [strategy for strategy, stays in zip(raced, is_leader, strict=True) if stays]
+def _bounds(scenario: Scenario, strategy: Strategy) -> FloatArray:
+    """What no plan can beat, as `_times`."""
+    settings = scenario.linked_settings([strategy])
+    bounds = np.empty((2, len(scenario.batches)))
+    for position, batch in enumerate(scenario.batches):
+        found = bound_iterations(
+            batch,
+            strategies=[strategy],
+            profile=scenario.profile,
+            num_devices=scenario.num_devices,
+            settings=settings,
+        )
+        bounds[:, position] = found[:, 0]
+    bounds[1] += scenario.cluster.step_ms if scenario.cluster else 0.0
+    return bounds
 
 
 def dynamic(
