@@ -11,10 +11,13 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from benchmarks.galvatron_later import layer_space
+from benchmarks.galvatron_later_cases import later_release_cases
 from benchmarks.galvatron_originals import (
     DUMMY_LAYERS,
     SLOWER,
@@ -50,6 +53,9 @@ def counts() -> dict[str, int]:
         "DP+PP": len(layer_strategies(8, paradigms={dp}, checkpoints=False)),
         "DP+TP": len(ordered),
         "DP+TP unordered": len({(s.tp, s.dp) for s in ordered}),
+        "v2.4.0, with Ulysses": len(layer_space(ulysses=True, strided=True)),
+        "v2.4.0, TP in neighbours": len(layer_space(ulysses=False, strided=False)),
+        "main of 2026, with Ulysses": len(layer_space(ulysses=True, strided=False)),
     }
 
 
@@ -103,10 +109,10 @@ def reference_cases(data: Path) -> dict[str, dict[str, int]]:
             for run in published["runs"]
             for result in run["all"]
         )
-    second: dict[str, list[float | None]] = {}
-    for name, found in second_release_cases(data):
-        second.setdefault(name, []).append(found)
-    table.update((name, compare(ratios)) for name, ratios in second.items())
+    later: dict[str, list[float | None]] = {}
+    for name, found in chain(second_release_cases(data), later_release_cases(data)):
+        later.setdefault(name, []).append(found)
+    table.update((name, compare(ratios)) for name, ratios in later.items())
     return table
 
 

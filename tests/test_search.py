@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.galvatron_later import layer_space
+from benchmarks.galvatron_later_cases import cheapest_mixture, jobs, plans, published_cases, search
 from benchmarks.galvatron_originals import later_repository_cases, rtx_titan
 from benchmarks.galvatron_second import (
     published_searches,
@@ -404,6 +407,57 @@ class TestSecondRelease:
         }
         gathered = 1 / 2 * 2 * 8 / 4 / 138.156
         assert list(moves.values()) == pytest.approx([1, 0, 1, 0, gathered, 0, gathered, gathered, 0])
+
+
+class TestLaterReleases:
+    """Ulysses, a head of its own, micro-batches to search: v2.4.0 and main, `benchmarks/galvatron_later.py`."""
+
+    def test_their_numbers_of_strategies(self):
+        spaces = [
+            layer_space(ulysses=ulysses, strided=strided) for ulysses, strided in ((1, 1), (1, 0), (0, 0))
+        ]
+        assert [len(space) for space in spaces] == [74, 50, 32]
+        assert [len(set(space)) for space in spaces] == [74, 50, 32]
+
+    @needs_shared_data
+    def test_published_estimates_and_no_plan_of_theirs_is_better(self):
+        cases = list(published_cases(GALVATRON))
+        assert len(cases) == 10
+        for case in cases:
+            published_ms = 1e3 * case.model.batch / case.throughput
+            assert case.their_ms() == pytest.approx(published_ms, rel=1e-8), case.label
+            found_ms, frame, head, stages = search(case.model)
+            assert found_ms == pytest.approx(published_ms, rel=1e-8), case.label
+            assert case.model.fits(frame, head, stages)
+            assert sum(map(len, stages)) == case.model.num_layers
+
+    @needs_shared_data
+    def test_a_published_estimate_that_is_not_reached_is_an_error(self):
+        case = next(published_cases(GALVATRON))
+        with pytest.raises(ValueError, match="their plan takes"):
+            dataclasses.replace(case, throughput=case.throughput * 1.001).their_ms()
+
+    @needs_shared_data
+    @pytest.mark.parametrize("index", [0, 2, 4])
+    def test_no_frame_is_left_out_for_its_bound(self, index):
+        """What the search passes over is no faster; few layers, so that several stages and mixed plans are near."""
+        case = list(published_cases(GALVATRON))[index]
+        model = dataclasses.replace(case.model, num_layers=6, memory_gb=12, batch=16, micro_batches=4)
+        every, bounds = [], []
+        for bound, costs, head in jobs(model):
+            for stages in plans(model, costs, head):
+                every.append(model.plan_ms(costs.frame, head, stages))
+                bounds.append(bound / every[-1])
+        assert len(every) > 10
+        assert max(bounds) <= 1 + 1e-9
+        assert search(model)[0] == pytest.approx(min(every), rel=1e-12)
+
+    def test_cheapest_mixture(self):
+        time, memory = np.array([4.0, 2.0, 1.0]), np.array([1.0, 2.0, 5.0])
+        assert cheapest_mixture(time, memory, 0.5) == math.inf
+        assert cheapest_mixture(time, memory, 1.5) == pytest.approx(3.0)
+        assert cheapest_mixture(time, memory, 3.5) == pytest.approx(1.5)
+        assert cheapest_mixture(time, memory, 9.0) == 1.0
 
 
 class TestCommand:
