@@ -70,8 +70,32 @@ def count_measurements(stop_after=None):
     return seen, lambda: setattr(profiler, "stage_ms", original)
 
 
+def count_waits():
+    """[all-reduces started to be overlapped, those waited for] from now on."""
+    counts = [0, 0]
+    start = dist.all_reduce
+
+    class Counted:
+        def __init__(self, work):
+            self.work = work
+
+        def wait(self):
+            counts[1] += 1
+            self.work.wait()
+
+    def all_reduce(*args, async_op=False, **more):
+        work = start(*args, async_op=async_op, **more)
+        counts[0] += async_op
+        return Counted(work) if async_op else work
+
+    names = ("new_group", "barrier", "destroy_process_group")
+    slowdown.dist = SimpleNamespace(**{name: getattr(dist, name) for name in names}, all_reduce=all_reduce)
+    return counts
+
+
 def on_ranks(model, folder):
     """Everything that needs ranks, in one start of them."""
+    waits = count_waits()
     resume = folder / "p.json.partial"
     request = request_for(model)
     seen, restore = count_measurements(stop_after=9)
@@ -113,6 +137,7 @@ def on_ranks(model, folder):
         "nothing": nothing,
         "is_same": same == document,
         "document": document,
+        "waits": waits,
     }
 
 
@@ -129,7 +154,8 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
     assert [(row["length"], row["num_sequences"]) for row in packed] == [(8, 8)] * 6
     assert all(row["time_ms"] > 0 for row in packed)
     assert document["model"]["hidden_size"] == 32
-    assert profile.overlap_slowdown == document["hardware"]["overlap_slowdown"] >= 1
+    assert profile.overlap_slowdown == document["hardware"].get("overlap_slowdown")
+    assert all(started == waited > 0 for started, waited in (r["waits"] for r in results))
     num_cases = (
         3 + 6 * 4 * 2
     )  # memory of three TP degrees; six schemes, three lengths and a packed row, two runs
@@ -145,8 +171,11 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
         assert all("p.json.partial" in text for text in result["errors"].values())
 
 
-def test_overlap_slowdown_is_of_a_row_beside_all_reduces_that_take_as_long(monkeypatch):
-    """With all-reduces of 10 ms, a row of 100 ms, and 160 ms for both."""
+@pytest.mark.parametrize(("message_ms", "num_messages", "wanted"), [(1.0, 100, 1.6), (0.001, 4096, 0.0)])
+def test_overlap_slowdown_is_of_a_row_beside_all_reduces_that_take_as_long(
+    monkeypatch, message_ms, num_messages, wanted
+):
+    """A row of 100 ms, 160 ms with all-reduces beside it, 9 s the first time; or all-reduces too short to tell."""
     sent, beside_a_row = [], []
 
     def all_reduce(message, group, async_op):
@@ -157,7 +186,7 @@ def test_overlap_slowdown_is_of_a_row_beside_all_reduces_that_take_as_long(monke
         works = list(beside())
         sent.clear()
         beside_a_row.append(len(works))
-        return 160.0 if works else 100.0
+        return 9_000.0 if len(beside_a_row) == 1 else 160.0 if works else 100.0
 
     class Clock:
         def __init__(self, device):
@@ -167,7 +196,7 @@ def test_overlap_slowdown_is_of_a_row_beside_all_reduces_that_take_as_long(monke
             return len(sent)
 
         def ms_between(self, begin, end):
-            return 10.0 * (end - begin)
+            return message_ms * (end - begin)
 
     fake = {"new_group": lambda: None, "barrier": lambda: None, "destroy_process_group": lambda _: None}
     monkeypatch.setattr(slowdown, "dist", SimpleNamespace(**fake, all_reduce=all_reduce))
@@ -179,16 +208,32 @@ def test_overlap_slowdown_is_of_a_row_beside_all_reduces_that_take_as_long(monke
     )
     strategy = Strategy.parse("2x<1,1>")
     found = slowdown.measure_overlap_slowdown(propagator, strategy, 64, device=CPU, repeats=3)
-    assert beside_a_row == [0, 0, 10, 0, 10, 0, 10]
-    assert found == pytest.approx(1.6)
+    assert beside_a_row == [0, 0, *[0, num_messages] * 3]
+    assert found == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("value", [0.5, -1, float("nan"), "fast"])
+@pytest.mark.parametrize("value", [0.5, -1, float("nan"), "1.5", True, [1]])
 def test_a_slowdown_that_cannot_be_is_refused(value):
     document = json.loads(find_file("profiles", "a800_llama2_7b").read_text())
     document["hardware"]["overlap_slowdown"] = value
-    with pytest.raises(HydraConfigError, match=r"overlap_slowdown|fast"):
+    with pytest.raises(HydraConfigError, match=r"hardware\.overlap_slowdown is .* at least 1"):
         Profile.from_json(document)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_every_row_is_warmed_up_where_layers_are_compiled_for_its_length(compiles):
+    config = HydraConfig.parse(
+        {"context_length": 64, "tokens_per_iteration": 64, "compile_layers": compiles}
+        | {"profiling": {"repeats": 2, "warmup": 1}}
+    )
+    cases = [("a", profiler.ProbeRow(8)), ("a", profiler.ProbeRow(64)), ("b", profiler.ProbeRow(64))]
+    seen = []
+    times = profiler.measure_in_rounds(
+        cases, lambda *case: seen.append(case) or 1.0, config, Measurements(), show_progress=False
+    )
+    assert set(times) == set(cases)
+    warmed_up = cases if compiles else cases[1:]
+    assert sorted(seen) == sorted([*warmed_up, *cases * 2])
 
 
 def two_ways(model):

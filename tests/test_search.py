@@ -24,6 +24,7 @@ from benchmarks.galvatron_second import (
 )
 from benchmarks.wider_space import widen
 from ds_hydra.cli import app
+from ds_hydra.configs import find_file
 from ds_hydra.configs.files import find_profile
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.strategy import Profile, Strategy
@@ -463,6 +464,21 @@ class TestLaterReleases:
 class TestCommand:
     def run(self, *arguments):
         return CliRunner().invoke(app, ["search", *map(str, arguments)])
+
+    @pytest.mark.parametrize(
+        ("measured", "told"), [(None, "1.3 times, the paper's figure"), (2.0, "2 times")]
+    )
+    def test_overlap_slowdown_is_the_profiles(self, tmp_path, measured, told):
+        document = json.loads(find_file("profiles", "a800_llama2_7b").read_text())
+        if measured is not None:
+            document["hardware"]["overlap_slowdown"] = measured
+        path = tmp_path / "profile.json"
+        path.write_text(json.dumps(document))
+        arguments = ("--profile", path, "--devices", 4, "--memory-gb", 80, "--max-batch", 4)
+        result = self.run(*arguments)
+        assert result.exit_code == 0, result.output
+        assert f"slow each other down {told}\n" in result.output
+        assert json.loads(self.run(*arguments, "--json").stdout)["overlap_slowdown"] == (measured or 1.3)
 
     def test_prints_json_and_draws(self, tmp_path):
         path, picture = tmp_path / "layers.json", tmp_path / "plan.png"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from ds_hydra.simulator.compare import (
     draw_batches,
 )
 from ds_hydra.simulator.reproduction import our_figure
-from ds_hydra.simulator.scenario import Scenario, best_of, bound_of, summarize
+from ds_hydra.simulator.scenario import Outcome, Scenario, best_of, bound_of, summarize
 from ds_hydra.simulator.sweep import Axes, sweep
 from ds_hydra.simulator.ulysses import deepspeed_ulysses
 from ds_hydra.strategy.histogram import LengthHistogram
@@ -149,8 +150,24 @@ def test_a_static_strategy_is_given_up_only_where_it_cannot_win(monkeypatch):
     for strategy in strategies:
         times = baselines._times(baselines._planned(scenario, strategy, scenario.batches))
         assert (baselines._bounds(scenario, strategy) <= times * (1 + 1e-9)).all(), strategy
-    trials = len(strategies) * len(scenario.batches)
-    assert num_plans < trials + len(strategies) * len(scenario.batches)
+    tried = {str(strategies_[0]) for _, strategies_ in planned[:num_plans]}
+    assert tried == {str(strategy) for strategy in strategies}
+    counts = Counter(str(strategies_[0]) for _, strategies_ in planned[:num_plans])
+    assert min(counts.values()) < 2 * len(scenario.batches), "trials, and each planned to the end"
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_planned"),
+    [([31.0, 31.0], 3), ([30.0, 31.0], 3), ([30.0, 30.0], 0), ([33.0, 29.0], 2), ([20.0, 20.0], 0)],
+)
+def test_planning_stops_where_neither_sum_can_stay_below_its_limit(monkeypatch, limit, num_planned):
+    """Each of three mini-batches takes at least 10 ms in both figures, and 11.5 ms of propagation."""
+    outcome = Outcome(propagation_ms=11.5, iteration_ms=10.0, imbalance=0.0, bubble=0.0)
+    monkeypatch.setattr(baselines, "_planned", lambda scenario, strategy, batches: [outcome for _ in batches])
+    scenario = make_scenario([5], [5], [5])
+    bounds = np.full((2, 3), 10.0)
+    found = baselines._planned_below(scenario, Strategy.parse("4x<1,1>"), np.array(limit), bounds)
+    assert len(found) == num_planned
 
 
 def deepspeed_ulysses_plain(scenario, name):

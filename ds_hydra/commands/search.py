@@ -69,15 +69,17 @@ def search(
                 bar.update()
 
             plan = GalvatronSearch(given, settings, strategies).best(show)
-        write_document(plan.to_json(), out)
+        document = {**plan.to_json(), "overlap_slowdown": given.overlap_slowdown}
+        write_document(document, out)
         if plot is not None:
             _draw(plan, plot)
-    print(json.dumps(plan.to_json()) if as_json else describe(plan, given.overlap_slowdown))
+    print(json.dumps(document) if as_json else describe(plan, given.overlap_slowdown))
 
 
 def describe(plan: SearchPlan, overlap_slowdown: float) -> str:
     """The plan as text: one line for each stage."""
     from ds_hydra.strategy.search.galvatron import run_lengths
+    from ds_hydra.strategy.search.layers import OVERLAP_SLOWDOWN
 
     lines = [
         f"batch {plan.batch_size}, PP {plan.pp}, {plan.num_micro_batches} micro-batches: "
@@ -92,7 +94,10 @@ def describe(plan: SearchPlan, overlap_slowdown: float) -> str:
             f"balance of time {plan.time_balance:.3f}, of memory {plan.memory_balance:.3f} (1 - 1/PP = {best:.3f})"
         )
     lines.append("PP-TP-DP; * consecutive groups, f sharded (SDP), -c checkpointed")
-    lines.append(f"computation and gradient synchronisation slow each other down {overlap_slowdown:g} times")
+    source = ", the paper's figure" if overlap_slowdown == OVERLAP_SLOWDOWN else ""
+    lines.append(
+        f"computation and gradient synchronisation slow each other down {overlap_slowdown:g} times{source}"
+    )
     return "\n".join(lines)
 
 

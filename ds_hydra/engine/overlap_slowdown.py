@@ -16,19 +16,25 @@ from ds_hydra.strategy import Strategy
 
 _MESSAGE_BYTES = 25 << 20
 """At most this much in one all-reduce, as in the buckets of torch's DDP."""
-_MAX_MESSAGES = 32
+_MAX_MESSAGES = 4096
+_LEAST_SHARE = 0.2
+"""Of the longer one that the shorter one must last: the slowdown is a small difference of long times otherwise."""
 
 
 def overlap_slowdown(compute_ms: float, collective_ms: float, both_ms: float) -> float:
     """How many times as long either takes while both run, at least 1.
 
-    They begin together, and the longer one ends alone.
+    They begin together, and the longer one ends alone. 0.0 where one is too short to tell.
 
     >>> round(overlap_slowdown(compute_ms=100, collective_ms=60, both_ms=60 * 1.3 + 40), 3)
     1.3
+    >>> overlap_slowdown(compute_ms=100, collective_ms=10, both_ms=103)
+    0.0
     """
-    together = min(compute_ms, collective_ms)
-    return max(1.0, (both_ms - abs(compute_ms - collective_ms)) / together)
+    together, longer = sorted((compute_ms, collective_ms))
+    if together < _LEAST_SHARE * longer:
+        return 0.0
+    return max(1.0, (both_ms - (longer - together)) / together)
 
 
 def measure_overlap_slowdown(
@@ -36,8 +42,9 @@ def measure_overlap_slowdown(
 ) -> float:
     """The slowdown of a row of `length` tokens under `strategy` beside all-reduces of about as many milliseconds.
 
-    Medians of `repeats` rounds that time each alone and both. Collective over all ranks, equal on all; makes a process
-    group of its own, so that the all-reduces wait for nothing else.
+    Medians of `repeats` rounds that time each alone and both; 0.0 where even thousands of all-reduces are too short
+    beside the row. Collective over all ranks, equal on all. The all-reduces have a process group of their own, besides
+    those of the propagator, so that they wait for nothing else, and one buffer: nobody reads what is in it.
     """
     skeleton = propagator.skeleton
     dtype = skeleton.params[0].dtype
@@ -45,10 +52,10 @@ def measure_overlap_slowdown(
     message = torch.zeros(min(most, int(layer_params(skeleton))), dtype=dtype, device=device)
     group = dist.new_group()
     clock = DeviceClock(device)
-    messages = [message]
+    count = 1
 
     def synchronize() -> list[dist.Work]:
-        return [dist.all_reduce(sent, group=group, async_op=True) for sent in messages]
+        return [dist.all_reduce(message, group=group, async_op=True) for _ in range(count)]
 
     def collective_ms() -> float:
         dist.barrier()
@@ -62,9 +69,9 @@ def measure_overlap_slowdown(
         return passes * stage_ms(propagator, strategy, ProbeRow(length), beside=beside)
 
     try:
+        row_ms()  # compiles and allocates
         collective_ms()  # connects the ranks
-        count = round(row_ms() / collective_ms())
-        messages += [torch.zeros_like(message) for _ in range(min(_MAX_MESSAGES, count) - 1)]
+        count = max(1, min(_MAX_MESSAGES, round(row_ms() / collective_ms())))
         rounds = [(row_ms(), collective_ms(), row_ms(beside=synchronize)) for _ in range(repeats)]
     finally:
         dist.destroy_process_group(group)

@@ -122,7 +122,8 @@ def _profile_ranks(
             slowdown = known.get(
                 "overlap slowdown", lambda: _overlap_slowdown(propagator, document, config, device)
             )
-            document["hardware"]["overlap_slowdown"] = round(slowdown, 3)
+            if slowdown:
+                document["hardware"]["overlap_slowdown"] = round(slowdown, 3)
         return document
     finally:
         propagator.close()
@@ -131,10 +132,11 @@ def _profile_ranks(
 def _overlap_slowdown(
     propagator: Propagator, document: Mapping[str, Any], config: HydraConfig, device: torch.device
 ) -> float:
-    """Of the scheme with the fewest ranks, and its longest measured row that is no longer than usual training rows."""
+    """Of the scheme with the fewest ranks, and its longest measured row that leaves memory for the all-reduces."""
     entry = min(document["schemes"], key=lambda e: Scheme.from_json(e).num_devices)
     scheme, lengths = Scheme.from_json(entry), entry["measured"]["lengths"]
-    length = max((n for n in lengths if n <= _OVERLAP_TOKENS), default=min(lengths))
+    most = min(_OVERLAP_TOKENS, max(lengths) // 2)
+    length = max((n for n in lengths if n <= most), default=min(lengths))
     strategy = Strategy((scheme,) * (propagator.num_ranks // scheme.num_devices))
     return measure_overlap_slowdown(
         propagator, strategy, length, device=device, repeats=config.profiling.repeats

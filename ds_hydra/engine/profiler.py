@@ -85,18 +85,20 @@ def measure_in_rounds(
 ) -> dict[tuple[_Subject, ProbeRow], float]:
     """Median over `profiling.repeats` of every (subject, row), after warming up each subject.
 
-    In rounds over all cases, so that a disturbance of some seconds hits every subject alike.
+    In rounds over all cases, so that a disturbance of some seconds hits every subject alike. Warmed up is the longest
+    row of each subject, whose memory is touched for the first time; every row where layers are compiled for its length.
     """
     repeats = range(config.profiling.repeats)
     names = {case: [f"{case[0]} {case[1]} tokens, run {run}" for run in repeats] for case in cases}
     open_cases = [case for case in cases if any(name not in known for name in names[case])]
     longest = dict(sorted(open_cases, key=lambda case: case[1]))
-    total = len(longest) + len(cases) * len(repeats)
+    warmed_up = open_cases if config.compile_layers else list(longest.items())
+    total = len(warmed_up) + len(cases) * len(repeats)
     with tqdm(total=total, desc="profiling", disable=not show_progress, file=sys.stderr) as progress:
-        for subject, row in longest.items():
+        for subject, row in warmed_up:
             progress.set_postfix_str(f"{subject} warm-up")
             for _ in range(config.profiling.warmup):
-                measure_ms(subject, row)  # the longest row, whose memory is touched for the first time
+                measure_ms(subject, row)
             progress.update()
         for run in repeats:
             for subject, row in cases:
@@ -223,7 +225,7 @@ def stage_ms(
     *,
     beside: Callable[[], Iterable[dist.Work]] = tuple,
 ) -> float:
-    """Stage time, of the slowest rank, for one `row`, until the end of the work that `beside` starts with it."""
+    """Milliseconds of a stage, of the slowest rank, for one `row`; `beside` as in `Propagator.time_propagation`."""
     plan = _probe_plan(strategy, propagator.num_ranks, row)
     example = _probe_example(propagator.skeleton.vocab_size, row.length)
     total_ms = propagator.time_propagation(plan, lambda _: example, beside=beside)

@@ -330,7 +330,8 @@ class Propagator:
     ) -> float:
         """Milliseconds of the slowest rank in one forward + backward of `plan`; gradients are thrown away.
 
-        `beside` starts work that runs at the same time and counts until its end.
+        `beside` starts work that runs at the same time and counts until its end: the same collectives in the same
+        order on all ranks, in a group that nothing else uses. Collective over all ranks.
         """
         link = self._link_of(plan.strategy)
         slices, session = self._open(plan.strategy, with_gradients=True, grads_P=None)

@@ -173,7 +173,7 @@ def bound_iterations(
 ) -> FloatArray:
     """What no plan of `batch` under each of `strategies` can beat: [propagation, with pull and push][strategy], ms.
 
-    In a tenth of the time of a plan. Infinite where a sequence does not fit.
+    Infinite where a sequence does not fit.
     """
     planner = _BatchPlanner(batch, profile, num_devices, settings)
     return np.array([planner.least_ms(strategy) for strategy in strategies], dtype=np.float64).T

@@ -376,8 +376,9 @@ class Profile:
 def _read_slowdown(value: Any) -> float | None:
     if value is None:
         return None
-    if not 1 <= float(value) < inf:
-        raise HydraConfigError(f"hardware.overlap_slowdown is {value}; it must be a number of at least 1")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 1 <= value < inf:
+        raise HydraConfigError(f"hardware.overlap_slowdown is {value!r}; it must be a number of at least 1")
     return float(value)
 
 
