@@ -22,6 +22,7 @@ from single_process import random_examples
 from test_engine_training import batches
 
 import ds_hydra
+from ds_hydra.engine import process_end
 from ds_hydra.errors import CheckpointError, HydraDataError, PlanMismatchError
 
 NUM_ITERATIONS = 10
@@ -158,6 +159,7 @@ def faults_that_ranks_survive(folder):
     rank = dist.get_rank()
     own = {"run_dir": f"{folder}/run", "save_plans": False, "faults": {"silence_s": 10}}
     engine = start_with_data(folder, hydra=own)
+    outcome["waits at exit"] = process_end.let_collectives_end_at_exit.cache_info().currsize
     engine.train_batch()
 
     # NaN in the gradient of one rank: nobody steps.
@@ -250,6 +252,7 @@ def faults_that_ranks_survive(folder):
 def test_faults_that_leave_all_ranks_able_to_train(tmp_path):
     results = run_distributed(faults_that_ranks_survive, 2, str(tmp_path))
     for outcome in results:
+        assert outcome["waits at exit"] == 1
         assert outcome["nan"] == (True, 1, 2, 1)
         row, (kind, text) = outcome["data"]
         assert kind is HydraDataError

@@ -37,6 +37,7 @@ from ds_hydra.engine.checkpoint import (
 )
 from ds_hydra.engine.host_memory import keep_freed_memory
 from ds_hydra.engine.metrics import IterationMetrics, measure_iteration
+from ds_hydra.engine.process_end import let_collectives_end_at_exit
 from ds_hydra.engine.propagation import Outcome
 from ds_hydra.engine.reshard import common_model_file, read_model_states, read_optimizer_states
 from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration
@@ -71,6 +72,7 @@ class HydraEngine(DeepSpeedEngine):
     ):
         if get_accelerator().device_name() == "cpu":
             keep_freed_memory()
+        let_collectives_end_at_exit()
         # The copy must be made before DeepSpeed hooks the model's modules and partitions its parameters.
         skeleton = Skeleton(
             model,

@@ -1,0 +1,49 @@
+"""Ranks that end right after a collective, two at a time: python tests/ending_script.py NUM_RUNS
+
+Prints their exit codes. Without the call of `let_collectives_end_at_exit` about every fourth one is -6 (torch 2.13).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from distributed import free_port, rank_environment
+
+NUM_RANKS = 2
+MODULE = Path(__file__).parents[1] / "ds_hydra" / "engine" / "process_end.py"
+
+
+def end_after_a_collective() -> None:
+    # The file alone: what the package imports would run code of its own at exit.
+    spec = importlib.util.spec_from_file_location("process_end", MODULE)
+    process_end = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(process_end)
+    process_end.let_collectives_end_at_exit()
+    dist.init_process_group("gloo")
+    sys.setswitchinterval(100)  # other threads get Python's lock only where this one gives it away
+    gathered = [torch.zeros(1) for _ in range(NUM_RANKS)]
+    for _ in range(200):
+        dist.all_gather(gathered, torch.ones(1))
+
+
+def main(num_runs: int) -> None:
+    codes = []
+    for _ in range(num_runs):
+        port, children = free_port(), []
+        for rank in range(NUM_RANKS):
+            child = os.fork()
+            if child == 0:
+                os.environ.update(rank_environment(rank, NUM_RANKS, port))
+                return end_after_a_collective()
+            children.append(child)
+        codes += [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    print(codes)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
