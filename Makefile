@@ -1,37 +1,52 @@
-# Two commands for users (demo, test), one for developers (check). Everything lives in $(VENV).
+# Two commands for users (demo, test), two for developers (check, test-all). Everything lives in $(VENV).
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+DEVELOPED := $(VENV)/.installed-dev
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
+TEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest
 
 export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
+export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check docs reproduce format clean
+.PHONY: help install demo test test-all check docs reproduce format clean
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
-install: $(INSTALLED)  ## create the virtual environment
+install: $(DEVELOPED)  ## create the virtual environment
 
-# The last two steps compile DeepSpeed's CPU collectives and the planner once, so that no run waits for a compiler.
+# The last step compiles the planner once, so that no run waits for a compiler.
 $(INSTALLED): setup.cfg pyproject.toml requirements/constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt torch numpy setuptools
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt --editable '.[dev]'
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-	$(BIN)/python -c "from ds_hydra.sampler.planner import warm_up; warm_up()"
+	@echo "installing torch, DeepSpeed and transformers into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) torch numpy setuptools
+	@$(PIP) --editable .
+	@echo "compiling the planner"
+	@$(BIN)/python -c "from ds_hydra.sampler.planner import warm_up; warm_up()"
 	@touch $(INSTALLED)
 
+$(DEVELOPED): $(INSTALLED)
+	@echo "installing what tests, checks and documentation need"
+	@$(PIP) --editable '.[dev]'
+	@touch $(DEVELOPED)
+
 demo: $(INSTALLED)  ## train a small LLaMA on the standard library's source with 4 CPU ranks
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_gpus 4 --no_local_rank examples/stdlib/train.py
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_gpus 4 --no_local_rank examples/stdlib/train.py
 
-test: $(INSTALLED)  ## run the tests
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest
+test: $(DEVELOPED)  ## run the tests of some minutes
+	$(TEST) -n 2 -m "not distributed and not slow"
+	$(TEST) -m "distributed and not slow"
 
-check: $(INSTALLED) docs  ## lint, types, import contract, documentation
+test-all: $(DEVELOPED)  ## run every test
+	$(TEST) -n 2 -m "not distributed"
+	$(TEST) -m distributed
+
+check: $(DEVELOPED) docs  ## lint, types, import contract, documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -41,10 +56,10 @@ reproduce: $(INSTALLED)  ## simulate every case of the paper -> docs/reproductio
 	$(BIN)/python -m benchmarks.simulate --iterations 100 --all --out docs/benchmarks/simulate.json \
 		--document docs/reproduction.md
 
-docs: $(INSTALLED)  ## build the documentation into build/site; a warning is an error
+docs: $(DEVELOPED)  ## build the documentation into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-format: $(INSTALLED)  ## apply the formatter
+format: $(DEVELOPED)  ## apply the formatter
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -1,8 +1,10 @@
-"""What runs in the ranks of the end-to-end benchmark: one contender per process group, stepped by the driver.
+"""What runs in the ranks of the end-to-end benchmark: one contender per process group, stepped by
+the driver.
 
-Every contender trains the same model on the same global mini-batches with the same optimizer; each is the real thing:
-the Trainer of transformers with stock DeepSpeed ZeRO-3, or `ds_hydra.initialize`. Between two of its iterations a rank
-blocks in `Turns.wait`, so contenders alternate on the same cores without sharing a process.
+Every contender trains the same model on the same global mini-batches with the same optimizer; each
+is the real thing: the Trainer of transformers with stock DeepSpeed ZeRO-3, or
+`ds_hydra.initialize`. Between two of its iterations a rank blocks in `Turns.wait`, so contenders
+alternate on the same cores without sharing a process.
 """
 
 from __future__ import annotations
@@ -40,11 +42,13 @@ from workloads import (
 )
 
 import ds_hydra
-from ds_hydra.engine.attention import attention_per_sequence
-from ds_hydra.engine.host_memory import keep_freed_memory, process_bytes
+from ds_hydra.engine.model.attention import attention_per_sequence
+from ds_hydra.engine.ranks.host_memory import keep_freed_memory, process_bytes
 
 PACKED_ATTENTION = "per_sequence"
-"""Name under which the contenders' attention of packed rows is registered: ds_hydra's own, one call per sequence."""
+"""Name under which the contenders' attention of packed rows is registered: ds_hydra's own, one call
+per sequence.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +92,9 @@ class Turns:
         self.connection.send({"ready": True, **facts})
 
     def wait(self) -> None:
-        """Block until it is this contender's turn; after the last one the driver ends the process."""
+        """Block until it is this contender's turn; after the last one the driver ends the
+        process.
+        """
         self.connection.recv()
         self._start, self._cpu = time.perf_counter(), time.process_time()
 
@@ -109,7 +115,9 @@ class Turns:
 
 
 def run_hydra(task: Task, turns: Turns, *, static: bool = False, compiled: bool = False) -> None:
-    """`train_batch()` on the engine's own sampler; plans are made in line, so that no other contender pays for them."""
+    """`train_batch()` on the engine's own sampler; plans are made in line, so that no other
+    contender pays for them.
+    """
     rank = dist.get_rank()
     section = {
         "context_length": task.shape.context_length,
@@ -132,7 +140,9 @@ def run_hydra(task: Task, turns: Turns, *, static: bool = False, compiled: bool 
         loss = float(engine.train_batch())
         metrics = engine.last_metrics
         if metrics.num_tokens != sum(batch):
-            raise RuntimeError(f"the engine drew {metrics.num_tokens} tokens, the others {sum(batch)}")
+            raise RuntimeError(
+                f"the engine drew {metrics.num_tokens} tokens, the others {sum(batch)}"
+            )
         turns.done(loss if rank == 0 else 0.0, metrics=metrics.to_json())
     turns.wait()
 
@@ -147,7 +157,7 @@ def measure_profile(task: Task, turns: Turns, path: str) -> None:
     engine, *_ = ds_hydra.initialize(
         model=task.model.build(task.shape.context_length), config=ds_config(hydra=section)
     )
-    document = engine.hydra.profile.document
+    document = engine.hydra.know_profile().document
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(document, indent=1) + "\n")
     turns.ready()
@@ -159,9 +169,11 @@ def measure_profile(task: Task, turns: Turns, path: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stock:
-    """A way to run the Trainer on stock DeepSpeed. `parallel`: "data", "ulysses" or "autotp" (all ranks, one group).
+    """A way to run the Trainer on stock DeepSpeed. `parallel`: "data", "ulysses" or "autotp" (all
+    ranks, one group).
 
-    `attention` of flattened rows: one call per sequence, or "sdpa" as transformers has it, with a mask of the row.
+    `attention` of flattened rows: one call per sequence, or "sdpa" as transformers has it, with a
+    mask of the row.
     """
 
     place: Callable[[Batch, Shape], Placement]
@@ -174,7 +186,9 @@ class Stock:
 
 
 class Sequences(torch.utils.data.Dataset):
-    """Examples as the collators of transformers expect them; the last one stands in for an empty micro-batch."""
+    """Examples as the collators of transformers expect them; the last one stands in for an empty
+    micro-batch.
+    """
 
     def __init__(self, task: Task):
         self._sequences = task.sequences()
@@ -200,7 +214,9 @@ def per_sequence_attention(
     position_ids: Tensor | None = None,
     **_ignored: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a flattened row whose positions restart in every sequence: ds_hydra's own code."""
+    """Attention of a flattened row whose positions restart in every sequence: ds_hydra's own
+    code.
+    """
     assert position_ids is not None
     begins = (position_ids[0] == 0).nonzero().flatten().tolist()
     lengths = [b - a for a, b in zip(begins, [*begins[1:], position_ids.shape[1]], strict=True)]
@@ -226,9 +242,11 @@ class _Gate(TrainerCallback):
 
 
 class BenchmarkTrainer(Trainer):
-    """The Trainer with micro-batches chosen beforehand (its documented extension point) and its losses kept.
+    """The Trainer with micro-batches chosen beforehand (its documented extension point) and its
+    losses kept.
 
-    Everything else is the Trainer's own: collator, num_items_in_batch, accumulation, backward, clipping, step.
+    Everything else is the Trainer's own: collator, num_items_in_batch, accumulation, backward,
+    clipping, step.
     """
 
     micro_batches: list[list[int]]
@@ -237,10 +255,14 @@ class BenchmarkTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """This rank's micro-batches in order."""
-        return DataLoader(self.train_dataset, batch_sampler=self.micro_batches, collate_fn=self.data_collator)
+        return DataLoader(
+            self.train_dataset, batch_sampler=self.micro_batches, collate_fn=self.data_collator
+        )
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Under Ulysses the Trainer averages each row; weighing rows by their tokens gives the token mean again."""
+        """Under Ulysses the Trainer averages each row; weighing rows by their tokens gives the
+        token mean again.
+        """
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         return loss if self.sequence_weights is None else loss * self.sequence_weights.pop(0)
 
@@ -295,8 +317,8 @@ def run_stock(task: Task, turns: Turns, *, stock: Stock) -> None:
         callbacks=[_Gate(turns, losses)],
     )
     if stock.parallel == "ulysses":
-        # DeepSpeed's adapter gathers one row of every rank first, which gloo refuses for rows of unequal length;
-        # here the collator cuts rows as the adapter would, without that exchange.
+        # DeepSpeed's adapter gathers one row of every rank first, which gloo refuses for rows of
+        # unequal length; here the collator cuts rows as the adapter would, without that exchange.
         trainer.accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: loader
     trainer.losses = losses
     trainer.micro_batches = rows[rank]
@@ -304,8 +326,12 @@ def run_stock(task: Task, turns: Turns, *, stock: Stock) -> None:
     trainer.train()
 
 
-def _rows_of(task: Task, stock: Stock, filler: int) -> tuple[list[list[list[int]]], list[float] | None]:
-    """[rank][micro-batch] -> indices of sequences, over all mini-batches; and weights of rows under Ulysses."""
+def _rows_of(
+    task: Task, stock: Stock, filler: int
+) -> tuple[list[list[list[int]]], list[float] | None]:
+    """[rank][micro-batch] -> indices of sequences, over all mini-batches; and weights of rows under
+    Ulysses.
+    """
     world = task.shape.num_ranks
     rows: list[list[list[int]]] = [[] for _ in range(world)]
     weights: list[float] | None = [] if stock.parallel == "ulysses" else None
@@ -338,7 +364,10 @@ def _collator(stock: Stock, world: int) -> Callable[[Sequence[dict[str, Any]]], 
         filler = [{"input_ids": [1] * missing, "labels": [-100] * missing}] if missing else []
         row = flatten([*features, *filler])
         row["shift_labels"] = nn.functional.pad(row.pop("labels"), (0, 1), value=-100)[:, 1:]
-        return {key: value.chunk(world, dim=1)[dist.get_rank()].contiguous() for key, value in row.items()}
+        return {
+            key: value.chunk(world, dim=1)[dist.get_rank()].contiguous()
+            for key, value in row.items()
+        }
 
     return shard
 
@@ -419,7 +448,9 @@ class RankPlace:
 
 
 def shared_memory_key(rendezvous: str) -> str:
-    """What stands in MASTER_PORT: AutoTP's ranks find each other's memory by it, and not another contender's."""
+    """What stands in MASTER_PORT: AutoTP's ranks find each other's memory by it, and not another
+    contender's.
+    """
     return str(zlib.crc32(rendezvous.encode()))
 
 
@@ -453,7 +484,8 @@ def run_rank(name: str, task: Task, place: RankPlace, connection: Connection) ->
             world_size=place.world,
             timeout=datetime.timedelta(minutes=10),
         )
-        deepspeed.init_distributed(dist_backend="gloo", verbose=False)  # takes the group that exists
+        # Takes the group that exists
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
         run_contender(name, task, turns)
     except BaseException:
         connection.send({"error": traceback.format_exc()})

@@ -1,11 +1,13 @@
-"""ds_hydra against what people use today: same model, same global mini-batches, same losses, in one run.
+"""ds_hydra against what people use today: same model, same global mini-batches, same losses, in one
+run.
 
     python benchmarks/end_to_end.py
 
-starts the process groups of all contenders of a workload, each rank pinned to one core with one thread, and lets
-them take turns, one iteration each, in a new random order every time, so that a disturbance hits all alike. Each
-workload leaves a JSON file in `--out`; workloads that have one of the same settings are not run again (`--fresh` does).
-At the end all files are read: table (Markdown, also on stdout) and plot. Needs a machine that does nothing else.
+starts the process groups of all contenders of a workload, each rank pinned to one core with one
+thread, and lets them take turns, one iteration each, in a new random order every time, so that a
+disturbance hits all alike. Each workload leaves a JSON file in `--out`; workloads that have one of
+the same settings are not run again (`--fresh` does). At the end all files are read: table
+(Markdown, also on stdout) and plot. Needs a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ from ds_hydra.sampler.planner import warm_up
 from ds_hydra.strategy import Profile, Scheme
 
 LOSS_TOLERANCE = 2e-4
-"""Largest relative difference of two losses of one mini-batch: fp32 sums in another order, over some AdamW steps."""
+"""Largest relative difference of two losses of one mini-batch: fp32 sums in another order, over
+some AdamW steps.
+"""
 
 STRATEGIES = {
     2: ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>"),
@@ -164,7 +168,9 @@ class Settings:
     def to_json(self) -> dict[str, Any]:
         """As stored in the files."""
         model = {name: getattr(self.model, name) for name in self.model.__slots__}
-        return {name: getattr(self, name) for name in self.__slots__ if name != "model"} | {"model": model}
+        return {name: getattr(self, name) for name in self.__slots__ if name != "model"} | {
+            "model": model
+        }
 
 
 def measure_profile(settings: Settings, cores: Sequence[int], path: Path) -> None:
@@ -183,7 +189,10 @@ def measure_profile(settings: Settings, cores: Sequence[int], path: Path) -> Non
 
 def limit_memory(profile: Profile, settings: Settings) -> int:
     """Bytes with which `<2,1>` just holds a row of the context."""
-    return int(profile.memory.rank_bytes(Scheme(2, 1), settings.num_ranks, settings.context_length)) + 1
+    return (
+        int(profile.memory.rank_bytes(Scheme(2, 1), settings.num_ranks, settings.context_length))
+        + 1
+    )
 
 
 def run_workload(
@@ -221,7 +230,9 @@ def run_workload(
         "seconds": round(seconds, 1),
         "memory_limit_bytes": limit,
         "model_bytes": {
-            str(scheme): profile.memory.rank_bytes(scheme, settings.num_ranks, settings.context_length)
+            str(scheme): profile.memory.rank_bytes(
+                scheme, settings.num_ranks, settings.context_length
+            )
             for scheme in profile.latency
         },
         "batches": [list(batch) for batch in task.batches[settings.warmup : num]],
@@ -235,7 +246,9 @@ def run_workload(
 def take_turns(
     names: Sequence[str], task: Task, cores: Sequence[int], num: int
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
-    """`num` iterations of every contender, and why contenders that do not run here do not; ds_hydra must."""
+    """`num` iterations of every contender, and why contenders that do not run here do not; ds_hydra
+    must.
+    """
     steps: dict[str, list[dict[str, Any]]] = {}
     failures: dict[str, str] = {}
     shuffle = random.Random(0).shuffle
@@ -270,7 +283,9 @@ def take_turns(
 def hardware(cores: Sequence[int]) -> str:
     """Processor, the cores in use, and the versions of what is compared."""
     models = [
-        line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")
+        line
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
     ]
     name = models[0].split(":", 1)[1].strip() if models else "unknown processor"
     versions = ", ".join(
@@ -324,7 +339,8 @@ def read_rows(document: dict[str, Any]) -> list[Row]:
                 imbalance=_imbalance(name, document),
                 peak_bytes=max(step["peak_bytes"] for step in steps),
                 loss_error=max(
-                    abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in zip(steps, reference, strict=True)
+                    abs(a["loss"] - b["loss"]) / abs(b["loss"])
+                    for a, b in zip(steps, reference, strict=True)
                 ),
             )
         )
@@ -353,7 +369,9 @@ def attention_share(document: dict[str, Any]) -> float:
 
 
 def overhead(steps: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Medians, in ms, of where the time of ds_hydra's iterations goes; `rest` is neither layers, link nor optimizer."""
+    """Medians, in ms, of where the time of ds_hydra's iterations goes; `rest` is neither layers,
+    link nor optimizer.
+    """
     parts = [
         {
             "iteration": m["iteration_ms"],
@@ -399,12 +417,15 @@ def make_table(documents: Sequence[dict[str, Any]]) -> str:
                 f"| {row.loss_error:.0e}{validity} |"
             )
         lines += [
-            f"| {TITLES[name]} | does not run: {why} |||||||" for name, why in document["failures"].items()
+            f"| {TITLES[name]} | does not run: {why} |||||||"
+            for name, why in document["failures"].items()
         ]
         lines += _memory_line(document)
         parts = overhead(document["contenders"]["hydra"])
         used = [step["metrics"]["strategy"] for step in document["contenders"]["hydra"]]
-        counted = ", ".join(f"`{s}` {used.count(s)}" for s in sorted(set(used), key=used.count, reverse=True))
+        counted = ", ".join(
+            f"`{s}` {used.count(s)}" for s in sorted(set(used), key=used.count, reverse=True)
+        )
         lines += [
             "",
             f"ds_hydra: {counted} iterations; of {parts['iteration']:.0f} ms propagation {parts['propagation']:.0f}, "
@@ -416,7 +437,9 @@ def make_table(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def _memory_line(document: dict[str, Any]) -> list[str]:
-    """Peak memory where ds_hydra runs the rows of contender (2), and what the memory model says of them."""
+    """Peak memory where ds_hydra runs the rows of contender (2), and what the memory model says of
+    them.
+    """
     measured = {row.name: row.peak_bytes for row in read_rows(document)}
     if document["workload"] != "equal" or not {"packing", "hydra_static"} <= measured.keys():
         return []
@@ -454,11 +477,14 @@ def make_plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
             axis.text(0.03, place, f"{middle:.2f}", va="center", color="white", fontsize=9)
         axis.axvline(1.0, color="black", linewidth=0.8)
         axis.set_yticks(range(len(rows)), [TITLES[row.name] for row in rows], fontsize=7)
-        title = f"{WORKLOADS[document['workload']].title}, {document['settings']['num_ranks']} ranks"
+        title = (
+            f"{WORKLOADS[document['workload']].title}, {document['settings']['num_ranks']} ranks"
+        )
         axis.set_title(title, fontsize=9, loc="left")
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel(
-        "time / time of ds_hydra; bars: median of pairs, lines: quartiles, diamonds: all together", fontsize=8
+        "time / time of ds_hydra; bars: median of pairs, lines: quartiles, diamonds: all together",
+        fontsize=8,
     )
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -473,14 +499,20 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--contenders", nargs="+", choices=list(TITLES), help="default: those of the workload"
     )
-    parser.add_argument("--ranks", type=int, choices=list(STRATEGIES), default=2, help="default %(default)s")
-    parser.add_argument("--iterations", type=int, default=30, help="after warm-up (default %(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, choices=list(STRATEGIES), default=2, help="default %(default)s"
+    )
+    parser.add_argument(
+        "--iterations", type=int, default=30, help="after warm-up (default %(default)s)"
+    )
     parser.add_argument("--warmup", type=int, default=3, help="default %(default)s")
     parser.add_argument(
         "--context", type=int, default=4096, help="tokens, a power of two (default %(default)s)"
     )
     parser.add_argument("--tokens", type=int, help="per iteration (default: one context per rank)")
-    parser.add_argument("--layers", type=int, default=ModelSize().num_layers, help="default %(default)s")
+    parser.add_argument(
+        "--layers", type=int, default=ModelSize().num_layers, help="default %(default)s"
+    )
     parser.add_argument(
         "--quick", action="store_true", help="tiny: shows that everything runs, measures nothing"
     )

@@ -1,7 +1,7 @@
 """The cost models of Galvatron's first release (2022), rebuilt, to compare searches under them.
 
-Profiles, cost tables and search results come from `../shared/data/galvatron/` (its README says how the originals' code
-and text differ). Nothing of the package uses this; the package's own cost model is `ds_hydra/strategy/search/costs.py`.
+Profiles, cost tables and search results come from `tests/data/galvatron/`. Nothing of the package
+uses this; the package's own cost model is `ds_hydra/strategy/cost_models/search/costs.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.strategy.search.layer_dp import StageTables, search_layers
-from ds_hydra.strategy.search.space import LayerStrategy
+from ds_hydra.strategy.cost_models.search.layer_dp import StageTables, search_layers
+from ds_hydra.strategy.cost_models.search.space import LayerStrategy
 
 CONTEXT_MB = 1024.0
 SLOWER = 1.1
@@ -69,7 +69,9 @@ class OriginalModel:
         raise ValueError(f"unknown rule {self.micro_batch_rule!r}")
 
     def layer_ms(self, layer: dict[str, Any], strategy: LayerStrategy, batch: int) -> float:
-        """Their time of one layer for the whole batch, its share of the pipeline's bubble included."""
+        """Their time of one layer for the whole batch, its share of the pipeline's bubble
+        included.
+        """
         time = layer["time"]
         computation, gradients, hidden = self._parts_ms(layer, strategy, batch)
         rest = gradients - hidden
@@ -83,9 +85,15 @@ class OriginalModel:
         return total * SLOWER
 
     def _parts_ms(
-        self, layer: dict[str, Any], strategy: LayerStrategy, batch: int, gradient_share: float = 1.0
+        self,
+        layer: dict[str, Any],
+        strategy: LayerStrategy,
+        batch: int,
+        gradient_share: float = 1.0,
     ) -> tuple[float, float, float]:
-        """(compute and TP with the bubble, gradient synchronisation, the part of it behind the backward pass)."""
+        """(compute and TP with the bubble, gradient synchronisation, the part of it behind the
+        backward pass).
+        """
         time, pp, tp, dp = layer["time"], strategy.pp, strategy.tp, strategy.dp
         mine = batch / dp
         forward = time["forward_computation_time"] * mine / tp
@@ -100,7 +108,11 @@ class OriginalModel:
         overlapped = 0.5 if tp > 1 and tp >= tp * dp // 2 else 1.0
         m = self.micro_batches(strategy, batch) if pp > 1 else 1.0
         bubble = (pp + m - 1) / (pp * m)
-        return (forward + backward + tensor) * bubble, gradients, min(backward * overlapped, gradients)
+        return (
+            (forward + backward + tensor) * bubble,
+            gradients,
+            min(backward * overlapped, gradients),
+        )
 
     def layer_mb(self, layer: dict[str, Any], strategy: LayerStrategy, batch: int) -> float:
         """Their memory of one layer."""
@@ -116,13 +128,19 @@ class OriginalModel:
         activations = memory["other_activation_per_bsz"] * batch * pp / self.num_devices
         return CONTEXT_MB + memory["other_model_states"] + activations
 
-    def tables(self, strategies: Sequence[LayerStrategy], batch: int, types: Sequence[int]) -> StageTables:
+    def tables(
+        self, strategies: Sequence[LayerStrategy], batch: int, types: Sequence[int]
+    ) -> StageTables:
         """For the search."""
         layouts = sorted({layout_of(s) for s in strategies})
         time = [[self.layer_ms(layer, s, batch) for s in strategies] for layer in self.layers]
-        memory = [[math.ceil(self.layer_mb(layer, s, batch)) for s in strategies] for layer in self.layers]
+        memory = [
+            [math.ceil(self.layer_mb(layer, s, batch)) for s in strategies] for layer in self.layers
+        ]
         pp = strategies[0].pp
-        moves = [[self._move_ms(pp, before, after, batch) for after in layouts] for before in layouts]
+        moves = [
+            [self._move_ms(pp, before, after, batch) for after in layouts] for before in layouts
+        ]
         num_layers = len(types)
         return StageTables(
             time_ms=np.array(time)[list(types)],
@@ -134,7 +152,9 @@ class OriginalModel:
         )
 
     def _move_ms(self, pp: int, before: Layout, after: Layout, batch: int) -> float:
-        """(TP - 1) / TP x 2 batch / DP MB, whatever the layer; where TP grows or its groups change."""
+        """(TP - 1) / TP x 2 batch / DP MB, whatever the layer; where TP grows or its groups
+        change.
+        """
         tp, dp, consecutive, _ = after
         regroups = consecutive != before[2] and min(before[0], before[1], tp, dp) > 1
         if before[:3] == after[:3]:
@@ -144,7 +164,9 @@ class OriginalModel:
         return (tp - 1) / tp * 2 * batch / dp * self.link(pp, tp, consecutive)
 
     def division(self, strategies: Sequence[LayerStrategy], batch: int) -> list[int]:
-        """Layers of every stage: even, or filled with the least memory of each layer from the last stage on."""
+        """Layers of every stage: even, or filled with the least memory of each layer from the last
+        stage on.
+        """
         pp, types = strategies[0].pp, self.layer_types
         if len(self.counts) == 1:
             return [len(types) // pp] * pp
@@ -167,7 +189,9 @@ class OriginalModel:
     def search(
         self, strategies: Sequence[LayerStrategy], batch: int, memory_mb: float
     ) -> tuple[float, list[list[LayerStrategy]]] | None:
-        """The fastest plan under their costs: (milliseconds of an iteration, the layers of every stage)."""
+        """The fastest plan under their costs: (milliseconds of an iteration, the layers of every
+        stage).
+        """
         plans = []
         for pp in sorted({s.pp for s in strategies}):
             plan = self._search_stages([s for s in strategies if s.pp == pp], batch, memory_mb)
@@ -178,7 +202,9 @@ class OriginalModel:
     def _search_stages(
         self, strategies: Sequence[LayerStrategy], batch: int, memory_mb: float
     ) -> tuple[float, list[list[LayerStrategy]]] | None:
-        """Stages run one after the other. All of them keep room for embedding and head, if they are alike."""
+        """Stages run one after the other. All of them keep room for embedding and head, if they are
+        alike.
+        """
         pp, types = strategies[0].pp, self.layer_types
         other = math.ceil(self.other_mb(pp, batch))
         total, start = 0.0, 0
@@ -200,8 +226,9 @@ class OriginalModel:
 class SeveralNodes(OriginalModel):
     """One of their models on two nodes; this part of their code has other rules.
 
-    Sharded gradients are half the volume, sharded weights are gathered twice, and activations sent from stage to
-    stage count. Embedding and head lie on different stages. Batches are multiples of a stage's devices.
+    Sharded gradients are half the volume, sharded weights are gathered twice, and activations sent
+    from stage to stage count. Embedding and head lie on different stages. Batches are multiples of
+    a stage's devices.
     """
 
     point_to_point: dict[str, float]
@@ -213,7 +240,9 @@ class SeveralNodes(OriginalModel):
     chunk_saving_mb: float
     """What a row saves at most by being run in many micro-batches."""
     saves_on_first: bool
-    """Whether the first stage saves as well and has its rows at once; otherwise only the last one."""
+    """Whether the first stage saves as well and has its rows at once; otherwise only the last
+    one.
+    """
     sharding_excess = 0.003
 
     def micro_batches(self, strategy: LayerStrategy, batch: int) -> float:
@@ -279,14 +308,18 @@ def rtx_titan(data: Path, model: str) -> OriginalModel:
 def later_links(data: Path, name: str) -> dict[str, dict[str, float]]:
     """Links of the later repository: measured `<PP>_<group>_<consecutive>` by PP and group."""
     links: dict[str, dict[str, float]] = {}
-    for key, cost in json.loads((data / "profiles/hetu_2022/env_configs" / name).read_text()).items():
+    for key, cost in json.loads(
+        (data / "profiles/hetu_2022/env_configs" / name).read_text()
+    ).items():
         pp, group = key.split("_", 1)
         links.setdefault(pp, {})[group] = cost
     return links
 
 
 def later_bert(data: Path, num_layers: int) -> OriginalModel:
-    """BERT-Huge on 8 GPUs as the later repository has it: other constants, links from its own files."""
+    """BERT-Huge on 8 GPUs as the later repository has it: other constants, links from its own
+    files.
+    """
     model = rtx_titan(data, "BERT-Huge-32")
     constants = json.loads((data / "cases_2022_hetu_repo.json").read_text())["bert_huge_constants"]
     layer = model.layers[0]
@@ -301,14 +334,16 @@ def later_bert(data: Path, num_layers: int) -> OriginalModel:
 def two_nodes(data: Path, model: str, num_layers: int) -> SeveralNodes:
     """`bert` or `vit`, hidden size 1280, on 16 GPUs.
 
-    Memory beside the layers, activations under TP 16 and rows of a micro-batch: the repository's search scripts
-    for 16 GPUs (source in the data's README, tag hetu_2022).
+    Memory beside the layers, activations under TP 16 and rows of a micro-batch: the repository's
+    search scripts for 16 GPUs (source in the data's README, tag hetu_2022).
     """
     is_bert = model == "bert"
     layer = rtx_titan(data, "BERT-Huge-32" if is_bert else "ViT-Huge-32").layers[0]
     layer["memory"]["tp_activation_per_bsz_dict"]["16"] = 16.4509375 if is_bert else 4.93
     layer["time"]["extra_overhead"] = 0.0
-    forward = json.loads((data / f"profiles/hetu_2022/{model}/forward_profiling_config.json").read_text())
+    forward = json.loads(
+        (data / f"profiles/hetu_2022/{model}/forward_profiling_config.json").read_text()
+    )
     layer["time"]["forward_computation_time"] = forward["fwd_time_hidden_1280"]
     folder = data / "profiles/hetu_2022/env_configs"
     return SeveralNodes(

@@ -1,12 +1,14 @@
-"""Where the time of an iteration goes on one rank: kinds of operations under torch's profiler, one core, no neighbours.
+"""Where the time of an iteration goes on one rank: kinds of operations under torch's profiler, one
+core, no neighbours.
 
     python benchmarks/iteration_profile.py --out runs/profile/now.json
-    python benchmarks/iteration_profile.py --plot before=runs/profile/before.json now=runs/profile/now.json \\
+    python benchmarks/iteration_profile.py --plot before=runs/profile/before.json
+    now=runs/profile/now.json \\
         --picture docs/images/iteration_profile.png
 
-The first form measures the tree that PYTHONPATH points at (so a checkout of an older commit gives the "before"), on
-rows of one long and of many short sequences; of `--repeats` iterations the fastest one counts. The second form draws
-files that were measured before.
+The first form measures the tree that PYTHONPATH points at (so a checkout of an older commit gives
+the "before"), on rows of one long and of many short sequences; of `--repeats` iterations the
+fastest one counts. The second form draws files that were measured before.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ KINDS = {
     "copies": ("aten::copy_", "aten::cat", "aten::clone", "aten::index_select"),
     "gradient sums": ("aten::add_",),
 }
-"""Beginnings of operation names; what matches nothing is "other operations" (norms, rotary, activation, optimizer)."""
+"""Beginnings of operation names; what matches nothing is "other operations" (norms, rotary,
+activation, optimizer).
+"""
 
 ROWS = {"one sequence of 4,096": (4096,), "48 sequences of 85": (85,) * 48}
 COLOURS = ("#2f6f9f", "#6aa5c9", "#d1495b", "#edae49", "#66a182", "#8d6a9f", "#c9c9c9", "#4a4a4a")
@@ -56,7 +60,9 @@ def kind_of(name: str) -> str:
 
 
 def measure(repeats: int) -> dict[str, dict[str, float]]:
-    """For each kind of row, milliseconds of one iteration by kind of operation; "no operation" is Python."""
+    """For each kind of row, milliseconds of one iteration by kind of operation; "no operation" is
+    Python.
+    """
     import deepspeed
     import torch
     import torch.distributed as dist
@@ -74,12 +80,18 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1")
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1
+        )
         section = {"context_length": 4096, "tokens_per_iteration": 4096, "strategies": ["1x<1,1>"]}
-        engine, *_ = ds_hydra.initialize(model=ModelSize().build(4096), config=ds_config(hydra=section))
+        engine, *_ = ds_hydra.initialize(
+            model=ModelSize().build(4096), config=ds_config(hydra=section)
+        )
         generator = torch.Generator().manual_seed(0)
         for title, lengths in ROWS.items():
-            batch = [{"input_ids": torch.randint(1, 2048, (n,), generator=generator)} for n in lengths]
+            batch = [
+                {"input_ids": torch.randint(1, 2048, (n,), generator=generator)} for n in lengths
+            ]
             for _ in range(2):
                 engine.train_batch(batch=batch, strategy="1x<1,1>")
             runs = []
@@ -104,8 +116,12 @@ def plot(files: Sequence[str], picture: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    documents = {name: json.loads(Path(path).read_text()) for name, path in (f.split("=", 1) for f in files)}
-    figure, axes = plt.subplots(1, len(ROWS), figsize=(11, 1.5 + 0.7 * len(documents)), squeeze=False)
+    documents = {
+        name: json.loads(Path(path).read_text()) for name, path in (f.split("=", 1) for f in files)
+    }
+    figure, axes = plt.subplots(
+        1, len(ROWS), figsize=(11, 1.5 + 0.7 * len(documents)), squeeze=False
+    )
     for axis, title in zip(axes[0], ROWS, strict=True):
         names = list(documents)[::-1]
         left = [0.0] * len(names)

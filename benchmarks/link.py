@@ -1,10 +1,12 @@
-"""Link times as ratios: pull against ZeRO-3's own all-gather, push against its reduce-scatter, in one run.
+"""Link times as ratios: pull against ZeRO-3's own all-gather, push against its reduce-scatter, in
+one run.
 
-    deepspeed --num_gpus 4 --no_local_rank benchmarks/link.py --size all --out docs/benchmarks/link.json
-    python benchmarks/link.py --planning
+    deepspeed --num_gpus 4 --no_local_rank benchmarks/link.py --size all --out
+    docs/benchmarks/link.json python benchmarks/link.py --planning
 
-Both sides move the same parameters on the same ranks, alternated, bucket by bucket; medians. Prints a table,
-writes JSON. `switching` compares pull + push when every round uses another strategy with keeping one.
+Both sides move the same parameters on the same ranks, alternated, bucket by bucket; medians. Prints
+a table, writes JSON. `switching` compares pull + push when every round uses another strategy with
+keeping one.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesce
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hydra
-from ds_hydra.engine.meta_model import load_skeleton
-from ds_hydra.engine.slices import SlicePool, Slices
+from ds_hydra.engine.model.meta_model import load_stage_model
+from ds_hydra.engine.transfer.slices import SlicePool, Slices
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import LinkPlan, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
@@ -60,8 +62,18 @@ PLANNED = (
 """Ranks and strategies whose planning is timed."""
 
 SIZES = {
-    "50M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 13, "vocab_size": 8192},
-    "300M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 20, "vocab_size": 16384},
+    "50M": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 13,
+        "vocab_size": 8192,
+    },
+    "300M": {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_hidden_layers": 20,
+        "vocab_size": 16384,
+    },
 }
 
 
@@ -95,16 +107,25 @@ def start(size: str, dtype: str) -> ds_hydra.HydraEngine:
 
 
 class Case:
-    """The things measured, on one engine; `routes` is "direct", or "node" for nodes of `ranks_per_node` ranks."""
+    """The things measured, on one engine; `routes` is "direct", or "node" for nodes of
+    `ranks_per_node` ranks.
+    """
 
     def __init__(self, engine: ds_hydra.HydraEngine, ranks_per_node: int | None):
-        self.skeleton = engine.hydra.skeleton
-        self.units = [[self.skeleton.params[b.param] for b in unit.bindings] for unit in self.skeleton.units]
+        self.stage_model = engine.hydra.stage_model
+        self.units = [
+            [self.stage_model.params[b.param] for b in unit.bindings]
+            for unit in self.stage_model.units
+        ]
         self.device = engine.device
         self.group = dist.group.WORLD
-        self.grads_P = [torch.zeros(p.ds_tensor.numel(), device=self.device) for p in self.skeleton.params]
-        self.shards_P = [p.ds_tensor.detach() for p in self.skeleton.params]
-        self.ranks_per_node = {"direct": None} | ({"node": ranks_per_node} if ranks_per_node else {})
+        self.grads_P = [
+            torch.zeros(p.ds_tensor.numel(), device=self.device) for p in self.stage_model.params
+        ]
+        self.shards_P = [p.ds_tensor.detach() for p in self.stage_model.params]
+        self.ranks_per_node = {"direct": None} | (
+            {"node": ranks_per_node} if ranks_per_node else {}
+        )
         everyone = list(range(dist.get_world_size()))
         groups = [dist.new_group(everyone) for _ in range(4)]
         buffers = ExchangeBuffers(self.device)
@@ -117,8 +138,8 @@ class Case:
         key = (strategy, routes, gradients)
         if key not in self.plans:
             self.plans[key] = plan_link(
-                self.skeleton.specs,
-                self.skeleton.strategy_buckets(strategy, dist.get_world_size()),
+                self.stage_model.specs,
+                self.stage_model.strategy_buckets(strategy, dist.get_world_size()),
                 dist.get_rank(),
                 gradients=gradients,
                 ranks_per_node=self.ranks_per_node[routes],
@@ -126,13 +147,19 @@ class Case:
         return self.plans[key]
 
     def pull(self, strategy: Strategy, routes: str = "direct") -> Slices:
-        buckets = self.skeleton.strategy_buckets(strategy, dist.get_world_size())[dist.get_rank()]
-        slices = Slices(self.skeleton.specs, buckets, self.pool, self.shards_P[0].dtype)
-        self.pull_link.pull(self.plan(strategy, routes, gradients=False), self.shards_P, slices.bucket_S)
+        buckets = self.stage_model.strategy_buckets(strategy, dist.get_world_size())[
+            dist.get_rank()
+        ]
+        slices = Slices(self.stage_model.specs, buckets, self.pool, self.shards_P[0].dtype)
+        self.pull_link.pull(
+            self.plan(strategy, routes, gradients=False), self.shards_P, slices.bucket_S
+        )
         return slices
 
     def push(self, strategy: Strategy, slices: Slices, routes: str = "direct") -> None:
-        self.push_link.push(self.plan(strategy, routes, gradients=True), slices.grad_bucket_S, self.grads_P)
+        self.push_link.push(
+            self.plan(strategy, routes, gradients=True), slices.grad_bucket_S, self.grads_P
+        )
 
     def zero_all_gather(self) -> None:
         """What ZeRO-3 does around forward: gather each unit, use it, release it."""
@@ -193,7 +220,9 @@ def measure(case: Case, strategies: list[Strategy], rounds: int) -> dict:
 
 
 def measure_switching(case: Case, strategies: list[Strategy], rounds: int) -> dict[str, float]:
-    """Pull + push of one iteration of each strategy, medians added up: all in turn, against each kept for two."""
+    """Pull + push of one iteration of each strategy, medians added up: all in turn, against each
+    kept for two.
+    """
 
     def iteration(strategy: Strategy) -> float:
         return timed(lambda: case.push(strategy, case.pull(strategy)))[0]
@@ -216,16 +245,24 @@ def print_table(size: str, dtype: str, times: dict) -> list[dict]:
     rows = []
     print(f"\n{size} parameters, {dtype}, {dist.get_world_size()} ranks, medians in ms")
     print(f"{'':<20} {'':>8} {'/ all-gather':>16} {'':>9} {'/ reduce-scatter':>18}")
-    print(f"{'strategy':<20} {'pull':>8} {'direct':>8} {'node':>7} {'push':>9} {'direct':>9} {'node':>8}")
+    print(
+        f"{'strategy':<20} {'pull':>8} {'direct':>8} {'node':>7} {'push':>9} {'direct':>9} {'node':>8}"
+    )
     for strategy, measured in times.items():
         median = {name: statistics.median(values) for name, values in measured.items()}
-        row = {"strategy": strategy, **{f"{name}_ms": round(value, 2) for name, value in median.items()}}
+        row = {
+            "strategy": strategy,
+            **{f"{name}_ms": round(value, 2) for name, value in median.items()},
+        }
         for name, value in median.items():
             if name.startswith(("pull", "push")):
                 collective = "all_gather" if name.startswith("pull") else "reduce_scatter"
                 row[f"{name}_ratio"] = round(value / median[collective], 3)
         rows.append(row)
-        node = [f"{row[key]:.2f}" if key in row else "" for key in ("pull_node_ratio", "push_node_ratio")]
+        node = [
+            f"{row[key]:.2f}" if key in row else ""
+            for key in ("pull_node_ratio", "push_node_ratio")
+        ]
         print(
             f"{strategy:<20} {median['pull']:>8.1f} {row['pull_ratio']:>8.2f} {node[0]:>7} "
             f"{median['push']:>9.1f} {row['push_ratio']:>9.2f} {node[1]:>8}"
@@ -235,19 +272,19 @@ def print_table(size: str, dtype: str, times: dict) -> list[dict]:
 
 def measure_planning() -> list[dict]:
     """CPU seconds in which one rank plans its part of pull and push, of LLaMA 32B."""
-    skeleton = load_skeleton("llama2_32b")
+    stage_model = load_stage_model("llama2_32b")
     rows = []
     print(
         f"{'ranks':>6} {'strategy':<34} {'direct':>9} {'node-aware':>11}   s of CPU, pull + push of one rank"
     )
     for num_ranks, text in PLANNED:
-        rank_buckets = skeleton.strategy_buckets(Strategy.parse(text), num_ranks)
+        rank_buckets = stage_model.strategy_buckets(Strategy.parse(text), num_ranks)
         row = {"num_ranks": num_ranks, "strategy": text}
         for name, ranks_per_node in (("direct_s", None), ("node_s", 8)):
             begin = time.process_time()
             for gradients in (False, True):
                 plan_link(
-                    skeleton.specs,
+                    stage_model.specs,
                     rank_buckets,
                     num_ranks // 2,
                     gradients=gradients,
@@ -270,9 +307,14 @@ def main() -> None:
         "--strategies", nargs="+", help="some of those that are measured for this number of ranks"
     )
     parser.add_argument(
-        "--ranks-per-node", type=int, default=2, help="pretended nodes of node-aware routes; 0 for none"
+        "--ranks-per-node",
+        type=int,
+        default=2,
+        help="pretended nodes of node-aware routes; 0 for none",
     )
-    parser.add_argument("--planning", action="store_true", help="measure planning instead; one process")
+    parser.add_argument(
+        "--planning", action="store_true", help="measure planning instead; one process"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -287,7 +329,9 @@ def main() -> None:
     results = {}
     for size in SIZES if args.size == "all" else [args.size]:
         engine = start(size, args.dtype)
-        strategies = [s for s in engine.hydra.strategies if not args.strategies or str(s) in args.strategies]
+        strategies = [
+            s for s in engine.hydra.strategies if not args.strategies or str(s) in args.strategies
+        ]
         case = Case(engine, args.ranks_per_node or None)
         times = measure(case, strategies, args.rounds)
         switching = measure_switching(case, strategies, args.rounds)

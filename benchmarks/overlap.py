@@ -1,10 +1,12 @@
-"""What overlap hides: visible pull and push as a share of the iteration, with and without it, in one run.
+"""What overlap hides: visible pull and push as a share of the iteration, with and without it, in
+one run.
 
     deepspeed --num_gpus 4 --no_local_rank benchmarks/overlap.py
 
-Model and token budget are the demo's; lengths are drawn from a log-normal with the demo's median of 145 tokens, cut
-at 4,096. Iterations with and without overlap alternate on the same engine, mini-batch and strategy; medians.
-`--model 50M` takes a larger model, of which a link has more to move.
+Model and token budget are the demo's; lengths are drawn from a log-normal with the demo's median of
+145 tokens, cut at 4,096. Iterations with and without overlap alternate on the same engine,
+mini-batch and strategy; medians. `--model 50M` takes a larger model, of which a link has more to
+move.
 """
 
 from __future__ import annotations
@@ -25,11 +27,19 @@ from deepspeed.accelerator import get_accelerator
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hydra
-from ds_hydra.engine.link_session import LinkThread
+from ds_hydra.engine.transfer.link_session import LinkThread
 
 STRATEGIES = {
     2: ("2x<1,1>", "1x<2,1>", "1x<1,2>"),
-    4: ("4x<1,1>", "2x<2,1>", "1x<4,1>", "1x<2,2>", "1x<1,4>", "1x<2,1> + 2x<1,1>", "1x<1,2> + 2x<1,1>"),
+    4: (
+        "4x<1,1>",
+        "2x<2,1>",
+        "1x<4,1>",
+        "1x<2,2>",
+        "1x<1,4>",
+        "1x<2,1> + 2x<1,1>",
+        "1x<1,2> + 2x<1,1>",
+    ),
 }
 
 MODELS = {
@@ -54,7 +64,9 @@ MODELS = {
 FIELDS = ("iteration_ms", "pull_ms", "push_ms", "visible_pull_ms", "visible_push_ms")
 
 
-def start(model: str, dtype: str, strategies: Sequence[str], link: dict[str, Any]) -> ds_hydra.HydraEngine:
+def start(
+    model: str, dtype: str, strategies: Sequence[str], link: dict[str, Any]
+) -> ds_hydra.HydraEngine:
     """An engine for `strategies` with the `hydra.link` section `link`; equal weights every time."""
     torch.manual_seed(0)
     config = LlamaConfig(**MODELS[model], max_position_embeddings=4096, tie_word_embeddings=False)
@@ -158,7 +170,9 @@ def report(
     is_first_rank = dist.get_rank() == 0
     if is_first_rank:
         device = get_accelerator().device_name()
-        print(f"{args.model}, {args.dtype}, {dist.get_world_size()} ranks ({device}), {args.rounds} rounds")
+        print(
+            f"{args.model}, {args.dtype}, {dist.get_world_size()} ranks ({device}), {args.rounds} rounds"
+        )
         print(head)
     measured = []
     for row in rows:

@@ -1,7 +1,8 @@
 """How fast and how good the planner is: python benchmarks/planner.py --data DATA [--json OUT.json].
 
-DATA is the folder of the reference data (profiles/, lengths/, planner/). Every figure is a median or mean
-over `--batches` mini-batches, planned in one process on one core. docs/benchmarks/planner.md explains them.
+DATA is the folder of the reference data (profiles/, lengths/, planner/). Every figure is a median
+or mean over `--batches` mini-batches, planned in one process on one core.
+docs/benchmarks/planner.md explains them.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ import numpy as np
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.background import BackgroundPlanner
-from ds_hydra.sampler.dispatch import dispatch_sequences
+from ds_hydra.sampler.dispatch.dispatch import dispatch_sequences
 from ds_hydra.sampler.ilp import SolverLimits
-from ds_hydra.sampler.packing import pack_sequences
+from ds_hydra.sampler.packing.packing import pack_sequences
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration, warm_up
 from ds_hydra.sampler.problem import PipelineKind
-from ds_hydra.sampler.schedule import FORWARD_FRACTION, one_f_one_b_ms
-from ds_hydra.strategy.profile import LatencyModel, Profile
-from ds_hydra.strategy.scheme import Scheme, Strategy, parse_strategies
+from ds_hydra.sampler.schedule import one_f_one_b_ms
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
 CONTEXT = 32768
 CANDIDATES = {
@@ -75,20 +77,28 @@ def make_batch(lengths: Sequence[int], iteration: int) -> GlobalBatch:
     )
 
 
-def draw_batches(histogram: dict[str, int], num_tokens: int, context: int, count: int) -> list[list[int]]:
+def draw_batches(
+    histogram: dict[str, int], num_tokens: int, context: int, count: int
+) -> list[list[int]]:
     """Mini-batches of `num_tokens`, drawn from a length histogram and cut to `context`."""
     rng = np.random.default_rng(0)
     lengths = np.array([int(length) for length in histogram])
     weights = np.array(list(histogram.values()), dtype=float)
     batches = []
     for _ in range(count):
-        drawn = np.minimum(rng.choice(lengths, size=num_tokens // 300, p=weights / weights.sum()), context)
+        drawn = np.minimum(
+            rng.choice(lengths, size=num_tokens // 300, p=weights / weights.sum()), context
+        )
         batches.append(drawn[: np.searchsorted(np.cumsum(drawn), num_tokens)].tolist())
     return batches
 
 
 def time_plan(
-    batch: GlobalBatch, strategies: Sequence[Strategy], profile: Profile, num_devices: int, **settings: Any
+    batch: GlobalBatch,
+    strategies: Sequence[Strategy],
+    profile: Profile,
+    num_devices: int,
+    **settings: Any,
 ) -> tuple[IterationPlan, float]:
     start = time.perf_counter()
     plan = plan_iteration(
@@ -102,12 +112,18 @@ def time_plan(
 
 
 def whole_plans(batches: list[list[int]], num_devices: int, profile: Profile) -> dict[str, Any]:
-    """Time of whole plans, their distance from their own bound, and which strategies were chosen."""
+    """Time of whole plans, their distance from their own bound, and which strategies were
+    chosen.
+    """
     strategies = parse_strategies(CANDIDATES[num_devices])
-    plan_iteration(make_batch(batches[0], 0), strategies=strategies, profile=profile, num_devices=num_devices)
+    plan_iteration(
+        make_batch(batches[0], 0), strategies=strategies, profile=profile, num_devices=num_devices
+    )
     times, gaps, chosen = [], [], {}
     for iteration, lengths in enumerate(batches):
-        plan, milliseconds = time_plan(make_batch(lengths, iteration), strategies, profile, num_devices)
+        plan, milliseconds = time_plan(
+            make_batch(lengths, iteration), strategies, profile, num_devices
+        )
         times.append(milliseconds)
         gaps.append(plan.makespan_ms / plan.lower_bound_ms - 1)
         chosen[str(plan.strategy)] = chosen.get(str(plan.strategy), 0) + 1
@@ -123,9 +139,11 @@ def whole_plans(batches: list[list[int]], num_devices: int, profile: Profile) ->
 
 
 def selection(batches: list[list[int]], profile: Profile) -> dict[str, Any]:
-    """The chosen strategy against every candidate planned to the end, and against each used for all batches.
+    """The chosen strategy against every candidate planned to the end, and against each used for all
+    batches.
 
-    All times by the recurrence; `closed_form_loss` is what selection by the closed form would have lost.
+    All times by the recurrence; `closed_form_loss` is what selection by the closed form would have
+    lost.
     """
     strategies = parse_strategies(CANDIDATES[64])
     losses, closed_losses, without_plan = [], [], 0
@@ -136,7 +154,9 @@ def selection(batches: list[list[int]], profile: Profile) -> dict[str, Any]:
         closed = time_plan(batch, strategies, profile, 64, objective="closed_form")[0]
         each = []
         for strategy in strategies:
-            fits = max(lengths) <= max(profile.max_len_tokens(scheme, 64) for scheme in strategy.schemes)
+            fits = max(lengths) <= max(
+                profile.max_len_tokens(scheme, 64) for scheme in strategy.schemes
+            )
             try:
                 milliseconds = time_plan(batch, [strategy], profile, 64)[0].makespan_ms
             except InfeasiblePlanError:
@@ -172,7 +192,9 @@ def exact_ms(pipelines: list[tuple[Scheme, Rows]], profile: Profile) -> float:
     for scheme, rows in pipelines:
         latency = profile.get_latency(scheme)
         times.append(
-            one_f_one_b_ms(np.array([latency.row_ms(row) for row in rows]), scheme.pp, FORWARD_FRACTION)
+            one_f_one_b_ms(
+                np.array([latency.row_ms(row) for row in rows]), scheme.pp, FORWARD_FRACTION
+            )
         )
     return max(times)
 
@@ -192,7 +214,11 @@ def packing_references(reference: dict[str, Any]) -> dict[str, float]:
         heuristic = pack_sequences(instance["lengths"], **arguments)
         gaps.append(packing.objective_ms / instance["best_known_objective_ms"] - 1)
         gaps_without.append(heuristic.objective_ms / instance["best_known_objective_ms"] - 1)
-    return {**summary(gaps), "without_programs": summary(gaps_without), "median_ms": float(np.median(times))}
+    return {
+        **summary(gaps),
+        "without_programs": summary(gaps_without),
+        "median_ms": float(np.median(times)),
+    }
 
 
 def dispatch_references(reference: dict[str, Any]) -> dict[str, float]:
@@ -222,7 +248,9 @@ def latency_of(document: dict[str, Any]) -> LatencyModel:
 
 
 def waiting(batches: list[list[int]], profile: Profile, iteration_s: float) -> dict[str, float]:
-    """How long training waits for plans when each iteration takes `iteration_s`, one worker, lookahead 4."""
+    """How long training waits for plans when each iteration takes `iteration_s`, one worker,
+    lookahead 4.
+    """
     waited, start = 0.0, time.perf_counter()
     strategies = parse_strategies(CANDIDATES[64])
     with BackgroundPlanner(strategies=strategies, profile=profile, num_devices=64) as planner:
@@ -235,7 +263,10 @@ def waiting(batches: list[list[int]], profile: Profile, iteration_s: float) -> d
             if iteration == 0:  # the start of the process is not planning
                 waited, start = 0.0, time.perf_counter()
             time.sleep(iteration_s)
-    return {"iteration_s": iteration_s, "waited_share": waited / 1e3 / (time.perf_counter() - start)}
+    return {
+        "iteration_s": iteration_s,
+        "waited_share": waited / 1e3 / (time.perf_counter() - start),
+    }
 
 
 # What people use today, for the homogeneous strategies that can hold the context
@@ -277,7 +308,9 @@ def karmarkar_karp(lengths: Sequence[int], num_groups: int, weight: Callable[[in
 def balanced(
     lengths: Sequence[int], max_len: int, num_pipelines: int, weight: Callable[[int], float]
 ) -> list[Rows]:
-    """Karmarkar-Karp over the pipelines, and again inside each into the fewest rows that hold its share."""
+    """Karmarkar-Karp over the pipelines, and again inside each into the fewest rows that hold its
+    share.
+    """
     pipelines = []
     for share in karmarkar_karp(lengths, num_pipelines, weight):
         num_rows = max(1, -(-sum(share) // max_len))
@@ -290,8 +323,11 @@ def balanced(
     return pipelines
 
 
-def batch_rebalance(lengths: Sequence[int], max_len: int, num_pipelines: int, num_rows: int) -> list[Rows]:
-    """`train_sampling_strategy="batch_rebalance"` of transformers, rows padded to their longest sequence.
+def batch_rebalance(
+    lengths: Sequence[int], max_len: int, num_pipelines: int, num_rows: int
+) -> list[Rows]:
+    """`train_sampling_strategy="batch_rebalance"` of transformers, rows padded to their longest
+    sequence.
 
     It knows no memory limit, so padded rows above `max_len` are divided until they fit.
     """
@@ -314,7 +350,9 @@ def batch_rebalance(lengths: Sequence[int], max_len: int, num_pipelines: int, nu
 
 
 def alternatives(batches: list[list[int]], profile: Profile) -> dict[str, Any]:
-    """Mean iteration time of ds_hydra and of each alternative with its best homogeneous strategy."""
+    """Mean iteration time of ds_hydra and of each alternative with its best homogeneous
+    strategy.
+    """
     packers: dict[str, Callable[[Sequence[int], int, int], list[Rows]]] = {
         "first_fit_decreasing": lambda l, m, n: fixed_length(l, m, n, is_best_fit=False),
         "best_fit_decreasing": lambda l, m, n: fixed_length(l, m, n, is_best_fit=True),
@@ -334,19 +372,29 @@ def alternatives(batches: list[list[int]], profile: Profile) -> dict[str, Any]:
     homogeneous = [
         (strategy.schemes[0], len(strategy.schemes))
         for strategy in strategies
-        if not strategy.is_heterogeneous and profile.max_len_tokens(strategy.schemes[0], 64) >= CONTEXT
+        if not strategy.is_heterogeneous
+        and profile.max_len_tokens(strategy.schemes[0], 64) >= CONTEXT
     ]
     ours = [
-        time_plan(make_batch(b, i), strategies, profile, 64)[0].makespan_ms for i, b in enumerate(batches)
+        time_plan(make_batch(b, i), strategies, profile, 64)[0].makespan_ms
+        for i, b in enumerate(batches)
     ]
-    result: dict[str, Any] = {"ds_hydra": {"mean_ms": float(np.mean(ours)), "speedup_of_ds_hydra": 1.0}}
+    result: dict[str, Any] = {
+        "ds_hydra": {"mean_ms": float(np.mean(ours)), "speedup_of_ds_hydra": 1.0}
+    }
     for name, pack in packers.items():
         means = []
         for scheme, count in homogeneous:
             max_len = profile.max_len_tokens(scheme, 64)
-            times = [exact_ms([(scheme, rows) for rows in pack(b, max_len, count)], profile) for b in batches]
+            times = [
+                exact_ms([(scheme, rows) for rows in pack(b, max_len, count)], profile)
+                for b in batches
+            ]
             means.append(float(np.mean(times)))
-        result[name] = {"mean_ms": min(means), "speedup_of_ds_hydra": min(means) / float(np.mean(ours))}
+        result[name] = {
+            "mean_ms": min(means),
+            "speedup_of_ds_hydra": min(means) / float(np.mean(ours)),
+        }
     return result
 
 
@@ -368,8 +416,12 @@ def measure(data: Path, count: int, count_largest: int) -> dict[str, Any]:
         },
         "plans_64": {name: whole_plans(batches, 64, profile) for name, batches in corpora.items()},
         "plans_1024": {
-            "context 32K": whole_plans(draw_batches(histogram, TOKENS[1024], CONTEXT, count), 1024, profile),
-            "context 8K": whole_plans(draw_batches(histogram, TOKENS[1024], 8192, count), 1024, profile),
+            "context 32K": whole_plans(
+                draw_batches(histogram, TOKENS[1024], CONTEXT, count), 1024, profile
+            ),
+            "context 8K": whole_plans(
+                draw_batches(histogram, TOKENS[1024], 8192, count), 1024, profile
+            ),
         },
         "plans_16384": {
             "context 32K": whole_plans(
@@ -429,7 +481,9 @@ def main() -> None:
     shared = Path(os.environ.get("DS_HYDRA_SHARED", "../shared"))
     parser.add_argument("--data", type=Path, default=shared / "data")
     parser.add_argument("--batches", type=int, default=20)
-    parser.add_argument("--largest-batches", type=int, default=20, help="mini-batches at 16,384 GPUs")
+    parser.add_argument(
+        "--largest-batches", type=int, default=20, help="mini-batches at 16,384 GPUs"
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     result = measure(arguments.data, arguments.batches, arguments.largest_batches)

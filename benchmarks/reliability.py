@@ -2,16 +2,20 @@
 
     python benchmarks/reliability.py --out docs/reliability.md [PART ...]
 
-Parts: `kill` (a rank is killed in every phase; the others must name it, restarts must give the same curve), `launch`
-(the same under torchrun and deepspeed), `planner` (planning processes killed and stopped), `saves` (a process is
-killed at random times of saving), `leak` (random strategies on 4 ranks), `fuzz`. What is measured is recorded in
-`--state` at once: an interrupted command continues where it was, `--fresh` begins anew. Ranks are CPU processes
-on one machine (gloo); it uses the helpers of the tests.
+Parts: `kill` (a rank is killed in every phase of an iteration; the others must name it, restarts
+must give the same curve), `phases` (a rank is killed or stopped in every phase between an engine's
+start and its end; the other one must name it, and nothing may be left behind), `launch` (kills
+under torchrun and deepspeed), `planner` (planning processes killed and stopped), `saves` (a process
+is killed at random times of saving), `leak` (random strategies on 4 ranks), `fuzz`. What was
+measured is recorded in `--state` at once: an interrupted command continues where it was, `--fresh`
+begins anew. Ranks are CPU processes on one machine (gloo); it uses the
+helpers of the tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import gc
 import json
@@ -24,6 +28,7 @@ import shutil
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -54,7 +59,9 @@ LAUNCHES = (
 """Launcher, and rank:iteration:phase of the kill."""
 
 HYPOTHESIS_PIECE = 10_000
-"""Inputs after which hypothesis starts anew with another seed; a piece is what an interruption loses."""
+"""Inputs after which hypothesis starts anew with another seed; a piece is what an interruption
+loses.
+"""
 
 
 class Records:
@@ -69,7 +76,9 @@ class Records:
     def of(self, part: str) -> list[dict[str, Any]]:
         return [record for record in self.all if record["part"] == part]
 
-    def measure(self, part: str, keys: dict[str, Any], action: Callable[[], dict[str, Any]]) -> None:
+    def measure(
+        self, part: str, keys: dict[str, Any], action: Callable[[], dict[str, Any]]
+    ) -> None:
         """Record `action()` under `keys`, unless that is there already."""
         known = {"part": part, **keys}
         if any(known.items() <= record.items() for record in self.of(part)):
@@ -78,7 +87,11 @@ class Records:
         record = {**known, **action()}
         self.all.append(record)
         faults.append_json(self._path, record)
-        print(f"{time.monotonic() - begin:6.1f} s  {json.dumps(record)[:200]}", file=sys.stderr, flush=True)
+        print(
+            f"{time.monotonic() - begin:6.1f} s  {json.dumps(record)[:200]}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def measure_kills(records: Records, num_rounds: int) -> None:
@@ -100,7 +113,9 @@ def measure_kills(records: Records, num_rounds: int) -> None:
             victim = None if victim is None else (victim + round_) % 3
             arguments = (where, victim, at)
             keys = {"round": round_, "where": where}
-            records.measure("kill", keys, lambda parts=parts, a=arguments: run_once(parts, wanted, *a))
+            records.measure(
+                "kill", keys, lambda parts=parts, a=arguments: run_once(parts, wanted, *a)
+            )
 
 
 def run_once(
@@ -129,8 +144,59 @@ def run_once(
     return result
 
 
+def measure_phases(records: Records) -> None:
+    """A rank of two is killed or stopped in every phase of `whole_life`; the victims alternate."""
+    faults.HANG_S = 120
+    phases = (*faults.START_PHASES, *faults.LATER_PHASES)
+    for index, where in enumerate(phases):
+        for signal_name in ("SIGKILL", "SIGSTOP"):
+            keys = {"where": where, "signal": signal_name}
+            arguments = (records.folder, index % 2, where, signal_name)
+            records.measure("phases", keys, lambda a=arguments: lose_a_rank(*a))
+
+
+def lose_a_rank(records: Path, victim: int, where: str, signal_name: str) -> dict[str, Any]:
+    """What the other rank of two did, and what both left behind."""
+    folder = records / "phases"
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "tmp").mkdir(parents=True)
+    tempfile.tempdir = str(folder / "tmp")
+    os.environ.update(TMPDIR=tempfile.tempdir, DS_HYDRA_RELIABILITY=str(folder))
+    shared_memory = set(os.listdir("/dev/shm"))
+    arguments = (str(folder), where, victim, getattr(signal, signal_name))
+    try:
+        ended = faults.run_until_end(test_faults.whole_life, 2, folder, *arguments, victim=victim)
+    except AssertionError as error:
+        return {"hangs": True, "text": str(error)[-2000:]}
+    other = ended[1 - victim]
+    named = f"rank {victim} is gone" in other.stderr or f"rank {victim} is silent" in other.stderr
+    time.sleep(2.0)  # for planning processes to notice
+    return {
+        "hangs": False,
+        "named": named,
+        "exit_code": other.exit_code,
+        "seconds": other.seconds_after_fault,
+        "processes": len(processes_with("DS_HYDRA_RELIABILITY", str(folder))),
+        "shared_memory": len(set(os.listdir("/dev/shm")) - shared_memory),
+        "temp": sorted(os.listdir(folder / "tmp")),
+        "text": "" if named else other.stderr[-2000:],
+    }
+
+
+def processes_with(name: str, value: str) -> list[int]:
+    """Other processes that were started with an environment variable."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get(name) == value:
+                found.append(process.pid)
+    return found
+
+
 def measure_launches(records: Records) -> None:
-    """A rank is killed under a launcher; torchrun restarts by itself, deepspeed is started again."""
+    """A rank is killed under a launcher; torchrun restarts by itself, deepspeed is started
+    again.
+    """
     folder = records.folder / "launch"
     whole = folder / "whole"
 
@@ -170,7 +236,9 @@ def measure_launches(records: Records) -> None:
 
 
 def measure_planner(records: Records, num_faults: int) -> None:
-    """A planning process is killed or stopped while it works; the plan must be the same, or the heuristic's."""
+    """A planning process is killed or stopped while it works; the plan must be the same, or the
+    heuristic's.
+    """
     logging.getLogger("ds_hydra.sampler.background").setLevel(logging.ERROR)
 
     def inject(fault: str) -> dict[str, Any]:
@@ -196,7 +264,11 @@ def measure_planner(records: Records, num_faults: int) -> None:
                 num_same += planner.get(0).plan == wanted
                 seconds.append(time.monotonic() - begin)
                 print(f"  planning process {fault}: {attempt + 1} of {num_faults}", file=sys.stderr)
-        return {"num_faults": num_faults, "num_same": num_same, "seconds": statistics.median(seconds)}
+        return {
+            "num_faults": num_faults,
+            "num_same": num_same,
+            "seconds": statistics.median(seconds),
+        }
 
     for fault in ("killed", "stopped"):
         records.measure("planner", {"fault": fault}, lambda fault=fault: inject(fault))
@@ -251,7 +323,9 @@ def measure_leak(records: Records, num_iterations: int) -> None:
 
 
 def measure_fuzz(records: Records, num_inputs: int) -> None:
-    """Every reader under hypothesis and under a coverage-guided fuzzer; raises where one crashes, or is slow."""
+    """Every reader under hypothesis and under a coverage-guided fuzzer; raises where one crashes,
+    or is slow.
+    """
     folder = records.folder / "fuzz"
     folder.mkdir(exist_ok=True)
     gc.collect()
@@ -259,11 +333,15 @@ def measure_fuzz(records: Records, num_inputs: int) -> None:
     readers = targets(folder)
     for name in readers:
         keys = {"reader": name, "fuzzer": "coverage", "num": num_inputs}
-        records.measure("fuzz", keys, lambda name=name: fuzz_with_coverage(name, num_inputs, folder))
+        records.measure(
+            "fuzz", keys, lambda name=name: fuzz_with_coverage(name, num_inputs, folder)
+        )
     for piece in range(-(-num_inputs // HYPOTHESIS_PIECE)):
         for name, (reader, valid) in readers.items():
             keys = {"reader": name, "fuzzer": "hypothesis", "piece": piece}
-            records.measure("fuzz", keys, lambda r=reader, v=valid, piece=piece: run_hypothesis(r, v, piece))
+            records.measure(
+                "fuzz", keys, lambda r=reader, v=valid, piece=piece: run_hypothesis(r, v, piece)
+            )
 
 
 def run_hypothesis(reader: Callable[[Any], None], valid: Any, piece: int) -> dict[str, float]:
@@ -325,6 +403,32 @@ def describe_kills(records: list[dict[str, Any]]) -> str:
     )  # fmt: skip
 
 
+def describe_phases(records: list[dict[str, Any]]) -> str:
+    rows = []
+    for record in records:
+        left = {key: record.get(key) for key in ("processes", "shared_memory", "temp")}
+        rows.append(
+            [
+                record["where"],
+                record["signal"],
+                "hangs" if record["hangs"] else record["exit_code"],
+                "yes" if record.get("named") else "no",
+                f"{record.get('seconds', float('nan')):.1f}",
+                ", ".join(f"{key}: {value}" for key, value in left.items() if value) or "nothing",
+            ]
+        )
+    return "\n\n".join(
+        [
+            "One rank of two is killed or stopped in each phase of an engine's life; `silence_s` 6, `grace_s` 2. "
+            "Seconds: from the signal until the other one has ended.",
+            table(
+                ["phase", "signal", "exit code of the other", "named", "seconds", "left behind"],
+                rows,
+            ),
+        ]
+    )
+
+
 def describe_launches(records: list[dict[str, Any]]) -> str:
     runs = [r for r in records if r["launcher"] != "none"]
     rows = [
@@ -343,7 +447,14 @@ def describe_launches(records: list[dict[str, Any]]) -> str:
             "Two ranks, `torchrun --max-restarts 2` (which restarts by itself) and `deepspeed` (started a second time "
             "by hand). Seconds: from the kill until training resumed, process starts and imports included.",
             table(
-                ["launcher", "killed", "exit codes", "rank named", "losses identical", "seconds to resume"],
+                [
+                    "launcher",
+                    "killed",
+                    "exit codes",
+                    "rank named",
+                    "losses identical",
+                    "seconds to resume",
+                ],
                 rows,
             ),
         ]
@@ -352,7 +463,12 @@ def describe_launches(records: list[dict[str, Any]]) -> str:
 
 def describe_planner(records: list[dict[str, Any]]) -> str:
     rows = [
-        [r["fault"], r["num_faults"], f"{r['num_same']} of {r['num_faults']}", f"{r['seconds']:.1f}"]
+        [
+            r["fault"],
+            r["num_faults"],
+            f"{r['num_same']} of {r['num_faults']}",
+            f"{r['seconds']:.1f}",
+        ]
         for r in records
     ]
     return "\n\n".join(
@@ -401,17 +517,28 @@ def describe_leak(records: list[dict[str, Any]]) -> str:
         )
         keys = ("open_files", "process_groups", "threads", "tensors", "python_blocks")
         counts.append([rank, *(f"{quarter[key]:,} -> {last[key]:,}" for key in keys)])
-    head = [f"{what} {when}" for what in ("malloc", "RSS") for when in ("after 25%", "50%", "100%", "slope")]
+    head = [
+        f"{what} {when}"
+        for what in ("malloc", "RSS")
+        for when in ("after 25%", "50%", "100%", "slope")
+    ]
     return "\n\n".join(
         [
             f"{record['iterations']:,} iterations on 4 ranks, one of {len(STRATEGIES_OF_4)} strategies drawn for each, "
             "4 to 12 sequences of 2 to 60 tokens. `malloc`: MiB handed out and not freed; RSS: MiB resident. Slopes: "
             "bytes per iteration over the last half. RSS follows malloc's high-water marks, which are kept on purpose "
-            "(`engine/host_memory.py`).",
+            "(`engine/ranks/host_memory.py`).",
             table(["rank", *head], memory),
             "From 25% to the end:",
             table(
-                ["rank", "open files", "process groups", "threads", "live tensors", "blocks of Python"],
+                [
+                    "rank",
+                    "open files",
+                    "process groups",
+                    "threads",
+                    "live tensors",
+                    "blocks of Python",
+                ],
                 counts,
             ),
         ]
@@ -454,6 +581,7 @@ def describe_fuzz(records: list[dict[str, Any]]) -> str:
 
 PARTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     "kill": ("A rank is lost", describe_kills),
+    "phases": ("A rank is lost, from the start to the end", describe_phases),
     "launch": ("Restarts under launchers", describe_launches),
     "planner": ("A planning process is lost", describe_planner),
     "saves": ("A crash while saving", describe_saves),
@@ -467,13 +595,21 @@ TESTED = (
         "the others end with an error naming it; a restart gives the same curve",
         "test_faults, test_restarts",
     ),
-    ("a rank stopped or failed, Ctrl-C on one rank", "named by the others, which end", "test_faults"),
+    (
+        "a rank stopped or failed, Ctrl-C on one rank",
+        "named by the others, which end",
+        "test_faults",
+    ),
     (
         "planning process killed, hung, out of memory; all of them gone; none can start",
         "the same plans from a new process, or in line; a late one is replaced by the heuristic's plan",
         "test_background",
     ),
-    ("another plan on one rank", "the same error on all ranks, nothing is exchanged", "test_faults"),
+    (
+        "another plan on one rank",
+        "the same error on all ranks, nothing is exchanged",
+        "test_faults",
+    ),
     (
         "NaN or Inf in a gradient of one rank; overflow in fp16",
         "no weight changes, counted; the fp16 loss scale is halved, as in stock DeepSpeed",
@@ -564,6 +700,7 @@ def main() -> None:
     records = Records(options.state.resolve())
     measures: dict[str, Callable[[], None]] = {
         "kill": lambda: measure_kills(records, options.kills),
+        "phases": lambda: measure_phases(records),
         "launch": lambda: measure_launches(records),
         "planner": lambda: measure_planner(records, options.planner_faults),
         "saves": lambda: measure_saves(records, options.saves),

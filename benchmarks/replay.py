@@ -1,9 +1,11 @@
-"""How well the schedule explains measured iterations: a run's own pass times replayed by the simulator.
+"""How well the schedule explains measured iterations: a run's own pass times replayed by the
+simulator.
 
-Command: python -m benchmarks.replay RUN_DIR    (of `make demo`, or of any run with traces; seconds, one core)
+Command: python -m benchmarks.replay RUN_DIR    (of `make demo`, or of any run with traces; seconds,
+one core)
 
-Prints a Markdown table: each traced iteration is simulated from the measured durations of its passes, rounds and
-optimizer, and its time compared with the measured one.
+Prints a Markdown table: each traced iteration is simulated from the measured durations of its
+passes, rounds and optimizer, and its time compared with the measured one.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ def main() -> None:
     print("| strategy | iterations | replayed / measured, median | median error | largest error |")
     print("|---|---|---|---|---|")
     everything = [ratio for found in ratios.values() for ratio in found]
-    for strategy, found in [*sorted(ratios.items(), key=lambda item: -len(item[1])), ("all", everything)]:
+    for strategy, found in [
+        *sorted(ratios.items(), key=lambda item: -len(item[1])),
+        ("all", everything),
+    ]:
         values = np.array(found)
         error = np.abs(values - 1)
         print(

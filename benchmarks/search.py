@@ -11,13 +11,10 @@ import json
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.galvatron_later import layer_space
-from benchmarks.galvatron_later_cases import later_release_cases
 from benchmarks.galvatron_originals import (
     DUMMY_LAYERS,
     SLOWER,
@@ -27,18 +24,17 @@ from benchmarks.galvatron_originals import (
     later_repository_cases,
     rtx_titan,
 )
-from benchmarks.galvatron_second import second_release_cases
-from ds_hydra.strategy.search import (
+from ds_hydra.strategy.cost_models.search import (
     GalvatronSearch,
     LayerStrategy,
     SearchInput,
     SearchSettings,
     layer_strategies,
 )
-from ds_hydra.strategy.search.costs import CostEstimator
-from ds_hydra.strategy.search.galvatron import StagePlan, pipeline_ms
-from ds_hydra.strategy.search.layers import LayerProfile
-from ds_hydra.strategy.search.space import Paradigm
+from ds_hydra.strategy.cost_models.search.costs import CostEstimator
+from ds_hydra.strategy.cost_models.search.galvatron import StagePlan, pipeline_ms
+from ds_hydra.strategy.cost_models.search.layers import LayerProfile
+from ds_hydra.strategy.cost_models.search.space import Paradigm
 from tests.shared_data import shared_path
 
 
@@ -53,10 +49,15 @@ def counts() -> dict[str, int]:
         "DP+PP": len(layer_strategies(8, paradigms={dp}, checkpoints=False)),
         "DP+TP": len(ordered),
         "DP+TP unordered": len({(s.tp, s.dp) for s in ordered}),
-        "v2.4.0, with Ulysses": len(layer_space(ulysses=True, strided=True)),
-        "v2.4.0, TP in neighbours": len(layer_space(ulysses=False, strided=False)),
-        "main of 2026, with Ulysses": len(layer_space(ulysses=True, strided=False)),
+        **later_releases()["counts"],
     }
+
+
+def later_releases() -> dict[str, Any]:
+    """What our search found under the cost models of later releases, which are not rebuilt here any
+    more.
+    """
+    return json.loads(Path("docs/benchmarks/galvatron_releases.json").read_text())
 
 
 def strategies_of_space(space: str, num_devices: int = 8) -> list[LayerStrategy]:
@@ -73,7 +74,9 @@ def strategies_of_space(space: str, num_devices: int = 8) -> list[LayerStrategy]
 
 
 def compare(ratios: Iterable[float | None]) -> dict[str, int]:
-    """How often our plan costs the same as theirs, less, or more; None: one of the two has no plan."""
+    """How often our plan costs the same as theirs, less, or more; None: one of the two has no
+    plan.
+    """
     found = list(ratios)
     return {
         "cases": len(found),
@@ -83,7 +86,9 @@ def compare(ratios: Iterable[float | None]) -> dict[str, int]:
     }
 
 
-def ratio(original: OriginalModel, space: str, memory_gb: float, result: dict[str, Any]) -> float | None:
+def ratio(
+    original: OriginalModel, space: str, memory_gb: float, result: dict[str, Any]
+) -> float | None:
     """Our cost over theirs under their cost model; 1 where both find that nothing fits."""
     strategies = strategies_of_space(space, original.num_devices)
     found = original.search(strategies, result["bsz"], 1024 * memory_gb)
@@ -109,10 +114,7 @@ def reference_cases(data: Path) -> dict[str, dict[str, int]]:
             for run in published["runs"]
             for result in run["all"]
         )
-    later: dict[str, list[float | None]] = {}
-    for name, found in chain(second_release_cases(data), later_release_cases(data)):
-        later.setdefault(name, []).append(found)
-    table.update((name, compare(ratios)) for name, ratios in later.items())
+    table.update(later_releases()["cases"])
     return table
 
 
@@ -128,7 +130,10 @@ def own_input(original: OriginalModel, *, gathers: bool = False) -> SearchInput:
     layers = []
     for layer, count in zip(original.layers, original.counts, strict=True):
         timing = layer["time"]
-        kept = {int(tp): float(size) for tp, size in layer["memory"]["tp_activation_per_bsz_dict"].items()}
+        kept = {
+            int(tp): float(size)
+            for tp, size in layer["memory"]["tp_activation_per_bsz_dict"].items()
+        }
         layers.append(
             LayerProfile(
                 name=layer["name"],
@@ -153,7 +158,9 @@ def own_input(original: OriginalModel, *, gathers: bool = False) -> SearchInput:
         layers=layers,
         num_devices=original.num_devices,
         all_reduce_ms_per_mb=links,
-        point_to_point_ms_per_mb={pp: hops.get(f"pp_deg_{pp}", 0.0) * SLOWER for pp in (2, 4, 8, 16)},
+        point_to_point_ms_per_mb={
+            pp: hops.get(f"pp_deg_{pp}", 0.0) * SLOWER for pp in (2, 4, 8, 16)
+        },
         overlap_slowdown=original.layers[0]["time"]["dp_overlap_coe"],
         gathers_each_micro_batch=gathers,
     )
@@ -167,7 +174,9 @@ def predicted_ms(
     adds_up: bool = False,
     gathers: bool = False,
 ) -> float:
-    """Our model's time of a plan, with the originals' number of micro-batches and fixed overhead."""
+    """Our model's time of a plan, with the originals' number of micro-batches and fixed
+    overhead.
+    """
     given = own_input(original, gathers=gathers)
     costs, types = CostEstimator(given), iter(original.layer_types)
     pp, last = len(stages), stages[-1][-1]
@@ -175,7 +184,9 @@ def predicted_ms(
     plans = []
     for index, strategies in enumerate(stages):
         layers = [given.layers[next(types)] for _ in strategies]
-        found = [costs.layer_cost(*pair, batch / m) for pair in zip(layers, strategies, strict=True)]
+        found = [
+            costs.layer_cost(*pair, batch / m) for pair in zip(layers, strategies, strict=True)
+        ]
         sends = index + 1 < pp
         hop_ms = costs.hop_ms(layers[-1], pp, batch / m / strategies[-1].dp) if sends else 0.0
         plans.append(
@@ -187,7 +198,9 @@ def predicted_ms(
                 peak_mb=0.0,
             )
         )
-    overhead_ms = original.layers[0]["time"]["extra_overhead"] * sum(original.counts) / DUMMY_LAYERS * SLOWER
+    overhead_ms = (
+        original.layers[0]["time"]["extra_overhead"] * sum(original.counts) / DUMMY_LAYERS * SLOWER
+    )
     synchronises = any(strategy.dp > 1 for strategies in stages for strategy in strategies)
     tails = [plan.tail_ms for plan in plans]
     return pipeline_ms(plans, m) + (sum(tails) - max(tails)) * adds_up + overhead_ms * synchronises
@@ -196,7 +209,10 @@ def predicted_ms(
 def read_stages(result: dict[str, Any]) -> list[list[LayerStrategy]]:
     """A published plan; one without `pp_division` is that of every stage."""
     stages = result["plan"] if result.get("pp_division") else [result["plan"]] * result["pp"]
-    return [[LayerStrategy.parse(name) for name, count in stage for _ in range(count)] for stage in stages]
+    return [
+        [LayerStrategy.parse(name) for name, count in stage for _ in range(count)]
+        for stage in stages
+    ]
 
 
 def measured_plans(data: Path) -> Iterator[tuple[str, OriginalModel, dict[str, Any], float]]:
@@ -224,7 +240,9 @@ def measured_plans(data: Path) -> Iterator[tuple[str, OriginalModel, dict[str, A
 
 
 def estimation_errors(data: Path, **rules: bool) -> dict[str, dict[str, float]]:
-    """Mean |predicted / measured - 1| in percent of the published plans: ours, with `rules`, and the originals'."""
+    """Mean |predicted / measured - 1| in percent of the published plans: ours, with `rules`, and
+    the originals'.
+    """
     errors: dict[str, list[tuple[float, float]]] = {}
     for row, original, result, measured in measured_plans(data):
         time_ms = predicted_ms(original, read_stages(result), result["bsz"], **rules)
@@ -245,7 +263,9 @@ def estimation_errors(data: Path, **rules: bool) -> dict[str, dict[str, float]]:
 
 
 def search_seconds(num_layers: int = 96, memory_gb: float = 16) -> dict[str, float]:
-    """CPU seconds for one batch size, and for all of them to 128 samples, on 8 devices with 44 strategies."""
+    """CPU seconds for one batch size, and for all of them to 128 samples, on 8 devices with 44
+    strategies.
+    """
     kept = {1: 150.0, 2: 80.0, 4: 45.0, 8: 30.0}
     layer = LayerProfile(
         name="decoder",
@@ -262,7 +282,12 @@ def search_seconds(num_layers: int = 96, memory_gb: float = 16) -> dict[str, flo
         layers=(layer,),
         num_devices=8,
         all_reduce_ms_per_mb={
-            pp: {(n, c): 0.01 + 0.002 * (not c) for n in degrees[1:] for c in (True, False) if n * pp <= 8}
+            pp: {
+                (n, c): 0.01 + 0.002 * (not c)
+                for n in degrees[1:]
+                for c in (True, False)
+                if n * pp <= 8
+            }
             for pp in degrees
         },
         point_to_point_ms_per_mb=dict.fromkeys(degrees, 0.01),
@@ -301,7 +326,9 @@ def main() -> None:
     print("\n| reference cases | cases | same cost | cheaper | dearer |\n|---|---|---|---|---|")
     for name, row in figures["reference_cases"].items():
         print(f"| {name} | {row['cases']} | {row['same']} | {row['cheaper']} | {row['dearer']} |")
-    print("\n| predicted against measured | points | ours | originals | worst ours | worst originals |")
+    print(
+        "\n| predicted against measured | points | ours | originals | worst ours | worst originals |"
+    )
     print("|---|---|---|---|---|---|")
     for name, row in figures["estimation_errors_percent"].items():
         cells = " | ".join(
@@ -310,7 +337,9 @@ def main() -> None:
         print(f"| {name} | {row['points']} | {cells} |")
     print("\n| ours with another rule | Table II | Table III |\n|---|---|---|")
     for name, errors in figures["estimation_errors_percent_of_other_rules"].items():
-        print(f"| {name} | {errors['Table II']['ours']:.1f}% | {errors['Table III']['ours']:.1f}% |")
+        print(
+            f"| {name} | {errors['Table II']['ours']:.1f}% | {errors['Table III']['ours']:.1f}% |"
+        )
     print("\n| search, 96 layers, 8 devices, 16 GB, 44 strategies | CPU seconds |\n|---|---|")
     for name, seconds in figures["search_seconds"].items():
         print(f"| {name} | {seconds:.2f} |")

@@ -1,11 +1,13 @@
 """Several hosts on one machine (network namespaces): bytes, a slow network, lost hosts.
 
-    python benchmarks/several_nodes.py --out docs/benchmarks/nodes.md [--parts bytes slow cut] [--repeats 5]
+    python benchmarks/several_nodes.py --out docs/benchmarks/nodes.md [--parts bytes slow cut]
+    [--repeats 5]
 
-Sections of parts that are not measured stay in the page. Parts: `bytes` (what a strategy sends between hosts, by
-plan and on the interface), `slow` (the planner's choice from a topology file and from measured profiles, and measured
-iterations, on a fast and on a slow network), `cut` (seconds until all processes have ended after a host was cut off,
-or a process killed). Needs what tests/nodes.py needs; `slow` needs /dev/net/tun. Uses the helpers of the tests.
+Sections of parts that are not measured stay in the page. Parts: `bytes` (what a strategy sends
+between hosts, by plan and on the interface), `slow` (the planner's choice from a topology file and
+from measured profiles, and measured iterations, on a fast and on a slow network), `cut` (seconds
+until all processes have ended after a host was cut off, or a process killed). Needs what
+tests/nodes.py needs; `slow` needs /dev/net/tun. Uses the helpers of the tests.
 """
 
 from __future__ import annotations
@@ -63,11 +65,16 @@ def count(strategies: list[str]) -> dict:
 def measure_bytes(folder: Path) -> str:
     rows = []
     for ranks_on, strategies in (
-        ([2, 2], ["4x<1,1>", "2x<2,1>", "1x<2,2>", "1x<2,1> + 1x<1,2>", "1x<2,1> + 2x<1,1>", "1x<4,1>"]),
+        (
+            [2, 2],
+            ["4x<1,1>", "2x<2,1>", "1x<2,2>", "1x<2,1> + 1x<1,2>", "1x<2,1> + 2x<1,1>", "1x<4,1>"],
+        ),
         ([2, 2, 2], ["6x<1,1>", "3x<2,1>", "1x<2,3>", "1x<2,2> + 2x<1,1>"]),
     ):
         with Hosts(len(ranks_on)) as hosts:
-            ended = run_on_hosts(count, hosts, ranks_on, folder / f"bytes{len(ranks_on)}", strategies)
+            ended = run_on_hosts(
+                count, hosts, ranks_on, folder / f"bytes{len(ranks_on)}", strategies
+            )
         assert not any(rank.exit_code for rank in ended), ended[0].stderr
         firsts = [ended[2 * host].value for host in range(len(ranks_on))]
         test_nodes.check_bytes(firsts)
@@ -75,7 +82,9 @@ def measure_bytes(folder: Path) -> str:
             sent = {}
             for routes in ("direct", "node"):
                 found = [first[f"{routes} {strategy}"] for first in firsts]
-                sent[routes] = [sum(f[kind][0] for f in found) / 1e6 for kind in ("planned", "counted")]
+                sent[routes] = [
+                    sum(f[kind][0] for f in found) / 1e6 for kind in ("planned", "counted")
+                ]
             (direct_plan, direct), (plan, counted) = sent["direct"], sent["node"]
             rows.append(
                 f"| {len(ranks_on)} x 2 | `{strategy}` | {plan:.2f} | {counted:.2f} | {counted / plan - 1:+.1%} "
@@ -99,7 +108,9 @@ def measure_bytes(folder: Path) -> str:
 
 
 def time_strategies(repeats: int) -> dict:
-    """The profile that the ranks measure, what the planner takes from it, and measured iterations."""
+    """The profile that the ranks measure, what the planner takes from it, and measured
+    iterations.
+    """
     section = {
         "context_length": max(LENGTHS),
         "tokens_per_iteration": sum(LENGTHS),
@@ -116,9 +127,15 @@ def time_strategies(repeats: int) -> dict:
             engine.train_batch(batch, strategy=strategy)
             metrics = engine.last_metrics
             link_ms = metrics.pull_ms + metrics.push_ms
-            times.setdefault(strategy, []).append([metrics.measured_ms, link_ms, metrics.iteration_ms])
+            times.setdefault(strategy, []).append(
+                [metrics.measured_ms, link_ms, metrics.iteration_ms]
+            )
     medians = {s: [statistics.median(c) for c in zip(*rows[1:])] for s, rows in times.items()}
-    return {"chosen": chosen, "medians": medians, "profile": engine.hydra.profile.document["schemes"]}
+    return {
+        "chosen": chosen,
+        "medians": medians,
+        "profile": engine.hydra.know_profile().document["schemes"],
+    }
 
 
 def command(*arguments: object) -> str:
@@ -142,7 +159,9 @@ def predict_link(folder: Path, name: str, strategy: str) -> float:
 
 
 def plan_from_topology(folder: Path, name: str) -> dict[str, float]:
-    """Predicted milliseconds of each spanning strategy, from TP slices on one device and a topology file."""
+    """Predicted milliseconds of each spanning strategy, from TP slices on one device and a topology
+    file.
+    """
     latency_s, bytes_per_s = LINKS[name]
     node = {"count": 2, "num_devices": 1, "device": "cpu", "latency_s": 0, "bytes_per_s": 1e10}
     between = {"latency_s": latency_s, "bytes_per_s": bytes_per_s}
@@ -157,7 +176,11 @@ def plan_from_topology(folder: Path, name: str) -> dict[str, float]:
     (folder / "lengths.json").write_text(json.dumps(LENGTHS))
     predicted = {}
     for strategy in SPANNING:
-        document = {"schema": "ds_hydra.strategies/1", "num_devices": 2, "context_length": max(LENGTHS)}
+        document = {
+            "schema": "ds_hydra.strategies/1",
+            "num_devices": 2,
+            "context_length": max(LENGTHS),
+        }
         (folder / "strategies.json").write_text(json.dumps({**document, "strategies": [strategy]}))
         plan = command(
             "plan", "--profile", profile, "--strategies", folder / "strategies.json",
@@ -172,7 +195,9 @@ def measure_slow(folder: Path, repeats: int) -> str:
     for name, wire in WIRES.items():
         predicted = plan_from_topology(folder, name)
         with Hosts(2, wire=wire) as hosts:
-            ended = run_on_hosts(time_strategies, hosts, [1, 1], folder / name, repeats, limit_s=600)
+            ended = run_on_hosts(
+                time_strategies, hosts, [1, 1], folder / name, repeats, limit_s=600
+            )
         assert ended[0].exit_code == 0, ended[0].stderr
         found = ended[0].value
         for strategy in (*SPANNING, "2x<1,1>"):
@@ -218,15 +243,21 @@ def train_until_the_end(folder: str, silence_s: int, victim: int) -> None:
     faults = {"silence_s": silence_s, "grace_s": 2}
     engine = start_hydra(test_nodes.big_model(), hydra={"faults": faults})
     for iteration in range(100_000):
-        engine.train_batch(test_nodes.data_of(iteration), strategy=test_nodes.STRATEGIES[iteration % 6])
+        engine.train_batch(
+            test_nodes.data_of(iteration), strategy=test_nodes.STRATEGIES[iteration % 6]
+        )
         if iteration == 6:
             Path(f"{folder}/training_{dist.get_rank()}").touch()
         if iteration > 6 and dist.get_rank() == victim and Path(f"{folder}/kill").exists():
             os.kill(os.getpid(), 9)
 
 
-def lose(folder: Path, *, silence_s: int, is_cut: bool, delay_s: float) -> tuple[float, float, bool]:
-    """Seconds until the last process has ended, on the hosts that stay and on the one that is lost; all named?"""
+def lose(
+    folder: Path, *, silence_s: int, is_cut: bool, delay_s: float
+) -> tuple[float, float, bool]:
+    """Seconds until the last process has ended, on the hosts that stay and on the one that is lost;
+    all named?
+    """
     with Hosts(2) as hosts:
         begin = 0.0
 
@@ -243,7 +274,15 @@ def lose(folder: Path, *, silence_s: int, is_cut: bool, delay_s: float) -> tuple
             return True
 
         ended = run_on_hosts(
-            train_until_the_end, hosts, [2, 2], folder, str(folder), silence_s, 3, poll=poll, limit_s=300
+            train_until_the_end,
+            hosts,
+            [2, 2],
+            folder,
+            str(folder),
+            silence_s,
+            3,
+            poll=poll,
+            limit_s=300,
         )
     told = r"silent" if is_cut else "rank 3 is gone: its process ended on host node-1"
     named = all(rank.exit_code in (1, 75) and told in rank.stderr for rank in ended[:2])

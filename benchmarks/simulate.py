@@ -1,10 +1,12 @@
-"""Figures of the simulator on the paper's cases: a Markdown table on stdout, all numbers in a JSON file.
+"""Figures of the simulator on the paper's cases: a Markdown table on stdout, all numbers in a JSON
+file.
 
-Command: python -m benchmarks.simulate --iterations 100 --out docs/benchmarks/simulate.json    (one core is used)
+Command: python -m benchmarks.simulate --iterations 100 --out docs/benchmarks/simulate.json    (one
+core is used)
 
-A case that OUT holds already, with the same number of iterations, is not simulated again; remove OUT to begin
-anew. `--all` simulates the cases of the other figures too, `--document docs/reproduction.md` writes every case
-with what the paper says (`make reproduce` does both).
+A case that OUT holds already, with the same number of iterations, is not simulated again; remove
+OUT to begin anew. `--all` simulates the cases of the other figures too, `--document
+docs/reproduction.md` writes every case with what the paper says (`make reproduce` does both).
 """
 
 from __future__ import annotations
@@ -20,17 +22,21 @@ import numpy as np
 
 from ds_hydra.sampler.planner import warm_up
 from ds_hydra.simulator.cases import list_cases, load_case
-from ds_hydra.simulator.cluster import find_cluster
 from ds_hydra.simulator.compare import STATIC_SYSTEMS, Settings, compare
 from ds_hydra.simulator.reproduction import our_figure
+from ds_hydra.strategy.cost_models.cluster import find_cluster
 
 TARGETS = {
-    "commoncrawl": {"given": (1.59, 1.70), "megatron": (1.47, 1.55), "best two-stage": (None, 1.15)},
+    "commoncrawl": {
+        "given": (1.59, 1.70),
+        "megatron": (1.47, 1.55),
+        "best two-stage": (None, 1.15),
+    },
     "github": {"given": (1.32, 1.45), "megatron": (1.22, 1.35), "best two-stage": (None, 1.08)},
 }
 """Floor and aim of each geometric mean over the cases of Fig. 10."""
 TWO_STAGE = ("two_stage", "static")
-OURS, WIDER = "ds_hydra", "wider"
+OURS, EXTENDED = "ds_hydra", "wider"
 KEYS = ("speedup_of_propagation", "speedup")
 
 
@@ -39,7 +45,9 @@ def simulate(name: str, iterations: int) -> dict[str, Any]:
     workload = case.workload
     start, start_cpu = time.perf_counter(), time.process_time()
     found = compare(
-        workload, find_cluster(workload.profile, workload.num_devices), Settings(iterations=iterations)
+        workload,
+        find_cluster(workload.profile, workload.num_devices),
+        Settings(iterations=iterations),
     )
     return {
         **found.to_json(),
@@ -47,20 +55,25 @@ def simulate(name: str, iterations: int) -> dict[str, Any]:
         "cpu_s": time.process_time() - start_cpu,
         "figure": case.figure,
         "published": [
-            {"what": e.what, "paper": e.paper, "ours": our_figure(found, e.metric)} for e in case.expected
+            {"what": e.what, "paper": e.paper, "ours": our_figure(found, e.metric)}
+            for e in case.expected
         ],
     }
 
 
 def speedups(case: dict[str, Any], key: str, ours: str = OURS) -> dict[str, float]:
-    """Speed-up of `ours` over each system; over the faster of the two that use the two-stage assignment of <TP,PP>."""
+    """Speed-up of `ours` over each system; over the faster of the two that use the two-stage
+    assignment of <TP,PP>.
+    """
     found = {system["name"]: system[key] for system in case["systems"]}
     found = {name: speedup / found[ours] for name, speedup in found.items()}
     return {**found, "best two-stage": min(found[name] for name in TWO_STAGE)}
 
 
 def planned(case: dict[str, Any], ours: str) -> dict[str, Any]:
-    """What `ours` is measured by, with its bounds: the document of the case, or the part of it that is about SP."""
+    """What `ours` is measured by, with its bounds: the document of the case, or the part of it that
+    is about SP.
+    """
     system = next(system for system in case["systems"] if system["name"] == ours)
     return {**system, **(case if ours == OURS else case[ours]), "imbalance": system["imbalance"]}
 
@@ -91,7 +104,7 @@ def case_table(cases: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def wider_table(cases: list[dict[str, Any]]) -> list[str]:
+def extended_table(cases: list[dict[str, Any]]) -> list[str]:
     """What schemes with sequence parallelism change, case by case."""
     lines = [
         "| case | propagation with SP, ms | over ds_hydra | over Table 3 | over static two-stage | over static with SP "
@@ -99,13 +112,13 @@ def wider_table(cases: list[dict[str, Any]]) -> list[str]:
         "|---" * 10 + "|",
     ]
     for case in cases:
-        ours, ratio = planned(case, WIDER), speedups(case, "speedup_of_propagation", WIDER)
-        names = (OURS, "given", "best two-stage", "wider_static")
+        ours, ratio = planned(case, EXTENDED), speedups(case, "speedup_of_propagation", EXTENDED)
+        names = (OURS, "given", "best two-stage", "extended_static")
         cells = [
             case["name"].removeprefix("paper/"),
             f"{ours['propagation_ms']:,.0f} ± {ours['propagation_ms_standard_error']:,.0f}",
             *(f"{ratio[name]:.2f}" for name in names),
-            f"{speedups(case, 'speedup', WIDER)['deepspeed']:.2f}",
+            f"{speedups(case, 'speedup', EXTENDED)['deepspeed']:.2f}",
             f"{ours['imbalance']:.3f}",
             f"{ours['imbalance_of_bound']:.3f}",
             f"{ours['distance_to_bound']:.1%}",
@@ -115,7 +128,9 @@ def wider_table(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def mean_table(cases: list[dict[str, Any]], ours: str) -> list[str]:
-    """Geometric means of the speed-ups of `ours`, with what its imbalance and its distance to the bound are."""
+    """Geometric means of the speed-ups of `ours`, with what its imbalance and its distance to the
+    bound are.
+    """
     lines = [
         "| speed-up over (geometric mean of the cases) | propagation | smallest, largest "
         "| whole iterations | floor | aim |",
@@ -127,9 +142,13 @@ def mean_table(cases: list[dict[str, Any]], ours: str) -> list[str]:
         if not mine:
             continue
         others = [n for n in labels if n not in targets and n != ours]
-        for name in [*targets, *(n for n in others if ours == WIDER or not n.startswith(WIDER))]:
+        for name in [
+            *targets,
+            *(n for n in others if ours == EXTENDED or not n.startswith(EXTENDED)),
+        ]:
             found = {
-                key: [ratio[name] for c in mine if name in (ratio := speedups(c, key, ours))] for key in KEYS
+                key: [ratio[name] for c in mine if name in (ratio := speedups(c, key, ours))]
+                for key in KEYS
             }
             if not found["speedup"]:
                 continue
@@ -144,7 +163,9 @@ def mean_table(cases: list[dict[str, Any]], ours: str) -> list[str]:
                 "" if aim is None else f"{aim:.2f}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
-        lines += [f"| {histogram}: {text} |" for text in _imbalance_rows([planned(c, ours) for c in mine])]
+        lines += [
+            f"| {histogram}: {text} |" for text in _imbalance_rows([planned(c, ours) for c in mine])
+        ]
     return lines
 
 
@@ -167,7 +188,7 @@ def slower_cases(cases: list[dict[str, Any]], ours: str) -> list[str]:
 
     Less than 0.1% does not count: the planner does not look for it (`PlannerSettings.enough_gap`).
     """
-    static = STATIC_SYSTEMS if ours == OURS else (*STATIC_SYSTEMS, "wider_static")
+    static = STATIC_SYSTEMS if ours == OURS else (*STATIC_SYSTEMS, "extended_static")
     return [
         f"{case['name']}: {name} {key} {speedups(case, key, ours)[name]:.3f}"
         for case in cases
@@ -263,11 +284,19 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--out", type=Path, required=True, help="JSON file with all numbers")
     parser.add_argument("--cases", default="", help="only cases whose name has this text in it")
-    parser.add_argument("--all", action="store_true", help="the cases of all figures, not only Fig. 10")
-    parser.add_argument("--document", type=Path, default=None, help="Markdown file of every simulated case")
+    parser.add_argument(
+        "--all", action="store_true", help="the cases of all figures, not only Fig. 10"
+    )
+    parser.add_argument(
+        "--document", type=Path, default=None, help="Markdown file of every simulated case"
+    )
     arguments = parser.parse_args()
     known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"cases": []}
-    done = {c["name"]: c for c in known["cases"] if c["iterations"] == arguments.iterations and WIDER in c}
+    done = {
+        c["name"]: c
+        for c in known["cases"]
+        if c["iterations"] == arguments.iterations and EXTENDED in c
+    }
     wanted = [n for n in list_cases() if arguments.all or load_case(n).figure == "Fig. 10"]
     wanted = [n for n in wanted if arguments.cases in n]
     warm_up()
@@ -280,8 +309,14 @@ def main() -> None:
     cases = [case for case in found if case["figure"] == "Fig. 10"]
     print("\n".join([*mean_table(cases, OURS), "", *case_table(cases), ""]))
     print("slower than a static system: " + ("; ".join(slower_cases(cases, OURS)) or "in no case"))
-    print("\n".join(["", "With SP:", "", *mean_table(cases, WIDER), "", *wider_table(cases), ""]))
-    print("slower than a static system: " + ("; ".join(slower_cases(cases, WIDER)) or "in no case"))
+    print(
+        "\n".join(
+            ["", "With SP:", "", *mean_table(cases, EXTENDED), "", *extended_table(cases), ""]
+        )
+    )
+    print(
+        "slower than a static system: " + ("; ".join(slower_cases(cases, EXTENDED)) or "in no case")
+    )
     if arguments.document is not None:
         arguments.document.write_text(document(found, arguments.iterations), encoding="utf-8")
 

@@ -1,10 +1,11 @@
-"""Start-up overhead of ds_hydra over stock DeepSpeed: from the launch to the end of the first optimizer step.
+"""Start-up overhead of ds_hydra over stock DeepSpeed: from the launch to the end of the first
+optimizer step.
 
     python -m benchmarks.startup --ranks 2 --repeats 3
 
-Both sides run the plain script of examples/custom_loop and its patched copy in new processes, in turns. The
-profile that ds_hydra measures at the start is timed by the script itself and taken off, since it is measured once per
-machine and model (hydra.profile). Prints one JSON document.
+Both sides run the plain script of examples/custom_loop and its patched copy in new processes, in
+turns. The profile that ds_hydra measures at the start is timed by the script itself and taken off,
+since it is measured once per machine and model (hydra.profile). Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -48,9 +49,17 @@ def write_scripts(folder: Path) -> dict[str, Path]:
 
 def time_start(script: Path, num_ranks: int) -> float:
     """Seconds from the launch until rank 0 prints its first step, profiling taken off."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={num_ranks}",
+        str(script),
+    ]
     begin = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     profiling_s, first_step_s = 0.0, None
     assert process.stdout is not None
     for line in process.stdout:

@@ -1,4 +1,5 @@
-"""Figures of the cost models and of the proposal: a Markdown table on stdout, all numbers in a JSON file.
+"""Figures of the cost models and of the proposal: a Markdown table on stdout, all numbers in a JSON
+file.
 
 Command: python -m benchmarks.strategy --batches 6 --out strategy.json     (one core is used)
 """
@@ -16,23 +17,31 @@ from typing import Any
 import numpy as np
 
 from ds_hydra.configs import find_file
+from ds_hydra.configs.files import read_json_object
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.propose import PruningSettings, propose_strategies
 from ds_hydra.strategy import Profile, Scheme
-from ds_hydra.strategy.analytic import Hardware, ModelShape, predict_latency
-from ds_hydra.strategy.candidates import enumerate_strategies
-from ds_hydra.strategy.histogram import LengthHistogram
-from ds_hydra.strategy.profile import read_json_object
-from ds_hydra.strategy.proposal import ProposalSettings, propose_from_histogram, usable_schemes
-from ds_hydra.strategy.whole_iteration import MeasuredIteration, fit_iterations, predict_iteration
-from ds_hydra.strategy.wider import with_wider_schemes
+from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
+from ds_hydra.strategy.cost_models.whole_iteration import (
+    MeasuredIteration,
+    fit_iterations,
+    predict_iteration,
+)
+from ds_hydra.strategy.proposal.candidates import enumerate_strategies
+from ds_hydra.strategy.proposal.extended import with_extended_schemes
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.program import (
+    ProposalSettings,
+    propose_from_histogram,
+    usable_schemes,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from rubick import AUTHORS_MEAN_ERROR, fit_points, validation_points
-from shared_data import find_shared
+from shared_data import shared_path
 
 MODELS = ("7b", "13b", "32b")
 HISTOGRAMS = ("commoncrawl", "github")
@@ -60,14 +69,14 @@ def best_seconds(call: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def proposal_seconds(model: str, histogram: str, num_devices: int, space: Space = "plain") -> float:
-    """The programme with its roundings; in the wide space with deriving its schemes."""
+    """The program with its roundings; in the wide space with deriving its schemes."""
     profile, lengths = profile_of(model), histogram_of(histogram)
     settings = ProposalSettings(tokens_per_iteration=200_000 * num_devices // 64, space=space)
 
     def propose() -> None:
         known = profile
         if space == "wide":
-            known = with_wider_schemes(profile, num_devices=num_devices, context_length=CONTEXT)
+            known = with_extended_schemes(profile, num_devices=num_devices, context_length=CONTEXT)
         propose_from_histogram(
             known, lengths, num_devices=num_devices, context_length=CONTEXT, settings=settings
         )
@@ -76,7 +85,9 @@ def proposal_seconds(model: str, histogram: str, num_devices: int, space: Space 
 
 
 def against_all_strategies(histogram: str, num_batches: int) -> dict[str, float]:
-    """Mean planned time of new mini-batches with the proposed set and with every strategy of 8 devices."""
+    """Mean planned time of new mini-batches with the proposed set and with every strategy of 8
+    devices.
+    """
     profile, tokens = profile_of("7b"), 100_000
     lengths = histogram_of(histogram).limit(CONTEXT)
     proposal = propose_strategies(
@@ -105,14 +116,13 @@ def max_len_errors() -> dict[str, float]:
     """Largest relative difference to the published MaxLen values of 4,096 tokens or more."""
     errors: dict[str, list[float]] = {"max_len_paper_formula": [], "max_len_authors_code": []}
     for model in MODELS:
-        path = find_shared(f"profiles/a800_llama2_{model}.json")
-        if path is None:
-            return {}
-        document = read_json_object(path)
+        document = read_json_object(shared_path(f"profiles/a800_llama2_{model}.json"))
         profile = Profile.from_json(document)
         for case in document["max_len_reference"]:
             for entry in case["schemes"]:
-                found = profile.max_len_tokens(Scheme(entry["tp"], entry["pp"]), case["num_devices"])
+                found = profile.max_len_tokens(
+                    Scheme(entry["tp"], entry["pp"]), case["num_devices"]
+                )
                 for name, collected in errors.items():
                     if entry[name] >= 4096:
                         collected.append(abs(found / entry[name] - 1))
@@ -137,9 +147,9 @@ def analytic_errors() -> dict[str, dict[str, list[float]]]:
 
 
 def rubick_errors() -> dict[str, float]:
-    """Mean absolute error in percent over the originals' validation points, after their fit points."""
-    if find_shared("rubick/author_predictions.json") is None:
-        return {}
+    """Mean absolute error in percent over the originals' validation points, after their fit
+    points.
+    """
     errors = {}
     for model in (*AUTHORS_MEAN_ERROR, "llama7b", "llama30b"):
         fitted = fit_iterations(fit_points(model)).model
@@ -152,11 +162,17 @@ def rubick_errors() -> dict[str, float]:
 
 
 def leave_one_out(model: str) -> float:
-    """Error of each 3D plan after a fit to the other ones; their forward times are given, as in the data."""
+    """Error of each 3D plan after a fit to the other ones; their forward times are given, as in the
+    data.
+    """
     points = [(s, t) for _, s, t, _ in validation_points(model) if s.is_3d]
     pairs = []
     for index, (setup, measured) in enumerate(points):
-        rest = [MeasuredIteration(setup=s, iteration_ms=t) for i, (s, t) in enumerate(points) if i != index]
+        rest = [
+            MeasuredIteration(setup=s, iteration_ms=t)
+            for i, (s, t) in enumerate(points)
+            if i != index
+        ]
         pairs.append((predict_iteration(fit_iterations(rest).model, setup).total_ms, measured))
     return mean_error(pairs)
 
@@ -184,13 +200,18 @@ def measure(num_batches: int) -> dict[str, Any]:
 
 def as_table(found: dict[str, Any]) -> str:
     lines = ["| figure | measured |", "|---|---|"]
-    lines += [f"| proposal, {name} | {value:.2f} s |" for name, value in found["proposal_s"].items()]
+    lines += [
+        f"| proposal, {name} | {value:.2f} s |" for name, value in found["proposal_s"].items()
+    ]
     for name, times in found["against_all"].items():
         lines.append(
             f"| 7B on 8 devices, {name}: {times['num_proposed']:.0f} proposed against all "
             f"{times['num_every']:.0f} strategies | {times['proposed_ms'] / times['every_ms'] - 1:+.2%} |"
         )
-    lines += [f"| MaxLen against {name} | {value:.2%} |" for name, value in found["max_len_errors"].items()]
+    lines += [
+        f"| MaxLen against {name} | {value:.2%} |"
+        for name, value in found["max_len_errors"].items()
+    ]
     for model, terms in found["analytic_errors"].items():
         for term, errors in terms.items():
             size = np.abs(errors)

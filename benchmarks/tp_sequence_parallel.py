@@ -1,10 +1,12 @@
-"""What shards of a row inside TP groups save in memory and cost in time: one row with and without them, in one run.
+"""What shards of a row inside TP groups save in memory and cost in time: one row with and without
+them, in one run.
 
     deepspeed --num_gpus 4 --no_local_rank benchmarks/tp_sequence_parallel.py
 
-Forward and backward of one row of `--tokens` tokens under `1x<TP,1>` of all ranks, without link and optimizer; both
-settings alternate on the same random weights, medians. Bytes are those of the rank that holds most: tensors kept for
-backward, and the most that was allocated at once, slices left out.
+Forward and backward of one row of `--tokens` tokens under `1x<TP,1>` of all ranks, without link and
+optimizer; both settings alternate on the same random weights, medians. Bytes are those of the rank
+that holds most: tensors kept for backward, and the most that was allocated at once, slices left
+out.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from holdings import peak_bytes
 from overlap import MODELS, begin, make_parser, report
 from transformers import LlamaConfig
 
-from ds_hydra.engine.profile_document import ProbeRow
-from ds_hydra.engine.profile_run import DTYPES
-from ds_hydra.engine.profiler import stage_ms, token_bytes
+from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.profiling.profile_document import ProbeRow
+from ds_hydra.engine.profiling.profile_run import DTYPES
+from ds_hydra.engine.profiling.profiler import stage_ms, token_bytes
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.random_model import build_random_skeleton
 from ds_hydra.strategy import Scheme, Strategy
 
 SETTINGS = (False, True)
@@ -34,7 +36,7 @@ SETTINGS = (False, True)
 
 
 def start(model: str, dtype: str, *, checkpointing: bool, is_cut: bool) -> Propagator:
-    skeleton = build_random_skeleton(
+    stage_model = build_random_stage_model(
         LlamaConfig(**MODELS[model], max_position_embeddings=4096),
         dtype=DTYPES[dtype],
         device=torch.device("cpu"),
@@ -42,14 +44,16 @@ def start(model: str, dtype: str, *, checkpointing: bool, is_cut: bool) -> Propa
         activation_checkpointing=checkpointing,
         tp_sequence_parallel=is_cut,
     )
-    return Propagator(skeleton, device=torch.device("cpu"), max_groups=8)
+    return Propagator(stage_model, device=torch.device("cpu"), max_groups=8)
 
 
 def measure(model: str, dtype: str, rounds: int, tokens: int) -> Iterator[dict]:
     strategy = Strategy((Scheme(dist.get_world_size(), 1),))
     row = ProbeRow(tokens)
     for checkpointing in (False, True):
-        propagators = [start(model, dtype, checkpointing=checkpointing, is_cut=is_cut) for is_cut in SETTINGS]
+        propagators = [
+            start(model, dtype, checkpointing=checkpointing, is_cut=is_cut) for is_cut in SETTINGS
+        ]
         times_ms: list[list[float]] = [[], []]
         for round_ in range(rounds + 1):
             for is_cut in SETTINGS if round_ % 2 else reversed(SETTINGS):

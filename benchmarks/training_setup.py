@@ -41,19 +41,25 @@ class ModelSize:
 
     @property
     def linear_flops(self) -> float:
-        """Forward + backward FLOPs per token outside of attention scores (6 per weight of a matrix product)."""
+        """Forward + backward FLOPs per token outside of attention scores (6 per weight of a matrix
+        product).
+        """
         attention = 4 * self.hidden_size**2
         mlp = 3 * self.hidden_size * self.intermediate_size
         return 6.0 * (self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size)
 
     @property
     def quadratic_flops(self) -> float:
-        """The same of causal attention scores and values, per token squared: 2 products, half of the square."""
+        """The same of causal attention scores and values, per token squared: 2 products, half of
+        the square.
+        """
         return 6.0 * self.num_layers * self.hidden_size
 
 
 def ds_config(*, accumulation: int = 1, **sections: Any) -> dict[str, Any]:
-    """The DeepSpeed configuration of every contender: fp32, ZeRO-3, AdamW, clipping; buckets hold the whole model."""
+    """The DeepSpeed configuration of every contender: fp32, ZeRO-3, AdamW, clipping; buckets hold
+    the whole model.
+    """
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": accumulation,

@@ -1,6 +1,7 @@
 """Global mini-batches of the end-to-end benchmark, and how each contender places one on the ranks.
 
-Pure: numbers in, numbers out. Every rank of every contender computes the same from the same arguments.
+Pure: numbers in, numbers out. Every rank of every contender computes the same from the same
+arguments.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ds_hydra.sampler.batches import TokenBudgetSampler
-from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.sampler.data.batches import TokenBudgetSampler
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 LENGTHS = Path(__file__).parent.parent / "ds_hydra" / "configs" / "lengths"
 PAPER_CONTEXT = 32_768
@@ -27,18 +28,22 @@ Batch = tuple[int, ...]
 class Workload:
     """One line of the benchmark: where lengths come from, and who takes part.
 
-    `limits_memory`: a rank may use no more than one rank of `<2,1>` needs for a row of the context, so that long
-    sequences run on groups only. `contenders` are names of `contenders.CONTENDERS`.
+    `limits_memory`: a rank may use no more than one rank of `<2,1>` needs for a row of the context,
+    so that long sequences run on groups only. `contenders` are names of `contenders.CONTENDERS`.
     """
 
     name: str
     title: str
     draw: Callable[[int, int, int, int], list[int]]
-    """(context, tokens per iteration, number of mini-batches, seed) -> lengths of at least as many mini-batches."""
+    """(context, tokens per iteration, number of mini-batches, seed) -> lengths of at least as many
+    mini-batches.
+    """
     contenders: tuple[str, ...]
     limits_memory: bool = False
 
-    def batches(self, context_length: int, tokens_per_iteration: int, num: int, seed: int = 0) -> list[Batch]:
+    def batches(
+        self, context_length: int, tokens_per_iteration: int, num: int, seed: int = 0
+    ) -> list[Batch]:
         """`num` mini-batches as ds_hydra's own sampler cuts them from the stream of lengths."""
         lengths = self.draw(context_length, tokens_per_iteration, num + 1, seed)
         labels = [length - 1 for length in lengths]
@@ -63,7 +68,9 @@ def _equal(context_length: int, tokens: int, num: int, seed: int) -> list[int]:
 
 
 def _one_long(context_length: int, tokens: int, num: int, seed: int) -> list[int]:
-    """In every mini-batch one sequence of the whole context; the rest of the budget is 32 times as short or less."""
+    """In every mini-batch one sequence of the whole context; the rest of the budget is 32 times as
+    short or less.
+    """
     rng = np.random.Generator(np.random.PCG64(seed))
     lengths: list[int] = []
     for _ in range(num):
@@ -118,7 +125,9 @@ WORKLOADS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What placement depends on besides the lengths; FLOPs per token, and of attention per token squared."""
+    """What placement depends on besides the lengths; FLOPs per token, and of attention per token
+    squared.
+    """
 
     num_ranks: int
     context_length: int
@@ -128,7 +137,9 @@ class Shape:
 
     @property
     def num_slots(self) -> int:
-        """Micro-batches of every rank (gradient accumulation): as many rows of the context as the budget needs."""
+        """Micro-batches of every rank (gradient accumulation): as many rows of the context as the
+        budget needs.
+        """
         return ceil(self.tokens_per_iteration / (self.num_ranks * self.context_length))
 
     def flops(self, length: int) -> float:
@@ -147,11 +158,15 @@ def place_evenly(batch: Batch, shape: Shape) -> Placement:
 
 
 def place_first_fit(batch: Batch, shape: Shape) -> Placement:
-    """First-fit decreasing into rows of the context length; what fits nowhere goes to the emptiest row."""
+    """First-fit decreasing into rows of the context length; what fits nowhere goes to the emptiest
+    row.
+    """
     rows: list[list[int]] = [[] for _ in range(shape.num_slots * shape.num_ranks)]
     tokens = [0] * len(rows)
     for index in sorted(range(len(batch)), key=lambda i: -batch[i]):
-        fitting = (r for r, held in enumerate(tokens) if held + batch[index] <= shape.context_length)
+        fitting = (
+            r for r, held in enumerate(tokens) if held + batch[index] <= shape.context_length
+        )
         row = next(fitting, tokens.index(min(tokens)))
         rows[row].append(index)
         tokens[row] += batch[index]
@@ -172,7 +187,9 @@ def place_rebalanced(batch: Batch, shape: Shape) -> Placement:
         )
         for rank in range(shape.num_ranks)
     ]
-    return [[list(per_rank[r][slot]) for r in range(shape.num_ranks)] for slot in range(shape.num_slots)]
+    return [
+        [list(per_rank[r][slot]) for r in range(shape.num_ranks)] for slot in range(shape.num_slots)
+    ]
 
 
 def place_balanced_tokens(batch: Batch, shape: Shape) -> Placement:
@@ -221,6 +238,8 @@ def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
 
 
 def imbalance(batch: Batch, placement: Placement, shape: Shape) -> float:
-    """FLOPs of the slowest rank over the mean, slot by slot (ranks of ZeRO-3 wait in every layer of a slot)."""
+    """FLOPs of the slowest rank over the mean, slot by slot (ranks of ZeRO-3 wait in every layer of
+    a slot).
+    """
     cost = [[sum(shape.flops(batch[i]) for i in part) for part in slot] for slot in placement]
     return sum(max(slot) for slot in cost) / (sum(map(sum, cost)) / shape.num_ranks)

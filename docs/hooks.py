@@ -1,4 +1,6 @@
-"""What mkdocs generates: the configuration and command references, and a place for pages that the navigation omits."""
+"""What mkdocs generates: the configuration and command references, and a place for pages that the
+navigation omits.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in ROOT_PAGES:
         if (ROOT / name).exists():
             text = (ROOT / name).read_text(encoding="utf-8")
-            files.append(File.generated(config, f"project/{name.lower()}", content=_move_links(text)))
+            files.append(
+                File.generated(config, f"project/{name.lower()}", content=_move_links(text))
+            )
     listed = set(_paths(config.nav))
     more = [f.src_uri for f in files.documentation_pages() if f.src_uri not in listed]
     config.nav = [*(config.nav or []), {"More": sorted(more)}]
@@ -31,7 +35,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _move_links(text: str) -> str:
-    """Links of a page of the root as they are from `project/`; those to files outside of the site become text."""
+    """Links of a page of the root as they are from `project/`; those to files outside of the site
+    become text.
+    """
 
     def move(match: re.Match[str]) -> str:
         label, target = match.groups()
@@ -73,7 +79,14 @@ def configuration_reference() -> str:
 
 def _section(section: type[BaseModel], name: str) -> Iterator[str]:
     about = " ".join((section.__doc__ or "").split())
-    yield from (f"## {name}", "", about, "", "| key | type | default | meaning |", "|---|---|---|---|")
+    yield from (
+        f"## {name}",
+        "",
+        about,
+        "",
+        "| key | type | default | meaning |",
+        "|---|---|---|---|",
+    )
     nested = []
     for key, field in section.model_fields.items():
         meaning = " ".join((field.description or "").split())
@@ -89,7 +102,9 @@ def _section(section: type[BaseModel], name: str) -> Iterator[str]:
 
 
 def _type(section: type[BaseModel], key: str) -> str:
-    """What JSON may hold, with the bounds of numbers (of those that may be null the message of the error has them)."""
+    """What JSON may hold, with the bounds of numbers (of those that may be null the message of the
+    error has them).
+    """
     schema = section.model_json_schema()["properties"][key]
     words = {"ge": "≥", "gt": ">", "lt": "<"}
     bounds = [
@@ -131,7 +146,9 @@ def command_reference() -> str:
             if record is None and parameter.param_type_name == "option":
                 continue
             shown = (
-                ", ".join(parameter.opts) if parameter.param_type_name == "option" else parameter.name.upper()
+                ", ".join(parameter.opts)
+                if parameter.param_type_name == "option"
+                else parameter.name.upper()
             )
             default = "**required**" if parameter.required else _default(parameter)
             lines.append(f"| `{shown}` | {default} | {getattr(parameter, 'help', '') or ''} |")

@@ -10,13 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands import check, fit, init, lengths, link, profile, propose, report, search, simulate
+from ds_hydra.commands import (
+    check,
+    fit,
+    init,
+    lengths,
+    link,
+    profile,
+    propose,
+    report,
+    search,
+    simulate,
+)
 from ds_hydra.commands.common import errors_to_stderr
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.sampler.plan import IterationPlan
-    from ds_hydra.strategy.scheme import Strategy
+    from ds_hydra.strategy.schemes.scheme import Strategy
 
 app = typer.Typer(
     help="Heterogeneous parallel training of Hugging Face causal language models on DeepSpeed.",
@@ -37,7 +48,10 @@ class Objective(str, Enum):
 @app.command()
 def plan(
     profile: Annotated[
-        str, typer.Option(help="A ds_hydra.profile/1 file, or the name of a shipped one (a800_llama2_32b).")
+        str,
+        typer.Option(
+            help="A ds_hydra.profile/1 file, or the name of a shipped one (a800_llama2_32b)."
+        ),
     ],
     strategies: Annotated[Path, typer.Option(help="Candidate strategies, ds_hydra.strategies/1.")],
     lengths: Annotated[Path, typer.Option(help="JSON list of sequence lengths in tokens.")],
@@ -51,7 +65,8 @@ def plan(
 ) -> None:
     """Plan one global mini-batch: strategy, dispatch and packing.
 
-    Example: ds-hydra plan --profile profile.json --strategies strategies.json --lengths lengths.json --json
+    Example: ds-hydra plan --profile profile.json --strategies strategies.json --lengths
+    lengths.json --json
     """
     with errors_to_stderr():
         result, planning_ms = _plan(profile, strategies, lengths, objective, seed)
@@ -59,7 +74,9 @@ def plan(
         print(json.dumps(_plan_document(result, planning_ms)))
     else:
         print(result)
-        print(f"planned in {planning_ms:.1f} ms; slowest pipeline {result.imbalance:.1%} above the fastest")
+        print(
+            f"planned in {planning_ms:.1f} ms; slowest pipeline {result.imbalance:.1%} above the fastest"
+        )
 
 
 def _plan(
@@ -69,8 +86,8 @@ def _plan(
     from ds_hydra.configs.files import find_profile
     from ds_hydra.sampler.plan import GlobalBatch
     from ds_hydra.sampler.planner import PlannerSettings, plan_iteration, warm_up
-    from ds_hydra.strategy.profile import Profile
-    from ds_hydra.strategy.sequence_parallel import with_estimates
+    from ds_hydra.strategy.profiles.profile import Profile
+    from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 
     strategies, num_devices = _read_strategies(strategies_path)
     profile = with_estimates(Profile.load(find_profile(profile_name)), strategies)
@@ -94,8 +111,8 @@ def _plan(
 
 def _read_strategies(path: Path) -> tuple[tuple[Strategy, ...], int]:
     """The candidate strategies and the number of devices in a `ds_hydra.strategies/1` file."""
-    from ds_hydra.strategy.candidates import strategies_from_json
-    from ds_hydra.strategy.profile import read_json_object
+    from ds_hydra.configs.files import read_json_object
+    from ds_hydra.strategy.proposal.candidates import strategies_from_json
 
     document = read_json_object(path)
     strategies = strategies_from_json(document, source=str(path))
@@ -107,18 +124,18 @@ def _read_strategies(path: Path) -> tuple[tuple[Strategy, ...], int]:
 
 def _read_lengths(path: Path) -> list[int]:
     """The JSON list of token lengths in `path`."""
-    try:
-        lengths: Any = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise HydraConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise HydraConfigError(f"{path} is not JSON: {error}") from error
+    from ds_hydra.configs.files import MAX_LENGTH_TOKENS, read_json
+
+    lengths: Any = read_json(path)
     if not isinstance(lengths, list) or not lengths:
-        raise HydraConfigError(f"{path}: expected a JSON list of lengths in tokens, e.g. [1024, 77, 311]")
+        raise HydraConfigError(
+            f"{path}: expected a JSON list of lengths in tokens, e.g. [1024, 77, 311]"
+        )
     for position, length in enumerate(lengths):
-        if type(length) is not int or length < 1:
+        if type(length) is not int or not 1 <= length <= MAX_LENGTH_TOKENS:
             raise HydraConfigError(
-                f"{path}: length {position} is {length!r}, expected an integer of 1 or more"
+                f"{path}: length {position} is {length!r:.80}, expected an integer from 1 to "
+                f"{MAX_LENGTH_TOKENS}"
             )
     return lengths
 

@@ -6,11 +6,15 @@ class HydraError(Exception):
 
 
 class HydraConfigError(HydraError, ValueError):
-    """The configuration, or data it points to, must be edited. The message names the key and a value that works."""
+    """The configuration, or data it points to, must be edited. The message names the key and a
+    value that works.
+    """
 
 
 class UnsupportedModelError(HydraConfigError):
-    """The model (or a part of it) cannot be trained by ds_hydra; the message names the part and what works."""
+    """The model (or a part of it) cannot be trained by ds_hydra; the message names the part and
+    what works.
+    """
 
 
 class HydraDataError(HydraError, ValueError):
@@ -18,16 +22,24 @@ class HydraDataError(HydraError, ValueError):
 
 
 class InfeasiblePlanError(HydraError, ValueError):
-    """The input is valid but no plan exists, for example a sequence longer than any pipeline can hold."""
+    """The input is valid but no plan exists, for example a sequence longer than any pipeline can
+    hold.
+    """
 
 
 class PlanMismatchError(HydraError, RuntimeError):
-    """Ranks hold different plans for one iteration. No gradient was exchanged, no weight changed."""
+    """Ranks hold different plans for one iteration. No gradient was exchanged, no weight
+    changed.
+    """
 
 
 class CheckpointError(HydraError, RuntimeError):
-    """A checkpoint could not be written, or must not be read; the message names the file and the reason."""
+    """A checkpoint could not be written, or must not be read; the message names the file and the
+    reason.
+    """
 
 
 class RankLostError(HydraError, RuntimeError):
-    """Another rank ended, failed or fell silent; the message names it. This process cannot train on: restart."""
+    """Another rank ended, failed or fell silent; the message names it. This process cannot train
+    on: restart.
+    """

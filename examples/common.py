@@ -1,4 +1,6 @@
-"""What the examples share: models by name, texts from the hub, a folder or the standard library, and the loop."""
+"""What the examples share: models by name, texts from the hub, a folder or the standard library,
+and the loop.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ TINY = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-"""About 2 million parameters with the vocabulary of `stdlib/prepare.py`: trains on a laptop's CPU."""
+"""About 2 million parameters with the vocabulary of `stdlib/prepare.py`: trains on a laptop's
+CPU.
+"""
 
 
 def argument_parser(doc: str, ds_config: Path, *, iterations: int) -> argparse.ArgumentParser:
@@ -54,8 +58,12 @@ def argument_parser(doc: str, ds_config: Path, *, iterations: int) -> argparse.A
     parser.add_argument(
         "--ds_config", type=Path, default=ds_config, help="DeepSpeed JSON with a hydra section"
     )
-    parser.add_argument("--run_dir", type=Path, default=Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    parser.add_argument("--cache_dir", type=Path, default=DEFAULT_CACHE_DIR, help="texts and tokenizer")
+    parser.add_argument(
+        "--run_dir", type=Path, default=Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    )
+    parser.add_argument(
+        "--cache_dir", type=Path, default=DEFAULT_CACHE_DIR, help="texts and tokenizer"
+    )
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher, not used")
     return parser
 
@@ -63,7 +71,8 @@ def argument_parser(doc: str, ds_config: Path, *, iterations: int) -> argparse.A
 def start(*, quiet: bool = True) -> bool:
     """Join the other ranks; returns whether this one is the first."""
     if quiet:
-        warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about names that DeepSpeed uses
+        # Of torch, about names that DeepSpeed uses
+        warnings.filterwarnings("ignore", category=FutureWarning)
         transformers.logging.set_verbosity_error()
         deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.init_distributed()
@@ -84,10 +93,15 @@ def read_json(path: Path) -> dict[str, Any]:
 def build_model(name: str, vocab_size: int, config: dict[str, Any]) -> PreTrainedModel:
     """An untrained LLaMA, partitioned while it is built: no rank holds all of it."""
     shape = TINY if name == "tiny" else load_model_preset(name.replace("-", "_"))
-    shape = {**shape, "vocab_size": vocab_size, "max_position_embeddings": config["hydra"]["context_length"]}
+    shape = {
+        **shape,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": config["hydra"]["context_length"],
+    }
     is_bf16 = config.get("bf16", {}).get("enabled", False)
     torch.manual_seed(0)
-    keep_alive = HfDeepSpeedConfig(read_ds_config(config)[0])  # as long as it lives, models are partitioned
+    # As long as it lives, models are partitioned
+    keep_alive = HfDeepSpeedConfig(read_ds_config(config)[0])
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(**shape, bos_token_id=None, eos_token_id=0),
         dtype=torch.bfloat16 if is_bf16 else torch.float32,
@@ -99,7 +113,9 @@ def build_model(name: str, vocab_size: int, config: dict[str, Any]) -> PreTraine
 def load_model(
     name_or_path: str | None, texts: StdlibData
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A pretrained model and its tokenizer, or without a name an untrained tiny LLaMA for the tokenizer of `texts`."""
+    """A pretrained model and its tokenizer, or without a name an untrained tiny LLaMA for the
+    tokenizer of `texts`.
+    """
     if name_or_path is not None:
         model = AutoModelForCausalLM.from_pretrained(name_or_path)
         return model, AutoTokenizer.from_pretrained(name_or_path)
@@ -117,8 +133,12 @@ def read_folder(root: str, suffixes: list[str]) -> Iterator[dict[str, str]]:
 
 
 def read_hub(name: str, column: str, num_rows: int) -> Iterator[dict[str, str]]:
-    """The first `num_rows` texts of a data set of the hub, streamed: nothing else of it is downloaded."""
-    for index, row in enumerate(datasets.load_dataset(name, split="train", streaming=True).take(num_rows)):
+    """The first `num_rows` texts of a data set of the hub, streamed: nothing else of it is
+    downloaded.
+    """
+    for index, row in enumerate(
+        datasets.load_dataset(name, split="train", streaming=True).take(num_rows)
+    ):
         yield {"path": f"{name}/{index}", "text": row[column]}
 
 
@@ -127,7 +147,8 @@ def load_texts(
 ) -> StdlibData:
     """Texts and a tokenizer trained on them: of "stdlib", the "hub" (name and column), or a folder.
 
-    Raises SystemExit with a sentence where the hub cannot be reached or the folder has no such file.
+    Raises SystemExit with a sentence where the hub cannot be reached or the folder has no such
+    file.
     """
     if source == "stdlib":
         return prepare(cache_dir, unit="definition")
@@ -139,14 +160,20 @@ def load_texts(
                 {"name": hub[0], "column": hub[1], "num_rows": num_rows},
                 cache_dir,
             )
-        except (OSError, datasets.exceptions.DatasetGenerationError, datasets.DatasetNotFoundError) as error:
+        except (
+            OSError,
+            datasets.exceptions.DatasetGenerationError,
+            datasets.DatasetNotFoundError,
+        ) as error:
             raise SystemExit(
                 f"{hub[0]} cannot be read from the hub ({error}); start with --data stdlib or --data FOLDER"
             ) from error
     found = [path for path in Path(source).rglob("*") if path.suffix in suffixes and path.is_file()]
     if not found:
         raise SystemExit(f"--data {source}: no file ends in {', '.join(suffixes)}; see --suffixes")
-    state = "\0".join(f"{path}\0{path.stat().st_size}\0{path.stat().st_mtime_ns}" for path in sorted(found))
+    state = "\0".join(
+        f"{path}\0{path.stat().st_size}\0{path.stat().st_mtime_ns}" for path in sorted(found)
+    )
     name = f"folder-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
     return prepare_rows(name, read_folder, {"root": source, "suffixes": suffixes}, cache_dir)
 
@@ -160,7 +187,9 @@ def train(
     model = build_model(args.model, vocab_size, config)
     engine, *_ = ds_hydra.initialize(model=model, training_data=dataset, config=config)
     losses = []
-    with tqdm(total=args.iterations, disable=not is_first_rank, file=sys.stderr, unit="it") as progress:
+    with tqdm(
+        total=args.iterations, disable=not is_first_rank, file=sys.stderr, unit="it"
+    ) as progress:
         for _ in range(args.iterations):
             losses.append(float(engine.train_batch()))
             metrics = engine.last_metrics

@@ -29,7 +29,10 @@ _TIMEOUT_S = 400
 
 def find_chromium() -> str | None:
     """Path of an installed Chromium; the variable CHROMIUM comes first."""
-    return next(filter(None, (shutil.which(name) for name in (os.environ.get("CHROMIUM", ""), *NAMES))), None)
+    return next(
+        filter(None, (shutil.which(name) for name in (os.environ.get("CHROMIUM", ""), *NAMES))),
+        None,
+    )
 
 
 class Page:
@@ -95,7 +98,9 @@ class Page:
 
     def evaluate(self, expression: str) -> Any:
         """Value of a JavaScript expression, of a promise when it is kept."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -115,7 +120,9 @@ class Page:
 
 
 def num_colored(picture: Image.Image) -> int:
-    """Pixels that are not grey: ground, grid and text are grey on these pages, what is drawn has a colour."""
+    """Pixels that are not grey: ground, grid and text are grey on these pages, what is drawn has a
+    colour.
+    """
     pixels = np.asarray(picture, dtype=np.int64)
     return int((pixels.max(axis=2) - pixels.min(axis=2) > 40).sum())
 
@@ -173,7 +180,9 @@ def _find_address(process: subprocess.Popen[str]) -> str:
     for line in process.stderr:
         seen.append(line)
         if "DevTools listening on ws://" in line:
-            threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop it
+            threading.Thread(
+                target=process.stderr.read, daemon=True
+            ).start()  # a full pipe would stop it
             return line.split("ws://")[1].split("/")[0]
     raise AssertionError(f"Chromium did not start:\n{''.join(seen)}")
 

@@ -1,4 +1,5 @@
-"""Settings for all tests: one thread per process, so that forked ranks neither hang nor fight for cores.
+"""Settings for all tests: one thread per process, so that forked ranks neither hang nor fight for
+cores.
 
 hypothesis draws the same examples in every run; `pytest --hypothesis-profile=other` draws others.
 """
@@ -12,10 +13,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+import distributed
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "other", deadline=None, derandomize=False, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "other",
+    deadline=None,
+    derandomize=False,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
 )
 settings.register_profile("ds_hydra", parent=settings.get_profile("other"), derandomize=True)
 settings.load_profile("ds_hydra")
@@ -25,3 +31,7 @@ OF_A_LAUNCHER = (
 )  # fmt: skip
 for variable in OF_A_LAUNCHER:  # which may have started the tests
     os.environ.pop(variable, None)
+
+
+def pytest_runtest_setup(item):
+    distributed.may_start_ranks = item.get_closest_marker("distributed") is not None

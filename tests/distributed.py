@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import multiprocessing
 import os
 import random
@@ -17,6 +18,8 @@ from typing import Any
 
 TIMEOUT_S = 800
 """Only a hang takes so long; less than pytest waits for a test."""
+may_start_ranks = True
+"""Set for every test: those that start ranks run one after another."""
 
 
 def run_distributed(
@@ -24,13 +27,12 @@ def run_distributed(
 ) -> list[Any]:
     """What `function(*args)` returns on each of `world_size` gloo ranks, in rank order.
 
-    Ranks are forked, so `function` may be any module-level function and imports are paid once. The first
-    failure ends the others and is raised here with the rank's own traceback. A rank waits for another one for up to a
-    quarter of `timeout_s`.
+    Ranks are forked, so `function` may be any module-level function and imports are paid once. The
+    first failure ends the others and is raised here with the rank's own traceback. A rank waits for
+    another one for up to a quarter of `timeout_s`.
     """
-    import deepspeed  # noqa: F401  before the fork: paid once
-    import transformers  # noqa: F401
-
+    assert may_start_ranks, "the test starts ranks: mark it with pytest.mark.distributed"
+    load_what_ranks_use()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         queue = context.SimpleQueue()
@@ -38,7 +40,8 @@ def run_distributed(
         port = free_port()
         ranks = [
             context.Process(
-                target=_run_rank, args=(function, args, rank, world_size, rendezvous, port, queue, timeout_s)
+                target=_run_rank,
+                args=(function, args, rank, world_size, rendezvous, port, queue, timeout_s),
             )
             for rank in range(world_size)
         ]
@@ -53,10 +56,24 @@ def run_distributed(
             remove_shared_memory(port)
 
 
+@functools.cache
+def load_what_ranks_use() -> None:
+    """Before the fork, so that it is paid once: modules, compiled code."""
+    # Imports torch's compiler, which every ZeRO-3 engine does while it starts.
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    import ds_hydra.engine  # noqa: F401
+    from ds_hydra.sampler.planner import warm_up
+
+    warm_up()
+
+
 def free_port() -> int:
     """A port that nobody listens on, for a process that is still to start.
 
-    Below the ports that the kernel hands out by itself, or another process could be given it meanwhile.
+    Below the ports that the kernel hands out by itself, or another process could be given it
+    meanwhile.
     """
     for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
@@ -77,7 +94,9 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def remove_shared_memory(port: int) -> None:
-    """What DeepSpeed's collectives on a CPU have left of ranks that met at `port`: 66 MiB of each."""
+    """What DeepSpeed's collectives on a CPU have left of ranks that met at `port`: 66 MiB of
+    each.
+    """
     for file in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
         file.unlink(missing_ok=True)
 
@@ -92,7 +111,9 @@ def _collect(ranks: list[Any], queue: Any, deadline: float) -> list[Any]:
             results[rank] = value
             continue
         dead = [
-            i for i, process in enumerate(ranks) if i not in results and process.exitcode not in (None, 0)
+            i
+            for i, process in enumerate(ranks)
+            if i not in results and process.exitcode not in (None, 0)
         ]
         if dead and queue.empty():
             raise AssertionError(f"rank {dead[0]} died with exit code {ranks[dead[0]].exitcode}")

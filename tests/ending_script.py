@@ -1,6 +1,7 @@
 """Ranks that end right after a collective, two at a time: python tests/ending_script.py NUM_RUNS
 
-Prints their exit codes. Without the call of `let_collectives_end_at_exit` about every fourth one is -6 (torch 2.13).
+Prints their exit codes. Without the call of `let_collectives_end_at_exit` about every fourth one is
+-6 (torch 2.13).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from distributed import free_port, rank_environment
 
 NUM_RANKS = 2
-MODULE = Path(__file__).parents[1] / "ds_hydra" / "engine" / "process_end.py"
+MODULE = Path(__file__).parents[1] / "ds_hydra" / "engine" / "ranks" / "process_end.py"
 
 
 def end_after_a_collective() -> None:

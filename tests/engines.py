@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ds_hydra
 from ds_hydra.engine import HydraEngine
-from ds_hydra.strategy.profile import PROFILE_SCHEMA
+from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 
 
 def ds_config(*, hydra: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
@@ -38,14 +38,24 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)
 
 
-def start_hydra(model: nn.Module, *, hydra: dict[str, Any] | None = None, **sections: Any) -> HydraEngine:
+def start_hydra(
+    model: nn.Module,
+    *,
+    hydra: dict[str, Any] | None = None,
+    training_data: Any = None,
+    **sections: Any,
+) -> HydraEngine:
     config = ds_config(hydra=hydra or {}, **sections)
-    engine, *_ = ds_hydra.initialize(model=model, optimizer=adamw(model), config=config)
+    engine, *_ = ds_hydra.initialize(
+        model=model, optimizer=adamw(model), config=config, training_data=training_data
+    )
     return engine
 
 
 def start_stock(model: nn.Module, **sections: Any) -> deepspeed.DeepSpeedEngine:
-    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=ds_config(**sections))
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=adamw(model), config=ds_config(**sections)
+    )
     return engine
 
 
@@ -99,7 +109,12 @@ def small_profile(memory_bytes, num_layers=2):
             "reserved_bytes": 0,
             "safety_margin_bytes": 0,
         },
-        "model": {"name": "tiny", "num_layers": num_layers, "hidden_size": 32, "vocab_size": VOCAB_SIZE},
+        "model": {
+            "name": "tiny",
+            "num_layers": num_layers,
+            "hidden_size": 32,
+            "vocab_size": VOCAB_SIZE,
+        },
         "memory": {
             "activation_bytes_per_token_per_layer_per_hidden": {"1": 100, "2": 100},
             "state_bytes_per_layer_per_hidden2": 1,

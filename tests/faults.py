@@ -1,4 +1,6 @@
-"""Ranks that may die: what became of each, what it wrote to stderr, and how long after the fault it ended."""
+"""Ranks that may die: what became of each, what it wrote to stderr, and how long after the fault it
+ended.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed import free_port, rank_environment, remove_shared_memory
+from distributed import free_port, rank_environment
 
 HANG_S = 600
 """Only a run that never ends takes so long."""
@@ -32,9 +34,14 @@ class Ended:
 
 
 def run_until_end(
-    function: Callable[..., Any], world_size: int, folder: Path, *args: Any, victim: int | None = None
+    function: Callable[..., Any],
+    world_size: int,
+    folder: Path,
+    *args: Any,
+    victim: int | None = None,
 ) -> list[Ended]:
-    """Fork `world_size` gloo ranks that run `function(*args)`, and wait until every one has ended by itself.
+    """Fork `world_size` gloo ranks that run `function(*args)`, and wait until every one has ended
+    by itself.
 
     Rank `victim` need not: it is killed when the others have ended.
     """
@@ -46,7 +53,9 @@ def run_until_end(
     rendezvous = f"{folder}/rendezvous_{time.monotonic_ns()}"
     port = free_port()
     ranks = [
-        context.Process(target=_run, args=(function, args, rank, world_size, str(folder), rendezvous, port))
+        context.Process(
+            target=_run, args=(function, args, rank, world_size, str(folder), rendezvous, port)
+        )
         for rank in range(world_size)
     ]
     for process in ranks:
@@ -55,13 +64,16 @@ def run_until_end(
     limit = time.monotonic() + HANG_S
     awaited = set(range(world_size)) - {victim}
     while not awaited <= ends.keys() and time.monotonic() < limit:
-        ends |= {i: time.monotonic() for i, p in enumerate(ranks) if i not in ends and p.exitcode is not None}
+        ends |= {
+            i: time.monotonic()
+            for i, p in enumerate(ranks)
+            if i not in ends and p.exitcode is not None
+        }
         time.sleep(0.005)
     hanging = sorted(awaited - ends.keys())
     for process in ranks:
         process.kill()
         process.join()
-    remove_shared_memory(port)
     texts = [(folder / f"stderr_{rank}").read_text() for rank in range(world_size)]
     assert not hanging, f"ranks {hanging} hang:\n" + "\n".join(texts)
     mark = folder / "fault"
@@ -77,26 +89,59 @@ def mark_fault(folder: str | Path) -> None:
     Path(folder, "fault").write_text(repr(time.monotonic()))
 
 
-def die(folder: str | Path) -> None:
-    """SIGKILL for this process."""
+def die(folder: str | Path, number: int = signal.SIGKILL) -> None:
+    """A signal for this process: SIGKILL, or SIGSTOP."""
     mark_fault(folder)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), number)
 
 
-def kill_in(engine: Any, where: str, folder: str | Path) -> None:
+START_PHASES = ("join", "copy", "partition", "groups", "tokenise", "profile", "first plan")
+"""Of `ds_hydra.initialize`, in order."""
+LATER_PHASES = (
+    "plan", "pull", "forward", "backward", "push", "step", "evaluate", "save", "load", "save 16 bit", "destroy",
+)  # fmt: skip
+
+
+def end_at_start(where: str, folder: str | Path, number: int = signal.SIGKILL) -> None:
+    """Let this rank die when it comes to one of `START_PHASES`."""
+    from ds_hydra.engine import HydraEngine, hydra_engine
+    from ds_hydra.engine.parallel.groups import GroupPool
+    from ds_hydra.engine.profiling.measurements import Measurements
+    from ds_hydra.engine.ranks import watchdog
+    from ds_hydra.engine.runtime import HydraRuntime
+    from ds_hydra.sampler.data.dataset import TokenDataset
+
+    owner, name = {
+        "join": (watchdog, "find_hosts"),
+        "copy": (hydra_engine, "StageModel"),
+        "partition": (HydraEngine, "_configure_optimizer"),
+        "groups": (GroupPool, "create"),
+        "tokenise": (TokenDataset, "from_dataset"),
+        "profile": (Measurements, "get"),
+        "first plan": (HydraRuntime, "_fit_candidates_to_data"),
+    }[where]
+    setattr(owner, name, lambda *_, **__: die(folder, number))
+
+
+def kill_in(engine: Any, where: str, folder: str | Path, number: int = signal.SIGKILL) -> None:
     """Let this rank die the next time it comes to `where`."""
     import torch
 
     propagator = engine.hydra.propagator
     owner, name = {
         "pull": (propagator._pull_link, "begin_pull"),
-        "forward": (engine.hydra.skeleton, "forward_stage"),
+        "forward": (engine.hydra.stage_model, "forward_stage"),
         "backward": (torch.autograd, "backward"),
         "push": (propagator._push_link, "begin_push"),
         "step": (engine.optimizer, "step"),
+        "plan": (engine.hydra, "next_iteration"),
+        "evaluate": (propagator, "evaluate"),
         "save": (engine.checkpoint_engine, "_save"),
+        "load": (engine, "_read_checkpoint"),
+        "save 16 bit": (engine, "_zero3_consolidated_16bit_state_dict"),
+        "destroy": (engine.hydra, "close"),
     }[where]
-    setattr(owner, name, lambda *_, **__: die(folder))
+    setattr(owner, name, lambda *_, **__: die(folder, number))
 
 
 def append_json(path: str | Path, value: Any) -> None:
@@ -124,13 +169,17 @@ def _run(
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+        )
         function(*args)
 
 
 @contextlib.contextmanager
 def ends_as_rank(stderr: str | Path) -> Iterator[None]:
-    """All that a forked process does: it ends with what runs inside, and its stderr goes to the file `stderr`."""
+    """All that a forked process does: it ends with what runs inside, and its stderr goes to the
+    file `stderr`.
+    """
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     code = 1

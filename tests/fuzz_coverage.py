@@ -1,11 +1,12 @@
-"""Coverage-guided fuzzing of one reader with atheris (libFuzzer): inputs that reach new code are kept and changed.
+"""Coverage-guided fuzzing of one reader with atheris (libFuzzer): inputs that reach new code are
+kept and changed.
 
     python tests/fuzz_coverage.py READER NUM_INPUTS FOLDER [SEED]
 
-Inputs are JSON texts, changed by the mutator of `fuzzing.py`, so that they stay JSON. The readers' modules are
-instrumented; compiled planning code is not. Counts go to FOLDER/READER.json. An error that is not one of
-ds_hydra, more than 1 s, or more than 2 GiB above the start ends the process with a code that is not 0, and
-leaves the input in FOLDER.
+Inputs are JSON texts, changed by the mutator of `fuzzing.py`, so that they stay JSON. The readers'
+modules are instrumented; compiled planning code is not. Counts go to FOLDER/READER.json. An error
+that is not one of ds_hydra, more than 1 s, or more than 2 GiB above the start ends the process with
+a code that is not 0, and leaves the input in FOLDER.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from pathlib import Path
 import atheris
 import psutil
 
-COMPILED = tuple(
-    f"ds_hydra.{name}"
-    for name in (
-        "sampler.bounds", "sampler.dispatch", "sampler.order", "sampler.packing", "sampler.planner", "sampler.problem",
-        "sampler.refine", "sampler.schedule", "simulator.events", "strategy.compiled", "strategy.proposal",
-    )
-)  # fmt: skip
-"""Numba compiles these from their bytecode, which has to stay as it is."""
 
-with atheris.instrument_imports(include=["ds_hydra"], exclude=list(COMPILED)):
+def compiled_modules() -> list[str]:
+    """Those that numba compiles from their bytecode, which has to stay as it is."""
+    package = Path(__file__).parent.parent / "ds_hydra"
+    return [
+        ".".join(("ds_hydra", *path.relative_to(package).with_suffix("").parts))
+        for path in package.rglob("*.py")
+        if path.stem == "compiled" or "ds_hydra.strategy.compiled" in path.read_text()
+    ]
+
+
+with atheris.instrument_imports(include=["ds_hydra"], exclude=compiled_modules()):
     import fuzzing
 
 
@@ -76,10 +79,19 @@ def main(name: str, num_inputs: int, folder: Path, seed: int) -> None:
         return changed if len(changed) <= max_size else json.dumps(valid).encode()
 
     limits = [f"-runs={num_inputs + 50}", f"-seed={seed}", "-max_len=20000", "-timeout=60"]
-    limits += [f"-rss_limit_mb={rss // 2**20 + 2048}", f"-artifact_prefix={folder}/", "-reduce_inputs=0"]
+    limits += [
+        f"-rss_limit_mb={rss // 2**20 + 2048}",
+        f"-artifact_prefix={folder}/",
+        "-reduce_inputs=0",
+    ]
     atheris.Setup([sys.argv[0], *limits, str(corpus)], test_one_input, custom_mutator=change)
     atheris.Fuzz()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4]) if len(sys.argv) > 4 else 1)
+    main(
+        sys.argv[1],
+        int(sys.argv[2]),
+        Path(sys.argv[3]),
+        int(sys.argv[4]) if len(sys.argv) > 4 else 1,
+    )

@@ -1,4 +1,6 @@
-"""Readers of what comes from disk or from another rank, under damaged input: our errors, quickly, or nothing."""
+"""Readers of what comes from disk or from another rank, under damaged input: our errors, quickly,
+or nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import json
 import logging
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -14,27 +17,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from engines import ds_config, small_profile
 from hypothesis import strategies as st
 from reference import make_batch, make_profile
+from run_folders import write_run_folder
 
 from ds_hydra.configs.ds_config import read_ds_config
-from ds_hydra.engine.checkpoint import MANIFEST_SCHEMA, verify
+from ds_hydra.engine.checkpointing.files import MANIFEST_SCHEMA, verify
 from ds_hydra.errors import HydraError
-from ds_hydra.sampler import plan_codec
+from ds_hydra.report.document import describe_runs
+from ds_hydra.report.page import render_runs
+from ds_hydra.report.perfetto import trace_run
+from ds_hydra.report.run_folder import load_run
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
-from ds_hydra.strategy.candidates import strategies_from_json
-from ds_hydra.strategy.histogram import LengthHistogram
-from ds_hydra.strategy.profile import Profile
-from ds_hydra.strategy.scheme import Scheme, Strategy
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.candidates import strategies_from_json
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 SLOWEST_S = 1.0
 """Of CPU time, which other processes do not lengthen."""
 
 
-WITH_PARTS = ("<1,2;ckpt=3;stages=3,1>", "<sp2,1;repull=3>")
+WITH_PARTS = ("<1,2;ckpt=3;stages=3,1>", "<sp2,1;stream>")
 
 
 def _plan(large: str = "<2,1>", small: str = "<1,1>") -> IterationPlan:
@@ -45,15 +51,20 @@ def _plan(large: str = "<2,1>", small: str = "<1,1>") -> IterationPlan:
         strategies=strategies,
         profile=profile,
         num_devices=6,
-        settings=PlannerSettings(max_len_override={Scheme.parse(text): 100 for text in (large, small)}),
+        settings=PlannerSettings(
+            max_len_override={Scheme.parse(text): 100 for text in (large, small)}
+        ),
     )
 
 
 def _profile_with_parts() -> dict[str, Any]:
     profile = small_profile(6_000_000, num_layers=4)
-    memory = {"slice_bytes_per_layer_per_hidden2": 0.1, "input_bytes_per_token_per_layer_per_hidden": 4}
+    memory = {
+        "slice_bytes_per_layer_per_hidden2": 0.1,
+        "input_bytes_per_token_per_layer_per_hidden": 4,
+    }
     entry = {"tp": 1, "pp": 2, "quadratic_ms": 1e-4, "linear_ms": 0.1, "constant_ms": 1.0}
-    parts = {"ckpt": 3, "repull": 3, "stages": [3, 1], **entry}
+    parts = {"ckpt": 3, "stages": [3, 1], **entry}
     return {**profile, "memory": {**profile["memory"], **memory}, "schemes": [entry, parts]}
 
 
@@ -76,13 +87,6 @@ def read_plan(document: Any) -> None:
     assert IterationPlan.from_json(plan.to_json()).digest == plan.digest
 
 
-def read_array(values: Any) -> None:
-    """A plan as another rank would receive it."""
-    is_array = isinstance(values, list) and all(type(v) is int and abs(v) < 1 << 63 for v in values)
-    if is_array:
-        plan_codec.from_array(np.array(values, dtype=np.int64))
-
-
 def read_strategy(text: Any) -> None:
     if isinstance(text, str):
         strategy = Strategy.parse(text)
@@ -95,7 +99,8 @@ HYDRA = {"context_length": 4096, "tokens_per_iteration": 65536, "planner": {"loo
 
 def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
     """Name -> (reader, a valid input as a JSON value)."""
-    logging.getLogger("ds_hydra.configs.ds_config").setLevel(logging.ERROR)  # warnings about odd keys
+    # Warnings about odd keys
+    logging.getLogger("ds_hydra.configs.ds_config").setLevel(logging.ERROR)
     manifest = folder / "ds_hydra_manifest.json"
 
     def read_manifest(document: Any) -> None:
@@ -104,7 +109,9 @@ def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
 
     return {
         "configuration": (
-            lambda document: read_ds_config(document) and None if isinstance(document, dict) else None,
+            lambda document: (
+                read_ds_config(document) and None if isinstance(document, dict) else None
+            ),
             ds_config(hydra=HYDRA),
         ),
         "profile": (read_profile, small_profile(6_000_000)),
@@ -118,11 +125,12 @@ def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
             {"schema": "ds_hydra.strategies/1", "strategies": ["4x<1,1>", "1x<2,1> + 2x<1,1>"]},
         ),
         "strategy": (read_strategy, "1x<2,1> + 2x<1,1>"),
-        "strategy with parts": (read_strategy, "1x<2,2;ckpt=3;repull=3;stages=3,1> + 2x<sp2,4,1> + <sp4,1>"),
+        "strategy with parts": (
+            read_strategy,
+            "1x<2,2;ckpt=3;stages=3,1> + 2x<sp2,4,1;stream=3> + <sp4,1;stream>",
+        ),
         "plan": (read_plan, _plan().to_json()),
-        "plan array": (read_array, plan_codec.to_array(_plan()).tolist()),
         "plan with parts": (read_plan, _plan(*WITH_PARTS).to_json()),
-        "plan array with parts": (read_array, plan_codec.to_array(_plan(*WITH_PARTS)).tolist()),
         "manifest": (
             read_manifest,
             {"schema": MANIFEST_SCHEMA, "files": {"a.pt": {"bytes": 3, "sha256": "0"}}},
@@ -149,13 +157,15 @@ def _read(reader: Callable[[Any], None], value: Any) -> tuple[str, float]:
     except HydraError as error:
         outcome = "refused" if len(str(error)) < 100_000 else "refused at length"
     except Exception as error:
-        raise AssertionError(f"{type(error).__name__}: {error} for {json.dumps(value)[:2000]}") from error
+        raise AssertionError(
+            f"{type(error).__name__}: {error} for {json.dumps(value)[:2000]}"
+        ) from error
     return outcome, time.process_time() - start
 
 
 def _wants_object(reader: Callable[[Any], None]) -> bool:
     # `read_json_object` has refused everything else before these readers are called.
-    return reader not in (read_strategy, read_array)
+    return reader is not read_strategy
 
 
 ODD_VALUES = (
@@ -166,11 +176,18 @@ ODD_VALUES = (
 
 
 LEAVES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20), st.sampled_from(ODD_VALUES)
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(ODD_VALUES),
 )
 VALUES = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
 )
 
 
@@ -180,7 +197,7 @@ def inputs_like(valid: Any) -> st.SearchStrategy[Any]:
     if isinstance(valid, dict):
         key = st.sampled_from(sorted(valid))
         return mutated | st.builds(lambda key, value: {**valid, key: value}, key, VALUES)
-    return mutated | (st.text() if isinstance(valid, str) else st.lists(st.integers()))
+    return mutated | st.text()
 
 
 def mutate(value: Any, generator: random.Random) -> Any:
@@ -215,7 +232,9 @@ def _mutate_once(value: Any, generator: random.Random) -> Any:
     if isinstance(value, str) and generator.random() < 0.6:
         return _mutate_text(value, generator)
     if type(value) in (int, float) and generator.random() < 0.5:
-        return value + generator.choice([-1, 1, 7, -(2**40), 2**40]) if abs(value) < 1e300 else -value
+        return (
+            value + generator.choice([-1, 1, 7, -(2**40), 2**40]) if abs(value) < 1e300 else -value
+        )
     return copy.deepcopy(generator.choice(ODD_VALUES))
 
 
@@ -226,6 +245,104 @@ def _mutate_text(text: str, generator: random.Random) -> str:
         + generator.choice(["", "0", "9", "x", "<", ">", ",", "+", "-", " ", "é", "\0", "٣"])
         + text[place + generator.randint(0, 2) :]
     )
+
+
+def damaged_copy(intact: Path, folder: Path, generator: random.Random) -> str:
+    """A copy of the run folder `intact` with one or two files damaged; says which and how."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(intact, folder)
+    done = []
+    for _ in range(generator.randint(1, 2)):
+        files = sorted(p for p in folder.rglob("*") if p.is_file() and "json" in p.suffix)
+        at_top = [p for p in files if p.parent == folder]
+        path = generator.choice(at_top if generator.random() < 0.8 else files)
+        damage = generator.choice(DAMAGES)
+        damage(path, generator)
+        done.append(f"{damage.__name__} {path.relative_to(folder)}")
+    return ", ".join(done)
+
+
+def change_values(path: Path, generator: random.Random) -> None:
+    """One document of the file mutated; a line where there are several."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    if path.suffix == ".json":
+        lines = [b"".join(lines)]
+    if lines:
+        index = generator.randrange(len(lines))
+        try:
+            value = mutate(json.loads(lines[index]), generator)
+        except (ValueError, RecursionError):
+            return  # damaged already
+        lines[index] = json.dumps(value).encode() + b"\n"
+    path.write_bytes(b"".join(lines))
+
+
+def change_bytes(path: Path, generator: random.Random) -> None:
+    """Up to three bytes replaced, inserted or removed."""
+    content = bytearray(path.read_bytes())
+    for _ in range(generator.randint(1, 3)):
+        place = generator.randint(0, len(content))
+        count = generator.choice((0, 1, 1, 40))
+        content[place : place + count] = bytes(
+            generator.choice((0, 10, 34, 44, 57, 93, 125, 128, 255))
+            for _ in range(generator.randint(0, 2))
+        )
+    path.write_bytes(content)
+
+
+def cut(path: Path, generator: random.Random) -> None:
+    """The end is missing, and what a resumed run writes follows."""
+    content = path.read_bytes()
+    kept = content[: generator.randint(0, len(content))]
+    path.write_bytes(kept + content * generator.randint(0, 1))
+
+
+def replace_file(path: Path, generator: random.Random) -> None:
+    """Something else in its place."""
+    path.unlink()
+    content = generator.choice(
+        (None, b"", b"[" * 100_000, b'{"a":' * 100_000, b"null\n", b"9" * 5000)
+    )
+    path.mkdir() if content is None else path.write_bytes(content)
+
+
+DAMAGES = (change_values, change_values, change_values, change_bytes, cut, replace_file)
+
+
+def read_run_folder(folder: Path) -> str:
+    """All that `ds-hydra report --perfetto --json` does with it: "accepted" or "refused"."""
+    try:
+        run = load_run(folder)
+        render_runs([run])
+        json.dumps(describe_runs([run]))
+        if run.traces.keys() & {record.iteration for record in run.records}:
+            json.dumps(trace_run(run))
+    except HydraError:
+        return "refused"
+    return "accepted"
+
+
+def fuzz_run_folders(
+    folder: Path, num_folders: int, seed: int = 1, slowest_s: float = 4 * SLOWEST_S
+) -> dict[str, float]:
+    """Damaged run folders, read; raises AssertionError naming the damage where one is not read or
+    refused in time.
+    """
+    intact = write_run_folder(folder / f"intact {seed}", num_iterations=6)
+    outcomes = {"accepted": 0, "refused": 0}
+    slowest = 0.0
+    for number in range(num_folders):
+        generator = random.Random(f"{seed}-{number}")
+        damage = damaged_copy(intact, folder / "damaged", generator)
+        begin = time.process_time()
+        try:
+            outcomes[read_run_folder(folder / "damaged")] += 1
+        except Exception as error:
+            raise AssertionError(f"folder {seed}-{number}, {damage}: {error!r}") from error
+        seconds = time.process_time() - begin
+        assert seconds < slowest_s, f"folder {seed}-{number}, {damage}: {seconds:.1f} s"
+        slowest = max(slowest, seconds)
+    return {"inputs": num_folders, **outcomes, "slowest_ms": 1e3 * slowest}
 
 
 def broken(document: Any) -> None:
@@ -242,8 +359,15 @@ BROKEN = broken, {"depth": 0, "count": 3, "text": "abc"}
 
 
 def fuzz_with_coverage(name: str, num_inputs: int, folder: Path, seed: int = 1) -> dict[str, float]:
-    """What `fuzz_coverage.py` counts, run in a process of its own; raises CalledProcessError where it fails."""
-    command = [sys.executable, str(Path(__file__).with_name("fuzz_coverage.py")), name, str(num_inputs)]
+    """What `fuzz_coverage.py` counts, run in a process of its own; raises CalledProcessError where
+    it fails.
+    """
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("fuzz_coverage.py")),
+        name,
+        str(num_inputs),
+    ]
     ended = subprocess.run([*command, str(folder), str(seed)], capture_output=True, text=True)
     ended.check_returncode()
     counts = json.loads((folder / f"{name}.json").read_text())

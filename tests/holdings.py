@@ -1,4 +1,6 @@
-"""What a rank holds between two iterations, and iterations that are drawn at random: the same on every rank."""
+"""What a rank holds between two iterations, and iterations that are drawn at random: the same on
+every rank.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Holdings:
     threads: int
     """Of Python."""
     tensors: int
-    """Alive, garbage that waits for the collector included; the rest is counted after a collection."""
+    """Alive, garbage that waits for the collector included; the rest is counted after a
+    collection.
+    """
 
     @classmethod
     def of(cls, engine: HydraEngine) -> Holdings:

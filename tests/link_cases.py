@@ -10,12 +10,16 @@ from hypothesis import strategies as st
 
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import ParamSpec, RankBuckets, Region, SliceRef, Slicing
-from ds_hydra.zero_link.plan import Batch, LinkPlan, Piece, Store
+from ds_hydra.zero_link.messages import Batch, LinkPlan, Piece, Store
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 3
 
 
-FUSED_PARTS = ((HEADS, HEADS * HEAD_DIM), (KV_HEADS, KV_HEADS * HEAD_DIM), (KV_HEADS, KV_HEADS * HEAD_DIM))
+FUSED_PARTS = (
+    (HEADS, HEADS * HEAD_DIM),
+    (KV_HEADS, KV_HEADS * HEAD_DIM),
+    (KV_HEADS, KV_HEADS * HEAD_DIM),
+)
 """(blocks, rows) of q, k and v, one below the other in one matrix."""
 
 
@@ -56,7 +60,9 @@ def decoder_specs(
 
 
 def slice_regions(spec: ParamSpec, tp_size: int, tp_rank: int) -> list[Region]:
-    """What a rank of a TP group needs of a parameter: one rectangle, or one of each part of a fused matrix."""
+    """What a rank of a TP group needs of a parameter: one rectangle, or one of each part of a fused
+    matrix.
+    """
     if not spec.fqn.endswith("qkv"):
         return [spec.slice_region(tp_size, tp_rank)]
     regions, begin = [], 0
@@ -75,7 +81,10 @@ def strategy_buckets(
 ) -> list[RankBuckets]:
     """Buckets of all ranks, cut into stages as the engine does it."""
     per_layer = 7
-    embed, layers = [0], [list(range(1 + i * per_layer, 1 + (i + 1) * per_layer)) for i in range(num_layers)]
+    embed, layers = (
+        [0],
+        [list(range(1 + i * per_layer, 1 + (i + 1) * per_layer)) for i in range(num_layers)],
+    )
     head = list(range(1 + num_layers * per_layer, len(specs)))
     if specs[-1].fqn != "head":
         head.append(0)
@@ -116,7 +125,9 @@ def random_link(draw, max_ranks: int = 9):
     num_ranks = draw(st.integers(1, max_ranks))
     schemes, free = [], num_ranks
     while free and (not schemes or draw(st.integers(0, 3))):
-        fitting = [(tp, pp) for tp in (1, 2, 4) for pp in range(1, num_layers + 1) if tp * pp <= free]
+        fitting = [
+            (tp, pp) for tp in (1, 2, 4) for pp in range(1, num_layers + 1) if tp * pp <= free
+        ]
         tp, pp = draw(st.sampled_from(fitting))
         schemes.append(Scheme(tp, pp))
         free -= tp * pp
@@ -131,7 +142,8 @@ class World:
         self.specs = specs
         self.num_ranks = len(rank_buckets)
         self.shards = [
-            [np.zeros(spec.shard_numel(self.num_ranks)) for spec in specs] for _ in range(self.num_ranks)
+            [np.zeros(spec.shard_numel(self.num_ranks)) for spec in specs]
+            for _ in range(self.num_ranks)
         ]
         self.slices = [
             [[np.full(ref.region.numel, np.nan) for ref in bucket] for bucket in buckets]
@@ -139,11 +151,13 @@ class World:
         ]
         self.stages: list[dict[int, np.ndarray]] = [{} for _ in range(self.num_ranks)]
 
-    def place(self, rank: int, index: int, store: Store, piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+    def place(
+        self, rank: int, index: int, store: Store, piece: Piece
+    ) -> tuple[np.ndarray, np.ndarray]:
         memory = {
             Store.SHARD: lambda: self.shards[rank][piece.key],
             Store.SLICE: lambda: self.slices[rank][index][piece.key],
-            Store.STAGE: lambda: self.stages[rank][piece.key],
+            Store.RELAY: lambda: self.stages[rank][piece.key],
         }[store]()
         rows, cols = np.indices((piece.rows, piece.cols))
         return memory, (piece.offset + rows * piece.stride + cols).ravel()
@@ -170,7 +184,9 @@ class World:
         for rank, plan in enumerate(plans):
             for begun, round_ in enumerate(plan.rounds):
                 self.stages[rank][begun] = (
-                    np.zeros(round_.staged_numel) if push else np.full(round_.staged_numel, np.nan)
+                    np.zeros(round_.relayed_numel)
+                    if push
+                    else np.full(round_.relayed_numel, np.nan)
                 )
         for index in reversed(order) if push else order:
             rounds = [plan.rounds[index] for plan in plans]
@@ -194,7 +210,9 @@ class World:
         for rank, phase in enumerate(phases):
             for batch in phase.outgoing if push else phase.incoming:
                 for peer in batch.peers:
-                    assert sizes[peer, rank].pop(0) == [sum(p.numel for p in m) for m in batch.messages]
+                    assert sizes[peer, rank].pop(0) == [
+                        sum(p.numel for p in m) for m in batch.messages
+                    ]
                     self.write(rank, index, batch, wire[peer, rank].pop(0), add=push)
             for shard_side, slice_side in phase.local:
                 source, target = (slice_side, shard_side) if push else (shard_side, slice_side)

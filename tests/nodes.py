@@ -1,13 +1,16 @@
-"""Several hosts on one machine: each has its own network, address, name, processes and shared memory.
+"""Several hosts on one machine: each has its own network, address, name, processes and shared
+memory.
 
-A host is a process in namespaces of its own (net, uts, ipc, mount, pid), joined to the others by a switch. All of
-them end when this process ends, however it ends, because they read a pipe of it: nothing is left behind, and the
-network of the machine is never touched. Users who are not root get there by a user namespace, where the kernel lets
-them. `Hosts.start` starts programs as a user would; `run_on_hosts` forks ranks that have paid for their imports.
+A host is a process in namespaces of its own (net, uts, ipc, mount, pid), joined to the others by a
+switch. All of them end when this process ends, however it ends, because they read a pipe of it:
+nothing is left behind, and the network of the machine is never touched. Users who are not root get
+there by a user namespace, where the kernel lets them. `Hosts.start` starts programs as a user
+would; `run_on_hosts` forks ranks that have paid for their imports.
 
-- `Hosts(2)`: hosts `node-0` (10.77.0.1) and `node-1` (10.77.0.2), each with `eth0`, joined by a bridge.
-- `Hosts(2, wire=Wire(bytes_per_s=5e6, delay_s=0.002))`: a slow switch, which is a process that forwards packets
-  late; the kernel's netem would do, but few kernels have it.
+- `Hosts(2)`: hosts `node-0` (10.77.0.1) and `node-1` (10.77.0.2), each with `eth0`, joined by a
+  bridge.
+- `Hosts(2, wire=Wire(bytes_per_s=5e6, delay_s=0.002))`: a slow switch, which is a process that
+  forwards packets late; the kernel's netem would do, but few kernels have it.
 """
 
 from __future__ import annotations
@@ -45,7 +48,9 @@ PRIVATE_FOLDER = next(
     ),
     "/mnt",
 )
-"""Of every host: the others do not see what is in it. Everything else is a file system that all hosts share."""
+"""Of every host: the others do not see what is in it. Everything else is a file system that all
+hosts share.
+"""
 _TUNSETIFF, _TUN_WITHOUT_HEADER = 0x400454CA, 0x1001
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -56,7 +61,9 @@ class CannotBuildHosts(Exception):
 
 @dataclass(frozen=True)
 class Wire:
-    """What each host's link to the switch carries in one direction, and how late a packet arrives at the other host."""
+    """What each host's link to the switch carries in one direction, and how late a packet arrives
+    at the other host.
+    """
 
     bytes_per_s: float
     delay_s: float = 0.0
@@ -82,7 +89,9 @@ class Counters:
 
 
 class Hosts:
-    """A context manager; raises CannotBuildHosts when it is entered where the machine does not allow it."""
+    """A context manager; raises CannotBuildHosts when it is entered where the machine does not
+    allow it.
+    """
 
     def __init__(self, number: int, *, wire: Wire | None = None):
         self.names = [f"node-{index}" for index in range(number)]
@@ -151,14 +160,19 @@ class Hosts:
         raise AssertionError(f"host {host} has no eth0")
 
     def cut(self, host: int) -> None:
-        """Cut a host off, as behind a broken switch: its interface stays up, and no packet leaves or arrives."""
+        """Cut a host off, as behind a broken switch: its interface stays up, and no packet leaves
+        or arrives.
+        """
         assert self._wire is None, "only hosts at a bridge can be cut off"
         self._in_switch(f"ip link set port{host} nomaster")
 
     def move_in(self, host: int) -> None:
-        """Go on in a process of a host; this process, which must have one thread, waits and ends as that one does."""
+        """Go on in a process of a host; this process, which must have one thread, waits and ends as
+        that one does.
+        """
         folder = os.getcwd()
-        # The user namespace first, for the rights to the others; what is forked after "pid" is in it.
+        # The user namespace first, for the rights to the others; what is forked after "pid" is in
+        # it.
         for space in ([] if self._as_root else ["user"]) + ["net", "uts", "ipc", "pid", "mnt"]:
             with open(f"/proc/{self._inits[host]}/ns/{space}") as target:
                 _setns(target.fileno())
@@ -175,7 +189,17 @@ class Hosts:
     def _build(self) -> None:
         user = [] if self._as_root else ["--user", "--map-root-user"]
         bridge = "ip link set lo up && ip link add switch type bridge && ip link set switch up"
-        self._hold(["unshare", *user, "--net", "--mount", "sh", "-c", f"{bridge} && echo ready && exec cat"])
+        self._hold(
+            [
+                "unshare",
+                *user,
+                "--net",
+                "--mount",
+                "sh",
+                "-c",
+                f"{bridge} && echo ready && exec cat",
+            ]
+        )
         for index in range(len(self.names)):
             self._inits.append(self._start_host(index))
         if self._wire is None:
@@ -183,11 +207,15 @@ class Hosts:
         else:
             self._join_to_slow_switch(self._wire)
         for index in range(len(self.names)):
-            self.run(index, f"ip addr add {self.addresses[index]}/24 dev eth0 && ip link set eth0 up")
+            self.run(
+                index, f"ip addr add {self.addresses[index]}/24 dev eth0 && ip link set eth0 up"
+            )
 
     def _start_host(self, index: int) -> int:
         """The process that keeps a host's namespaces, as this process sees it."""
-        table = "\n".join(["127.0.0.1 localhost", *(f"{a} {n}" for a, n in zip(self.addresses, self.names))])
+        table = "\n".join(
+            ["127.0.0.1 localhost", *(f"{a} {n}" for a, n in zip(self.addresses, self.names))]
+        )
         script = f"""
             mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && mount -t proc proc /proc &&
             hostname {self.names[index]} &&
@@ -207,7 +235,12 @@ class Hosts:
             )
 
     def _join_to_slow_switch(self, wire: Wire) -> None:
-        arguments = [str(wire.bytes_per_s), str(wire.delay_s), str(wire.mtu), *map(str, self._inits)]
+        arguments = [
+            str(wire.bytes_per_s),
+            str(wire.delay_s),
+            str(wire.mtu),
+            *map(str, self._inits),
+        ]
         inside = self._enter(self._holders[0].pid, "--user") if not self._as_root else []
         self._hold([*inside, sys.executable, __file__, *arguments])
 
@@ -227,7 +260,11 @@ class Hosts:
         """Start a process that says "ready" and then lives until its input ends."""
         try:
             holder = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
         except FileNotFoundError as error:
             raise CannotBuildHosts(f"{error.filename} is not installed") from error
@@ -281,10 +318,12 @@ def run_on_hosts(
     poll: Callable[[], bool] = lambda: False,
     limit_s: float = 800,
 ) -> list[Ended]:
-    """Fork ranks that run `function(*args)`, `ranks_on[host]` of them on each host, and wait until all have ended.
+    """Fork ranks that run `function(*args)`, `ranks_on[host]` of them on each host, and wait until
+    all have ended.
 
-    Gloo ranks, in the order of the hosts, whose environment is that of DeepSpeed's launcher. Without `hosts` all of
-    them run on this machine. `poll` is called again and again until it returns True.
+    Gloo ranks, in the order of the hosts, whose environment is that of DeepSpeed's launcher.
+    Without `hosts` all of them run on this machine. `poll` is called again and again until it
+    returns True.
     """
     import deepspeed  # noqa: F401  before the fork: paid once
     import transformers  # noqa: F401
@@ -303,7 +342,9 @@ def run_on_hosts(
             "MASTER_ADDR": "127.0.0.1" if hosts is None else hosts.names[0],
             "MASTER_PORT": str(port),
         }
-        ranks.append(context.Process(target=_run_rank, args=(function, args, env, hosts, host, str(folder))))
+        ranks.append(
+            context.Process(target=_run_rank, args=(function, args, env, hosts, host, str(folder)))
+        )
         ranks[-1].start()
     ends: dict[int, float] = {}
     begin = fault = None
@@ -359,7 +400,9 @@ def _run_rank(
 
 
 class _Port:
-    """The link of one host: a TUN device in the host's network namespace, whose packets are read and written here."""
+    """The link of one host: a TUN device in the host's network namespace, whose packets are read
+    and written here.
+    """
 
     def __init__(self, host_pid: int, wire: Wire):
         with open("/proc/self/ns/net") as home, open(f"/proc/{host_pid}/ns/net") as away:
@@ -367,7 +410,8 @@ class _Port:
             self.fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
             fcntl.ioctl(self.fd, _TUNSETIFF, struct.pack("16sH14x", b"eth0", _TUN_WITHOUT_HEADER))
             subprocess.run(
-                ["ip", "link", "set", "eth0", "mtu", str(wire.mtu), "txqueuelen", "2000"], check=True
+                ["ip", "link", "set", "eth0", "mtu", str(wire.mtu), "txqueuelen", "2000"],
+                check=True,
             )
             _setns(home.fileno())
         self.out_free = self.in_free = 0.0
@@ -375,13 +419,17 @@ class _Port:
 
 
 def forward(wire: Wire, host_pids: Sequence[int]) -> None:
-    """Pass packets on between the hosts until the input ends: a link at a time sends one packet, at its rate.
+    """Pass packets on between the hosts until the input ends: a link at a time sends one packet, at
+    its rate.
 
-    A packet leaves its host's link after all before it, waits `delay_s`, and passes the other host's link after
-    all that arrived there before it. Nothing is dropped: TCP's own window bounds the queues.
+    A packet leaves its host's link after all before it, waits `delay_s`, and passes the other
+    host's link after all that arrived there before it. Nothing is dropped: TCP's own window bounds
+    the queues.
     """
     ports = [_Port(pid, wire) for pid in host_pids]
-    by_address = {bytes(map(int, f"{NETWORK}.{i + 1}".split("."))): port for i, port in enumerate(ports)}
+    by_address = {
+        bytes(map(int, f"{NETWORK}.{i + 1}".split("."))): port for i, port in enumerate(ports)
+    }
     by_fd = {port.fd: port for port in ports}
     queue: list[tuple[float, int, _Port, bytes]] = []
     number = 0

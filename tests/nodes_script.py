@@ -1,4 +1,5 @@
-"""What a user starts on every host: resumes, trains, saves every second iteration; one rank may die, once.
+"""What a user starts on every host: resumes, trains, saves every second iteration; one rank may
+die, once.
 
 python tests/nodes_script.py FOLDER NUM_ITERATIONS [RANK ITERATION]
 """

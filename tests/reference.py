@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.strategy.profile import Profile
-from ds_hydra.strategy.scheme import Scheme, Strategy, parse_strategies
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.schemes.scheme import ALL_LAYERS, Scheme, Strategy, parse_strategies
 
 STRATEGIES_32B_64 = parse_strategies(
     [
@@ -29,7 +29,9 @@ def make_profile(
     num_layers: int = 1,
     input_bytes: float = 0,
 ) -> Profile:
-    """A profile of small numbers: T of each scheme, e.g. {"<2,1>": (a, b, c)}, and one MaxLen for all."""
+    """A profile of small numbers: T of each scheme, e.g. {"<2,1>": (a, b, c)}, and one MaxLen for
+    all.
+    """
     texts = {text: Strategy.parse(text).schemes[0] for text in schemes}
     return Profile.from_json(
         {
@@ -67,8 +69,8 @@ def wide_schemes(draw, max_tp: int = 16, max_pp: int = 8) -> Scheme:
         pp,
         stages=draw(st.just(()) | sizes),
         ckpt=draw(st.sampled_from([0, 0, 1, 12])),
-        repull=draw(st.sampled_from([0, 0, 3])),
         sp=draw(st.sampled_from([1, 1, 2, 4])),
+        stream=draw(st.sampled_from([0, 0, 1, ALL_LAYERS])),
     )
 
 

@@ -1,6 +1,8 @@
-"""A user's script under a launcher that restarts it: resumes, trains ten iterations, saves after every second.
+"""A user's script under a launcher that restarts it: resumes, trains ten iterations, saves after
+every second.
 
-    torchrun --max-restarts 2 --nproc-per-node 2 tests/restarted_script.py FOLDER [RANK:ITERATION:PHASE ...]
+    torchrun --max-restarts 2 --nproc-per-node 2 tests/restarted_script.py FOLDER
+    [RANK:ITERATION:PHASE ...]
 
 Each RANK:ITERATION:PHASE is a SIGKILL, once, however often the script is started.
 """
@@ -25,7 +27,9 @@ STRATEGIES = ("1x<1,2>", "2x<1,1>", "1x<2,1>")
 
 
 def main(folder: Path, deaths: list[str]) -> None:
-    """Losses go to `folder/losses`, the step and the time that each start resumed at to `folder/starts`."""
+    """Losses go to `folder/losses`, the step and the time that each start resumed at to
+    `folder/starts`.
+    """
     if not dist.is_initialized():
         deepspeed.init_distributed("gloo")
     engine = start_hydra(tiny("llama_tied"), hydra={"faults": {"grace_s": 2}})
@@ -50,7 +54,8 @@ def main(folder: Path, deaths: list[str]) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # A launcher may end the others so soon after the first that they could not say which rank was lost.
+    # A launcher may end the others so soon after the first that they could not say which rank was
+    # lost.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     main(Path(sys.argv[1]), sys.argv[2:])
     dist.destroy_process_group()

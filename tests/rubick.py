@@ -1,4 +1,6 @@
-"""The measured iterations of Rubick as setups: which arguments of the originals' predictor mean what."""
+"""The measured iterations of Rubick as setups: which arguments of the originals' predictor mean
+what.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from typing import Any
 
 from shared_data import shared_json, shared_rows
 
-from ds_hydra.strategy.whole_iteration import (
+from ds_hydra.strategy.cost_models.whole_iteration import (
     IterationModel,
     IterationSetup,
     MeasuredIteration,

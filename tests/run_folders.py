@@ -15,7 +15,7 @@ from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
 from ds_hydra.simulator.timeline import Event, EventKind, Timeline
 from ds_hydra.strategy import Profile
-from ds_hydra.strategy.scheme import parse_strategies
+from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 PROFILE = Profile.load(find_profile("a800_llama2_7b"))
 NUM_RANKS = 8
@@ -23,8 +23,12 @@ STRATEGIES = ("1x<8,1>", "1x<4,1> + 2x<2,1>", "1x<4,1> + 1x<2,2>", "2x<2,2>", "3
 PULL_MS, PUSH_MS, STEP_MS = 40.0, 60.0, 20.0
 
 
-def make_plan(iteration: int, strategy: str | None = None, *, max_tokens: int = 9600) -> IterationPlan:
-    """The plan of a long-tailed mini-batch, under the best of the strategies or under a given one."""
+def make_plan(
+    iteration: int, strategy: str | None = None, *, max_tokens: int = 9600
+) -> IterationPlan:
+    """The plan of a long-tailed mini-batch, under the best of the strategies or under a given
+    one.
+    """
     generator = np.random.default_rng(iteration)
     lengths = np.minimum(generator.lognormal(6.3, 1.3, size=60).astype(int) + 16, max_tokens)
     batch = GlobalBatch(
@@ -33,7 +37,9 @@ def make_plan(iteration: int, strategy: str | None = None, *, max_tokens: int = 
         lengths=tuple(lengths.tolist()),
         num_label_tokens=int(lengths.sum()) - len(lengths),
     )
-    candidates = parse_strategies([strategy] if strategy else [STRATEGIES[iteration % len(STRATEGIES)]])
+    candidates = parse_strategies(
+        [strategy] if strategy else [STRATEGIES[iteration % len(STRATEGIES)]]
+    )
     return plan_iteration(
         batch,
         strategies=candidates,
@@ -131,7 +137,9 @@ def write_run_folder(folder: Path, num_iterations: int = 14) -> Path:
             metrics.write(json.dumps(metrics_line(plan, timeline, loss)) + "\n")
             peaks = [int(3e10 + 1e9 * rank) for rank in range(NUM_RANKS)]
             traces.write(json.dumps({**timeline.to_json(), "peak_bytes": peaks}) + "\n")
-            (folder / f"plans/iteration_{iteration:06d}.json").write_text(json.dumps(plan.to_json()))
+            (folder / f"plans/iteration_{iteration:06d}.json").write_text(
+                json.dumps(plan.to_json())
+            )
     (folder / "profile.json").write_text(json.dumps(dict(PROFILE.document)))
     model = {"type": "llama", "num_parameters": 6_700_000_000}
     hydra = {"activation_checkpointing": False, "memory_limit_bytes": None}

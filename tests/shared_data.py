@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def find_shared(name: str) -> Path | None:
-    """The reference file `name`, under $DS_HYDRA_SHARED or `../shared` beside the repository."""
-    shared = Path(os.environ.get("DS_HYDRA_SHARED", REPOSITORY.parent / "shared"))
-    path = shared / "data" / name
-    return path if path.exists() else None
-
-
 def shared_path(name: str) -> Path:
-    """The same; skips the test where the data is absent."""
-    path = find_shared(name)
-    if path is None:
-        pytest.skip(f"reference data {name} is absent; set DS_HYDRA_SHARED to the folder that holds data/")
-    return path
+    """The reference file or folder `name`; `data/README.md` says where it comes from."""
+    return REPOSITORY / "tests/data" / name
 
 
 def shared_json(name: str) -> Any:

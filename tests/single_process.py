@@ -33,7 +33,9 @@ def summed_loss(model: Any, example: dict[str, Tensor]) -> Tensor:
     """Sum of the cross entropies of one sequence run alone, in fp32 (in fp64 for a model in it)."""
     logits = model(input_ids=example["input_ids"].unsqueeze(0), use_cache=False).logits[0]
     exact = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits[:-1].to(exact), example["labels"][1:], reduction="sum", ignore_index=-100)
+    return F.cross_entropy(
+        logits[:-1].to(exact), example["labels"][1:], reduction="sum", ignore_index=-100
+    )
 
 
 def token_mean_gradients(model: nn.Module, examples: Examples) -> tuple[float, list[Tensor]]:
@@ -45,4 +47,6 @@ def token_mean_gradients(model: nn.Module, examples: Examples) -> tuple[float, l
         part = summed_loss(model, example) / total
         part.backward()
         loss += float(part)
-    return loss, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return loss, [
+        torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()
+    ]

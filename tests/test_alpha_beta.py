@@ -1,4 +1,6 @@
-"""HexiScale's equations against the reference cases, term by term: the text's and the originals' code's."""
+"""HexiScale's equations against the reference cases, term by term: the text's and the originals'
+code's.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,10 @@ import itertools
 
 import numpy as np
 import pytest
-from shared_data import find_shared, shared_json
+from shared_data import shared_json
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.alpha_beta import (
+from ds_hydra.strategy.cost_models.alpha_beta import (
     ClusterLinks,
     LayerShape,
     compute_s,
@@ -31,7 +33,9 @@ def load(index: int):
     devices, theirs = case["authors_output"]["devices"], case["authors_output"]
     machine = np.array([d["machine"] for d in devices])
     inside = np.array([d["intra_bw_GBps"] for d in devices], dtype=float) * GIB
-    rate = np.where(machine[:, None] == machine[None, :], inside[:, None], case["case"]["inter_bw"] * GIB)
+    rate = np.where(
+        machine[:, None] == machine[None, :], inside[:, None], case["case"]["inter_bw"] * GIB
+    )
     links = ClusterLinks(
         latency_s=np.zeros(rate.shape),
         bytes_per_s=rate,
@@ -65,14 +69,18 @@ def test_terms_of_the_text(index):
         times.append(pipeline_s(stage, hops, num_micro_batches))
         assert times[-1] == pytest.approx(expected["pipeline_time_eq7_s"], rel=1e-9)
         over_all = pipeline_s(stage, hops, num_micro_batches, skips_first=False)
-        assert over_all == pytest.approx(expected["pipeline_time_eq7_max_over_all_stages_s"], rel=1e-9)
+        assert over_all == pytest.approx(
+            expected["pipeline_time_eq7_max_over_all_stages_s"], rel=1e-9
+        )
     sync = whole_data_parallel_s(case, links, shape)
     assert sync == pytest.approx(case["seed_equations"]["comm_dp_eq5_s"], rel=1e-9)
     assert max(times) + sync == pytest.approx(case["seed_equations"]["total_eq8_s"], rel=1e-9)
 
 
 def whole_data_parallel_s(case, links, shape) -> float:
-    """Eq. 5: the slowest stage's sum of Eq. 2 over its layers, each held by all devices that have it."""
+    """Eq. 5: the slowest stage's sum of Eq. 2 over its layers, each held by all devices that have
+    it.
+    """
     pipelines = case["case"]["pipelines"]
     if len(pipelines) == 1:
         return 0.0
@@ -99,7 +107,8 @@ def test_terms_of_the_originals_code(index):
     for pipeline, expected in zip(case["case"]["pipelines"], case["authors_output"]["pipelines"]):
         stages = pipeline["stages"]
         hops = [
-            pipeline_hop_s(links, a, b, shape, doubles_broadcast=True) for a, b in itertools.pairwise(stages)
+            pipeline_hop_s(links, a, b, shape, doubles_broadcast=True)
+            for a, b in itertools.pairwise(stages)
         ] + [0.0]
         times = []
         for devices, layers, theirs in zip(stages, pipeline["layers"], expected["stages"]):
@@ -109,7 +118,9 @@ def test_terms_of_the_originals_code(index):
             assert tensor == pytest.approx(theirs["tp_comm_layer_s"], rel=1e-9)
             times.append(layers * (compute + tensor))
         assert hops == pytest.approx([stage["pp_hop_s"] for stage in expected["stages"]], rel=1e-9)
-        assert times == pytest.approx([stage["stage_mb_s"] for stage in expected["stages"]], rel=1e-9)
+        assert times == pytest.approx(
+            [stage["stage_mb_s"] for stage in expected["stages"]], rel=1e-9
+        )
         total = pipeline_columns_s(times, hops, cfg["N_MB"])
         assert total == pytest.approx(expected["pipeline_cost_s"], rel=1e-9)
 
@@ -117,7 +128,9 @@ def test_terms_of_the_originals_code(index):
 @pytest.mark.parametrize("index", CASES)
 def test_memory_of_the_text(index):
     case, _, shape = load(index)
-    for pipeline, expected in zip(case["case"]["pipelines"], case["seed_equations"]["mem_eq9_GB_per_dev"]):
+    for pipeline, expected in zip(
+        case["case"]["pipelines"], case["seed_equations"]["mem_eq9_GB_per_dev"]
+    ):
         found = [
             memory_bytes(len(devices), layers, shape) / GIB
             for devices, layers in zip(pipeline["stages"], pipeline["layers"])
@@ -126,14 +139,15 @@ def test_memory_of_the_text(index):
 
 
 def test_all_cases_are_covered():
-    if find_shared("flashflex/simulation_cases.json") is not None:
-        assert len(shared_json("flashflex/simulation_cases.json")) == NUM_CASES
+    assert len(shared_json("flashflex/simulation_cases.json")) == NUM_CASES
 
 
 def test_latency_and_nodes_of_different_speed_count():
     rate = np.full((3, 3), 10.0)
     rate[2, :] = rate[:, 2] = 5.0
-    links = ClusterLinks(latency_s=np.full((3, 3), 0.5), bytes_per_s=rate, flops=np.array([2.0, 2.0, 1.0]))
+    links = ClusterLinks(
+        latency_s=np.full((3, 3), 0.5), bytes_per_s=rate, flops=np.array([2.0, 2.0, 1.0])
+    )
     shape = LayerShape(hidden_size=10, num_tokens=3, type_bytes=1)
     assert tensor_parallel_s(links, [0, 1, 2], shape, passes=1) == pytest.approx(2 * (0.5 + 10 / 5))
     assert compute_s(links, [0, 2], shape) == 2 * compute_s(links, [0, 1], shape)

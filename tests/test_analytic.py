@@ -1,4 +1,6 @@
-"""The roofline: its terms by hand, its errors against the published coefficients, and what is refused."""
+"""The roofline: its terms by hand, its errors against the published coefficients, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,15 @@ import numpy as np
 import pytest
 
 from ds_hydra.configs import find_file, list_files
+from ds_hydra.configs.files import read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
-from ds_hydra.strategy.analytic import Hardware, ModelShape, predict_latency, predict_profile
-from ds_hydra.strategy.profile import read_json_object
+from ds_hydra.strategy.cost_models.analytic import (
+    Hardware,
+    ModelShape,
+    predict_latency,
+    predict_profile,
+)
 
 PLAIN = Hardware(
     name="plain", devices_per_node=2, memory_bytes=1, matmul_flops=1e9, attention_flops=1e9, memory_rate=1e9,
@@ -29,7 +36,9 @@ def a800() -> Hardware:
 
 
 def test_terms_by_hand():
-    """One rank: 6 (2 (4*100 + 3*200) + 10*30) FLOP and 3*36*10*2 bytes a token, 7*10*2 FLOP a pair."""
+    """One rank: 6 (2 (4*100 + 3*200) + 10*30) FLOP and 3*36*10*2 bytes a token, 7*10*2 FLOP a
+    pair.
+    """
     model = predict_latency(SHAPE, PLAIN, Scheme(1, 1))
     assert model.linear_ms == pytest.approx(1e3 * (6 * 2300 + 2160) / 1e9)
     assert model.quadratic_ms == pytest.approx(1e3 * 140 / 1e9)
@@ -37,7 +46,9 @@ def test_terms_by_hand():
 
 
 def test_collectives_take_the_link_of_the_group():
-    """Two ranks exchange 4 * 2 * 1/2 * 2 * 10 bytes a token and layer; four ranks leave the node."""
+    """Two ranks exchange 4 * 2 * 1/2 * 2 * 10 bytes a token and layer; four ranks leave the
+    node.
+    """
     two, four = (predict_latency(SHAPE, PLAIN, Scheme(tp, 1)) for tp in (2, 4))
     one = predict_latency(SHAPE, PLAIN, Scheme(1, 1))
     assert two.linear_ms == pytest.approx(one.linear_ms / 2 + 1e3 * 160 / 1e6)

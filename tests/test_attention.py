@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.engine import attention
-from ds_hydra.engine.attention import PackedRow, hydra_varlen
+from ds_hydra.engine.model import attention
+from ds_hydra.engine.model.attention import PackedRow, hydra_varlen
 from ds_hydra.errors import UnsupportedModelError
 
 MODULE = torch.nn.Identity()
@@ -43,10 +43,12 @@ def test_packed_row_equals_its_sequences(lengths, groups, window, softcap):
     out, _ = hydra_varlen(
         MODULE, query, key, value, None, packed_row=row, sliding_window=window, softcap=softcap
     )
-    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    wanted = torch.cat([dense_reference(*p, window=window, softcap=softcap) for p in parts], 2).transpose(
-        1, 2
+    parts = zip(
+        query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
     )
+    wanted = torch.cat(
+        [dense_reference(*p, window=window, softcap=softcap) for p in parts], 2
+    ).transpose(1, 2)
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
     gradients = torch.autograd.grad(out.square().sum(), (query, key, value), retain_graph=True)
     for got, expected in zip(

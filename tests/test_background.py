@@ -1,4 +1,6 @@
-"""Planning processes: the same plans as in line, also when processes die or are late, and no process left."""
+"""Planning processes: the same plans as in line, also when processes die or are late, and no
+process left.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,11 @@ from shared_data import REPOSITORY
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.background import BackgroundPlanner
-from ds_hydra.strategy.scheme import parse_strategies
+from ds_hydra.strategy.schemes.scheme import parse_strategies
 
-PROFILE = make_profile({"<1,1>": (0.01, 1.0, 3.0), "<2,1>": (0.006, 0.6, 4.0), "<1,2>": (0.005, 0.5, 2.0)})
+PROFILE = make_profile(
+    {"<1,1>": (0.01, 1.0, 3.0), "<2,1>": (0.006, 0.6, 4.0), "<1,2>": (0.005, 0.5, 2.0)}
+)
 STRATEGIES = parse_strategies(["4x<1,1>", "2x<2,1>", "1x<2,1> + 1x<1,2>"])
 BATCHES = [make_batch([5 + (7 * i + j * j) % 60 for j in range(20 + i)], i) for i in range(6)]
 
@@ -36,7 +40,9 @@ def make_planner(**changes):
 
 
 def state_of(pid):
-    """The letter for a process's state, "X" where there is none; it may end while its line is read."""
+    """The letter for a process's state, "X" where there is none; it may end while its line is
+    read.
+    """
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0]
@@ -59,7 +65,9 @@ def submit_to_stopped(planner, batch):
     """Returns when the batch is in the pipe of the only worker, which is stopped."""
     planner.submit(batch)
     pipe = planner._workers[0]._process.stdin.fileno()
-    assert wait_until(lambda: struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"    "))[0] > 0)
+    assert wait_until(
+        lambda: struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"    "))[0] > 0
+    )
 
 
 def wait_until(condition, timeout_s=LONG_S):
@@ -109,6 +117,7 @@ def test_has_room_follows_lookahead():
         assert planner.has_room
 
 
+@pytest.mark.slow
 def test_killed_workers_lose_no_iteration_and_change_no_plan(inline_plans, caplog):
     with make_planner(num_workers=1) as planner:
         planner.submit(BATCHES[0])
@@ -126,6 +135,7 @@ def test_killed_workers_lose_no_iteration_and_change_no_plan(inline_plans, caplo
     assert "starting another one" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_gone_comes_back(inline_plans):
     with make_planner(num_workers=3) as planner:
         first = plan_all(planner, BATCHES[:3])
@@ -146,6 +156,7 @@ def test_plans_are_made_in_line_where_no_worker_can_start(monkeypatch, inline_pl
     assert "could not be started" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [3])
 def test_a_hung_worker_is_late_once_and_replaced(times, inline_plans, caplog):
     with make_planner(num_workers=1) as planner:
@@ -182,13 +193,15 @@ def test_a_worker_that_still_starts_is_late_and_kept(caplog):
         assert planner.worker_pids == pids
 
 
+@pytest.mark.slow
 def test_a_worker_out_of_memory_is_replaced(inline_plans):
     large = make_batch([5] * 20_000, iteration=100)
     with make_planner(num_workers=1) as planner:
         planner.submit(BATCHES[0])
         planner.get(0)
         (victim,) = planner.worker_pids
-        resource.prlimit(victim, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))  # nothing more from now on
+        # Nothing more from now on
+        resource.prlimit(victim, resource.RLIMIT_AS, (1, resource.RLIM_INFINITY))
         planner.submit(large)
         result = planner.get(100)
         assert planner.num_restarts == 1
@@ -199,6 +212,7 @@ def test_a_worker_out_of_memory_is_replaced(inline_plans):
     assert result.plan.lengths == large.lengths
 
 
+@pytest.mark.slow
 def test_no_memory_for_any_worker_means_plans_in_line(monkeypatch, inline_plans, caplog):
     popen = subprocess.Popen
 
@@ -252,6 +266,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "kill"),
     [

@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.batches import NUM_REMEMBERED_STATES, SamplerState, TokenBudgetSampler
+from ds_hydra.sampler.data import batches as batches_module
+from ds_hydra.sampler.data.batches import (
+    NUM_REMEMBERED_STATES,
+    SamplerState,
+    TokenBudgetSampler,
+    epoch_order,
+)
 
 lengths_lists = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 budgets = st.integers(1, 120)
@@ -91,6 +97,45 @@ def test_order_is_pinned():
     assert [next(sampler).sample_indices for _ in range(4)] == [(3, 2), (5, 4), (1, 0), (4,)]
 
 
+@settings(deadline=None)
+@given(lengths_lists, budgets, seeds, st.booleans(), st.integers(1, 7))
+def test_batches_do_not_depend_on_how_many_are_looked_at_together(
+    lengths, budget, seed, shuffle, block
+):
+    whole = make_sampler(lengths, budget, seed, shuffle)
+    expected = [next(whole) for _ in range(12)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches_module, "_BLOCK", block)
+        sampler = make_sampler(lengths, budget, seed, shuffle)
+        assert [next(sampler) for _ in range(12)] == expected
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2, 256, 257, 65_537])
+def test_orders_are_numpys_whatever_their_bytes(num_sequences):
+    generator = np.random.Generator(np.random.PCG64([42, 3]))
+    expected = generator.permutation(np.arange(num_sequences, dtype=np.int64))
+    np.testing.assert_array_equal(epoch_order(num_sequences, 42, 3), expected)
+
+
+def test_an_order_is_computed_once_where_epochs_meet():
+    """Planning draws from the next epoch while training is in the one before."""
+    epoch_order.cache_clear()
+    training, ahead = make_sampler([1] * 60, 5), make_sampler([1] * 60, 5)
+    for _ in range(3):
+        next(ahead)
+    for _ in range(24):
+        assert next(training) != next(ahead)
+    assert epoch_order.cache_info().misses == 3
+
+
+def test_a_rank_that_does_not_draw_stands_where_the_others_do():
+    drawing, following = make_sampler([3, 5, 2, 9], 12), make_sampler([3, 5, 2, 9], 12)
+    for _ in range(9):
+        following.advance(len(next(drawing).lengths))
+        assert following.state == drawing.state
+        assert following.state_dict(1) == drawing.state_dict(1)
+
+
 def test_a_sequence_above_the_budget_comes_alone():
     sampler = make_sampler([2, 30, 3], 10, shuffle=False)
     assert [next(sampler).sample_indices for _ in range(4)] == [(0,), (1,), (2, 0), (1,)]
@@ -143,6 +188,9 @@ def test_arguments_that_contradict_each_other():
         (make_sampler([2, 3, 4], 5), "num_sequences"),
         (make_sampler([2, 3], 5, seed=9), "seed"),
         (make_sampler([2, 3], 5, shuffle=False), "shuffle"),
+        (make_sampler([2, 4], 5), r"num_tokens 6 \(now 5\)"),
+        (make_sampler([3, 2], 5), r"data_digest \w{16} \(now \w{16}\)"),
+        (TokenBudgetSampler([2, 3], [0, 2], 5, seed=0), r"num_label_tokens 2 \(now 3\)"),
     ],
 )
 def test_a_checkpoint_of_another_order_is_refused(other, key):
@@ -151,12 +199,23 @@ def test_a_checkpoint_of_another_order_is_refused(other, key):
         make_sampler([2, 3], 5).load_state_dict(state)
 
 
+def test_a_checkpoint_without_a_digest_is_continued():
+    sampler = make_sampler([2, 3, 4], 5)
+    next(sampler)
+    state = sampler.state_dict()
+    for key in ("num_tokens", "num_label_tokens", "data_digest"):
+        del state[key]
+    resumed = make_sampler([2, 3, 4], 5)
+    resumed.load_state_dict(state)
+    assert next(resumed) == next(sampler)
+
+
 def test_another_budget_may_continue_a_checkpoint():
     sampler = make_sampler([2, 3, 4], 5, shuffle=False)
     next(sampler)
-    wider = make_sampler([2, 3, 4], 9, shuffle=False)
-    wider.load_state_dict(sampler.state_dict())
-    assert next(wider).sample_indices == (2, 0, 1)
+    extended = make_sampler([2, 3, 4], 9, shuffle=False)
+    extended.load_state_dict(sampler.state_dict())
+    assert next(extended).sample_indices == (2, 0, 1)
 
 
 def test_states_of_the_far_past_are_forgotten():

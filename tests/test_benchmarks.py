@@ -70,11 +70,20 @@ def test_karmarkar_karp_balances():
         assert max(sums) <= max(max(batch), sum(batch) / 4 * 1.02 + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_tiny_run_measures_valid_rows(tmp_path):
-    """Stock ZeRO-3, AutoTP, Ulysses and ds_hydra see the same mini-batches and report the same losses."""
+    """Stock ZeRO-3, AutoTP, Ulysses and ds_hydra see the same mini-batches and report the same
+    losses.
+    """
     names = ["packing", "autotp", "ulysses", "hydra"]
-    command = [sys.executable, str(BENCHMARKS / "end_to_end.py"), "--quick", "--workloads", "memory"]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "end_to_end.py"),
+        "--quick",
+        "--workloads",
+        "memory",
+    ]
     done = subprocess.run(
         [*command, "--contenders", *names, "--out", str(tmp_path)],
         capture_output=True,

@@ -1,4 +1,6 @@
-"""The bound of a strategy holds for every plan that is found, and is near them where that can be expected."""
+"""The bound of a strategy holds for every plan that is found, and is near them where that can be
+expected.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.sampler.bounds import strategy_bound_ms
-from ds_hydra.sampler.dispatch import dispatch_trials, fit_trials, improve_dispatch
+from ds_hydra.sampler.dispatch.dispatch import dispatch_trials, fit_trials
+from ds_hydra.sampler.dispatch.exchange import improve_dispatch
+from ds_hydra.sampler.dispatch.refine import pack_pipelines, refine_pipelines
 from ds_hydra.sampler.problem import PipelineKind, make_problem
-from ds_hydra.sampler.refine import pack_pipelines, refine_pipelines
-from ds_hydra.strategy.profile import LatencyModel
+from ds_hydra.strategy.profiles.profile import LatencyModel
 
 MUCH_MS = 1e6
 kinds = st.builds(

@@ -11,14 +11,18 @@ from typer.testing import CliRunner
 
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file, list_files, load_model_preset
-from ds_hydra.engine.config_check import CheckRequest, check_config
-from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.engine.checks.config_check import CheckRequest, check_config
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 BASE = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 3},
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-4}},
-    "hydra": {"context_length": 32768, "tokens_per_iteration": 200_000, "profile": "a800_llama2_7b"},
+    "hydra": {
+        "context_length": 32768,
+        "tokens_per_iteration": 200_000,
+        "profile": "a800_llama2_7b",
+    },
 }
 
 
@@ -44,7 +48,11 @@ def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp
     result = invoke("check", path, "--model", "llama2_7b", "--devices", 8)
     assert result.exit_code == 0, result.stderr
     assert "no problem found" in result.stdout
-    rows = {line.split()[0]: line.split()[1] for line in result.stdout.splitlines() if line.strip()[0] == "<"}
+    rows = {
+        line.split()[0]: line.split()[1]
+        for line in result.stdout.splitlines()
+        if line.strip()[0] == "<"
+    }
     assert rows["<1,2>"] == "9,669"  # App. B.1, worked out in test_presets
     assert rows["<8,1>"] == "75,238"
     assert "communicators: " in result.stdout
@@ -66,34 +74,6 @@ def test_json_is_one_document_and_the_sizes_add_up(tmp_path):
     assert any("zero_optimization.contiguous_gradients" in text for text in document["filled_in"])
 
 
-def test_layers_that_are_pulled_again_leave_room_for_longer_rows():
-    found = {}
-    for wanted in (0, 16, "all"):
-        request = CheckRequest(config=changed(hydra={"link": {"repull_layers": wanted}}), num_devices=8)
-        report = check_config(request)
-        assert report.problems == []
-        found[wanted] = {row["scheme"]: row for row in report.schemes}
-        found[wanted, "said"] = report.warnings + report.assumed
-        found[wanted, "groups"] = report.communicators["total"]
-    layer = 2 * (4 * 4096**2 + 3 * 4096 * 11008)
-    for wanted, dropped in ((16, 14), ("all", 30)):
-        less = found[0]["<1,2>"]["states_bytes"] - found[wanted]["<1,2>"]["states_bytes"]
-        assert less == pytest.approx(min(dropped, 16 - 2) * layer, rel=1e-6)  # a stage has 16 layers
-        less = found[0]["<4,1>"]["states_bytes"] - found[wanted]["<4,1>"]["states_bytes"]
-        assert less == pytest.approx(dropped * layer / 4, rel=1e-6)
-        assert found[wanted]["<4,1>"]["max_len_tokens"] > found[0]["<4,1>"]["max_len_tokens"]
-        assert any("on an accelerator the engine refuses it" in text for text in found[wanted, "said"])
-        assert found[wanted, "groups"] == found[0, "groups"] + 1
-    assert not any("repull" in text for text in found[0, "said"])
-    counted = check_config(
-        CheckRequest(config=changed(hydra={"link": {"repull_layers": 16}}), model="llama2_7b", num_devices=8)
-    )  # from the model's own parameters: norms too
-    for row in counted.schemes:
-        assert row["states_bytes"] == pytest.approx(found[16][row["scheme"]]["states_bytes"], rel=1e-3)
-    (problem,) = problems_of(changed(hydra={"link": {"repull_layers": 33}}), model="llama2_7b")
-    assert problem.startswith("hydra.link.repull_layers is 33, the model has 32 layers; set it to 32 or less")
-
-
 def test_a_problem_is_exit_code_1_with_the_document_on_stdout(tmp_path):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(changed(hydra={"context_lenght": 5})))
@@ -106,7 +86,10 @@ def test_a_problem_is_exit_code_1_with_the_document_on_stdout(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (changed(bf16={"enable": True}), "bf16.enable is not a key of DeepSpeed; did you mean 'enabled'?"),
+        (
+            changed(bf16={"enable": True}),
+            "bf16.enable is not a key of DeepSpeed; did you mean 'enabled'?",
+        ),
         (
             changed(zero_optimization={"overlap_com": True}),
             "zero_optimization.overlap_com is not a key of DeepSpeed; did you mean 'overlap_comm'?",
@@ -128,13 +111,25 @@ def test_a_problem_is_exit_code_1_with_the_document_on_stdout(tmp_path):
             "scheduler.params.total_num_steps is missing",
         ),
         (changed(gradient_clipping="1.0"), "gradient_clipping is '1.0', expected a number"),
-        (changed(fp16={"enabled": True}), "bfloat16 and fp16 modes cannot be simultaneously enabled"),
+        (
+            changed(fp16={"enabled": True}),
+            "bfloat16 and fp16 modes cannot be simultaneously enabled",
+        ),
         (changed(zero_optimization={"stage": 2}), "zero_optimization.stage is 2, expected 3"),
         (changed(hydra={"profile": "a800_llama_7b"}), "did you mean 'a800_llama2_7b'?"),
-        (changed(hydra={"context_length": 100_000}), "lower the context to 75238, or use 16 devices"),
-        (changed(hydra={"strategies": ["3x<4,1>"]}), "strategy 3x<4,1> needs 12 devices, there are 8"),
+        (
+            changed(hydra={"context_length": 100_000}),
+            "lower the context to 75238, or use 16 devices",
+        ),
+        (
+            changed(hydra={"strategies": ["3x<4,1>"]}),
+            "strategy 3x<4,1> needs 12 devices, there are 8",
+        ),
         (changed(hydra={"strategies": ["8x<1,1>"]}), "scheme <1,1> is not in profile"),
-        (changed(hydra={"strategies": ["4x<2,1>"]}), "no scheme holds a row of 32768 tokens on 8 devices"),
+        (
+            changed(hydra={"strategies": ["4x<2,1>"]}),
+            "no scheme holds a row of 32768 tokens on 8 devices",
+        ),
         (
             changed(hydra={"strategies": ["4x<2,1>", "2x<4,1>"], "max_process_groups": 6}),
             "the strategies need 8 process groups, more than hydra.max_process_groups = 6; raise it to 8",
@@ -163,13 +158,17 @@ def test_an_unknown_key_is_a_warning_with_the_nearest_one():
 def test_run_dir_that_is_a_file(tmp_path):
     (tmp_path / "runs").write_text("")
     assert any(
-        "which is a file" in p for p in problems_of(changed(hydra={"run_dir": str(tmp_path / "runs")}))
+        "which is a file" in p
+        for p in problems_of(changed(hydra={"run_dir": str(tmp_path / "runs")}))
     )
 
 
 def test_a_model_is_compared_with_the_profile_and_asked_for_its_schemes(tmp_path):
     found = problems_of(BASE, model="llama2_13b")
-    assert "of another model: num_layers 32 instead of 40, hidden_size 4096 instead of 5120" in found[0]
+    assert (
+        "of another model: num_layers 32 instead of 40, hidden_size 4096 instead of 5120"
+        in found[0]
+    )
     narrow = {**load_model_preset("llama2_7b"), "num_attention_heads": 2, "num_key_value_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({**narrow, "num_hidden_layers": 32}))
     found = problems_of(changed(hydra={"strategies": ["2x<4,1>"]}), model=str(tmp_path))
@@ -181,7 +180,8 @@ def test_a_model_is_compared_with_the_profile_and_asked_for_its_schemes(tmp_path
 def test_auto_values_are_for_the_trainer_and_no_problem():
     report = check_config(
         CheckRequest(
-            config=changed(optimizer={"params": {"lr": "auto"}}, gradient_clipping="auto"), num_devices=8
+            config=changed(optimizer={"params": {"lr": "auto"}}, gradient_clipping="auto"),
+            num_devices=8,
         )
     )
     assert report.problems == []
@@ -194,9 +194,13 @@ def test_without_a_profile_it_says_what_will_be_measured_and_estimates_for_a_dev
     assert unknown.problems == []
     assert "measured at the start" in unknown.profiled[0]
     assert unknown.schemes == []
-    estimate = check_config(CheckRequest(config=config, num_devices=8, model="llama2_7b", device="a800"))
+    estimate = check_config(
+        CheckRequest(config=config, num_devices=8, model="llama2_7b", device="a800")
+    )
     assert estimate.problems == []
-    measured = check_config(CheckRequest(config=changed(hydra={"context_length": 8192}), num_devices=8))
+    measured = check_config(
+        CheckRequest(config=changed(hydra={"context_length": 8192}), num_devices=8)
+    )
     ratio = {row["scheme"]: row["max_len_tokens"] for row in estimate.schemes}["<4,1>"] / next(
         row["max_len_tokens"] for row in measured.schemes if row["scheme"] == "<4,1>"
     )
@@ -204,7 +208,9 @@ def test_without_a_profile_it_says_what_will_be_measured_and_estimates_for_a_dev
 
 
 def test_options_without_effect_are_pointed_out():
-    report = check_config(CheckRequest(config=BASE, num_devices=8, device="h100", histogram="github"))
+    report = check_config(
+        CheckRequest(config=BASE, num_devices=8, device="h100", histogram="github")
+    )
     assert [text.split(" is not used")[0] for text in report.warnings] == [
         "--device h100",
         "--histogram github",
@@ -219,22 +225,28 @@ def test_what_the_lengths_propose_is_counted_with_the_groups_of_the_start(tmp_pa
     (tmp_path / "lengths.json").write_text(json.dumps(histogram.to_json()))
     known = {"profile": f"{tmp_path}/profile.json", "num_devices": 16}
     without = check_config(CheckRequest(config=config, **known))
-    report = check_config(CheckRequest(config=config, **known, histogram=f"{tmp_path}/lengths.json"))
+    report = check_config(
+        CheckRequest(config=config, **known, histogram=f"{tmp_path}/lengths.json")
+    )
     assert without.problems == report.problems == []
     assert "homogeneous ones until" in without.strategies_source
     assert report.strategies_source.startswith("proposed for the lengths of")
     assert report.communicators["total"] >= without.communicators["total"]
 
 
-def test_wider_candidates_are_shown_with_what_is_estimated(tmp_path):
+def test_extended_candidates_are_shown_with_what_is_estimated(tmp_path):
     profile = make_profile({"<1,1>": (0.01, 1.0, 1.0), "<2,1>": (0.006, 0.6, 1.0)}, max_len=60)
     (tmp_path / "profile.json").write_text(json.dumps(dict(profile.document)))
-    (tmp_path / "lengths.json").write_text(json.dumps(LengthHistogram.from_counts({5: 20, 50: 20}).to_json()))
+    (tmp_path / "lengths.json").write_text(
+        json.dumps(LengthHistogram.from_counts({5: 20, 50: 20}).to_json())
+    )
     known = {"profile": f"{tmp_path}/profile.json", "num_devices": 2}
 
     def check(space, context=50, **more):
         hydra = {"context_length": context, "tokens_per_iteration": 60, "planner": {"space": space}}
-        return check_config(CheckRequest(config=changed(hydra={"profile": None, **hydra}), **known, **more))
+        return check_config(
+            CheckRequest(config=changed(hydra={"profile": None, **hydra}), **known, **more)
+        )
 
     wide = check("wide", histogram=f"{tmp_path}/lengths.json")
     assert wide.problems == []
@@ -244,21 +256,36 @@ def test_wider_candidates_are_shown_with_what_is_estimated(tmp_path):
     measured = check("measured", histogram=f"{tmp_path}/lengths.json")
     assert any("is not used" in text for text in measured.warnings)
     assert not any("sp" in text for text in measured.strategies)
-    assert any('set hydra.planner.space to "wide"' in text for text in check("measured", 61).problems)
+    assert any(
+        'set hydra.planner.space to "wide"' in text for text in check("measured", 61).problems
+    )
     assert check("wide", 61).problems == []
 
 
 def test_only_schemes_that_fit_the_devices_are_shown():
     report = check_config(CheckRequest(config=BASE, num_devices=2))
     assert {row["scheme"] for row in report.schemes} == {"<1,2>", "<2,1>"}
-    assert any("no scheme holds a row of 32768 tokens on 2 devices" in problem for problem in report.problems)
+    assert any(
+        "no scheme holds a row of 32768 tokens on 2 devices" in problem
+        for problem in report.problems
+    )
 
 
 @pytest.mark.parametrize(("model", "devices"), [("llama2_7b", 16), ("llama2_32b", 64)])
 def test_init_writes_what_check_accepts(tmp_path, model, devices):
     out = tmp_path / "ds_config.json"
     result = invoke(
-        "init", "--model", model, "--device", "a800", "--devices", devices, "--context", 32768, "--out", out
+        "init",
+        "--model",
+        model,
+        "--device",
+        "a800",
+        "--devices",
+        devices,
+        "--context",
+        32768,
+        "--out",
+        out,
     )
     assert result.exit_code == 0, result.stderr
     config = json.loads(out.read_text())
@@ -269,18 +296,32 @@ def test_init_writes_what_check_accepts(tmp_path, model, devices):
     for key in ("hydra.context_length", "hydra.profile", "optimizer.params", "hydra.over_length"):
         assert f"| `{key}` |" in reasons
     again = invoke(
-        "init", "--model", model, "--device", "a800", "--devices", devices, "--context", 32768, "--out", out
+        "init",
+        "--model",
+        model,
+        "--device",
+        "a800",
+        "--devices",
+        devices,
+        "--context",
+        32768,
+        "--out",
+        out,
     )
     assert again.exit_code == 1
     assert "--force" in again.stderr
 
 
 def test_init_without_a_shipped_profile_turns_on_checkpointing_only_where_it_must():
-    short = invoke("init", "--model", "llama2_7b", "--device", "h100", "--devices", 8, "--context", 4096)
+    short = invoke(
+        "init", "--model", "llama2_7b", "--device", "h100", "--devices", 8, "--context", 4096
+    )
     assert short.exit_code == 0, short.stderr
     assert "activation_checkpointing" not in json.loads(short.stdout)["hydra"]
     assert "every start measures it" in short.stderr
-    long = invoke("init", "--model", "llama2_7b", "--device", "h100", "--devices", 8, "--context", 131072)
+    long = invoke(
+        "init", "--model", "llama2_7b", "--device", "h100", "--devices", 8, "--context", 131072
+    )
     assert json.loads(long.stdout)["hydra"]["activation_checkpointing"] is True
 
 
@@ -321,26 +362,37 @@ def test_schemes_with_sp_are_estimated_where_the_profile_lacks_them_and_refused_
     report = check_config(CheckRequest(config=config, num_devices=8, model="llama2_7b"))
     assert report.problems == []
     assert any(
-        "times of <sp2,2,1>, <sp2,4,1>" in text and "estimated from TP" in text for text in report.assumed
+        "times of <sp2,2,1>, <sp2,4,1>" in text and "estimated from TP" in text
+        for text in report.assumed
     )
     longest = {scheme["scheme"]: scheme["max_len_tokens"] for scheme in report.schemes}
     assert longest["<sp2,4,1>"] == pytest.approx(2 / 1.1 * longest["<4,1>"], rel=1e-3)
     config = changed(hydra={"strategies": ["1x<sp3,1>"]})
     (problem,) = problems_of(config, model="llama2_7b")
-    assert "SP 3 x TP 1 = 3 does not divide the model's 32 attention heads; use SP 1, 2, 4, 8" in problem
+    assert (
+        "SP 3 x TP 1 = 3 does not divide the model's 32 attention heads; use SP 1, 2, 4, 8"
+        in problem
+    )
 
 
 def test_schemes_with_parts_are_checked_and_derived():
-    given = ["1x<1,2;ckpt=8> + 3x<1,2>", "4x<1,2;repull=8>"]
+    given = ["1x<1,2;ckpt=8> + 3x<1,2>", "4x<1,2;stream=8>"]
     config = changed(hydra={"strategies": given, "context_length": 16384})
     report = check_config(CheckRequest(config=config, model="llama2_7b", num_devices=8))
     assert report.problems == []
     longest = {row["scheme"]: row["max_len_tokens"] for row in report.schemes}
-    assert longest["<1,2>"] < longest["<1,2;repull=8>"] < 16384 < longest["<1,2;ckpt=8>"]
-    assert any("<1,2;repull=8>" in warning and "accelerator" in warning for warning in report.warnings)
+    assert longest["<1,2>"] < 16384 < longest["<1,2;ckpt=8>"]
+    assert any(
+        "<1,2;stream=8>" in warning and "accelerator" in warning for warning in report.warnings
+    )
     for texts, words in (
         (["4x<1,2;stages=14,17>"], "stages have 31 layers, the model has 32; make them sum to 32"),
-        (["8x<1,1;ckpt=4>"], "<1,1;ckpt=4>, and <1,1> from which it could be derived, is not in profile"),
+        (
+            ["8x<1,1;ckpt=4>"],
+            "<1,1;ckpt=4>, and <1,1> from which it could be derived, is not in profile",
+        ),
     ):
-        (problem,) = problems_of(changed(hydra={"strategies": texts}), model="llama2_7b", num_devices=8)
+        (problem,) = problems_of(
+            changed(hydra={"strategies": texts}), model="llama2_7b", num_devices=8
+        )
         assert words in problem

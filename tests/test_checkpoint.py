@@ -1,4 +1,6 @@
-"""Resume: bit-identical on the same ranks, the same state on others, exchange of files with stock DeepSpeed."""
+"""Resume: bit-identical on the same ranks, the same state on others, exchange of files with stock
+DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import adamw, ds_config, full_states, small_profile, start_hydra, start_stock, stock_step
+from engines import (
+    adamw,
+    ds_config,
+    full_states,
+    small_profile,
+    start_hydra,
+    start_stock,
+    stock_step,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from models import tiny
 from test_engine_training import batches
 
 import ds_hydra
-from ds_hydra.engine import reshard
+from ds_hydra.engine.checkpointing import reshard
 from ds_hydra.errors import CheckpointError
 
 NUM_SEQUENCES = 32
@@ -27,13 +37,19 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 def start(folder, model, *, hydra=None, num_workers=0, **sections):
-    """An engine that trains on 32 sequences, about four iterations an epoch; plans ahead in any case."""
+    """An engine that trains on 32 sequences, about four iterations an epoch; plans ahead in any
+    case.
+    """
     path = Path(folder, "profile.json")
     if dist.get_rank() == 0 and not path.exists():
         path.write_text(json.dumps(small_profile(6_000_000, num_layers=4)))
     dist.barrier()
     rows = [{"input_ids": e["input_ids"].tolist()} for b in batches(NUM_SEQUENCES // 8) for e in b]
-    own = {"profile": str(path), "tokens_per_iteration": 300, "planner": {"num_workers": num_workers}}
+    own = {
+        "profile": str(path),
+        "tokens_per_iteration": 300,
+        "planner": {"num_workers": num_workers},
+    }
     engine, *_ = ds_hydra.initialize(
         model=model,
         optimizer=adamw(model),
@@ -60,7 +76,9 @@ def train(engine, num_iterations):
 
 
 def resume_everywhere(folder):
-    """Two epochs in one go, and in three parts, in fp32 and bf16; candidates are left to the planner."""
+    """Two epochs in one go, and in three parts, in fp32 and bf16; candidates are left to the
+    planner.
+    """
     results = {}
     for name, precision in (("fp32", {}), ("bf16", BF16)):
         save_dir = f"{folder}/{name}"
@@ -144,7 +162,9 @@ def save_all(folder):
         state = gathered(engine)
         if dist.get_rank() == 0:
             torch.save(state[:2], f"{save_dir}/expected.pt")
-            Path(save_dir, "expected.json").write_text(json.dumps([state[2], list(state[3]), str(state[4])]))
+            Path(save_dir, "expected.json").write_text(
+                json.dumps([state[2], list(state[3]), str(state[4])])
+            )
         continued[kind] = train(engine, 3)
         engine.destroy()
     return continued
@@ -161,9 +181,15 @@ def load_all(folder, old_world):
         states, weights = torch.load(f"{save_dir}/expected.pt", weights_only=True)
         for mine, theirs in zip(state[0], states, strict=True):
             differing += [(kind, key) for key in mine if not torch.equal(mine[key], theirs[key])]
-        differing += [(kind, name) for name in weights if not torch.equal(weights[name], state[1][name])]
+        differing += [
+            (kind, name) for name in weights if not torch.equal(weights[name], state[1][name])
+        ]
         expected = json.loads(Path(save_dir, "expected.json").read_text())
-        differing += [] if expected == [list(state[2]), list(state[3]), str(state[4])] else [(kind, expected)]
+        differing += (
+            []
+            if expected == [list(state[2]), list(state[3]), str(state[4])]
+            else [(kind, expected)]
+        )
         differing += [] if client_state.get("mine") == [1, "two"] else [(kind, client_state)]
         continued[kind] = train(engine, 3)
         engine.destroy()
@@ -191,7 +217,9 @@ def test_resume_on_another_number_of_ranks(saved, old_world, new_world):
 
 
 def exchange_with_stock(folder):
-    """Stock DeepSpeed from our files, we from stock's and from its universal format; weights alone."""
+    """Stock DeepSpeed from our files, we from stock's and from its universal format; weights
+    alone.
+    """
     data = batches(6)
     outcome = {}
     model = tiny("llama_tied")
@@ -214,7 +242,9 @@ def exchange_with_stock(folder):
     dist.barrier()
     ours = start_hydra(tiny("llama_tied", seed=1), checkpoint={"load_universal": True})
     ours.load_checkpoint(f"{folder}/ours")
-    outcome["ours from universal"] = [float(ours.train_batch(e, strategy="4x<1,1>")) for e in data[3:]]
+    outcome["ours from universal"] = [
+        float(ours.train_batch(e, strategy="4x<1,1>")) for e in data[3:]
+    ]
     outcome["steps"] = (ours.global_steps, stock.global_steps)
     outcome["trained"] = float(engine.eval_batch(data[5], strategy="4x<1,1>"))
     for option in ({"load_module_only": True}, {"load_optimizer_states": False}):
@@ -253,7 +283,9 @@ def convert_to_universal(folder):
 def test_files_are_exchanged_with_stock_deepspeed(tmp_path):
     outcome = run_distributed(exchange_with_stock, 4, str(tmp_path))[0]
     for way in ("stock from ours", "ours from stock", "ours from universal"):
-        torch.testing.assert_close(outcome[way], outcome["uninterrupted"], rtol=1e-5, atol=0, msg=way)
+        torch.testing.assert_close(
+            outcome[way], outcome["uninterrupted"], rtol=1e-5, atol=0, msg=way
+        )
     assert outcome["steps"] == (6, 6)
     loss, steps, _, momentum = outcome["load_module_only"]
     assert loss == outcome["trained"]

@@ -1,4 +1,6 @@
-"""Files of a checkpoint: a crash at any moment leaves one that can be read, damage is named, no code is run."""
+"""Files of a checkpoint: a crash at any moment leaves one that can be read, damage is named, no
+code is run.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,38 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from ds_hydra.engine import checkpoint
-from ds_hydra.engine.checkpoint import HydraCheckpointEngine, Saving, read_tensors, verify
+from ds_hydra.engine.checkpointing import files as checkpoint
+from ds_hydra.engine.checkpointing.files import HydraCheckpointEngine, Saving, read_tensors, verify
 from ds_hydra.errors import CheckpointError
 
 FILES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
-def save(save_dir, tag, value, *, numel=2000):
+def save(save_dir, tag, value, *, numel=2000, in_between=lambda: None):
     """What an engine of one rank does to save `value`; DeepSpeed's part is the loop over files."""
-    saving, writer = Saving(str(save_dir), tag), HydraCheckpointEngine()
+    saving, writer = Saving(str(save_dir), tag, f"{os.getpid()}"), HydraCheckpointEngine()
+    try:
+        write_and_commit(saving, writer, tag, value, numel, in_between)
+    finally:
+        saving.unlock()
+
+
+def write_and_commit(saving, writer, tag, value, numel, in_between):
     saving.begin()
     writer.makedirs(str(saving.folder / tag), exist_ok=True)
     for name in FILES:
-        writer.save({"value": value, "weights": torch.full((numel,), value)}, str(saving.folder / tag / name))
-    Path(saving.folder, "zero_to_fp32.py").write_text("# DeepSpeed's script\n")
+        writer.save(
+            {"value": value, "weights": torch.full((numel,), value)},
+            str(saving.folder / tag / name),
+        )
+    script = Path(saving.folder, "zero_to_fp32.py")
+    writer.copy_recovery_script(lambda: script.write_text("# DeepSpeed's script\n"))
+    in_between()
     writer.write_digests(saving.folder, 0)
     if error := writer.take_error():
         saving.abort()
         raise error
-    saving.commit(world_size=1, save_latest=True)
+    saving.commit(world_size=1, save_latest=True, ranks=[0])
 
 
 def load(save_dir):
@@ -198,10 +212,79 @@ def test_no_code_of_a_file_is_run(tmp_path, legacy):
 @pytest.mark.parametrize("tag", ["", "../evil", "a/b", ".hidden", "a\0b"])
 def test_a_tag_is_the_name_of_one_folder(tmp_path, tag):
     with pytest.raises(CheckpointError, match="expected the name of a folder"):
-        Saving(str(tmp_path), tag)
+        Saving(str(tmp_path), tag, "0")
     (tmp_path / "latest").write_text(tag)
     with pytest.raises(CheckpointError, match="expected the name of a folder"):
         checkpoint.find_tag(tmp_path, "latest")
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        "latest",
+        "latest_universal",
+        "zero_to_fp32.py",
+        " ",
+        "a b",
+        "a\n",
+        "a\r",
+        "a\tb",
+        "x" * 201,
+        7,
+    ],
+)
+def test_a_new_tag_is_one_that_latest_can_name(tmp_path, tag):
+    with pytest.raises(CheckpointError, match="the checkpoint tag is"):
+        Saving(str(tmp_path), tag, "0")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tag_is_advised_that_works(tmp_path):
+    with pytest.raises(CheckpointError, match="such as 'latest_1'"):
+        Saving(str(tmp_path), "latest", "0")
+    save(tmp_path, "latest_1", 1.0)
+    assert load(tmp_path) == 1.0
+
+
+@pytest.mark.parametrize("can_lock", [True, False])
+def test_two_jobs_in_one_folder_never_mix(tmp_path, monkeypatch, can_lock):
+    def refuse_locks(*_):
+        raise OSError(9, "as NFS does for a folder")
+
+    if not can_lock:
+        monkeypatch.setattr(checkpoint.fcntl, "flock", refuse_locks)
+    save(tmp_path, "step0", 0.0)
+    codes = []
+
+    def other_job():
+        try:
+            save(tmp_path, "step1", 2.0)
+        except CheckpointError as error:
+            os._exit(7 if "another job is saving" in str(error) else 8)
+
+    def save_here():
+        save(tmp_path, "step1", 1.0, in_between=lambda: codes.append(in_child(other_job)))
+
+    if can_lock:
+        save_here()
+        assert set(codes) == {7}
+        assert load(tmp_path) == 1.0
+    else:  # the second one wins, the first one is told
+        with pytest.raises(CheckpointError, match="No such file or directory"):
+            save_here()
+        assert codes[0] == 0
+        assert load(tmp_path) == 2.0
+    save(tmp_path, "step2", 3.0)
+    assert load(tmp_path) == 3.0
+    assert not list(tmp_path.glob(".saving-*"))
+
+
+def test_a_rank_that_wrote_elsewhere_is_named(tmp_path):
+    saving = Saving(str(tmp_path), "step1", "0")
+    saving.begin()
+    with pytest.raises(CheckpointError, match="rank 0 has written nothing"):
+        saving.commit(world_size=1, save_latest=True, ranks=[0])
+    saving.unlock()
 
 
 @pytest.mark.parametrize(
@@ -210,7 +293,10 @@ def test_a_tag_is_the_name_of_one_folder(tmp_path, tag):
         [],
         {"schema": "other"},
         {"schema": checkpoint.MANIFEST_SCHEMA},
-        {"schema": checkpoint.MANIFEST_SCHEMA, "files": {"../../etc/passwd": {"bytes": 1, "sha256": ""}}},
+        {
+            "schema": checkpoint.MANIFEST_SCHEMA,
+            "files": {"../../etc/passwd": {"bytes": 1, "sha256": ""}},
+        },
         {"schema": checkpoint.MANIFEST_SCHEMA, "files": {"a": 3}},
     ],
 )

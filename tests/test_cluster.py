@@ -9,10 +9,10 @@ from reference import make_profile
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.simulator.cluster import Cluster, find_cluster
-from ds_hydra.strategy.analytic import Hardware, ModelShape
-from ds_hydra.strategy.profile import Profile
-from ds_hydra.strategy.scheme import Scheme, Strategy
+from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape
+from ds_hydra.strategy.cost_models.cluster import Cluster, find_cluster
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 SHAPE = ModelShape(num_layers=10, hidden_size=10, intermediate_size=20, vocab_size=0)
 PARAMS = 10 * (400 + 600)
@@ -38,7 +38,9 @@ def link_times(text: str, num_devices: int, **more) -> tuple[float, float]:
 
 def test_a_single_node_moves_what_a_rank_lacks():
     """Each of 4 ranks pulls the whole model but its quarter: 2 bytes; pushes it with 4."""
-    assert link_times("4x<1,1>", 4) == pytest.approx((PARAMS * 0.75 * 2 / 1e3, PARAMS * 0.75 * 4 / 1e3))
+    assert link_times("4x<1,1>", 4) == pytest.approx(
+        (PARAMS * 0.75 * 2 / 1e3, PARAMS * 0.75 * 4 / 1e3)
+    )
     # The slowest rank is the one with the largest slice; ranks of an SP group hold the same one.
     assert link_times("1x<2,1> + 2x<1,1>", 4) == link_times("4x<1,1>", 4)
     assert link_times("1x<sp4,1>", 4) == link_times("4x<1,1>", 4)
@@ -65,7 +67,9 @@ def test_a_slice_crosses_into_a_node_once(strategy, needed):
 
 
 def test_slices_of_different_tp_overlap():
-    """<8,1> over 2 nodes: node 0 needs half. With <2,1> in node 2 of three, that node needs everything."""
+    """<8,1> over 2 nodes: node 0 needs half. With <2,1> in node 2 of three, that node needs
+    everything.
+    """
     assert link_times("1x<8,1>", 12)[0] == pytest.approx(PARAMS * 0.5 * (1 - 1 / 3) * 2 / 100)
     assert link_times("1x<8,1> + 2x<2,1>", 12)[0] == pytest.approx(PARAMS * (1 - 1 / 3) * 2 / 100)
     # A stage of <2,2> and one of <1,1>: the union is the whole model, not more.
@@ -73,14 +77,21 @@ def test_slices_of_different_tp_overlap():
 
 
 def test_shards_of_megatron_are_cut_over_replicas_only():
-    """2x<4,1> on 2 nodes: each rank's partner is in the other node. 4x<2,1>: half of each shard is at home."""
-    assert link_times("2x<4,1>", 8, is_fully_sharded=False)[0] == pytest.approx(PARAMS * 0.5 * 2 / 100)
-    assert link_times("4x<2,1>", 8, is_fully_sharded=False)[0] == pytest.approx(PARAMS * 0.5 * 2 / 100)
+    """2x<4,1> on 2 nodes: each rank's partner is in the other node. 4x<2,1>: half of each shard is
+    at home.
+    """
+    assert link_times("2x<4,1>", 8, is_fully_sharded=False)[0] == pytest.approx(
+        PARAMS * 0.5 * 2 / 100
+    )
+    assert link_times("4x<2,1>", 8, is_fully_sharded=False)[0] == pytest.approx(
+        PARAMS * 0.5 * 2 / 100
+    )
     # Ranks of an SP group hold the same: 8 replicas, 4 of them in each node.
     replicas = link_times("8x<1,1>", 8, is_fully_sharded=False)[0]
     assert link_times("2x<sp4,1>", 8, is_fully_sharded=False)[0] == pytest.approx(replicas)
     assert link_times("1x<sp8,1>", 8, is_fully_sharded=False)[0] == pytest.approx(replicas)
-    # 1x<8,1> has no replica, so nothing crosses; only the copy from the optimizer's shard inside the node is left.
+    # 1x<8,1> has no replica, so nothing crosses; only the copy from the optimizer's shard inside
+    # the node is left.
     alone = link_times("1x<8,1>", 8, is_fully_sharded=False)[0]
     assert alone < link_times("1x<8,1>", 8)[0]
 
@@ -91,8 +102,12 @@ def test_inside_a_node_ranks_of_an_sp_group_each_pull_the_whole_slice():
 
 
 def test_uneven_stages_count_with_their_layers():
-    """10 layers. On one node the rank of 7 layers pulls longest; on two nodes the stage of 7 needs most."""
-    assert link_times("1x<1,2;stages=7,3>", 4)[0] == pytest.approx(0.7 * link_times("1x<1,1>", 4)[0])
+    """10 layers. On one node the rank of 7 layers pulls longest; on two nodes the stage of 7 needs
+    most.
+    """
+    assert link_times("1x<1,2;stages=7,3>", 4)[0] == pytest.approx(
+        0.7 * link_times("1x<1,1>", 4)[0]
+    )
     assert link_times("1x<1,2;stages=5,5>", 4) == link_times("1x<1,2>", 4)
     assert link_times("1x<4,2;stages=7,3>", 8)[0] == pytest.approx(PARAMS * 0.7 * 0.5 * 2 / 100)
     uneven = link_times("1x<4,2;stages=7,3>", 8, is_fully_sharded=False)
@@ -121,7 +136,8 @@ def test_the_paper_cluster():
     homogeneous, mixed = (
         cluster.link_times(Strategy.parse(text)) for text in ("4x<16,1>", "1x<8,1> + 14x<4,1>")
     )
-    assert mixed.pull_ms == pytest.approx(2 * homogeneous.pull_ms)  # nodes of <16,1> hold half of the slices
+    # Nodes of <16,1> hold half of the slices
+    assert mixed.pull_ms == pytest.approx(2 * homogeneous.pull_ms)
 
 
 def test_hardware_by_name_and_unknown_hardware():

@@ -52,10 +52,13 @@ def test_json_counts_bytes_in_the_direction_in_which_they_travel(model):
         assert part["node_aware"]["bytes_across_nodes"] == part["least_bytes_across_nodes"]
         assert part["direct"]["bytes_across_nodes"] > part["least_bytes_across_nodes"]
         for routes in (part["direct"], part["node_aware"]):
-            assert sum(routes["sent_bytes"]) == sum(routes["received_bytes"]) == routes["total_bytes"]
+            assert (
+                sum(routes["sent_bytes"]) == sum(routes["received_bytes"]) == routes["total_bytes"]
+            )
             assert sum(count for _, _, count in routes["pair_bytes"]) == routes["total_bytes"]
             assert routes["predicted_ms"] > 0
-    # Ranks 2 and 3 receive the whole model less a quarter when they pull, and send it all when they push.
+    # Ranks 2 and 3 receive the whole model less a quarter when they pull, and send it all when they
+    # push.
     whole = 2 * document["parameters"]
     pulled, pushed = document["pull"]["direct"], document["push"]["direct"]
     assert pulled["received_bytes"][3] + pulled["local_bytes"][3] == whole
@@ -77,45 +80,28 @@ def test_the_table_names_collectives_and_the_lower_bound(model):
     result = invoke(*arguments(model, strategy="4x<1,1>"))
     assert result.exit_code == 0, result.stderr
     assert "  all-gather: ranks 0, 1, 2, 3, 6 rounds" in result.stdout
-    assert "  reduce-scatter, summed in the order of ranks: ranks 0, 1, 2, 3, 6 rounds" in result.stdout
+    assert (
+        "  reduce-scatter, summed in the order of ranks: ranks 0, 1, 2, 3, 6 rounds"
+        in result.stdout
+    )
     assert "lower bound" not in result.stdout, "one node of eight devices"
     assert "lower bound" in invoke(*arguments(model, "--devices-per-node", 2)).stdout
-
-
-def test_layers_that_are_pulled_again_leave_the_pull_and_state_what_they_cost(model):
-    (model / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 8}))
-    documents = {
-        wanted: json.loads(invoke(*arguments(model, "--json", "--repull-layers", wanted)).stdout)
-        for wanted in ("0", "4", "all")
-    }
-    assert "repull" not in documents["0"]
-    layer = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 72 + 2 * 32)  # all of it in bf16
-    aligned = layer + 2 * 2 * 32  # the two norms take 64 elements each
-    for wanted, again in (("4", 4), ("all", 8)):
-        part, pulled = documents[wanted]["repull"], documents[wanted]["pull"]["direct"]
-        assert part["slice_bytes_without"][3] - part["slice_bytes"][3] == (again - 2) * aligned
-        assert part["arrivals_per_row"] == [2 * again - 4] * 4
-        # Three quarters of each arrival are other ranks' shards.
-        assert part["received_bytes_per_row"][3] == pytest.approx(0.75 * (2 * again - 4) * layer, rel=0.01)
-        less = documents["0"]["pull"]["direct"]["received_bytes"][3] - pulled["received_bytes"][3]
-        assert less == pytest.approx(0.75 * again * layer, rel=0.01)
-        assert part["predicted_ms_per_row"] > 0
-        assert documents[wanted]["push"] == documents["0"]["push"]
-    text = invoke(*arguments(model, "--repull-layers", "all")).stdout
-    assert "re-pull of all layers of each stage; the pull above is of the rest" in text
-    assert "one more row receive 12 layers again" in text
 
 
 def test_a_topology_file_gives_nodes_and_times(model, tmp_path):
     def predicted(bytes_per_s, devices=4, **options):
         document = {
             "schema": "ds_hydra.topology/1",
-            "nodes": [{"count": 2, "num_devices": 2, "device": "X", "latency_s": 0, "bytes_per_s": 1e9}],
+            "nodes": [
+                {"count": 2, "num_devices": 2, "device": "X", "latency_s": 0, "bytes_per_s": 1e9}
+            ],
             "between_nodes": {"latency_s": 0, "bytes_per_s": bytes_per_s},
         }
         (tmp_path / "T.json").write_text(json.dumps(document))
         return invoke(
-            *arguments(model, "--topology", tmp_path / "T.json", "--json", devices=devices, **options)
+            *arguments(
+                model, "--topology", tmp_path / "T.json", "--json", devices=devices, **options
+            )
         )
 
     slow, fast = (json.loads(predicted(rate).stdout) for rate in (1e8, 1e9))
@@ -131,19 +117,15 @@ def test_a_topology_file_gives_nodes_and_times(model, tmp_path):
     [
         ({"devices": 3}, "needs 4 devices, --devices is 3; use --devices 4 or more"),
         ({"strategy": "1x[2,1]"}, "write terms like '2x<4,1>'"),
-        ({"strategy": "1x<3,1>"}, "TP 3 does not divide the model's 4 attention heads; use TP 1, 2, 4"),
-        ({"strategy": "1x<1,5>", "devices": 5}, "PP 5 is above the model's 4 layers"),
         (
-            {"repull": "two"},
-            "--repull-layers is 'two': wanted 0 (none), a number of layers of each stage from 3",
+            {"strategy": "1x<3,1>"},
+            "TP 3 does not divide the model's 4 attention heads; use TP 1, 2, 4",
         ),
-        ({"repull": "2"}, "--repull-layers is '2': wanted 0 (none)"),
-        ({"repull": "5"}, "hydra.link.repull_layers is 5, the model has 4 layers; set it to 4 or less"),
+        ({"strategy": "1x<1,5>", "devices": 5}, "PP 5 is above the model's 4 layers"),
     ],
 )
 def test_mistakes_are_explained(model, options, says):
-    more = ("--repull-layers", options["repull"]) if "repull" in options else ()
-    result = invoke(*arguments(model, *more, **{k: v for k, v in options.items() if k != "repull"}))
+    result = invoke(*arguments(model, **options))
     assert result.exit_code == 1
     assert says in result.stderr
 

@@ -11,11 +11,12 @@ from reference import make_profile
 from typer.testing import CliRunner
 
 from ds_hydra.commands import lengths, propose
-from ds_hydra.sampler import length_stats
-from ds_hydra.sampler.dataset import TokenDataset
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.data import length_stats
+from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.candidates import load_strategies
-from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.candidates import load_strategies
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 for module in (lengths, propose):
@@ -61,7 +62,8 @@ def test_propose_explains_itself(files):
 
 def test_propose_in_the_wide_space_says_what_nobody_measured(files):
     profile = make_profile(
-        {"<1,1>": (0.01, 1.0, 1.0), "<2,1>": (0.006, 0.6, 1.0), "<4,1>": (0.004, 0.4, 1.0)}, max_len=60
+        {"<1,1>": (0.01, 1.0, 1.0), "<2,1>": (0.006, 0.6, 1.0), "<4,1>": (0.004, 0.4, 1.0)},
+        max_len=60,
     )
     (files / "profile.json").write_text(json.dumps(dict(profile.document)))
     plain = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60))
@@ -81,7 +83,10 @@ def test_propose_in_the_wide_space_says_what_nobody_measured(files):
     [
         (["--context", 70], "lower the context to 60"),
         (["--context", 70], "set hydra.planner.space to"),
-        (["--context", 50, "--max-communicators", 0, "--profile", "nothing"], "not among the profiles"),
+        (
+            ["--context", 50, "--max-communicators", 0, "--profile", "nothing"],
+            "not among the profiles",
+        ),
         (["--context", 50, "--histogram", "missing.json"], "cannot read missing.json"),
     ],
 )
@@ -137,7 +142,9 @@ def test_lengths_of_local_data(tmp_path, words, kind, streaming):
             (path / f"{i}.txt").write_text(text)
     out = tmp_path / "lengths.json"
     more = ["--streaming"] if streaming else []
-    result = invoke("lengths", "--dataset", path, "--tokenizer", "words", "--out", out, "--json", *more)
+    result = invoke(
+        "lengths", "--dataset", path, "--tokenizer", "words", "--out", out, "--json", *more
+    )
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout) == json.loads(out.read_text())
     assert json.loads(result.stdout)["counts"] == COUNTS
@@ -169,7 +176,9 @@ def test_lengths_refuses_without_a_traceback(tmp_path, words):
     result = invoke("lengths", "--dataset", tmp_path, "--out", tmp_path / "h.json")
     assert result.exit_code == 1
     assert "holds no file" in result.stderr
-    result = invoke("lengths", "--dataset", tmp_path, "--out", tmp_path / "h.json", "--over-length", "drop")
+    result = invoke(
+        "lengths", "--dataset", tmp_path, "--out", tmp_path / "h.json", "--over-length", "drop"
+    )
     assert "needs --context" in result.stderr
 
 
@@ -215,7 +224,9 @@ def test_an_interrupted_stream_is_continued(tmp_path, monkeypatch):
 
     def measure(progress):
         stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
-        return length_stats.measure_stream(stream, None, name="n", resume_file=partial, progress=progress)
+        return length_stats.measure_stream(
+            stream, None, name="n", resume_file=partial, progress=progress
+        )
 
     with pytest.raises(Stop):
         measure(stop)
@@ -224,6 +235,43 @@ def test_an_interrupted_stream_is_continued(tmp_path, monkeypatch):
     assert seen == [4, 5]
     assert histogram.lengths_tokens.tolist() == [2, 3, 4, 5, 6]
     assert not partial.exists()
+
+
+class LetterTokenizer(SplitTokenizer):
+    """One token for each letter."""
+
+    def __call__(self, texts):
+        return {"input_ids": [list(range(1, len(text) + 1)) for text in texts]}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenize": LetterTokenizer()}, r"tokenizer '\w+' \(now '\w+'\)"),
+        ({"tokenize": None}, r"tokenizer '\w+' \(now None\)"),
+        ({"text_column": "body"}, r"text_column 'text' \(now 'body'\)"),
+        ({"append_eos": False}, "append_eos True"),
+        ({"part": "None test"}, "part 'None train'"),
+        ({"name": "m"}, r"dataset 'n' \(now 'm'\)"),
+    ],
+)
+def test_a_stream_counted_in_another_way_is_not_continued(tmp_path, monkeypatch, change, message):
+    monkeypatch.setattr(length_stats, "_BATCH_ROWS", 2)
+    partial = tmp_path / "h.partial"
+
+    def measure(**change):
+        settings = {"tokenize": SplitTokenizer(), "name": "n", "part": "None train"} | change
+        stream = datasets.Dataset.from_dict({"text": TEXTS}).to_iterable_dataset()
+        return length_stats.measure_stream(stream, resume_file=partial, **settings)
+
+    def stop(num_rows, num_tokens):
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        measure(progress=stop)
+    with pytest.raises(HydraConfigError, match=f"count of 2 rows with {message}"):
+        measure(**change)
+    assert measure().to_json()["counts"] == COUNTS
 
 
 def test_training_finds_the_cache_of_lengths(tmp_path):
@@ -252,3 +300,50 @@ def test_training_finds_the_cache_of_lengths(tmp_path):
 
 def test_shipped_profiles_are_found_by_name():
     assert Profile.load(propose.find_file("profiles", "a800_llama2_7b")).latency
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+PLAN = "plan --profile a800_llama2_7b --strategies {good} --lengths {file}"
+OF_7B = "--profile a800_llama2_7b --histogram github --context 4096"
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "named"),
+    [
+        (PLAN, DEEP, "is not JSON"),
+        (PLAN, f"[{2**63}]", "length 0 is"),
+        ("check {file}", DEEP, "is not JSON"),
+        ("report {file}", DEEP + "\n", "is not JSON"),
+        (f"simulate {OF_7B} --devices 8 --tokens 1000000000000", "", "--tokens"),
+        (f"simulate {OF_7B} --devices 1000000", "", "--devices"),
+        (f"propose {OF_7B} --devices 1000000", "", "--devices"),
+        ("search --profile a800_llama2_7b --memory-gb 80 --devices 1000000", "", "--devices"),
+        (
+            "lengths --dataset . --tokenizer {file} --out out.json",
+            "{}",
+            "cannot load the tokenizer",
+        ),
+    ],
+)
+def test_hostile_values_are_refused_by_name(tmp_path, command, content, named):
+    from ds_hydra.cli import app as whole
+
+    file, good = tmp_path / "file.json", tmp_path / "strategies.json"
+    file.write_text(content)
+    document = {"schema": "ds_hydra.strategies/1", "num_devices": 2, "strategies": ["2x<1,1>"]}
+    good.write_text(json.dumps(document))
+    filled = command.format(file=file, good=good).split()
+    result = CliRunner().invoke(whole, filled)
+    assert result.exit_code != 0
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert named in result.output + result.stderr
+
+
+def test_a_damaged_interrupted_count_is_named(tmp_path):
+    for content in (DEEP, "{}", '{"num_rows": 3, "counts": 7}', '{"num_rows": -1, "counts": {}}'):
+        partial = tmp_path / "lengths.json.partial"
+        partial.write_text(content)
+        with pytest.raises(HydraConfigError, match=r"lengths\.json\.partial"):
+            length_stats._read_resume_file(partial, {})

@@ -5,7 +5,7 @@ import torch
 import torch._inductor.config
 from torch import nn
 
-from ds_hydra.engine.compilation import compile_each
+from ds_hydra.engine.model.compilation import compile_each
 from ds_hydra.errors import HydraConfigError
 
 
@@ -15,7 +15,8 @@ def test_a_missing_compiler_is_named_at_the_start():
     with (
         no_compiler,
         pytest.raises(
-            HydraConfigError, match=r"hydra\.compile_layers is true.*CXX.*set hydra\.compile_layers to"
+            HydraConfigError,
+            match=r"hydra\.compile_layers is true.*CXX.*set hydra\.compile_layers to",
         ),
     ):
         compile_each([layer])

@@ -7,7 +7,13 @@ import pytest
 from pydantic import BaseModel
 
 from ds_hydra.configs import HydraConfig, PlannerConfig, ProfilingConfig, read_ds_config
-from ds_hydra.configs.ds_config import FILL_INS, KNOWN_TOP_LEVEL_KEYS, REFUSALS, WITHOUT_EFFECT, find_key
+from ds_hydra.configs.ds_config import (
+    FILL_INS,
+    KNOWN_TOP_LEVEL_KEYS,
+    REFUSALS,
+    WITHOUT_EFFECT,
+    find_key,
+)
 from ds_hydra.errors import HydraConfigError
 
 SMALLEST = {"context_length": 4096, "tokens_per_iteration": 65536}
@@ -83,11 +89,16 @@ def test_a_full_section_round_trips_through_json():
 
 
 def test_numbers_may_be_written_with_an_exponent():
-    assert HydraConfig.parse(SMALLEST | {"tokens_per_iteration": 2e5}).tokens_per_iteration == 200_000
+    assert (
+        HydraConfig.parse(SMALLEST | {"tokens_per_iteration": 2e5}).tokens_per_iteration == 200_000
+    )
 
 
 def test_strategies_may_be_a_file():
-    assert HydraConfig.parse(SMALLEST | {"strategies": "candidates.json"}).strategies == "candidates.json"
+    assert (
+        HydraConfig.parse(SMALLEST | {"strategies": "candidates.json"}).strategies
+        == "candidates.json"
+    )
 
 
 def test_the_config_cannot_be_changed():
@@ -104,7 +115,10 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context_lenght": 1}, "hydra.context_lenght is not a key; did you mean hydra.context_length?"),
+        (
+            {"context_lenght": 1},
+            "hydra.context_lenght is not a key; did you mean hydra.context_length?",
+        ),
         (
             {"planner": {"lookahed": 2}},
             "hydra.planner.lookahed is not a key; did you mean hydra.planner.lookahead?",
@@ -115,11 +129,23 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
             "hydra.profiling.zzz is not a key; hydra.profiling has lengths, repeats, warmup",
         ),
         ({"seed": -1}, "hydra.seed is -1: it should be greater than or equal to 0"),
-        ({"context_length": 1}, "hydra.context_length is 1: it should be greater than or equal to 2"),
-        ({"context_length": "4096"}, 'hydra.context_length is "4096": it should be a valid integer'),
+        (
+            {"context_length": 1},
+            "hydra.context_length is 1: it should be greater than or equal to 2",
+        ),
+        (
+            {"context_length": "4096"},
+            'hydra.context_length is "4096": it should be a valid integer',
+        ),
         ({"context_length": True}, "hydra.context_length is true: it should be a valid integer"),
-        ({"tokens_per_iteration": 2.5}, "hydra.tokens_per_iteration is 2.5: it should be a valid integer"),
-        ({"over_length": "cut"}, "hydra.over_length is \"cut\": it should be 'truncate', 'drop' or 'refuse'"),
+        (
+            {"tokens_per_iteration": 2.5},
+            "hydra.tokens_per_iteration is 2.5: it should be a valid integer",
+        ),
+        (
+            {"over_length": "cut"},
+            "hydra.over_length is \"cut\": it should be 'truncate', 'drop' or 'refuse'",
+        ),
         ({"shuffle": 1}, "hydra.shuffle is 1: it should be a valid boolean"),
         ({"strategies": "4x<1,1>"}, 'hydra.strategies is "4x<1,1>": write ["4x<1,1>"]'),
         ({"strategies": []}, "hydra.strategies is []: wanted a list such as"),
@@ -134,28 +160,23 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
             "hydra.profiling.lengths is [5, 6]: wanted three different lengths of 2 tokens or more",
         ),
         (
-            {"link": {"repull_layers": 2}},
-            "hydra.link.repull_layers is 2: wanted 0 (none), a number of layers of each stage from 3 up, or",
+            {"link": {"repull_layers": 4}},
+            "hydra.link.repull_layers is no longer a key; layers stream instead: say so for each scheme in "
+            "hydra.strategies, as in <1,1;stream>",
         ),
-        ({"link": {"repull_layers": -1}}, "hydra.link.repull_layers is -1: wanted 0 (none), a number"),
-        ({"link": {"repull_layers": True}}, "hydra.link.repull_layers is true: wanted 0 (none), a number"),
-        ({"link": {"repull_layers": "every"}}, 'hydra.link.repull_layers is "every": wanted 0 (none)'),
-        ({"link": {"repull_layers": None}}, "hydra.link.repull_layers is null: wanted 0 (none)"),
-        ({"seed": "auto"}, 'hydra.seed is "auto", which the Trainer fills in for DeepSpeed\'s keys only'),
+        (
+            {"seed": "auto"},
+            'hydra.seed is "auto", which the Trainer fills in for DeepSpeed\'s keys only',
+        ),
         ({"tokenizer": "auto"}, 'hydra.tokenizer is "auto"'),
-        ({"planner": {"lookahead": "auto"}}, 'hydra.planner.lookahead is "auto", which the Trainer'),
+        (
+            {"planner": {"lookahead": "auto"}},
+            'hydra.planner.lookahead is "auto", which the Trainer',
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key_and_what_is_wanted(changes, message):
     assert section_problem(**changes).startswith(message)
-
-
-def test_layers_to_pull_again_are_a_count_or_all():
-    wanted = [
-        HydraConfig.parse({**SMALLEST, "link": {"repull_layers": v}}).link.repull_layers
-        for v in (0, 3, 4e0, "all")
-    ]
-    assert wanted == [0, 3, 4, "all"]
 
 
 def test_all_problems_are_listed():
@@ -201,6 +222,7 @@ def test_silence_is_filled_in():
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
             "contiguous_gradients": False,
+            "memory_efficient_linear": False,
             "stage3_gather_16bit_weights_on_model_save": True,
         },
     }
@@ -261,7 +283,10 @@ def test_a_misspelled_section_is_not_also_called_absent():
 def test_unrelated_keys_pass_with_a_warning(caplog):
     result, _ = read_ds_config(ds_config(my_notes="v2", eval_batch_size=4))
     assert result["my_notes"] == "v2"
-    assert [record.message.split('"')[1] for record in caplog.records] == ["my_notes", "eval_batch_size"]
+    assert [record.message.split('"')[1] for record in caplog.records] == [
+        "my_notes",
+        "eval_batch_size",
+    ]
 
 
 def test_known_keys_pass_in_silence(caplog):
@@ -297,6 +322,7 @@ REFUSED = {
     "torch_autocast.enabled": True,
     "compile.deepcompile": True,
     "hybrid_engine.enabled": True,
+    "flops_profiler.enabled": True,
     "weight_quantization": {"quantized_initialization": {}},
     "data_efficiency.enabled": True,
     "checkpoint.writer": {"type": "VANILLA"},
@@ -329,7 +355,9 @@ def test_all_refusals_are_listed():
 @pytest.mark.parametrize("key", WITHOUT_EFFECT)
 def test_what_has_no_effect_is_said(key, caplog):
     read_ds_config(ds_config(**{key: 64}))
-    assert [record.message for record in caplog.records] == [f"{key} has no effect: {WITHOUT_EFFECT[key]}"]
+    assert [record.message for record in caplog.records] == [
+        f"{key} has no effect: {WITHOUT_EFFECT[key]}"
+    ]
     assert caplog.records[0].levelno == logging.WARNING
 
 
@@ -366,7 +394,9 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_data_types_of_the_wrong_kind():
-    assert config_problem(ds_config(data_types="fp32")) == 'data_types is "fp32", expected an object'
+    assert (
+        config_problem(ds_config(data_types="fp32")) == 'data_types is "fp32", expected an object'
+    )
 
 
 # Against the installed DeepSpeed

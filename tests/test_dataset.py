@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.dataset import RawTokenize, TokenDataset
+from ds_hydra.sampler.data.dataset import RawTokenize, TokenDataset
 
 WORDS = ["<eos>", "<unk>", "a", "b", "c", "d"]
 TEXTS = ["a b c", "b", "", "d d d d d d d d", None, "c a"]
@@ -25,7 +25,9 @@ def make_tokenizer() -> Tokenizer:
 def tokenize(request):
     if request.param == "tokenizers":
         return RawTokenize(make_tokenizer(), eos_token_id=EOS)
-    return PreTrainedTokenizerFast(tokenizer_object=make_tokenizer(), eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer(), eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 def from_ids(rows, context_length=8, **kwargs):
@@ -42,7 +44,9 @@ def assert_row(row, input_ids, labels=None):
 
 def test_texts_are_tokenised_and_end_with_eos(tokenize):
     dataset = TokenDataset.from_dataset(
-        Dataset.from_dict({"text": TEXTS, "source": ["x"] * 6}), context_length=16, tokenize=tokenize
+        Dataset.from_dict({"text": TEXTS, "source": ["x"] * 6}),
+        context_length=16,
+        tokenize=tokenize,
     )
     assert dataset.lengths.tolist() == [4, 2, 9, 3]
     assert dataset.num_label_tokens.tolist() == [3, 1, 8, 2]
@@ -123,7 +127,14 @@ def test_refuse_names_the_row_and_both_ways_out():
     rows = [[1, 2], [1, 2, 3, 4, 5], [1, 2, 3, 4]]
     with pytest.raises(HydraConfigError) as caught:
         from_ids(rows, context_length=3, over_length="refuse")
-    for part in ("row 1", "5 tokens", "hydra.context_length 3", "2 rows", "hydra.over_length", "to 5"):
+    for part in (
+        "row 1",
+        "5 tokens",
+        "hydra.context_length 3",
+        "2 rows",
+        "hydra.over_length",
+        "to 5",
+    ):
         assert part in str(caught.value)
     assert from_ids(rows, context_length=5, over_length="refuse").report.num_truncated == 0
 
@@ -146,7 +157,9 @@ def test_lengths_cannot_be_changed():
 
 def test_a_selected_and_shuffled_dataset():
     rows = (
-        Dataset.from_dict({"input_ids": [[i] * (i + 2) for i in range(10)]}).shuffle(seed=3).select(range(4))
+        Dataset.from_dict({"input_ids": [[i] * (i + 2) for i in range(10)]})
+        .shuffle(seed=3)
+        .select(range(4))
     )
     dataset = TokenDataset.from_dataset(rows, context_length=99)
     for index in range(4):
@@ -155,12 +168,65 @@ def test_a_selected_and_shuffled_dataset():
 
 
 def test_more_rows_than_one_read(monkeypatch):
-    monkeypatch.setattr("ds_hydra.sampler.dataset._ROWS_PER_READ", 3)
+    monkeypatch.setattr("ds_hydra.sampler.data.dataset._ROWS_PER_READ", 3)
     dataset = from_ids([[1] * length for length in range(2, 10)], context_length=99)
     assert dataset.lengths.tolist() == list(range(2, 10))
     rows = Dataset.from_dict({"input_ids": [[1, 2]] * 5, "labels": [[1, 2]] * 4 + [[1]]})
     with pytest.raises(HydraConfigError, match="row 4 has 2 input_ids and 1 labels"):
         TokenDataset.from_dataset(rows, context_length=99)
+
+
+def from_columns(**columns):
+    return Dataset.from_dict(columns)
+
+
+def beside_ids(**columns):
+    return from_columns(input_ids=[[1, 2], [3, 4, 5]], **columns)
+
+
+def test_rows_are_converted_as_given_examples_are():
+    """Padding is taken away and masks count, whatever stands beside them."""
+    rows = {
+        "input_ids": [[9, 9, 1, 2, 3], [4, 5, 9], [9, 9], None],
+        "attention_mask": [[0, 0, 1, 1, 1], [1, 1, 0], [0, 0], None],
+        "completion_mask": [[0, 0, 0, 1, 1], [0, 1, 0], [0, 0], None],
+        "source": ["a", "b", "c", "d"],
+    }
+    dataset = TokenDataset.from_dataset(Dataset.from_dict(rows), context_length=8)
+    assert dataset.lengths.tolist() == [3, 2]
+    assert dataset.num_label_tokens.tolist() == [2, 1]
+    assert_row(dataset[0], [1, 2, 3], [-100, 2, 3])
+    assert_row(dataset[1], [4, 5], [-100, 5])
+    assert dataset.report.num_without_label == 2
+
+
+def test_columns_that_say_nothing_convert_no_row(monkeypatch):
+    monkeypatch.setattr("ds_hydra.sampler.data.dataset.to_example", None)
+    monkeypatch.setattr("ds_hydra.sampler.data.dataset._ROWS_PER_READ", 1)
+    rows = beside_ids(
+        attention_mask=[[True, True], [True, True, True]],
+        position_ids=[[0, 1], [0, 1, 2]],
+        token_type_ids=[[0, 0], [0, 0, 0]],
+    )
+    dataset = TokenDataset.from_dataset(rows, context_length=8)
+    assert_row(dataset[1], [3, 4, 5])
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+def test_the_first_token_outside_the_vocabulary_is_named(monkeypatch, column):
+    monkeypatch.setattr("ds_hydra.sampler.data.dataset._ROWS_PER_READ", 2)
+    rows = {
+        "input_ids": [[1, 2], [3, 4], [5, 6], [7, 8]],
+        "labels": [[-100, 2], [3, 4], [5, 6], [7, 8]],
+    }
+    rows[column][2] = [5, 64]
+    rows[column][3] = [99, 8]
+    dataset = TokenDataset.from_dataset(Dataset.from_dict(rows), context_length=8)
+    dataset.check_vocabulary(100)
+    with pytest.raises(
+        HydraConfigError, match=f"row 2 of the dataset has 64 in its {column}.* has 64 tokens"
+    ):
+        dataset.check_vocabulary(64)
 
 
 text = Dataset.from_dict({"text": ["a b"], "title": ["t"]})
@@ -172,7 +238,10 @@ BAD_DATA = [
     ),
     (Dataset.from_dict({"text": [1, 2]}), "holds Value\\('int64'\\), expected text"),
     (text, "no tokenizer; set hydra.tokenizer"),
-    (DatasetDict(train=text, test=text), r"splits train, test; give one, such as dataset\['train'\]"),
+    (
+        DatasetDict(train=text, test=text),
+        r"splits train, test; give one, such as dataset\['train'\]",
+    ),
     ([[1, 2]], "is a list, expected a datasets.Dataset"),
     (text.to_iterable_dataset(), "is a IterableDataset, expected"),
     (Dataset.from_dict({"input_ids": [[1], []]}), "2 rows is left: 2 have no token to predict"),
@@ -185,9 +254,21 @@ BAD_DATA = [
         Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3]]}),
         "row 1 has 2 input_ids and 1 labels",
     ),
+    (beside_ids(labels=[[1, 2], [-1, 4, 5]]), "row 1 of the dataset has -1 in its labels.*or -100"),
+    (beside_ids(labels=[[-200, 2], [3, 4, 5]]), "row 0 of the dataset has -200 in its labels"),
+    (from_columns(input_ids=[[1, 2], [-100, 4]]), "row 1 of the dataset has -100 in its input_ids"),
+    (from_columns(input_ids=[[1, 2], [3, None]]), "column 'input_ids' holds nulls"),
+    (from_columns(input_ids=[[1.0, 2.5]]), "column 'input_ids' holds list<.*double>"),
     (
-        Dataset.from_dict({"input_ids": [[1, 2], [3, 0]], "attention_mask": [[1, 1], [1, 0]]}),
-        "row 1 of the dataset is padded",
+        beside_ids(attention_mask=[[1, 1], [1, 0, 1]]),
+        "'attention_mask' of row 1 of the dataset is 0 at place 1",
+    ),
+    (beside_ids(position_ids=[[0, 1], [0, 1, 0]]), "'position_ids' of row 1 of the dataset are 0"),
+    (beside_ids(token_type_ids=[[0, 1], [0, 0, 0]]), "'token_type_ids' of row 0"),
+    (beside_ids(seq_lengths=[[2], [2, 1]]), "the dataset has 'seq_lengths'"),
+    (
+        beside_ids(completion_mask=[[0, 1], [0, 1]]),
+        "row 1 of the dataset has 3 input_ids and 2 completion_mask",
     ),
 ]
 

@@ -10,14 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_data import shared_json
 
-from ds_hydra.sampler.dispatch import (
-    count_loads,
-    dispatch_sequences,
-    estimate_after_ms,
-)
+from ds_hydra.sampler.dispatch.dispatch import dispatch_sequences
+from ds_hydra.sampler.dispatch.estimates import count_loads, estimate_after_ms
 from ds_hydra.sampler.ilp import SolverLimits
 from ds_hydra.sampler.problem import PipelineKind, make_problem
-from ds_hydra.strategy.profile import LatencyModel
+from ds_hydra.strategy.profiles.profile import LatencyModel
 
 kinds = st.builds(
     PipelineKind,
@@ -43,7 +40,8 @@ def eq2(lengths, kind):
 
 def recompute(assignment, lengths, pipelines):
     held = [
-        [length for length, j in zip(lengths, assignment) if j == number] for number in range(len(pipelines))
+        [length for length, j in zip(lengths, assignment) if j == number]
+        for number in range(len(pipelines))
     ]
     return max(eq2(mine, kind) for mine, kind in zip(held, pipelines))
 
@@ -59,8 +57,12 @@ def test_dispatch_is_legal_and_recomputable(kinds, lengths):
     lengths = [min(length, max(kind.max_len_tokens for kind in kinds)) for length in lengths]
     found = dispatch_sequences(lengths, kinds)
     assert len(found.assignment) == len(lengths)
-    assert all(length <= pipelines[j].max_len_tokens for length, j in zip(lengths, found.assignment))
-    assert found.objective_ms == pytest.approx(recompute(found.assignment, lengths, pipelines), rel=1e-12)
+    assert all(
+        length <= pipelines[j].max_len_tokens for length, j in zip(lengths, found.assignment)
+    )
+    assert found.objective_ms == pytest.approx(
+        recompute(found.assignment, lengths, pipelines), rel=1e-12
+    )
     assert found.lower_bound_ms <= found.objective_ms
 
 
@@ -105,7 +107,9 @@ def test_loads_are_counted_right(kinds, lengths):
     for pipeline, kind in enumerate(pipelines_of(kinds)):
         mine = problem.lengths[assignment == pipeline]
         assert loads.tokens[pipeline] == mine.sum()
-        assert estimate_after_ms(problem, loads, pipeline, -1, -1) == pytest.approx(eq2(mine.tolist(), kind))
+        assert estimate_after_ms(problem, loads, pipeline, -1, -1) == pytest.approx(
+            eq2(mine.tolist(), kind)
+        )
 
 
 def test_reference_instances():
@@ -125,7 +129,9 @@ def test_reference_instances():
             for pipeline in instance["pipelines"]
         ]
         found = dispatch_sequences(instance["lengths"], kinds)
-        assert found.lower_bound_ms <= instance["best_known_objective_ms"] * (1 + 1e-6), instance["id"]
+        assert found.lower_bound_ms <= instance["best_known_objective_ms"] * (1 + 1e-6), instance[
+            "id"
+        ]
         assert found.objective_ms >= instance["lower_bound_ms"] * (1 - 1e-6), instance["id"]
         gaps.append(found.objective_ms / instance["best_known_objective_ms"] - 1)
     assert np.mean(gaps) <= 0.005

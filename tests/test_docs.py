@@ -1,11 +1,12 @@
 """Every command and code block of README and documentation.
 
-What is run: `ds-hydra` commands in `sh` and `console` blocks, in a folder with small inputs (`propose` on one
-mini-batch only); `python` blocks; `json` blocks that are configurations, by the reader of configurations; other JSON
-by the reader of its schema; added lines of `diff` blocks are compiled. A block after `<!-- needs: ranks -->` (or
-cluster, network) cannot run here, nor can other programs than ds-hydra: their syntax is checked, that the scripts,
-targets and files they name exist, and that ds-hydra takes the options. Blocks without a language are text; lines in
-them that begin with a known program are checked the same way.
+What is run: `ds-hydra` commands in `sh` and `console` blocks, in a folder with small inputs
+(`propose` on one mini-batch only); `python` blocks; `json` blocks that are configurations, by the
+reader of configurations; other JSON by the reader of its schema; added lines of `diff` blocks are
+compiled. A block after `<!-- needs: ranks -->` (or cluster, network) cannot run here, nor can other
+programs than ds-hydra: their syntax is checked, that the scripts, targets and files they name
+exist, and that ds-hydra takes the options. Blocks without a language are text; lines in them that
+begin with a known program are checked the same way.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from typer.testing import CliRunner
 import ds_hydra
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file, read_ds_config
-from ds_hydra.engine.deepspeed_section import find_deepspeed_problems
+from ds_hydra.engine.checks.deepspeed_section import find_deepspeed_problems
 from ds_hydra.strategy import Profile
-from ds_hydra.strategy.candidates import strategies_from_json
-from ds_hydra.strategy.topology import Topology
+from ds_hydra.strategy.cost_models.topology import Topology
+from ds_hydra.strategy.proposal.candidates import strategies_from_json
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -88,7 +89,9 @@ def commands_of(block):
         if words and Path(words[0]).name in PROGRAMS:
             yield [Path(words[0]).name, *words[1:]]
         else:
-            assert not block.language or not words, f"{block}: {line!r} is no program this test knows"
+            assert not block.language or not words, (
+                f"{block}: {line!r} is no program this test knows"
+            )
 
 
 def test_every_block_says_what_it_is():
@@ -98,7 +101,9 @@ def test_every_block_says_what_it_is():
 
 
 def find_usage_error(arguments):
-    """What ds-hydra says of arguments that it does not take, without running anything; None if it takes them."""
+    """What ds-hydra says of arguments that it does not take, without running anything; None if it
+    takes them.
+    """
     command = typer.main.get_command(app).commands.get(arguments[0])
     if command is None:
         return f"no command {arguments[0]}"
@@ -111,7 +116,7 @@ def find_usage_error(arguments):
 
 @pytest.mark.parametrize("block", blocks("sh", "console", ""), ids=str)
 def test_commands_parse_and_what_they_name_exists(block):
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for program, *arguments in commands_of(block):
         line = shlex.join([program, *arguments])
         assert subprocess.run(["bash", "-n", "-c", line], check=False).returncode == 0
@@ -146,9 +151,13 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "texts").mkdir()
     for index, text in enumerate(("a b c", "a b", "a b c d e f g")):
         (tmp_path / f"texts/{index}.txt").write_text(text)
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate("?abcdefg")}, unk_token="?"))
+    words = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate("?abcdefg")}, unk_token="?")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token="?").save_pretrained("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", eos_token="?").save_pretrained(
+        "tokenizer"
+    )
     (tmp_path / "my_config.json").write_text(find_file("deepspeed", "llama2_7b_8gpus").read_text())
     (tmp_path / "batch.json").write_text(json.dumps([30000, 9000, 4000, 800]))
     (tmp_path / "ds_hydra").symlink_to(ROOT / "ds_hydra")
@@ -178,14 +187,20 @@ def test_ds_hydra_commands_run(page, folder):
                 arguments += ["--batches", "1"]
             if arguments[0] == "plan" and not Path("strategies.json").exists():
                 small = (
-                    {} if "a800_llama2_32b" in arguments else {"num_devices": 8, "strategies": ["2x<4,1>"]}
+                    {}
+                    if "a800_llama2_32b" in arguments
+                    else {"num_devices": 8, "strategies": ["2x<4,1>"]}
                 )
                 Path("strategies.json").write_text(json.dumps(CANDIDATES | small))
-            for run_dir in (Path(argument) for argument in arguments if argument.startswith("runs/")):
+            for run_dir in (
+                Path(argument) for argument in arguments if argument.startswith("runs/")
+            ):
                 if not run_dir.exists():
                     write_run_folder(run_dir, 2)
             result = CliRunner().invoke(app, arguments)
-            assert result.exit_code == 0, f"{block}: {arguments}: {result.stderr or result.exception!r}"
+            assert result.exit_code == 0, (
+                f"{block}: {arguments}: {result.stderr or result.exception!r}"
+            )
 
 
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
@@ -205,7 +220,9 @@ def test_python_blocks_run_or_use_names_that_exist(block, capsys):
 
 @pytest.mark.parametrize("block", blocks("diff"), ids=str)
 def test_added_lines_of_diffs_are_python_with_names_that_exist(block):
-    tree = ast.parse("\n".join(line[1:] for line in block.code.splitlines() if line.startswith("+")))
+    tree = ast.parse(
+        "\n".join(line[1:] for line in block.code.splitlines() if line.startswith("+"))
+    )
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "ds_hydra":
             assert all(hasattr(ds_hydra, name.name) for name in node.names), block
@@ -243,7 +260,9 @@ def test_the_checks_of_this_file_find_mistakes():
         list(commands_of(Block("page", 1, "sh", None, "mv a b\n")))
     with pytest.raises(ValueError, match="did you mean"):
         test_json_blocks_are_accepted_by_what_reads_them(
-            Block("page", 1, "json", None, '"hydra": {"context_lenght": 4, "tokens_per_iteration": 8}')
+            Block(
+                "page", 1, "json", None, '"hydra": {"context_lenght": 4, "tokens_per_iteration": 8}'
+            )
         )
     with pytest.raises(AssertionError, match=r"engine\.trian"):
         test_python_blocks_run_or_use_names_that_exist(
@@ -252,8 +271,12 @@ def test_the_checks_of_this_file_find_mistakes():
 
 
 def test_the_site_builds_without_a_warning(tmp_path, monkeypatch):
-    """`make docs` in this process; every key of the configuration and every command is on the site."""
-    build = pytest.importorskip("mkdocs.commands.build", reason="the extra ds_hydra[docs] is not installed")
+    """`make docs` in this process; every key of the configuration and every command is on the
+    site.
+    """
+    build = pytest.importorskip(
+        "mkdocs.commands.build", reason="the extra ds_hydra[docs] is not installed"
+    )
     from mkdocs.config import load_config
     from mkdocs.exceptions import Abort
 
@@ -264,7 +287,9 @@ def test_the_site_builds_without_a_warning(tmp_path, monkeypatch):
     try:
         build.build(config)
     except Abort as error:
-        raise AssertionError(f"mkdocs build --strict: {error}; run make docs to see the warnings") from error
+        raise AssertionError(
+            f"mkdocs build --strict: {error}; run make docs to see the warnings"
+        ) from error
     keys = (tmp_path / "reference/configuration.html").read_text()
     for name, field in HydraConfig.model_fields.items():
         assert f"<code>{name}</code>" in keys
@@ -272,5 +297,7 @@ def test_the_site_builds_without_a_warning(tmp_path, monkeypatch):
             assert f"<code>{inner}</code>" in keys
     commands = (tmp_path / "reference/commands.html").read_text()
     for name in typer.main.get_command(app).commands:
-        assert f"ds-hydra {name}</h2>" in re.sub(r"<a class=\"headerlink.*?</a>", "", commands), name
+        assert f"ds-hydra {name}</h2>" in re.sub(r"<a class=\"headerlink.*?</a>", "", commands), (
+            name
+        )
     assert (tmp_path / "images/packing.svg").exists()

@@ -1,4 +1,6 @@
-"""Typical mistakes: every rank gets the same clear error, nothing hangs, and the engine stays usable."""
+"""Typical mistakes: every rank gets the same clear error, nothing hangs, and the engine stays
+usable.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def dataset(*lengths):
 def initialize(model=None, data=None, hydra=None, **sections):
     model = model or tiny("llama", num_hidden_layers=2)
     config = ds_config(hydra=hydra or {}, **sections)
-    return ds_hydra.initialize(model=model, optimizer=adamw(model), training_data=data, config=config)[0]
+    return ds_hydra.initialize(
+        model=model, optimizer=adamw(model), training_data=data, config=config
+    )[0]
 
 
 def gpt2():
@@ -47,7 +51,9 @@ def mixtral():
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
     return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
+        transformers.MixtralConfig(
+            **sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4
+        )
     )
 
 
@@ -95,8 +101,16 @@ MISTAKES = {
         HydraConfigError,
         ("2x1", "2x<4,1>"),
     ),
-    "model without a plan": (lambda: initialize(gpt2()), UnsupportedModelError, ("gpt2", "tp_plan")),
-    "mixture of experts": (lambda: initialize(mixtral()), UnsupportedModelError, ("mixtral", "experts")),
+    "model without a plan": (
+        lambda: initialize(gpt2()),
+        UnsupportedModelError,
+        ("gpt2", "tp_plan"),
+    ),
+    "mixture of experts": (
+        lambda: initialize(mixtral()),
+        UnsupportedModelError,
+        ("mixtral", "experts"),
+    ),
     "dropout": (
         lambda: initialize(tiny("llama", attention_dropout=0.1)),
         UnsupportedModelError,
@@ -118,9 +132,25 @@ MISTAKES = {
         ("'text'", "content", "hydra.text_column"),
     ),
     "token id outside the vocabulary": (
-        lambda: initialize(data=datasets.Dataset.from_dict({"input_ids": [[1, VOCAB_SIZE + 4, 3]]})),
+        lambda: initialize(
+            data=datasets.Dataset.from_dict({"input_ids": [[1, VOCAB_SIZE + 4, 3]]})
+        ),
         HydraConfigError,
         (str(VOCAB_SIZE + 4), str(VOCAB_SIZE), "hydra.tokenizer"),
+    ),
+    "label outside the vocabulary": (
+        lambda: initialize(
+            data=datasets.Dataset.from_dict(
+                {"input_ids": [[1, 2], [1, 2]], "labels": [[1, 2], [-100, VOCAB_SIZE]]}
+            )
+        ),
+        HydraConfigError,
+        ("row 1", "labels", str(VOCAB_SIZE), "resize_token_embeddings"),
+    ),
+    "another dataset on each rank": (
+        lambda: initialize(data=dataset(5, 7 + dist.get_rank())),
+        PlanMismatchError,
+        ("2 sequences of 12 tokens", "2 sequences of 13 tokens", "on rank 1"),
     ),
     "no tokenizer there": (
         lambda: initialize(
@@ -168,7 +198,9 @@ def make_mistakes(folder):
     raised["nothing to predict"] = error_of(lambda: engine.train_batch(batch=[{"input_ids": [1]}]))
     long = [{"input_ids": list(range(129))}]
     raised["example above the context"] = error_of(lambda: engine.train_batch(batch=long))
-    raised["forced strategy too large"] = error_of(lambda: engine.train_batch(batch=good, strategy="1x<4,1>"))
+    raised["forced strategy too large"] = error_of(
+        lambda: engine.train_batch(batch=good, strategy="1x<4,1>")
+    )
     outside = [{"input_ids": [1, VOCAB_SIZE, 2]}]
     raised["id outside the vocabulary"] = error_of(
         lambda: engine.train_batch(batch=outside, strategy="1x<2,1>")
@@ -177,7 +209,16 @@ def make_mistakes(folder):
     raised["mistake on rank 1 alone"] = error_of(
         lambda: engine.train_batch(batch=only_rank_1, strategy="2x<1,1>")
     )
-    frozen = engine.hydra.skeleton.params[0].requires_grad_(False)
+    padded = [{"input_ids": [9, *example["input_ids"].tolist(), 9, 9]} for example in good]
+    for example in padded:
+        example["attention_mask"] = [0] + [1] * (len(example["input_ids"]) - 3) + [0, 0]
+    raised["padding taken away"] = ("ok", float(engine.eval_batch(padded, strategy="2x<1,1>")))
+    raised["without padding"] = ("ok", float(engine.eval_batch(good, strategy="2x<1,1>")))
+    two = [{"input_ids": [[1, 2], [3, 4]]}] if dist.get_rank() == 1 else good
+    raised["two sequences in one"] = error_of(lambda: engine.train_batch(batch=two))
+    raised["one dict"] = error_of(lambda: engine.train_batch(batch={"input_ids": [[1, 2]]}))
+    raised["evaluation of nothing"] = error_of(lambda: engine.eval_batch(None))
+    frozen = engine.hydra.stage_model.params[0].requires_grad_(False)
     raised["frozen later"] = error_of(lambda: engine.train_batch(batch=good, strategy="2x<1,1>"))
     frozen.requires_grad_(True)
     blocked = Path(folder) / "file"
@@ -201,13 +242,19 @@ LATER_MISTAKES = {
     "empty batch": (HydraConfigError, ("0 examples",)),
     "no input_ids": (HydraConfigError, ("example 0", "input_ids")),
     "nothing to predict": (HydraConfigError, ("-100",)),
-    "example above the context": (HydraConfigError, ("example 0", "129", "128", "hydra.context_length")),
+    "example above the context": (
+        HydraConfigError,
+        ("example 0", "129", "128", "hydra.context_length"),
+    ),
     "forced strategy too large": (HydraConfigError, ("1x<4,1>", "4 ranks", "there are 2")),
     "id outside the vocabulary": (
         HydraConfigError,
         ("example 0", str(VOCAB_SIZE), "resize_token_embeddings"),
     ),
     "mistake on rank 1 alone": (HydraConfigError, ("129", "hydra.context_length")),
+    "two sequences in one": (HydraConfigError, ("example 0", "'input_ids'", "[2, 2]")),
+    "one dict": (HydraConfigError, ("dict of 'input_ids'", "expected a list")),
+    "evaluation of nothing": (HydraConfigError, ("mini-batch is None", "expected a list")),
     "frozen later": (HydraConfigError, ("requires_grad", "before ds_hydra.initialize")),
     "run_dir is a file": (HydraConfigError, ("hydra.run_dir", "file")),
     "another batch on each rank": (PlanMismatchError, ("mini-batch", "rank 1")),
@@ -232,6 +279,7 @@ def test_mistakes_get_the_same_clear_error_on_all_ranks(tmp_path):
             assert got_kind == kind.__name__, f"{name}, rank {rank}: {got_kind}: {message}"
             for word in words:
                 assert word in message, f"{name}, rank {rank}: no {word!r} in {message!r}"
+    assert raised[0]["padding taken away"] == raised[0]["without padding"]
     kind, text = raised[0]["afterwards"]
     assert kind == "ok"
     assert text.split()[1:] == ["0", "1"], "a refused mini-batch must not count as a step"
@@ -256,7 +304,14 @@ def test_the_launcher_stops_with_the_message_and_a_failing_exit_code(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     tests = str(Path(__file__).parent)
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--no_local_rank"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_gpus",
+        "2",
+        "--no_local_rank",
+    ]
     port = free_port()
     result = subprocess.run(
         [*launcher, "--master_port", str(port), str(script), tests],

@@ -1,4 +1,6 @@
-"""Pull and push inside an iteration: what is sent, what stays in memory, and what runs beside computation."""
+"""Pull and push inside an iteration: what is sent, what stays in memory, and what runs beside
+computation.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from test_engine_parity import RELATIVE_TOLERANCE, check_gradients, hand_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_hydra.engine.slices import SlicePool
+from ds_hydra.engine.transfer.frozen import fingerprint
+from ds_hydra.engine.transfer.slices import SlicePool
 from ds_hydra.strategy import Strategy
 
 BF16_TOLERANCE = 2**-8
@@ -53,7 +56,11 @@ def random_cases(num_sequences, seed):
         tensors = [(e["input_ids"], e["labels"]) for e in examples]
         for strategy in strategies:
             num_labels = num_label_tokens(examples)
-            yield number, hand_plan(strategy, lengths, num_labels, empty_pipeline=number % 4 == 0), tensors
+            yield (
+                number,
+                hand_plan(strategy, lengths, num_labels, empty_pipeline=number % 4 == 0),
+                tensors,
+            )
 
 
 def train_plan(engine, plan, tensors):
@@ -65,7 +72,9 @@ def train_plan(engine, plan, tensors):
 
 
 def delay_rounds(propagator, random):
-    """Make every round of this rank begin up to 2 ms late, so that threads and ranks meet in many orders."""
+    """Make every round of this rank begin up to 2 ms late, so that threads and ranks meet in many
+    orders.
+    """
     for link in (propagator._pull_link, propagator._push_link):
         for name in ("begin_pull", "begin_push"):
 
@@ -89,7 +98,9 @@ def check_times(outcome, overlap):
 def gradients_with_and_without_overlap(num_sequences):
     """Cases in which a sequence of strategies gives other bits with overlap than without."""
     engines = {
-        overlap: start_hydra(tiny("llama_tied", num_hidden_layers=2), hydra={"link": {"overlap": overlap}})
+        overlap: start_hydra(
+            tiny("llama_tied", num_hidden_layers=2), hydra={"link": {"overlap": overlap}}
+        )
         for overlap in (True, False)
     }
     mine = Random(dist.get_rank())
@@ -101,14 +112,18 @@ def gradients_with_and_without_overlap(num_sequences):
             outcome, grads_P = train_plan(engine, plan, tensors)
             bits[overlap] = (outcome.loss_sum, grads_P)
             check_times(outcome, overlap)
-        same = bits[True][0] == bits[False][0] and all(map(torch.equal, bits[True][1], bits[False][1]))
+        same = bits[True][0] == bits[False][0] and all(
+            map(torch.equal, bits[True][1], bits[False][1])
+        )
         if not same or not all(g.isfinite().all() for g in bits[True][1]):
             different.append((number, str(plan.strategy), plan.lengths))
     return different
 
 
 class NewMemory(TorchDispatchMode):
-    """Bytes of the tensors that operators allocate while it is active; views and writes in place are none."""
+    """Bytes of the tensors that operators allocate while it is active; views and writes in place
+    are none.
+    """
 
     def __init__(self):
         super().__init__()
@@ -116,17 +131,24 @@ class NewMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         known = {
-            t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
         }
         result = operator(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in known:
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.untyped_storage().data_ptr() not in known
+            ):
                 self.nbytes += tensor.nbytes
         return result
 
 
 def memory_of_exchanges():
-    """(stated, held, (buffers in use at once, held), allocated in each of three exchanges), by strategy."""
+    """(stated, held, (buffers in use at once, held), allocated in each of three exchanges), by
+    strategy.
+    """
     engine = start_hydra(tiny("llama"), hydra={"link": {"overlap": False}}, bf16={"enabled": True})
     propagator = engine.hydra.propagator
     propagator.pool = SlicePool(torch.device("cpu"), exact=True)
@@ -145,15 +167,19 @@ def memory_of_exchanges():
             allocated.append(new.nbytes)
         memory = propagator.link_memory(strategy)
         buffers = propagator.buffers
-        result[text] = memory, propagator.pool.nbytes, (buffers.peak_bytes, buffers.nbytes), allocated
+        result[text] = (
+            memory,
+            propagator.pool.nbytes,
+            (buffers.peak_bytes, buffers.nbytes),
+            allocated,
+        )
     return result
 
 
 def memory_over_iterations():
     """Addresses held after each round over some strategies, with the pool that the CPU gets."""
-    engine = start_hydra(
-        tiny("llama"), hydra={"link": {"overlap": False}}
-    )  # the same rounds at once every time
+    # The same rounds at once every time
+    engine = start_hydra(tiny("llama"), hydra={"link": {"overlap": False}})
     examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
     held = []
     for _ in range(4):
@@ -171,7 +197,9 @@ def memory_over_iterations():
 
 
 def frozen_slices(folder):
-    """Losses with frozen slices kept and pulled anew each time, and which iterations pulled only trained ones."""
+    """Losses with frozen slices kept and pulled anew each time, and which iterations pulled only
+    trained ones.
+    """
     examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
     losses, pulled = {}, {}
     for keep in (True, False):
@@ -188,7 +216,9 @@ def frozen_slices(folder):
             engine.hydra.prepare_forced(strategy)
             link = propagator._link_of(strategy)
             session = propagator._open
-            propagator._open = lambda *a, **k: pulled[keep].append(opened := session(*a, **k)) or opened
+            propagator._open = lambda *a, **k: (
+                pulled[keep].append(opened := session(*a, **k)) or opened
+            )
             run = engine.eval_batch if evaluate else engine.train_batch
             losses[keep].append(float(run(examples, strategy=strategy)))
             propagator._open = session
@@ -214,8 +244,39 @@ def frozen_slices(folder):
     return losses, pulled
 
 
+def edits_that_keep_sums():
+    """Edits of words, 1024 in a row, under which many a sum of them stays."""
+
+    def square(words):
+        words[[0, 1029]] += 3
+        words[[5, 1024]] -= 3
+
+    def signs(words):
+        words[[0, 5, 1024, 1029]] ^= -(2**63)
+
+    def exchanged(words):
+        words[[2, 3]] = words[[3, 2]]
+
+    def moved_to_another_chunk(words):
+        words[[2, -2]] = words[[-2, 2]]
+
+    return square, signs, exchanged, moved_to_another_chunk
+
+
+@pytest.mark.parametrize("edit", edits_that_keep_sums())
+@pytest.mark.parametrize("offset", [0, 4, 3])  # 3: words of the storage are not words of the slice
+def test_no_edit_of_frozen_weights_keeps_their_fingerprint(edit, offset):
+    weight = torch.randn(2**20 + 5, generator=torch.Generator().manual_seed(0)).bfloat16()[offset:]
+    before = fingerprint([weight])
+    assert torch.equal(fingerprint([weight.clone()]), before)
+    words = weight[: len(weight) // 4 * 4].view(torch.uint8).numpy().view("int64")
+    edit(words)
+    assert not torch.equal(fingerprint([weight]), before)
+
+
 def failures():
-    """What reaches the caller when the link's thread fails on all ranks, in a pull and in the push after it.
+    """What reaches the caller when the link's thread fails on all ranks, in a pull and in the push
+    after it.
 
     Without TP and pipelines, where a rank would also wait for its neighbours.
     """
@@ -258,7 +319,9 @@ def link_checks(folder):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """What `link_checks` found on each of 4 ranks, started once."""
-    return run_distributed(link_checks, 4, str(tmp_path_factory.mktemp("checkpoint")), timeout_s=900)
+    return run_distributed(
+        link_checks, 4, str(tmp_path_factory.mktemp("checkpoint")), timeout_s=900
+    )
 
 
 @pytest.mark.distributed
@@ -282,7 +345,7 @@ def test_an_exchange_holds_what_the_plan_states_and_soon_allocates_nothing(resul
         for case, (stated, held, (in_use, buffers), allocated) in result["exchanges"].items():
             if stated.slice_bytes:  # an idle rank keeps what it holds for the next strategy
                 assert held == stated.slice_bytes + stated.gradient_bytes, (rank, case)
-            assert 0 < in_use <= stated.window_bytes + stated.staged_bytes, (rank, case)
+            assert 0 < in_use <= stated.window_bytes + stated.relayed_bytes, (rank, case)
             assert allocated[-1] == 0, (rank, case)
             # Buffers of the strategies before are kept as long as they are the larger ones.
             assert buffers <= 2 * result["exchanges"]["4x<1,1>"][0].window_bytes, (rank, case)
@@ -319,4 +382,7 @@ def test_frozen_slices_stay_until_strategy_or_weights_change(results):
 @pytest.mark.distributed
 def test_errors_of_the_link_reach_the_caller(results):
     for result in results:
-        assert result["failures"] == ["begin_pull is broken on purpose", "begin_push is broken on purpose"]
+        assert result["failures"] == [
+            "begin_pull is broken on purpose",
+            "begin_push is broken on purpose",
+        ]

@@ -11,7 +11,16 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 import ds_hydra
 from ds_hydra.engine import HydraEngine
 
-REPLACED = ["save_checkpoint", "load_checkpoint", "deepspeed_io", "forward", "backward", "step", "destroy"]
+REPLACED = [
+    "save_checkpoint",
+    "load_checkpoint",
+    "save_16bit_model",
+    "deepspeed_io",
+    "forward",
+    "backward",
+    "step",
+    "destroy",
+]
 
 
 @pytest.mark.parametrize("name", REPLACED)

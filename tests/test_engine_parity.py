@@ -1,10 +1,14 @@
-"""Gradients and loss do not depend on the strategy: they equal one process that runs each sequence alone."""
+"""Gradients and loss do not depend on the strategy: they equal one process that runs each sequence
+alone.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import shutil
+import types
 from collections.abc import Sequence
 
 import pytest
@@ -18,7 +22,7 @@ from hypothesis import strategies as st
 from models import FAMILIES, VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 
-from ds_hydra.engine.agreement import gather_rows
+from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Strategy
 
@@ -37,6 +41,7 @@ STRATEGIES = {
         "1x<2,1> + 1x<1,1>",
         "1x<2,1>",
         "1x<1,2> + 2x<1,1>",
+        "1x<2,1;stream> + 1x<1,2;stream=1>",
     ),
     3: ("3x<1,1>", "1x<2,1> + 1x<1,1>", "1x<1,3>", "1x<1,2> + 1x<1,1>"),
     1: ("1x<1,1>",),
@@ -48,7 +53,9 @@ LENGTHS = (33, 5, 17, 64, 9, 2, 41, 12, 3)
 def hand_plan(
     strategy: Strategy, lengths: Sequence[int], labels: int, *, empty_pipeline: bool
 ) -> IterationPlan:
-    """Rows of one to three sequences, dealt round; the last pipeline gets none if `empty_pipeline`."""
+    """Rows of one to three sequences, dealt round; the last pipeline gets none if
+    `empty_pipeline`.
+    """
     num_busy = len(strategy.schemes) - (empty_pipeline and len(strategy.schemes) > 1)
     pipelines = []
     for index, (scheme, ranks) in enumerate(zip(strategy.schemes, strategy.place(), strict=True)):
@@ -56,7 +63,9 @@ def hand_plan(
         cuts = [0, 1, 3, 6, len(mine)]
         rows = tuple(tuple(mine[a:b]) for a, b in itertools.pairwise(cuts) if mine[a:b])
         pipelines.append(
-            PipelinePlan(scheme=scheme, ranks=ranks, micro_batches=rows, makespan_ms=0, lower_bound_ms=0)
+            PipelinePlan(
+                scheme=scheme, ranks=ranks, micro_batches=rows, makespan_ms=0, lower_bound_ms=0
+            )
         )
     return IterationPlan(
         iteration=0,
@@ -74,13 +83,15 @@ def hand_plan(
 def gather_gradients(engine, grads_P):
     """Full gradients out of every rank's shards."""
     full = []
-    for spec, grad_P in zip(engine.hydra.skeleton.specs, grads_P, strict=True):
+    for spec, grad_P in zip(engine.hydra.stage_model.specs, grads_P, strict=True):
         full.append(gather_rows(grad_P).flatten()[: spec.numel].view(spec.shape))
     return full
 
 
 def relative_errors(got, wanted, names):
-    """Norm-wise error of each gradient, against its own norm or a thousandth of the largest, if larger."""
+    """Norm-wise error of each gradient, against its own norm or a thousandth of the largest, if
+    larger.
+    """
     floor = max(float(w.norm()) for w in wanted) * 1e-3
     return {
         name: float((g - w).norm()) / max(float(w.norm()), floor)
@@ -89,7 +100,7 @@ def relative_errors(got, wanted, names):
 
 
 def check_gradients(family, strategies, hydra=None, overrides=None, lengths=LENGTHS):
-    model = tiny(family, **(overrides or {}))
+    model = family if isinstance(family, torch.nn.Module) else tiny(family, **(overrides or {}))
     reference = copy.deepcopy(model)
     names = [name for name, _ in reference.named_parameters()]
     examples = random_examples(lengths, VOCAB_SIZE, seed=1)
@@ -101,18 +112,21 @@ def check_gradients(family, strategies, hydra=None, overrides=None, lengths=LENG
         strategy = Strategy.parse(text)
         engine.hydra.prepare_forced(strategy)
         for empty_pipeline in (False, True):
-            plan = hand_plan(strategy, lengths, num_label_tokens(examples), empty_pipeline=empty_pipeline)
+            plan = hand_plan(
+                strategy, lengths, num_label_tokens(examples), empty_pipeline=empty_pipeline
+            )
             grads_P = engine._zero_gradient_shards()
             outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
             loss = (
-                sum(o.loss_sum for o in engine.hydra.gather_outcomes(outcome).ranks) / plan.num_label_tokens
+                sum(o.loss_sum for o in engine.hydra.gather_outcomes(outcome).ranks)
+                / plan.num_label_tokens
             )
             errors = relative_errors(gather_gradients(engine, grads_P), wanted, names)
             name = max(errors, key=errors.get)
             worst[text, empty_pipeline] = (errors[name], name, abs(loss / wanted_loss - 1))
             held = [
                 p
-                for u in engine.hydra.skeleton.units
+                for u in engine.hydra.stage_model.units
                 for b in u.bindings
                 for p in [b.module._parameters[b.attribute]]
             ]
@@ -135,7 +149,87 @@ def test_gradients_equal_one_process_on_4_ranks(family):
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_gradients_equal_one_process_on_other_numbers_of_ranks(world_size):
-    assert_parity(run_distributed(check_gradients, world_size, "llama_tied", STRATEGIES[world_size])[0])
+    assert_parity(
+        run_distributed(check_gradients, world_size, "llama_tied", STRATEGIES[world_size])[0]
+    )
+
+
+def check_resized():
+    """Embedding and head of different row counts, the padding token among the rows."""
+    worst = {}
+    for part, more in (("embed_tokens", 9), ("lm_head", 9), ("lm_head", 2)):
+        model = tiny("llama")
+        resize(model, part, more)
+        found = check_gradients(model, ("1x<2,1>", "1x<1,2>"))
+        worst |= {(part, more, *case): value for case, value in found.items()}
+    return worst
+
+
+def resize(model, part, more):
+    owner = model.model if part == "embed_tokens" else model
+    old = getattr(owner, part)
+    weight = torch.cat([old.weight, old.weight[:more] * 0.5]).detach()
+    if part == "embed_tokens":
+        new = torch.nn.Embedding(*weight.shape, padding_idx=old.padding_idx)
+    else:
+        new = torch.nn.Linear(*weight.T.shape, bias=False)
+    new.weight = torch.nn.Parameter(weight)
+    setattr(owner, part, new)
+
+
+@pytest.mark.distributed
+def test_embedding_and_head_may_have_different_numbers_of_rows():
+    assert_parity(run_distributed(check_resized, 2)[0])
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 5.0, 9.0],
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+LENGTHS_BY_TURNS = (20, 5, 33, 15, 64, 9, 65, 12, 3)
+"""One process remembers the longest sequence; each long one is longer than those before."""
+
+
+def check_rope(rope):
+    overrides = {"rope_parameters": ROPES[rope], "max_position_embeddings": 16}
+    strategies = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<1,1>")
+    return check_gradients("llama", strategies, None, overrides, LENGTHS_BY_TURNS)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rope", ROPES)
+def test_rotary_embeddings_follow_the_length_of_each_sequence(rope):
+    assert_parity(run_distributed(check_rope, 2, rope)[0])
+
+
+def check_patched():
+    """A forward that the user bound to the model scales logits, and one of a layer its MLP."""
+    model = tiny("llama")
+
+    def scaled(self, *args, **kwargs):
+        output = type(self).forward(self, *args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+    def doubled(module, x):
+        return 2 * type(module).forward(module, x)
+
+    model.forward = types.MethodType(scaled, model)
+    mlp = model.model.layers[1].mlp
+    mlp.forward = functools.partial(doubled, mlp)
+    return check_gradients(model, ("2x<1,1>", "1x<2,1>", "1x<1,2>"))
+
+
+@pytest.mark.distributed
+def test_forwards_bound_to_instances_are_those_of_the_copy():
+    assert_parity(run_distributed(check_patched, 2)[0])
 
 
 @pytest.mark.distributed
@@ -153,16 +247,19 @@ def check_compiled(family, runs):
     return errors, graphs
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1000)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs")
+@pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPUs"
+)
 def test_compiled_layers_give_the_same_gradients():
     """Under TP, whose collectives cut a layer into most pieces; compiling is slow.
 
     With slices that come and go, and with shards of a row and a layer that runs again.
     """
     runs = (
-        ("1x<2,1>", {"link": {"repull_layers": "all"}}),
+        ("1x<2,1;stream>", {}),
         ("1x<2,1;ckpt=1>", {"tp_sequence_parallel": True}),
     )
     worst, graphs = run_distributed(check_compiled, 2, "llama", runs, timeout_s=900)[0]
@@ -185,7 +282,9 @@ def test_a_model_that_tp_cannot_slice_still_runs_in_pipelines():
 
 @st.composite
 def random_case(draw):
-    """A strategy of at most 4 ranks and a mini-batch; some pipelines and ranks may stay without work."""
+    """A strategy of at most 4 ranks and a mini-batch; some pipelines and ranks may stay without
+    work.
+    """
     schemes, free = [], 4
     while free and (not schemes or draw(st.booleans())):
         scheme = draw(st.sampled_from([s for s in SCHEMES if s[0] * s[1] <= free]))
@@ -193,7 +292,8 @@ def random_case(draw):
         free -= scheme[0] * scheme[1]
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=9))
     lengths[0] = max(lengths[0], 2)  # at least one token must be predicted
-    return " + ".join(f"1x<{tp},{pp}>" for tp, pp in schemes), lengths
+    parts = st.sampled_from(["", "", ";stream", ";stream=1"])
+    return " + ".join(f"1x<{tp},{pp}{draw(parts)}>" for tp, pp in schemes), lengths
 
 
 SCHEMES = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (1, 4), (2, 2))
@@ -202,8 +302,9 @@ SCHEMES = ((1, 1), (2, 1), (4, 1), (1, 2), (1, 3), (1, 4), (2, 2))
 def check_planned_cases(cases):
     """The planner's own placement of random mini-batches under random strategies.
 
-    The gradients of a row of two tokens cancel so far that the single process itself is up to 5e-5 off the same
-    process in double precision, as another order of sums is. There, and only there, four times that is allowed.
+    The gradients of a row of two tokens cancel so far that the single process itself is up to 5e-5
+    off the same process in double precision, as another order of sums is. There, and only there,
+    four times that is allowed.
     """
     model = tiny("llama_tied")
     reference = copy.deepcopy(model)
@@ -230,6 +331,7 @@ def check_planned_cases(cases):
     return worst
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @settings(max_examples=3, deadline=None)
 @given(cases=st.lists(random_case(), min_size=12, max_size=12))

@@ -1,4 +1,6 @@
-"""Schemes with parts in the engine: uneven stages, checkpointed layers, re-pulls; they change no gradient."""
+"""Schemes with parts in the engine: uneven stages, checkpointed layers, streamed ones; they change
+no gradient.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from single_process import num_label_tokens, random_examples
 from test_engine_parity import LENGTHS, assert_parity, check_gradients, hand_plan
 
 import ds_hydra
-from ds_hydra.engine.profiler import _count_saved_bytes
+from ds_hydra.engine.profiling.profiler import _count_saved_bytes
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.report.run_folder import load_run
 from ds_hydra.strategy import Scheme, Strategy
@@ -26,25 +28,27 @@ NUM_LAYERS = 6
 PARITY_STRATEGIES = (
     "1x<1,2;stages=5,1> + 2x<1,1;ckpt=2>",
     "1x<2,2;stages=1,5;ckpt=4>",
-    "2x<1,2;repull=3>",
-    "1x<2,1;ckpt=6> + 1x<1,2;stages=2,4;ckpt=3;repull=4>",
-    "4x<1,1;ckpt=1;repull=6>",
+    "2x<1,2;stream=3>",
+    "1x<2,1;ckpt=6> + 1x<1,2;stages=2,4;ckpt=3;stream=2>",
+    "4x<1,1;ckpt=1;stream=6>",
     "1x<1,4;stages=1,3,1,1>",
     "1x<1,3;stages=1,1,4;ckpt=5> + 1x<1,1>",
     "1x<4,1;ckpt=3>",
 )
 
 SAME_BITS = (
-    ("4x<1,1>", ("4x<1,1;ckpt=1>", "4x<1,1;ckpt=6>", "4x<1,1;repull=4>", "4x<1,1;ckpt=3;repull=6>")),
-    ("2x<2,1>", ("2x<2,1;ckpt=4>", "2x<2,1;repull=5>")),
-    ("1x<2,2>", ("1x<2,2;ckpt=4>", "1x<2,2;stages=3,3>", "1x<2,2;ckpt=6;repull=3;stages=3,3>")),
-    ("2x<1,2;stages=4,2>", ("2x<1,2;ckpt=2;stages=4,2>", "2x<1,2;repull=4;stages=4,2>")),
+    ("4x<1,1>", ("4x<1,1;ckpt=1>", "4x<1,1;ckpt=6>", "4x<1,1;ckpt=3>")),
+    ("2x<2,1>", ("2x<2,1;ckpt=4>", "2x<2,1;ckpt=6>")),
+    ("1x<2,2>", ("1x<2,2;ckpt=4>", "1x<2,2;stages=3,3>", "1x<2,2;ckpt=6;stages=3,3>")),
+    ("2x<1,2;stages=4,2>", ("2x<1,2;ckpt=2;stages=4,2>", "2x<1,2;ckpt=6;stages=4,2>")),
     ("1x<2,1> + 1x<1,2>", ("1x<2,1;ckpt=2> + 1x<1,2;ckpt=5>",)),
 )  # fmt: skip
 
 
 def bits_that_differ():
-    """Strategies whose loss or gradient shards on this rank differ in a bit from those of the plain one."""
+    """Strategies whose loss or gradient shards on this rank differ in a bit from those of the plain
+    one.
+    """
     engine = start_hydra(tiny("llama_tied", num_hidden_layers=NUM_LAYERS))
     propagator = engine.hydra.propagator
     examples = random_examples(LENGTHS, VOCAB_SIZE, seed=2)
@@ -59,16 +63,16 @@ def bits_that_differ():
             outcome = propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
         evaluated = propagator.evaluate(plan, tensors.__getitem__)
         loss = outcome.loss_sum, evaluated.loss_sum
-        return loss, [g.clone() for g in grads_P], sum(kept.values()), outcome.repull_ms
+        return loss, [g.clone() for g in grads_P], sum(kept.values())
 
-    different, kept, repulled = [], {}, {}
+    different, kept = [], {}
     for plain, others in SAME_BITS:
-        loss, grads_P, kept[plain], repulled[plain] = run(plain)
+        loss, grads_P, kept[plain] = run(plain)
         for text in others:
-            other_loss, other_grads_P, kept[text], repulled[text] = run(text)
+            other_loss, other_grads_P, kept[text] = run(text)
             if other_loss != loss or not all(map(torch.equal, grads_P, other_grads_P)):
                 different.append(text)
-    return different, kept, repulled
+    return different, kept
 
 
 def losses_of_a_run():
@@ -76,7 +80,7 @@ def losses_of_a_run():
     examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
     wide = (
         "1x<1,2;stages=1,5> + 2x<1,1;ckpt=2>",
-        "4x<1,1;repull=3>",
+        "4x<1,1;stream=3>",
         "2x<2,1;ckpt=6>",
         "2x<1,2;ckpt=4;stages=4,2>",
     )
@@ -84,7 +88,9 @@ def losses_of_a_run():
     runs = []
     for texts in (wide, plain):
         engine = start_hydra(tiny("llama", num_hidden_layers=NUM_LAYERS))
-        runs.append([float(engine.train_batch(examples, strategy=text)) for text in (*texts, *texts)])
+        runs.append(
+            [float(engine.train_batch(examples, strategy=text)) for text in (*texts, *texts)]
+        )
     return runs
 
 
@@ -92,14 +98,20 @@ CANDIDATES = ["4x<1,1;ckpt=4>", "1x<1,2;stages=3,1> + 2x<1,1>", "2x<2,1>"]
 
 
 def dataset_runs(folder):
-    """Run folders of training from a dataset with candidates that have parts; with a profile given, and measured."""
+    """Run folders of training from a dataset with candidates that have parts; with a profile given,
+    and measured.
+    """
     document = small_profile(6_000_000, num_layers=4)
     document["memory"]["input_bytes_per_token_per_layer_per_hidden"] = 4
-    document["schemes"].append({"tp": 1, "pp": 2, "quadratic_ms": 0, "linear_ms": 0.05, "constant_ms": 1.0})
+    document["schemes"].append(
+        {"tp": 1, "pp": 2, "quadratic_ms": 0, "linear_ms": 0.05, "constant_ms": 1.0}
+    )
     if dist.get_rank() == 0:
         (Path(folder) / "profile.json").write_text(json.dumps(document))
     dist.barrier()
-    rows = [{"input_ids": [(7 * i + j) % VOCAB_SIZE for j in range(3 + 11 * i % 90)]} for i in range(40)]
+    rows = [
+        {"input_ids": [(7 * i + j) % VOCAB_SIZE for j in range(3 + 11 * i % 90)]} for i in range(40)
+    ]
     for name, profile in (("given", str(Path(folder) / "profile.json")), ("measured", None)):
         hydra = {
             "profile": profile,
@@ -132,7 +144,7 @@ def refusals():
     for refusing, text in (
         (engine, "1x<1,2;stages=4,3>"),
         (engine, "4x<1,1;ckpt=7>"),
-        (engine, "4x<1,1;repull=7>"),
+        (engine, "4x<1,1;stream=7>"),
         (everywhere, "4x<1,1;ckpt=2>"),
     ):
         with pytest.raises(HydraConfigError) as caught:
@@ -175,12 +187,9 @@ def test_gradients_equal_one_process(results):
 
 
 @pytest.mark.distributed
-def test_checkpoints_and_re_pulls_change_no_bit(results):
+def test_checkpoints_change_no_bit(results):
     for rank, result in enumerate(results):
         assert result["bits"][0] == [], f"rank {rank}"
-    for text in results[0]["bits"][2]:
-        most_ms = max(result["bits"][2][text] for result in results)  # a stage of two layers drops nothing
-        assert (most_ms > 0) == ("repull" in text), text
 
 
 @pytest.mark.distributed
@@ -201,10 +210,10 @@ def test_training_with_changing_parts_follows_plain_training(results):
 @pytest.mark.distributed
 def test_parts_that_do_not_fit_are_refused_on_all_ranks(results):
     for result in results:
-        stages, ckpt, repull, both = result["refusals"]
+        stages, ckpt, stream, both = result["refusals"]
         assert "its stages have 7 layers, the model has 6; make them sum to 6" in stages
         assert "ckpt=7 is above the model's 6 layers" in ckpt
-        assert "repull=7 is above the model's 6 layers" in repull
+        assert "stream=7 is above the 6 layers of its smallest stage" in stream
         assert (
             "hydra.activation_checkpointing, or the model's own gradient checkpointing, checkpoints layers"
             in both
@@ -218,7 +227,9 @@ def test_candidates_with_parts_train_from_a_dataset(results, folder):
     for name in ("given", "measured"):
         run = load_run(folder / name)
         assert len(run.records) == 3
-        assert {str(r.strategy) for r in run.records} <= {str(Strategy.parse(text)) for text in CANDIDATES}
+        assert {str(r.strategy) for r in run.records} <= {
+            str(Strategy.parse(text)) for text in CANDIDATES
+        }
         assert all(run.plans[r.iteration].strategy == r.strategy for r in run.records)
         assert all(run.predicted(r.iteration) is not None for r in run.records)
         assert run.notes == ()

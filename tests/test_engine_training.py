@@ -1,4 +1,6 @@
-"""Training: equal to stock DeepSpeed ZeRO-3, reproducible, resumable, and open to DeepSpeed's other features."""
+"""Training: equal to stock DeepSpeed ZeRO-3, reproducible, resumable, and open to DeepSpeed's other
+features.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import adamw, ds_config, full_states, small_profile, start_hydra, start_stock, stock_step
+from engines import (
+    adamw,
+    ds_config,
+    full_states,
+    small_profile,
+    start_hydra,
+    start_stock,
+    stock_step,
+)
 from holdings import STRATEGIES_OF_4, Holdings, train_random_iteration
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples, token_mean_gradients
 
 import ds_hydra
-from ds_hydra.engine.pipeline import one_forward_one_backward
+from ds_hydra.engine.parallel.one_f_one_b import one_forward_one_backward
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.simulator.timeline import EventKind, Timeline
 
@@ -48,11 +58,15 @@ def ten_steps_against_stock():
     stock_norm = float(stock.get_global_grad_norm())
     stock_states = full_states(stock, list(stock_model.parameters()))
     engine = start_hydra(model)
-    losses = [float(engine.train_batch(b, strategy=s)) for b, s in zip(data, STRATEGIES_OF_4, strict=True)]
+    losses = [
+        float(engine.train_batch(b, strategy=s)) for b, s in zip(data, STRATEGIES_OF_4, strict=True)
+    ]
     states = full_states(engine, list(model.parameters()))
     errors = {
         (name, kind): relative(mine[kind], theirs[kind])
-        for (name, _), mine, theirs in zip(model.named_parameters(), states, stock_states, strict=True)
+        for (name, _), mine, theirs in zip(
+            model.named_parameters(), states, stock_states, strict=True
+        )
         for kind in mine
     }
     return {
@@ -72,13 +86,17 @@ def ten_steps_against_stock():
 def test_ten_steps_of_changing_strategies_equal_stock_deepspeed():
     result = run_distributed(ten_steps_against_stock, 4)[0]
     torch.testing.assert_close(result["losses"], result["stock_losses"], rtol=1e-5, atol=0)
-    assert all(second < first for first, second in zip(result["losses"], result["losses"][5:], strict=False))
+    assert all(
+        second < first
+        for first, second in zip(result["losses"], result["losses"][5:], strict=False)
+    )
     assert result["moved"] > 1e-3
     # Clipping is active (limit 0.5), so equal norms also mean equal clipping.
     assert result["norms"][1] > 0.5
     torch.testing.assert_close(*result["norms"], rtol=1e-5, atol=0)
     (name, kind), error = result["worst"]
-    # Adam divides by sqrt(v): where a gradient is nearly zero, 1e-7 of difference may turn its sign.
+    # Adam divides by sqrt(v): where a gradient is nearly zero, 1e-7 of difference may turn its
+    # sign.
     assert error < 1e-4, f"{kind} of {name} differs by {error:.1e}"
     assert result["steps"] == (10, 10)
     assert result["samples"] == 80
@@ -92,7 +110,9 @@ def bf16_against_stock():
     stock_losses = [stock_step(stock, examples) for examples in data]
     engine = start_hydra(model, bf16={"enabled": True})
     strategies = (STRATEGIES_OF_4 * 2)[: len(data)]
-    losses = [float(engine.train_batch(b, strategy=s)) for b, s in zip(data, strategies, strict=True)]
+    losses = [
+        float(engine.train_batch(b, strategy=s)) for b, s in zip(data, strategies, strict=True)
+    ]
     dtypes = {str(p.ds_tensor.dtype) for p in model.parameters()}
     return losses, stock_losses, dtypes
 
@@ -122,7 +142,8 @@ def twice_and_resumed(folder):
     resumed = start_hydra(tiny("llama_tied", seed=1))
     path, client_state = resumed.load_checkpoint(folder)
     rest = [
-        float(resumed.train_batch(b, strategy=s)) for b, s in zip(data[3:], STRATEGIES_OF_4[3:6], strict=True)
+        float(resumed.train_batch(b, strategy=s))
+        for b, s in zip(data[3:], STRATEGIES_OF_4[3:6], strict=True)
     ]
     resumed.save_16bit_model(folder, "model.bin")
     return first, second, rest, path is not None, client_state.get("mine"), resumed.global_steps
@@ -130,7 +151,9 @@ def twice_and_resumed(folder):
 
 @pytest.mark.distributed
 def test_same_plans_give_bit_identical_losses_and_resume_continues_the_curve(tmp_path):
-    first, second, rest, loaded, mine, steps = run_distributed(twice_and_resumed, 4, str(tmp_path))[0]
+    first, second, rest, loaded, mine, steps = run_distributed(twice_and_resumed, 4, str(tmp_path))[
+        0
+    ]
     assert first == second
     assert loaded
     assert mine == 7
@@ -151,10 +174,13 @@ def other_ways_to_start(folder):
     if dist.get_rank() == 0:
         reference.save_pretrained(folder)
     dist.barrier()
-    keep_alive = HfDeepSpeedConfig(ds_config())  # from_pretrained now partitions while it loads (zero.Init)
+    # From_pretrained now partitions while it loads (zero.Init)
+    keep_alive = HfDeepSpeedConfig(ds_config())
     partitioned = LlamaForCausalLM.from_pretrained(folder)
     del keep_alive
-    outcome["is_partitioned"] = all(hasattr(p, "ds_id") and p.numel() == 0 for p in partitioned.parameters())
+    outcome["is_partitioned"] = all(
+        hasattr(p, "ds_id") and p.numel() == 0 for p in partitioned.parameters()
+    )
     engine = start_hydra(partitioned)
     outcome["zero.Init"] = float(engine.train_batch(data[0], strategy="1x<2,2>"))
     offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
@@ -206,7 +232,7 @@ def test_frozen_parameters_are_pulled_but_not_trained():
 
 def gradient_memory():
     """Elements that propagation holds on this rank during an iteration, by strategy."""
-    from ds_hydra.engine.slices import SlicePool, Slices
+    from ds_hydra.engine.transfer.slices import SlicePool, Slices
     from ds_hydra.strategy import Strategy
 
     engine = start_hydra(tiny("llama"))
@@ -215,9 +241,9 @@ def gradient_memory():
         engine.hydra.prepare_forced(Strategy.parse(text))
         link = engine.hydra.propagator._link_of(Strategy.parse(text))
         pool = SlicePool(torch.device("cpu"))
-        slices = Slices(engine.hydra.skeleton.specs, link.buckets, pool, torch.float32)
+        slices = Slices(engine.hydra.stage_model.specs, link.buckets, pool, torch.float32)
         held[text] = sum(leaf.numel() for leaf in slices.leaves.values())
-    held["model"] = sum(s.numel for s in engine.hydra.skeleton.specs)
+    held["model"] = sum(s.numel for s in engine.hydra.stage_model.specs)
     return held
 
 
@@ -232,6 +258,7 @@ def test_a_rank_holds_only_the_slices_of_its_stage():
     assert sum(held["1x<1,4>"] for held in per_rank) == per_rank[0]["model"]
 
 
+@pytest.mark.distributed
 def test_run_distributed_reports_the_failure_of_a_rank():
     with pytest.raises(AssertionError, match=r"(?s)rank 1 failed.*broken on purpose"):
         run_distributed(fail_on_rank_1, 2)
@@ -248,10 +275,14 @@ def train_from_dataset(folder):
     import datasets
 
     if dist.get_rank() == 0:
-        (Path(folder) / "profile.json").write_text(json.dumps(small_profile(6_000_000, num_layers=4)))
+        (Path(folder) / "profile.json").write_text(
+            json.dumps(small_profile(6_000_000, num_layers=4))
+        )
     dist.barrier()
     rows = [
-        {"input_ids": e["input_ids"].tolist(), "labels": e["labels"].tolist()} for b in batches(4) for e in b
+        {"input_ids": e["input_ids"].tolist(), "labels": e["labels"].tolist()}
+        for b in batches(4)
+        for e in b
     ]
     dataset = datasets.Dataset.from_list(rows)
     hydra = {
@@ -311,15 +342,23 @@ def test_training_from_a_dataset_writes_its_run_and_resumes_its_mini_batches(tmp
 def check_run_folder(run_dir, lines):
     """What else a run of 6 iterations on 4 ranks writes, with every second iteration traced."""
     run = json.loads((run_dir / "run.json").read_text())
-    assert (run["schema"], run["num_ranks"], run["hydra"]["trace_every"]) == ("ds_hydra.run/1", 4, 2)
+    assert (run["schema"], run["num_ranks"], run["hydra"]["trace_every"]) == (
+        "ds_hydra.run/1",
+        4,
+        2,
+    )
     assert run["model"]["num_parameters"] == sum(p.numel() for p in tiny("llama").parameters())
-    assert json.loads((run_dir / "profile.json").read_text()) == small_profile(6_000_000, num_layers=4)
+    assert json.loads((run_dir / "profile.json").read_text()) == small_profile(
+        6_000_000, num_layers=4
+    )
     for line in lines:
         assert line["schema"] == "ds_hydra.metrics/1"
         assert line["strategy_index"] in (0, 1, 2)
         assert 0 < line["pack_occupancy"] <= 1
         assert 0 < line["bubble"] < 1
-        assert line["prediction_error"] == pytest.approx(line["measured_ms"] / line["predicted_ms"] - 1)
+        assert line["prediction_error"] == pytest.approx(
+            line["measured_ms"] / line["predicted_ms"] - 1
+        )
     traces = [json.loads(line) for line in (run_dir / "trace.jsonl").read_text().splitlines()]
     assert {0, 2, 4} <= {trace["iteration"] for trace in traces}
     by_iteration = {line["iteration"]: line for line in lines}
@@ -348,7 +387,8 @@ def check_monitor(folder, lines):
     samples = list(itertools.accumulate(line["num_sequences"] for line in lines))
     for name, values in wanted.items():
         written = [
-            line.split(",") for line in (folder / f"Train_Samples_{name}.csv").read_text().splitlines()[1:]
+            line.split(",")
+            for line in (folder / f"Train_Samples_{name}.csv").read_text().splitlines()[1:]
         ]
         # DeepSpeed itself writes a train_loss, too; its events come with the step, ours after it.
         ours = written[1::2] if len(written) == 2 * len(lines) else written
@@ -371,8 +411,12 @@ def check_tensorboard(folder, lines):
 
 
 def check_timeline(timeline, line):
-    """Events of every stage in 1F1B order, within the times that the same ranks measured as a whole."""
-    for index, (track, pipeline) in enumerate(zip(timeline.pipelines, line["pipelines"], strict=True)):
+    """Events of every stage in 1F1B order, within the times that the same ranks measured as a
+    whole.
+    """
+    for index, (track, pipeline) in enumerate(
+        zip(timeline.pipelines, line["pipelines"], strict=True)
+    ):
         assert list(track.ranks) == pipeline["ranks"]
         for stage in range(track.scheme.pp):
             mine = [e for e in timeline.events if (e.pipeline, e.stage) == (index, stage)]
@@ -386,7 +430,9 @@ def check_timeline(timeline, line):
             )
             passes = [e for e in mine if e.kind in (EventKind.FORWARD, EventKind.BACKWARD)]
             order = one_forward_one_backward(track.scheme.pp, stage, track.num_micro_batches)
-            assert [(e.kind.name, e.micro_batch) for e in passes] == [(p.name, row) for p, row in order]
+            assert [(e.kind.name, e.micro_batch) for e in passes] == [
+                (p.name, row) for p, row in order
+            ]
             assert all(a.end_ms <= b.start_ms for a, b in itertools.pairwise(passes))
             # A pass waits for its slices; the measured time of a pipeline leaves that out.
             assert sum(e.duration_ms for e in passes) <= (
@@ -403,8 +449,9 @@ def check_timeline(timeline, line):
 
 
 def what_is_held():
-    """Rows of logits that reach the loss under TP 4; slices alive after a good iteration and after a failing one;
-    what a rank holds before and after 40 iterations of random strategies."""
+    """Rows of logits that reach the loss under TP 4; slices alive after a good iteration and after
+    a failing one; what a rank holds before and after 40 iterations of random strategies.
+    """
     import gc
     import weakref
 
@@ -413,7 +460,7 @@ def what_is_held():
     engine = start_hydra(tiny("llama"))
     examples = batches(1)[0]
     widths, alive, survivors = [], [], []
-    bind, loss_of = engine.hydra.skeleton.bind, propagation.summed_cross_entropy
+    bind, loss_of = engine.hydra.stage_model.bind, propagation.summed_cross_entropy
 
     def watching_bind(scheme, stage, leaves, *callbacks):
         alive.extend(weakref.ref(leaf) for leaf in leaves.values())
@@ -427,7 +474,7 @@ def what_is_held():
         raise RuntimeError("broken on purpose")
 
     gc.disable()  # slices must not wait for it
-    engine.hydra.skeleton.bind = watching_bind
+    engine.hydra.stage_model.bind = watching_bind
     propagation.summed_cross_entropy = watching_loss
     engine.train_batch(examples, strategy="1x<4,1>")
     survivors.append(sum(ref() is not None for ref in alive))
@@ -438,7 +485,7 @@ def what_is_held():
     propagation.summed_cross_entropy = loss_of
     gc.collect()
     survivors.append(sum(ref() is not None for ref in alive))
-    engine.hydra.skeleton.bind = bind
+    engine.hydra.stage_model.bind = bind
 
     for strategy in STRATEGIES_OF_4:
         engine.train_batch(examples, strategy=strategy)
@@ -458,7 +505,9 @@ def test_logits_stay_split_and_nothing_of_an_iteration_stays():
     for widest, num_seen, survivors, before, after in run_distributed(what_is_held, 4):
         assert widest <= -(-VOCAB_SIZE // 4)
         assert num_seen > 0
-        assert survivors == [0, 0], "after a good iteration without the garbage collector, after a failed one"
+        assert survivors == [0, 0], (
+            "after a good iteration without the garbage collector, after a failed one"
+        )
         assert after == before, "open files, process groups, threads, tensors"
 
 

@@ -11,11 +11,12 @@ from reference import make_profile
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.schedule import FORWARD_FRACTION, one_f_one_b_ms
+from ds_hydra.sampler.schedule import one_f_one_b_ms
 from ds_hydra.simulator.events import PipelineWork, simulate_iteration, simulate_plan
 from ds_hydra.simulator.timeline import EventKind, Timeline
-from ds_hydra.strategy.link_times import LinkTimes
-from ds_hydra.strategy.scheme import Scheme, Strategy
+from ds_hydra.strategy.profiles.link_times import LinkTimes
+from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
 def make_work(forward_ms, backward_ms, *, tp=1, first_rank=0, hop_ms=0.0):
@@ -58,7 +59,8 @@ def test_equal_rows_take_the_closed_form(num_stages, num_rows):
 def test_two_stages_three_unequal_rows_by_hand():
     """Rows of 1, 4, 2 ms forward and twice that backward.
 
-    stage 0: F0 0-1 F1 1-5 B0 5-7 F2 7-9 B1 17-25 B2 25-29; stage 1: F0 1-2 B0 2-4 F1 5-9 B1 9-17 F2 17-19 B2 19-23
+    stage 0: F0 0-1 F1 1-5 B0 5-7 F2 7-9 B1 17-25 B2 25-29; stage 1: F0 1-2 B0 2-4 F1 5-9 B1 9-17 F2
+    17-19 B2 19-23
     """
     work = make_work([[1, 4, 2]] * 2, [[2, 8, 4]] * 2)
     simulation = simulate_one(work)
@@ -82,7 +84,9 @@ def test_transfers_delay_the_receiver_only():
 
 
 def test_stages_may_differ():
-    """A last stage of double time: F0 0-1, F1 1-2 | F0 1-3 B0 3-7 F1 7-9 B1 9-13 | B0 7-9, B1 13-15."""
+    """A last stage of double time: F0 0-1, F1 1-2 | F0 1-3 B0 3-7 F1 7-9 B1 9-13 | B0 7-9, B1
+    13-15.
+    """
     assert simulate_one(make_work([[1, 1], [2, 2]], [[2, 2], [4, 4]])).propagation_ms == 15
 
 
@@ -98,7 +102,9 @@ def test_equals_the_planners_recurrence(row_ms, num_stages):
         np.tile(rows * (1 - FORWARD_FRACTION), (num_stages, 1)),
     )
     simulation = simulate_one(work)
-    assert simulation.propagation_ms == pytest.approx(one_f_one_b_ms(rows, num_stages, FORWARD_FRACTION))
+    assert simulation.propagation_ms == pytest.approx(
+        one_f_one_b_ms(rows, num_stages, FORWARD_FRACTION)
+    )
     assert simulation.timeline().propagation_ms == pytest.approx(simulation.propagation_ms)
     assert simulation.timeline().bubble == pytest.approx(simulation.bubble, abs=1e-9)
 
@@ -112,7 +118,8 @@ def test_without_overlap_everything_adds_up():
     simulation = simulate_iteration([slow, fast], num_devices=3, links=LINKS)
     assert simulation.iteration_ms == 12 + 18 + 24 + 5
     assert (simulation.propagation_ms, simulation.exposed_link_ms) == (18, 36)
-    # The fast pipeline pushes when the slow one is ready; rank 2 computes nothing and takes part in the rest.
+    # The fast pipeline pushes when the slow one is ready; rank 2 computes nothing and takes part in
+    # the rest.
     assert spans(simulation, EventKind.PUSH, 1) == [(0, -1, 30, 54)]
     assert spans(simulation, EventKind.PULL, -1) == [(0, -1, 0, 12)]
     assert spans(simulation, EventKind.STEP, -1) == [(0, -1, 54, 59)]
@@ -123,9 +130,11 @@ def test_without_overlap_everything_adds_up():
 @pytest.mark.parametrize(
     ("forward", "backward", "expected"),
     [
-        # Six layers. Computing is slower than the link: first layer 12/6 late, the last gradients 24/6 after.
+        # Six layers. Computing is slower than the link: first layer 12/6 late, the last gradients
+        # 24/6 after.
         (60, 120, 12 / 6 + 60 + 120 + 24 / 6),
-        # The link is slower: the last layer runs after the pull, the push begins after the first layer's backward.
+        # The link is slower: the last layer runs after the pull, the push begins after the first
+        # layer's backward.
         (6, 6, (12 + 6 / 6) + 6 / 6 + 24),
     ],
 )
@@ -151,13 +160,18 @@ def test_overlap_never_loses_and_never_beats_the_parts(row_ms, num_stages, pull_
     with_overlap = simulate_one(work, links=links, overlap=True, num_layers=8)
     assert without.iteration_ms == pytest.approx(pull_ms + without.propagation_ms + push_ms + 1)
     assert with_overlap.iteration_ms <= without.iteration_ms + 1e-9
-    assert with_overlap.iteration_ms >= max(with_overlap.propagation_ms, pull_ms + push_ms) + 1 - 1e-9
+    assert (
+        with_overlap.iteration_ms >= max(with_overlap.propagation_ms, pull_ms + push_ms) + 1 - 1e-9
+    )
 
 
 def test_a_plan_takes_what_the_planner_says():
     profile = make_profile({"<1,1>": (1e-4, 1.0, 3.0), "<2,2>": (4e-5, 0.3, 3.0)}, max_len=60)
     batch = GlobalBatch(
-        iteration=7, sample_indices=tuple(range(8)), lengths=(50, 40, 9, 8, 7, 30, 3, 1), num_label_tokens=140
+        iteration=7,
+        sample_indices=tuple(range(8)),
+        lengths=(50, 40, 9, 8, 7, 30, 3, 1),
+        num_label_tokens=140,
     )
     plan = plan_iteration(
         batch, strategies=[Strategy.parse("1x<2,2> + 3x<1,1>")], profile=profile, num_devices=8
@@ -177,7 +191,11 @@ def test_an_iteration_without_rows():
     for overlap in (False, True):
         simulation = simulate_one(work, links=LINKS, overlap=overlap)
         assert simulation.iteration_ms == 12 + 24 + 5
-        assert (simulation.bubble, simulation.imbalance, simulation.idle_ranks) == (0.0, 0.0, (0, 1))
+        assert (simulation.bubble, simulation.imbalance, simulation.idle_ranks) == (
+            0.0,
+            0.0,
+            (0, 1),
+        )
 
 
 def test_times_of_another_shape_are_refused():

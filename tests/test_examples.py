@@ -1,4 +1,6 @@
-"""Every example runs: its own main() on 2 ranks, with little data; and the diff from plain DeepSpeed."""
+"""Every example runs: its own main() on 2 ranks, with little data; and the diff from plain
+DeepSpeed.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def small_config(name, folder):
 
 
 def run_examples(folder):
-    folder = Path(folder) / f"rank{os.environ['RANK']}"  # only the data: they are the same on all ranks
+    # Only the data: they are the same on all ranks
+    folder = Path(folder) / f"rank{os.environ['RANK']}"
     folder.mkdir()
     small_data(folder)
     shared = Path(folder).parent
@@ -88,14 +91,25 @@ def run_examples(folder):
         results[name] = losses, printed.getvalue()
     config = ["--deepspeed", small_config("hf_trainer", folder)]
     few = [*cache, *config, "--max_steps", "3", "--logging_steps", "1", "--disable_tqdm", "true"]
-    pretrain = [*few, "--output_dir", f"{shared}/pretrain", "--num_eval_texts", "4", "--save_steps", "2"]
+    pretrain = [
+        *few,
+        "--output_dir",
+        f"{shared}/pretrain",
+        "--num_eval_texts",
+        "4",
+        "--save_steps",
+        "2",
+    ]
     sft = [*few, "--output_dir", f"{shared}/sft", "--num_eval_chats", "4", "--lora", "true"]
     with contextlib.redirect_stdout(io.StringIO()):
         results["pretrain"] = load("hf_trainer/pretrain.py").main(pretrain)
-        results["sft"] = load("hf_trainer/sft.py").main([*sft, "--model_name_or_path", f"{shared}/pretrain"])
+        results["sft"] = load("hf_trainer/sft.py").main(
+            [*sft, "--model_name_or_path", f"{shared}/pretrain"]
+        )
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_every_example_runs(tmp_path):
     pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
@@ -107,7 +121,10 @@ def test_every_example_runs(tmp_path):
         assert len(losses) == 4
         assert losses[-1] < losses[0]
         assert (tmp_path / name).is_dir()
-    assert "lengths are those of web pages, contents and loss are not" in first["llama2_commoncrawl"][1]
+    assert (
+        "lengths are those of web pages, contents and loss are not"
+        in first["llama2_commoncrawl"][1]
+    )
     assert "held-out loss" in first["custom_loop"][1]
     assert first["pretrain"]["eval_perplexity"] > 1
     assert first["sft"]["eval_loss"] > 0
@@ -142,6 +159,7 @@ def run_both(plain, patched):
     return printed
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_five_lines_turn_a_plain_deepspeed_script_into_one_of_ds_hydra(tmp_path):
     folder = EXAMPLES / "custom_loop"
@@ -150,7 +168,12 @@ def test_five_lines_turn_a_plain_deepspeed_script_into_one_of_ds_hydra(tmp_path)
     patched = tmp_path / "plain_deepspeed.py"
     patched.write_text((folder / "plain_deepspeed.py").read_text())
     subprocess.run(
-        ["git", "apply", "-p0"], input=diff, text=True, cwd=tmp_path, check=True, capture_output=True
+        ["git", "apply", "-p0"],
+        input=diff,
+        text=True,
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
     )
     plain, hydra = run_distributed(run_both, 2, str(folder / "plain_deepspeed.py"), str(patched))[0]
     assert len(plain) == len(hydra) == 8

@@ -1,4 +1,6 @@
-"""Exchange buffers are cut out of one piece of memory as large as the most that was in use at once."""
+"""Exchange buffers are cut out of one piece of memory as large as the most that was in use at
+once.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ ROUNDS = st.lists(st.lists(st.integers(0, 90), min_size=1, max_size=4), min_size
 
 
 def run_window(buffers, rounds, dtype):
-    """Every round takes its buffers before the round before gives its own back; the most bytes in use at once."""
+    """Every round takes its buffers before the round before gives its own back; the most bytes in
+    use at once.
+    """
     before, most = [], 0
     for number, sizes in enumerate([*rounds, []]):
         taken = [buffers.take(numel, dtype).fill_(number) for numel in sizes]

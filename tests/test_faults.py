@@ -1,4 +1,6 @@
-"""Faults, injected: the others stop and name the rank, and a restart goes on with the very same curve."""
+"""Faults, injected: the others stop and name the rank, and a restart goes on with the very same
+curve.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,29 @@ import time
 from pathlib import Path
 
 import datasets
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import adamw, ds_config, small_profile, start_hydra
-from faults import append_json, kill_in, mark_fault, read_json_lines, run_until_end
+from faults import (
+    LATER_PHASES,
+    START_PHASES,
+    append_json,
+    end_at_start,
+    kill_in,
+    mark_fault,
+    read_json_lines,
+    run_until_end,
+)
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 from test_engine_training import batches
 
 import ds_hydra
-from ds_hydra.engine import process_end
+from ds_hydra.engine.checkpointing.files import _lock_folder
+from ds_hydra.engine.ranks import process_end
 from ds_hydra.errors import CheckpointError, HydraDataError, PlanMismatchError
 
 NUM_ITERATIONS = 10
@@ -34,7 +47,9 @@ def data_of(iteration):
 
 
 def train_to_the_end(folder, where=None, victim=None, at=None):
-    """Resume, train the ten iterations, save after every second one; the victim dies at iteration `at`."""
+    """Resume, train the ten iterations, save after every second one; the victim dies at iteration
+    `at`.
+    """
     begin = time.monotonic()
     engine = start_hydra(tiny("llama_tied", num_hidden_layers=3), hydra={"faults": {"grace_s": 2}})
     engine.load_checkpoint(f"{folder}/checkpoints")
@@ -61,11 +76,16 @@ KILLS = (
 """Where, which rank, in which iteration."""
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
 def test_a_killed_rank_is_named_and_restarts_give_the_same_curve(tmp_path):
     whole = tmp_path / "whole"
-    assert [rank.exit_code for rank in run_until_end(train_to_the_end, 3, whole, str(whole))] == [0, 0, 0]
+    assert [rank.exit_code for rank in run_until_end(train_to_the_end, 3, whole, str(whole))] == [
+        0,
+        0,
+        0,
+    ]
     wanted = dict(read_json_lines(whole / "losses"))
     parts = tmp_path / "parts"
     for where, victim, at in KILLS:
@@ -74,7 +94,11 @@ def test_a_killed_rank_is_named_and_restarts_give_the_same_curve(tmp_path):
         for rank in {0, 1, 2} - {victim}:
             assert ended[rank].exit_code not in (0, -signal.SIGKILL), (where, rank)
             assert f"rank {victim} is gone: its process ended" in ended[rank].stderr, (where, rank)
-    assert [rank.exit_code for rank in run_until_end(train_to_the_end, 3, parts, str(parts))] == [0, 0, 0]
+    assert [rank.exit_code for rank in run_until_end(train_to_the_end, 3, parts, str(parts))] == [
+        0,
+        0,
+        0,
+    ]
     seen = read_json_lines(parts / "losses")
     assert all(wanted[iteration] == loss for iteration, loss in seen)
     assert {iteration for iteration, _ in seen} == set(range(NUM_ITERATIONS))
@@ -98,13 +122,15 @@ def one_rank_fails(folder, how):
             def fail(*_, **__):
                 raise MemoryError("no room left, on purpose")
 
-            engine.hydra.skeleton.forward_stage = fail
+            engine.hydra.stage_model.forward_stage = fail
     try:
         engine.train_batch(data_of(1), strategy=STRATEGIES[0])
     except MemoryError:
-        time.sleep(3600)  # a script that catches the error: the process stays, its connections stay open
+        # A script that catches the error: the process stays, its connections stay open
+        time.sleep(3600)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("how", ["stopped", "failed", "ctrl-c"])
@@ -141,6 +167,50 @@ def start_with_data(folder, *, hydra=None, model=None, rows=None, **sections):
     return engine
 
 
+def whole_life(folder, where=None, victim=None, number=signal.SIGKILL):
+    """All that an engine does from its start to its end; the victim ends, or stops, at `where`."""
+    is_victim = dist.get_rank() == victim
+    if is_victim and where in START_PHASES:
+        end_at_start(where, folder, number)
+    rows = [{"input_ids": e["input_ids"].tolist()} for b in batches(2) for e in b]
+    engine = start_hydra(
+        tiny("llama_tied"),
+        hydra={
+            "context_length": 32,
+            "tokens_per_iteration": 100,
+            "profiling": {"repeats": 1, "warmup": 0},
+            "faults": {"silence_s": 6, "grace_s": 2},
+        },
+        training_data=datasets.Dataset.from_list(rows),
+        zero_optimization={
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+    )
+    if is_victim and where in LATER_PHASES:
+        kill_in(engine, where, folder, number)
+    engine.train_batch()
+    engine.eval_batch(data_of(0))
+    engine.save_checkpoint(f"{folder}/checkpoints")
+    engine.load_checkpoint(f"{folder}/checkpoints")
+    engine.save_16bit_model(f"{folder}/weights")
+    engine.train_batch()
+    engine.destroy()
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [("join", signal.SIGKILL), ("profile", signal.SIGSTOP), ("save 16 bit", signal.SIGKILL)],
+)
+def test_a_rank_lost_outside_an_iteration_is_named(tmp_path, where, number):
+    other, _ = run_until_end(whole_life, 2, tmp_path, str(tmp_path), where, 1, number, victim=1)
+    assert other.exit_code in (1, 75), other.stderr
+    assert "rank 1 is silent" in other.stderr or "rank 1 is gone" in other.stderr
+
+
 def raised_by(action):
     try:
         action()
@@ -159,6 +229,8 @@ def faults_that_ranks_survive(folder):
     rank = dist.get_rank()
     own = {"run_dir": f"{folder}/run", "save_plans": False, "faults": {"silence_s": 10}}
     engine = start_with_data(folder, hydra=own)
+    buffers = Path("/dev/shm").glob(f"deepspeed_*_{os.environ['MASTER_PORT']}_*")
+    outcome["shared memory"] = deepspeed.comm.comm.cdb.shm_comm_op, list(buffers)
     outcome["waits at exit"] = process_end.let_collectives_end_at_exit.cache_info().currsize
     engine.train_batch()
 
@@ -175,7 +247,12 @@ def faults_that_ranks_survive(folder):
     engine.train_batch()
     engine.hydra.train = train
     same = all(torch.equal(a, b) for a, b in zip(before, weights_of(engine), strict=True))
-    outcome["nan"] = (same, engine.skipped_steps, engine.global_steps, engine.last_metrics.skipped_steps)
+    outcome["nan"] = (
+        same,
+        engine.skipped_steps,
+        engine.global_steps,
+        engine.last_metrics.skipped_steps,
+    )
 
     # The user's data raise on the ranks that read them.
     data = engine.hydra._data
@@ -231,6 +308,29 @@ def faults_that_ranks_survive(folder):
     dist.barrier()  # both have looked before the next one begins
     engine.save_checkpoint(f"{folder}/checkpoints", tag="better")
 
+    # Arguments that name no checkpoint, on one rank or all; another job that saves there.
+    checkpoints = f"{folder}/checkpoints"
+
+    def try_to_save(tag="new", save_dir=checkpoints):
+        return raised_by(lambda: engine.save_checkpoint(save_dir, tag=tag))
+
+    outcome["arguments"] = [
+        try_to_save("latest"),
+        try_to_save("a b" if rank == 1 else "new"),
+        try_to_save(f"on_rank_{rank}"),
+        try_to_save(save_dir=f"{checkpoints}/{rank}"),
+        try_to_save(save_dir=""),
+        try_to_save(save_dir=None),
+        raised_by(lambda: engine.load_checkpoint("")),
+    ]
+    dist.barrier()
+    lock = _lock_folder(Path(checkpoints)) if rank == 1 else None
+    dist.barrier()
+    outcome["arguments"].append(try_to_save())
+    if lock is not None:
+        os.close(lock)
+    outcome["untouched"] = sorted(p.name for p in Path(checkpoints).iterdir())
+
     # The whole job is suspended for longer than a silence, and continued.
     pids = [torch.empty(1, dtype=torch.int64) for _ in range(2)]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
@@ -248,10 +348,12 @@ def faults_that_ranks_survive(folder):
     return outcome
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_faults_that_leave_all_ranks_able_to_train(tmp_path):
     results = run_distributed(faults_that_ranks_survive, 2, str(tmp_path))
     for outcome in results:
+        assert outcome["shared memory"] == (None, [])
         assert outcome["waits at exit"] == 1
         assert outcome["nan"] == (True, 1, 2, 1)
         row, (kind, text) = outcome["data"]
@@ -265,6 +367,20 @@ def test_faults_that_leave_all_ranks_able_to_train(tmp_path):
         assert "No space left on device" in text
         assert outcome["left"] == ["good", "latest", "zero_to_fp32.py", "zero_to_torch.py"]
         assert outcome["latest"] == "good"
+        told = [
+            "tag is 'latest'",
+            "tag is 'a b'",
+            "and tag 'on_rank_1' on rank 1, and",
+            "checkpoints/1' and tag 'new' on rank 1, and",
+            "save_dir is ''",
+            "save_dir is None",
+            "load_dir is ''",
+            "another job is saving",
+        ]
+        for (kind, text), words in zip(outcome["arguments"], told, strict=True):
+            assert kind is CheckpointError
+            assert words in text
+        assert outcome["untouched"] == sorted([*outcome["left"], "better"])
         assert outcome["goes on"] > 0
 
 
@@ -281,10 +397,15 @@ def stop_on_sigterm(folder):
             append_json(f"{folder}/losses", [engine.global_steps, loss])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_sigterm_of_one_rank_saves_after_the_iteration_and_all_end_cleanly(tmp_path):
-    assert [rank.exit_code for rank in run_until_end(stop_on_sigterm, 2, tmp_path, str(tmp_path))] == [0, 0]
+    assert [
+        rank.exit_code for rank in run_until_end(stop_on_sigterm, 2, tmp_path, str(tmp_path))
+    ] == [0, 0]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step2"
     assert len(read_json_lines(tmp_path / "losses")) == 1
-    assert [rank.exit_code for rank in run_until_end(stop_on_sigterm, 2, tmp_path, str(tmp_path))] == [0, 0]
+    assert [
+        rank.exit_code for rank in run_until_end(stop_on_sigterm, 2, tmp_path, str(tmp_path))
+    ] == [0, 0]
     assert [step for step, _ in read_json_lines(tmp_path / "losses")] == [1, 3, 4, 5]

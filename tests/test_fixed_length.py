@@ -30,7 +30,9 @@ def test_first_fit_takes_the_first_row_with_room():
 
 
 def test_differencing_by_hand():
-    """8 7 6 5 4 in two groups: 8-7=1, 6-5=1, 4-1=3, 3-1=2: the sums differ by 2, the best division by 0."""
+    """8 7 6 5 4 in two groups: 8-7=1, 6-5=1, 4-1=3, 3-1=2: the sums differ by 2, the best division
+    by 0.
+    """
     assert kk_sums([8, 7, 6, 5, 4], 2) == [14, 16]
     assert kk_sums([5, 5, 4, 4, 3, 3], 3) == [8, 8, 8]
     assert kk_sums([3, 1], 1) == [4]
@@ -40,7 +42,10 @@ def test_differencing_by_hand():
 def test_rows_are_dealt_out_in_turn():
     lengths = np.array([9, 8, 7, 6, 5])
     pipelines = pack_fixed_length(lengths, 10, 2)
-    assert [[lengths[row].tolist() for row in rows] for rows in pipelines] == [[[9], [7], [5]], [[8], [6]]]
+    assert [[lengths[row].tolist() for row in rows] for rows in pipelines] == [
+        [[9], [7], [5]],
+        [[8], [6]],
+    ]
 
 
 lengths_strategy = st.lists(st.integers(1, 50), min_size=0, max_size=40).map(
@@ -66,7 +71,9 @@ def test_every_sequence_once_and_no_row_too_long(lengths, num_pipelines, row_tok
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9), st.integers(1, 3))
 def test_differencing_is_near_the_best_division(weights, num_groups):
-    """Largest sum within 4/3 of the optimum (largest differencing keeps the bound of longest-first)."""
+    """Largest sum within 4/3 of the optimum (largest differencing keeps the bound of
+    longest-first).
+    """
     best = min(
         max(np.bincount(choice, weights=weights, minlength=num_groups))
         for choice in itertools.product(range(num_groups), repeat=len(weights))

@@ -1,4 +1,6 @@
-"""fp16: the loss scale is DeepSpeed's own. Overflow changes no weight, is counted, and halves the scale."""
+"""fp16: the loss scale is DeepSpeed's own. Overflow changes no weight, is counted, and halves the
+scale.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from models import tiny
 from test_engine_training import batches
 
 FP16 = {"enabled": True, "initial_scale_power": 30, "loss_scale_window": 2, "hysteresis": 1}
-"""Starts where every gradient overflows, doubles after two good iterations, halves at every bad one."""
+"""Starts where every gradient overflows, doubles after two good iterations, halves at every bad
+one.
+"""
 
 STRATEGIES = ("1x<1,2>", "2x<1,1>", "1x<2,1>")
 
@@ -33,7 +37,9 @@ def is_same(before, after):
 
 
 def train_in_fp16(folder):
-    """Overflows, good iterations, an Inf on one rank and a resume, beside stock DeepSpeed on the same data."""
+    """Overflows, good iterations, an Inf on one rank and a resume, beside stock DeepSpeed on the
+    same data.
+    """
     outcome = {}
     accelerator = get_accelerator()
     accelerator.is_fp16_supported = lambda: False
@@ -41,7 +47,8 @@ def train_in_fp16(folder):
         start_hydra(tiny("llama_tied"), fp16=FP16)
     except ValueError as error:
         outcome["refused"] = str(error)
-    # DeepSpeed asks whether the CPU computes in fp16 by itself; where it does not, torch emulates it.
+    # DeepSpeed asks whether the CPU computes in fp16 by itself; where it does not, torch emulates
+    # it.
     accelerator.is_fp16_supported = lambda: True
 
     data = batches(12)
@@ -66,7 +73,11 @@ def train_in_fp16(folder):
     outcome["changed by good ones"] = not is_same(before, weights_of(engine))
     outcome["norms"] = float(stock.get_global_grad_norm()), float(engine.get_global_grad_norm())
 
-    before, train, scale = weights_of(engine), engine.hydra.train, float(engine.optimizer.loss_scale)
+    before, train, scale = (
+        weights_of(engine),
+        engine.hydra.train,
+        float(engine.optimizer.loss_scale),
+    )
 
     def poisoned(iteration, grads_P, loss_scale):
         result = train(iteration, grads_P, loss_scale)
@@ -84,7 +95,10 @@ def train_in_fp16(folder):
     resumed.load_checkpoint(folder)
     outcome["resumed"] = state_of(resumed), state_of(engine)
     outcome["continued"] = [
-        [(float(e.train_batch(batch, strategy=s)), state_of(e)) for batch, s in zip(data[9:], STRATEGIES)]
+        [
+            (float(e.train_batch(batch, strategy=s)), state_of(e))
+            for batch, s in zip(data[9:], STRATEGIES)
+        ]
         for e in (engine, resumed)
     ]
     return outcome

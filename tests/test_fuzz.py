@@ -7,17 +7,17 @@ import random
 import subprocess
 
 import pytest
-from fuzzing import check, fuzz_with_coverage, inputs_like, mutate, targets
+from fuzzing import check, fuzz_run_folders, fuzz_with_coverage, inputs_like, mutate, targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.candidates import load_strategies
-from ds_hydra.strategy.profile import Profile
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.candidates import load_strategies
 
 NAMES = (
     "configuration", "profile", "profile with parts", "histogram", "strategies", "strategy", "strategy with parts",
-    "plan", "plan array", "plan with parts", "plan array with parts", "manifest",
+    "plan", "plan with parts", "manifest",
 )  # fmt: skip
 
 
@@ -25,13 +25,14 @@ def test_all_targets_are_run(tmp_path):
     assert tuple(targets(tmp_path)) == NAMES
 
 
+@pytest.mark.parametrize("num_inputs", [150, pytest.param(1500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
-def test_mutated_input_is_read_or_refused(tmp_path, name):
+def test_mutated_input_is_read_or_refused(tmp_path, name, num_inputs):
     reader, seed = targets(tmp_path)[name]
     if name != "manifest":  # whose file does not exist
         assert check(reader, seed) == "accepted"
     generator = random.Random(1)
-    outcomes = [check(reader, mutate(seed, generator)) for _ in range(1500)]
+    outcomes = [check(reader, mutate(seed, generator)) for _ in range(num_inputs)]
     assert set(outcomes) <= {"accepted", "refused"}
     assert "refused" in outcomes
 
@@ -44,12 +45,19 @@ def test_any_value_in_any_place_is_read_or_refused(tmp_path_factory, data):
     check(reader, data.draw(inputs_like(valid)))
 
 
-@pytest.mark.parametrize("name", ["profile", "plan array"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["profile", "plan"])
 def test_coverage_guided_input_is_read_or_refused(tmp_path, name):
     pytest.importorskip("atheris", reason="no wheel for this platform")
     assert fuzz_with_coverage(name, 4000, tmp_path)["inputs"] == 4000
 
 
+def test_damaged_run_folders_are_read_or_refused(tmp_path):
+    counts = fuzz_run_folders(tmp_path, 60)
+    assert counts["accepted"] > counts["refused"]
+
+
+@pytest.mark.slow
 def test_a_reader_that_crashes_is_found(tmp_path):
     """A comparison deep inside is found by its coverage; the input that does it is kept."""
     pytest.importorskip("atheris", reason="no wheel for this platform")
@@ -60,7 +68,8 @@ def test_a_reader_that_crashes_is_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[" * 200_000, b"\xff\xfe", b"1" * 5000, b'{"a": 1', b"null", b"\x80\x04K\x01."]
+    "content",
+    [b"", b"[" * 200_000, b"\xff\xfe", b"1" * 5000, b'{"a": 1', b"null", b"\x80\x04K\x01."],
 )
 def test_files_that_are_not_json_objects_are_refused_by_name(tmp_path, content):
     path = tmp_path / "file.json"

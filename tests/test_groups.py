@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from ds_hydra.engine.groups import NCCL_GROUP_BYTES, NCCL_PAIR_BYTES, describe_groups, groups_of
+from ds_hydra.engine.parallel.groups import (
+    NCCL_GROUP_BYTES,
+    NCCL_PAIR_BYTES,
+    describe_groups,
+    groups_of,
+)
 from ds_hydra.sampler.propose import count_communicators
 from ds_hydra.strategy import Strategy
 
 EVERYONE = (0, 1, 2, 3)
-KEYS = [("pull", EVERYONE), ("push", EVERYONE), *sorted(groups_of(Strategy.parse("1x<2,1> + 1x<1,2>")))]
+KEYS = [
+    ("pull", EVERYONE),
+    ("push", EVERYONE),
+    *sorted(groups_of(Strategy.parse("1x<2,1> + 1x<1,2>"))),
+]
 
 
 def test_groups_are_counted_by_purpose_and_for_the_rank_that_asks():
     text = describe_groups(KEYS, rank=1, backend="gloo")
-    assert text == "5 process groups (1 pull, 1 push, 1 pp_down, 1 pp_up, 1 tp), 3 of them on rank 1"
+    assert (
+        text == "5 process groups (1 pull, 1 push, 1 pp_down, 1 pp_up, 1 tp), 3 of them on rank 1"
+    )
 
 
 def test_nccl_memory_is_that_of_the_ranks_own_groups():
@@ -30,5 +41,11 @@ def test_sp_groups_are_the_ranks_with_the_same_slices():
     strategy = Strategy.parse("1x<sp2,2,2> + 1x<sp2,1> + 1x<1,1>")
     keys = groups_of(strategy)
     assert {ranks for purpose, ranks in keys if purpose == "tp"} == {(0, 1), (2, 3), (4, 5), (6, 7)}
-    assert {ranks for purpose, ranks in keys if purpose == "sp"} == {(0, 2), (1, 3), (4, 6), (5, 7), (8, 9)}
+    assert {ranks for purpose, ranks in keys if purpose == "sp"} == {
+        (0, 2),
+        (1, 3),
+        (4, 6),
+        (5, 7),
+        (8, 9),
+    }
     assert count_communicators([strategy]) == len(keys)

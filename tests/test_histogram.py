@@ -7,7 +7,7 @@ import pytest
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 
 def test_round_trip_and_totals():
@@ -20,7 +20,7 @@ def test_round_trip_and_totals():
 
 @pytest.mark.parametrize("name", ["github", "commoncrawl"])
 def test_shipped_histograms_state_their_own_totals(name):
-    from ds_hydra.strategy.profile import read_json_object
+    from ds_hydra.configs.files import read_json_object
 
     document = read_json_object(find_file("lengths", name))
     histogram = LengthHistogram.from_json(document)

@@ -1,4 +1,6 @@
-"""Freed blocks are kept: page faults are counted in a process of its own, because the setting is the process's."""
+"""Freed blocks are kept: page faults are counted in a process of its own, because the setting is
+the process's.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import ctypes, resource, torch
-from ds_hydra.engine.host_memory import keep_freed_memory
+from ds_hydra.engine.ranks.host_memory import keep_freed_memory
 
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a huge page has one fault instead of 512
 
@@ -25,8 +29,15 @@ print(faults_of_reuse(), keep_freed_memory(), faults_of_reuse(), resource.getpag
 
 
 def run_script(**environment):
-    """Faults before, whether it was done, faults after, pages of the 64 MiB that are taken nine times."""
-    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    """Faults before, whether it was done, faults after, pages of the 64 MiB that are taken nine
+    times.
+    """
+    names = (
+        "MALLOC_TRIM_THRESHOLD_",
+        "MALLOC_MMAP_MAX_",
+        "MALLOC_MMAP_THRESHOLD_",
+        "GLIBC_TUNABLES",
+    )
     clean = {key: value for key, value in os.environ.items() if key not in names}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
@@ -46,6 +57,7 @@ def test_memory_is_reused_without_page_faults():
     assert after < 2 * pages  # the heap may grow once more
 
 
+@pytest.mark.slow
 def test_the_users_choice_stays():
     before, was_done, after, pages = run_script(MALLOC_TRIM_THRESHOLD_="1000000")
     assert not was_done

@@ -1,10 +1,12 @@
-"""Candidates that the engine proposes from the lengths of its data, where there are too many to try all."""
+"""Candidates that the engine proposes from the lengths of its data, where there are too many to try
+all.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -12,76 +14,101 @@ import torch.distributed as dist
 from distributed import run_distributed
 from engines import adamw, ds_config, small_profile
 from models import tiny
+from typer.testing import CliRunner
 
 import ds_hydra
+from ds_hydra.cli import app
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine import runtime
-from ds_hydra.engine.groups import groups_of
-from ds_hydra.engine.runtime import HydraRuntime
+from ds_hydra.engine.checks.config_check import CheckRequest, check_config
+from ds_hydra.engine.parallel.groups import groups_of
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
+from ds_hydra.sampler import candidates
+from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.strategy import Profile
-from ds_hydra.strategy.histogram import LengthHistogram
-from ds_hydra.strategy.scheme import Scheme, parse_strategies
+from ds_hydra.strategy.cost_models.cluster import try_cluster
+from ds_hydra.strategy.proposal.candidates import load_strategies
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.scheme import Scheme, parse_strategies
 
 
-def refuse_pp_3(scheme):
-    if scheme.pp == 3:
-        raise HydraConfigError("PP 3 is above the layers")
-
-
-def stand_in(histogram, *, max_process_groups=256, num_groups=2):
-    """What proposing needs of an engine of 64 ranks, without the ranks."""
-    lengths = next(histogram.draw_batches(2_000_000, 1, 0))
-    engine = SimpleNamespace(
-        _data=SimpleNamespace(lengths=lengths),
-        _profile=None,
-        config=HydraConfig.parse(
-            {
-                "context_length": 32768,
-                "tokens_per_iteration": 100_000,
-                "max_process_groups": max_process_groups,
-            }
-        ),
-        num_ranks=64,
-        _num_first_groups=num_groups,
-        propagator=SimpleNamespace(groups=range(200)),  # others than at the start do not count
-        skeleton=SimpleNamespace(check_scheme=refuse_pp_3),
-        strategies=(),
-        _device=SimpleNamespace(type="cuda"),
+def settings_of(num_other_groups=2, **more):
+    config = HydraConfig.parse(
+        {"context_length": 32768, "tokens_per_iteration": 100_000, "max_process_groups": 256}
     )
-    engine._model_can_run = lambda scheme: HydraRuntime._model_can_run(engine, scheme)
-    engine._can_run = lambda scheme: HydraRuntime._can_run(engine, scheme)
-    return engine
+    return dataclasses.replace(
+        CandidateSettings.of(
+            config,
+            num_devices=64,
+            given=(),
+            can_run=lambda scheme: scheme.pp != 3,
+            cluster=None,
+            num_other_groups=num_other_groups,
+        ),
+        **more,
+    )
 
 
 def test_64_ranks_get_few_candidates_for_their_data_within_their_groups():
     histogram = LengthHistogram.load(find_file("lengths", "commoncrawl")).limit(32768)
     profile = Profile.load(find_file("profiles", "a800_llama2_32b"))
-    engine = stand_in(histogram)
-    longest = int(engine._data.lengths.max())
-    proposal = HydraRuntime._propose(engine, profile, longest)
-    assert HydraRuntime._propose(engine, profile, longest).strategies == proposal.strategies
-    assert 1 < len(proposal.strategies) <= 20
-    assert sum(kept.is_best_static for kept in proposal.kept) == 1
-    assert any(strategy.is_heterogeneous for strategy in proposal.strategies)
-    assert not any(scheme.pp == 3 for s in proposal.strategies for scheme in s.schemes)
-    few = stand_in(histogram, max_process_groups=72, num_groups=60)
-    bounded = HydraRuntime._propose(few, profile, longest)
+    found = decide_candidates(profile, histogram, settings_of())
+    assert decide_candidates(profile, histogram, settings_of()).strategies == found.strategies
+    assert [kept.strategy for kept in found.reasons] == list(found.strategies)
+    assert 1 < len(found.strategies) <= 20
+    assert sum(kept.is_best_static for kept in found.reasons) == 1
+    assert any(strategy.is_heterogeneous for strategy in found.strategies)
+    assert not any(scheme.pp == 3 for s in found.strategies for scheme in s.schemes)
+    bounded = decide_candidates(profile, histogram, settings_of(60, max_groups=72))
     assert len(set().union(*map(groups_of, bounded.strategies))) <= 12
-    assert len(bounded.strategies) < len(proposal.strategies)
+    assert len(bounded.strategies) < len(found.strategies)
     with pytest.raises(HydraConfigError, match=r"hydra\.max_process_groups"):
-        HydraRuntime._propose(stand_in(histogram, num_groups=256), profile, longest)
+        decide_candidates(profile, histogram, settings_of(256))
+
+
+def test_links_count_for_everyone_who_decides(tmp_path):
+    """`propose`, `check` and an engine of 32 ranks get the same candidates, and others without
+    links.
+    """
+    profile = Profile.load(find_file("profiles", "a800_llama2_32b"))
+    histogram = LengthHistogram.load(find_file("lengths", "github"))
+    hydra = {"context_length": 16384, "tokens_per_iteration": 50_000, "seed": 0}
+    settings = CandidateSettings.of(
+        HydraConfig.parse(hydra),
+        num_devices=32,
+        given=(),
+        can_run=lambda _: True,
+        cluster=try_cluster(profile, 32),
+        num_other_groups=2,
+    )
+    found = {str(s) for s in decide_candidates(profile, histogram, settings).strategies}
+    report = check_config(
+        CheckRequest(
+            config=ds_config(hydra={**hydra, "profile": "a800_llama2_32b"}),
+            num_devices=32,
+            histogram="github",
+        )
+    )
+    assert set(report.strategies) == found
+    out = tmp_path / "out.json"
+    options = {"profile": "a800_llama2_32b", "histogram": "github", "devices": 32}
+    options |= {"context": 16384, "tokens": 50_000, "out": out}
+    arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
+    assert CliRunner().invoke(app, ["propose", *arguments]).exit_code == 0
+    assert {str(s) for s in load_strategies(str(out))} == found
+    without = decide_candidates(profile, histogram, dataclasses.replace(settings, cluster=None))
+    assert {str(s) for s in without.strategies} != found
 
 
 def train_on_proposals(folder):
     """Four ranks that count as many: candidates follow the data."""
-    runtime.MAX_ENUMERATED_RANKS = 2
+    candidates.MAX_ENUMERATED_RANKS = 2
     folder = Path(folder)
     if dist.get_rank() == 0:
         document = small_profile(6_000_000, num_layers=4)
         document["schemes"][1]["linear_ms"] = 0.09
-        document["schemes"].append(document["schemes"][0] | {"tp": 8})  # a scheme beyond these ranks
+        # A scheme beyond these ranks
+        document["schemes"].append(document["schemes"][0] | {"tp": 8})
         (folder / "profile.json").write_text(json.dumps(document))
     dist.barrier()
 
@@ -134,6 +161,9 @@ def test_four_ranks_propose_once_and_agree(tmp_path):
     assert "the best static strategy" in described
     for result in results:
         for message in result[3]:
-            assert "no scheme holds a row of 128 tokens on 4 devices, the longest that fits has" in message
+            assert (
+                "no scheme holds a row of 128 tokens on 4 devices, the longest that fits has"
+                in message
+            )
             assert "activation checkpointing" in message
             assert "raise hydra.memory_limit_bytes" in message

@@ -24,13 +24,17 @@ def configuration_of(text):
 
 
 def assert_files_exist(text):
-    for path in re.findall(r"examples/[\w/]+\.(?:py|sh|sbatch|yaml)\b|examples/launch/hostfile\b", text):
+    for path in re.findall(
+        r"examples/[\w/]+\.(?:py|sh|sbatch|yaml)\b|examples/launch/hostfile\b", text
+    ):
         assert (ROOT / path).is_file(), path
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_shell_scripts_parse_and_name_files_that_exist(script):
-    result = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        ["bash", "-n", str(script)], capture_output=True, text=True, check=False
+    )
     assert (result.returncode, result.stderr) == (0, "")
     text = script.read_text()
     configuration_of(text)
@@ -43,7 +47,9 @@ def test_scripts_check_the_configuration_for_the_ranks_they_start():
         _, gpus = configuration_of(script.read_text())
         assert f"--devices {gpus}" in script.read_text()
     slurm = (LAUNCH / "slurm.sbatch").read_text()
-    nodes, per_node = (int(re.search(rf"--{key}[= ](\d+)", slurm)[1]) for key in ("nodes", "gpus-per-node"))
+    nodes, per_node = (
+        int(re.search(rf"--{key}[= ](\d+)", slurm)[1]) for key in ("nodes", "gpus-per-node")
+    )
     assert nodes * per_node == configuration_of(slurm)[1]
     assert f"--nproc-per-node {per_node}" in slurm
 
@@ -86,7 +92,9 @@ def test_kubernetes_jobs_parse_and_have_the_gpus_of_their_configuration(path):
 
 def test_mpi_starts_as_many_ranks_as_there_are_slots():
     job = yaml.safe_load((LAUNCH / "kubernetes_mpijob.yaml").read_text())
-    command = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["command"]
+    command = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0][
+        "command"
+    ]
     workers = job["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]
     assert int(command[command.index("-np") + 1]) == workers * job["spec"]["slotsPerWorker"]
 
@@ -100,7 +108,9 @@ def test_the_arguments_of_the_example_are_those_it_takes():
     for path in [*SCRIPTS, *JOBS]:
         after = path.read_text().split("examples/llama2_github/train.py")[1:]
         for text in after:
-            assert set(re.findall(r"(--[a-z_]+)[ =]", text.split("esac")[0].split("case")[0])) <= known | {
+            assert set(
+                re.findall(r"(--[a-z_]+)[ =]", text.split("esac")[0].split("case")[0])
+            ) <= known | {
                 "--devices",
                 "--model",
             }, path

@@ -1,4 +1,6 @@
-"""Pull and push on 4 gloo ranks: what arrives is what a slice of the full tensor holds, whatever the route."""
+"""Pull and push on 4 gloo ranks: what arrives is what a slice of the full tensor holds, whatever
+the route.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 from link_cases import decoder_specs, strategy_buckets
 
-from ds_hydra.engine.link_agreement import check_link_plans
+from ds_hydra.engine.transfer.link_agreement import check_link_plans
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import plan_link
@@ -26,7 +28,12 @@ STRATEGIES = (
     "1x<1,2> + 2x<1,1>",
     "1x<2,1>",
 )
-ROUTES = ({}, {"ranks_per_node": 2}, {"ranks_per_node": 3}, {"ranks_per_node": 2, "independent_rounds": True})
+ROUTES = (
+    {},
+    {"ranks_per_node": 2},
+    {"ranks_per_node": 3},
+    {"ranks_per_node": 2, "independent_rounds": True},
+)
 
 
 class Case:
@@ -35,10 +42,14 @@ class Case:
     def __init__(self, specs, text, dtype=torch.float32):
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.specs = specs
-        self.rank_buckets = strategy_buckets(specs, Strategy.parse(text), self.num_ranks, NUM_LAYERS)
+        self.rank_buckets = strategy_buckets(
+            specs, Strategy.parse(text), self.num_ranks, NUM_LAYERS
+        )
         generator = torch.Generator().manual_seed(0)
         self.full = [torch.randn(spec.numel, generator=generator).to(dtype) for spec in specs]
-        self.shards_P = [self.shard(full, spec) for full, spec in zip(self.full, specs, strict=True)]
+        self.shards_P = [
+            self.shard(full, spec) for full, spec in zip(self.full, specs, strict=True)
+        ]
         self.buckets = self.rank_buckets[self.rank]
 
     def shard(self, full, spec):
@@ -52,20 +63,29 @@ class Case:
 
     def empty_slices(self):
         dtype = self.shards_P[0].dtype
-        return [[torch.full((ref.region.numel,), torch.nan, dtype=dtype) for ref in b] for b in self.buckets]
+        return [
+            [torch.full((ref.region.numel,), torch.nan, dtype=dtype) for ref in b]
+            for b in self.buckets
+        ]
 
     def gradients(self, rank=None):
         """Known gradients of a rank's slices."""
         generator = torch.Generator().manual_seed(7 + (self.rank if rank is None else rank))
         buckets = self.rank_buckets[self.rank if rank is None else rank]
-        return [[torch.randn(ref.region.numel, generator=generator) for ref in bucket] for bucket in buckets]
+        return [
+            [torch.randn(ref.region.numel, generator=generator) for ref in bucket]
+            for bucket in buckets
+        ]
 
     def empty_shards(self):
         return [torch.zeros(spec.shard_numel(self.num_ranks)) for spec in self.specs]
 
     def expected_slices(self):
         return [
-            [crop(self.specs[ref.param], self.full[ref.param], ref.region).flatten() for ref in bucket]
+            [
+                crop(self.specs[ref.param], self.full[ref.param], ref.region).flatten()
+                for ref in bucket
+            ]
             for bucket in self.buckets
         ]
 
@@ -83,21 +103,25 @@ class Case:
 
 def crop(spec, full, region):
     matrix = full.view(spec.num_rows, spec.num_cols)
-    return matrix[region.row : region.row + region.num_rows, region.col : region.col + region.num_cols]
+    return matrix[
+        region.row : region.row + region.num_rows, region.col : region.col + region.num_cols
+    ]
 
 
 def links(dtype=torch.float32):
     everyone = list(range(dist.get_world_size()))
     groups = [dist.new_group(everyone) for _ in range(4)]
     cpu = torch.device("cpu")
-    return Link(groups[0], cpu, node_group=groups[1]), Link(groups[2], cpu, dtype, node_group=groups[3])
+    return Link(groups[0], cpu, node_group=groups[1]), Link(
+        groups[2], cpu, dtype, node_group=groups[3]
+    )
 
 
 def check_all_routes(hidden, single_numel, fused):
     """Every strategy by every route; blocks of `single_numel` elements and more travel alone."""
-    from ds_hydra.zero_link import exchange, plan
+    from ds_hydra.zero_link import exchange, messages
 
-    plan.SINGLE_NUMEL = exchange.SINGLE_NUMEL = single_numel
+    messages.SINGLE_NUMEL = exchange.SINGLE_NUMEL = single_numel
     pull_link, push_link = links()
     specs = decoder_specs(hidden, NUM_LAYERS, tied=hidden > 2, frozen=hidden > 2, fused=fused)
     for text in STRATEGIES:
@@ -105,7 +129,9 @@ def check_all_routes(hidden, single_numel, fused):
         for routes in ROUTES:
             slices = case.empty_slices()
             pull_link.pull(case.plan(**routes), case.shards_P, slices)
-            torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0, msg=f"{text} {routes}")
+            torch.testing.assert_close(
+                slices, case.expected_slices(), rtol=0, atol=0, msg=f"{text} {routes}"
+            )
             results = []
             for _ in range(2):
                 grads_P = case.empty_shards()
@@ -113,7 +139,9 @@ def check_all_routes(hidden, single_numel, fused):
                 results.append(grads_P)
             torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
             wanted = [total.float() for total in case.expected_sums()]
-            torch.testing.assert_close(results[0], wanted, rtol=1e-6, atol=1e-6, msg=f"{text} {routes}")
+            torch.testing.assert_close(
+                results[0], wanted, rtol=1e-6, atol=1e-6, msg=f"{text} {routes}"
+            )
     return True
 
 

@@ -35,7 +35,9 @@ def test_blocks_of_all_shards_cover_a_slice_exactly_once(cases, num_ranks):
     blocks = table.mutual_blocks(Regions.of(asked), owners)
     covered = [np.zeros((specs[p].num_rows, specs[p].num_cols), dtype=int) for p, _ in asked]
     counts = np.zeros((len(asked), num_ranks), dtype=int)
-    for item, start, rows, cols in zip(blocks.item, blocks.start, blocks.rows, blocks.cols, strict=True):
+    for item, start, rows, cols in zip(
+        blocks.item, blocks.start, blocks.rows, blocks.cols, strict=True
+    ):
         owner, ask = divmod(int(item), len(asked))
         spec = specs[asked[ask][0]]
         flat = start + np.arange(rows)[:, None] * spec.num_cols + np.arange(cols)
@@ -45,7 +47,9 @@ def test_blocks_of_all_shards_cover_a_slice_exactly_once(cases, num_ranks):
         counts[ask, owner] += flat.size
     for (param, region), got, count in zip(asked, covered, counts, strict=True):
         wanted = np.zeros_like(got)
-        wanted[region.row : region.row + region.num_rows, region.col : region.col + region.num_cols] = 1
+        wanted[
+            region.row : region.row + region.num_rows, region.col : region.col + region.num_cols
+        ] = 1
         np.testing.assert_array_equal(got, wanted)
         np.testing.assert_array_equal(count, RankCounts(specs, num_ranks).total([(param, region)]))
     assert (np.diff(blocks.item) >= 0).all()
@@ -64,7 +68,12 @@ def test_colwise_slices_partition_the_rows(rows, tp_size):
 def test_fewer_key_value_heads_than_ranks_share_whole_heads():
     spec = ParamSpec(fqn="k", shape=(2 * 8, 5), slicing=Slicing.COLWISE, num_blocks=2)
     regions = [spec.slice_region(4, t) for t in range(4)]
-    assert regions == [Region(0, 8, 0, 5), Region(0, 8, 0, 5), Region(8, 8, 0, 5), Region(8, 8, 0, 5)]
+    assert regions == [
+        Region(0, 8, 0, 5),
+        Region(0, 8, 0, 5),
+        Region(8, 8, 0, 5),
+        Region(8, 8, 0, 5),
+    ]
 
 
 def test_degree_that_cuts_a_head_is_refused_with_the_degrees_that_work():

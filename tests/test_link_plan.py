@@ -1,4 +1,6 @@
-"""Link plans of all ranks fit together: every element has one source, comes back, and crosses few wires."""
+"""Link plans of all ranks fit together: every element has one source, comes back, and crosses few
+wires.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from hypothesis import strategies as st
 from link_cases import World, decoder_specs, random_link, strategy_buckets
 
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.alpha_beta import ClusterLinks
+from ds_hydra.strategy.cost_models.alpha_beta import ClusterLinks
 from ds_hydra.zero_link import ParamSpec, Region, SliceRef, Slicing, plan_link
-from ds_hydra.zero_link.plan import cut_cells
+from ds_hydra.zero_link.node_aware import cut_cells
 from ds_hydra.zero_link.traffic import LinkAccounts, exchange_s
 
 
@@ -33,7 +35,9 @@ def fill_shards(world):
 
 def crop(spec, full, region):
     matrix = full.reshape(spec.num_rows, spec.num_cols)
-    return matrix[region.row : region.row + region.num_rows, region.col : region.col + region.num_cols]
+    return matrix[
+        region.row : region.row + region.num_rows, region.col : region.col + region.num_cols
+    ]
 
 
 def least_elements_across_nodes(specs, rank_buckets, ranks_per_node, gradients):
@@ -79,11 +83,15 @@ def test_a_pull_gives_every_rank_its_slices(link, routes):
         for bucket, got in zip(buckets, world.slices[rank], strict=True):
             for ref, slice_ in zip(bucket, got, strict=True):
                 full = np.arange(specs[ref.param].numel, dtype=float) + 1000 * ref.param
-                np.testing.assert_array_equal(slice_, crop(specs[ref.param], full, ref.region).ravel())
+                np.testing.assert_array_equal(
+                    slice_, crop(specs[ref.param], full, ref.region).ravel()
+                )
     assert sum(sum(p.sent_elements.values()) for p in plans) == crossed
     assert sum(sum(p.received_elements.values()) for p in plans) == crossed
     if routes["ranks_per_node"] is None:
-        wanted = sum(ref.region.numel for buckets in rank_buckets for bucket in buckets for ref in bucket)
+        wanted = sum(
+            ref.region.numel for buckets in rank_buckets for bucket in buckets for ref in bucket
+        )
         assert crossed + sum(p.local_elements for p in plans) == wanted
 
 
@@ -140,23 +148,24 @@ def link_of(text, num_ranks, **options):
 
 
 def test_a_layer_needed_in_different_rounds_crosses_once_unless_rounds_are_independent():
-    # The node of ranks 2 and 3 needs layers 2 and 3 in rounds 0 and 1 (second stage) and in rounds 3 and 4.
+    # The node of ranks 2 and 3 needs layers 2 and 3 in rounds 0 and 1 (second stage) and in rounds
+    # 3 and 4.
     specs, rank_buckets = link_of("1x<1,2> + 2x<1,1>", 4)
     rank_buckets = [rank_buckets[r] for r in (0, 2, 1, 3)]
     least = least_elements_across_nodes(specs, rank_buckets, 2, False)
     assert elements_across_nodes(plans_of(specs, rank_buckets, ranks_per_node=2), 2) == least
     independent = plans_of(specs, rank_buckets, ranks_per_node=2, independent_rounds=True)
     assert elements_across_nodes(independent, 2) > least
-    assert all(r.staged_until == i for p in independent for i, r in enumerate(p.rounds))
+    assert all(r.relayed_until == i for p in independent for i, r in enumerate(p.rounds))
 
 
 def test_staging_ranks_of_a_node_share_the_work():
     specs, rank_buckets = link_of("8x<1,1>", 8)
     plans = plans_of(specs, rank_buckets, ranks_per_node=4)
-    staged = [plan.staged_elements for plan in plans]
+    relayed = [plan.relayed_elements for plan in plans]
     total = sum(spec.numel for spec in specs)
-    assert all(staged)
-    assert max(staged) <= total / 4  # at most what one of four others owns, round by round
+    assert all(relayed)
+    assert max(relayed) <= total / 4  # at most what one of four others owns, round by round
 
 
 def test_equal_blocks_are_packed_once_for_all_their_readers():
@@ -183,7 +192,9 @@ def test_equal_inputs_give_equal_digests_on_all_ranks_and_any_difference_another
         plan_link(specs, rank_buckets, 0, ranks_per_node=2).digest,
         plan_link(specs, rank_buckets, 0, ranks_per_node=2, independent_rounds=True).digest,
     }
-    assert plan_link(specs, rank_buckets, 0, ranks_per_node=4).digest == digest, "one node is direct"
+    assert plan_link(specs, rank_buckets, 0, ranks_per_node=4).digest == digest, (
+        "one node is direct"
+    )
 
 
 @given(random_link(), ROUTES)
@@ -219,7 +230,11 @@ def test_pushed_elements_leave_out_replicas_with_complete_gradients():
         ParamSpec(fqn="frozen", shape=(8,), requires_grad=False),
     ]
     buckets = tuple(
-        (tuple(SliceRef(p, s.slice_region(2, t), s.pushes_gradient(t)) for p, s in enumerate(specs)),)
+        (
+            tuple(
+                SliceRef(p, s.slice_region(2, t), s.pushes_gradient(t)) for p, s in enumerate(specs)
+            ),
+        )
         for t in range(2)
     )
     plans = plans_of(specs, buckets, gradients=True)
@@ -229,7 +244,9 @@ def test_pushed_elements_leave_out_replicas_with_complete_gradients():
 
 @given(
     st.sets(
-        st.builds(Region, st.integers(0, 4), st.integers(1, 4), st.integers(0, 3), st.integers(1, 3)),
+        st.builds(
+            Region, st.integers(0, 4), st.integers(1, 4), st.integers(0, 3), st.integers(1, 3)
+        ),
         min_size=1,
         max_size=4,
     )
@@ -250,7 +267,9 @@ def test_cells_cover_their_regions_once_and_cross_no_edge(regions):
 
 
 def crop_of(matrix, region):
-    return matrix[region.row : region.row + region.num_rows, region.col : region.col + region.num_cols]
+    return matrix[
+        region.row : region.row + region.num_rows, region.col : region.col + region.num_cols
+    ]
 
 
 def test_a_plan_prints_as_a_table():
@@ -284,11 +303,15 @@ def test_groups_that_need_the_same_are_found():
     assert found("1x<2,1> + 2x<1,1>") == [("broadcast", (2, 3), 5), (*everyone, 1)]
     assert found("2x<2,1>") == [("broadcast", (0, 2), 5), ("broadcast", (1, 3), 5), (*everyone, 1)]
     assert found("1x<1,4>") == []
-    assert found("3x<1,1>") == [("broadcast", (0, 1, 2), 6)], "an idle rank owns shards and needs nothing"
+    assert found("3x<1,1>") == [("broadcast", (0, 1, 2), 6)], (
+        "an idle rank owns shards and needs nothing"
+    )
 
 
 def test_an_exchange_lasts_as_long_as_its_busiest_device():
-    links = ClusterLinks(latency_s=np.full((3, 3), 1.0), bytes_per_s=np.full((3, 3), 10.0), flops=np.ones(3))
+    links = ClusterLinks(
+        latency_s=np.full((3, 3), 1.0), bytes_per_s=np.full((3, 3), 10.0), flops=np.ones(3)
+    )
     assert exchange_s(links, np.zeros((3, 3), dtype=np.int64)) == 0
     assert exchange_s(links, np.array([[0, 20, 30], [0, 0, 0], [0, 0, 0]])) == (1 + 2) + (1 + 3)
     assert exchange_s(links, np.array([[0, 20, 0], [0, 0, 0], [0, 40, 0]])) == (1 + 2) + (1 + 4)

@@ -1,4 +1,6 @@
-"""Pull and push in the choice of a strategy: what they add, that the choice follows them, where they come from."""
+"""Pull and push in the choice of a strategy: what they add, that the choice follows them, where
+they come from.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,16 @@ from test_planner import MAX_LEN, PROFILE, STRATEGIES
 
 from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.planning import find_link_times, planner_settings
+from ds_hydra.engine.planning import planner_settings
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration, plan_with_time
 from ds_hydra.sampler.propose import PruningSettings, propose_strategies
 from ds_hydra.sampler.schedule import linked_ms
 from ds_hydra.simulator.events import simulate_iteration, simulate_plan
-from ds_hydra.strategy.histogram import LengthHistogram
-from ds_hydra.strategy.link_times import LinkTimes
-from ds_hydra.strategy.profile import Profile
-from ds_hydra.strategy.scheme import Scheme, Strategy, parse_strategies
+from ds_hydra.strategy.cost_models.cluster import try_cluster
+from ds_hydra.strategy.profiles.link_times import LinkTimes
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
 rows_ms = st.lists(st.floats(0.1, 50), min_size=1, max_size=8)
 times_ms = st.floats(0, 60)
@@ -73,11 +76,15 @@ links = st.lists(
 @settings(max_examples=40, deadline=None)
 @given(batches, links, st.booleans())
 def test_the_strategy_whose_iteration_is_shortest_wins(lengths, times, overlap):
-    """Without kicks every strategy is planned alone as among others, so the choice can be checked one by one."""
+    """Without perturbations every strategy is planned alone as among others, so the choice can be
+    checked one by one.
+    """
     table = dict(zip(STRATEGIES, times, strict=True))
-    planner = with_links(table, num_kicks=0, overlaps_links=overlap)
+    planner = with_links(table, num_perturbations=0, overlaps_links=overlap)
     plan, time_ms = run(lengths, STRATEGIES, planner)
-    holding = [s for s in STRATEGIES if max(lengths) <= max(MAX_LEN[scheme] for scheme in s.schemes)]
+    holding = [
+        s for s in STRATEGIES if max(lengths) <= max(MAX_LEN[scheme] for scheme in s.schemes)
+    ]
     alone = {s: run(lengths, [s], planner)[1] for s in holding}
     assert time_ms == pytest.approx(min(alone.values()))
     simulation = simulate_plan(plan, LAYERED, links=table[plan.strategy], overlap=overlap)
@@ -92,10 +99,15 @@ def test_a_strategy_that_is_a_little_faster_loses_for_a_long_pull():
         key=lambda s: run(lengths, [s], with_links({}))[0].makespan_ms,
     )
     assert run(lengths, [slow, fast], with_links({}))[0].strategy == fast
-    heavy = {fast: LinkTimes(pull_ms=500.0, push_ms=500.0), slow: LinkTimes(pull_ms=1.0, push_ms=1.0)}
+    heavy = {
+        fast: LinkTimes(pull_ms=500.0, push_ms=500.0),
+        slow: LinkTimes(pull_ms=1.0, push_ms=1.0),
+    }
     plan, _ = run(lengths, [slow, fast], with_links(heavy))
     assert plan.strategy == slow
-    assert plan == run(lengths, [slow], with_links({}))[0], "links choose, and change nothing of the plan"
+    assert plan == run(lengths, [slow], with_links({}))[0], (
+        "links choose, and change nothing of the plan"
+    )
 
 
 def test_rows_of_one_stage_end_with_the_longest_and_begin_with_the_second():
@@ -119,7 +131,9 @@ def test_settings_travel_to_the_planning_processes():
 
 
 def test_the_proposal_counts_links():
-    """With a pull that takes long on <1,1> alone, no candidate has <1,1> for which there is another choice."""
+    """With a pull that takes long on <1,1> alone, no candidate has <1,1> for which there is another
+    choice.
+    """
     profile = make_profile({"<1,1>": (1e-4, 1.0, 1.0), "<2,1>": (6e-5, 0.51, 1.0)}, max_len=400)
 
     def propose(links_of):
@@ -145,7 +159,9 @@ CANDIDATES = parse_strategies(["4x<16,1>", "1x<16,1> + 6x<8,1>", "8x<4,2>"])
 
 
 def settings_of(profile, strategies=CANDIDATES, **link):
-    config = HydraConfig.parse({"context_length": 32768, "tokens_per_iteration": 200_000, "link": link})
+    config = HydraConfig.parse(
+        {"context_length": 32768, "tokens_per_iteration": 200_000, "link": link}
+    )
     return planner_settings(config, profile, strategies, 64)
 
 
@@ -167,7 +183,6 @@ def test_links_of_unknown_hardware_count_nothing(caplog):
     assert settings_of(PROFILE).link_times == {}
     model = {k: v for k, v in A800.document["model"].items() if k != "intermediate_size"}
     bare = dataclasses.replace(A800, document={**A800.document, "model": model})
-    config = HydraConfig.parse({"context_length": 32768, "tokens_per_iteration": 200_000})
     with caplog.at_level("INFO"):
-        assert find_link_times(config, bare, 64) is None
+        assert try_cluster(bare, 64) is None
     assert "model.intermediate_size is missing" in caplog.text

@@ -1,18 +1,28 @@
-"""LoRA adapters of peft: gradients equal one process, only adapters train, what cannot run is refused by name."""
+"""LoRA adapters of peft: gradients equal one process, only adapters train, what cannot run is
+refused by name.
+"""
 
 from __future__ import annotations
 
 import copy
+import re
+import types
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
 from models import VOCAB_SIZE, tiny
-from single_process import random_examples, token_mean_gradients
+from single_process import (
+    num_label_tokens,
+    random_examples,
+    summed_loss,
+    token_mean_gradients,
+)
 
-from ds_hydra.engine.adapters import unwrap_adapters
-from ds_hydra.engine.skeleton import Skeleton
+from ds_hydra.engine.model.adapters import unwrap_adapters
+from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.zero_link.layout import Slicing
 
@@ -21,9 +31,14 @@ peft = pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not insta
 
 def adapted(family="llama", **settings):
     """A tiny model with adapters whose B is not zero, so that A has a gradient."""
+    return with_adapters(tiny(family), **settings)
+
+
+def with_adapters(model, **settings):
+    """`model` with adapters whose B is not zero."""
     settings = {"r": 4, "target_modules": "all-linear", **settings}
     torch.manual_seed(1)
-    model = peft.get_peft_model(tiny(family), peft.LoraConfig(**settings))
+    model = peft.get_peft_model(model, peft.LoraConfig(**settings))
     for name, param in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(param, std=0.1)
@@ -46,7 +61,9 @@ def parity():
     examples = random_examples([5, 30, 12, 7, 90, 3], VOCAB_SIZE)
     cases = {
         "llama": adapted("llama"),
-        "llama_bias": adapted("llama_bias", lora_bias=True, use_rslora=True),  # biases of lora_B, too
+        "llama_bias": adapted(
+            "llama_bias", lora_bias=True, use_rslora=True
+        ),  # biases of lora_B, too
         "qwen3": adapted("qwen3", target_modules=["q_proj", "v_proj", "down_proj"]),
     }
     errors = {}
@@ -70,9 +87,82 @@ def parity():
         engine.train_batch(examples, strategy="1x<2,2>")
         assert all(torch.equal(p.ds_tensor, b) for p, b in zip(frozen, before, strict=True))
         assert all(
-            not torch.equal(p.ds_tensor, s) for p, s in zip(trained, start, strict=True) if s.abs().sum()
+            not torch.equal(p.ds_tensor, s)
+            for p, s in zip(trained, start, strict=True)
+            if s.abs().sum()
         )
     return errors
+
+
+def later_states():
+    """Losses with adapters off, on again, scaled anew and of the second adapter, each beside one
+    process's; errors of what cannot be followed.
+    """
+    examples = random_examples([5, 30, 12, 7], VOCAB_SIZE)
+    model = adapted()
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    torch.nn.init.normal_(
+        model.base_model.model.model.layers[0].self_attn.q_proj.lora_B.second.weight
+    )
+    reference = copy.deepcopy(model)
+    engine = start_hydra(model)
+    losses = []
+
+    def compare():
+        with torch.no_grad():
+            summed = sum(float(summed_loss(reference, example)) for example in examples)
+        wanted = summed / num_label_tokens(examples)
+        for strategy in ("2x<1,1>", "1x<2,1>"):
+            losses.append((float(engine.eval_batch(examples, strategy=strategy)), wanted))
+
+    compare()
+    with model.disable_adapter(), reference.disable_adapter():
+        compare()
+    compare()
+    for one in (model, reference):
+        one.base_model.model.model.layers[1].mlp.down_proj.scaling["default"] *= 3
+    compare()
+    for one in (model, reference):
+        one.set_adapter("second")
+    compare()
+    errors = []
+    layer = model.base_model.model.model.layers[1]
+
+    def expect_error():
+        try:
+            engine.eval_batch(examples, strategy="2x<1,1>")
+        except UnsupportedModelError as error:
+            errors.append(str(error))
+
+    if dist.get_rank() == 1:  # the other rank hears of it
+        handle = layer.register_forward_hook(lambda module, args, output: output)
+    expect_error()
+    if dist.get_rank() == 1:
+        handle.remove()
+    layer.mlp.forward = types.MethodType(lambda self, x: x, layer.mlp)
+    expect_error()
+    del layer.mlp.forward
+    plain, layer.mlp.act_fn = layer.mlp.act_fn, torch.nn.Identity()
+    expect_error()
+    layer.mlp.act_fn = plain
+    compare()
+    return losses, errors
+
+
+@pytest.mark.distributed
+def test_state_set_after_the_start_is_taken_over_or_refused():
+    for losses, errors in run_distributed(later_states, 2):
+        for loss, wanted in losses:
+            assert abs(loss / wanted - 1) < 1e-5, losses
+        assert len({round(wanted, 4) for _, wanted in losses}) == 4
+        patterns = (
+            r"model\.layers\.1 has a hook, .*handle\.remove",
+            r"model\.layers\.1\.mlp\.forward was set after the start",
+            r"model\.layers\.1\.mlp has other modules than at the start",
+        )
+        assert len(errors) == len(patterns)
+        for pattern, error in zip(patterns, errors, strict=True):
+            assert re.search(pattern, error), error
 
 
 @pytest.mark.distributed
@@ -83,10 +173,13 @@ def test_adapter_gradients_equal_one_process_under_every_strategy():
 
 
 def test_slices_of_an_adapter_follow_its_layer():
-    skeleton = Skeleton(adapted("llama_bias", lora_bias=True))
+    stage_model = StageModel(adapted("llama_bias", lora_bias=True))
     rules = {
-        spec.fqn.removeprefix("model.layers.0.").replace(".default", ""): (spec.slicing, spec.num_blocks)
-        for spec in skeleton.specs
+        spec.fqn.removeprefix("model.layers.0.").replace(".default", ""): (
+            spec.slicing,
+            spec.num_blocks,
+        )
+        for spec in stage_model.specs
     }
     assert rules["self_attn.k_proj.base_layer.weight"] == (Slicing.COLWISE, 2)
     assert rules["self_attn.k_proj.lora_A.weight"] == (Slicing.REPLICATED_PARTIAL_GRAD, 0)
@@ -95,8 +188,8 @@ def test_slices_of_an_adapter_follow_its_layer():
     assert rules["mlp.down_proj.lora_A.weight"] == (Slicing.ROWWISE, 0)
     assert rules["mlp.down_proj.lora_B.weight"] == (Slicing.REPLICATED_PARTIAL_GRAD, 0)
     assert rules["mlp.down_proj.lora_B.bias"] == (Slicing.FIRST_RANK, 0)
-    assert {spec.fqn for spec in skeleton.specs if spec.requires_grad} == {
-        spec.fqn for spec in skeleton.specs if "lora_" in spec.fqn
+    assert {spec.fqn for spec in stage_model.specs if spec.requires_grad} == {
+        spec.fqn for spec in stage_model.specs if "lora_" in spec.fqn
     }
 
 
@@ -115,15 +208,19 @@ def test_slices_of_an_adapter_follow_its_layer():
 )
 def test_adapters_that_cannot_train_are_refused(settings, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        Skeleton(adapted(**settings))
+        StageModel(adapted(**settings))
 
 
 def test_other_kinds_of_adapters_are_refused():
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = peft.get_peft_model(tiny("llama"), config)
-    with pytest.raises(UnsupportedModelError, match="adapter 'default' is of the PEFT type PREFIX_TUNING"):
+    with pytest.raises(
+        UnsupportedModelError, match="adapter 'default' is of the PEFT type PREFIX_TUNING"
+    ):
         unwrap_adapters(model)
     model = adapted()
     model.merge_adapter()
-    with pytest.raises(UnsupportedModelError, match=r"merged into the weights; call model\.unmerge_adapter"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"merged into the weights; call model\.unmerge_adapter"
+    ):
         unwrap_adapters(model)

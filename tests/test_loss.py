@@ -1,4 +1,6 @@
-"""Cross entropy of a packed row against torch's own, in one process (parity tests cover the split vocabulary)."""
+"""Cross entropy of a packed row against torch's own, in one process (parity tests cover the split
+vocabulary).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ds_hydra.engine import tensor_parallel
-from ds_hydra.engine.tensor_parallel import IGNORED_LABEL, TensorParallel, summed_cross_entropy
+from ds_hydra.engine.parallel import tensor_parallel
+from ds_hydra.engine.parallel.tensor_parallel import (
+    IGNORED_LABEL,
+    TensorParallel,
+    summed_cross_entropy,
+)
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 37, 8, 11
 
@@ -56,9 +62,24 @@ def test_sixteen_bit_logits_are_summed_in_fp32():
 
 def test_a_gradient_from_above_is_applied():
     hidden, weight, targets = make_case()
-    _, expected, _ = run(lambda x: summed_cross_entropy(x, targets, TensorParallel(), 3.0), hidden, weight)
-    _, found, _ = run(lambda x: 3.0 * summed_cross_entropy(x, targets, TensorParallel()), hidden, weight)
+    _, expected, _ = run(
+        lambda x: summed_cross_entropy(x, targets, TensorParallel(), 3.0), hidden, weight
+    )
+    _, found, _ = run(
+        lambda x: 3.0 * summed_cross_entropy(x, targets, TensorParallel()), hidden, weight
+    )
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_the_gradient_takes_the_place_of_the_logits(factor):
+    """One copy of the largest tensor of a micro-batch, whatever gradient comes from above."""
+    hidden, weight, targets = make_case()
+    logits = F.linear(hidden, weight)
+    places = []
+    logits.register_hook(lambda grad: places.append(grad.data_ptr()))
+    (factor * summed_cross_entropy(logits.squeeze(0), targets, TensorParallel())).backward()
+    assert places == [logits.data_ptr()]
 
 
 def test_logits_that_somebody_else_needs_are_left_alone():
@@ -91,6 +112,8 @@ def test_no_gradient_is_made_and_nothing_overwritten_without_grad():
 def test_a_row_without_labels_has_no_loss_and_no_gradient():
     hidden, weight, targets = make_case()
     targets.fill_(IGNORED_LABEL)
-    loss, grad, _ = run(lambda x: summed_cross_entropy(x, targets, TensorParallel()), hidden, weight)
+    loss, grad, _ = run(
+        lambda x: summed_cross_entropy(x, targets, TensorParallel()), hidden, weight
+    )
     assert float(loss) == 0.0
     assert not grad.any()

@@ -7,9 +7,12 @@ import torch
 from shared_data import shared_json
 from transformers import LlamaConfig, Qwen3Config
 
-from ds_hydra.engine.memory_trace import trace_layer_memory
+from ds_hydra.configs.files import find_profile
+from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
-from ds_hydra.strategy import Profile, Scheme
+from ds_hydra.strategy import Profile, Scheme, Strategy
+from ds_hydra.strategy.profiles.profile import has_re_pulls
+from ds_hydra.strategy.schemes.scheme import ALL_LAYERS
 
 MODELS = ("7b", "13b", "32b")
 
@@ -26,45 +29,33 @@ def test_max_len_is_the_published_formula(model):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_max_len_is_within_five_percent_of_the_authors_code_where_rows_are_useful(model):
-    """From 4,096 tokens on; below, the few tokens left beside the states make any difference a large one."""
+    """From 4,096 tokens on; below, the few tokens left beside the states make any difference a
+    large one.
+    """
     document = shared_json(f"profiles/a800_llama2_{model}.json")
     profile = Profile.from_json(document)
     compared = 0
     for case in document["max_len_reference"]:
         for entry in case["schemes"]:
             if entry["max_len_authors_code"] >= 4096:
-                found = profile.max_len_tokens(Scheme(entry["tp"], entry["pp"]), case["num_devices"])
+                found = profile.max_len_tokens(
+                    Scheme(entry["tp"], entry["pp"]), case["num_devices"]
+                )
                 assert found == pytest.approx(entry["max_len_authors_code"], rel=0.05)
                 compared += 1
     assert compared >= 20
 
 
-def test_a_profile_without_room_for_slices_gives_up_no_more_than_it_counts():
+def test_a_profile_measured_with_re_pulls_names_what_replaces_them():
     document = shared_json("profiles/a800_llama2_7b.json")
-    schemes = (Scheme(1, 2), Scheme(2, 1), Scheme(8, 1), Scheme(2, 8))
-    before = Profile.from_json(document).memory
-
-    def with_repulls(layers, slice_bytes):
-        memory = {
-            **document["memory"],
-            "repull_layers": layers,
-            "slice_bytes_per_layer_per_hidden2": slice_bytes,
-        }
-        return Profile.from_json({**document, "memory": memory}).memory
-
-    for scheme in schemes:
-        saved = [
-            before.rank_bytes(scheme, 8, 0) - with_repulls(layers, 24.0).rank_bytes(scheme, 8, 0)
-            for layers in (0, 3, 32)
-        ]
-        one = 4096**2 / scheme.tp * 24.0
-        wanted = [0, one, (32 / scheme.pp - 2) * one]
-        assert saved == pytest.approx(wanted, rel=1e-6, abs=1.0)
-        held = 210 * 0.25 * 4096**2 / scheme.tp  # of one layer, gradients too
-        assert with_repulls(32, 1e6).dropped_bytes(scheme) == pytest.approx((32 / scheme.pp - 2) * held)
-    for layers in (-1, True, "all", 2.5):
-        with pytest.raises(HydraConfigError, match=r"repull_layers is .* expected a count from 0 up"):
-            with_repulls(layers, 24.0)
+    memory = {**document["memory"], "repull_layers": 4}
+    with pytest.raises(HydraConfigError, match=r"repull_layers of its memory is 4.*<1,1;stream>"):
+        Profile.from_json({**document, "memory": memory})
+    Profile.from_json({**document, "memory": {**memory, "repull_layers": 0}})
+    scheme = {"tp": 1, "pp": 1, "repull": 3}
+    assert has_re_pulls({**document, "memory": memory})
+    assert has_re_pulls({**document, "schemes": [*document["schemes"], scheme]})
+    assert not has_re_pulls(document)
 
 
 def small_llama(**more) -> LlamaConfig:
@@ -127,11 +118,17 @@ def test_a_slice_keeps_less_and_the_whole_stream_stays():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_shards_of_a_row_keep_a_share_of_everything(checkpointing):
-    """Per hidden unit of a share of the row a layer keeps what it keeps without TP, and whole rotary embeddings."""
+    """Per hidden unit of a share of the row a layer keeps what it keeps without TP, and whole
+    rotary embeddings.
+    """
     whole = trace_layer_memory(small_llama(), num_tokens=512, checkpointing=checkpointing)
     for tp in (2, 4, 8):
         cut = trace_layer_memory(
-            small_llama(), num_tokens=509, tp=tp, checkpointing=checkpointing, tp_sequence_parallel=True
+            small_llama(),
+            num_tokens=509,
+            tp=tp,
+            checkpointing=checkpointing,
+            tp_sequence_parallel=True,
         )
         assert cut.num_tokens == -(-509 // tp) * tp
         assert whole.activation_bytes <= cut.activation_bytes < 1.1 * whole.activation_bytes
@@ -140,7 +137,11 @@ def test_shards_of_a_row_keep_a_share_of_everything(checkpointing):
 
 def test_grouped_query_heads_and_other_models_are_traced():
     qwen = Qwen3Config(
-        hidden_size=256, intermediate_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=32
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
     )
     assert trace_layer_memory(qwen, num_tokens=128, tp=2).kept_bytes > 0
     with pytest.raises(UnsupportedModelError, match="8 attention heads do not divide into TP 3"):
@@ -149,7 +150,10 @@ def test_grouped_query_heads_and_other_models_are_traced():
 
 def of_7b(**changes):
     document = shared_json("profiles/a800_llama2_7b.json")
-    asked = {"slice_bytes_per_layer_per_hidden2": 24.125, "input_bytes_per_token_per_layer_per_hidden": 2}
+    asked = {
+        "slice_bytes_per_layer_per_hidden2": 24.125,
+        "input_bytes_per_token_per_layer_per_hidden": 2,
+    }
     memory = {k: v for k, v in {**document["memory"], **asked, **changes}.items() if v is not None}
     return Profile.from_json({**document, "memory": memory})
 
@@ -170,7 +174,9 @@ LAYER = 4096 * 38
     ],
 )
 def test_a_token_of_stages_and_checkpoints_by_hand(text, per_token):
-    """The tightest stage: where rows in flight, whole layers, inputs, one layer run again and logits are most."""
+    """The tightest stage: where rows in flight, whole layers, inputs, one layer run again and
+    logits are most.
+    """
     memory, scheme = of_7b().memory, Scheme.parse(text)
     long, longer = memory.rank_bytes(scheme, 8, 1 << 20), memory.rank_bytes(scheme, 8, 1 << 21)
     assert (longer - long) / (1 << 20) == pytest.approx(per_token)
@@ -182,32 +188,69 @@ def test_max_len_is_the_longest_row_that_fits_and_parts_raise_it():
     budget = memory.memory_bytes - memory.reserved_bytes - memory.safety_margin_bytes
     texts = ["<1,2>", "<1,2;ckpt=8>", "<1,2;ckpt=16>", "<1,2;ckpt=32>"]
     longest = {}
-    for text in (*texts, "<1,2;stages=14,18>", "<1,2;repull=8>", "<2,2;ckpt=16;repull=4;stages=12,20>"):
+    for text in (
+        *texts,
+        "<1,2;stages=14,18>",
+        "<2,2;ckpt=16;stages=12,20>",
+    ):
         scheme = Scheme.parse(text)
         longest[text] = profile.max_len_tokens(scheme, 8)
         assert memory.rank_bytes(scheme, 8, longest[text]) <= budget
         assert memory.rank_bytes(scheme, 8, longest[text] + 1) > budget
     assert [longest[t] for t in texts] == sorted({longest[t] for t in texts})
-    assert longest["<1,2>"] < min(longest["<1,2;stages=14,18>"], longest["<1,2;repull=8>"])
+    assert longest["<1,2>"] < longest["<1,2;stages=14,18>"]
 
 
 def test_even_stages_written_out_are_the_published_formula():
     profile = of_7b()
-    for plain, text in ((Scheme(1, 2), "<1,2;stages=16,16>"), (Scheme(2, 4), "<2,4;stages=8,8,8,8>")):
+    for plain, text in (
+        (Scheme(1, 2), "<1,2;stages=16,16>"),
+        (Scheme(2, 4), "<2,4;stages=8,8,8,8>"),
+    ):
         assert profile.max_len_tokens(Scheme.parse(text), 8) == profile.max_len_tokens(plain, 8)
 
 
 def test_what_a_profile_lacks_for_a_part_is_named():
-    for wanted, text in (
-        ("input_bytes_per_token_per_layer_per_hidden", "<1,2;ckpt=2>"),
-        ("slice_bytes_per_layer_per_hidden2", "<1,2;repull=4>"),
-    ):
-        profile, scheme = of_7b(**{wanted: None}), Scheme.parse(text)
-        with pytest.raises(HydraConfigError, match=f"{text}.*add {wanted} to its memory"):
-            profile.max_len_tokens(scheme, 8)
-        with pytest.raises(HydraConfigError, match=f"{text}.*add {wanted} to its memory"):
-            profile.with_schemes([scheme])
-        assert not profile.memory.knows(scheme)
-        assert profile.memory.knows(Scheme(1, 2))
+    wanted, text = "input_bytes_per_token_per_layer_per_hidden", "<1,2;ckpt=2>"
+    profile, scheme = of_7b(**{wanted: None}), Scheme.parse(text)
+    with pytest.raises(HydraConfigError, match=f"{text}.*add {wanted} to its memory"):
+        profile.max_len_tokens(scheme, 8)
+    with pytest.raises(HydraConfigError, match=f"{text}.*add {wanted} to its memory"):
+        profile.with_schemes([scheme])
+    assert not profile.memory.knows(scheme)
+    assert profile.memory.knows(Scheme(1, 2))
     with pytest.raises(HydraConfigError, match="input bytes are -1"):
         of_7b(input_bytes_per_token_per_layer_per_hidden=-1)
+
+
+def test_streamed_layers_cost_shards_a_share_of_the_home_and_a_window():
+    """LLaMA 7B in 16 bit on 64 devices: 22 bytes a parameter over all, 6 over the node's ranks."""
+    profile = Profile.load(find_profile("a800_llama2_7b"))
+    memory, every = profile.memory, Scheme(1, 1, stream=ALL_LAYERS)
+    layer = 24.125 / 2 * 4096**2
+    params = 32 * layer + 2 * 4096 * 30592
+    states = 22 * params / 64 + 6 * params / 8 + 2 * 6 * layer
+    assert memory.rank_bytes(every, 64, 0) == pytest.approx(states)
+    assert memory.rank_bytes(every, 4, 0) == pytest.approx(28 * params / 4 + 2 * 6 * layer)
+    half, ends = Scheme(2, 1, stream=16), 2 * 4096 * 30592
+    kept = (16 + 2) * layer + ends
+    shared = 22 * params / 64 + 6 * params / 8
+    assert memory.rank_bytes(half, 64, 0) == pytest.approx(shared + 6 * kept / 2)
+    longest = {
+        s: memory.max_len_tokens(s, 64) for s in (every, Scheme(1, 1, sp=2, stream=every.stream))
+    }
+    assert 0 < longest[every] < min(t for s, t in longest.items() if s.sp > 1)
+
+
+def test_pipelines_beside_streamed_ones_hold_their_share_of_the_home():
+    profile = Profile.load(find_profile("a800_llama2_7b"))
+    mixed, plain = Strategy.parse("1x<4,1> + 4x<1,1;stream>"), Scheme(4, 1)
+    alone = profile.max_len_tokens(plain, 8)
+    beside = profile.max_len_tokens(plain, 8, mixed)
+    per_token = profile.memory.rank_bytes(plain, 8, 1) - profile.memory.rank_bytes(plain, 8, 0)
+    assert (alone - beside) * per_token == pytest.approx(
+        profile.memory.home_bytes(8), abs=2 * per_token
+    )
+    assert profile.max_len_tokens(plain, 8, Strategy((plain, plain))) == alone
+    streamed = mixed.schemes[-1]
+    assert profile.max_len_tokens(streamed, 8, mixed) == profile.max_len_tokens(streamed, 8)

@@ -1,4 +1,6 @@
-"""Several nodes as a user has them: hosts with own addresses, both launchers, lost hosts, bytes on the wire."""
+"""Several nodes as a user has them: hosts with own addresses, both launchers, lost hosts, bytes on
+the wire.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,14 @@ from single_process import random_examples, token_mean_gradients
 from test_faults import raised_by
 
 from ds_hydra.configs.hydra_config import LinkConfig
-from ds_hydra.engine.hosts import Hosts, ranks_per_node, warn_of_placement
-from ds_hydra.engine.profile_document import ProbeRow, scheme_entry
+from ds_hydra.engine.profiling.profile_document import ProbeRow, scheme_entry
 from ds_hydra.engine.propagation import Propagator, find_ranks_per_node
+from ds_hydra.engine.ranks.hosts import Hosts, ranks_per_node, warn_of_placement
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.alpha_beta import LayerShape
-from ds_hydra.strategy.topology import StageParts, Topology, stage_ms
+from ds_hydra.strategy.cost_models.alpha_beta import LayerShape
+from ds_hydra.strategy.cost_models.topology import StageParts, Topology, stage_ms
 
 
 @pytest.mark.parametrize(
@@ -39,14 +41,22 @@ from ds_hydra.strategy.topology import StageParts, Topology, stage_ms
         ([0, 0, 0], 3, None),
         ([0, 0, 1, 1], 2, None),
         ([0, 1, 2], 1, None),
-        ([0, 0, 0, 1, 1], 3, "hosts run different numbers of ranks (3, 2): routes take them for nodes of 3"),
+        (
+            [0, 0, 0, 1, 1],
+            3,
+            "hosts run different numbers of ranks (3, 2): routes take them for nodes of 3",
+        ),
         (
             [0, 0, 1, 1, 1, 1],
             2,
             "hosts run different numbers of ranks (2, 4): routes take them for nodes of 2",
         ),
         ([0, 1, 1], 1, "hosts run different numbers of ranks (1, 2)"),
-        ([0, 1, 0, 1], 1, "the ranks of a host are not consecutive (hosts of the first ranks: 0, 1, 0, 1)"),
+        (
+            [0, 1, 0, 1],
+            1,
+            "the ranks of a host are not consecutive (hosts of the first ranks: 0, 1, 0, 1)",
+        ),
         ([0, 0, 1, 0], 1, "the ranks of a host are not consecutive"),
     ],
 )
@@ -70,11 +80,21 @@ def test_places_are_named_where_there_are_several():
 
 
 def choice_on(between_nodes, lengths):
-    """The strategy that the planner takes on two nodes of two devices for sequences of `lengths`."""
+    """The strategy that the planner takes on two nodes of two devices for sequences of
+    `lengths`.
+    """
     topology = Topology.from_json(
         {
             "schema": "ds_hydra.topology/1",
-            "nodes": [{"count": 2, "num_devices": 2, "device": "A", "latency_s": 1e-5, "bytes_per_s": 1e11}],
+            "nodes": [
+                {
+                    "count": 2,
+                    "num_devices": 2,
+                    "device": "A",
+                    "latency_s": 1e-5,
+                    "bytes_per_s": 1e11,
+                }
+            ],
             "between_nodes": between_nodes,
         }
     )
@@ -86,17 +106,25 @@ def choice_on(between_nodes, lengths):
         for tokens in measured:
             shape = LayerShape(hidden_size=1024, num_tokens=tokens)
             parts = StageParts(layer_ms=tokens / 100 / scheme.tp, ends_ms=tokens / 200 / scheme.tp)
-            times[ProbeRow(tokens)] = stage_ms(scheme, parts, topology.links(), shape, num_layers=8, passes=8)
+            times[ProbeRow(tokens)] = stage_ms(
+                scheme, parts, topology.links(), shape, num_layers=8, passes=8
+            )
         entries.append(scheme_entry(scheme, times))
     profile = small_profile(10**12, num_layers=8) | {"schemes": entries}
-    profile["memory"]["activation_bytes_per_token_per_layer_per_hidden"] = {"1": 100, "2": 100, "4": 100}
+    profile["memory"]["activation_bytes_per_token_per_layer_per_hidden"] = {
+        "1": 100,
+        "2": 100,
+        "4": 100,
+    }
     batch = GlobalBatch(
         iteration=0,
         sample_indices=tuple(range(len(lengths))),
         lengths=lengths,
         num_label_tokens=sum(lengths) - len(lengths),
     )
-    plan = plan_iteration(batch, strategies=candidates, profile=Profile.from_json(profile), num_devices=4)
+    plan = plan_iteration(
+        batch, strategies=candidates, profile=Profile.from_json(profile), num_devices=4
+    )
     return str(plan.strategy)
 
 
@@ -111,7 +139,9 @@ def test_the_planner_keeps_tp_inside_the_nodes_of_a_slow_network():
 
 
 STRATEGIES = ("1x<2,2>", "2x<2,1>", "1x<2,1> + 1x<1,2>", "4x<1,1>", "1x<4,1>", "1x<1,4>")
-"""On two hosts of two ranks: TP inside and a pipeline across, all inside, mixed, none, TP across, four stages."""
+"""On two hosts of two ranks: TP inside and a pipeline across, all inside, mixed, none, TP across,
+four stages.
+"""
 
 ROUTED = ("1x<2,2>", "1x<2,1> + 1x<1,2>", "4x<1,1>")
 """Those whose bytes are counted."""
@@ -129,9 +159,13 @@ def own_counters():
 
 
 def num_sent_twice():
-    """Segments that the hosts of all ranks have sent once more, because an answer came late. Collective."""
+    """Segments that the hosts of all ranks have sent once more, because an answer came late.
+    Collective.
+    """
     names, values = (
-        text.split() for text in Path("/proc/net/snmp").read_text().splitlines() if text.startswith("Tcp:")
+        text.split()
+        for text in Path("/proc/net/snmp").read_text().splitlines()
+        if text.startswith("Tcp:")
     )
     total = torch.tensor(int(values[names.index("RetransSegs")]))
     dist.all_reduce(total)
@@ -139,7 +173,8 @@ def num_sent_twice():
 
 
 def exchange(propagator, strategy, grads_P, times):
-    """Pull and push of `strategy`, `times` times, without computation; bytes of this host's interface.
+    """Pull and push of `strategy`, `times` times, without computation; bytes of this host's
+    interface.
 
     Counted once more where a busy machine made TCP send something twice.
     """
@@ -167,22 +202,31 @@ def exchange(propagator, strategy, grads_P, times):
 
 
 def planned_bytes(propagator, strategy):
-    """Bytes of one pull and push that this rank sends to, and receives from, other hosts, by the plan."""
+    """Bytes of one pull and push that this rank sends to, and receives from, other hosts, by the
+    plan.
+    """
     link = propagator._link_of(strategy)
     host_of = propagator.hosts.of_rank
 
     def across(elements):
-        return 4 * sum(n for peer, n in elements.items() if host_of[peer] != host_of[propagator.rank])
+        return 4 * sum(
+            n for peer, n in elements.items() if host_of[peer] != host_of[propagator.rank]
+        )
 
     sent = across(link.pull.sent_elements) + across(link.push.received_elements)
     return sent, across(link.pull.received_elements) + across(link.push.sent_elements)
 
 
 def count_bytes(engine, strategies, times=2):
-    """For each strategy and kind of routes: planned and counted bytes of this host, per exchange."""
+    """For each strategy and kind of routes: planned and counted bytes of this host, per
+    exchange.
+    """
     own = engine.hydra.propagator
     direct = Propagator(
-        own.skeleton, device=engine.device, max_groups=64, link_config=LinkConfig(routes="direct")
+        own.stage_model,
+        device=engine.device,
+        max_groups=64,
+        link_config=LinkConfig(routes="direct"),
     )
     grads_P = engine._zero_gradient_shards()
     found = {}
@@ -193,7 +237,11 @@ def count_bytes(engine, strategies, times=2):
             mine = torch.tensor(planned_bytes(propagator, strategy), dtype=torch.int64)
             rows = [torch.empty_like(mine) for _ in own.hosts.of_rank]
             dist.all_gather(rows, mine)
-            here = [row for row, host in zip(rows, own.hosts.of_rank) if host == own.hosts.of_rank[own.rank]]
+            here = [
+                row
+                for row, host in zip(rows, own.hosts.of_rank)
+                if host == own.hosts.of_rank[own.rank]
+            ]
             sent, received = torch.stack(here).sum(dim=0).tolist()
             found[f"{name} {text}"] = {
                 "planned": [sent, received],
@@ -214,13 +262,16 @@ def big_model():
 
 
 def train(engine, strategies):
-    return [float(engine.train_batch(data_of(i), strategy=s)).hex() for i, s in enumerate(strategies)]
+    return [
+        float(engine.train_batch(data_of(i), strategy=s)).hex() for i, s in enumerate(strategies)
+    ]
 
 
 def train_count_and_wait_for_a_cut(folder, cut, given=None):
     """Losses and bytes; then, if `cut`, an iteration in the middle of which a host is cut off."""
     engine = start_hydra(
-        big_model(), hydra={"faults": {"silence_s": 15, "grace_s": 2}, "link": {"devices_per_node": given}}
+        big_model(),
+        hydra={"faults": {"silence_s": 15, "grace_s": 2}, "link": {"devices_per_node": given}},
     )
     propagator = engine.hydra.propagator
     outcome = {
@@ -235,28 +286,31 @@ def train_count_and_wait_for_a_cut(folder, cut, given=None):
     Path(f"{folder}/outcome_{dist.get_rank()}").write_text(json.dumps(outcome))
     dist.barrier()
     if dist.get_rank() == 3:
-        forward = engine.hydra.skeleton.forward_stage
+        forward = engine.hydra.stage_model.forward_stage
 
         def forward_after_the_cut(*args, **kwargs):
             Path(f"{folder}/cut_now").touch()
             wait_for(f"{folder}/is_cut")
             return forward(*args, **kwargs)
 
-        engine.hydra.skeleton.forward_stage = forward_after_the_cut
+        engine.hydra.stage_model.forward_stage = forward_after_the_cut
     engine.train_batch(data_of(9), strategy="1x<2,2>")
     return None
 
 
 def check_bytes(of_hosts):
-    """Counted bytes are those planned, 66 bytes of headers for each packet, and less than 1% + 5 KB.
+    """Counted bytes are those planned, 66 bytes of headers for each packet, and less than 1% + 5
+    KB.
 
-    The rest are headers of gloo's messages, two barriers, and what the watchdog says meanwhile. A packet of the
-    interface may be 64 KB large: the kernel cuts it later. Returns the counted bytes of all hosts, without headers:
-    how many there are depends on the load.
+    The rest are headers of gloo's messages, two barriers, and what the watchdog says meanwhile. A
+    packet of the interface may be 64 KB large: the kernel cuts it later. Returns the counted bytes
+    of all hosts, without headers: how many there are depends on the load.
     """
     for name in of_hosts[0]:
         for found in (host[name] for host in of_hosts):
-            for planned, counted, packets in zip(found["planned"], found["counted"], found["packets"]):
+            for planned, counted, packets in zip(
+                found["planned"], found["counted"], found["packets"]
+            ):
                 assert 0 <= counted - planned - 66 * packets <= 0.01 * planned + 5000, (name, found)
     return {
         name: sum(sum(host[name]["counted"]) - 66 * sum(host[name]["packets"]) for host in of_hosts)
@@ -264,10 +318,13 @@ def check_bytes(of_hosts):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
 def test_two_hosts_of_two_ranks(tmp_path):
-    """As on one host, bit for bit; the plan's bytes and no more on the wire; a host that is cut off is named."""
+    """As on one host, bit for bit; the plan's bytes and no more on the wire; a host that is cut off
+    is named.
+    """
     folder = tmp_path / "two"
 
     def cut_off():
@@ -286,7 +343,8 @@ def test_two_hosts_of_two_ranks(tmp_path):
         assert outcome["hosts"] == ["node-0", "node-1"]
         assert outcome["host_of"] == [0, 0, 1, 1]
         assert outcome["ranks_per_node"] == 2
-        # One host that is told to route as two sums in the same order; without it the last digits would differ.
+        # One host that is told to route as two sums in the same order; without it the last digits
+        # would differ.
         assert outcome["losses"] == alone[0].value["losses"]
     assert alone[0].value["hosts"] != ["node-0"]
     counted = check_bytes([outcomes[0]["bytes"], outcomes[2]["bytes"]])
@@ -296,7 +354,9 @@ def test_two_hosts_of_two_ranks(tmp_path):
     assert counted["node 1x<2,1> + 1x<1,2>"] < 0.99 * counted["direct 1x<2,1> + 1x<1,2>"]
     for rank, lost in enumerate(["node-1 (ranks 2, 3)"] * 2 + ["node-0 (ranks 0, 1)"] * 2):
         assert ended[rank].exit_code in (1, 75), ended[rank].stderr
-        assert re.search(rf"rank \d is silent for 15 s \(host {re.escape(lost)} cut off", ended[rank].stderr)
+        assert re.search(
+            rf"rank \d is silent for 15 s \(host {re.escape(lost)} cut off", ended[rank].stderr
+        )
 
 
 SCRIPT = Path(__file__).parent / "nodes_script.py"
@@ -304,7 +364,11 @@ SCRIPT = Path(__file__).parent / "nodes_script.py"
 
 def start_everywhere(hosts, folder, command_of):
     """Start a launcher on every host; exit codes, and what each wrote."""
-    env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    env = {
+        "PYTHONPATH": os.pathsep.join(
+            [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        )
+    }
     jobs = [
         hosts.start(host, command_of(host), folder=folder, log=folder / f"host_{host}.log", env=env)
         for host in range(len(hosts.names))
@@ -313,10 +377,13 @@ def start_everywhere(hosts, folder, command_of):
     return codes, [(folder / f"host_{host}.log").read_text() for host in range(len(hosts.names))]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
 def test_launchers_on_two_hosts_and_a_process_of_the_other_host_killed(tmp_path):
-    """torchrun restarts both hosts; DeepSpeed's launcher goes on from their checkpoint; the curve is one host's."""
+    """torchrun restarts both hosts; DeepSpeed's launcher goes on from their checkpoint; the curve
+    is one host's.
+    """
     alone, folder = tmp_path / "alone", tmp_path / "two"
     alone.mkdir()
     folder.mkdir()
@@ -329,11 +396,22 @@ def test_launchers_on_two_hosts_and_a_process_of_the_other_host_killed(tmp_path)
         torchrun += ["--nnodes", 2, "--nproc-per-node", 1]
         torchrun += ["--max-restarts", 2, "--rdzv-backend", "c10d", "--rdzv-id", "run"]
         torchrun += ["--rdzv-endpoint", f"{hosts.names[0]}:29400"]
-        codes, logs = start_everywhere(hosts, folder, lambda _: [*torchrun, SCRIPT, folder, 4, 1, 3])
+        codes, logs = start_everywhere(
+            hosts, folder, lambda _: [*torchrun, SCRIPT, folder, 4, 1, 3]
+        )
         assert codes == [0, 0], "\n".join(logs)
         killed = next(host for host, log in enumerate(logs) if "exitcode: -9" in log)
-        assert f"rank 1 is gone: its process ended on host node-{killed} (rank 1)" in logs[1 - killed]
-        deepspeed = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hostfile", "--no_ssh"]
+        assert (
+            f"rank 1 is gone: its process ended on host node-{killed} (rank 1)" in logs[1 - killed]
+        )
+        deepspeed = [
+            sys.executable,
+            "-m",
+            "deepspeed.launcher.runner",
+            "--hostfile",
+            "hostfile",
+            "--no_ssh",
+        ]
         deepspeed += ["--master_addr", hosts.names[0], "--no_local_rank"]
         codes, logs = start_everywhere(
             hosts, folder, lambda host: [*deepspeed, "--node_rank", host, SCRIPT, folder, 8]
@@ -346,7 +424,9 @@ def test_launchers_on_two_hosts_and_a_process_of_the_other_host_killed(tmp_path)
 
 
 def save_where_no_other_host_reads(engine, strategies):
-    """Losses after saving and after loading, and the error without DeepSpeed's option for such storage."""
+    """Losses after saving and after loading, and the error without DeepSpeed's option for such
+    storage.
+    """
     folder = f"{PRIVATE_FOLDER}/checkpoints"
     engine.save_checkpoint(folder)
     after_saving = train(engine, strategies)
@@ -376,10 +456,13 @@ def train_count_and_die(folder, victim):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
 def test_three_hosts_the_last_with_fewer_ranks(tmp_path):
-    """As one process; checkpoints on storage of each host; a killed process is named with its host."""
+    """As one process; checkpoints on storage of each host; a killed process is named with its
+    host.
+    """
     wanted, _ = token_mean_gradients(big_model(), data_of(0))
     folder = tmp_path / "three"
     with hosts_or_skip(3) as hosts:

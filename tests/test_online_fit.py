@@ -1,4 +1,6 @@
-"""The re-fit during training: learns the truth, shrugs off outliers, stays small, and warns of drift."""
+"""The re-fit during training: learns the truth, shrugs off outliers, stays small, and warns of
+drift.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import pytest
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import LatencyModel, Scheme
-from ds_hydra.strategy.fit import fit_latency
-from ds_hydra.strategy.online_fit import OnlineFit, OnlineFitSettings
+from ds_hydra.strategy.profiles.fit import fit_latency
+from ds_hydra.strategy.profiles.online_fit import OnlineFit, OnlineFitSettings
 
 SCHEME = Scheme(2, 2)
 PROFILED = LatencyModel(quadratic_ms=1e-5, linear_ms=0.1, constant_ms=20.0)
@@ -22,7 +24,13 @@ def pipeline_ms(model: LatencyModel, rows: list[list[int]]) -> float:
     return sum(model.row_ms(row) for row in rows) * (1 + 1 / len(rows))
 
 
-def run(fit: OnlineFit, num_iterations: int, truth: LatencyModel = TRUTH, spikes: float = 0.0, seed: int = 0):
+def run(
+    fit: OnlineFit,
+    num_iterations: int,
+    truth: LatencyModel = TRUTH,
+    spikes: float = 0.0,
+    seed: int = 0,
+):
     generator = np.random.default_rng(seed)
     errors = []
     for _ in range(num_iterations):
@@ -32,7 +40,9 @@ def run(fit: OnlineFit, num_iterations: int, truth: LatencyModel = TRUTH, spikes
             noise *= 8
         current = fit.models()[SCHEME]
         predicted, measured = pipeline_ms(current, rows), pipeline_ms(truth, rows) * noise
-        errors.append(fit.observe(SCHEME, rows, predicted_ms=predicted, measured_ms=measured, model=current))
+        errors.append(
+            fit.observe(SCHEME, rows, predicted_ms=predicted, measured_ms=measured, model=current)
+        )
     return errors
 
 
@@ -82,8 +92,8 @@ def test_drift_is_warned_of_and_not_before():
     assert fit.drift_warning() is None
     for factor in [1.5] * 8:
         fit.observe(SCHEME, rows, predicted_ms=predicted, measured_ms=factor * predicted)
-    assert fit.drift(SCHEME) == pytest.approx(1 / 1.5 - 1)
-    assert "<2,2> are predicted -33% off" in (fit.drift_warning() or "")
+    assert fit.drift(SCHEME) == pytest.approx(0.5)
+    assert "scheme <2,2> are off the predicted ones by +50%" in (fit.drift_warning() or "")
 
 
 def test_schemes_without_samples_follow_the_level_of_the_others():

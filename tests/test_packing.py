@@ -12,9 +12,10 @@ from shared_data import shared_json
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.ilp import SolverLimits, make_model
-from ds_hydra.sampler.packing import min_num_rows, pack_sequences
+from ds_hydra.sampler.packing.packing import pack_sequences
+from ds_hydra.sampler.packing.packing_bounds import min_num_rows
 from ds_hydra.sampler.schedule import makespan_ms
-from ds_hydra.strategy.profile import LatencyModel
+from ds_hydra.strategy.profiles.profile import LatencyModel
 
 MAX_LEN = 30
 latencies = st.builds(
@@ -56,7 +57,9 @@ def brute_force(lengths, latency, num_stages, is_exact):
         if fits(groups, lengths):
             orders = itertools.permutations(groups) if is_exact and num_stages > 1 else [groups]
             best = min(
-                best, *(recompute(rows, lengths, latency, num_stages, is_exact) for rows in orders), np.inf
+                best,
+                *(recompute(rows, lengths, latency, num_stages, is_exact) for rows in orders),
+                np.inf,
             )
     return best
 
@@ -109,7 +112,9 @@ def test_integer_programs_keep_the_bound_valid(lengths, latency, num_stages, is_
 
 @given(length_lists(7))
 def test_min_num_rows_is_a_lower_bound(lengths):
-    fewest = min(len(groups) for groups in partitions(list(range(len(lengths)))) if fits(groups, lengths))
+    fewest = min(
+        len(groups) for groups in partitions(list(range(len(lengths)))) if fits(groups, lengths)
+    )
     assert 1 <= min_num_rows(np.array(sorted(lengths, reverse=True)), MAX_LEN) <= fewest
 
 
@@ -132,7 +137,11 @@ def test_corner_cases(num_stages, is_exact):
 
     def pack(lengths):
         return pack_sequences(
-            lengths, latency=latency, num_stages=num_stages, max_len_tokens=MAX_LEN, is_exact=is_exact
+            lengths,
+            latency=latency,
+            num_stages=num_stages,
+            max_len_tokens=MAX_LEN,
+            is_exact=is_exact,
         )
 
     assert pack([]).rows == ()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.engine.pipeline import Pass, one_forward_one_backward
+from ds_hydra.engine.parallel.one_f_one_b import Pass, one_forward_one_backward
 
 
 @given(num_stages=st.integers(1, 6), num_rows=st.integers(0, 9))
@@ -61,7 +61,12 @@ def may_run(step, stage, num_stages, done):
 def test_hand_worked_order():
     order = [f"{p.value[0]}{i}" for p, i in one_forward_one_backward(3, 0, 4)]
     assert order == ["f0", "f1", "f2", "b0", "f3", "b1", "b2", "b3"]
-    assert [f"{p.value[0]}{i}" for p, i in one_forward_one_backward(3, 2, 2)] == ["f0", "b0", "f1", "b1"]
+    assert [f"{p.value[0]}{i}" for p, i in one_forward_one_backward(3, 2, 2)] == [
+        "f0",
+        "b0",
+        "f1",
+        "b1",
+    ]
 
 
 @pytest.mark.parametrize("num_rows", [0, 1])

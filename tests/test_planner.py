@@ -1,4 +1,6 @@
-"""Whole plans: legal, recomputable, within bounds, the same for equal input, refused with useful advice."""
+"""Whole plans: legal, recomputable, within bounds, the same for equal input, refused with useful
+advice.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from shared_data import shared_json
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
 from ds_hydra.sampler.schedule import makespan_ms
-from ds_hydra.strategy.profile import Profile
-from ds_hydra.strategy.scheme import Scheme, Strategy, parse_strategies
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
 PROFILE = make_profile(
     {
@@ -39,7 +41,14 @@ MAX_LEN = {
     Scheme(1, 3): 30,
 }
 STRATEGIES = parse_strategies(
-    ["1x<4,1> + 4x<1,1>", "2x<2,1> + 2x<1,2>", "4x<2,1>", "2x<2,2>", "1x<2,2> + 1x<2,1> + 2x<1,1>", "2x<1,3>"]
+    [
+        "1x<4,1> + 4x<1,1>",
+        "2x<2,1> + 2x<1,2>",
+        "4x<2,1>",
+        "2x<2,2>",
+        "1x<2,2> + 1x<2,1> + 2x<1,1>",
+        "2x<1,3>",
+    ]
 )
 
 objectives = st.sampled_from(["exact", "closed_form"])
@@ -104,7 +113,9 @@ def fastest_pipeline(lengths, scheme, objective):
     for groups in groupings(lengths):
         if all(sum(group) <= MAX_LEN[scheme] for group in groups):
             for rows in itertools.permutations([latency.row_ms(group) for group in groups]):
-                best = min(best, makespan_ms(np.array(rows), scheme.pp, 1 / 3, objective == "exact"))
+                best = min(
+                    best, makespan_ms(np.array(rows), scheme.pp, 1 / 3, objective == "exact")
+                )
     return best
 
 
@@ -114,7 +125,9 @@ def brute_force(lengths, strategy, objective):
         best = min(
             best,
             max(
-                fastest_pipeline([l for l, o in zip(lengths, owners) if o == number], scheme, objective)
+                fastest_pipeline(
+                    [l for l, o in zip(lengths, owners) if o == number], scheme, objective
+                )
                 for number, scheme in enumerate(strategy.schemes)
             ),
         )
@@ -124,7 +137,9 @@ def brute_force(lengths, strategy, objective):
 @settings(deadline=None, max_examples=25)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=4),
-    st.sampled_from(parse_strategies(["1x<1,3> + 1x<2,1>", "2x<1,2>", "1x<2,2> + 1x<1,2>", "3x<2,1>"])),
+    st.sampled_from(
+        parse_strategies(["1x<1,3> + 1x<2,1>", "2x<1,2>", "1x<2,2> + 1x<1,2>", "3x<2,1>"])
+    ),
     objectives,
 )
 def test_bound_and_makespan_enclose_the_optimum(lengths, strategy, objective):
@@ -228,7 +243,9 @@ def test_bad_input_is_refused_where_it_enters():
 
 def test_settings_round_trip_through_json():
     uneven = {Scheme(1, 2, stages=(3, 1)): 7}
-    changed = PlannerSettings(objective="closed_form", seed=3, max_len_override={**MAX_LEN, **uneven})
+    changed = PlannerSettings(
+        objective="closed_form", seed=3, max_len_override={**MAX_LEN, **uneven}
+    )
     assert PlannerSettings.from_json(changed.to_json()) == changed
 
 
@@ -246,8 +263,12 @@ def test_64_gpus(name):
     gaps = []
     for iteration, lengths in enumerate(shared_json(f"planner/{name}.json")["batches"][:20]):
         batch = make_batch(lengths, iteration)
-        result = plan_iteration(batch, strategies=STRATEGIES_32B_64, profile=profile, num_devices=64)
-        assert result.makespan_ms == pytest.approx(max(recompute(result, "exact", profile)), rel=1e-9)
+        result = plan_iteration(
+            batch, strategies=STRATEGIES_32B_64, profile=profile, num_devices=64
+        )
+        assert result.makespan_ms == pytest.approx(
+            max(recompute(result, "exact", profile)), rel=1e-9
+        )
         gaps.append(result.makespan_ms / result.lower_bound_ms - 1)
     assert np.mean(gaps) <= 0.03
 
@@ -257,7 +278,10 @@ def test_ideal_dispatch_is_legal_and_within_bounds(solver):
     lengths = [17, 25, 3, 20, 22, 9, 31, 8, 8, 25, 14, 40]
     result = plan(lengths, [Strategy.parse("2x<2,1> + 2x<1,2>")], dispatch="ideal", solver=solver)
     assert result.makespan_ms == pytest.approx(max(recompute(result, "exact")), rel=1e-12)
-    assert result.makespan_ms <= plan(lengths, [Strategy.parse("2x<2,1> + 2x<1,2>")]).makespan_ms * 1.05
+    assert (
+        result.makespan_ms
+        <= plan(lengths, [Strategy.parse("2x<2,1> + 2x<1,2>")]).makespan_ms * 1.05
+    )
 
 
 def test_rows_of_a_tight_pipeline_are_solved_for():

@@ -35,12 +35,19 @@ def test_a_path_stays_a_path():
 def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(HydraConfigError) as caught:
         load_model_preset("llama2-7b")
-    for part in ("'llama2-7b' is not among the models", "did you mean 'llama2_7b'?", *MODELS, ".json"):
+    for part in (
+        "'llama2-7b' is not among the models",
+        "did you mean 'llama2_7b'?",
+        *MODELS,
+        ".json",
+    ):
         assert part in str(caught.value)
 
 
 def test_shipped_files_are_package_data():
-    """The pattern of setup.cfg, tried on the source tree: a file outside of it would miss from the wheel."""
+    """The pattern of setup.cfg, tried on the source tree: a file outside of it would miss from the
+    wheel.
+    """
     root = Path(__file__).parents[1]
     setup = configparser.ConfigParser()
     setup.read(root / "setup.cfg")
@@ -54,7 +61,9 @@ def test_shipped_files_are_package_data():
     [("llama2_7b", 6_738_415_616), ("llama2_13b", 13_015_864_320), ("llama2_32b", 32_528_943_616)],
 )
 def test_presets_are_the_published_models(name, num_parameters):
-    """7B and 13B: the sizes of Meta's checkpoints. 32B: 60 layers of hidden size 6656, counted by hand."""
+    """7B and 13B: the sizes of Meta's checkpoints. 32B: 60 layers of hidden size 6656, counted by
+    hand.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -83,7 +92,9 @@ def test_profile_and_preset_describe_one_model(model):
     ],
 )
 def test_profiles_give_the_max_len_of_the_paper(name, num_devices, max_len):
-    """MaxLen by the formula of App. B.1, worked out for these profiles independently of this package."""
+    """MaxLen by the formula of App. B.1, worked out for these profiles independently of this
+    package.
+    """
     profile = Profile.load(find_file("profiles", name))
     assert {scheme: profile.max_len_tokens(scheme, num_devices) for scheme in max_len} == max_len
 
@@ -103,7 +114,9 @@ def test_histograms_add_up(name):
 )
 def test_histograms_have_the_tail_that_their_source_states(name, mean, median, share_from_32k):
     histogram = load("lengths", name)
-    lengths, counts = np.array([(int(length), count) for length, count in histogram["counts"].items()]).T
+    lengths, counts = np.array(
+        [(int(length), count) for length, count in histogram["counts"].items()]
+    ).T
     assert lengths[np.searchsorted(counts.cumsum(), counts.sum() / 2)] == median
     assert np.average(lengths, weights=counts).round() == mean
     assert counts[lengths >= 32768].sum() / counts.sum() == pytest.approx(share_from_32k, rel=0.15)

@@ -7,9 +7,9 @@ import copy
 import pytest
 
 from ds_hydra.configs import find_file, load_model_preset
+from ds_hydra.configs.files import read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile
-from ds_hydra.strategy.profile import read_json_object
 
 
 @pytest.mark.parametrize("value", [-1e-9, float("nan"), float("inf")])
@@ -30,6 +30,12 @@ def test_shipped_profiles_belong_to_their_presets(model):
     with pytest.raises(HydraConfigError, match="num_layers"):
         check(num_layers=preset["num_hidden_layers"] + 1, **sizes)
     with pytest.raises(HydraConfigError, match="vocab_size 30592 instead of 128256"):
-        check(num_layers=preset["num_hidden_layers"], hidden_size=preset["hidden_size"], vocab_size=128256)
+        check(
+            num_layers=preset["num_hidden_layers"],
+            hidden_size=preset["hidden_size"],
+            vocab_size=128256,
+        )
     with pytest.raises(HydraConfigError, match="hidden_size"):
-        check(num_layers=preset["num_hidden_layers"], hidden_size=1, vocab_size=preset["vocab_size"])
+        check(
+            num_layers=preset["num_hidden_layers"], hidden_size=1, vocab_size=preset["vocab_size"]
+        )

@@ -1,4 +1,6 @@
-"""`ds-hydra profile`: on ranks, on one device for a cluster, interrupted and continued, and with bad input."""
+"""`ds-hydra profile`: on ranks, on one device for a cluster, interrupted and continued, and with
+bad input.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from typer.testing import CliRunner
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine import overlap_slowdown as slowdown
-from ds_hydra.engine import profile_run, profiler
-from ds_hydra.engine.measurements import Measurements
-from ds_hydra.engine.profile_run import ProfileRequest, run_profile
+from ds_hydra.engine.profiling import overlap_slowdown as slowdown
+from ds_hydra.engine.profiling import profile_run, profiler
+from ds_hydra.engine.profiling.measurements import Measurements
+from ds_hydra.engine.profiling.profile_run import ProfileRequest, run_profile
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme, Strategy
-from ds_hydra.strategy.topology import Topology
+from ds_hydra.strategy.cost_models.topology import Topology
 
 CPU = torch.device("cpu")
 TOPOLOGY = {
@@ -56,7 +58,9 @@ class Interrupted(Exception):
 
 
 def count_measurements(stop_after=None):
-    """From now on counts what is timed, and fails after `stop_after` of it, as a killed run would."""
+    """From now on counts what is timed, and fails after `stop_after` of it, as a killed run
+    would.
+    """
     seen = []
     original = profiler.stage_ms
 
@@ -89,7 +93,9 @@ def count_waits():
         return Counted(work) if async_op else work
 
     names = ("new_group", "barrier", "destroy_process_group")
-    slowdown.dist = SimpleNamespace(**{name: getattr(dist, name) for name in names}, all_reduce=all_reduce)
+    slowdown.dist = SimpleNamespace(
+        **{name: getattr(dist, name) for name in names}, all_reduce=all_reduce
+    )
     return counts
 
 
@@ -148,7 +154,9 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
     first = results[0]
     document = first["document"]
     profile = Profile.from_json(document)
-    assert set(profile.latency) == {Scheme(t, p) for t, p in [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]}
+    assert set(profile.latency) == {
+        Scheme(t, p) for t, p in [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
+    }
     assert all(len(entry["measured"]["times_ms"]) == 3 for entry in document["schemes"])
     packed = [row for entry in document["schemes"] for row in entry["measured"]["packed"]]
     assert [(row["length"], row["num_sequences"]) for row in packed] == [(8, 8)] * 6
@@ -156,9 +164,8 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
     assert document["model"]["hidden_size"] == 32
     assert profile.overlap_slowdown == document["hardware"].get("overlap_slowdown")
     assert all(started == waited > 0 for started, waited in (r["waits"] for r in results))
-    num_cases = (
-        3 + 6 * 4 * 2
-    )  # memory of three TP degrees; six schemes, three lengths and a packed row, two runs
+    # Memory of three TP degrees; six schemes, three lengths and a packed row, two runs
+    num_cases = 3 + 6 * 4 * 2
     assert (first["num_first"], first["found"]) == (9, 9)
     assert first["again"] == num_cases - 9
     assert first["nothing"] == []
@@ -171,11 +178,15 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
         assert all("p.json.partial" in text for text in result["errors"].values())
 
 
-@pytest.mark.parametrize(("message_ms", "num_messages", "wanted"), [(1.0, 100, 1.6), (0.001, 4096, 0.0)])
+@pytest.mark.parametrize(
+    ("message_ms", "num_messages", "wanted"), [(1.0, 100, 1.6), (0.001, 4096, 0.0)]
+)
 def test_overlap_slowdown_is_of_a_row_beside_all_reduces_that_take_as_long(
     monkeypatch, message_ms, num_messages, wanted
 ):
-    """A row of 100 ms, 160 ms with all-reduces beside it, 9 s the first time; or all-reduces too short to tell."""
+    """A row of 100 ms, 160 ms with all-reduces beside it, 9 s the first time; or all-reduces too
+    short to tell.
+    """
     sent, beside_a_row = [], []
 
     def all_reduce(message, group, async_op):
@@ -195,16 +206,23 @@ def test_overlap_slowdown_is_of_a_row_beside_all_reduces_that_take_as_long(
         def stamp(self):
             return len(sent)
 
+        def settle(self, stamp):
+            pass
+
         def ms_between(self, begin, end):
             return message_ms * (end - begin)
 
-    fake = {"new_group": lambda: None, "barrier": lambda: None, "destroy_process_group": lambda _: None}
+    fake = {
+        "new_group": lambda: None,
+        "barrier": lambda: None,
+        "destroy_process_group": lambda _: None,
+    }
     monkeypatch.setattr(slowdown, "dist", SimpleNamespace(**fake, all_reduce=all_reduce))
     monkeypatch.setattr(slowdown, "stage_ms", stage_ms)
     monkeypatch.setattr(slowdown, "DeviceClock", Clock)
-    monkeypatch.setattr(slowdown, "layer_params", lambda skeleton: 8)
+    monkeypatch.setattr(slowdown, "layer_params", lambda stage_model: 8)
     propagator = SimpleNamespace(
-        skeleton=SimpleNamespace(params=[torch.zeros(1)]), max_over_ranks=lambda value: value
+        stage_model=SimpleNamespace(params=[torch.zeros(1)]), max_over_ranks=lambda value: value
     )
     strategy = Strategy.parse("2x<1,1>")
     found = slowdown.measure_overlap_slowdown(propagator, strategy, 64, device=CPU, repeats=3)
@@ -226,7 +244,11 @@ def test_every_row_is_warmed_up_where_layers_are_compiled_for_its_length(compile
         {"context_length": 64, "tokens_per_iteration": 64, "compile_layers": compiles}
         | {"profiling": {"repeats": 2, "warmup": 1}}
     )
-    cases = [("a", profiler.ProbeRow(8)), ("a", profiler.ProbeRow(64)), ("b", profiler.ProbeRow(64))]
+    cases = [
+        ("a", profiler.ProbeRow(8)),
+        ("a", profiler.ProbeRow(64)),
+        ("b", profiler.ProbeRow(64)),
+    ]
     seen = []
     times = profiler.measure_in_rounds(
         cases, lambda *case: seen.append(case) or 1.0, config, Measurements(), show_progress=False
@@ -244,9 +266,13 @@ def two_ways(model):
     documents = []
     profile_run.Measurements = SimpleNamespace(open=lambda *_: known)  # equal compute in both
     for topology in (free, TOPOLOGY):
-        request = request_for(model, topology=Topology.from_json(topology), tp=(1, 2, 4), pp=(1, 2, 4))
+        request = request_for(
+            model, topology=Topology.from_json(topology), tp=(1, 2, 4), pp=(1, 2, 4)
+        )
         documents.append(run_profile(request, CPU, None))
-    with pytest.raises(HydraConfigError, match="TP 8 does not divide the model's 4 attention heads"):
+    with pytest.raises(
+        HydraConfigError, match="TP 8 does not divide the model's 4 attention heads"
+    ):
         run_profile(request_for(model, topology=Topology.from_json(TOPOLOGY), tp=(8,)), CPU, None)
     mixed = dict(TOPOLOGY, nodes=[*TOPOLOGY["nodes"], TOPOLOGY["nodes"][0] | {"device": "B"}])
     with pytest.raises(HydraConfigError, match=r"different devices \(A, B\)"):
@@ -271,14 +297,19 @@ def test_one_device_measures_slices_and_adds_the_clusters_communication(tmp_path
     for length, cheap, costly in zip((8, 32, 64), times[0][2, 1], times[1][2, 1], strict=True):
         pass_ms = 1e3 * (1e-4 + length * 32 * 4 / 2 / 1e9)
         assert costly - cheap == pytest.approx((6 * 8 + 2 * 2) * pass_ms, abs=2e-3)
-    # <4,2> fills both nodes: each stage is inside one, the hop between them goes through the slow link.
+    # <4,2> fills both nodes: each stage is inside one, the hop between them goes through the slow
+    # link.
     for length, cheap, costly in zip((8, 32, 64), times[0][4, 2], times[1][4, 2], strict=True):
         pass_ms = 1e3 * 3 * (1e-4 + length * 32 * 4 / 4 / 1e9)
         hop_ms = 1e3 * 2 * (1e-3 + length * 32 * 4 / 1e8)
         first, last = (3 * 8 + 2) * pass_ms + hop_ms, (3 * 8 + 2) * pass_ms
         # T = (slowest stage + both) / 3, and either stage may be the slowest.
         assert (2 * last + first) / 3 - 2e-3 <= costly - cheap <= (2 * first + last) / 3 + 2e-3
-    assert dear["memory"]["activation_bytes_per_token_per_layer_per_hidden"].keys() == {"1", "2", "4"}
+    assert dear["memory"]["activation_bytes_per_token_per_layer_per_hidden"].keys() == {
+        "1",
+        "2",
+        "4",
+    }
     assert dear["model"]["num_layers"] == 6
     assert Profile.from_json(dear).max_len_tokens(Scheme(2, 1), 8) > 0
 
@@ -289,7 +320,9 @@ def invoke(*arguments):
 
 @pytest.mark.distributed
 def test_the_command_alone_says_what_would_hold_the_context(tmp_path):
-    """One process, one device, one small memory; also: the example of the help and the one document."""
+    """One process, one device, one small memory; also: the example of the help and the one
+    document.
+    """
     model = save_model(tmp_path / "model")
     out = tmp_path / "p.json"
     script = [
@@ -337,12 +370,15 @@ def test_the_command_refuses_before_any_rank_starts(arguments, message):
 def test_the_help_shows_how_launchers_start_it():
     text = " ".join(invoke("--help").stdout.split())
     assert (
-        "deepspeed --log_level error --no_local_rank --no_python ds-hydra profile --model llama2_7b" in text
+        "deepspeed --log_level error --no_local_rank --no_python ds-hydra profile --model llama2_7b"
+        in text
     )
 
 
 def test_unknown_models_are_refused_with_the_names_of_presets(tmp_path):
-    with pytest.raises(HydraConfigError, match=r"a shipped preset .llama2_13b, llama2_32b, llama2_7b"):
+    with pytest.raises(
+        HydraConfigError, match=r"a shipped preset .llama2_13b, llama2_32b, llama2_7b"
+    ):
         profile_run.load_model_config(str(tmp_path))
 
 
@@ -364,7 +400,10 @@ def test_topologies_that_cannot_be_are_refused(change, message):
 
 
 def test_nodes_may_have_links_of_different_speed():
-    fast, slow = TOPOLOGY["nodes"][0] | {"count": 1}, {**TOPOLOGY["nodes"][0], "count": 1, "bytes_per_s": 1e8}
+    fast, slow = (
+        TOPOLOGY["nodes"][0] | {"count": 1},
+        {**TOPOLOGY["nodes"][0], "count": 1, "bytes_per_s": 1e8},
+    )
     links = Topology.from_json(dict(TOPOLOGY, nodes=[fast, slow])).links()
     assert links.bytes_per_s[0, 1] == 1e9
     assert links.bytes_per_s[4, 5] == links.bytes_per_s[3, 4] == 1e8
@@ -372,7 +411,9 @@ def test_nodes_may_have_links_of_different_speed():
 
 
 def slices_in_shards(model):
-    """Activations of TP slices of one device, whole and in shards, as a rank of the group would hold them."""
+    """Activations of TP slices of one device, whole and in shards, as a rank of the group would
+    hold them.
+    """
     profile_run.Measurements = SimpleNamespace(open=lambda *_: Measurements())
     found = []
     for more in ({}, {"tp_sequence_parallel": True}):
@@ -387,7 +428,9 @@ def slices_in_shards(model):
 
 @pytest.mark.distributed
 def test_slices_in_shards_keep_less_under_tp(tmp_path):
-    (((is_cut, whole), (is_cut_too, shards)),) = run_distributed(slices_in_shards, 1, save_model(tmp_path))
+    (((is_cut, whole), (is_cut_too, shards)),) = run_distributed(
+        slices_in_shards, 1, save_model(tmp_path)
+    )
     assert (is_cut, is_cut_too) == (False, True)
     assert shards["1"] == whole["1"]
     for tp in ("2", "4"):

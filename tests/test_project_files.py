@@ -49,7 +49,12 @@ def test_every_paper_that_the_code_follows_is_cited(citation):
 def test_the_licence_is_the_whole_apache_text_and_the_one_that_is_declared(setup, citation):
     text = (ROOT / "LICENSE").read_text()
     assert setup["metadata"]["license"] == citation["license"] == "Apache-2.0"
-    for clause in ("1. Definitions.", "3. Grant of Patent License.", "9. Accepting Warranty", "END OF TERMS"):
+    for clause in (
+        "1. Definitions.",
+        "3. Grant of Patent License.",
+        "9. Accepting Warranty",
+        "END OF TERMS",
+    ):
         assert clause in text
 
 
@@ -58,7 +63,11 @@ def licence_of(name):
     declared = metadata.metadata(name)
     classifiers = [text for text in declared.get_all("Classifier") or [] if "License" in text]
     return " ".join(
-        [declared.get("License-Expression") or "", (declared.get("License") or "")[:200], *classifiers]
+        [
+            declared.get("License-Expression") or "",
+            (declared.get("License") or "")[:200],
+            *classifiers,
+        ]
     )
 
 

@@ -1,4 +1,4 @@
-"""The programme of Eq. (4) against its literal form, and what rounding makes of its answers."""
+"""The program of Eq. (4) against its literal form, and what rounding makes of its answers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from reference import make_profile
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme, Strategy, parse_strategies
-from ds_hydra.strategy.histogram import LengthHistogram
-from ds_hydra.strategy.proposal import (
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.program import (
     PRECISION,
     ProposalSettings,
     RelaxedStrategy,
@@ -30,7 +30,9 @@ from ds_hydra.strategy.proposal import (
 PAPER = ProposalSettings(device_step=0.5, length_step=10, charge="per_sequence")
 
 
-def profile_with_max_len(schemes: dict[str, tuple[float, float, float]], max_len: dict[int, int]) -> Profile:
+def profile_with_max_len(
+    schemes: dict[str, tuple[float, float, float]], max_len: dict[int, int]
+) -> Profile:
     """A profile whose MaxLen depends on TP only."""
     profile = make_profile(schemes, max_len=1_000_000)
     memory = profile.memory
@@ -74,11 +76,15 @@ def literal_time(profile, histogram, num_devices, settings):
 @settings(max_examples=25)
 @given(
     counts=st.dictionaries(st.integers(1, 60), st.integers(1, 9), min_size=1, max_size=6),
-    costs=st.lists(st.tuples(st.floats(0, 0.1), st.floats(0.1, 3), st.floats(0, 5)), min_size=3, max_size=3),
+    costs=st.lists(
+        st.tuples(st.floats(0, 0.1), st.floats(0.1, 3), st.floats(0, 5)), min_size=3, max_size=3
+    ),
     num_devices=st.integers(4, 7),
 )
-def test_times_are_those_of_the_literal_programme(counts, costs, num_devices):
-    profile = profile_with_max_len(dict(zip(("<1,1>", "<2,1>", "<4,1>"), costs)), {1: 20, 2: 45, 4: 60})
+def test_times_are_those_of_the_literal_program(counts, costs, num_devices):
+    profile = profile_with_max_len(
+        dict(zip(("<1,1>", "<2,1>", "<4,1>"), costs)), {1: 20, 2: 45, 4: 60}
+    )
     histogram = LengthHistogram.from_counts(counts)
     relaxed = relaxed_strategies(
         profile, histogram, num_devices=num_devices, context_length=60, settings=PAPER
@@ -112,7 +118,10 @@ def test_rounding_goes_both_ways_and_keeps_the_longest_scheme():
 
 def test_free_devices_are_filled():
     relaxed = RelaxedStrategy(
-        max_length_tokens=9, num_pipelines=((Scheme(4, 1), 1.6),), longest_scheme=Scheme(4, 1), time_ms=1.0
+        max_length_tokens=9,
+        num_pipelines=((Scheme(4, 1), 1.6),),
+        longest_scheme=Scheme(4, 1),
+        time_ms=1.0,
     )
     assert round_strategy(relaxed, 7, ()) == (Strategy.parse("1x<4,1>"),)
     filled = round_strategy(relaxed, 7, (Scheme(4, 1), Scheme(2, 1), Scheme(1, 1)))
@@ -142,7 +151,9 @@ def test_every_proposed_strategy_holds_its_lengths_and_fits(num_devices, charge)
 
 
 def test_candidates_of_the_paper_are_found():
-    """Four of the paper's seven for LLaMA 32B on CommonCrawl; its profile had other MaxLen values."""
+    """Four of the paper's seven for LLaMA 32B on CommonCrawl; its profile had other MaxLen
+    values.
+    """
     profile = Profile.load(find_file("profiles", "a800_llama2_32b"))
     histogram = LengthHistogram.load(find_file("lengths", "commoncrawl"))
     proposed = propose_from_histogram(
@@ -152,7 +163,9 @@ def test_candidates_of_the_paper_are_found():
         context_length=32768,
         settings=ProposalSettings(tokens_per_iteration=200_000),
     )
-    paper = parse_strategies(["4x<16,1>", "1x<16,1> + 12x<4,1>", "1x<8,3> + 10x<4,1>", "1x<8,1> + 14x<4,1>"])
+    paper = parse_strategies(
+        ["4x<16,1>", "1x<16,1> + 12x<4,1>", "1x<8,3> + 10x<4,1>", "1x<8,1> + 14x<4,1>"]
+    )
     assert set(paper) <= {p.strategy for p in proposed}
 
 

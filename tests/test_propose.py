@@ -1,4 +1,6 @@
-"""The candidate set of a run: pruned on mini-batches, never slower than static, explained, bounded."""
+"""The candidate set of a run: pruned on mini-batches, never slower than static, explained,
+bounded.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.propose import PruningSettings, count_communicators, propose_strategies
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.candidates import enumerate_strategies, strategies_from_json
-from ds_hydra.strategy.histogram import LengthHistogram
-from ds_hydra.strategy.proposal import usable_schemes
+from ds_hydra.strategy.proposal.candidates import enumerate_strategies, strategies_from_json
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.program import usable_schemes
 
 CONTEXT, TOKENS = 32768, 65536
 
@@ -86,9 +88,11 @@ def test_the_same_arguments_give_the_same_set(github, proposal):
 
 
 def test_communicators_are_counted_as_the_engine_makes_them():
-    from ds_hydra.engine.groups import groups_of
+    from ds_hydra.engine.parallel.groups import groups_of
 
-    strategies = [Strategy.parse(t) for t in ("1x<4,1> + 2x<2,1>", "4x<2,1>", "2x<2,2>", "1x<1,3> + 5x<1,1>")]
+    strategies = [
+        Strategy.parse(t) for t in ("1x<4,1> + 2x<2,1>", "4x<2,1>", "2x<2,2>", "1x<1,3> + 5x<1,1>")
+    ]
     expected = len(set().union(*(groups_of(s) for s in strategies)))
     assert count_communicators(strategies) == expected == 11
 

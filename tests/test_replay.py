@@ -14,7 +14,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.simulator.events import simulate_iteration
 from ds_hydra.simulator.replay import replay
 from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
-from ds_hydra.strategy.scheme import Scheme
+from ds_hydra.strategy.schemes.scheme import Scheme
 
 
 def make_timeline():
@@ -36,7 +36,9 @@ def test_a_replay_has_the_same_events():
     assert [(e.pipeline, e.stage, e.kind, e.micro_batch) for e in again.events] == [
         (e.pipeline, e.stage, e.kind, e.micro_batch) for e in timeline.events
     ]
-    assert [e.start_ms for e in again.events] == pytest.approx([e.start_ms for e in timeline.events])
+    assert [e.start_ms for e in again.events] == pytest.approx(
+        [e.start_ms for e in timeline.events]
+    )
 
 
 RECORDED = [
@@ -47,7 +49,9 @@ RECORDED = [
 
 @pytest.mark.parametrize("measured", RECORDED, ids=lambda t: f"{t.iteration}: {t.strategy}")
 def test_a_recorded_run_of_the_demo_takes_as_long_as_its_replay(measured):
-    """Each stage's measured passes in the order of the schedule, rounds beside them: within 10% of the clock."""
+    """Each stage's measured passes in the order of the schedule, rounds beside them: within 10% of
+    the clock.
+    """
     again = replay(measured)
     assert again.iteration_ms == pytest.approx(measured.duration_ms, rel=0.1)
     assert again.propagation_ms == pytest.approx(measured.propagation_ms, rel=0.1)
@@ -59,7 +63,9 @@ def test_the_recorded_run_has_heterogeneous_and_pipeline_parallel_iterations():
 
 
 def test_rounds_beside_passes_are_not_counted_twice():
-    """Two rounds of pull, F 1-7 (the second round inside), B 7-19, four rounds of push of which the last is seen."""
+    """Two rounds of pull, F 1-7 (the second round inside), B 7-19, four rounds of push of which the
+    last is seen.
+    """
     spans = [
         (EventKind.PULL, 0, 1), (EventKind.PULL, 1, 2),
         (EventKind.FORWARD, 1, 7), (EventKind.BACKWARD, 7, 19),
@@ -82,7 +88,9 @@ def test_rounds_beside_passes_are_not_counted_twice():
 
 
 def test_waiting_between_passes_is_not_replayed():
-    """Passes of the same length that a run began later: the replay shows what the schedule alone would take."""
+    """Passes of the same length that a run began later: the replay shows what the schedule alone
+    would take.
+    """
     timeline = make_timeline()
     late = [
         dataclasses.replace(e, start_ms=e.start_ms + 100, end_ms=e.end_ms + 100)
@@ -98,6 +106,7 @@ def test_a_missing_pass_is_refused():
     timeline = make_timeline()
     events = tuple(e for e in timeline.events if (e.stage, e.micro_batch) != (1, 2))
     with pytest.raises(
-        HydraConfigError, match="pipeline 0 <1,3> has no forward or backward for some of its 3 stages"
+        HydraConfigError,
+        match="pipeline 0 <1,3> has no forward or backward for some of its 3 stages",
     ):
         replay(dataclasses.replace(timeline, events=events))

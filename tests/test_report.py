@@ -60,10 +60,25 @@ def test_places_on_axes():
     axis = svg.linear_axis(0.0, 50.0)
     assert [axis.percent(value) for value in (-5, 0, 20, 50, 60)] == [0, 0, 40, 100, 100]
     assert [text for _, text in axis.ticks] == ["0", "10", "20", "30", "40", "50"]
-    assert [text for _, text in svg.linear_axis(0, 1).ticks] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
+    assert [text for _, text in svg.linear_axis(0, 1).ticks] == [
+        "0.0",
+        "0.2",
+        "0.4",
+        "0.6",
+        "0.8",
+        "1.0",
+    ]
     logarithmic = svg.log_axis(16, 1024)
     assert [logarithmic.percent(value) for value in (4, 16, 128, 1024)] == [0, 0, 50, 100]
-    assert [text for _, text in logarithmic.ticks] == ["16", "32", "64", "128", "256", "512", "1,024"]
+    assert [text for _, text in logarithmic.ticks] == [
+        "16",
+        "32",
+        "64",
+        "128",
+        "256",
+        "512",
+        "1,024",
+    ]
     assert svg.linear_axis(3.0, 3.0).percent(3.0) == 50
 
 
@@ -99,7 +114,11 @@ def test_the_predicted_timeline_is_that_of_the_planner(strategy):
         rows = np.array([model.row_ms(plan.row_lengths(row)) for row in pipeline.micro_batches])
         wanted = one_f_one_b_ms(rows, pipeline.scheme.pp, 1 / 3)
         events = [e for e in timeline.events if e.pipeline == index]
-        assert max(e.end_ms for e in events) == pytest.approx(wanted) == pytest.approx(pipeline.makespan_ms)
+        assert (
+            max(e.end_ms for e in events)
+            == pytest.approx(wanted)
+            == pytest.approx(pipeline.makespan_ms)
+        )
         assert len(events) == 2 * len(rows) * pipeline.scheme.pp
         for event in events:
             share = 1 / 3 if event.kind is EventKind.FORWARD else 2 / 3
@@ -225,13 +244,24 @@ def test_time_is_divided_without_rest():
 def test_a_whole_folder(run_dir):
     run = load_run(run_dir)
     assert run.notes == ()
-    assert (run.num_ranks, len(run.records), len(run.plans), len(run.traces)) == (NUM_RANKS, 14, 14, 14)
+    assert (run.num_ranks, len(run.records), len(run.plans), len(run.traces)) == (
+        NUM_RANKS,
+        14,
+        14,
+        14,
+    )
     assert run.max_len()[Scheme(4, 1)] == PROFILE.max_len_tokens(Scheme(4, 1), NUM_RANKS)
-    assert sorted(run.lengths()) == sorted(length for plan in run.plans.values() for length in plan.lengths)
+    assert sorted(run.lengths()) == sorted(
+        length for plan in run.plans.values() for length in plan.lengths
+    )
     memory = rank_memory(run)
-    assert [m.measured_bytes for m in memory] == [int(3e10 + 1e9 * rank) for rank in range(NUM_RANKS)]
+    assert [m.measured_bytes for m in memory] == [
+        int(3e10 + 1e9 * rank) for rank in range(NUM_RANKS)
+    ]
     longest = max(
-        PROFILE.memory.rank_bytes(p.scheme, NUM_RANKS, max(sum(plan.row_lengths(r)) for r in p.micro_batches))
+        PROFILE.memory.rank_bytes(
+            p.scheme, NUM_RANKS, max(sum(plan.row_lengths(r)) for r in p.micro_batches)
+        )
         for plan in run.plans.values()
         for p in plan.pipelines
         if 0 in p.ranks
@@ -265,8 +295,20 @@ def damage(folder, **files):
         ({"profile__json": None}, "No profile.json in the folder"),
         ({"profile__json": '{"schema": "ds_hydra.profile/9"}'}, "schema is 'ds_hydra.profile/9'"),
         ({"trace__jsonl": None}, "No trace.jsonl in the folder"),
-        ({"trace__jsonl": '{"schema": "ds_hydra.timeline/9"}\n'}, "line 1 cannot be read"),
+        (
+            {"trace__jsonl": '{"schema": "ds_hydra.timeline/9"}\n'},
+            "1 line of trace.jsonl cannot be read",
+        ),
         ({"run__json": "{"}, "run.json cannot be read"),
+        (
+            {"run__json": '{"num_ranks": 1000000000000000000}'},
+            "run.json cannot be read (num_ranks is 1",
+        ),
+        (
+            {"run__json": '{"hydra": {"memory_limit_bytes": "80GB"}}'},
+            "memory_limit_bytes is '80GB'",
+        ),
+        ({"run__json": "[" * 100_000}, "run.json is not JSON"),
         (
             {"plans/iteration_000003__json": "{}"},
             "1 plans cannot be read, the first is iteration_000003.json",
@@ -285,7 +327,9 @@ def test_a_run_without_a_part_has_a_page_that_says_so(run_dir, tmp_path, files, 
 
 
 def test_a_run_with_metrics_only_has_a_page(tmp_path):
-    folder = write_run(tmp_path / "old", [make_record(0, "2x<1,1>", loss=3.0)], tail='{"iteration": 1, "lo')
+    folder = write_run(
+        tmp_path / "old", [make_record(0, "2x<1,1>", loss=3.0)], tail='{"iteration": 1, "lo'
+    )
     result = invoke(folder, "--json")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -306,6 +350,19 @@ def test_a_killed_run_loses_its_last_line_only(run_dir, tmp_path):
     assert render_runs([run])
 
 
+def test_a_bad_byte_loses_its_line_only(run_dir, tmp_path):
+    folder = shutil.copytree(run_dir, tmp_path / "bad byte")
+    for name in (METRICS_FILE, "trace.jsonl"):
+        lines = (folder / name).read_bytes().splitlines(keepends=True)
+        lines[4] = b"\xff" + lines[4][1:]
+        (folder / name).write_bytes(b"".join(lines))
+    run = load_run(folder)
+    assert (len(run.records), len(run.traces)) == (13, 13)
+    for note, name in zip(run.notes, (METRICS_FILE, "trace.jsonl"), strict=True):
+        assert f"1 line of {name} cannot be read and is left out" in note
+        assert "line 5 is not JSON" in note
+
+
 def test_a_loss_that_is_no_number(run_dir, tmp_path):
     folder = shutil.copytree(run_dir, tmp_path / "nan")
     lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
@@ -322,10 +379,15 @@ def test_a_loss_that_is_no_number(run_dir, tmp_path):
 
 
 def test_a_run_of_another_format_is_refused_by_name(tmp_path):
-    folder = write_run(tmp_path / "new", [make_record(0, "1x<1,1>") | {"schema": "ds_hydra.metrics/2"}])
+    folder = write_run(
+        tmp_path / "new", [make_record(0, "1x<1,1>") | {"schema": "ds_hydra.metrics/2"}]
+    )
     result = invoke(folder)
     assert result.exit_code == 1
-    assert "line 1 is not the record of an iteration: its schema is 'ds_hydra.metrics/2'" in result.stderr
+    assert (
+        "line 1 is not the record of an iteration: its schema is 'ds_hydra.metrics/2'"
+        in result.stderr
+    )
     assert "this version reads 'ds_hydra.metrics/1'" in result.stderr
 
 
@@ -388,7 +450,9 @@ def test_two_runs_share_their_axes(run_dir, tmp_path):
 
 def test_ten_thousand_iterations_make_a_page_of_readable_size(tmp_path):
     lines = [
-        make_record(i, ["4x<1,1>", "2x<2,1>", "1x<4,1>"][i % 3], (100.0 + i % 7,), loss=5 - i / 3000)
+        make_record(
+            i, ["4x<1,1>", "2x<2,1>", "1x<4,1>"][i % 3], (100.0 + i % 7,), loss=5 - i / 3000
+        )
         for i in range(10_000)
     ]
     page = render_runs([load_run(write_run(tmp_path / "long", lines))])
@@ -413,7 +477,9 @@ def test_a_file_of_timelines_becomes_a_page_and_a_trace(tmp_path):
     path.write_text("".join(json.dumps(timeline.to_json()) + "\n" for timeline in timelines))
     result = invoke(path, "--perfetto", "--json")
     document = json.loads(result.stdout)
-    assert [line["duration_ms"] for line in document["iterations"]] == [t.duration_ms for t in timelines]
+    assert [line["duration_ms"] for line in document["iterations"]] == [
+        t.duration_ms for t in timelines
+    ]
     assert (tmp_path / "case.html").read_text().count('class="gantt"') == 3
     check_trace_events(json.loads((tmp_path / "case.perfetto.json").read_text()))
     assert "3 timelines of 3 iterations" in invoke(path).stdout
@@ -424,7 +490,7 @@ def test_a_file_of_timelines_becomes_a_page_and_a_trace(tmp_path):
     [
         ("", "is empty; expected a ds_hydra.timeline/1 document on each line"),
         ("{\n", "line 1 is not JSON"),
-        ("[]\n", "line 1 holds a JSON list, expected a timeline"),
+        ("[]\n", "line 1 holds a JSON list, expected an object"),
         (
             '{"schema": "ds_hydra.plan/1"}\n',
             "line 1: schema is 'ds_hydra.plan/1', expected 'ds_hydra.timeline/1'",
@@ -500,7 +566,9 @@ def test_blocks_say_what_they_are():
 def palettes():
     css = (Path(report.__file__).parent / "templates/report.css").read_text()
     light, dark = css.split("@media (prefers-color-scheme: dark)")
-    return [dict(re.findall(r"--([\w-]+): (#\w{6});", part)) for part in (light, dark.split("* {")[0])]
+    return [
+        dict(re.findall(r"--([\w-]+): (#\w{6});", part)) for part in (light, dark.split("* {")[0])
+    ]
 
 
 @pytest.mark.parametrize("palette", palettes(), ids=["light", "dark"])
@@ -538,7 +606,12 @@ def check_trace_events(document):
         assert event["ts"] >= 0
         assert isinstance(event["name"], str)
         if event["ph"] == "M":
-            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+            assert event["name"] in (
+                "process_name",
+                "process_sort_index",
+                "thread_name",
+                "thread_sort_index",
+            )
             key, kind = ("name", str) if event["name"].endswith("_name") else ("sort_index", int)
             assert type(event["args"][key]) is kind
             if event["name"] == "thread_name":
@@ -561,7 +634,9 @@ def test_the_trace_of_a_run_follows_the_format(run_dir):
     document = trace_run(load_run(run_dir))
     check_trace_events(document)
     slices = [e for e in document["traceEvents"] if e["ph"] == "X"]
-    names = {e["pid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"}
+    names = {
+        e["pid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"
+    }
     assert names == {1: "iterations", 2: "predicted", 3: "measured"}
     first = json.loads((run_dir / "trace.jsonl").read_text().splitlines()[0])
     passes = [row for row in first["events"] if row[2] in ("fwd", "bwd")]
@@ -573,7 +648,9 @@ def test_the_trace_of_a_run_follows_the_format(run_dir):
         for e in slices
         if e["pid"] == 3 and e["cat"] in ("fwd", "bwd") and e["ts"] < 1e3 * first["duration_ms"]
     )
-    assert busy_us == pytest.approx(1e3 * sum(row[5] - row[4] for row in passes), abs=2 * len(passes))
+    assert busy_us == pytest.approx(
+        1e3 * sum(row[5] - row[4] for row in passes), abs=2 * len(passes)
+    )
     assert sum(e["cat"] == "iteration" for e in slices) == 14
     assert any(e["args"].get("lengths") for e in slices)
 
@@ -604,6 +681,9 @@ def test_the_trace_of_simulated_iterations_with_overlapping_links_follows_the_fo
     predicted = [replace(timeline, source="predicted") for timeline in timelines]
     for events in (
         timelines + predicted,
-        [replace(t, events=tuple(e for e in t.events if e.kind is not EventKind.PULL)) for t in overlapping],
+        [
+            replace(t, events=tuple(e for e in t.events if e.kind is not EventKind.PULL))
+            for t in overlapping
+        ],
     ):
         check_trace_events(trace_timelines(events))

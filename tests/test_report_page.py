@@ -12,7 +12,8 @@ from ds_hydra.report.run_folder import load_run
 
 CHROMIUM = find_chromium()
 pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium: apt-get install chromium, or name one in the variable CHROMIUM"
+    CHROMIUM is None,
+    reason="no Chromium: apt-get install chromium, or name one in the variable CHROMIUM",
 )
 SECTIONS = (
     "loss", "throughput", "strategies", "shares", "scatter", "errors", "gantt", "lengths", "memory", "slowest"
@@ -39,7 +40,8 @@ def pages(tmp_path_factory):
     other = load_run(write_run_folder(folder / "a-run-with-a-rather-long-name-of-a-folder", 4))
     bare = load_run(write_run(folder / "bare", [make_record(0, "2x<1,1>", (100.0, 90.0))]))
     timelines = [
-        predict_timeline(make_plan(iteration), PROFILE, forward_fraction=1 / 3) for iteration in range(6)
+        predict_timeline(make_plan(iteration), PROFILE, forward_fraction=1 / 3)
+        for iteration in range(6)
     ]
     html = {
         "run": render_runs([full]),
@@ -90,7 +92,9 @@ def test_the_page_is_whole_at_every_width_and_in_light_and_dark(page, pages, nam
 
 def test_all_sections_are_there_with_their_panels(page, pages):
     page.open(pages["compare"], width=1280)
-    assert page.evaluate("[...document.querySelectorAll('section')].map(s => s.id)") == list(SECTIONS)
+    assert page.evaluate("[...document.querySelectorAll('section')].map(s => s.id)") == list(
+        SECTIONS
+    )
     assert page.evaluate(
         "[...document.querySelectorAll('section')].map(s => s.querySelectorAll('figure').length)"
     ) == [2] * len(SECTIONS)
@@ -132,14 +136,18 @@ def test_pointing_at_a_block_says_what_it_is(page, pages):
     page.open(pages["run"], width=400)
     page.evaluate("document.querySelector('#gantt').scrollIntoView()")
     # The event of this scroll comes with the next frame, and scrolling hides the text.
-    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
+    page.evaluate(
+        "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))"
+    )
     x, y = page.evaluate(
         "(() => { const r = [...document.querySelectorAll('#gantt .choice:not([hidden]) .fwd.block')].at(-1)"
         ".getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()"
     )
     assert page.evaluate("document.querySelector('#tip').hidden")
     page.point_at(x, y)
-    assert page.evaluate("document.querySelector('#tip').textContent").startswith("forward of micro-batch")
+    assert page.evaluate("document.querySelector('#tip').textContent").startswith(
+        "forward of micro-batch"
+    )
     assert not page.evaluate("document.querySelector('#tip').hidden")
     box = page.evaluate(
         "(() => { const r = document.querySelector('#tip').getBoundingClientRect(); return [r.left, r.right]; })()"
@@ -159,7 +167,9 @@ def test_predicted_and_measured_share_their_axis(page, pages):
     assert len(tracks) == 2
     predicted, measured = tracks
     assert len(predicted) == len(measured)
-    assert min(left for left, _ in predicted) == pytest.approx(min(left for left, _ in measured), abs=1)
+    assert min(left for left, _ in predicted) == pytest.approx(
+        min(left for left, _ in measured), abs=1
+    )
     # Iteration 5, the slowest, took twice as long as planned.
     widths = [max(right for _, right in t) - min(left for left, _ in t) for t in tracks]
     assert widths[1] / widths[0] == pytest.approx(2.0, rel=0.02)
@@ -167,7 +177,9 @@ def test_predicted_and_measured_share_their_axis(page, pages):
 
 def test_what_the_checks_would_miss_is_not_missed(page, pages, tmp_path):
     """A page with an error, a foreign address, an empty plot and a wide element is caught."""
-    mistakes = 'fetch("https://example.org/x").catch(() => 0); console.error("oh"); undefinedName();'
+    mistakes = (
+        'fetch("https://example.org/x").catch(() => 0); console.error("oh"); undefinedName();'
+    )
     broken = pages["run"].read_text().replace('"use strict";', f'"use strict"; {mistakes}')
     write_page(broken + '<div style="width:2000px">wide</div>', tmp_path / "broken.html")
     page.open(tmp_path / "broken.html", width=1280)

@@ -1,4 +1,6 @@
-"""Launchers on one host: a rank is killed, the launcher sees it, a restart goes on with the very same curve."""
+"""Launchers on one host: a rank is killed, the launcher sees it, a restart goes on with the very
+same curve.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from distributed import free_port, remove_shared_memory
 from faults import read_json_lines, run_until_end
 from shared_data import REPOSITORY
 
-from ds_hydra.engine.watchdog import find_restart_problem
+from ds_hydra.engine.ranks.watchdog import find_restart_problem
 
 SCRIPT = REPOSITORY / "tests" / "restarted_script.py"
 BIN = Path(sys.executable).parent
@@ -69,7 +71,9 @@ def whole_curve(tmp_path_factory):
 
 
 def check_curve(folder, whole_curve):
-    """Every loss, those of iterations that were trained twice included, is the uninterrupted run's."""
+    """Every loss, those of iterations that were trained twice included, is the uninterrupted
+    run's.
+    """
     seen = read_json_lines(folder / "losses")
     assert {iteration for iteration, _ in seen} == set(range(restarted_script.NUM_ITERATIONS))
     assert [loss for _, loss in seen] == [whole_curve[iteration] for iteration, _ in seen]
@@ -90,13 +94,17 @@ def test_restarts_that_would_hang_are_announced(environment, is_warned):
     assert not is_warned or "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun" in problem
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_torchrun_restarts_and_the_curve_goes_on(tmp_path, whole_curve):
-    assert torchrun(tmp_path, "1:3:forward", "0:6:push") == 0, (tmp_path / "torchrun.log").read_text()[-4000:]
+    assert torchrun(tmp_path, "1:3:forward", "0:6:push") == 0, (
+        tmp_path / "torchrun.log"
+    ).read_text()[-4000:]
     assert [step for step, _ in read_json_lines(tmp_path / "starts")] == [0, 2, 6]
     check_curve(tmp_path, whole_curve)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_deepspeed_launcher_fails_with_the_rank_named_and_starts_again(tmp_path, whole_curve):
     assert deepspeed(tmp_path, "first.log", "1:5:backward") not in (0, None)

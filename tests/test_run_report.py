@@ -5,6 +5,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
+from ds_hydra.engine.telemetry.metrics import RunLog
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.report import plot_run, summarize_run
 from ds_hydra.report.run_plot import choose_colors, paint_ranks
@@ -51,7 +52,9 @@ def make_record(iteration, strategy, measured=(110.0,), predicted=100.0, loss=2.
 
 def write_run(run_dir, records, tail=""):
     run_dir.mkdir(exist_ok=True)
-    (run_dir / METRICS_FILE).write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+    (run_dir / METRICS_FILE).write_text(
+        "".join(json.dumps(record) + "\n" for record in records) + tail
+    )
     return run_dir
 
 
@@ -78,7 +81,11 @@ def test_the_summary(tmp_path):
 
 
 def test_strategies_are_counted_most_used_first_under_one_name(tmp_path):
-    records = [*RECORDS, make_record(5, "<2,1> + 2x<1,1>"), make_record(6, "2x<1,1>+1x<2,1>", (60.0,))]
+    records = [
+        *RECORDS,
+        make_record(5, "<2,1> + 2x<1,1>"),
+        make_record(6, "2x<1,1>+1x<2,1>", (60.0,)),
+    ]
     summary = summarize_run(write_run(tmp_path, records))
     assert [(str(use.strategy), use.num_iterations) for use in summary.strategies] == [
         ("1x<2,1> + 2x<1,1>", 3),
@@ -125,7 +132,23 @@ def test_an_iteration_that_a_resumed_run_repeats_counts_once(tmp_path):
 
 def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
     assert len(read_metrics(write_run(tmp_path, RECORDS, tail='{"iteration": 5, "lo'))) == 5
-    assert len(read_metrics(write_run(tmp_path, RECORDS, tail=json.dumps(make_record(5, "1x<1,1>"))))) == 6
+    assert (
+        len(read_metrics(write_run(tmp_path, RECORDS, tail=json.dumps(make_record(5, "1x<1,1>")))))
+        == 6
+    )
+
+
+def test_a_resumed_run_ends_the_half_line_that_a_killed_one_left(tmp_path, caplog):
+    folder = write_run(tmp_path, RECORDS[:3], tail='{"iteration": 3, "lo')
+    (folder / "trace.jsonl").write_text("{")
+    for _ in range(2):  # and adds nothing to whole lines
+        RunLog(folder, save_plans=False).close()
+    assert (folder / "trace.jsonl").read_text() == "{\n"
+    with (folder / METRICS_FILE).open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in RECORDS[3:])
+    assert len(read_metrics(folder)) == 5
+    assert "1 line of metrics.jsonl cannot be read and is left out" in caplog.text
+    assert "metrics.jsonl, line 4 is not JSON" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -134,8 +157,9 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
         ("", "is empty: no iteration was finished"),
         ('{"iter', "is empty: no iteration was finished"),
         ("nonsense\n", "line 1 is not JSON"),
-        (json.dumps(RECORDS[0]) + "\n[]\n", "line 2 is not the record of an iteration"),
+        ("[]\n", "line 1 holds a JSON list, expected an object"),
         ('{"iteration": 0, "loss": 1.0}\n', "line 1 has no 'strategy'"),
+        ('{"iteration": 1e3, "loss": 1.0}\n', "line 1 is not the record .* iteration is 1000.0"),
         (
             json.dumps(RECORDS[0] | {"strategy": "fast"}) + "\n",
             "line 1 is not the record .* cannot read 'fast'",
@@ -149,9 +173,13 @@ def test_a_bad_file_is_named_with_the_line(tmp_path, content, message):
     assert str(tmp_path / METRICS_FILE) in str(caught.value)
 
 
-@pytest.mark.parametrize("use", [summarize_run, lambda run_dir: plot_run(run_dir, run_dir / "run.png")])
+@pytest.mark.parametrize(
+    "use", [summarize_run, lambda run_dir: plot_run(run_dir, run_dir / "run.png")]
+)
 def test_a_folder_without_a_run(tmp_path, use):
-    with pytest.raises(HydraConfigError, match=r"cannot read .*metrics.jsonl: No such file.*hydra.run_dir"):
+    with pytest.raises(
+        HydraConfigError, match=r"cannot read .*metrics.jsonl: No such file.*hydra.run_dir"
+    ):
         use(tmp_path / "none")
 
 
@@ -161,7 +189,9 @@ def test_ranks_are_painted_by_the_scheme_of_their_pipeline(tmp_path):
     image = paint_ranks(records, colors)
     red, blue, white, idle = (1, 0, 0), (0, 0, 1), (1, 1, 1), to_rgb("#ececec")
     np.testing.assert_allclose(image[:, 0], [blue, blue, red, red])
-    np.testing.assert_allclose(image[:, 1:3], np.broadcast_to(white, (4, 2, 3)), err_msg="not in the file")
+    np.testing.assert_allclose(
+        image[:, 1:3], np.broadcast_to(white, (4, 2, 3)), err_msg="not in the file"
+    )
     np.testing.assert_allclose(image[:, 3], [blue, blue, red, idle])
 
 

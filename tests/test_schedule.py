@@ -21,7 +21,9 @@ fractions = st.sampled_from([0.25, 1 / 3, 0.5])
 
 
 def simulate(row_ms: list[float], num_stages: int, forward_fraction: float) -> float:
-    """1F1B by events: each stage has its list of operations and runs the next one when its input is there."""
+    """1F1B by events: each stage has its list of operations and runs the next one when its input is
+    there.
+    """
     num_rows = len(row_ms)
     todo = []
     for stage in range(num_stages):
@@ -60,13 +62,17 @@ def test_recurrence_is_the_event_simulation(rows, num_stages, fraction):
 @given(st.floats(0.1, 100.0), st.integers(1, 12), stages, fractions)
 def test_equal_rows_take_the_closed_form(row, num_rows, num_stages, fraction):
     rows = np.full(num_rows, row)
-    assert one_f_one_b_ms(rows, num_stages, fraction) == pytest.approx(closed_form_ms(rows, num_stages))
+    assert one_f_one_b_ms(rows, num_stages, fraction) == pytest.approx(
+        closed_form_ms(rows, num_stages)
+    )
 
 
 @given(row_lists, stages, fractions)
 def test_closed_form_is_never_faster(rows, num_stages, fraction):
     rows = np.array(rows)
-    assert one_f_one_b_ms(rows, num_stages, fraction) <= closed_form_ms(rows, num_stages) * (1 + 1e-12)
+    assert one_f_one_b_ms(rows, num_stages, fraction) <= closed_form_ms(rows, num_stages) * (
+        1 + 1e-12
+    )
 
 
 def test_one_stage_takes_the_sum_of_its_rows():

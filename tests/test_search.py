@@ -1,8 +1,9 @@
-"""Galvatron-BMW's search: counts of the paper, brute force, the originals' results under their own costs."""
+"""Galvatron-BMW's search: counts of the paper, brute force, the originals' results under their own
+costs.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -11,40 +12,31 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.galvatron_later import layer_space
-from benchmarks.galvatron_later_cases import cheapest_mixture, jobs, plans, published_cases, search
+from benchmarks.extended_space import widen
 from benchmarks.galvatron_originals import later_repository_cases, rtx_titan
-from benchmarks.galvatron_second import (
-    published_searches,
-    published_stages,
-    searched,
-    second_release,
-    second_release_ratio,
-    withheld_mb,
-)
-from benchmarks.wider_space import widen
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import find_profile
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.strategy import Profile, Strategy
-from ds_hydra.strategy.search import (
+from ds_hydra.strategy.cost_models.search import (
     GalvatronSearch,
     LayerStrategy,
     SearchInput,
     SearchSettings,
     layer_strategies,
 )
-from ds_hydra.strategy.search.costs import CostEstimator
-from ds_hydra.strategy.search.layer_dp import StageTables, search_layers
-from ds_hydra.strategy.search.partition import balance_degree, balanced_partition, even_partition
-from ds_hydra.strategy.search.space import Paradigm
-from tests.shared_data import find_shared
-
-GALVATRON = find_shared("galvatron")
-needs_shared_data = pytest.mark.skipif(
-    GALVATRON is None, reason="the reference data is not beside the project"
+from ds_hydra.strategy.cost_models.search.costs import CostEstimator
+from ds_hydra.strategy.cost_models.search.layer_dp import StageTables, search_layers
+from ds_hydra.strategy.cost_models.search.partition import (
+    balance_degree,
+    balanced_partition,
+    even_partition,
 )
+from ds_hydra.strategy.cost_models.search.space import Paradigm
+from tests.shared_data import shared_path
+
+GALVATRON = shared_path("galvatron")
 
 
 def layers_document(**changes):
@@ -76,12 +68,13 @@ class TestSpace:
         assert len(layer_strategies(8)) == 44
         assert len(layer_strategies(8, checkpoints=False)) == 22
         dp_pp = layer_strategies(8, paradigms={Paradigm.DP}, checkpoints=False)
-        dp_tp = layer_strategies(8, paradigms={Paradigm.DP, Paradigm.TP}, pipelines=False, checkpoints=False)
+        dp_tp = layer_strategies(
+            8, paradigms={Paradigm.DP, Paradigm.TP}, pipelines=False, checkpoints=False
+        )
         assert len(dp_pp) == 4
         assert len(dp_tp) == 6
         assert len({(s.tp, s.dp) for s in dp_tp}) == 4
 
-    @needs_shared_data
     def test_the_44_strategies_are_the_originals(self):
         reference = json.loads((GALVATRON / "strategies_8gpus_44.json").read_text())
         mine = {str(s): [[p.value, degree] for p, degree in s.levels] for s in layer_strategies(8)}
@@ -91,7 +84,9 @@ class TestSpace:
         for strategy in layer_strategies(16):
             assert LayerStrategy.parse(str(strategy)) == strategy
 
-    @pytest.mark.parametrize("text", ["", "1-2", "1-2*-4*", "1-0-8", "1-1*-8", "1-1-8g", "9" * 40 + "-1-1"])
+    @pytest.mark.parametrize(
+        "text", ["", "1-2", "1-2*-4*", "1-0-8", "1-1*-8", "1-1-8g", "9" * 40 + "-1-1"]
+    )
     def test_other_text_is_refused(self, text):
         with pytest.raises(HydraConfigError, match="layer strategy"):
             LayerStrategy.parse(text)
@@ -104,7 +99,9 @@ class TestSpace:
 class TestLayerSearch:
     @pytest.mark.parametrize("seed", range(30))
     def test_no_choice_of_strategies_is_better(self, seed):
-        """All choices of 4 layers among 4 strategies; where the peak is one layer's backward, Alg. 3 is a heuristic."""
+        """All choices of 4 layers among 4 strategies; where the peak is one layer's backward, Alg.
+        3 is a heuristic.
+        """
         random = np.random.default_rng(seed)
         with_backward = seed % 2 == 1
         tables = StageTables(
@@ -119,7 +116,9 @@ class TestLayerSearch:
         choices = [np.array(c) for c in itertools.product(range(4), repeat=4)]
         peaks = [tables.peak_mb(c) for c in choices]
         budget = float(np.quantile(peaks, 0.3))
-        best = min(tables.total_ms(c) for c, peak in zip(choices, peaks, strict=True) if peak <= budget)
+        best = min(
+            tables.total_ms(c) for c, peak in zip(choices, peaks, strict=True) if peak <= budget
+        )
         found = search_layers(tables, budget)
         assert found is not None
         assert tables.peak_mb(found) <= budget
@@ -182,9 +181,8 @@ class TestCosts:
         return CostEstimator(given).layer_cost(given.layers[0], LayerStrategy.parse(name), samples)
 
     def test_data_parallel_layer_by_hand(self):
-        cost = self.cost(
-            "1-1-4"
-        )  # 2 samples: forward 2, backward 4; all-reduce 2 * 3/4 * 64 MB * 0.02 = 1.92 ms
+        # 2 samples: forward 2, backward 4; all-reduce 2 * 3/4 * 64 MB * 0.02 = 1.92 ms
+        cost = self.cost("1-1-4")
         assert cost.compute_ms == pytest.approx(6.0)
         assert cost.slowdown_ms == pytest.approx(0.3 * 1.92)
         assert cost.tail_ms == 0.0
@@ -192,9 +190,8 @@ class TestCosts:
         assert cost.states_mb == 256.0
 
     def test_tensor_parallel_layer_by_hand(self):
-        cost = self.cost(
-            "1-4-1"
-        )  # forward 2, backward 4; 4 all-reduces of 80 MB: 4 * 1.5 * 80 * 0.02 = 9.6 ms
+        # Forward 2, backward 4; 4 all-reduces of 80 MB: 4 * 1.5 * 80 * 0.02 = 9.6 ms
+        cost = self.cost("1-4-1")
         assert cost.compute_ms == pytest.approx(15.6)
         assert cost.slowdown_ms == cost.tail_ms == 0.0
         assert cost.states_mb == 64.0
@@ -217,7 +214,9 @@ class TestCosts:
         given = SearchInput.from_json(layers_document())
         costs, layer = CostEstimator(given), given.layers[0]
         moves = {
-            (a, b): costs.transformation_ms(layer, LayerStrategy.parse(a), LayerStrategy.parse(b), 8.0)
+            (a, b): costs.transformation_ms(
+                layer, LayerStrategy.parse(a), LayerStrategy.parse(b), 8.0
+            )
             for a, b in itertools.permutations(["1-1-4", "1-1-4f-c", "1-4-1", "1-2*-2"], 2)
         }
         assert moves["1-1-4", "1-1-4f-c"] == 0.0
@@ -250,7 +249,9 @@ class TestSearch:
         pipelines = [LayerStrategy.parse("2-1-2")]
         given = SearchInput.from_json(layers_document())
         plans = [
-            GalvatronSearch(given, SearchSettings(memory_mb=1e5, balances_stages=balanced), pipelines)
+            GalvatronSearch(
+                given, SearchSettings(memory_mb=1e5, balances_stages=balanced), pipelines
+            )
             for balanced in (False, True)
         ]
         even, balanced = (plan.best_of_batch(16) for plan in plans)
@@ -293,16 +294,19 @@ class TestSearch:
             GalvatronSearch(SearchInput.from_json(document), SearchSettings(memory_mb=1e5)).best()
 
 
-@needs_shared_data
 @pytest.mark.parametrize("model", ["BERT-Huge-32", "ViT-Huge-32"])
 def test_originals_results_are_reached_under_their_costs(model):
-    """Every published layer cost to the last digit, and no search result of theirs better than ours."""
+    """Every published layer cost to the last digit, and no search result of theirs better than
+    ours.
+    """
     reference = json.loads((GALVATRON / "cases_rtx_titan.json").read_text())["models"][model]
     original = rtx_titan(GALVATRON, model)
     for row in reference["cost_table"]:
         strategy = LayerStrategy.parse(row["strategy"])
         layer = original.layers[0]
-        assert original.layer_ms(layer, strategy, row["bsz"]) / 1e3 == pytest.approx(row["time_layer_s"])
+        assert original.layer_ms(layer, strategy, row["bsz"]) / 1e3 == pytest.approx(
+            row["time_layer_s"]
+        )
         assert original.layer_mb(layer, strategy, row["bsz"]) == pytest.approx(row["mem_layer_MB"])
     strategies = layer_strategies(8, checkpoints=False)
     for result in reference["search"]["full22"]["results"][::5]:
@@ -314,10 +318,11 @@ def test_originals_results_are_reached_under_their_costs(model):
             assert found[0] / 1e3 == pytest.approx(result["time_s"], rel=1e-9)
 
 
-@needs_shared_data
 @pytest.mark.parametrize("index", range(6))
 def test_originals_results_with_uneven_stages_and_on_two_nodes(index):
-    """Cost and stages of published results, for layers of one and of four kinds, on 8 and on 16 devices."""
+    """Cost and stages of published results, for layers of one and of four kinds, on 8 and on 16
+    devices.
+    """
     name, original, published = list(later_repository_cases(GALVATRON))[index]
     strategies = layer_strategies(original.num_devices, checkpoints=False)
     for run in published["runs"]:
@@ -327,138 +332,6 @@ def test_originals_results_with_uneven_stages_and_on_two_nodes(index):
             assert len(stages) == result["pp"]
             if result["pp_division"] is not None:
                 assert [len(stage) for stage in stages] == result["pp_division"]
-
-
-@needs_shared_data
-class TestSecondRelease:
-    """Checkpointing, 1F1B and ZeRO-2: the cost model of v2.0 as `benchmarks/galvatron_second.py` has it."""
-
-    def test_every_published_cost_of_a_strategy(self):
-        rows = json.loads((GALVATRON / "costs_v2_0_a100_8gpu.json").read_text())["rows"]
-        assert len(rows) == 3 * 3 * 44
-        for row in rows:
-            model = second_release(GALVATRON, row["model"], has_checkpoints=False)
-            strategy, batch = LayerStrategy.parse(row["strategy"]), row["bsz"]
-            layer_mb = [model.layer_mb(strategy, stage, batch) for stage in range(strategy.pp)]
-            assert layer_mb == pytest.approx(row["mem_layer_MB_per_stage"], rel=1e-9), row
-            assert model.states_mb(strategy, batch) == pytest.approx(row["mem_states_layer_MB"], rel=1e-9)
-            assert model.other_mb(strategy.pp, batch) == pytest.approx(row["mem_other_MB"], rel=1e-9), row
-            layer_s = model.layer_ms(strategy, batch) / 1e3
-            assert layer_s == pytest.approx(row["time_layer_s_unpipelined"], rel=1e-9), row
-            assert len(model.micro_batches(strategy.pp, batch)) == row["chunks"]
-            if row["iter_time_s_all_layers_this_strategy"] is None:
-                assert (row["model"], batch, row["strategy"]) == ("llama-7b", 64, "1-8-1")
-                continue
-            stages = [[strategy] * (model.num_layers // strategy.pp)] * strategy.pp
-            iteration_s = model.iteration_ms(stages, batch) / 1e3
-            assert iteration_s == pytest.approx(row["iter_time_s_all_layers_this_strategy"], rel=1e-9), row
-            assert model.used_mb(stages, batch) == row["mem_used_MB_per_stage"], row
-
-    def test_every_published_plan(self):
-        """Time, memory of each stage and the space it was found in, for both numbers of devices and all options."""
-        cases = published_searches(GALVATRON)
-        assert len(cases) == 60
-        for case in cases:
-            model, strategies = searched(GALVATRON, case)
-            result, batch = case["result"], case["bsz"]
-            assert len(strategies) == case["n_strategies"]
-            for pp, count in result["chunks"].items():
-                assert model.asked_micro_batches(int(pp), batch) == count
-            if result["plan"] is None:
-                continue
-            stages = published_stages(result)
-            assert {s for layers in stages for s in layers} <= set(strategies)
-            assert model.iteration_ms(stages, batch) / 1e3 == pytest.approx(result["time_s"], rel=1e-9)
-            withheld = withheld_mb(1024 * case["memory_GB"])
-            assert [used + withheld for used in model.used_mb(stages, batch)] == result["mem_used_MB"]
-
-    @pytest.mark.parametrize(
-        ("model", "nodes", "memory_gb", "batch", "options"),
-        [
-            ("gpt-1.5b", 1, 16, 128, {}),  # two stages, checkpoints on the first
-            ("gpt-2.7b", 1, 16, 16, {}),  # four kinds of layers, full to the last MB
-            ("gpt-2.7b", 1, 24, 128, {}),  # memory withheld
-            ("gpt-1.5b", 1, 16, 32, {"disable_ckpt": 1}),  # nothing fits
-            ("gpt-1.5b", 1, 16, 8, {"dptype": "ddp"}),
-            ("gpt-1.5b", 1, 16, 16, {"space": "3d"}),
-            ("gpt-1.5b", 2, 40, 16, {}),
-            ("baichuan-7b", 2, 40, 144, {}),
-        ],
-    )
-    def test_published_results_are_reached(self, model, nodes, memory_gb, batch, options):
-        wanted = {"model": model, "nodes": nodes, "memory_GB": memory_gb, "bsz": batch, "options": options}
-        (case,) = [c for c in published_searches(GALVATRON) if wanted.items() <= c.items()]
-        assert second_release_ratio(GALVATRON, case) == pytest.approx(1, abs=1e-9)
-
-    def test_changes_of_strategy_in_their_search(self):
-        model = second_release(GALVATRON, "gpt-1.5b")
-        moves = {
-            (before, after): model.move_ms(LayerStrategy.parse(before), LayerStrategy.parse(after), 8)
-            for before, after in [
-                ("1-1-8f", "1-1-8"),
-                ("1-1-8", "1-1-8f"),
-                ("1-1-8", "1-1-8-c"),
-                ("1-1-8f", "1-1-8-c"),
-                ("1-1-8", "1-2*-4"),
-                ("1-2*-4", "1-1-8"),
-                ("1-2-4*", "1-2*-4f"),
-                ("1-4-2*", "1-2*-4"),
-                ("1-4*-2", "1-2*-4"),
-            ]
-        }
-        gathered = 1 / 2 * 2 * 8 / 4 / 138.156
-        assert list(moves.values()) == pytest.approx([1, 0, 1, 0, gathered, 0, gathered, gathered, 0])
-
-
-class TestLaterReleases:
-    """Ulysses, a head of its own, micro-batches to search: v2.4.0 and main, `benchmarks/galvatron_later.py`."""
-
-    def test_their_numbers_of_strategies(self):
-        spaces = [
-            layer_space(ulysses=ulysses, strided=strided) for ulysses, strided in ((1, 1), (1, 0), (0, 0))
-        ]
-        assert [len(space) for space in spaces] == [74, 50, 32]
-        assert [len(set(space)) for space in spaces] == [74, 50, 32]
-
-    @needs_shared_data
-    def test_published_estimates_and_no_plan_of_theirs_is_better(self):
-        cases = list(published_cases(GALVATRON))
-        assert len(cases) == 10
-        for case in cases:
-            published_ms = 1e3 * case.model.batch / case.throughput
-            assert case.their_ms() == pytest.approx(published_ms, rel=1e-8), case.label
-            found_ms, frame, head, stages = search(case.model)
-            assert found_ms == pytest.approx(published_ms, rel=1e-8), case.label
-            assert case.model.fits(frame, head, stages)
-            assert sum(map(len, stages)) == case.model.num_layers
-
-    @needs_shared_data
-    def test_a_published_estimate_that_is_not_reached_is_an_error(self):
-        case = next(published_cases(GALVATRON))
-        with pytest.raises(ValueError, match="their plan takes"):
-            dataclasses.replace(case, throughput=case.throughput * 1.001).their_ms()
-
-    @needs_shared_data
-    @pytest.mark.parametrize("index", [0, 2, 4])
-    def test_no_frame_is_left_out_for_its_bound(self, index):
-        """What the search passes over is no faster; few layers, so that several stages and mixed plans are near."""
-        case = list(published_cases(GALVATRON))[index]
-        model = dataclasses.replace(case.model, num_layers=6, memory_gb=12, batch=16, micro_batches=4)
-        every, bounds = [], []
-        for bound, costs, head in jobs(model):
-            for stages in plans(model, costs, head):
-                every.append(model.plan_ms(costs.frame, head, stages))
-                bounds.append(bound / every[-1])
-        assert len(every) > 10
-        assert max(bounds) <= 1 + 1e-9
-        assert search(model)[0] == pytest.approx(min(every), rel=1e-12)
-
-    def test_cheapest_mixture(self):
-        time, memory = np.array([4.0, 2.0, 1.0]), np.array([1.0, 2.0, 5.0])
-        assert cheapest_mixture(time, memory, 0.5) == math.inf
-        assert cheapest_mixture(time, memory, 1.5) == pytest.approx(3.0)
-        assert cheapest_mixture(time, memory, 3.5) == pytest.approx(1.5)
-        assert cheapest_mixture(time, memory, 9.0) == 1.0
 
 
 class TestCommand:
@@ -478,7 +351,9 @@ class TestCommand:
         result = self.run(*arguments)
         assert result.exit_code == 0, result.output
         assert f"slow each other down {told}\n" in result.output
-        assert json.loads(self.run(*arguments, "--json").stdout)["overlap_slowdown"] == (measured or 1.3)
+        assert json.loads(self.run(*arguments, "--json").stdout)["overlap_slowdown"] == (
+            measured or 1.3
+        )
 
     def test_prints_json_and_draws(self, tmp_path):
         path, picture = tmp_path / "layers.json", tmp_path / "plan.png"
@@ -503,7 +378,9 @@ class TestCommand:
         assert picture.stat().st_size > 5_000
 
     def test_searches_a_shipped_profile(self):
-        result = self.run("--profile", "a800_llama2_7b", "--devices", 8, "--memory-gb", 80, "--max-batch", 8)
+        result = self.run(
+            "--profile", "a800_llama2_7b", "--devices", 8, "--memory-gb", 80, "--max-batch", 8
+        )
         assert result.exit_code == 0, result.output
         assert "samples/s" in result.stdout
 
@@ -511,8 +388,14 @@ class TestCommand:
         ("arguments", "message"),
         [
             (("--devices", 8, "--memory-gb", 80), "give either --layers or --profile"),
-            (("--profile", "a800_llama2_7b", "--devices", 6, "--memory-gb", 80), "not a power of two"),
-            (("--profile", "a800_llama2_7b", "--devices", 8, "--memory-gb", 1), "no plan fits 1024 MB"),
+            (
+                ("--profile", "a800_llama2_7b", "--devices", 6, "--memory-gb", 80),
+                "not a power of two",
+            ),
+            (
+                ("--profile", "a800_llama2_7b", "--devices", 8, "--memory-gb", 1),
+                "no plan fits 1024 MB",
+            ),
             (("--profile", "a800_llama_7b", "--devices", 8, "--memory-gb", 1), "did you mean"),
         ],
     )
@@ -522,13 +405,13 @@ class TestCommand:
         assert message in result.stderr
 
 
-def test_wider_sets_contain_the_candidates_and_stay_on_their_devices():
+def test_extended_sets_contain_the_candidates_and_stay_on_their_devices():
     profile = Profile.load(find_profile("a800_llama2_7b"))
     strategies = (Strategy.parse("2x<4,1>"), Strategy.parse("1x<4,1> + 2x<2,1>"))
     ckpt, sp, both = (widen(strategies, profile, 8, kind) for kind in ("ckpt", "sp", "both"))
-    for wider in (ckpt, sp, both):
-        assert wider[: len(strategies)] == strategies
-        assert {strategy.num_devices for strategy in wider} == {8}
+    for extended in (ckpt, sp, both):
+        assert extended[: len(strategies)] == strategies
+        assert {strategy.num_devices for strategy in extended} == {8}
     assert Strategy.parse("2x<4,1;ckpt=32>") in ckpt
     assert Strategy.parse("1x<sp2,2,1> + 2x<2,1>") in sp
     assert set(ckpt) | set(sp) < set(both)

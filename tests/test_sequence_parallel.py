@@ -1,4 +1,6 @@
-"""Pieces of a row on several ranks compute what the whole row does on one: attention, gradients, training."""
+"""Pieces of a row on several ranks compute what the whole row does on one: attention, gradients,
+training.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,22 @@ from test_engine_parity import LENGTHS, assert_parity, check_gradients
 from test_engine_training import batches
 
 from ds_hydra.configs import find_file
-from ds_hydra.engine.attention import PackedRow, hydra_varlen
-from ds_hydra.engine.profiler import token_bytes
-from ds_hydra.engine.sequence_parallel import Piece
+from ds_hydra.configs.files import read_json_object
+from ds_hydra.engine.model.attention import PackedRow, hydra_varlen
+from ds_hydra.engine.parallel.ulysses import Piece
+from ds_hydra.engine.profiling.profiler import token_bytes
 from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies
-from ds_hydra.strategy.analytic import Hardware, ModelShape, predict_latency
-from ds_hydra.strategy.profile import PROFILE_SCHEMA, SP_ACTIVATIONS, read_json_object
-from ds_hydra.strategy.sequence_parallel import with_estimates
+from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
+from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, SP_ACTIVATIONS
+from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 
 CPU = torch.device("cpu")
 MODULE = torch.nn.Identity()
 
 ROWS = ((33, 5, 17, 8), (1,), (4,), (3, 2), (1, 1, 1, 1), (64,))
-"""Cut inside sequences, a multiple of the ranks or not, one token per piece, fewer tokens than ranks."""
+"""Cut inside sequences, a multiple of the ranks or not, one token per piece, fewer tokens than
+ranks.
+"""
 HEADS = ((4, 4), (4, 2), (4, 1), (12, 3), (12, 6))
 """Query and key-value heads: the latter divide by 4 ranks, the ranks by them, or neither."""
 
@@ -42,7 +47,11 @@ def check_attention():
     size, rank = dist.get_world_size(), dist.get_rank()
     piece = Piece(dist.new_group(list(range(size))), size, rank)
     worst = 0.0
-    for options in ({}, {"sliding_window": 3}, {"softcap": 2.0, "sliding_window": 7, "scaling": 0.3}):
+    for options in (
+        {},
+        {"sliding_window": 3},
+        {"softcap": 2.0, "sliding_window": 7, "scaling": 0.3},
+    ):
         for lengths in ROWS:
             for num_heads, num_kv_heads in HEADS:
                 torch.manual_seed(num_heads)
@@ -54,20 +63,27 @@ def check_attention():
                 weight[:, sum(lengths) :] = 0
                 whole = PackedRow.build(lengths, CPU)
                 tokens = whole.num_tokens
-                wanted, leaves = attend(whole, *(x[:, :, :tokens] for x in (query, key, value)), **options)
+                wanted, leaves = attend(
+                    whole, *(x[:, :, :tokens] for x in (query, key, value)), **options
+                )
                 (wanted * weight[:, :tokens]).sum().backward()
                 mine = slice(rank * padded // size, (rank + 1) * padded // size)
                 row = PackedRow.build(lengths, CPU, piece)
                 assert row.num_tokens == padded // size
-                got, got_leaves = attend(row, *(x[:, :, mine] for x in (query, key, value)), **options)
+                got, got_leaves = attend(
+                    row, *(x[:, :, mine] for x in (query, key, value)), **options
+                )
                 (got * weight[:, mine]).sum().backward()
                 real = len(range(tokens)[mine])
                 pairs = [(got[:, :real], wanted[:, mine])]
                 pairs += [
-                    (g.grad[:, :, :real], w.grad[:, :, mine]) for g, w in zip(got_leaves, leaves, strict=True)
+                    (g.grad[:, :, :real], w.grad[:, :, mine])
+                    for g, w in zip(got_leaves, leaves, strict=True)
                 ]
                 assert all(g.shape == w.shape for g, w in pairs)
-                assert not any(g.grad[:, :, real:].any() for g in got_leaves), "padding has a gradient"
+                assert not any(g.grad[:, :, real:].any() for g in got_leaves), (
+                    "padding has a gradient"
+                )
                 errors = [float((g - w).abs().max()) if g.numel() else 0.0 for g, w in pairs]
                 worst = max(worst, *errors)
     return worst
@@ -109,13 +125,13 @@ STRATEGIES = (
 )
 SHORT_ROWS = (2, 2, 3, 1, 1, 2, 1)
 """Rows of 2 to 5 tokens: one for each piece, or less."""
-LAYER_BY_LAYER = {"activation_checkpointing": True, "link": {"repull_layers": "all"}}
+LAYER_BY_LAYER = {"activation_checkpointing": True}
 
 PARITY = {
     "what a link has to know": [
         ("llama_tied", STRATEGIES, {}, LENGTHS),
         ("llama_bias", ("1x<sp2,2,1>", "1x<sp4,1>"), LAYER_BY_LAYER, LENGTHS),
-        ("llama_tied", ("1x<sp2,2;ckpt=2;repull=3;stages=3,1>",), {}, LENGTHS),
+        ("llama_tied", ("1x<sp2,2;ckpt=2;stages=3,1;stream>",), {}, LENGTHS),
         ("llama_tied", ("1x<sp4,1>", "1x<sp2,2>"), {"link": {"devices_per_node": 2}}, SHORT_ROWS),
     ],
     "what attention has to know": [
@@ -125,7 +141,9 @@ PARITY = {
         ("phi3", ("1x<sp2,1> + 1x<1,2>",), {}, LENGTHS),
     ],
 }
-"""(family, strategies, hydra section, lengths); a phi3 has fused projections, which TP cannot slice."""
+"""(family, strategies, hydra section, lengths); a phi3 has fused projections, which TP cannot
+slice.
+"""
 
 
 def check_families(cases):
@@ -144,7 +162,9 @@ def test_gradients_equal_one_process(what):
 
 
 def check_training():
-    """Strategies that change in every iteration, twice; stock DeepSpeed; the engine's own choice; bf16."""
+    """Strategies that change in every iteration, twice; stock DeepSpeed; the engine's own choice;
+    bf16.
+    """
     model = tiny("llama_tied")
     data = batches(6)
     stock = start_stock(copy.deepcopy(model))
@@ -153,7 +173,9 @@ def check_training():
     curves = []
     for _ in range(2):
         engine = start_hydra(copy.deepcopy(model))
-        curves.append([float(engine.train_batch(b, strategy=s)) for b, s in zip(data, forced, strict=True)])
+        curves.append(
+            [float(engine.train_batch(b, strategy=s)) for b, s in zip(data, forced, strict=True)]
+        )
     hydra = {
         "strategies": ["1x<sp2,1> + 2x<1,1>", "1x<sp4,1>"],
         "profiling": {"lengths": [8, 32, 64], "repeats": 1, "warmup": 0},
@@ -169,9 +191,13 @@ def check_training():
         "eval": before,
         "chosen": chosen,
         "bf16": in_bf16,
-        "profiled": [str(scheme) for scheme in sorted(engine.hydra.profile.latency)],
-        "bytes": [float(token_bytes(engine.hydra.propagator, s, 64)) for s in engine.hydra.strategies],
-        "max_len": [engine.hydra.profile.max_len_tokens(Scheme(1, 1, sp=sp), 4) for sp in (1, 2, 4)],
+        "profiled": [str(scheme) for scheme in sorted(engine.hydra.know_profile().latency)],
+        "bytes": [
+            float(token_bytes(engine.hydra.propagator, s, 64)) for s in engine.hydra.strategies
+        ],
+        "max_len": [
+            engine.hydra.know_profile().max_len_tokens(Scheme(1, 1, sp=sp), 4) for sp in (1, 2, 4)
+        ],
     }
 
 
@@ -194,7 +220,12 @@ def test_training_follows_stock_deepspeed_and_repeats_itself():
 
 PROFILE = {
     "schema": PROFILE_SCHEMA,
-    "hardware": {"name": "test", "memory_bytes": 10**9, "reserved_bytes": 0, "safety_margin_bytes": 0},
+    "hardware": {
+        "name": "test",
+        "memory_bytes": 10**9,
+        "reserved_bytes": 0,
+        "safety_margin_bytes": 0,
+    },
     "model": {"name": "tiny", "num_layers": 2, "hidden_size": 32, "vocab_size": 97},
     "memory": {
         "activation_bytes_per_token_per_layer_per_hidden": {"1": 100, "2": 120},
@@ -220,7 +251,14 @@ def test_what_was_not_profiled_is_estimated_between_perfect_scaling_and_tp():
     )
     assert Scheme(1, 2, sp=2) not in found.latency, "there is no <1,2> to start from"
     assert [e["sp"] for e in found.document["schemes"] if e.get("estimated")] == [2, 4]
-    measured = {"tp": 1, "pp": 1, "sp": 2, "quadratic_ms": 3e-4, "linear_ms": 0.3, "constant_ms": 3.0}
+    measured = {
+        "tp": 1,
+        "pp": 1,
+        "sp": 2,
+        "quadratic_ms": 3e-4,
+        "linear_ms": 0.3,
+        "constant_ms": 3.0,
+    }
     known = Profile.from_json({**PROFILE, "schemes": [*PROFILE["schemes"], measured]})
     assert with_estimates(known, strategies[:1]) is known
 
@@ -229,7 +267,9 @@ def test_memory_of_a_row_is_shared_and_that_of_states_is_not():
     memory = Profile.from_json(PROFILE).memory
     for tp in (1, 2):
         states, row = (memory.rank_bytes(Scheme(tp, 1), 8, tokens) for tokens in (0, 1000))
-        cut_states, cut_row = (memory.rank_bytes(Scheme(tp, 1, sp=4), 8, tokens) for tokens in (0, 1000))
+        cut_states, cut_row = (
+            memory.rank_bytes(Scheme(tp, 1, sp=4), 8, tokens) for tokens in (0, 1000)
+        )
         assert cut_states == states
         assert cut_row - states == pytest.approx((row - states) / 4 * SP_ACTIVATIONS)
 
@@ -238,7 +278,8 @@ def test_roofline_of_sp_shares_work_and_adds_exchanges():
     hardware = Hardware.from_json(read_json_object(find_file("hardware", "a800")), source="a800")
     shape = ModelShape(num_layers=32, hidden_size=4096, intermediate_size=11008, vocab_size=32000)
     one, both, tp = (
-        predict_latency(shape, hardware, s) for s in (Scheme(1, 1), Scheme(1, 1, sp=2), Scheme(2, 1))
+        predict_latency(shape, hardware, s)
+        for s in (Scheme(1, 1), Scheme(1, 1, sp=2), Scheme(2, 1))
     )
     assert both.quadratic_ms == pytest.approx(one.quadratic_ms / 2)
     assert one.linear_ms / 2 < both.linear_ms < tp.linear_ms

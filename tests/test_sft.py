@@ -1,4 +1,6 @@
-"""Supervised examples: masks, chats and completions become labels; what has no answer is refused by row."""
+"""Supervised examples: chats and completions become labels; what has no answer is refused by
+row.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.sft import to_labels
+from ds_hydra.sampler.data.sft import to_labels
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}{% endgeneration %}"
@@ -24,7 +26,9 @@ CHAT = [
 
 @pytest.fixture
 def tokenizer():
-    alphabet = {token: index for index, token in enumerate(["<eos>", *pre_tokenizers.ByteLevel.alphabet()])}
+    alphabet = {
+        token: index for index, token in enumerate(["<eos>", *pre_tokenizers.ByteLevel.alphabet()])
+    }
     backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -43,19 +47,17 @@ def one(row):
     return datasets.Dataset.from_list([row])
 
 
-def test_masks_become_labels():
-    row = {"input_ids": [1, 2, 3, 4], "attention_mask": [1, 1, 1, 1]}
-    for mask in ("assistant_masks", "completion_mask"):
-        labelled = to_labels(one({**row, mask: [0, 1, 0, 1]}))
-        assert labelled[0] == {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, -100, 4]}
-    everything = to_labels(one({**row, "completion_mask": [0, 1, 0, 1]}), completion_only_loss=False)
-    assert everything.column_names == ["input_ids"]
-    with pytest.raises(HydraConfigError, match="row 0 has 4 input_ids and 2 assistant_masks"):
-        to_labels(one({**row, "assistant_masks": [0, 1]}))
+def test_a_completion_mask_may_be_left_out():
+    row = {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]}
+    assert to_labels(one(row)).column_names == ["input_ids", "completion_mask"]
+    assert to_labels(one(row), completion_only_loss=False).column_names == ["input_ids"]
 
 
-def test_labels_and_texts_stay_as_they_are():
-    for row in ({"input_ids": [1, 2], "labels": [1, -100], "assistant_masks": [1, 1]}, {"text": "x"}):
+def test_tokens_and_texts_stay_as_they_are():
+    for row in (
+        {"input_ids": [1, 2], "labels": [1, -100], "assistant_masks": [1, 1]},
+        {"text": "x"},
+    ):
         dataset = one(row)
         assert to_labels(dataset) is dataset
 
@@ -78,13 +80,66 @@ def test_completions_are_predicted_and_prompts_are_not(tokenizer):
     assert texts(tokenizer, to_labels(one(chat), tokenizer)[0]) == ("U:hi;A:yo;U:more;A:no;", "no;")
 
 
+def test_turns_of_the_assistant_within_completions(tokenizer):
+    chat = {"prompt": CHAT[:1], "completion": CHAT[1:]}
+    made = to_labels(one(chat), tokenizer, assistant_only_loss=True)[0]
+    assert texts(tokenizer, made) == ("U:hi;A:yo;U:more;A:no;", "yono")
+    later = {"prompt": CHAT[:3], "completion": CHAT[3:]}
+    for completion_only, predicted in ((None, "no"), (False, "yono")):
+        made = to_labels(
+            one(later), tokenizer, assistant_only_loss=True, completion_only_loss=completion_only
+        )[0]
+        assert texts(tokenizer, made)[1] == predicted
+
+
+def test_each_chat_has_arguments_of_its_own_for_the_template(tokenizer):
+    tokenizer.chat_template = TEMPLATE + "{{ mood }}{{ tone if tone is defined else '?' }}"
+    rows = [
+        {"messages": CHAT[:2], "chat_template_kwargs": {"mood": "sad"}},
+        {"messages": CHAT[:2], "chat_template_kwargs": {"tone": "low"}},
+    ]
+    made = to_labels(datasets.Dataset.from_list(rows), tokenizer)
+    assert [texts(tokenizer, row)[0] for row in made] == ["U:hi;A:yo;sad?", "U:hi;A:yo;low"]
+
+
+@pytest.mark.parametrize(
+    ("row", "argument"),
+    [
+        ({"input_ids": [1, 2], "completion_mask": [0, 1]}, "assistant_only_loss"),
+        ({"input_ids": [1, 2], "assistant_masks": [0, 1]}, "completion_only_loss"),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, "completion_only_loss"),
+        ({"messages": CHAT, "prompt": "a", "completion": "b"}, "completion_only_loss"),
+        ({"text": "x"}, "assistant_only_loss"),
+        ({"text": "x"}, "completion_only_loss"),
+    ],
+)
+def test_an_argument_that_the_columns_have_nothing_for_is_refused(tokenizer, row, argument):
+    with pytest.raises(
+        HydraConfigError, match=f"{argument} is True, and the dataset has .*it needs"
+    ):
+        to_labels(one(row), tokenizer, **{argument: True})
+
+
 @pytest.mark.parametrize(
     ("row", "template", "message"),
     [
         ({"messages": CHAT}, None, "has no chat template"),
-        ({"messages": CHAT}, "{% for m in messages %}{{ m.content }}{% endfor %}", "row 0: .*marks no token"),
+        (
+            {"messages": CHAT},
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            "row 0: .*marks no token",
+        ),
         ({"messages": "hello"}, TEMPLATE, "row 0: expected a list of messages"),
-        ({"prompt": "a", "completion": CHAT}, TEMPLATE, "row 0: prompt is a str and completion a list"),
+        (
+            {"prompt": "a", "completion": CHAT},
+            TEMPLATE,
+            "row 0: prompt is a str and completion a list",
+        ),
+        (
+            {"prompt": "a", "completion": "b"},
+            TEMPLATE,
+            "row 0: .* are texts, of which assistant_only",
+        ),
         (
             {"prompt": CHAT[:1], "completion": CHAT[1:2]},
             "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
@@ -99,5 +154,7 @@ def test_rows_without_an_answer_are_refused(tokenizer, row, template, message):
 
 
 def test_text_needs_a_tokenizer():
-    with pytest.raises(HydraConfigError, match=r"'messages' holds text .*processing_class=tokenizer"):
+    with pytest.raises(
+        HydraConfigError, match=r"'messages' holds text .*processing_class=tokenizer"
+    ):
         to_labels(one({"messages": CHAT}))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ds_hydra.commands import report, simulate
 from ds_hydra.simulator.timeline import Timeline
-from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 for module in (report, simulate):  # two commands, so that typer wants the name
@@ -68,19 +68,23 @@ def test_all_iterations_become_a_page_with_strip_and_gantt(files):
     assert escape(timelines[0].strategy) in html
 
 
-def test_timeline_of_the_wider_space(files):
+def test_timeline_of_the_extended_space(files):
     """Its iterations differ from those of ds_hydra as soon as one of them has a scheme with SP."""
     lengths = files / "long.json"
-    lengths.write_text(json.dumps(LengthHistogram.from_counts({5: 400, 200: 60}, name="long").to_json()))
+    lengths.write_text(
+        json.dumps(LengthHistogram.from_counts({5: 400, 200: 60}, name="long").to_json())
+    )
     options = [*arguments(files, context=200), "--histogram", lengths, "--systems", "wider"]
     found = {}
     for system in ("ds_hydra", "wider"):
         path = files / f"{system}.jsonl"
         result = invoke(*options, "--timeline", path, "--timeline-of", system)
         assert result.exit_code == 0, result.stderr
-        assert "ds_hydra with SP (wider space)" in result.stdout
+        assert "ds_hydra with SP (extended space)" in result.stdout
         assert "T under SP is estimated" in result.stdout
-        found[system] = [Timeline.from_json(json.loads(line)) for line in path.read_text().splitlines()]
+        found[system] = [
+            Timeline.from_json(json.loads(line)) for line in path.read_text().splitlines()
+        ]
     assert not any("sp" in timeline.strategy for timeline in found["ds_hydra"])
     assert any("<sp" in timeline.strategy for timeline in found["wider"])
     assert (
@@ -98,8 +102,16 @@ def test_strategies_with_checkpointed_layers_hold_what_no_other_scheme_does(file
     }  # fmt: skip
     (files / "candidates.json").write_text(json.dumps(candidates))
     lengths = files / "longer.json"
-    lengths.write_text(json.dumps(LengthHistogram.from_counts({5: 40, 300: 5}, name="longer").to_json()))
-    options = [*arguments(files, context=300), "--profile", files / "ckpt.json", "--histogram", lengths]
+    lengths.write_text(
+        json.dumps(LengthHistogram.from_counts({5: 40, 300: 5}, name="longer").to_json())
+    )
+    options = [
+        *arguments(files, context=300),
+        "--profile",
+        files / "ckpt.json",
+        "--histogram",
+        lengths,
+    ]
     assert "no scheme holds a row of 300 tokens" in invoke(*options).stderr
     result = invoke(*options, "--strategies", files / "candidates.json", "--json")
     assert result.exit_code == 0, result.stderr
@@ -122,7 +134,12 @@ def test_text_has_bound_speedups_and_prices(files):
 def test_sweep_writes_points_and_a_picture(files):
     plot = files / "sweep.png"
     result = invoke(
-        *arguments(files, devices="4,8"), "--json", "--plot", plot, "--systems", "megatron,two_stage"
+        *arguments(files, devices="4,8"),
+        "--json",
+        "--plot",
+        plot,
+        "--systems",
+        "megatron,two_stage",
     )
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
@@ -171,7 +188,9 @@ def test_mistakes_end_without_a_traceback(files, extra, message):
 
 
 def test_missing_options_and_unknown_cases():
-    assert "--histogram, --devices, --context missing" in invoke("--profile", "a800_llama2_7b").stderr
+    assert (
+        "--histogram, --devices, --context missing" in invoke("--profile", "a800_llama2_7b").stderr
+    )
     assert "did you mean paper/case-study" in invoke("--case", "paper/case-studi").stderr
 
 

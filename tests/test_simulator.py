@@ -14,7 +14,6 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.simulator import baselines
 from ds_hydra.simulator.baselines import balanced, dynamic, fixed_length, hotspa, two_stage
 from ds_hydra.simulator.cases import list_cases, load_case
-from ds_hydra.simulator.cluster import find_cluster
 from ds_hydra.simulator.compare import (
     LABELS,
     STATIC_SYSTEMS,
@@ -28,19 +27,21 @@ from ds_hydra.simulator.reproduction import our_figure
 from ds_hydra.simulator.scenario import Outcome, Scenario, best_of, bound_of, summarize
 from ds_hydra.simulator.sweep import Axes, sweep
 from ds_hydra.simulator.ulysses import deepspeed_ulysses
-from ds_hydra.strategy.histogram import LengthHistogram
-from ds_hydra.strategy.neighbours import neighbour_strategies
-from ds_hydra.strategy.profile import Profile
-from ds_hydra.strategy.proposal import usable_schemes
-from ds_hydra.strategy.scheme import Scheme, Strategy
-from ds_hydra.strategy.sequence_parallel import with_estimates
+from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.program import usable_schemes
+from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
 def small_profile() -> Profile:
     """<1,1> holds 60 tokens, <2,1> 120, <4,1> 240; large groups are slower per device."""
     document = dict(
         make_profile(
-            {"<1,1>": (1e-3, 1.0, 2.0), "<2,1>": (6e-4, 0.6, 2.0), "<4,1>": (4e-4, 0.4, 2.0)}, max_len=60 * 30
+            {"<1,1>": (1e-3, 1.0, 2.0), "<2,1>": (6e-4, 0.6, 2.0), "<4,1>": (4e-4, 0.4, 2.0)},
+            max_len=60 * 30,
         ).document
     )
     document["memory"] = {
@@ -50,10 +51,15 @@ def small_profile() -> Profile:
 
 
 def checkpointing_document() -> dict:
-    """The same in 4 layers: 30 bytes of a token at most, 4 * 2 + 7.5 on <4,1> with all layers checkpointed."""
+    """The same in 4 layers: 30 bytes of a token at most, 4 * 2 + 7.5 on <4,1> with all layers
+    checkpointed.
+    """
     document = dict(small_profile().document)
     document["model"] = {**document["model"], "num_layers": 4}
-    document["hardware"] = {**document["hardware"], "memory_bytes": 4 * document["hardware"]["memory_bytes"]}
+    document["hardware"] = {
+        **document["hardware"],
+        "memory_bytes": 4 * document["hardware"]["memory_bytes"],
+    }
     document["memory"] = {**document["memory"], "input_bytes_per_token_per_layer_per_hidden": 2}
     return document
 
@@ -130,7 +136,9 @@ def test_a_static_strategy_is_given_up_only_where_it_cannot_win(monkeypatch):
         profile=profile,
         num_devices=32,
         context_length=case.context_length,
-        batches=draw_batches(case.histogram.limit(case.context_length), case.tokens_per_iteration, 8, seed=3),
+        batches=draw_batches(
+            case.histogram.limit(case.context_length), case.tokens_per_iteration, 8, seed=3
+        ),
         cluster=find_cluster(profile, 32),
     )
     texts = ("1x<16,1> + 1x<8,2>", "1x<16,1> + 2x<8,1>", "1x<16,1> + 4x<4,1>", "1x<16,1> + 1x<4,4>")
@@ -141,7 +149,9 @@ def test_a_static_strategy_is_given_up_only_where_it_cannot_win(monkeypatch):
     found = two_stage(scenario, strategies, name="static")
     num_plans = len(planned)
     outcomes = {s: baselines._planned(scenario, s, scenario.batches) for s in strategies}
-    everything = best_of("static", [summarize("static", str(s), each) for s, each in outcomes.items()])
+    everything = best_of(
+        "static", [summarize("static", str(s), each) for s, each in outcomes.items()]
+    )
     assert found.strategy == everything.strategy
     assert (found.propagation_ms == everything.propagation_ms).all()
     assert (found.iteration_ms == everything.iteration_ms).all()
@@ -158,9 +168,13 @@ def test_a_static_strategy_is_given_up_only_where_it_cannot_win(monkeypatch):
     [([31.0, 31.0], 3), ([30.0, 31.0], 3), ([30.0, 30.0], 0), ([33.0, 29.0], 2), ([20.0, 20.0], 0)],
 )
 def test_planning_stops_where_neither_sum_can_stay_below_its_limit(monkeypatch, limit, num_planned):
-    """Each of three mini-batches takes at least 10 ms in both figures, and 11.5 ms of propagation."""
+    """Each of three mini-batches takes at least 10 ms in both figures, and 11.5 ms of
+    propagation.
+    """
     outcome = Outcome(propagation_ms=11.5, iteration_ms=10.0, imbalance=0.0, bubble=0.0)
-    monkeypatch.setattr(baselines, "_planned", lambda scenario, strategy, batches: [outcome for _ in batches])
+    monkeypatch.setattr(
+        baselines, "_planned", lambda scenario, strategy, batches: [outcome for _ in batches]
+    )
     scenario = make_scenario([5], [5], [5])
     bounds = np.full((2, 3), 10.0)
     found = baselines._planned_below(scenario, Strategy.parse("4x<1,1>"), np.array(limit), bounds)
@@ -180,7 +194,9 @@ def test_hotspa_runs_intervals_one_after_the_other():
 
 
 def test_ulysses_by_hand():
-    """Groups of 2 hold 120 tokens: rows {100} and {60, 40} in step 1, {30} in step 2; no traffic is known."""
+    """Groups of 2 hold 120 tokens: rows {100} and {60, 40} in step 1, {30} in step 2; no traffic is
+    known.
+    """
     scenario = make_scenario([40, 100, 60, 30])
     result = deepspeed_ulysses(scenario, is_checkpointed=False, name="deepspeed")
 
@@ -195,18 +211,22 @@ def test_ulysses_by_hand():
 
 
 def test_what_a_profile_knows_of_sp_changes_neither_baselines_nor_proposals():
-    """SP comes in by the strategies that are given; Ulysses divides T of one rank by its own group."""
+    """SP comes in by the strategies that are given; Ulysses divides T of one rank by its own
+    group.
+    """
     scenario = make_scenario([40, 100, 60, 30])
-    wider = dataclasses.replace(
+    extended = dataclasses.replace(
         scenario,
-        profile=with_estimates(scenario.profile, [Strategy.parse("2x<sp2,1>"), Strategy.parse("1x<sp4,1>")]),
+        profile=with_estimates(
+            scenario.profile, [Strategy.parse("2x<sp2,1>"), Strategy.parse("1x<sp4,1>")]
+        ),
     )
-    assert wider.profile.latency.keys() > scenario.profile.latency.keys()
+    assert extended.profile.latency.keys() > scenario.profile.latency.keys()
     for system in (deepspeed_ulysses_plain, fixed_length, hotspa):
-        assert system(wider, name="s").propagation_ms == pytest.approx(
+        assert system(extended, name="s").propagation_ms == pytest.approx(
             system(scenario, name="s").propagation_ms
         )
-    assert usable_schemes(wider.profile, 4) == usable_schemes(scenario.profile, 4)
+    assert usable_schemes(extended.profile, 4) == usable_schemes(scenario.profile, 4)
 
 
 def test_bound_holds_for_every_system(comparison):
@@ -218,11 +238,15 @@ def test_bound_holds_for_every_system(comparison):
 
 
 def bound_of_plain(scenario):
-    return bound_of(scenario, scenario.batches[0], usable_schemes(scenario.profile, scenario.num_devices))
+    return bound_of(
+        scenario, scenario.batches[0], usable_schemes(scenario.profile, scenario.num_devices)
+    )
 
 
 def test_bound_by_hand():
-    """One sequence of 100 on <2,1> at least; two devices could share the rest, but a row passes as a whole."""
+    """One sequence of 100 on <2,1> at least; two devices could share the rest, but a row passes as
+    a whole.
+    """
     scenario = make_scenario([100])
     t = scenario.profile.get_latency(Scheme(4, 1))
     assert bound_of_plain(scenario).perfect_balance_ms == pytest.approx(t.row_ms([100]))
@@ -262,7 +286,9 @@ def test_ratio_of_equal_times_has_no_spread():
 
 def test_dynamic_says_how_often_it_chose_what():
     scenario = make_scenario([100], [10] * 8, [10] * 8, [10] * 8)
-    result, plans = dynamic(scenario, [Strategy.parse("1x<4,1>"), Strategy.parse("4x<1,1>")], name="ds_hydra")
+    result, plans = dynamic(
+        scenario, [Strategy.parse("1x<4,1>"), Strategy.parse("4x<1,1>")], name="ds_hydra"
+    )
     assert result.strategy == "4x<1,1> (75%); 1x<4,1> (25%)"
     assert len(plans) == 4
 
@@ -283,7 +309,9 @@ def test_workloads_without_a_meaning(changes, message):
 
 
 def test_unknown_system():
-    with pytest.raises(HydraConfigError, match="system 'alpa' is not known; choose among given, megatron"):
+    with pytest.raises(
+        HydraConfigError, match="system 'alpa' is not known; choose among given, megatron"
+    ):
         Settings(systems=("megatron", "alpa"))
 
 
@@ -300,7 +328,10 @@ def test_sweep_checks_every_point_before_the_first():
 def test_sweep_scales_the_budget_with_the_cluster():
     axes = Axes(devices=(4, 8), contexts=(100,))
     assert list(axes.points()) == [(4, 100, 6250), (8, 100, 12500)]
-    assert list(Axes(devices=(4,), contexts=(100,), tokens=(7, 8)).points()) == [(4, 100, 7), (4, 100, 8)]
+    assert list(Axes(devices=(4,), contexts=(100,), tokens=(7, 8)).points()) == [
+        (4, 100, 7),
+        (4, 100, 8),
+    ]
     found = sweep(
         make_workload(), Axes(devices=(4, 8), contexts=(100,), tokens=(400,)),
         Settings(iterations=3, systems=("megatron",)),

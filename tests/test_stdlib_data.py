@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_hydra.sampler.dataset import TokenDataset
+from ds_hydra.sampler.data.dataset import TokenDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "stdlib"))
 
@@ -54,7 +54,9 @@ def test_every_text_survives_the_tokenizer(tmp_path, source_dir):
 def test_units_are_files_or_definitions(tmp_path, source_dir):
     data = prepare_small(tmp_path, source_dir, unit="definition")
     assert data.dataset["path"][:] == ["a.py", "b.py", "b.py", "package/c.py", "package/c.py"]
-    assert "".join(data.dataset["text"]) == "".join(FILES[name] for name in ("a.py", "b.py", "package/c.py"))
+    assert "".join(data.dataset["text"]) == "".join(
+        FILES[name] for name in ("a.py", "b.py", "package/c.py")
+    )
 
 
 @pytest.mark.parametrize(

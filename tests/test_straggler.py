@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds_hydra.engine.straggler import StragglerFinder
-from ds_hydra.strategy.scheme import Strategy
+from ds_hydra.engine.telemetry.straggler import StragglerFinder
+from ds_hydra.strategy.schemes.scheme import Strategy
 
 STRATEGIES = ("4x<1,1>", "2x<2,1>", "1x<2,1> + 2x<1,1>", "1x<1,3> + 1x<1,1>", "1x<4,1>")
 
@@ -31,7 +31,8 @@ def measured(strategy, slow_rank, factor, generator):
 def test_the_slow_rank_is_named(slow_rank):
     generator, finder = random.Random(slow_rank), StragglerFinder()
     found = [
-        finder.observe(measured(generator.choice(STRATEGIES), slow_rank, 2.0, generator)) for _ in range(40)
+        finder.observe(measured(generator.choice(STRATEGIES), slow_rank, 2.0, generator))
+        for _ in range(40)
     ]
     assert found[:4] == [None] * 4
     assert set(found[-10:]) == {slow_rank}
@@ -41,7 +42,10 @@ def test_the_slow_rank_is_named(slow_rank):
 
 def test_nobody_is_accused_of_noise_or_of_a_wrong_profile():
     generator, finder = random.Random(5), StragglerFinder()
-    found = {finder.observe(measured(generator.choice(STRATEGIES), None, 1.0, generator)) for _ in range(200)}
+    found = {
+        finder.observe(measured(generator.choice(STRATEGIES), None, 1.0, generator))
+        for _ in range(200)
+    }
     assert found == {None}
 
 

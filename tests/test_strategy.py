@@ -13,9 +13,14 @@ from shared_data import shared_path
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme, Strategy
-from ds_hydra.strategy.candidates import enumerate_strategies, load_strategies, power_of_two_schemes
-from ds_hydra.strategy.fit import fit_latency, saturation_tokens
-from ds_hydra.strategy.profile import LatencyModel
+from ds_hydra.strategy.profiles.fit import fit_latency, saturation_tokens
+from ds_hydra.strategy.profiles.profile import LatencyModel
+from ds_hydra.strategy.proposal.candidates import (
+    enumerate_strategies,
+    load_strategies,
+    power_of_two_schemes,
+)
+from ds_hydra.strategy.schemes.scheme import ALL_LAYERS
 
 SCHEMES = st.builds(Scheme, st.integers(1, 16), st.integers(1, 8)) | wide_schemes()
 
@@ -46,19 +51,23 @@ def test_plain_schemes_are_written_and_ordered_as_ever():
     schemes = [Scheme(2, 1), Scheme(1, 4), Scheme(1, 2)]
     assert [str(s) for s in sorted(schemes)] == ["<1,2>", "<1,4>", "<2,1>"]
     assert Scheme(2, 1).to_json() == {"tp": 2, "pp": 1}
-    assert str(Strategy.parse("<1,4> + 2x<2,1> + <4,1> + <1,8>")) == "1x<4,1> + 2x<2,1> + 1x<1,8> + 1x<1,4>"
+    assert (
+        str(Strategy.parse("<1,4> + 2x<2,1> + <4,1> + <1,8>"))
+        == "1x<4,1> + 2x<2,1> + 1x<1,8> + 1x<1,4>"
+    )
 
 
 @pytest.mark.parametrize(
     ("text", "scheme", "canonical"),
     [
         ("<2,4;stages=9,8,8,7 ; ckpt=12>", Scheme(2, 4, stages=(9, 8, 8, 7), ckpt=12), "<2,4;ckpt=12;stages=9,8,8,7>"),
-        ("<1,2;repull=3>", Scheme(1, 2, repull=3), "<1,2;repull=3>"),
         ("<sp4,1>", Scheme(1, 1, sp=4), "<sp4,1>"),
         ("< sp 4 , 2 >", Scheme(1, 2, sp=4), "<sp4,2>"),
         ("<sp4,1,1>", Scheme(1, 1, sp=4), "<sp4,1>"),
         ("<sp2,4,1>", Scheme(4, 1, sp=2), "<sp2,4,1>"),
         ("<sp1,4,1>", Scheme(4, 1), "<4,1>"),
+        ("< sp4,1 ; stream >", Scheme(1, 1, sp=4, stream=ALL_LAYERS), "<sp4,1;stream>"),
+        ("<2,2; stream = 8;ckpt=3>", Scheme(2, 2, ckpt=3, stream=8), "<2,2;ckpt=3;stream=8>"),
     ],
 )  # fmt: skip
 def test_parts_in_text(text, scheme, canonical):
@@ -77,18 +86,25 @@ def test_degrees_with_sp_count_all_ranks_and_lie_first():
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("<2,1;ckpt>", "cannot read 'ckpt'.*ckpt, repull, stages"),
+        ("<2,1;ckpt>", "cannot read 'ckpt'.*ckpt, stages, stream"),
         ("<2,1;chkpt=3>", "cannot read 'chkpt=3'"),
         ("<2,1;>", "cannot read ''"),
         ("<2,1;sp=2>", "cannot read 'sp=2'"),
         ("<2,1;ckpt=-1>", "cannot read 'ckpt=-1'"),
         ("<2,1;ckpt=1;ckpt=2>", "says ckpt twice"),
         ("<2,1;ckpt=0>", "ckpt is 0, expected one number of layers from 1 up"),
-        ("<2,1;repull=2>", "repull of a scheme is 2, expected 3 or more"),
-        ("<2,1;repull=1,2>", "repull is 1,2, expected one number"),
+        ("<2,1;repull=3>", "<2,1;repull=3>.*repull, which stream replaces: write <2,2;stream=8>"),
+        ("<2,1;stream=1,2>", "stream is 1,2, expected one number"),
         ("<2,2;stages=3>", "1 numbers of layers for PP 2; give one per stage"),
         ("<2,1;stages=3,1>", "2 numbers of layers for PP 1"),
         ("<2,2;stages=4,0>", "1 layer or more for each of 2 stages"),
+        ("<2,1;stream=0>", "stream is 0, expected one number of layers from 1 up"),
+        ("<2,1;stream=2;stream>", "says stream twice"),
+        ("<2,1;stream=all>", "cannot read 'stream=all'"),
+        (
+            "<2,1;stream=99999999>",
+            "stream of a scheme is 99999999, expected a number of layers of each stage",
+        ),
         ("<sp0,1>", "SP, TP and PP degrees must be 1 or more"),
         ("<sp2,1,1,1>", "cannot read"),
         ("<sp2>", "cannot read"),
@@ -105,7 +121,8 @@ def test_parts_that_are_wrong_are_named(text, wanted):
     "parts",
     [
         {"stages": "2,2"}, {"stages": [2, "2"]}, {"stages": [2, 2.0]}, {"stages": [4]}, {"stages": {}},
-        {"ckpt": 1.5}, {"ckpt": True}, {"ckpt": None}, {"repull": -1}, {"repull": [1]}, {"sp": 0}, {"sp": "2"},
+        {"ckpt": 1.5}, {"ckpt": True}, {"ckpt": None}, {"repull": 3}, {"sp": 0}, {"sp": "2"},
+        {"stream": "every"}, {"stream": -1}, {"stream": True}, {"stream": None}, {"stream": [1]},
     ],
 )  # fmt: skip
 def test_parts_of_documents_that_are_wrong_are_refused(parts):
@@ -118,8 +135,12 @@ def test_parts_of_documents_that_are_wrong_are_refused(parts):
     [
         ("<1,2;stages=3,2>", "stages have 5 layers, the model has 4; make them sum to 4"),
         ("<1,1;ckpt=5>", "ckpt=5 is above the model's 4 layers; use ckpt=4 or less"),
-        ("<1,1;repull=5>", "repull=5 is above the model's 4 layers"),
         ("<1,5>", "PP 5 is above the model's 4 layers"),
+        (
+            "<1,2;stream=3>",
+            "stream=3 is above the 2 layers of its smallest stage; use stream=2 or less",
+        ),
+        ("<1,2;stages=3,1;stream=2>", "stream=2 is above the 1 layers of its smallest stage"),
     ],
 )
 def test_parts_that_do_not_fit_the_model(text, wanted):
@@ -127,17 +148,44 @@ def test_parts_that_do_not_fit_the_model(text, wanted):
         Scheme.parse(text).check_layers(4)
 
 
+def test_the_first_layers_of_every_stage_stream():
+    some, every = Scheme(1, 3, stages=(1, 5, 2), stream=1), Scheme(2, 2, stream=ALL_LAYERS)
+    assert [some.streamed_layers(8, stage) for stage in range(3)] == [
+        range(1),
+        range(1, 2),
+        range(6, 7),
+    ]
+    assert [every.streamed_layers(9, stage) for stage in range(2)] == [range(5), range(5, 9)]
+    assert [s.streams_all for s in (every, some, Scheme(2, 2))] == [True, False, False]
+    assert [s.to_json()["stream"] for s in (every, some)] == ["all", 1]
+    assert [s.is_plain for s in (every, some)] == [False, False]
+    assert every.without_parts() == Scheme(2, 2)
+    every.check_layers(2)
+    some.check_layers(8)
+    assert not Scheme(2, 2).streamed_layers(9, 1)
+
+
 def test_layers_of_stages():
-    assert [Scheme(1, 3).stage_layers(8, stage) for stage in range(3)] == [range(3), range(3, 6), range(6, 8)]
+    assert [Scheme(1, 3).stage_layers(8, stage) for stage in range(3)] == [
+        range(3),
+        range(3, 6),
+        range(6, 8),
+    ]
     uneven = Scheme(1, 3, stages=(1, 5, 2))
-    assert [uneven.stage_layers(8, stage) for stage in range(3)] == [range(1), range(1, 6), range(6, 8)]
+    assert [uneven.stage_layers(8, stage) for stage in range(3)] == [
+        range(1),
+        range(1, 6),
+        range(6, 8),
+    ]
 
 
 def test_a_profile_keeps_schemes_with_parts():
     profile = make_profile({"<1,2>": (0, 1, 0), "<1,2;stages=3,1>": (0, 2, 0)})
     uneven = Scheme(1, 2, stages=(3, 1))
     assert profile.get_latency(uneven).linear_ms == 2
-    doubled = profile.with_latency({uneven: LatencyModel(quadratic_ms=0, linear_ms=4, constant_ms=0)})
+    doubled = profile.with_latency(
+        {uneven: LatencyModel(quadratic_ms=0, linear_ms=4, constant_ms=0)}
+    )
     assert [doubled.get_latency(s).linear_ms for s in (Scheme(1, 2), uneven)] == [1, 4]
     assert list(doubled.only([uneven]).latency) == [uneven]
 
@@ -171,7 +219,9 @@ def test_nine_strategies_on_four_devices():
 
 def test_strategies_from_a_file(tmp_path):
     path = tmp_path / "strategies.json"
-    path.write_text(json.dumps({"schema": "ds_hydra.strategies/1", "strategies": ["2x<1,1>", "1x<2,1>"]}))
+    path.write_text(
+        json.dumps({"schema": "ds_hydra.strategies/1", "strategies": ["2x<1,1>", "1x<2,1>"]})
+    )
     assert [str(s) for s in load_strategies(str(path))] == ["2x<1,1>", "1x<2,1>"]
     path.write_text(json.dumps({"schema": "something", "strategies": []}))
     with pytest.raises(HydraConfigError, match=r"ds_hydra\.strategies/1"):
@@ -219,7 +269,8 @@ def test_fit_refuses_what_determines_nothing(lengths, times):
 
 
 def test_saturation_is_where_the_constant_stops_to_matter():
-    # tokens/s = l / (0.1 l + 10) = 10 l / (l + 100), at best 9.9 in range: 85% of it is reached at l = 531
+    # tokens/s = l / (0.1 l + 10) = 10 l / (l + 100), at best 9.9 in range: 85% of it is reached at
+    # l = 531
     model = LatencyModel(quadratic_ms=0.0, linear_ms=0.1, constant_ms=10.0)
     assert saturation_tokens(model, 10_000) == pytest.approx(531, rel=0.02)
 
@@ -244,7 +295,11 @@ def test_max_len_equals_the_published_formula(size):
 
 @pytest.mark.parametrize(
     ("document", "wanted"),
-    [({}, "schema is None"), ({"schema": "ds_hydra.profile/1"}, "hardware"), ({"schema": 3}, "schema is 3")],
+    [
+        ({}, "schema is None"),
+        ({"schema": "ds_hydra.profile/1"}, "hardware"),
+        ({"schema": 3}, "schema is 3"),
+    ],
 )
 def test_broken_profiles_say_what_is_wrong(document, wanted):
     with pytest.raises(HydraConfigError, match=wanted):
@@ -255,7 +310,12 @@ def test_scheme_that_was_not_profiled_is_named():
     profile = Profile.from_json(
         {
             "schema": "ds_hydra.profile/1",
-            "hardware": {"name": "h", "memory_bytes": 1, "reserved_bytes": 0, "safety_margin_bytes": 0},
+            "hardware": {
+                "name": "h",
+                "memory_bytes": 1,
+                "reserved_bytes": 0,
+                "safety_margin_bytes": 0,
+            },
             "model": {"name": "m", "num_layers": 1, "hidden_size": 1, "vocab_size": 1},
             "memory": {
                 "activation_bytes_per_token_per_layer_per_hidden": {"1": 1},
@@ -276,7 +336,6 @@ def test_scheme_that_was_not_profiled_is_named():
     [
         ("<1,2;stages=4,4>", 1.0),
         ("<1,2;stages=5,3>", 5 / 4),
-        ("<1,2;repull=3>", 1.0),
         ("<1,2;ckpt=3>", (4 + 3 / 3) / 4),
         ("<1,2;ckpt=8>", 4 / 3),
         ("<1,2;ckpt=3;stages=3,5>", 5 / 4),
@@ -295,17 +354,20 @@ def test_derived_entries_are_in_the_document_and_measured_ones_stay():
     measured = {"<1,2>": (0, 1, 0), "<1,2;ckpt=8>": (0, 1.5, 0)}
     profile = make_profile(measured, num_layers=8, input_bytes=2)
     uneven, whole = Scheme.parse("<1,2;stages=5,3>"), Scheme.parse("<1,2;ckpt=8>")
-    wider = profile.with_schemes([uneven, whole, Scheme(1, 2), uneven])
-    assert [e.get("derived_from") for e in wider.document["schemes"]] == [None, None, "<1,2>"]
-    assert Profile.from_json(wider.document).latency == wider.latency
-    assert [wider.latency[s].linear_ms for s in (Scheme(1, 2), whole, uneven)] == [1, 1.5, 1.25]
-    assert wider.with_schemes([uneven]) is wider
+    extended = profile.with_schemes([uneven, whole, Scheme(1, 2), uneven])
+    assert [e.get("derived_from") for e in extended.document["schemes"]] == [None, None, "<1,2>"]
+    assert Profile.from_json(extended.document).latency == extended.latency
+    assert [extended.latency[s].linear_ms for s in (Scheme(1, 2), whole, uneven)] == [1, 1.5, 1.25]
+    assert extended.with_schemes([uneven]) is extended
 
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("<2,2;ckpt=2>", r"<2,2;ckpt=2>, and <2,2> from which it could be derived, is not in profile.*<1,2>"),
+        (
+            "<2,2;ckpt=2>",
+            r"<2,2;ckpt=2>, and <2,2> from which it could be derived, is not in profile.*<1,2>",
+        ),
         ("<1,2;stages=5,4>", "stages have 9 layers, the model has 8"),
         ("<1,2;ckpt=9>", "ckpt=9 is above the model's 8 layers"),
         ("<sp2,2>", "scheme <sp2,2> is not in profile"),

@@ -8,7 +8,7 @@ import pytest
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
-from ds_hydra.strategy.scheme import Scheme
+from ds_hydra.strategy.schemes.scheme import Scheme
 
 
 def make_timeline(**changes):
@@ -68,7 +68,11 @@ def test_shift_moves_every_event():
 
 @pytest.mark.parametrize(
     "misplaced",
-    [{"pipeline": 2, "stage": 0}, {"pipeline": 0, "stage": 1}, {"pipeline": 0, "stage": 0, "end_ms": -1.0}],
+    [
+        {"pipeline": 2, "stage": 0},
+        {"pipeline": 0, "stage": 1},
+        {"pipeline": 0, "stage": 0, "end_ms": -1.0},
+    ],
 )
 def test_an_event_outside_the_strategy_is_refused(misplaced):
     event = {"kind": EventKind.FORWARD, "start_ms": 0.0, "end_ms": 1.0, **misplaced}

@@ -1,4 +1,6 @@
-"""Shards of a row inside TP groups: same gradients as one process, less memory, profiles that say so, bad input."""
+"""Shards of a row inside TP groups: same gradients as one process, less memory, profiles that say
+so, bad input.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,17 @@ from test_engine_training import batches
 from torch import nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.profile_document import ProbeRow
-from ds_hydra.engine.profiler import stage_ms, token_bytes
+from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
+from ds_hydra.engine.profiling.profile_document import ProbeRow
+from ds_hydra.engine.profiling.profiler import stage_ms, token_bytes
 from ds_hydra.engine.runtime import find_unsupported
-from ds_hydra.engine.skeleton import Skeleton
-from ds_hydra.engine.tp_sequence_parallel import find_blocks
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
-from ds_hydra.strategy.alpha_beta import LayerShape
-from ds_hydra.strategy.candidates import power_of_two_schemes
-from ds_hydra.strategy.topology import StageParts, Topology
-from ds_hydra.strategy.topology import stage_ms as composed_stage_ms
+from ds_hydra.strategy.cost_models.alpha_beta import LayerShape
+from ds_hydra.strategy.cost_models.topology import StageParts, Topology
+from ds_hydra.strategy.cost_models.topology import stage_ms as composed_stage_ms
+from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
 from ds_hydra.zero_link.layout import Slicing
 
 HAS_PEFT = importlib.util.find_spec("peft") is not None
@@ -38,13 +40,13 @@ if HAS_PEFT:
     import test_lora  # before ranks are forked: its imports are paid once
 
 ON = {"tp_sequence_parallel": True}
-LAYER_BY_LAYER = {**ON, "activation_checkpointing": True, "link": {"repull_layers": "all"}}
+LAYER_BY_LAYER = {**ON, "activation_checkpointing": True}
 SHORT_ROWS = (2, 2, 3, 1, 1, 2, 1)
 """Rows of 2 to 5 tokens: fewer than ranks, or not a multiple of them."""
 
 PARITY = [
     ("llama_bias", ("1x<4,1>", "1x<2,1> + 1x<1,2>", "1x<sp2,2,1>"), ON, LENGTHS),
-    ("llama_tied", ("1x<4,1>", "1x<2,2;ckpt=2;repull=3;stages=3,1>"), ON, SHORT_ROWS),
+    ("llama_tied", ("1x<4,1>", "1x<2,2;ckpt=2;stages=3,1>"), ON, SHORT_ROWS),
     ("qwen2", ("1x<sp2,2,1>",), LAYER_BY_LAYER, LENGTHS),
     ("gemma2", ("1x<4,1>",), ON, LENGTHS),
     ("gemma3", ("1x<2,2>",), LAYER_BY_LAYER, LENGTHS),
@@ -63,7 +65,9 @@ def families():
 
 
 def adapters():
-    """Errors of loss and gradients of LoRA adapters; the rows that they read are gathered twice, too."""
+    """Errors of loss and gradients of LoRA adapters; the rows that they read are gathered twice,
+    too.
+    """
     if not HAS_PEFT:
         return {}
     examples = random_examples([5, 30, 12, 7, 90, 3], VOCAB_SIZE)
@@ -75,14 +79,17 @@ def adapters():
     for strategy in ("1x<4,1>", "1x<2,2;ckpt=1>"):
         got, grads = test_lora.gradients(engine, model, examples, strategy)
         worst = [
-            float((g - w).norm() / w.norm().clamp_min(1e-12)) for g, w in zip(grads, wanted, strict=True)
+            float((g - w).norm() / w.norm().clamp_min(1e-12))
+            for g, w in zip(grads, wanted, strict=True)
         ]
         errors[strategy] = (abs(got - loss) / loss, max(worst))
     return errors
 
 
 def training():
-    """Losses of stock DeepSpeed, of strategies that change in every iteration, twice, and in bf16."""
+    """Losses of stock DeepSpeed, of strategies that change in every iteration, twice, and in
+    bf16.
+    """
     model, data = tiny("llama_tied"), batches(len(STRATEGIES))
     stock = start_stock(copy.deepcopy(model))
     wanted = [stock_step(stock, examples) for examples in data]
@@ -90,7 +97,10 @@ def training():
     for _ in range(2):
         engine = start_hydra(copy.deepcopy(model), hydra=ON)
         curves.append(
-            [float(engine.train_batch(b, strategy=s)) for b, s in zip(data, STRATEGIES, strict=True)]
+            [
+                float(engine.train_batch(b, strategy=s))
+                for b, s in zip(data, STRATEGIES, strict=True)
+            ]
         )
     half = start_hydra(copy.deepcopy(model), hydra=ON, bf16={"enabled": True})
     in_bf16 = [float(half.train_batch(b, strategy="1x<2,2>")) for b in data]
@@ -123,11 +133,11 @@ def profiles(folder):
     }
     model = tiny("llama")
     off, on = (start_hydra(copy.deepcopy(model), hydra={**hydra, **more}) for more in ({}, ON))
-    measured_off = off.hydra.profile.document
+    measured_off = off.hydra.know_profile().document
     state = off.hydra.state_dict()
     off.hydra.load_state_dict(state)
     on.hydra.load_state_dict(state)
-    measured = [measured_off, on.hydra.profile.document, off.hydra.profile.document]
+    measured = [measured_off, on.hydra.know_profile().document, off.hydra.know_profile().document]
     path = Path(folder) / f"{torch.distributed.get_rank()}.json"
     path.write_text(json.dumps(measured[1]))
     with pytest.raises(HydraConfigError) as refused:
@@ -176,14 +186,17 @@ def test_training_follows_stock_deepspeed_and_repeats_itself(results):
 
 @pytest.mark.distributed
 def test_activations_fall_with_tp(results):
-    """What is kept is divided by TP; at the peak gathered rows, and a checkpointed layer as a whole, are there too."""
+    """What is kept is divided by TP; at the peak gathered rows, and a checkpointed layer as a
+    whole, are there too.
+    """
     off, on = results[0]["memory"]
     for part in ("", ";ckpt=4"):
         whole, _ = on[f"4x<1,1{part}>"]
         assert whole == off[f"4x<1,1{part}>"][0]
         (kept, peak), (kept_off, peak_off) = on[f"1x<4,1{part}>"], off[f"1x<4,1{part}>"]
         assert whole / 4 <= kept < 1.1 * whole / 4 < kept_off / 1.5
-        assert part or peak < 0.8 * peak_off  # of a recomputed layer, what gloo releases late decides
+        # Of a recomputed layer, what gloo releases late decides
+        assert part or peak < 0.8 * peak_off
     assert off["4x<1,1>"][0] / 2 <= on["2x<2,1>"][0] < 0.85 * off["2x<2,1>"][0]
 
 
@@ -216,10 +229,14 @@ def test_a_profile_of_the_other_setting_is_refused_where_it_matters():
 
 @pytest.mark.parametrize("value", ["yes", 1, None])
 def test_a_setting_that_is_no_truth_value_is_refused(value):
-    with pytest.raises(HydraConfigError, match=r"tp_sequence_parallel is .*, expected true or false"):
+    with pytest.raises(
+        HydraConfigError, match=r"tp_sequence_parallel is .*, expected true or false"
+    ):
         Profile.from_json(document(tp_sequence_parallel=value))
     with pytest.raises(HydraConfigError, match=r"hydra\.tp_sequence_parallel is "):
-        HydraConfig.parse({"context_length": 8, "tokens_per_iteration": 8, "tp_sequence_parallel": value})
+        HydraConfig.parse(
+            {"context_length": 8, "tokens_per_iteration": 8, "tp_sequence_parallel": value}
+        )
 
 
 def test_inputs_of_checkpointed_layers_are_shared_by_a_tp_group():
@@ -232,13 +249,16 @@ def test_inputs_of_checkpointed_layers_are_shared_by_a_tp_group():
     for text, num_ranks in (("<2,1;ckpt=2>", 2), ("<1,1;ckpt=2>", 1)):
         scheme = Scheme.parse(text)
         token_off, token_on = (
-            memory.rank_bytes(scheme, 8, 2000) - memory.rank_bytes(scheme, 8, 1999) for memory in (off, on)
+            memory.rank_bytes(scheme, 8, 2000) - memory.rank_bytes(scheme, 8, 1999)
+            for memory in (off, on)
         )
         assert token_off - token_on == pytest.approx(2 * 32 * 4 * (1 - 1 / num_ranks))
 
 
 def test_collectives_of_a_stage_by_hand():
-    """Free computation, 2 layers, head and embedding on one stage: 2 (10 - 8) / 2 + 1 / 2 more all-reduces."""
+    """Free computation, 2 layers, head and embedding on one stage: 2 (10 - 8) / 2 + 1 / 2 more
+    all-reduces.
+    """
     node = {"num_devices": 4, "device": "A", "latency_s": 0.0, "bytes_per_s": 1e9}
     topology = Topology.from_json(
         {
@@ -269,8 +289,10 @@ def test_collectives_of_a_stage_by_hand():
 
 
 def test_norms_push_from_every_rank_and_biases_from_one():
-    plain, cut = (Skeleton(tiny("llama_bias"), tp_sequence_parallel=is_on) for is_on in (False, True))
-    rules = [{spec.fqn: spec.slicing for spec in skeleton.specs} for skeleton in (plain, cut)]
+    plain, cut = (
+        StageModel(tiny("llama_bias"), tp_sequence_parallel=is_on) for is_on in (False, True)
+    )
+    rules = [{spec.fqn: spec.slicing for spec in stage_model.specs} for stage_model in (plain, cut)]
     changed = {name for name in rules[0] if rules[0][name] is not rules[1][name]}
     assert changed == {name for name in rules[0] if "norm" in name}
     assert {rules[1][name] for name in changed} == {Slicing.REPLICATED_PARTIAL_GRAD}
@@ -316,11 +338,13 @@ def test_a_model_without_such_blocks_is_refused_under_tp_only():
     model = tiny("llama")
     plan = {**model.config.base_model_tp_plan, "layers.*.mlp.down_proj": "colwise"}
     model.config.base_model_tp_plan = plan
-    skeleton = Skeleton(model, tp_sequence_parallel=True)
-    skeleton.check_scheme(Scheme(1, 2))
-    with pytest.raises(UnsupportedModelError, match=r"LlamaMLP has 3 column-wise .* set hydra\.tp_sequence"):
-        skeleton.check_scheme(Scheme(2, 1))
-    (line,) = find_unsupported(skeleton, power_of_two_schemes(4))
+    stage_model = StageModel(model, tp_sequence_parallel=True)
+    stage_model.check_scheme(Scheme(1, 2))
+    with pytest.raises(
+        UnsupportedModelError, match=r"LlamaMLP has 3 column-wise .* set hydra\.tp_sequence"
+    ):
+        stage_model.check_scheme(Scheme(2, 1))
+    (line,) = find_unsupported(stage_model, power_of_two_schemes(4))
     assert line.startswith("<2,1>, <4,1>, <2,2>: hydra.tp_sequence_parallel wants")
-    assert not list(find_unsupported(Skeleton(model), power_of_two_schemes(4)))
-    Skeleton(model).check_scheme(Scheme(2, 1))
+    assert not list(find_unsupported(StageModel(model), power_of_two_schemes(4)))
+    StageModel(model).check_scheme(Scheme(2, 1))

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 
-from ds_hydra.engine import trace
-from ds_hydra.engine.trace import MemoryWatch, Recorder, TraceChoice, gather_timeline
+from ds_hydra.engine.telemetry import trace
+from ds_hydra.engine.telemetry.trace import MemoryWatch, Recorder, TraceChoice, gather_timeline
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.simulator.timeline import EventKind
 from ds_hydra.strategy import Strategy
@@ -43,7 +43,9 @@ def test_a_block_that_raises_is_not_recorded():
 
 
 class FakeDevice:
-    """An accelerator whose stream does 10 ms of work between any two events, and where the host never waits."""
+    """An accelerator whose stream does 10 ms of work between any two events, and where the host
+    never waits.
+    """
 
     now_ms = 0.0
     num_synchronized = 0
@@ -123,7 +125,9 @@ def plan_of(strategy, num_devices):
         lengths=(5,) * len(parsed.schemes),
         num_label_tokens=4 * len(parsed.schemes),
         pipelines=tuple(
-            PipelinePlan(scheme=s, ranks=r, micro_batches=((i,),), makespan_ms=1.0, lower_bound_ms=1.0)
+            PipelinePlan(
+                scheme=s, ranks=r, micro_batches=((i,),), makespan_ms=1.0, lower_bound_ms=1.0
+            )
             for i, (s, r) in enumerate(zip(parsed.schemes, parsed.place(), strict=True))
         ),
         makespan_ms=1.0,
@@ -132,14 +136,16 @@ def plan_of(strategy, num_devices):
 
 
 def gather_with_clocks():
-    """Rank r records r + 1 forwards; ranks 0 and 1 are on one host, rank 2 on another with another clock."""
+    """Rank r records r + 1 rounds of a pull, which idle ranks have too; ranks 0 and 1 are on one
+    host, rank 2 on another with another clock.
+    """
     rank = dist.get_rank()
     zeros_s = (100.0, 100.005, 5000.0)
     socket.gethostname = lambda: "far" if rank == 2 else "near"
     recorder = Recorder()
     recorder.begin()
-    for row in range(rank + 1):
-        with recorder.span(EventKind.FORWARD, row):
+    for _ in range(rank + 1):
+        with recorder.span(EventKind.PULL):
             pass
     recorder.zero_s = zeros_s[rank]
     own = recorder.read()
@@ -157,7 +163,7 @@ def test_ranks_of_a_host_share_their_clock_and_hosts_are_aligned():
     shifts_ms = {0: 0.0, 1: 5.0, -1: 0.0}
     for pipeline, rank in ((0, 0), (1, 1), (-1, 2)):
         mine = [e for e in timeline.events if e.pipeline == pipeline]
-        assert [e.micro_batch for e in mine] == list(range(rank + 1))
+        assert len(mine) == rank + 1
         for event, (_, _, start, end) in zip(mine, results[rank][0], strict=True):
             assert event.start_ms == pytest.approx(start + shifts_ms[pipeline], abs=2e-3)
             assert event.end_ms == pytest.approx(end + shifts_ms[pipeline], abs=2e-3)

@@ -1,21 +1,27 @@
 """HydraTrainer beside transformers.Trainer: same data, same global mini-batches, same behaviour.
 
-The behaviours are those that transformers tests of its Trainer (tests/trainer in its repository, not in its wheel), as
-far as they apply. Left out, with the reason:
+The behaviours are those that transformers tests of its Trainer (tests/trainer in its repository,
+not in its wheel), as far as they apply. Left out, with the reason:
 
-- batch size finding, gradient accumulation, group_by_length: refused or ignored (tests/test_trainer_arguments.py)
-- DataLoader workers, samplers, drop_last, IterableDataset: the engine draws the mini-batches (tests/test_batches.py)
+- batch size finding, gradient accumulation, group_by_length: refused or ignored
+  (tests/test_trainer_arguments.py)
+- DataLoader workers, samplers, drop_last, IterableDataset: the engine draws the mini-batches
+  (tests/test_batches.py)
 - label smoothing, NEFTune, Liger kernels, custom loss functions: refused
-- fp16/bf16 full evaluation, torch_compile, DataParallel, FSDP, SageMaker, TPU: refused or another launcher
-- hub upload, model cards, search of hyperparameters, other kinds of models: not touched, refused, not for causal LMs
+- fp16/bf16 full evaluation, torch_compile, DataParallel, FSDP, SageMaker, TPU: refused or another
+  launcher
+- hub upload, model cards, search of hyperparameters, other kinds of models: not touched, refused,
+  not for causal LMs
 - mixed precision: tests/test_engine_training.py (bf16 against stock DeepSpeed)
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import datasets
@@ -23,6 +29,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from distributed import run_distributed
 from engines import ds_config, small_profile
 from models import VOCAB_SIZE, tiny
@@ -33,7 +40,9 @@ NUM_BATCHES = 6
 
 
 def rows():
-    """Sequences of 2 tokens and more; every 4 consecutive ones have exactly the budget of a mini-batch."""
+    """Sequences of 2 tokens and more; every 4 consecutive ones have exactly the budget of a
+    mini-batch.
+    """
     generator = np.random.default_rng(3)
     result = []
     for _ in range(NUM_BATCHES):
@@ -67,16 +76,17 @@ def make_recorder():
     return Recorder()
 
 
-def training_arguments(folder, json_sections=None, hydra=None, **settings):
+def training_arguments(folder, json_sections=None, hydra=None, is_stock=False, **settings):
     from transformers import TrainingArguments
 
+    section = {
+        "tokens_per_iteration": BUDGET,
+        "profile": f"{folder}/profile.json",
+        "strategies": ["2x<1,1>", "1x<2,1>"],
+        **(hydra or {}),
+    }
     config = ds_config(
-        hydra={
-            "tokens_per_iteration": BUDGET,
-            "profile": f"{folder}/profile.json",
-            "strategies": ["2x<1,1>", "1x<2,1>"],
-            **(hydra or {}),
-        },
+        hydra=None if is_stock else section,
         gradient_clipping="auto",
         train_micro_batch_size_per_gpu="auto",
         **(json_sections or {}),
@@ -98,12 +108,13 @@ def training_arguments(folder, json_sections=None, hydra=None, **settings):
 
 def prepare(folder):
     import deepspeed
-    import transformers
 
     deepspeed.utils.logger.setLevel("ERROR")
     transformers.logging.set_verbosity_error()
     if dist.get_rank() == 0:
-        (Path(folder) / "profile.json").write_text(json.dumps(small_profile(6_000_000, num_layers=4)))
+        (Path(folder) / "profile.json").write_text(
+            json.dumps(small_profile(6_000_000, num_layers=4))
+        )
     dist.barrier()
     return datasets.Dataset.from_list(rows())
 
@@ -114,15 +125,19 @@ def without_times(history):
 
 
 def side_by_side(folder):
-    """The same run by both Trainers: saves, evaluations, best model, early stopping, schedules of both kinds."""
-    import transformers
+    """The same run by both Trainers: saves, evaluations, best model, early stopping, schedules of
+    both kinds.
+    """
     from transformers import EarlyStoppingCallback
 
     import ds_hydra
 
     data = prepare(folder)
     scheduler = {
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True},
+        },
         "scheduler": {
             "type": "WarmupDecayLR",
             "params": {
@@ -139,15 +154,31 @@ def side_by_side(folder):
             "stage3_gather_16bit_weights_on_model_save": True,
         },
     }
-    gathered = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+    gathered = {
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+    }
     result = {}
     for name, base in (("stock", transformers.Trainer), ("hydra", ds_hydra.HydraTrainer)):
         collator = {"data_collator": pad} if name == "stock" else {}
 
         def start(
-            run, sections, model=None, callbacks=(), *, base=base, name=name, more=collator, **settings
+            run,
+            sections,
+            model=None,
+            callbacks=(),
+            *,
+            base=base,
+            name=name,
+            more=collator,
+            **settings,
         ):
-            args = training_arguments(folder, sections, output_dir=f"{folder}/{name}-{run}", **settings)
+            args = training_arguments(
+                folder,
+                sections,
+                is_stock=name == "stock",
+                output_dir=f"{folder}/{name}-{run}",
+                **settings,
+            )
             return base(
                 model=model or tiny("llama"),
                 args=args,
@@ -181,11 +212,15 @@ def side_by_side(folder):
             "files": sorted(os.listdir(f"{folder}/{name}-json/checkpoint-12")),
             "checkpoints": sorted(os.listdir(f"{folder}/{name}-json")),
             "saved": sorted(os.listdir(f"{folder}/{name}-saved")),
-            "best": (os.path.basename(trainer.state.best_model_checkpoint), trainer.state.best_metric),
+            "best": (
+                os.path.basename(trainer.state.best_model_checkpoint),
+                trainer.state.best_metric,
+            ),
             "final": final["eval_loss"],
             "output": (output.global_step, output.training_loss, sorted(output.metrics)),
             "config": {
-                key: trainer.deepspeed.config[key] for key in ("gradient_clipping", "optimizer", "scheduler")
+                key: trainer.deepspeed.config[key]
+                for key in ("gradient_clipping", "optimizer", "scheduler")
             },
         }
         stopped = start(
@@ -243,7 +278,9 @@ def test_events_come_in_the_order_of_transformers(both):
 
 @pytest.mark.distributed
 def test_log_keys_are_those_of_transformers_and_three_more(both):
-    for entry, stock in zip(*(both[1][0][name]["history"] for name in ("hydra", "stock")), strict=True):
+    for entry, stock in zip(
+        *(both[1][0][name]["history"] for name in ("hydra", "stock")), strict=True
+    ):
         more = {"tokens_per_second", "imbalance"} if "loss" in stock else set()
         more |= {"eval_perplexity"} if "eval_loss" in stock else set()
         assert set(entry) == set(stock) | more
@@ -266,12 +303,15 @@ def test_files_checkpoints_and_best_model_are_those_of_transformers(both):
     assert mine["best"][1] == pytest.approx(theirs["best"][1], rel=1e-5)
     assert mine["final"] == pytest.approx(mine["best"][1], rel=1e-6)
     saved = [
-        torch.load(folder / f"{n}-saved/training_args.bin", weights_only=False) for n in ("hydra", "stock")
+        torch.load(folder / f"{n}-saved/training_args.bin", weights_only=False)
+        for n in ("hydra", "stock")
     ]
     assert saved[0].learning_rate == saved[1].learning_rate
     from transformers import AutoModelForCausalLM
 
-    models = [AutoModelForCausalLM.from_pretrained(folder / f"{n}-saved") for n in ("hydra", "stock")]
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder / f"{n}-saved") for n in ("hydra", "stock")
+    ]
     for (name, a), (_, b) in zip(*(m.named_parameters() for m in models), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -285,7 +325,9 @@ def test_auto_values_are_filled_in_as_transformers_does(both):
 
 
 def resumed(folder):
-    """A shuffled run with epochs of unequal length, resumed within and at the end of an epoch; save_model in shards."""
+    """A shuffled run with epochs of unequal length, resumed within and at the end of an epoch;
+    save_model in shards.
+    """
     import functools
 
     import ds_hydra
@@ -315,7 +357,9 @@ def resumed(folder):
         again = start("again", seed=1)  # other weights: everything must come from the checkpoint
         again.train(resume_from_checkpoint=f"{folder}/whole/checkpoint-{step}")
         curves[step] = without_times(again.state.log_history)
-    whole.model.save_pretrained = functools.partial(whole.model.save_pretrained, max_shard_size="30KB")
+    whole.model.save_pretrained = functools.partial(
+        whole.model.save_pretrained, max_shard_size="30KB"
+    )
     whole.save_model(f"{folder}/shards")
     drawn = whole.engine.hydra.sampler.state
     error = None
@@ -323,7 +367,13 @@ def resumed(folder):
         whole.train()
     except ds_hydra.errors.HydraConfigError as caught:
         error = str(caught)
-    return without_times(whole.state.log_history), curves, epochs, (drawn.epoch, drawn.position), error
+    return (
+        without_times(whole.state.log_history),
+        curves,
+        epochs,
+        (drawn.epoch, drawn.position),
+        error,
+    )
 
 
 @pytest.mark.distributed
@@ -334,14 +384,16 @@ def test_a_resumed_run_continues_the_very_same_curve(tmp_path):
     num_steps = sum(epochs)
     for step, curve in curves.items():
         assert 0 < step < num_steps
-        assert [e["loss"] for e in curve if "loss" in e] == [e["loss"] for e in history if "loss" in e]
+        assert [e["loss"] for e in curve if "loss" in e] == [
+            e["loss"] for e in history if "loss" in e
+        ]
         assert [e["epoch"] for e in curve] == [e["epoch"] for e in history]
         assert curve[-2] == history[-2]
     assert drawn >= (3, 0), "three epochs were not drawn"
     assert drawn[1] < 10, "more than a mini-batch of a fourth epoch"
     assert history[-1]["epoch"] == 3.0
     assert [e["epoch"] for e in history if "loss" in e][epochs[0] - 1] == 1.0
-    assert "make a new model and a new HydraTrainer" in error
+    assert "make a new model and a new HydraTrainer, or pass model_init" in error
     from transformers import AutoModelForCausalLM
 
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 1
@@ -351,9 +403,85 @@ def test_a_resumed_run_continues_the_very_same_curve(tmp_path):
         assert torch.equal(a, b)
 
 
+def killed_while_saving(folder):
+    """What a kill leaves at several points of saving step 2, and runs resumed from it."""
+    from unittest import mock
+
+    from transformers.trainer_utils import get_last_checkpoint
+
+    import ds_hydra
+    from ds_hydra.trainer import checkpoints
+
+    data = prepare(folder)
+    points = (
+        (ds_hydra.HydraTrainer, "save_model", 2),
+        (ds_hydra.HydraEngine, "save_checkpoint", 2),
+        (ds_hydra.HydraTrainer, "_save_rng_state", 2),
+        (checkpoints, "raise_together", 5),  # all written; three calls for each checkpoint
+        (checkpoints, "raise_together", 6),  # renamed
+    )
+
+    def start(run):
+        args = training_arguments(
+            folder,
+            {"zero_optimization": {"stage": 3}},
+            output_dir=f"{folder}/{run}",
+            max_steps=3,
+            save_steps=1,
+        )
+        return ds_hydra.HydraTrainer(tiny("llama"), args, train_dataset=data)
+
+    def copies_after(owner, name, num_calls):
+        """A process that ends after that call leaves the folder as it is then."""
+        original, calls = getattr(owner, name), []
+
+        def method(*args, **kwargs):
+            result = original(*args, **kwargs)
+            calls.append(name)
+            if len(calls) == num_calls:
+                dist.barrier()
+                if dist.get_rank() == 0:
+                    shutil.copytree(f"{folder}/whole", f"{folder}/{name}-{num_calls}")
+                dist.barrier()
+            return result
+
+        return mock.patch.object(owner, name, method)
+
+    whole = start("whole")
+    with contextlib.ExitStack() as stack:
+        for point in points:
+            stack.enter_context(copies_after(*point))
+        whole.train()
+    results = {}
+    for _, name, num_calls in points:
+        run = f"{name}-{num_calls}"
+        left, last = set(os.listdir(f"{folder}/{run}")), get_last_checkpoint(f"{folder}/{run}")
+        results[run] = left, os.path.basename(last)
+        dist.barrier()
+    if dist.get_rank() == 0:  # as between the renames of a second saving
+        os.rename(f"{folder}/{run}/checkpoint-2", f"{folder}/{run}/.replaced-checkpoint-2")
+    resumed = {}
+    for run in ("save_checkpoint-2", "raise_together-6"):
+        again = start(run)
+        again.train(resume_from_checkpoint=True)
+        resumed[run] = numbers(again.state.log_history, "loss"), set(os.listdir(f"{folder}/{run}"))
+    return numbers(whole.state.log_history, "loss"), results, resumed
+
+
+@pytest.mark.distributed
+def test_killed_while_saving_the_last_whole_checkpoint_is_resumed(tmp_path):
+    losses, results, resumed = run_distributed(killed_while_saving, 2, str(tmp_path))[0]
+    assert len(losses) == 3
+    assert results.pop("raise_together-6") == ({"checkpoint-1", "checkpoint-2"}, "checkpoint-2")
+    assert len(results) == 4
+    for run, found in results.items():
+        assert found == ({"checkpoint-1", ".saving-checkpoint-2"}, "checkpoint-1"), run
+    for run, found in resumed.items():
+        assert found == (losses, {"checkpoint-1", "checkpoint-2", "checkpoint-3"}), run
+
+
 def other_uses(folder):
     """zero.Init and a chat data set, evaluation without training, compute_metrics, LoRA."""
-    import transformers
     from transformers import AutoModelForCausalLM
 
     import ds_hydra
@@ -365,16 +493,17 @@ def other_uses(folder):
     dist.barrier()
 
     args = training_arguments(folder, output_dir=f"{folder}/init", max_steps=2)
-    partitioned = AutoModelForCausalLM.from_pretrained(
-        f"{folder}/model"
-    )  # TrainingArguments turned zero.Init on
+    # TrainingArguments turned zero.Init on
+    partitioned = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
     result["is_partitioned"] = all(hasattr(p, "ds_id") for p in partitioned.parameters())
     trainer = ds_hydra.HydraTrainer(partitioned, args, train_dataset=rows())  # a plain list
     trainer.train()
     result["init"] = numbers(trainer.state.log_history, "loss")
 
     args = training_arguments(folder, output_dir=f"{folder}/eval")
-    trainer = ds_hydra.HydraTrainer(tiny("llama"), args, eval_dataset={"a": data, "b": data.select([0])})
+    trainer = ds_hydra.HydraTrainer(
+        tiny("llama"), args, eval_dataset={"a": data, "b": data.select([0])}
+    )
     result["before"] = trainer.evaluate()
 
     def accuracy(prediction):
@@ -382,15 +511,26 @@ def other_uses(folder):
         return {"accuracy": float((predicted == labels)[labels != -100].mean())}
 
     for name, base in (("stock", transformers.Trainer), ("hydra", ds_hydra.HydraTrainer)):
-        args = training_arguments(folder, output_dir=f"{folder}/metrics", max_steps=1)
+        args = training_arguments(
+            folder, is_stock=name == "stock", output_dir=f"{folder}/metrics", max_steps=1
+        )
         more = {"data_collator": pad} if name == "stock" else {}
         trainer = base(
-            tiny("llama"), args, train_dataset=data, eval_dataset=data, compute_metrics=accuracy, **more
+            tiny("llama"),
+            args,
+            train_dataset=data,
+            eval_dataset=data,
+            compute_metrics=accuracy,
+            **more,
         )
         trainer.train()
         metrics = trainer.evaluate()
         predictions = trainer.predict(data).predictions
-        result[f"metrics {name}"] = metrics["eval_accuracy"], metrics["eval_loss"], predictions.shape
+        result[f"metrics {name}"] = (
+            metrics["eval_accuracy"],
+            metrics["eval_loss"],
+            predictions.shape,
+        )
     return result
 
 
@@ -405,7 +545,9 @@ def test_partitioned_models_evaluation_alone_and_metrics_on_logits(tmp_path):
     with torch.no_grad():
         losses = [float(summed_loss(model, example)) for example in examples]
     num_tokens = [len(example["input_ids"]) - 1 for example in examples]
-    assert result["init"][0] == pytest.approx(sum(losses[:PER_BATCH]) / sum(num_tokens[:PER_BATCH]), rel=1e-5)
+    assert result["init"][0] == pytest.approx(
+        sum(losses[:PER_BATCH]) / sum(num_tokens[:PER_BATCH]), rel=1e-5
+    )
     assert result["before"]["eval_a_loss"] == pytest.approx(sum(losses) / sum(num_tokens), rel=1e-5)
     assert result["before"]["eval_b_perplexity"] == pytest.approx(
         math.exp(losses[0] / num_tokens[0]), rel=1e-5
@@ -413,6 +555,152 @@ def test_partitioned_models_evaluation_alone_and_metrics_on_logits(tmp_path):
     assert result["metrics hydra"][0] == pytest.approx(result["metrics stock"][0], abs=1e-3)
     assert result["metrics hydra"][1] == pytest.approx(result["metrics stock"][1], rel=1e-5)
     assert result["metrics hydra"][2] == result["metrics stock"][2]
+
+
+def customised(folder):
+    """What users override, set or call, by both Trainers where both honour it."""
+    from torch.utils.data import SubsetRandomSampler
+    from transformers import TrainerCallback
+
+    import ds_hydra
+
+    data = prepare(folder)
+    order = [b * PER_BATCH + i for b in (4, 1, 5) for i in range(PER_BATCH)]
+    result = {}
+
+    class Lengths(TrainerCallback):
+        def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+            self.seen = len(train_dataloader), len(train_dataloader.dataset)
+
+    def start(base, run, model=None, callbacks=(), **settings):
+        is_stock = not issubclass(base, ds_hydra.HydraTrainer)
+        args = training_arguments(
+            folder, is_stock=is_stock, output_dir=f"{folder}/{base.__name__}-{run}", **settings
+        )
+        more = {"data_collator": pad} if is_stock else {}
+        model = {"model_init": lambda: tiny("llama")} if model is None else {"model": model}
+        return base(
+            args=args,
+            train_dataset=data,
+            eval_dataset=data,
+            callbacks=[*callbacks],
+            **model,
+            **more,
+        )
+
+    def customise(base):
+        class Customised(base):
+            predicted = 0
+
+            def __getattribute__(self, name):
+                called.add(name)
+                return super().__getattribute__(name)
+
+            def _get_train_sampler(self, train_dataset=None):
+                return order
+
+            def prediction_step(self, *args, **kwargs):
+                self.predicted += 1
+                return super().prediction_step(*args, **kwargs)
+
+        return Customised
+
+    for name, base in (("stock", transformers.Trainer), ("hydra", ds_hydra.HydraTrainer)):
+        lengths = Lengths()
+        called = result[f"called {name}"] = set()
+        trainer = start(customise(base), name, callbacks=[lengths], save_strategy="no")
+        trainer.train()
+        first = numbers(trainer.state.log_history, "loss")
+        metrics = trainer.evaluate()
+        trainer.train()  # model_init: from the beginning
+        result[name] = (
+            first,
+            numbers(trainer.state.log_history, "loss"),
+            metrics["eval_loss"],
+            trainer.predicted,
+            lengths.seen[0],
+        )
+        result["sequences"] = lengths.seen[1]
+
+    class Shuffled(ds_hydra.HydraTrainer):
+        def _get_train_sampler(self, train_dataset=None):
+            return SubsetRandomSampler(order)
+
+    trainer = start(Shuffled, "shuffled", lr_scheduler_type="polynomial", save_strategy="no")
+    trainer.train()
+    result["drawn"] = len(trainer.engine.hydra.sampler._lengths)
+    result["polynomial"] = numbers(trainer.state.log_history, "learning_rate")
+    result["errors"] = {}
+
+    def refused(what, function, *args, **kwargs):
+        try:
+            function(*args, **kwargs)
+        except ds_hydra.errors.HydraConfigError as error:
+            result["errors"][what] = str(error)
+
+    refused("model", start, ds_hydra.HydraTrainer, "again", trainer.model)
+
+    class Distributed(ds_hydra.HydraTrainer):
+        def _get_train_sampler(self, train_dataset=None):
+            return torch.utils.data.DistributedSampler(train_dataset, shuffle=False)
+
+    refused("distributed", start(Distributed, "distributed").train)
+    late = start(
+        ds_hydra.HydraTrainer,
+        "late",
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr": 1e-4},
+        save_strategy="no",
+        num_train_epochs=1,
+    )
+    late.compute_loss_func = print
+    refused("late", late.train)
+    late.compute_loss_func = None
+    late.train()
+    result["min_lr"] = numbers(late.state.log_history, "learning_rate")[-1]
+
+    model = tiny("llama")
+    some = torch.optim.AdamW(list(model.parameters())[:3])
+    config = training_arguments(folder, output_dir=folder).hf_deepspeed_config.config
+    config = {k: v for k, v in config.items() if v != "auto"}
+    refused("optimizer", ds_hydra.initialize, model=model, optimizer=some, config=config)
+    refused(
+        "plain",
+        lambda: transformers.Trainer(
+            tiny("llama"),
+            training_arguments(folder, output_dir=f"{folder}/plain", max_steps=1),
+            train_dataset=data,
+        ).train(),
+    )
+    return result
+
+
+@pytest.mark.distributed
+def test_what_users_override_is_honoured_or_refused(tmp_path):
+    result = run_distributed(customised, 2, str(tmp_path))[0]
+    for mine, theirs in zip(result["hydra"][:3], result["stock"][:3], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0)
+    assert result["hydra"][3:] == result["stock"][3:]
+    assert result["hydra"][3] == NUM_BATCHES
+    assert result["hydra"][4] == 3
+    assert result["sequences"] == 12
+    methods = {name for name, value in vars(transformers.Trainer).items() if callable(value)}
+    never_called = (result["called stock"] - result["called hydra"]) & methods
+    assert not never_called, "to be refused where users override it"
+    assert result["drawn"] == 12
+    assert len(set(result["polynomial"])) == len(result["polynomial"])
+    cosine = (1 + math.cos(math.pi * (NUM_BATCHES - 1) / NUM_BATCHES)) / 2
+    assert result["min_lr"] == pytest.approx(1e-4 + 9e-4 * cosine)
+    wanted = {
+        "model": "has been given to an engine already",
+        "distributed": "draws 12 rows on rank 0 and others on ranks [1]",
+        "late": "compute_loss_func is <built-in function print>",
+        "optimizer": "the optimizer has 3 of ",
+        "plain": '"hydra" section, and deepspeed.initialize',
+    }
+    assert result["errors"].keys() == wanted.keys()
+    for what, text in wanted.items():
+        assert text in result["errors"][what], what
 
 
 def with_adapters(folder):
@@ -442,7 +730,12 @@ def with_adapters(folder):
     again = start()
     again.train(resume_from_checkpoint=f"{folder}/lora/checkpoint-9")
     trained = {str(p.dtype) for p in again.model.parameters() if p.requires_grad}
-    return losses, numbers(again.state.log_history, "loss"), trainer.evaluate()["eval_loss"], trained
+    return (
+        losses,
+        numbers(again.state.log_history, "loss"),
+        trainer.evaluate()["eval_loss"],
+        trained,
+    )
 
 
 @pytest.mark.distributed
@@ -459,6 +752,8 @@ def test_adapters_train_resume_and_are_saved_alone(tmp_path):
     with torch.no_grad():
         for row in rows():
             ids = torch.tensor([row["input_ids"]])
-            total += float(model(input_ids=ids, labels=ids, use_cache=False).loss) * (ids.shape[1] - 1)
+            total += float(model(input_ids=ids, labels=ids, use_cache=False).loss) * (
+                ids.shape[1] - 1
+            )
             count += ids.shape[1] - 1
     assert total / count == pytest.approx(eval_loss, rel=1e-2)  # bf16 activations there, fp32 here

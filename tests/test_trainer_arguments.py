@@ -1,8 +1,11 @@
-"""TrainingArguments that are refused, ignored with a message, or mapped; epochs; collators; overrides."""
+"""TrainingArguments that are refused, ignored with a message, or mapped; epochs; collators;
+overrides.
+"""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,11 +13,13 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
 from transformers import TrainingArguments
 
+import ds_hydra
 from ds_hydra.configs import HydraConfig
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.batches import TokenBudgetSampler
+from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.trainer import HydraTrainer, StrategyProgressCallback
 from ds_hydra.trainer.arguments import (
     REFUSED,
@@ -23,10 +28,13 @@ from ds_hydra.trainer.arguments import (
     check_data_collator,
     drop_batch_size_mismatches,
     map_arguments,
+    read_loss_option,
 )
-from ds_hydra.trainer.data import Epochs, as_datasets, pad_examples
+from ds_hydra.trainer.data import Epochs, as_datasets, draw_rows, pad_examples
+from ds_hydra.trainer.overrides import NOT_CALLED, check_overrides
 
 SECTION = {"context_length": 128, "tokens_per_iteration": 512}
+SMALLEST = {"zero_optimization": {"stage": 3}, "hydra": SECTION}
 
 
 def arguments(**settings):
@@ -47,7 +55,10 @@ def arguments(**settings):
         ({"debug": "underflow_overflow"}, "debug='underflow_overflow'"),
         ({"optim": "adalomo"}, r"optim='adalomo' steps inside of backward"),
         (
-            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
+            {
+                "activation_checkpointing": True,
+                "activation_checkpointing_kwargs": {"offload": True},
+            },
             "activation_checkpointing_kwargs with offload",
         ),
     ],
@@ -57,8 +68,79 @@ def test_what_would_not_be_honoured_is_refused(settings, message):
         check_arguments(arguments(**settings), print)
 
 
+def sft_arguments(kind="SFTConfig", module="trl.trainer.sft_config", **settings):
+    """What TRL adds to TrainingArguments, as far as it is needed here; TRL is not installed."""
+
+    @dataclass
+    class Config(TrainingArguments):
+        completion_only_loss: bool | None = None
+        assistant_only_loss: bool = False
+        max_length: int | None = 1024
+        dataset_text_field: str = "text"
+        packing: bool = False
+        padding_free: bool = False
+        loss_type: str = "nll"
+        of_tomorrow: int = 0
+
+    Config.__name__, Config.__module__ = kind, module
+    return Config(output_dir="unused", use_cpu=True, report_to="none", **settings)
+
+
+def test_fields_of_trl_are_honoured_or_refused():
+    notes = []
+    args = sft_arguments(assistant_only_loss=True, completion_only_loss=False, padding_free=True)
+    check_arguments(args, notes.append)
+    assert len(notes) == 1
+    assert notes[0].startswith("SFTConfig.padding_free=True has no effect: ")
+    assert read_loss_option(args, "assistant_only_loss", None) is True
+    assert read_loss_option(args, "completion_only_loss", None) is False
+    assert read_loss_option(sft_arguments(), "assistant_only_loss", True) is True
+    with pytest.raises(HydraConfigError, match=r"completion_only_loss is True in HydraTrainer and"):
+        read_loss_option(args, "completion_only_loss", True)
+    with pytest.raises(
+        HydraConfigError, match=r"(?s)packing=True: leave it out.*loss_type='dft'.*of_tomorrow=1: "
+    ):
+        check_arguments(sft_arguments(packing=True, loss_type="dft", of_tomorrow=1), print)
+    check_arguments(sft_arguments(loss_type="chunked_nll"), notes.append)
+    with pytest.raises(HydraConfigError, match="DPOConfig asks for another training"):
+        check_arguments(sft_arguments("DPOConfig"), print)
+    own = sft_arguments("MyArguments", "my_script", packing=True, assistant_only_loss=True)
+    check_arguments(own, notes.append)  # fields of the user's own, with a meaning of their own
+    assert read_loss_option(own, "assistant_only_loss", None) is None
+    assert len(notes) == 1
+
+
+def test_fields_of_trl_that_are_keys_of_hydra():
+    args = sft_arguments(max_length=128, dataset_text_field="story")
+    assert map_arguments(args, HydraConfig.parse(SECTION), print).text_column == "story"
+    with pytest.raises(
+        HydraConfigError, match=r"hydra\.context_length is 128, SFTConfig\.max_length asks for 64"
+    ):
+        map_arguments(sft_arguments(max_length=64), HydraConfig.parse(SECTION), print)
+
+
+def test_arguments_of_trl_say_where_they_go():
+    with pytest.raises(
+        HydraConfigError, match=r"(?s)peft_config: .*get_peft_model.*formatting_func: .*\.map\("
+    ):
+        HydraTrainer(torch.nn.Linear(1, 1), peft_config=1, formatting_func=print)
+
+
+@pytest.mark.parametrize(
+    "start", [HydraTrainer, lambda name: ds_hydra.initialize(model=name, config=SMALLEST)]
+)
+def test_a_model_given_by_name_is_refused(start):
+    with pytest.raises(
+        HydraConfigError,
+        match=r"model is 'gpt2', .*AutoModelForCausalLM\.from_pretrained\('gpt2'\)",
+    ):
+        start("gpt2")
+
+
 def test_all_refusals_come_at_once():
-    with pytest.raises(HydraConfigError, match=r"(?s)gradient_accumulation_steps=2.*label_smoothing_factor"):
+    with pytest.raises(
+        HydraConfigError, match=r"(?s)gradient_accumulation_steps=2.*label_smoothing_factor"
+    ):
         check_arguments(arguments(gradient_accumulation_steps=2, label_smoothing_factor=0.1), print)
 
 
@@ -70,7 +152,10 @@ def test_all_refusals_come_at_once():
         ({"dataloader_num_workers": 2}, "dataloader_num_workers"),
         ({"ignore_data_skip": True}, "ignore_data_skip"),
         ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
-        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'"),
+        (
+            {"train_sampling_strategy": "group_by_length"},
+            "train_sampling_strategy='group_by_length'",
+        ),
     ],
 )
 def test_what_has_no_effect_is_said(settings, name):
@@ -84,7 +169,9 @@ def test_defaults_are_silent():
     notes = []
     check_arguments(arguments(), notes.append)
     assert not notes
-    assert map_arguments(arguments(), HydraConfig.parse(SECTION), notes.append) == HydraConfig.parse(SECTION)
+    assert map_arguments(
+        arguments(), HydraConfig.parse(SECTION), notes.append
+    ) == HydraConfig.parse(SECTION)
     assert not notes
 
 
@@ -99,16 +186,28 @@ def test_seed_order_and_checkpointing_become_keys_of_hydra():
     assert (hydra.seed, hydra.shuffle, hydra.activation_checkpointing) == (3, False, True)
     assert len(notes) == 3
     assert "TrainingArguments.seed sets hydra.seed to 3" in notes
-    assert map_arguments(arguments(seed=3, data_seed=4), HydraConfig.parse(SECTION), print).seed == 4
-    assert map_arguments(arguments(seed=3), HydraConfig.parse({**SECTION, "seed": 9}), print).seed == 9
+    assert (
+        map_arguments(arguments(seed=3, data_seed=4), HydraConfig.parse(SECTION), print).seed == 4
+    )
+    assert (
+        map_arguments(arguments(seed=3), HydraConfig.parse({**SECTION, "seed": 9}), print).seed == 9
+    )
 
 
 @pytest.mark.parametrize(
     ("section", "settings", "message"),
     [
-        ({"seed": 1}, {"data_seed": 2}, r"hydra\.seed is 1, TrainingArguments\.data_seed asks for 2"),
+        (
+            {"seed": 1},
+            {"data_seed": 2},
+            r"hydra\.seed is 1, TrainingArguments\.data_seed asks for 2",
+        ),
         ({"shuffle": True}, {"train_sampling_strategy": "sequential"}, r"hydra\.shuffle is True"),
-        ({"activation_checkpointing": False}, {"activation_checkpointing": True}, "remove one of them"),
+        (
+            {"activation_checkpointing": False},
+            {"activation_checkpointing": True},
+            "remove one of them",
+        ),
     ],
 )
 def test_contradictions_are_errors(section, settings, message):
@@ -136,9 +235,13 @@ def test_collators_that_only_pad_are_accepted():
     check_data_collator(transformers.DataCollatorWithPadding(tokenizer), notes.append)
     assert not notes
     tokenizer = type("Tokenizer", (), {"pad_token": "x", "mask_token": None})()
-    check_data_collator(transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), notes.append)
+    check_data_collator(
+        transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False), notes.append
+    )
     assert len(notes) == 1
-    with pytest.raises(HydraConfigError, match=r"data_collator is my_collator, but .*completion_mask"):
+    with pytest.raises(
+        HydraConfigError, match=r"data_collator is my_collator, but .*completion_mask"
+    ):
         check_data_collator(my_collator, notes.append)
 
 
@@ -151,11 +254,68 @@ def test_without_deepspeed_the_trainer_says_what_to_pass():
         HydraTrainer(model=torch.nn.Linear(1, 1), args=arguments())
 
 
+def bare_trainer(kind=HydraTrainer):
+    trainer = object.__new__(kind)
+    trainer.compute_loss_func = trainer.label_smoother = None
+    return trainer
+
+
+@pytest.mark.parametrize("name", NOT_CALLED)
+def test_overrides_that_would_not_be_called_are_refused(name, monkeypatch):
+    check_overrides(bare_trainer(), HydraTrainer)
+    match = rf"overrides what would not be used:\s+{name}\(\): "
+    subclass = type("Own", (HydraTrainer,), {name: lambda self: None})
+    with pytest.raises(HydraConfigError, match=f"Own {match}"):
+        check_overrides(bare_trainer(subclass), HydraTrainer)
+    trainer = bare_trainer()
+    setattr(trainer, name, print)
+    with pytest.raises(HydraConfigError, match=match):
+        check_overrides(trainer, HydraTrainer)
+    owner = HydraTrainer if name in vars(HydraTrainer) else transformers.Trainer
+    if owner is transformers.Trainer:
+        monkeypatch.setattr(owner, name, print)
+        with pytest.raises(HydraConfigError, match=match):
+            check_overrides(bare_trainer(), HydraTrainer)
+
+
+def test_what_is_set_after_the_start_is_refused():
+    trainer = bare_trainer()
+    trainer.compute_loss_func = print
+    with pytest.raises(HydraConfigError, match="compute_loss_func is <built-in function print>"):
+        check_overrides(trainer, HydraTrainer)
+
+
+def test_a_sampler_gives_rows_and_order():
+    device = torch.device("cpu")
+    assert draw_rows([5, 2, 2], 6, device) == ([5, 2, 2], True)
+    assert draw_rows(SubsetRandomSampler(range(3, 30)), 30, device) == ([*range(3, 30)], False)
+    state = torch.get_rng_state()
+    with pytest.raises(HydraConfigError, match=r"RandomSampler .* draws other rows each time"):
+        draw_rows(RandomSampler(range(99), num_samples=9), 99, device)
+    assert torch.equal(torch.get_rng_state(), state)
+    for sampler, message in (
+        (BatchSampler(range(4), 2, False), r"draws \[0, 1\], expected rows .* 0 to 3"),
+        ([0, 4], r"draws 4, expected rows .* 0 to 3"),
+        ([], "draws nothing"),
+        (iter([0]), "has no length"),
+    ):
+        with pytest.raises(HydraConfigError, match=message):
+            draw_rows(sampler, 4, device)
+
+
 def test_overrides_have_the_signatures_of_transformers():
-    """An upgrade of transformers that renames what HydraTrainer overrides breaks here and not in a run."""
+    """An upgrade of transformers that renames what HydraTrainer overrides breaks here and not in a
+    run.
+    """
     theirs = vars(transformers.Trainer)
-    own = {name: f for name, f in vars(HydraTrainer).items() if inspect.isfunction(f) and name in theirs}
-    assert {"_run_epoch", "_prepare_for_training", "_init_training_state", "training_step"} <= set(own)
+    own = {
+        name: f
+        for name, f in vars(HydraTrainer).items()
+        if inspect.isfunction(f) and name in theirs
+    }
+    assert {"_run_epoch", "_prepare_for_training", "_init_training_state", "training_step"} <= set(
+        own
+    )
     for name in ("training_step", "compute_loss", "evaluation_loop", "log", "_finalize_training"):
         mine, parent = (list(inspect.signature(f).parameters) for f in (own[name], theirs[name]))
         assert mine == parent, name
@@ -173,6 +333,25 @@ def test_overrides_have_the_signatures_of_transformers():
         "max_steps",
         "num_update_steps_per_epoch",
     ]
+
+
+def test_a_checkpoint_of_transformers_is_written_by_the_calls_that_it_makes():
+    """`_save_checkpoint` is written anew, to write aside: what transformers adds breaks here."""
+    ours: set[str] = set()
+    for name in ("_save_checkpoint", "_write_checkpoint", "_note_callbacks"):
+        ours |= set(getattr(HydraTrainer, name).__code__.co_names)
+    theirs = set(transformers.Trainer._save_checkpoint.__code__.co_names)
+    other_hardware = {
+        "is_torch_xla_available",
+        "xm",
+        "rendezvous",
+        "smp",
+        "is_sagemaker_mp_enabled",
+    }
+    replaced = {"ParallelMode", "DISTRIBUTED", "parallel_mode", "dist", "barrier", "SaveStrategy"}
+    replaced |= {"STEPS", "EPOCH", "BEST", "save_strategy", "hp_search_backend"}
+    spelled = {"__class__", "__name__"}
+    assert theirs - ours <= other_hardware | replaced | spelled
 
 
 def epochs_of(lengths, budget, limit=0):

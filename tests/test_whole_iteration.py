@@ -1,4 +1,6 @@
-"""Rubick's model: the originals' predictions to the last digit, their errors, and what is refused."""
+"""Rubick's model: the originals' predictions to the last digit, their errors, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from typer.testing import CliRunner
 
 from ds_hydra.commands import fit
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.whole_iteration import (
+from ds_hydra.strategy.cost_models.whole_iteration import (
     IterationModel,
     IterationSetup,
     MeasuredIteration,
@@ -22,12 +24,16 @@ from ds_hydra.strategy.whole_iteration import (
     predict_iteration,
 )
 
-MODEL = IterationModel(bwd=2.0, sync=2.0, opt=0.5, opt_offload=2.0, const_ms=5.0, off_ms=3.0, swap_ms=4.0)
+MODEL = IterationModel(
+    bwd=2.0, sync=2.0, opt=0.5, opt_offload=2.0, const_ms=5.0, off_ms=3.0, swap_ms=4.0
+)
 SETUP = IterationSetup(forward_ms=10.0, params_mi=10.0, dp=4, bandwidth_dp=3.0)
 
 
 def test_parts_of_a_small_example():
-    """Backward 20 ms, gradients 8 * 10 * 3/4 / 3 = 20 ms: f_2 gives 20 sqrt 2. Optimizer 0.5 * 10 + 4."""
+    """Backward 20 ms, gradients 8 * 10 * 3/4 / 3 = 20 ms: f_2 gives 20 sqrt 2. Optimizer 0.5 * 10 +
+    4.
+    """
     time = predict_iteration(MODEL, SETUP)
     assert time.backward_and_sync_ms == pytest.approx(20 * 2**0.5)
     assert time.optimizer_ms == pytest.approx(9)
@@ -59,13 +65,21 @@ def test_mean_error_is_no_worse_than_the_originals(model):
 def made_points() -> list[MeasuredIteration]:
     setups = [
         replace(
-            SETUP, dp=dp, is_sharded=sharded, is_offloaded=offloaded, forward_ms=forward, bandwidth_host=2.0
+            SETUP,
+            dp=dp,
+            is_sharded=sharded,
+            is_offloaded=offloaded,
+            forward_ms=forward,
+            bandwidth_host=2.0,
         )
         for dp in (1, 2, 8)
         for sharded, offloaded in ((False, False), (True, False), (False, True))
         for forward in (10.0, 70.0)
     ]
-    return [MeasuredIteration(setup=s, iteration_ms=predict_iteration(MODEL, s).total_ms) for s in setups]
+    return [
+        MeasuredIteration(setup=s, iteration_ms=predict_iteration(MODEL, s).total_ms)
+        for s in setups
+    ]
 
 
 def test_made_iterations_are_predicted_again():
@@ -98,7 +112,9 @@ def test_fit_command(tmp_path):
     def invoke(*arguments: str):
         return CliRunner().invoke(app, ["fit", *arguments])
 
-    result = invoke("--points", str(tmp_path / "points.json"), "--out", str(tmp_path / "m.json"), "--json")
+    result = invoke(
+        "--points", str(tmp_path / "points.json"), "--out", str(tmp_path / "m.json"), "--json"
+    )
     document = json.loads(result.stdout)
     assert document == json.loads((tmp_path / "m.json").read_text())
     assert len(document["relative_errors"]) == len(points)

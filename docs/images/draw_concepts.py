@@ -1,6 +1,7 @@
 """Draws the pictures of docs/concepts.md: python docs/images/draw_concepts.py
 
-Packing and proposal are computed from the shipped profile and histogram; link and iteration are schemes without scale.
+Packing and proposal are computed from the shipped profile and histogram; link and iteration are
+schemes without scale.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ds_hydra.configs import find_file
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
 from ds_hydra.strategy import Profile, Scheme, parse_strategies
-from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 HERE = Path(__file__).parent
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
@@ -42,10 +43,14 @@ def save(figure: Figure, name: str) -> None:
     figure.savefig(str(HERE / f"{name}.svg"), metadata={"Date": None, "Creator": None})
 
 
-def box(axes: Axes, x: float, y: float, width: float, height: float, text: str = "", **style: Any) -> None:
+def box(
+    axes: Axes, x: float, y: float, width: float, height: float, text: str = "", **style: Any
+) -> None:
     """A labelled box."""
     size = style.pop("fontsize", 8)
-    axes.add_patch(Rectangle((x, y), width, height, **{"facecolor": GREY, "edgecolor": "white", **style}))
+    axes.add_patch(
+        Rectangle((x, y), width, height, **{"facecolor": GREY, "edgecolor": "white", **style})
+    )
     axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size)
 
 
@@ -59,7 +64,15 @@ def draw_iteration() -> None:
     for rank, blocks in enumerate((whole, whole, first, second)):
         forward, backward = (COLORS[0], COLORS[4]) if rank < 2 else (COLORS[1], "#f4c96b")
         for name, x, width in blocks:
-            box(axes, x, 3 - rank, width, 0.8, name, facecolor=forward if name[0] == "F" else backward)
+            box(
+                axes,
+                x,
+                3 - rank,
+                width,
+                0.8,
+                name,
+                facecolor=forward if name[0] == "F" else backward,
+            )
     for rank in range(4):
         box(axes, 0, 3 - rank, 1.9, 0.8, "pull", facecolor=COLORS[2])
         box(axes, 12.6, 3 - rank, 1.9, 0.8, "push", facecolor=COLORS[3])
@@ -117,10 +130,19 @@ def draw_link() -> None:
                     )
                 )  # fmt: skip
         axes.text(
-            x + 0.7, -0.12, label.replace(": ", "\n").replace(", ", "\n"), ha="center", va="top", fontsize=8
+            x + 0.7,
+            -0.12,
+            label.replace(": ", "\n").replace(", ", "\n"),
+            ha="center",
+            va="top",
+            fontsize=8,
         )
     axes.text(
-        8.2, 3.5, "optimization layout:\nflat ZeRO-3 partitions\nof one weight", va="center", fontsize=8
+        8.2,
+        3.5,
+        "optimization layout:\nflat ZeRO-3 partitions\nof one weight",
+        va="center",
+        fontsize=8,
     )
     axes.text(8.2, 0.6, "propagation layout\nof one iteration", va="center", fontsize=8)
     axes.text(8.2, 2.2, "pull: down, push: up\ndashed: copied, not sent", va="center", fontsize=8)
@@ -131,7 +153,9 @@ def draw_link() -> None:
 
 
 def draw_packing(profile: Profile, histogram: LengthHistogram) -> None:
-    """The same mini-batch on 8 devices: rows of the context on the one static scheme, and the planner's choice."""
+    """The same mini-batch on 8 devices: rows of the context on the one static scheme, and the
+    planner's choice.
+    """
     lengths = next(iter(histogram.draw_batches(TOKENS, 1, seed=5)))
     batch = GlobalBatch(
         iteration=0,
@@ -175,7 +199,9 @@ def draw_plan(axes: Axes, plan: IterationPlan, profile: Profile) -> None:
         if pipeline.scheme.pp > 1:
             box(axes, start, -index - 0.4, pipeline.makespan_ms - start, 0.8, "bubble", fontsize=6)
     axes.axvline(plan.makespan_ms, color="black", linewidth=0.8)
-    axes.set_yticks([-i for i in range(len(plan.pipelines))], [str(p.scheme) for p in plan.pipelines])
+    axes.set_yticks(
+        [-i for i in range(len(plan.pipelines))], [str(p.scheme) for p in plan.pipelines]
+    )
     axes.set_ylim(0.6 - len(plan.pipelines), 0.6)
     longest = max(plan.lengths)
     axes.set_title(
@@ -187,7 +213,9 @@ def draw_plan(axes: Axes, plan: IterationPlan, profile: Profile) -> None:
 
 
 def draw_proposal(profile: Profile, histogram: LengthHistogram) -> None:
-    """Tokens/s of a device under each scheme over the length, with MaxLen; and where the tokens are."""
+    """Tokens/s of a device under each scheme over the length, with MaxLen; and where the tokens
+    are.
+    """
     figure = Figure(figsize=(9, 4.4), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.3])
     lengths = np.unique(np.geomspace(256, CONTEXT, 200).astype(int))
@@ -210,10 +238,14 @@ def draw_proposal(profile: Profile, histogram: LengthHistogram) -> None:
     )
     edges = np.geomspace(256, CONTEXT + 1, 29)
     tokens = histogram.counts * histogram.lengths_tokens
-    share, _ = np.histogram(histogram.lengths_tokens, bins=edges, weights=100 * tokens / tokens.sum())
+    share, _ = np.histogram(
+        histogram.lengths_tokens, bins=edges, weights=100 * tokens / tokens.sum()
+    )
     lower.stairs(share, edges, fill=True, color=COLORS[2], alpha=0.6)
     lower.set_ylabel("% of tokens")
-    lower.set_xlabel("length, tokens (GitHub histogram; the last bar holds what is cut to the context)")
+    lower.set_xlabel(
+        "length, tokens (GitHub histogram; the last bar holds what is cut to the context)"
+    )
     lower.set_xscale("log", base=2)
     lower.set_xticks([2**i for i in range(8, 16)], [f"{2**i:,}" for i in range(8, 16)])
     for axes in (upper, lower):
@@ -222,9 +254,13 @@ def draw_proposal(profile: Profile, histogram: LengthHistogram) -> None:
 
 
 def rate(profile: Profile, scheme: Scheme, length: int, longest: int) -> float:
-    """Tokens/s of one device when full rows of sequences of one length follow each other without a bubble."""
+    """Tokens/s of one device when full rows of sequences of one length follow each other without a
+    bubble.
+    """
     count = max(1, longest // length)
-    return 1e3 * count * length / profile.latency[scheme].row_ms([length] * count) / scheme.num_devices
+    return (
+        1e3 * count * length / profile.latency[scheme].row_ms([length] * count) / scheme.num_devices
+    )
 
 
 if __name__ == "__main__":

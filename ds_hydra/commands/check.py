@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ds_hydra.commands.common import errors_to_stderr, log, stdout_to_stderr
+from ds_hydra.configs.files import MAX_DEVICES
 
 if TYPE_CHECKING:
-    from ds_hydra.engine.config_check import ConfigReport
+    from ds_hydra.engine.checks.config_check import ConfigReport
 
 
 def register(app: typer.Typer) -> None:
@@ -25,30 +26,38 @@ def check(
         str | None, typer.Option(help="A shipped preset, a folder with config.json, or a hub id.")
     ] = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Devices of the cluster; what hydra.strategies need, or 8.")
+        int | None,
+        typer.Option(
+            min=1, max=MAX_DEVICES, help="Devices of the cluster; what hydra.strategies need, or 8."
+        ),
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="In place of hydra.profile: a file, or the name of a shipped one.")
+        str | None,
+        typer.Option(help="In place of hydra.profile: a file, or the name of a shipped one."),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Without a profile: estimate for this hardware, a shipped name (a800) or a file."),
+        typer.Option(
+            help="Without a profile: estimate for this hardware, a shipped name (a800) or a file."
+        ),
     ] = None,
     histogram: Annotated[
-        str | None, typer.Option(help="On more than 8 devices: propose candidates for these lengths.")
+        str | None,
+        typer.Option(help="On more than 8 devices: propose candidates for these lengths."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
 ) -> None:
-    """Check a configuration without a GPU: keys, MaxLen, memory, communicators, what is profiled or assumed.
+    """Check a configuration without a GPU: keys, MaxLen, memory, communicators, what is profiled or
+    assumed.
 
     The exit code is 1 if something would stop a run.
 
     Example: ds-hydra check ds_config.json --model llama2_7b --devices 16
     """
     with errors_to_stderr(), stdout_to_stderr():
-        from ds_hydra.engine.config_check import CheckRequest, check_config
+        from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 
         report = check_config(
             CheckRequest(
@@ -92,14 +101,18 @@ def describe_report(report: ConfigReport) -> str:
             )
     if report.strategies:
         shown = ", ".join(report.strategies[:8]) + (", ..." if len(report.strategies) > 8 else "")
-        lines.append(f"{len(report.strategies)} candidate strategies ({report.strategies_source}): {shown}")
+        lines.append(
+            f"{len(report.strategies)} candidate strategies ({report.strategies_source}): {shown}"
+        )
     if report.communicators:
         counts = report.communicators
         lines.append(
             f"communicators: {counts['total']} of at most {counts['limit']}, {counts['most_on_one_rank']} on one rank"
         )
     for title in ("profiled", "assumed", "filled_in", "warnings"):
-        lines += [f"{title.rstrip('s').replace('_', ' ')}: {text}" for text in getattr(report, title)]
+        lines += [
+            f"{title.rstrip('s').replace('_', ' ')}: {text}" for text in getattr(report, title)
+        ]
     count = len(report.problems)
     lines.append(f"{count} problem{'s' * (count > 1)}" if count else "no problem found")
     return "\n".join(lines)

@@ -41,13 +41,17 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_document(document: Mapping[str, Any], out: Path | None) -> None:
-    """Write `document` to the file `out`, if there is one; a file that exists is replaced as a whole."""
+    """Write `document` to the file `out`, if there is one; a file that exists is replaced as a
+    whole.
+    """
     if out is not None:
         write_documents([document], out)
 
 
 def write_documents(documents: Iterable[Mapping[str, Any]], out: Path) -> None:
-    """Write `documents` to the file `out`, one a line; a file that exists is replaced as a whole."""
+    """Write `documents` to the file `out`, one a line; a file that exists is replaced as a
+    whole.
+    """
     partial = out.with_name(out.name + ".writing")
     with writing(out):
         with partial.open("w", encoding="utf-8") as file:

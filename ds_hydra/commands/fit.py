@@ -12,7 +12,7 @@ import typer
 from ds_hydra.commands.common import errors_to_stderr, write_document
 
 if TYPE_CHECKING:
-    from ds_hydra.strategy.whole_iteration import IterationFit
+    from ds_hydra.strategy.cost_models.whole_iteration import IterationFit
 
 
 def register(app: typer.Typer) -> None:
@@ -24,20 +24,23 @@ def fit(
     points: Annotated[
         Path, typer.Option(help='JSON {"points": [{"setup": {...}, "iteration_ms": ...}, ...]}.')
     ],
-    out: Annotated[Path | None, typer.Option(help="Where to write ds_hydra.whole_iteration/1.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write ds_hydra.whole_iteration/1.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
 ) -> None:
     """Fit the time of whole iterations to measurements (Rubick's model).
 
-    A setup has the fields of `IterationSetup`: forward_ms, params_mi, dp, and where they are not 1 or 0
-    tp, pp, batch, hidden_elements, num_layers, is_sharded, is_offloaded, bandwidth_dp and so on.
+    A setup has the fields of `IterationSetup`: forward_ms, params_mi, dp, and where they are not 1
+    or 0 tp, pp, batch, hidden_elements, num_layers, is_sharded, is_offloaded, bandwidth_dp and so
+    on.
 
     Example: ds-hydra fit --points measured.json --out model.json
     """
-    from ds_hydra.strategy.profile import read_json_object
-    from ds_hydra.strategy.whole_iteration import fit_iterations, measured_from_json
+    from ds_hydra.configs.files import read_json_object
+    from ds_hydra.strategy.cost_models.whole_iteration import fit_iterations, measured_from_json
 
     with errors_to_stderr():
         fitted = fit_iterations(measured_from_json(read_json_object(points), source=str(points)))

@@ -1,4 +1,6 @@
-"""`ds-hydra init`: a starting configuration for a model and a cluster, with the reason for every value."""
+"""`ds-hydra init`: a starting configuration for a model and a cluster, with the reason for every
+value.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ds_hydra.commands.common import errors_to_stderr, log, stdout_to_stderr
+from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
-    from ds_hydra.engine.config_check import ConfigReport
+    from ds_hydra.engine.checks.config_check import ConfigReport
 
 
 def register(app: typer.Typer) -> None:
@@ -21,26 +24,37 @@ def register(app: typer.Typer) -> None:
 
 
 def init(
-    model: Annotated[str, typer.Option(help="A shipped preset, a folder with config.json, or a hub id.")],
+    model: Annotated[
+        str, typer.Option(help="A shipped preset, a folder with config.json, or a hub id.")
+    ],
     device: Annotated[
         str, typer.Option(help="Hardware: a shipped name (a800, h100) or ds_hydra.hardware/1.")
     ],
-    devices: Annotated[int, typer.Option(min=1, help="Devices of the cluster.")],
-    context: Annotated[int, typer.Option(min=2, help="Longest sequence in tokens.")],
+    devices: Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="Devices of the cluster.")],
+    context: Annotated[
+        int, typer.Option(min=2, max=MAX_LENGTH_TOKENS, help="Longest sequence in tokens.")
+    ],
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of one iteration; 100K for every 64 devices if not given."),
+        typer.Option(
+            min=1,
+            max=MAX_TOKENS_PER_ITERATION,
+            help="Tokens of one iteration; 100K for every 64 devices if not given.",
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the JSON; the reasons go beside it, in OUT.md.")
+        Path | None,
+        typer.Option(help="Where to write the JSON; the reasons go beside it, in OUT.md."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
 ) -> None:
     """Write a starting configuration that passes `ds-hydra check`, and the reason for every value.
 
-    JSON has no comments, so the reasons go to a file of the same name that ends in .md, or to stderr.
+    JSON has no comments, so the reasons go to a file of the same name that ends in .md, or to
+    stderr.
 
-    Example: ds-hydra init --model llama2_7b --device a800 --devices 16 --context 32768 --out ds_config.json
+    Example: ds-hydra init --model llama2_7b --device a800 --devices 16 --context 32768 --out
+    ds_config.json
     """
     with errors_to_stderr():
         reasons_file = None if out is None else out.with_suffix(".md")
@@ -70,13 +84,13 @@ def start_config(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The DeepSpeed JSON, and for dotted keys why they have their value.
 
-    The shipped profile of that hardware and model is used if there is one; else the engine measures at the start,
-    and whether activations must be recomputed is decided by an estimate. Raises HydraConfigError where `check`
-    would find a problem.
+    The shipped profile of that hardware and model is used if there is one; else the engine measures
+    at the start, and whether activations must be recomputed is decided by an estimate. Raises
+    HydraConfigError where `check` would find a problem.
     """
     from ds_hydra.configs import list_files
-    from ds_hydra.engine.config_check import load_hardware
-    from ds_hydra.strategy.proposal import default_tokens_per_iteration
+    from ds_hydra.engine.checks.config_check import load_hardware
+    from ds_hydra.strategy.proposal.program import default_tokens_per_iteration
 
     load_hardware(device)  # before anything slow
     shipped = f"{device}_{model}"
@@ -113,19 +127,23 @@ def start_config(
 
 
 def _check(config: dict[str, Any], model: str, devices: int, device: str) -> ConfigReport:
-    from ds_hydra.engine.config_check import CheckRequest, check_config
+    from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 
-    return check_config(CheckRequest(config=config, model=model, num_devices=devices, device=device))
+    return check_config(
+        CheckRequest(config=config, model=model, num_devices=devices, device=device)
+    )
 
 
 def _deepspeed_part(model: str, device: str, reasons: dict[str, str]) -> dict[str, Any]:
     """What DeepSpeed reads; adds to `reasons`."""
-    from ds_hydra.engine.meta_model import load_model_config
+    from ds_hydra.engine.model.meta_model import load_model_config
 
     config: dict[str, Any] = {}
     if device != "cpu":
         config["bf16"] = {"enabled": True}
-        reasons["bf16.enabled"] = "weights and activations; masters and gradients are fp32 all the same"
+        reasons["bf16.enabled"] = (
+            "weights and activations; masters and gradients are fp32 all the same"
+        )
     config["gradient_clipping"] = 1.0
     reasons["gradient_clipping"] = "the norm that LLaMA 2 was trained with"
     config["zero_optimization"] = {"stage": 3}
@@ -143,12 +161,16 @@ def _deepspeed_part(model: str, device: str, reasons: dict[str, str]) -> dict[st
         "type": "WarmupCosineLR",
         "params": {"total_num_steps": 100_000, "warmup_num_steps": 2000, "cos_min_ratio": 0.1},
     }
-    reasons["scheduler.params"] = "set total_num_steps to tokens of the run / hydra.tokens_per_iteration"
+    reasons["scheduler.params"] = (
+        "set total_num_steps to tokens of the run / hydra.tokens_per_iteration"
+    )
     return config
 
 
 def describe_reasons(title: str, config: dict[str, Any], reasons: dict[str, str]) -> str:
-    """A table in Markdown: key, value, reason; then the keys of "hydra" that are left at their default."""
+    """A table in Markdown: key, value, reason; then the keys of "hydra" that are left at their
+    default.
+    """
     from ds_hydra.configs.ds_config import find_key
     from ds_hydra.configs.hydra_config import HydraConfig
 

@@ -13,11 +13,12 @@ import typer
 from tqdm import tqdm
 
 from ds_hydra.commands.common import errors_to_stderr, write_document, writing
+from ds_hydra.configs.files import MAX_LENGTH_TOKENS
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
-    from ds_hydra.sampler.dataset import Tokenize
-    from ds_hydra.strategy.histogram import LengthHistogram
+    from ds_hydra.sampler.data.dataset import Tokenize
+    from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 
 class OverLength(str, Enum):
@@ -45,18 +46,26 @@ def lengths(
     split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
     config: Annotated[str | None, typer.Option(help="Configuration of a hub dataset.")] = None,
     text_column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text",
-    streaming: Annotated[bool, typer.Option(help="Read row by row, download and store nothing.")] = False,
+    streaming: Annotated[
+        bool, typer.Option(help="Read row by row, download and store nothing.")
+    ] = False,
     max_rows: Annotated[
         int | None, typer.Option(min=1, help="Rows to read at most, with --streaming.")
     ] = None,
-    append_eos: Annotated[bool, typer.Option(help="Count the end of text that training appends.")] = True,
+    append_eos: Annotated[
+        bool, typer.Option(help="Count the end of text that training appends.")
+    ] = True,
     num_proc: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Processes that tokenise; fast tokenizers use all cores in one, which is the default."
+            min=1,
+            help="Processes that tokenise; fast tokenizers use all cores in one, which is the default.",
         ),
     ] = None,
-    context: Annotated[int | None, typer.Option(min=2, help="Context that --over-length refers to.")] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(min=2, max=MAX_LENGTH_TOKENS, help="Context that --over-length refers to."),
+    ] = None,
     over_length: Annotated[
         OverLength, typer.Option(help="What becomes of sequences longer than the context.")
     ] = OverLength.KEEP,
@@ -69,16 +78,19 @@ def lengths(
 ) -> None:
     """Count the token lengths of a dataset.
 
-    Data at rest is tokenised once, into the cache that training uses. A stream that was interrupted is
-    continued when the command is run again.
+    Data at rest is tokenised once, into the cache that training uses. A stream that was interrupted
+    is continued when the command is run again.
 
-    Example: ds-hydra lengths --dataset data/ --tokenizer meta-llama/Llama-2-7b-hf --out lengths.json
+    Example: ds-hydra lengths --dataset data/ --tokenizer meta-llama/Llama-2-7b-hf --out
+    lengths.json
     """
     # All cores inside a batch, unless processes share the batches.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true" if num_proc is None else "false")
     with errors_to_stderr():
         if over_length != OverLength.KEEP and context is None:
-            raise HydraConfigError(f"--over-length {over_length.value} needs --context, e.g. --context 32768")
+            raise HydraConfigError(
+                f"--over-length {over_length.value} needs --context, e.g. --context 32768"
+            )
         if max_rows is not None and not streaming:
             raise HydraConfigError("--max-rows needs --streaming")
         if num_proc is not None and streaming:
@@ -105,17 +117,17 @@ def _load_tokenizer(name: str | None) -> Tokenize | None:
     """A `tokenizer.json` without transformers, else what `AutoTokenizer` finds."""
     if name is None:
         return None
-    if name.endswith(".json"):
-        from tokenizers import Tokenizer
-
-        from ds_hydra.sampler.dataset import RawTokenize
-
-        return RawTokenize(Tokenizer.from_file(name))
-    from transformers import AutoTokenizer
-
     try:
+        if name.endswith(".json"):
+            from tokenizers import Tokenizer
+
+            from ds_hydra.sampler.data.dataset import RawTokenize
+
+            return RawTokenize(Tokenizer.from_file(name))
+        from transformers import AutoTokenizer
+
         tokenizer: Tokenize = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises nothing more specific
         raise HydraConfigError(f"cannot load the tokenizer {name!r}: {error}") from error
     return tokenizer
 
@@ -132,12 +144,17 @@ def _measure(
     num_proc: int | None,
     out: Path,
 ) -> LengthHistogram:
-    from ds_hydra.sampler.length_stats import load_data, measure_dataset, measure_stream
+    from ds_hydra.sampler.data.length_stats import load_data, measure_dataset, measure_stream
 
     data = load_data(name, split=split, config=config, streaming=streaming)
     if not streaming:
         return measure_dataset(
-            data, tokenize, name=name, text_column=text_column, append_eos=append_eos, num_proc=num_proc
+            data,
+            tokenize,
+            name=name,
+            text_column=text_column,
+            append_eos=append_eos,
+            num_proc=num_proc,
         )
     with tqdm(desc="counting", unit="row", total=max_rows, file=sys.stderr) as bar:
 
@@ -151,6 +168,7 @@ def _measure(
             name=name,
             text_column=text_column,
             append_eos=append_eos,
+            part=f"{config} {split}",
             max_rows=max_rows,
             resume_file=out.with_name(out.name + ".partial"),
             progress=show,
@@ -164,7 +182,9 @@ def _document(
     context: int | None,
     over_length: OverLength,
 ) -> dict[str, Any]:
-    more: dict[str, Any] = {"source": f"{dataset}, tokenizer {tokenizer or 'none, input_ids as stored'}"}
+    more: dict[str, Any] = {
+        "source": f"{dataset}, tokenizer {tokenizer or 'none, input_ids as stored'}"
+    }
     limited = histogram
     if context is not None:
         num_over, beyond = histogram.count_over(context)
@@ -183,7 +203,9 @@ def _plot(histogram: LengthHistogram, path: Path) -> None:
 
 
 def _describe(histogram: LengthHistogram, document: dict[str, Any]) -> str:
-    quantiles = ", ".join(f"{share:.0%} {histogram.quantile(share):,}" for share in (0.5, 0.9, 0.99, 1.0))
+    quantiles = ", ".join(
+        f"{share:.0%} {histogram.quantile(share):,}" for share in (0.5, 0.9, 0.99, 1.0)
+    )
     lines = [
         f"{histogram.num_sequences:,} sequences, {histogram.num_tokens:,} tokens, mean "
         f"{histogram.num_tokens / histogram.num_sequences:,.0f}; up to: {quantiles}"

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ds_hydra.commands.common import errors_to_stderr
-from ds_hydra.configs.files import find_file
+from ds_hydra.configs.files import MAX_DEVICES, find_file
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
-    from ds_hydra.engine.repull_plan import StageRepulls
-    from ds_hydra.strategy.alpha_beta import ClusterLinks
-    from ds_hydra.zero_link import ParamSpec, RankBuckets
+    from ds_hydra.strategy.cost_models.alpha_beta import ClusterLinks
     from ds_hydra.zero_link.traffic import LinkAccounts, LinkTraffic
 
 
@@ -37,7 +34,9 @@ def register(app: typer.Typer) -> None:
 
 
 def link(
-    strategy: Annotated[str, typer.Option(help="Pipelines as count x <TP,PP>, e.g. '1x<2,1> + 2x<1,1>'.")],
+    strategy: Annotated[
+        str, typer.Option(help="Pipelines as count x <TP,PP>, e.g. '1x<2,1> + 2x<1,1>'.")
+    ],
     model: Annotated[
         str,
         typer.Option(
@@ -45,9 +44,19 @@ def link(
             "no weights are read."
         ),
     ],
-    devices: Annotated[int, typer.Option(min=1, help="Ranks; those outside the strategy own shards only.")],
+    devices: Annotated[
+        int,
+        typer.Option(
+            min=1, max=MAX_DEVICES, help="Ranks; those outside the strategy own shards only."
+        ),
+    ],
     devices_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Consecutive ranks of one node; the topology's if not given.")
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_DEVICES,
+            help="Consecutive ranks of one node; the topology's if not given.",
+        ),
     ] = None,
     topology: Annotated[
         str,
@@ -57,20 +66,18 @@ def link(
         ),
     ] = "a800",
     dtype: Annotated[DType, typer.Option(help="Type in which parameters are pulled.")] = DType.BF16,
-    gradient_dtype: Annotated[DType, typer.Option(help="Type in which gradients are sent.")] = DType.FP32,
-    repull_layers: Annotated[
-        str,
-        typer.Option(
-            help="As hydra.link.repull_layers: layers of each stage that are pulled again, or 'all'."
-        ),
-    ] = "0",
+    gradient_dtype: Annotated[
+        DType, typer.Option(help="Type in which gradients are sent.")
+    ] = DType.FP32,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
 ) -> None:
-    """Show what pull and push of a strategy send between ranks and nodes, and how long that should take.
+    """Show what pull and push of a strategy send between ranks and nodes, and how long that should
+    take.
 
-    Example: ds-hydra link --strategy "1x<2,1> + 2x<1,1>" --model llama2_7b --devices 4 --devices-per-node 2
+    Example: ds-hydra link --strategy "1x<2,1> + 2x<1,1>" --model llama2_7b --devices 4
+    --devices-per-node 2
     """
     with errors_to_stderr():
         document = _account(
@@ -80,7 +87,6 @@ def link(
             devices_per_node,
             topology,
             {"pull": ITEMSIZE[dtype], "push": ITEMSIZE[gradient_dtype]},
-            _read_repull_layers(repull_layers),
         )
     print(json.dumps(document) if as_json else _describe(document))
 
@@ -92,7 +98,6 @@ def _account(
     devices_per_node: int | None,
     topology: str,
     itemsize: dict[str, int],
-    repull_layers: int | Literal["all"],
 ) -> dict[str, Any]:
     from ds_hydra.strategy import Strategy
 
@@ -104,95 +109,47 @@ def _account(
         )
     ranks_per_node, links, name = _read_links(topology, num_devices, devices_per_node)
 
-    from ds_hydra.engine.meta_model import load_skeleton
-    from ds_hydra.engine.repull_plan import check_repulls, split_repulled
+    from ds_hydra.engine.model.meta_model import load_stage_model
     from ds_hydra.zero_link.plan import plan_link
     from ds_hydra.zero_link.traffic import LinkAccounts
 
-    skeleton = load_skeleton(model)
+    stage_model = load_stage_model(model)
     for scheme in set(strategy.schemes):
-        skeleton.check_scheme(scheme)
-    rank_buckets = skeleton.strategy_buckets(strategy, num_devices)
-    check_repulls(repull_layers, skeleton.num_layers)
-    repulls = skeleton.strategy_repulls(strategy, num_devices, repull_layers)
-    pulled, served = split_repulled(rank_buckets, repulls)
+        stage_model.check_scheme(scheme)
+    rank_buckets = stage_model.strategy_buckets(strategy, num_devices)
     document: dict[str, Any] = {
         "strategy": str(strategy),
         "model": model,
         "num_devices": num_devices,
         "devices_per_node": ranks_per_node,
         "topology": name,
-        "parameters": sum(spec.numel for spec in skeleton.specs),
+        "parameters": sum(spec.numel for spec in stage_model.specs),
         "rounds": max(map(len, rank_buckets)),
     }
     for direction, size in itemsize.items():
         gradients = direction == "push"
-        buckets = rank_buckets if gradients else pulled
-        accounts = LinkAccounts(skeleton.specs, buckets, ranks_per_node, gradients=gradients)
-        plan = plan_link(skeleton.specs, buckets, 0, gradients=gradients, ranks_per_node=ranks_per_node)
+        accounts = LinkAccounts(
+            stage_model.specs, rank_buckets, ranks_per_node, gradients=gradients
+        )
+        plan = plan_link(
+            stage_model.specs, rank_buckets, 0, gradients=gradients, ranks_per_node=ranks_per_node
+        )
         document[direction] = {
             "bytes_per_element": size,
             "digest": f"{plan.digest:016x}",
             "special_cases": [
-                {"is": case.describe(gradients), "ranks": list(case.ranks), "rounds": case.num_rounds}
+                {
+                    "is": case.describe(gradients),
+                    "ranks": list(case.ranks),
+                    "rounds": case.num_rounds,
+                }
                 for case in accounts.special_cases()
             ],
             "least_bytes_across_nodes": accounts.least_across_nodes() * size,
             "direct": _routes(accounts, accounts.direct(links, size), size),
             "node_aware": _routes(accounts, accounts.node_aware(links, size), size),
         }
-    wanted = {scheme.repull or repull_layers for scheme in strategy.schemes} - {0}
-    if wanted:
-        layers = wanted.pop() if len(wanted) == 1 else " or ".join(sorted(map(str, wanted)))
-        once = LinkAccounts(skeleton.specs, served, ranks_per_node).direct(links, itemsize["pull"])
-        document["repull"] = _account_repulls(
-            skeleton.specs, rank_buckets, repulls, once, itemsize["pull"], layers
-        )
     return document
-
-
-def _account_repulls(
-    specs: Sequence[ParamSpec],
-    rank_buckets: Sequence[RankBuckets],
-    repulls: Sequence[StageRepulls],
-    once: LinkTraffic,
-    size: int,
-    layers: int | str,
-) -> dict[str, Any]:
-    """Memory of slices with re-pulls and without, and what one more row of every pipeline receives again.
-
-    `once` is the traffic of every re-pulled layer arriving once; the layers of a stage are taken to be of one size.
-    """
-    from ds_hydra.engine.repull_plan import plan_loads, stage_passes
-    from ds_hydra.engine.slices import held_numel, slice_numel
-
-    held, without, loads, share = [], [], [], []
-    for buckets, stage in zip(rank_buckets, repulls, strict=True):
-        held.append(held_numel(specs, buckets, stage.slot_of) * size)
-        without.append(sum(slice_numel(specs, bucket) for bucket in buckets) * size)
-        one, two = (len(plan_loads(stage.uses(stage_passes(1, 0, n, training=True)))) for n in (1, 2))
-        loads.append(two - one)
-        share.append((two - one) / len(stage.buckets) if stage.buckets else 0.0)
-    received = once.pairs.sum(axis=0) * size
-    assert once.seconds is not None
-    return {
-        "layers": layers,
-        "slice_bytes": held,
-        "slice_bytes_without": without,
-        "arrivals_per_row": loads,
-        "received_bytes_per_row": [round(n * part) for n, part in zip(received.tolist(), share)],
-        "predicted_ms_per_row": once.seconds * 1e3 * max(share),
-    }
-
-
-def _read_repull_layers(text: str) -> int | Literal["all"]:
-    from ds_hydra.configs.hydra_config import check_repull_layers
-
-    try:
-        value = check_repull_layers(int(text) if text.isdecimal() else text)
-    except ValueError as error:
-        raise HydraConfigError(f"--repull-layers is {text!r}: {error}") from error
-    return cast(int | Literal["all"], value)
 
 
 def _routes(accounts: LinkAccounts, traffic: LinkTraffic, size: int) -> dict[str, Any]:
@@ -209,20 +166,25 @@ def _routes(accounts: LinkAccounts, traffic: LinkTraffic, size: int) -> dict[str
         "received_bytes": pairs.sum(axis=0).tolist(),
         "local_bytes": (traffic.local * size).tolist(),
         "pair_bytes": [
-            [int(source), int(target), int(pairs[source, target])] for source, target in zip(*pairs.nonzero())
+            [int(source), int(target), int(pairs[source, target])]
+            for source, target in zip(*pairs.nonzero())
         ],
         "node_bytes": across.tolist(),
     }
 
 
-def _read_links(topology: str, num_devices: int, per_node: int | None) -> tuple[int, ClusterLinks, str]:
-    """Devices of a node, latency and bandwidth between all of them, and the name of what they come from."""
+def _read_links(
+    topology: str, num_devices: int, per_node: int | None
+) -> tuple[int, ClusterLinks, str]:
+    """Devices of a node, latency and bandwidth between all of them, and the name of what they come
+    from.
+    """
     import numpy as np
 
-    from ds_hydra.strategy.alpha_beta import ClusterLinks
-    from ds_hydra.strategy.analytic import HARDWARE_SCHEMA, Hardware
-    from ds_hydra.strategy.profile import read_json_object
-    from ds_hydra.strategy.topology import TOPOLOGY_SCHEMA, Topology
+    from ds_hydra.configs.files import read_json_object
+    from ds_hydra.strategy.cost_models.alpha_beta import ClusterLinks
+    from ds_hydra.strategy.cost_models.analytic import HARDWARE_SCHEMA, Hardware
+    from ds_hydra.strategy.cost_models.topology import TOPOLOGY_SCHEMA, Topology
 
     path = find_file("hardware", topology)
     document = read_json_object(path)
@@ -273,12 +235,12 @@ def _describe(document: dict[str, Any]) -> str:
     ]
     for direction in ("pull", "push"):
         lines += ["", *_describe_direction(direction, document[direction], num_devices, per_node)]
-    if "repull" in document:
-        lines += ["", *_describe_repulls(document["repull"])]
     return "\n".join(lines)
 
 
-def _describe_direction(name: str, part: dict[str, Any], num_devices: int, per_node: int) -> list[str]:
+def _describe_direction(
+    name: str, part: dict[str, Any], num_devices: int, per_node: int
+) -> list[str]:
     lines = [f"{name}, {part['bytes_per_element']} bytes per element, digest {part['digest']}"]
     lines += [
         f"  {case['is']}: ranks {_ranks(case['ranks'])}, {case['rounds']} rounds"
@@ -295,7 +257,9 @@ def _describe_direction(name: str, part: dict[str, Any], num_devices: int, per_n
             f"{_size(routes['bytes_across_nodes']):>14} {routes['predicted_ms']:>9.2f} ms"
         )
     if num_devices > per_node:
-        lines.append(f"  {'lower bound':<12} {'':>12} {_size(part['least_bytes_across_nodes']):>14}")
+        lines.append(
+            f"  {'lower bound':<12} {'':>12} {_size(part['least_bytes_across_nodes']):>14}"
+        )
     used = part[kinds[-1]]
     rows = list(zip(used["sent_bytes"], used["received_bytes"], used["local_bytes"]))
     if num_devices <= 16:
@@ -312,19 +276,6 @@ def _describe_direction(name: str, part: dict[str, Any], num_devices: int, per_n
                 f"(rank {column.index(high)})"
             )
     return lines
-
-
-def _describe_repulls(part: dict[str, Any]) -> list[str]:
-    layers = "all layers" if part["layers"] == "all" else f"{part['layers']} layers"
-    arrivals, received = part["arrivals_per_row"], part["received_bytes_per_row"]
-    return [
-        f"re-pull of {layers} of each stage; the pull above is of the rest",
-        f"  slices of a rank take {_size(max(part['slice_bytes']))} at most, "
-        f"{_size(max(part['slice_bytes_without']))} without re-pulls",
-        f"  forward and backward of one more row receive {max(arrivals)} layers again,",
-        f"  {_size(max(received))} on a rank at most, {_size(sum(received))} in all: "
-        f"{part['predicted_ms_per_row']:.2f} ms to hide behind the row",
-    ]
 
 
 def _ranks(ranks: list[int]) -> str:

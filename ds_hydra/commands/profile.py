@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ds_hydra.commands.common import errors_to_stderr, log, stdout_to_stderr, write_document
+from ds_hydra.configs.files import MAX_LENGTH_TOKENS
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
-from ds_hydra.strategy.proposal import check_context
-from ds_hydra.strategy.topology import Topology
+from ds_hydra.strategy.cost_models.topology import Topology
+from ds_hydra.strategy.proposal.program import check_context
 
 if TYPE_CHECKING:
-    from ds_hydra.engine.profile_run import ProfileRequest
+    from ds_hydra.engine.profiling.profile_run import ProfileRequest
 
 
 class DType(str, Enum):
@@ -41,19 +42,27 @@ def profile(
             "weights are random."
         ),
     ],
-    context: Annotated[int, typer.Option(min=2, help="Longest sequence in tokens.")],
+    context: Annotated[
+        int, typer.Option(min=2, max=MAX_LENGTH_TOKENS, help="Longest sequence in tokens.")
+    ],
     out: Annotated[
         Path | None,
-        typer.Option(help="Where to write ds_hydra.profile/1; unfinished work waits in OUT.partial."),
+        typer.Option(
+            help="Where to write ds_hydra.profile/1; unfinished work waits in OUT.partial."
+        ),
     ] = None,
     dtype: Annotated[
         DType | None, typer.Option(help="Type of weights; bf16 if not given, fp32 on a CPU.")
     ] = None,
     activation_checkpointing: Annotated[
-        bool, typer.Option(help="Recompute each layer in backward, as hydra.activation_checkpointing does.")
+        bool,
+        typer.Option(
+            help="Recompute each layer in backward, as hydra.activation_checkpointing does."
+        ),
     ] = False,
     compile_layers: Annotated[
-        bool, typer.Option(help="Run each layer through torch.compile, as hydra.compile_layers does.")
+        bool,
+        typer.Option(help="Run each layer through torch.compile, as hydra.compile_layers does."),
     ] = False,
     tp_sequence_parallel: Annotated[
         bool,
@@ -64,9 +73,14 @@ def profile(
     tp: Annotated[
         str | None, typer.Option(help="TP degrees, e.g. 1,2,4,8; all that fit if not given.")
     ] = None,
-    pp: Annotated[str | None, typer.Option(help="PP degrees, e.g. 1,2; all that fit if not given.")] = None,
+    pp: Annotated[
+        str | None, typer.Option(help="PP degrees, e.g. 1,2; all that fit if not given.")
+    ] = None,
     sp: Annotated[
-        str, typer.Option(help="Sequence parallel degrees, e.g. 1,2; every one with all TP and PP degrees.")
+        str,
+        typer.Option(
+            help="Sequence parallel degrees, e.g. 1,2; every one with all TP and PP degrees."
+        ),
     ] = "1",
     lengths: Annotated[
         str | None,
@@ -74,10 +88,15 @@ def profile(
             help="Row lengths to measure, 3 or more; powers of four up to the context if not given."
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed runs of each length; the median counts.")] = 5,
-    warmup: Annotated[int, typer.Option(min=0, help="Untimed runs of each scheme before them.")] = 1,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Timed runs of each length; the median counts.")
+    ] = 5,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Untimed runs of each scheme before them.")
+    ] = 1,
     memory_limit: Annotated[
-        int | None, typer.Option(min=1, help="Bytes one rank may use; the device's memory if not given.")
+        int | None,
+        typer.Option(min=1, help="Bytes one rank may use; the device's memory if not given."),
     ] = None,
     topology: Annotated[
         Path | None,
@@ -93,14 +112,16 @@ def profile(
 ) -> None:
     """Measure time and memory of a model under every scheme <TP,PP> that fits the launched ranks.
 
-    Run it under a launcher on the cluster that will train, or alone on one device with --topology. A run that
-    was interrupted continues when it is started again with the same options. Without "--log_level error" the
-    launcher of DeepSpeed logs to stdout too.
+    Run it under a launcher on the cluster that will train, or alone on one device with --topology.
+    A run that was interrupted continues when it is started again with the same options. Without
+    "--log_level error" the launcher of DeepSpeed logs to stdout too.
 
-    Example: deepspeed --log_level error --no_local_rank --no_python ds-hydra profile --model llama2_7b
+    Example: deepspeed --log_level error --no_local_rank --no_python ds-hydra profile --model
+    llama2_7b
     --context 32768 --out profile.json
 
-    Example: torchrun --nproc-per-node 8 --no-python ds-hydra profile --model llama2_7b --context 32768
+    Example: torchrun --nproc-per-node 8 --no-python ds-hydra profile --model llama2_7b --context
+    32768
     --out profile.json
 
     Example: ds-hydra profile --model llama2_7b --context 32768 --tp 1,2,4,8 --pp 1,2,4
@@ -122,10 +143,14 @@ def profile(
             }
         )
         known_topology = None if topology is None else Topology.load(topology)
-        degrees = {"tp": _numbers("--tp", tp), "pp": _numbers("--pp", pp), "sp": _numbers("--sp", sp)}
+        degrees = {
+            "tp": _numbers("--tp", tp),
+            "pp": _numbers("--pp", pp),
+            "sp": _numbers("--sp", sp),
+        }
         _check_folder(out)
         # After all that can be checked without them: the imports take seconds.
-        from ds_hydra.engine.profile_run import ProfileRequest
+        from ds_hydra.engine.profiling.profile_run import ProfileRequest
 
         request = ProfileRequest(
             model=model,
@@ -154,7 +179,7 @@ def _measure(request: ProfileRequest, out: Path | None) -> tuple[dict[str, Any],
     """The document, and whether this is rank 0, which writes it."""
     import torch.distributed as dist
 
-    from ds_hydra.engine.profile_run import join_ranks, run_profile
+    from ds_hydra.engine.profiling.profile_run import join_ranks, run_profile
 
     device = join_ranks()
     is_first_rank = dist.get_rank() == 0
@@ -177,10 +202,14 @@ def _num_devices(document: dict[str, Any], request: ProfileRequest) -> int:
 
 
 def _warn_of_context(document: dict[str, Any], request: ProfileRequest) -> None:
-    """Say what would help where no scheme holds the context; the profile is as measured all the same."""
+    """Say what would help where no scheme holds the context; the profile is as measured all the
+    same.
+    """
     try:
         check_context(
-            Profile.from_json(document), _num_devices(document, request), request.config.context_length
+            Profile.from_json(document),
+            _num_devices(document, request),
+            request.config.context_length,
         )
     except HydraConfigError as error:
         log(f"warning: {error}")
@@ -203,11 +232,15 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
 
 def _check_folder(out: Path | None) -> None:
     if out is not None and not out.absolute().parent.is_dir():
-        raise HydraConfigError(f"--out is {out}, whose folder does not exist; create it or name another one")
+        raise HydraConfigError(
+            f"--out is {out}, whose folder does not exist; create it or name another one"
+        )
 
 
 def _leave() -> None:
-    """Leave the ranks where this command has joined them; a group that is left open is reported at exit."""
+    """Leave the ranks where this command has joined them; a group that is left open is reported at
+    exit.
+    """
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -234,7 +267,9 @@ def _describe(document: dict[str, Any], request: ProfileRequest) -> str:
             f"{scheme!s:>{width}} {max(longest, 0):>10,} {time_ms:>14,.1f} {rate:>16,.0f} {entry['r_squared']:>8.4f}"
         )
     if slowdown := document["hardware"].get("overlap_slowdown"):
-        lines.append(f"computation and gradient synchronisation slow each other down {slowdown:.2f} times")
+        lines.append(
+            f"computation and gradient synchronisation slow each other down {slowdown:.2f} times"
+        )
     return "\n".join(lines)
 
 

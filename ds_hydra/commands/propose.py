@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from ds_hydra.commands.common import errors_to_stderr, write_document
 from ds_hydra.configs import find_file
+from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
 
 if TYPE_CHECKING:
     from ds_hydra.sampler.propose import Proposal
@@ -32,13 +33,23 @@ def register(app: typer.Typer) -> None:
 
 
 def propose(
-    profile: Annotated[str, typer.Option(help="A ds_hydra.profile/1 file, or the name of a shipped one.")],
-    histogram: Annotated[str, typer.Option(help="A ds_hydra.lengths/1 file, or the name of a shipped one.")],
-    devices: Annotated[int, typer.Option(min=1, help="Devices of the cluster.")],
-    context: Annotated[int, typer.Option(min=2, help="Longest sequence in tokens.")],
+    profile: Annotated[
+        str, typer.Option(help="A ds_hydra.profile/1 file, or the name of a shipped one.")
+    ],
+    histogram: Annotated[
+        str, typer.Option(help="A ds_hydra.lengths/1 file, or the name of a shipped one.")
+    ],
+    devices: Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="Devices of the cluster.")],
+    context: Annotated[
+        int, typer.Option(min=2, max=MAX_LENGTH_TOKENS, help="Longest sequence in tokens.")
+    ],
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of one iteration; 100K for every 64 devices if not given."),
+        typer.Option(
+            min=1,
+            max=MAX_TOKENS_PER_ITERATION,
+            help="Tokens of one iteration; 100K for every 64 devices if not given.",
+        ),
     ] = None,
     space: Annotated[
         Space,
@@ -47,7 +58,9 @@ def propose(
             "SP, checkpointed layers, uneven stages, with estimated times."
         ),
     ] = Space.MEASURED,
-    batches: Annotated[int, typer.Option(min=1, help="Mini-batches to try the candidates on.")] = 32,
+    batches: Annotated[
+        int, typer.Option(min=1, help="Mini-batches to try the candidates on.")
+    ] = 32,
     max_communicators: Annotated[
         int, typer.Option(min=0, help="Process groups that the candidates may need together.")
     ] = 512,
@@ -59,14 +72,18 @@ def propose(
 ) -> None:
     """Propose candidate strategies and say why each is there.
 
-    Example: ds-hydra propose --profile a800_llama2_7b --histogram github --devices 8 --context 32768
+    Example: ds-hydra propose --profile a800_llama2_7b --histogram github --devices 8 --context
+    32768
     --out strategies.json
 
-    Example: ds-hydra propose --profile a800_llama2_7b --histogram github --devices 16 --context 32768 --space wide
+    Example: ds-hydra propose --profile a800_llama2_7b --histogram github --devices 16 --context
+    32768 --space wide
     """
-    from ds_hydra.sampler.propose import PruningSettings, propose_strategies
+    from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
+    from ds_hydra.sampler.propose import PruningSettings
     from ds_hydra.strategy import Profile
-    from ds_hydra.strategy.histogram import LengthHistogram
+    from ds_hydra.strategy.cost_models.cluster import try_cluster
+    from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
     with errors_to_stderr():
         with tqdm(desc="trying candidates", unit="batch", file=sys.stderr) as bar:
@@ -75,16 +92,20 @@ def propose(
                 bar.total = total
                 bar.update(done - bar.n)
 
-            proposal = propose_strategies(
-                Profile.load(find_file("profiles", profile)),
-                LengthHistogram.load(find_file("lengths", histogram)),
+            known = Profile.load(find_file("profiles", profile))
+            settings = CandidateSettings(
                 num_devices=devices,
                 context_length=context,
                 tokens_per_iteration=tokens,
                 space=space.value,
-                pruning=PruningSettings(num_batches=batches, max_communicators=max_communicators, seed=seed),
-                progress=show,
+                cluster=try_cluster(known, devices),
+                max_groups=max_communicators,
+                max_enumerated=0,
+                pruning=PruningSettings(num_batches=batches, seed=seed),
             )
+            lengths = LengthHistogram.load(find_file("lengths", histogram))
+            proposal = decide_candidates(known, lengths, settings, show).proposal
+            assert proposal is not None
         write_document(proposal.to_json(), out)
     print(json.dumps(proposal.to_json()) if as_json else _describe(proposal))
 
@@ -95,7 +116,9 @@ def _describe(proposal: Proposal) -> str:
     times = [f"{proposal.kept_ms:.0f} ms on average"]
     if proposal.best_static_ms is not None:
         times.append(f"with the best static strategy {proposal.best_static_ms:.0f} ms")
-    if proposal.plain_ms is not None and not all(s.is_plain for x in proposal.strategies for s in x.schemes):
+    if proposal.plain_ms is not None and not all(
+        s.is_plain for x in proposal.strategies for s in x.schemes
+    ):
         times.append(f"with those of <TP,PP> alone {proposal.plain_ms:.0f} ms")
     lines.append(
         f"{len(proposal.kept)} of {proposal.num_candidates} candidates kept, {proposal.num_communicators} "

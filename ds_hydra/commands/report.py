@@ -1,4 +1,6 @@
-"""`ds-hydra report`: what a run did, as an HTML page, a trace for Perfetto, and one JSON document."""
+"""`ds-hydra report`: what a run did, as an HTML page, a trace for Perfetto, and one JSON
+document.
+"""
 
 from __future__ import annotations
 
@@ -33,30 +35,36 @@ def report(
     ],
     compare: Annotated[bool, typer.Option("--compare", help="Put two runs side by side.")] = False,
     out: Annotated[
-        Path | None, typer.Option(help="The page; RUN_DIR/report.html, or compare.html here, if not given.")
+        Path | None,
+        typer.Option(help="The page; RUN_DIR/report.html, or compare.html here, if not given."),
     ] = None,
     perfetto: Annotated[
-        bool, typer.Option("--perfetto", help="Also write RUN_DIR/perfetto.json for ui.perfetto.dev.")
+        bool,
+        typer.Option("--perfetto", help="Also write RUN_DIR/perfetto.json for ui.perfetto.dev."),
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
 ) -> None:
-    """Write the page of a run: loss, strategies, predicted and measured times, memory, slowest iterations.
+    """Write the page of a run: loss, strategies, predicted and measured times, memory, slowest
+    iterations.
 
-    The page needs no network and no other file. What the folder does not hold is left out and named.
+    The page needs no network and no other file. What the folder does not hold is left out and
+    named.
 
     Example: ds-hydra report runs/20260101-120000 --perfetto
 
     Example: ds-hydra report --compare runs/before runs/after --out compare.html
 
-    A file of ds_hydra.timeline/1 documents, one a line, as a simulation gives them, becomes a page of strategies
-    and timelines.
+    A file of ds_hydra.timeline/1 documents, one a line, as a simulation gives them, becomes a page
+    of strategies and timelines.
     """
     with errors_to_stderr():
         _check_number(run_dirs, compare)
         if len(run_dirs) == 1 and run_dirs[0].is_file():
-            document = _write_simulation(run_dirs[0], out or run_dirs[0].with_suffix(".html"), perfetto)
+            document = _write_simulation(
+                run_dirs[0], out or run_dirs[0].with_suffix(".html"), perfetto
+            )
         else:
             document = _write(run_dirs, out or _default_page(run_dirs), perfetto)
     print(json.dumps(document) if as_json else _describe(document))
@@ -87,7 +95,9 @@ def _write(run_dirs: list[Path], page: Path, perfetto: bool) -> dict[str, Any]:
     write_page(render_runs(runs), page)
     document = {**describe_runs(runs), "page": str(page)}
     if perfetto:
-        document["perfetto"] = [_write_trace(run, path) for run, path in zip(runs, run_dirs, strict=True)]
+        document["perfetto"] = [
+            _write_trace(run, path) for run, path in zip(runs, run_dirs, strict=True)
+        ]
     return document
 
 
@@ -99,7 +109,9 @@ def _write_simulation(path: Path, page: Path, perfetto: bool) -> dict[str, Any]:
 
     timelines = _read_timelines(path)
     num_devices = timelines[0].num_devices
-    write_page(render_simulation(timelines, title=path.stem, subtitle=f"{num_devices} devices"), page)
+    write_page(
+        render_simulation(timelines, title=path.stem, subtitle=f"{num_devices} devices"), page
+    )
     document = {**describe_timelines(timelines), "page": str(page)}
     if perfetto:
         trace = path.with_suffix(".perfetto.json")
@@ -109,20 +121,18 @@ def _write_simulation(path: Path, page: Path, perfetto: bool) -> dict[str, Any]:
 
 
 def _read_timelines(path: Path) -> list[Timeline]:
+    from ds_hydra.configs.files import read_json_lines
     from ds_hydra.simulator.timeline import Timeline
 
     timelines = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        place = f"{path}, line {number}"
-        try:
-            document = json.loads(line)
-        except ValueError as error:
-            raise HydraConfigError(f"{place} is not JSON: {error}") from error
-        if not isinstance(document, dict):
-            raise HydraConfigError(f"{place} holds a JSON {type(document).__name__}, expected a timeline")
-        timelines.append(Timeline.from_json(document, source=place))
+    for number, document in read_json_lines(path):
+        if isinstance(document, HydraConfigError):
+            raise document
+        timelines.append(Timeline.from_json(document, source=f"{path}, line {number}"))
     if not timelines:
-        raise HydraConfigError(f"{path} is empty; expected a ds_hydra.timeline/1 document on each line")
+        raise HydraConfigError(
+            f"{path} is empty; expected a ds_hydra.timeline/1 document on each line"
+        )
     return timelines
 
 
@@ -140,7 +150,9 @@ def _describe(document: dict[str, Any]) -> str:
         for path in document.get("perfetto", [])
     ]
     if "timelines" in document:
-        lines.append(f"{document['timelines']} timelines of {document['num_iterations']} iterations")
+        lines.append(
+            f"{document['timelines']} timelines of {document['num_iterations']} iterations"
+        )
     for run in document.get("runs", []):
         slow = run["slowest"][0]
         lines.append(

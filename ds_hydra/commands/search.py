@@ -1,4 +1,6 @@
-"""`ds-hydra search`: the best plan of DP, SDP, TP, PP and activation checkpointing for every layer."""
+"""`ds-hydra search`: the best plan of DP, SDP, TP, PP and activation checkpointing for every
+layer.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ from tqdm import tqdm
 
 from ds_hydra.commands.common import errors_to_stderr, write_document, writing
 from ds_hydra.configs import find_file
+from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
-    from ds_hydra.strategy.search import SearchInput, SearchPlan
+    from ds_hydra.strategy.cost_models.search import SearchInput, SearchPlan
 
 
 def register(app: typer.Typer) -> None:
@@ -24,25 +27,42 @@ def register(app: typer.Typer) -> None:
 
 
 def search(
-    devices: Annotated[int, typer.Option(min=1, help="Devices of the cluster, a power of two.")],
-    memory_gb: Annotated[float, typer.Option(min=0.001, help="Memory of a device in GB (2^30 bytes).")],
-    layers: Annotated[Path | None, typer.Option(help="Layer costs and links, ds_hydra.layers/1.")] = None,
+    devices: Annotated[
+        int, typer.Option(min=1, max=MAX_DEVICES, help="Devices of the cluster, a power of two.")
+    ],
+    memory_gb: Annotated[
+        float, typer.Option(min=0.001, help="Memory of a device in GB (2^30 bytes).")
+    ],
+    layers: Annotated[
+        Path | None, typer.Option(help="Layer costs and links, ds_hydra.layers/1.")
+    ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="Instead: a ds_hydra.profile/1 file, or the name of a shipped one.")
+        str | None,
+        typer.Option(help="Instead: a ds_hydra.profile/1 file, or the name of a shipped one."),
     ] = None,
     hardware: Annotated[
-        str, typer.Option(help="With --profile: whose links, a ds_hydra.hardware/1 file or a shipped name.")
+        str,
+        typer.Option(
+            help="With --profile: whose links, a ds_hydra.hardware/1 file or a shipped name."
+        ),
     ] = "a800",
-    sequence: Annotated[int, typer.Option(min=1, help="With --profile: tokens of one sample.")] = 4096,
+    sequence: Annotated[
+        int,
+        typer.Option(min=1, max=MAX_LENGTH_TOKENS, help="With --profile: tokens of one sample."),
+    ] = 4096,
     max_batch: Annotated[
-        int | None, typer.Option(min=1, help="Largest batch in samples; 16 for each device if not given.")
+        int | None,
+        typer.Option(min=1, help="Largest batch in samples; 16 for each device if not given."),
     ] = None,
     batch_step: Annotated[
         int | None, typer.Option(min=1, help="Batches are its multiples; the devices if not given.")
     ] = None,
-    checkpointing: Annotated[bool, typer.Option(help="Whether layers may checkpoint activations.")] = True,
+    checkpointing: Annotated[
+        bool, typer.Option(help="Whether layers may checkpoint activations.")
+    ] = True,
     balance: Annotated[
-        bool, typer.Option(help="Whether stages may have different numbers of layers (Galvatron-BMW).")
+        bool,
+        typer.Option(help="Whether stages may have different numbers of layers (Galvatron-BMW)."),
     ] = True,
     plot: Annotated[Path | None, typer.Option(help="Where to draw the plan, PNG.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write ds_hydra.search/1.")] = None,
@@ -52,14 +72,22 @@ def search(
 ) -> None:
     """Search the best static plan, layer by layer (Galvatron-BMW).
 
-    Example: ds-hydra search --profile a800_llama2_7b --devices 8 --memory-gb 40 --sequence 4096 --plot plan.png
+    Example: ds-hydra search --profile a800_llama2_7b --devices 8 --memory-gb 40 --sequence 4096
+    --plot plan.png
     """
-    from ds_hydra.strategy.search import GalvatronSearch, SearchSettings, layer_strategies
+    from ds_hydra.strategy.cost_models.search import (
+        GalvatronSearch,
+        SearchSettings,
+        layer_strategies,
+    )
 
     with errors_to_stderr():
         given = _read(layers, profile, hardware, devices, sequence)
         settings = SearchSettings(
-            memory_mb=1024 * memory_gb, max_batch=max_batch, batch_step=batch_step, balances_stages=balance
+            memory_mb=1024 * memory_gb,
+            max_batch=max_batch,
+            batch_step=batch_step,
+            balances_stages=balance,
         )
         strategies = layer_strategies(devices, checkpoints=checkpointing)
         with tqdm(desc="batch sizes", unit="batch", file=sys.stderr) as bar:
@@ -78,8 +106,8 @@ def search(
 
 def describe(plan: SearchPlan, overlap_slowdown: float) -> str:
     """The plan as text: one line for each stage."""
-    from ds_hydra.strategy.search.galvatron import run_lengths
-    from ds_hydra.strategy.search.layers import OVERLAP_SLOWDOWN
+    from ds_hydra.strategy.cost_models.search.galvatron import run_lengths
+    from ds_hydra.strategy.cost_models.search.layers import OVERLAP_SLOWDOWN
 
     lines = [
         f"batch {plan.batch_size}, PP {plan.pp}, {plan.num_micro_batches} micro-batches: "
@@ -87,7 +115,9 @@ def describe(plan: SearchPlan, overlap_slowdown: float) -> str:
     ]
     for index, stage in enumerate(plan.stages):
         runs = "  ".join(f"{name} x{count}" for name, count in run_lengths(stage.strategies))
-        lines.append(f"stage {index}: {stage.compute_ms:.1f} ms, {stage.peak_mb / 1024:.1f} GB   {runs}")
+        lines.append(
+            f"stage {index}: {stage.compute_ms:.1f} ms, {stage.peak_mb / 1024:.1f} GB   {runs}"
+        )
     if plan.pp > 1:
         best = 1 - 1 / plan.pp
         lines.append(
@@ -104,10 +134,10 @@ def describe(plan: SearchPlan, overlap_slowdown: float) -> str:
 def _read(
     layers: Path | None, profile: str | None, hardware: str, devices: int, sequence: int
 ) -> SearchInput:
+    from ds_hydra.configs.files import read_json_object
     from ds_hydra.strategy import Profile
-    from ds_hydra.strategy.analytic import Hardware
-    from ds_hydra.strategy.profile import read_json_object
-    from ds_hydra.strategy.search import SearchInput
+    from ds_hydra.strategy.cost_models.analytic import Hardware
+    from ds_hydra.strategy.cost_models.search import SearchInput
 
     if (layers is None) == (profile is None):
         raise HydraConfigError("give either --layers or --profile, one of them")

@@ -11,6 +11,7 @@ import typer
 from tqdm import tqdm
 
 from ds_hydra.commands.common import errors_to_stderr, log, write_document, write_documents, writing
+from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
@@ -28,42 +29,57 @@ def simulate(
     case: Annotated[
         str | None, typer.Option(help="A shipped case, e.g. paper/commoncrawl-32b-64gpu-f2.")
     ] = None,
-    list_cases: Annotated[bool, typer.Option("--list-cases", help="Print the names of all cases.")] = False,
+    list_cases: Annotated[
+        bool, typer.Option("--list-cases", help="Print the names of all cases.")
+    ] = False,
     profile: Annotated[
         str | None, typer.Option(help="A ds_hydra.profile/1 file, or the name of a shipped one.")
     ] = None,
     histogram: Annotated[
         str | None, typer.Option(help="A ds_hydra.lengths/1 file, or the name of a shipped one.")
     ] = None,
-    devices: Annotated[str | None, typer.Option(help="Devices; several, e.g. 64,128,256, sweep.")] = None,
-    context: Annotated[str | None, typer.Option(help="Longest sequence in tokens; several sweep.")] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Devices; several, e.g. 64,128,256, sweep.")
+    ] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Longest sequence in tokens; several sweep.")
+    ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help="Tokens of one iteration; several sweep. 100K for every 64 devices if not given."),
+        typer.Option(
+            help="Tokens of one iteration; several sweep. 100K for every 64 devices if not given."
+        ),
     ] = None,
     iterations: Annotated[int, typer.Option(min=1, help="Mini-batches to simulate.")] = 100,
     baseline: Annotated[
-        str | None, typer.Option(help="A homogeneous strategy to compare with too, e.g. '4x<16,1>'.")
+        str | None,
+        typer.Option(help="A homogeneous strategy to compare with too, e.g. '4x<16,1>'."),
     ] = None,
     strategies: Annotated[
         Path | None, typer.Option(help="Candidates, ds_hydra.strategies/1; proposed if not given.")
     ] = None,
     systems: Annotated[
-        str | None, typer.Option(help="What to compare with, e.g. megatron,static; all if not given.")
+        str | None,
+        typer.Option(help="What to compare with, e.g. megatron,static; all if not given."),
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option(help="A ds_hydra.hardware/1 file or shipped name; the profile's if not given."),
+        typer.Option(
+            help="A ds_hydra.hardware/1 file or shipped name; the profile's if not given."
+        ),
     ] = None,
     overlap: Annotated[bool, typer.Option(help="Overlap pull and push with propagation.")] = True,
     price_per_gpu_hour: Annotated[
-        float | None, typer.Option(min=0.0, help="Price of one device and hour, for the cost of 10^9 tokens.")
+        float | None,
+        typer.Option(min=0.0, help="Price of one device and hour, for the cost of 10^9 tokens."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the mini-batches.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="PNG of a sweep.")] = None,
     timeline_of: Annotated[
         str,
-        typer.Option(help="System of --timeline: ds_hydra, or wider, which has sequence parallelism too."),
+        typer.Option(
+            help="System of --timeline: ds_hydra, or wider, which has sequence parallelism too."
+        ),
     ] = "ds_hydra",
     timeline: Annotated[
         Path | None,
@@ -78,7 +94,8 @@ def simulate(
 ) -> None:
     """Simulate training on a cluster that you need not have.
 
-    Example: ds-hydra simulate --profile a800_llama2_32b --histogram commoncrawl --devices 64 --context 32768
+    Example: ds-hydra simulate --profile a800_llama2_32b --histogram commoncrawl --devices 64
+    --context 32768
     --tokens 200000 --iterations 100
     """
     from ds_hydra.simulator.cases import list_cases as names_of_cases
@@ -94,12 +111,19 @@ def simulate(
         if loaded is not None:
             workload, axes = loaded.workload, None
         else:
-            workload, axes = _workload(profile, histogram, devices, context, tokens, baseline, strategies)
+            workload, axes = _workload(
+                profile, histogram, devices, context, tokens, baseline, strategies
+            )
         if axes is not None and axes.is_sweep:
-            _refuse(timeline is not None, "--timeline shows one workload; give one value for each axis")
+            _refuse(
+                timeline is not None, "--timeline shows one workload; give one value for each axis"
+            )
             found = _sweep(workload, axes, settings, hardware, systems is not None)
         else:
-            _refuse(plot is not None, "--plot shows a sweep; give several --devices, --context or --tokens")
+            _refuse(
+                plot is not None,
+                "--plot shows a sweep; give several --devices, --context or --tokens",
+            )
             found = [_compare(workload, settings, hardware)]
         documents = [comparison.to_json(price_per_gpu_hour) for comparison in found]
         document = documents[0] if axes is None or not axes.is_sweep else {
@@ -110,7 +134,10 @@ def simulate(
         if timeline is not None:
             count = len(found[0].plans) if timeline.suffix == ".jsonl" else 1
             write_documents(
-                (found[0].simulate(position, timeline_of).timeline().to_json() for position in range(count)),
+                (
+                    found[0].simulate(position, timeline_of).timeline().to_json()
+                    for position in range(count)
+                ),
                 timeline,
             )
         if plot is not None:
@@ -136,7 +163,11 @@ def _check_timeline(system: str, settings: Settings) -> None:
 def _settings(iterations: int, systems: str | None, overlap: bool, seed: int) -> Settings:
     from ds_hydra.simulator.compare import Settings
 
-    chosen = {} if systems is None else {"systems": tuple(s.strip() for s in systems.split(",") if s.strip())}
+    chosen = (
+        {}
+        if systems is None
+        else {"systems": tuple(s.strip() for s in systems.split(",") if s.strip())}
+    )
     return Settings(iterations=iterations, overlap=overlap, seed=seed, **chosen)
 
 
@@ -165,21 +196,28 @@ def _workload(
     from ds_hydra.configs.files import find_profile
     from ds_hydra.simulator.compare import Workload
     from ds_hydra.simulator.sweep import Axes
-    from ds_hydra.strategy.candidates import load_strategies
-    from ds_hydra.strategy.histogram import LengthHistogram
-    from ds_hydra.strategy.profile import Profile
-    from ds_hydra.strategy.scheme import Strategy
-    from ds_hydra.strategy.sequence_parallel import with_estimates
+    from ds_hydra.strategy.profiles.profile import Profile
+    from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+    from ds_hydra.strategy.proposal.candidates import load_strategies
+    from ds_hydra.strategy.proposal.histogram import LengthHistogram
+    from ds_hydra.strategy.schemes.scheme import Strategy
 
-    given = {"--profile": profile, "--histogram": histogram, "--devices": devices, "--context": context}
+    given = {
+        "--profile": profile,
+        "--histogram": histogram,
+        "--devices": devices,
+        "--context": context,
+    }
     missing = [name for name, value in given.items() if value is None]
-    _refuse(bool(missing), f"{', '.join(missing)} missing; give --case, or all of {', '.join(given)}")
+    _refuse(
+        bool(missing), f"{', '.join(missing)} missing; give --case, or all of {', '.join(given)}"
+    )
     texts = {name: value for name, value in given.items() if value is not None}
     profile, histogram = texts["--profile"], texts["--histogram"]
     axes = Axes(
-        devices=_numbers("--devices", texts["--devices"]),
-        contexts=_numbers("--context", texts["--context"]),
-        tokens=_numbers("--tokens", tokens) if tokens is not None else (),
+        devices=_numbers("--devices", texts["--devices"], MAX_DEVICES),
+        contexts=_numbers("--context", texts["--context"], MAX_LENGTH_TOKENS),
+        tokens=_numbers("--tokens", tokens, MAX_TOKENS_PER_ITERATION) if tokens is not None else (),
     )
     num_devices, context_length, tokens_per_iteration = next(axes.points())
     candidates = load_strategies(str(strategies)) if strategies else ()
@@ -199,26 +237,29 @@ def _workload(
     return workload, axes
 
 
-def _numbers(option: str, text: str) -> tuple[int, ...]:
+def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
     """Positive whole numbers separated by commas; 1_000 and 1000 are the same."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
         numbers = ()
-    if not numbers or min(numbers) < 1:
+    if not numbers or min(numbers) < 1 or max(numbers) > most:
         raise HydraConfigError(
-            f"{option} {text!r}: expected whole numbers of 1 or more, e.g. 64 or 64,128,256"
+            f"{option} {text!r:.80}: expected whole numbers of 1 or more up to {most}, e.g. 64 or "
+            "64,128,256"
         )
     return numbers
 
 
 def _compare(workload: Workload, settings: Settings, hardware: str | None) -> Comparison:
-    from ds_hydra.simulator.cluster import find_cluster
     from ds_hydra.simulator.compare import compare
+    from ds_hydra.strategy.cost_models.cluster import find_cluster
 
     cluster = find_cluster(workload.profile, workload.num_devices, hardware)
     if cluster is None:
-        log("the profile's hardware has no description: communication counts nothing; see --hardware")
+        log(
+            "the profile's hardware has no description: communication counts nothing; see --hardware"
+        )
     found = compare(workload, cluster, settings)
     left_out = [name for name in settings.systems if name != "given" and found.get(name) is None]
     if left_out:
@@ -256,7 +297,8 @@ def _add_expected(document: dict[str, Any], case: Case | None, found: list[Compa
     if case is not None:
         document["figure"] = case.figure
         document["published"] = [
-            {"what": e.what, "paper": e.paper, "ours": our_figure(found[0], e.metric)} for e in case.expected
+            {"what": e.what, "paper": e.paper, "ours": our_figure(found[0], e.metric)}
+            for e in case.expected
         ]
 
 
@@ -266,7 +308,9 @@ def _describe(documents: list[dict[str, Any]], case: Case | None, document: dict
         lines += [_head(point), *_system_lines(point), ""]
     if case is not None:
         lines.append(f"published ({case.figure} of the paper) and simulated here:")
-        lines += [f"  {e['what']}: paper {e['paper']}, here {e['ours']}" for e in document["published"]]
+        lines += [
+            f"  {e['what']}: paper {e['paper']}, here {e['ours']}" for e in document["published"]
+        ]
     return "\n".join(lines).rstrip()
 
 
@@ -278,15 +322,16 @@ def _head(point: dict[str, Any]) -> str:
         f"ds_hydra: {ours['strategy']}\n"
         f"propagation {point['distance_to_bound']:.1%} above the perfect-balance bound of "
         f"{point['perfect_balance_ms']:,.0f} ms; perfect balance has imbalance {point['imbalance_of_bound']:.2f}"
-        + (_wider_head(point) if "wider" in point else "")
+        + (_extended_head(point) if "wider" in point else "")
     )
 
 
-def _wider_head(point: dict[str, Any]) -> str:
-    wider = point["wider"]
+def _extended_head(point: dict[str, Any]) -> str:
+    extended = point["wider"]
     return (
-        f"\nwith SP: {wider['distance_to_bound']:.1%} above the bound of the wider space, "
-        f"{wider['perfect_balance_ms']:,.0f} ms (imbalance {wider['imbalance_of_bound']:.2f}); T under SP is estimated"
+        f"\nwith SP: {extended['distance_to_bound']:.1%} above the bound of the extended space, "
+        f"{extended['perfect_balance_ms']:,.0f} ms (imbalance {extended['imbalance_of_bound']:.2f}); "
+        "T under SP is estimated"
     )
 
 

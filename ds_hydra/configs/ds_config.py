@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ds_hydra.configs.files import read_json_object
 from ds_hydra.configs.hydra_config import SMALLEST_SECTION, HydraConfig
 from ds_hydra.errors import HydraConfigError
 
@@ -30,17 +31,22 @@ KNOWN_TOP_LEVEL_KEYS = frozenset(
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
     """.split()  # noqa: SIM905 (a list literal would take fifty lines)
 )
-"""Top-level keys that DeepSpeed 0.19 reads. It ignores all others: a misspelled one has no effect."""
+"""Top-level keys that DeepSpeed 0.19 reads. It ignores all others: a misspelled one has no
+effect.
+"""
 
 _NEAR_MISS = 0.82
-"""Similarity from which an unknown key counts as misspelled: catches one wrong letter in a word of four."""
+"""Similarity from which an unknown key counts as misspelled: catches one wrong letter in a word of
+four.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """A DeepSpeed feature that propagation outside of ZeRO-3 cannot honour.
 
-    `key` is dotted; `is_on` says whether a value switches the feature on; `instead` is a value that works.
+    `key` is dotted; `is_on` says whether a value switches the feature on; `instead` is a value that
+    works.
     """
 
     key: str
@@ -63,9 +69,13 @@ def _is_above(limit: int) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, int) and value > limit
 
 
-_OWN_LAYOUT = "ds_hydra reads the ZeRO-3 partitions itself and knows the plain layout over all ranks only"
+_OWN_LAYOUT = (
+    "ds_hydra reads the ZeRO-3 partitions itself and knows the plain layout over all ranks only"
+)
 _OWN_PARALLELISM = "ds_hydra chooses TP and PP itself, every iteration (hydra.strategies)"
-_OWN_EXECUTION = "ds_hydra runs the layers itself, outside of the forward and backward that this changes"
+_OWN_EXECUTION = (
+    "ds_hydra runs the layers itself, outside of the forward and backward that this changes"
+)
 _OWN_FILES = "ds_hydra writes checkpoint files itself, so that a crash leaves the one before"
 _FP32_MASTER = "ds_hydra keeps master weights and sums gradients in fp32"
 
@@ -75,7 +85,9 @@ REFUSALS = (
     Refusal("zero_optimization.mics_hierarchical_params_gather", _OWN_LAYOUT),
     Refusal("zero_optimization.zero_quantized_weights", _OWN_LAYOUT),
     Refusal("zero_optimization.zero_quantized_nontrainable_weights", _OWN_LAYOUT),
-    Refusal("zero_optimization.zero_quantized_gradients", "gradients are summed in fp32 at their owner"),
+    Refusal(
+        "zero_optimization.zero_quantized_gradients", "gradients are summed in fp32 at their owner"
+    ),
     Refusal(
         "zero_optimization.offload_param.device",
         "parameters swapped out to disk cannot be pulled",
@@ -86,13 +98,22 @@ REFUSALS = (
     Refusal("zero_optimization.zenflow", _OWN_EXECUTION, "null"),
     Refusal("tensor_parallel.autotp_size", _OWN_PARALLELISM, "0", _is_above(1)),
     Refusal("tensor_parallel.tp.tp_size", _OWN_PARALLELISM, "1", _is_above(1)),
-    Refusal("sequence_parallel_size", "sequence parallelism is not supported yet", "1", _is_above(1)),
+    Refusal(
+        "sequence_parallel_size", "sequence parallelism is not supported yet", "1", _is_above(1)
+    ),
     Refusal("expert_parallel.enabled", "mixtures of experts are not supported yet"),
     Refusal("torch_autocast.enabled", _OWN_EXECUTION + '; use "bf16": {"enabled": true}'),
     Refusal("compile.deepcompile", _OWN_EXECUTION),
     Refusal("hybrid_engine.enabled", _OWN_EXECUTION),
+    Refusal(
+        "flops_profiler.enabled",
+        "it counts in a forward of DeepSpeed that does not run, and would write nothing; `ds-hydra report` shows "
+        "tokens/s, and with hydra.trace_every the times of every stage",
+    ),
     Refusal("weight_quantization", _OWN_LAYOUT, "null"),
-    Refusal("data_efficiency.enabled", "ds_hydra draws the mini-batch (hydra.tokens_per_iteration)"),
+    Refusal(
+        "data_efficiency.enabled", "ds_hydra draws the mini-batch (hydra.tokens_per_iteration)"
+    ),
     Refusal("checkpoint.writer", _OWN_FILES, "null"),
     Refusal("datastates_ckpt", _OWN_FILES, "null"),
     Refusal("bf16.bf16_master_weights_and_grads", _FP32_MASTER),
@@ -128,7 +149,11 @@ class FillIn:
 
 
 FILL_INS = (
-    FillIn("train_micro_batch_size_per_gpu", 1, "DeepSpeed wants a batch size; training does not use it"),
+    FillIn(
+        "train_micro_batch_size_per_gpu",
+        1,
+        "DeepSpeed wants a batch size; training does not use it",
+    ),
     FillIn("gradient_accumulation_steps", 1, "the only value that works"),
     FillIn(
         "data_types.grad_accum_dtype",
@@ -145,6 +170,12 @@ FILL_INS = (
         "zero_optimization.contiguous_gradients",
         False,
         "its buffer (reduce_bucket_size, 1 GB by default) serves a backward of DeepSpeed that does not run",
+    ),
+    FillIn(
+        "zero_optimization.memory_efficient_linear",
+        False,
+        "it replaces torch's linear by a function in Python: eight times the host time of a call, for gathered "
+        "weights that do not exist here",
     ),
     FillIn(
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
@@ -172,13 +203,17 @@ WITHOUT_EFFECT = {
 def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], HydraConfig]:
     """The DeepSpeed part (without "hydra", `FILL_INS` applied) and the validated "hydra" section.
 
-    `config` is the path of a JSON file or its content, which is not changed. Raises HydraConfigError for
-    what cannot be read, is misspelled, or asks for a feature in `REFUSALS`; logs a warning for what is
-    unknown or has no effect. `train_batch_size` is left out of the result: DeepSpeed would check it against
-    a micro-batch size and a number of accumulation steps that mean nothing here.
+    `config` is the path of a JSON file or its content, which is not changed. Raises
+    HydraConfigError for what cannot be read, is misspelled, or asks for a feature in `REFUSALS`;
+    logs a warning for what is unknown or has no effect. `train_batch_size` is left out of the
+    result: DeepSpeed would check it against a micro-batch size and a number of accumulation steps
+    that mean nothing here.
     """
-    document = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else _read_json(Path(config))
-    # The content of a misspelled section counts as absent: what is found missing then would mislead.
+    document = (
+        copy.deepcopy(dict(config)) if isinstance(config, Mapping) else _read_json(Path(config))
+    )
+    # The content of a misspelled section counts as absent: what is found missing then would
+    # mislead.
     if problems := list(_find_misspelled(document)) or list(_find_refused(document)):
         raise HydraConfigError(_join_problems(problems))
     if "hydra" not in document:
@@ -261,22 +296,14 @@ def _join_problems(problems: Sequence[str]) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The object in `path`. A key that is given twice is an error, as in DeepSpeed."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object_without_duplicates)
-    except HydraConfigError as error:
-        raise HydraConfigError(f"{path}: {error}") from None
-    except OSError as error:
-        raise HydraConfigError(f"cannot read the DeepSpeed config {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise HydraConfigError(f"{path} is not JSON (no comments, no trailing commas): {error}") from error
-    if not isinstance(document, dict):
-        raise HydraConfigError(f"{path} holds a JSON {type(document).__name__}, expected an object")
-    return document
+    return read_json_object(path, _object_without_duplicates)
 
 
 def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise HydraConfigError(f'"{max(keys, key=keys.count)}" is given twice in one object; remove one')
+        raise HydraConfigError(
+            f'"{max(keys, key=keys.count)}" is given twice in one object; remove one'
+        )
     return document

@@ -1,10 +1,14 @@
-"""The JSON files that come with the package: models, profiles, length histograms, DeepSpeed configs."""
+"""JSON files: how they are read and what may be in them, and those that come with the package:
+models, profiles, length histograms, DeepSpeed configs.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from importlib.resources import files
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -13,6 +17,146 @@ from ds_hydra.errors import HydraConfigError
 Kind: TypeAlias = Literal["models", "profiles", "lengths", "deepspeed", "hardware", "cases"]
 """Fields of a `LlamaConfig`; schemas `ds_hydra.profile/1`, `ds_hydra.lengths/1`; DeepSpeed JSON;
 schemas `ds_hydra.hardware/1` and `ds_hydra.cases/1`."""
+
+MAX_FILE_BYTES = 1 << 28
+"""Size up to which a JSON file is read; the largest shipped one has less than 1 MB."""
+
+LARGEST = 10**15
+"""Beyond this a count or a time is damaged (10^15 ms are 30,000 years); below, counts are exact as
+floats and squares finite."""
+
+MAX_DEVICES = 1 << 18
+"""Ranks that a strategy may name: far above any cluster, and small enough to list."""
+
+MAX_LENGTH_TOKENS = (1 << 31) - 1
+"""Longest sequence: positions are 32 bit in kernels, and l^2 stays exact in 64."""
+
+MAX_TOKENS_PER_ITERATION = 1 << 28
+"""Largest mini-batch: several times any that is published, and still to be listed."""
+
+Pairs: TypeAlias = Callable[[list[tuple[str, Any]]], Any]
+
+
+def parse_json(text: str | bytes, source: str, object_pairs_hook: Pairs | None = None) -> Any:
+    """The JSON value in `text`; raises HydraConfigError naming `source`, also for what is nested
+    too deeply.
+    """
+    try:
+        decoded = text if isinstance(text, str) else text.decode("utf-8")
+        return json.loads(decoded, object_pairs_hook=object_pairs_hook)
+    except HydraConfigError as error:
+        raise HydraConfigError(f"{source}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise HydraConfigError(f"{source} is not JSON: {error}") from error
+
+
+def read_json(path: str | Path, object_pairs_hook: Pairs | None = None) -> Any:
+    """The JSON value in `path`; raises HydraConfigError naming the file and what is wrong with
+    it.
+    """
+    try:
+        if (size := Path(path).stat().st_size) > MAX_FILE_BYTES:
+            raise HydraConfigError(f"{path} has {size} bytes, expected at most {MAX_FILE_BYTES}")
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise HydraConfigError(f"cannot read {path}: {error.strerror}") from error
+    return parse_json(text, str(path), object_pairs_hook)
+
+
+def read_json_object(path: str | Path, object_pairs_hook: Pairs | None = None) -> dict[str, Any]:
+    """As `read_json`, for a file that holds an object."""
+    return check_object(read_json(path, object_pairs_hook), str(path))
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | HydraConfigError]]:
+    """Number and object of each line of `path`, or what is wrong with the line: damage stays in
+    its line.
+
+    Half a line at the end, as a killed process leaves it, is left out. Raises OSError.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"{path}, line {number}"
+            try:
+                yield number, check_object(parse_json(line, place), place)
+            except HydraConfigError as error:
+                if line.endswith(b"\n"):
+                    yield number, error
+
+
+def check_object(value: Any, source: str) -> dict[str, Any]:
+    """`value`, if it is a JSON object."""
+    if not isinstance(value, dict):
+        raise HydraConfigError(f"{source} holds a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def read_count(
+    document: Mapping[str, Any], key: str, *, least: int = 0, most: int = LARGEST
+) -> int:
+    """The whole number at `key`; raises KeyError, or HydraConfigError for anything else."""
+    return check_count(document[key], key, least=least, most=most)
+
+
+def check_count(value: Any, name: str, *, least: int = 0, most: int = LARGEST) -> int:
+    """`value`, if it is a whole number in these bounds."""
+    if type(value) is not int or not least <= value <= most:
+        raise HydraConfigError(
+            f"{name} is {value!r:.80}, expected a whole number from {least} to {most}"
+        )
+    return value
+
+
+def read_counts(
+    document: Mapping[str, Any], key: str, *, least: int = 0, most: int = LARGEST
+) -> tuple[int, ...]:
+    """The list of whole numbers at `key`; raises KeyError, or HydraConfigError for anything
+    else.
+    """
+    return check_counts(read_list(document, key), key, least=least, most=most)
+
+
+def check_counts(values: Any, name: str, *, least: int = 0, most: int = LARGEST) -> tuple[int, ...]:
+    """`values`, if they are a list of whole numbers in these bounds."""
+    if not isinstance(values, list):
+        raise HydraConfigError(f"{name} is {values!r:.80}, expected a list")
+    if set(map(type, values)) - {int} or (
+        values and not least <= min(values) <= max(values) <= most
+    ):
+        for value in values:
+            check_count(value, f"one of {name}", least=least, most=most)
+    return tuple(values)
+
+
+def read_number(document: Mapping[str, Any], key: str, *, least: float = -LARGEST) -> float:
+    """The finite number at `key`; raises KeyError, or HydraConfigError for anything else."""
+    value = document[key]
+    if type(value) not in (int, float) or not isfinite(value) or not least <= value <= LARGEST:
+        raise HydraConfigError(
+            f"{key} is {value!r:.80}, expected a number from {least:g} to {LARGEST:g}"
+        )
+    return float(value)
+
+
+def read_time(document: Mapping[str, Any], key: str) -> float:
+    """The time in ms at `key`; raises KeyError, or HydraConfigError for anything else."""
+    return read_number(document, key, least=0)
+
+
+def read_text(document: Mapping[str, Any], key: str) -> str:
+    """The text at `key`; raises KeyError, or HydraConfigError for anything else."""
+    value = document[key]
+    if not isinstance(value, str):
+        raise HydraConfigError(f"{key} is {value!r:.80}, expected text")
+    return value
+
+
+def read_list(document: Mapping[str, Any], key: str) -> list[Any]:
+    """The list at `key`; raises KeyError, or HydraConfigError for anything else."""
+    value = document[key]
+    if not isinstance(value, list):
+        raise HydraConfigError(f"{key} is {value!r:.80}, expected a list")
+    return value
 
 
 def list_files(kind: Kind) -> tuple[str, ...]:
@@ -47,9 +191,9 @@ def find_profile(name_or_path: str) -> Path:
 def load_model_preset(name: str) -> dict[str, Any]:
     """The fields of a preset, for `LlamaConfig(**load_model_preset("llama2_7b"))`.
 
-    7B and 13B are Meta's LLaMA 2. 32B is the model of the Hydraulis paper, with the shape of the authors'
-    profile: 60 layers, hidden size 6656, 64 heads. The context of a run is not in them: rotary positions
-    have no end, and `max_position_embeddings` is the 4096 of LLaMA 2.
+    7B and 13B are Meta's LLaMA 2. 32B is the model of the Hydraulis paper, with the shape of the
+    authors' profile: 60 layers, hidden size 6656, 64 heads. The context of a run is not in them:
+    rotary positions have no end, and `max_position_embeddings` is the 4096 of LLaMA 2.
     """
     preset: dict[str, Any] = json.loads(find_file("models", name).read_text(encoding="utf-8"))
     return preset

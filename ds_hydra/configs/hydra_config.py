@@ -1,6 +1,7 @@
 """What the user may ask of ds_hydra: the strict "hydra" section of the DeepSpeed JSON.
 
-Lengths are tokens, times milliseconds, sizes bytes. Paths are relative to the directory the ranks run in.
+Lengths are tokens, times milliseconds, sizes bytes. Paths are relative to the directory the ranks
+run in.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def _lengths(value: object) -> object:
         return value
     lengths = tuple(sorted(set(value)))
     if len(lengths) < 3 or lengths[0] < 2:
-        raise ValueError("wanted three different lengths of 2 tokens or more, such as [64, 512, 4096]")
+        raise ValueError(
+            "wanted three different lengths of 2 tokens or more, such as [64, 512, 4096]"
+        )
     return lengths
 
 
@@ -43,28 +46,16 @@ def _strategies(value: object) -> tuple[str, ...] | str | None:
         return None
     if isinstance(value, str) and value and "<" not in value:
         return value
-    if isinstance(value, list | tuple) and value and all(isinstance(text, str) and text for text in value):
+    if (
+        isinstance(value, list | tuple)
+        and value
+        and all(isinstance(text, str) and text for text in value)
+    ):
         return tuple(value)
     if isinstance(value, str) and value:
         raise ValueError(f"write [{json.dumps(value)}]; a string alone is the path of a JSON file")
-    raise ValueError('wanted a list such as ["4x<1,1>", "1x<2,1> + 2x<1,1>"], or the path of a JSON file')
-
-
-REPULL_WINDOW = 2
-"""Re-pulled layers of a stage in memory at once: the one that computes, and the next one, which arrives."""
-
-
-def check_repull_layers(value: object) -> object:
-    """`value` where `hydra.link.repull_layers` may have it; raises ValueError saying what is wanted."""
-    value = _whole(value)
-    is_count = (
-        isinstance(value, int) and not isinstance(value, bool) and (value == 0 or value > REPULL_WINDOW)
-    )
-    if value == "all" or is_count:
-        return value
     raise ValueError(
-        f'wanted 0 (none), a number of layers of each stage from {REPULL_WINDOW + 1} up, or "all"; '
-        f"{REPULL_WINDOW} of them are in memory at any time, so fewer would save nothing"
+        'wanted a list such as ["4x<1,1>", "1x<2,1> + 2x<1,1>"], or the path of a JSON file'
     )
 
 
@@ -73,57 +64,78 @@ Index: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 
 Space: TypeAlias = Literal["plain", "measured", "wide"]
-"""Schemes that a proposal may use: <TP,PP>; those the profile measured; also those that follow from them."""
+"""Schemes that a proposal may use: <TP,PP>; those the profile measured; also those that follow from
+them.
+"""
 
 
 class _Section(BaseModel):
     """Frozen, strict about types, and closed: a key that is not a field is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
 
 
 class PlannerConfig(_Section):
     """`hydra.planner`: how much work goes into the plan of an iteration."""
 
     space: Space = "measured"
-    """Schemes to propose where `strategies` is null: `<TP,PP>` alone ("plain"), every scheme that the profile measured
-    ("measured"; SP by `ds-hydra profile --sp`), or also those that follow from it ("wide").
+    """Schemes to propose where `strategies` is null: `<TP,PP>` alone ("plain"), every scheme that
+    the profile measured ("measured"; SP by `ds-hydra profile --sp`), or also those that follow from
+    it ("wide").
 
-    What nobody measured is then estimated (SP from TP, a checkpointed layer takes a third more); rank 0 logs which.
-    """
+    What nobody measured is then estimated (SP from TP, a checkpointed layer takes a third more);
+    rank 0 logs which. """
 
     lookahead: Count = 4
-    """Iterations planned ahead of training; 4 absorb a slow plan now and then at no cost but some KB."""
+    """Iterations planned ahead of training; 4 absorb a slow plan now and then at no cost but some
+    KB.
+    """
 
     num_workers: Index = 1
-    """Planning processes beside rank 0; 1 will do unless planning is slower than training, 0 is none."""
+    """Planning processes beside rank 0; 1 will do unless planning is slower than training, 0 is
+    none.
+    """
 
     dispatch: Literal["greedy", "ideal"] = "greedy"
-    """Sequences to pipelines by Alg. 1 ("greedy", fast) or the ILP of Eq. 3 ("ideal", exact, to compare)."""
+    """Sequences to pipelines by Alg. 1 ("greedy", fast) or the ILP of Eq. 3 ("ideal", exact, to
+    compare).
+    """
 
     objective: Literal["exact", "closed_form"] = "exact"
-    """Time of a pipeline: event by event through 1F1B, exact for unequal rows, or the formula of Eq. 1."""
+    """Time of a pipeline: event by event through 1F1B, exact for unequal rows, or the formula of
+    Eq. 1.
+    """
 
     num_trials: Count = 4
-    """Shuffled trials of the greedy dispatch (T in Alg. 1); refinement does the rest, more trials hardly help."""
+    """Shuffled trials of the greedy dispatch (T in Alg. 1); refinement does the rest, more trials
+    hardly help.
+    """
 
     solver: Literal["cbc", "highs", "none"] = "cbc"
     """ILP solver behind `mip`; "cbc" comes with it, "highs" needs the extra `ds_hydra[highs]`."""
 
     gap_tolerance: float = Field(default=0.02, ge=0, lt=1)
-    """Relative gap to the proven bound below which no ILP is started; 2% is less than timing noise."""
+    """Relative gap to the proven bound below which no ILP is started; 2% is less than timing
+    noise.
+    """
 
     time_limit_ms: Count = 2000
-    """Longest one ILP may run, in ms; it starts from the heuristic's answer, so it can only improve on it."""
+    """Longest one ILP may run, in ms; it starts from the heuristic's answer, so it can only improve
+    on it.
+    """
 
     deadline_ms: Count | None = 10_000
-    """Longest that training waits for a plan, in ms, before it uses the heuristic's; null waits for ever.
+    """Longest that training waits for a plan, in ms, before it uses the heuristic's; null waits for
+    ever.
 
     Only a stalled worker should reach it: plans that depend on timing are not reproducible.
     """
 
     refit: Literal["log", "plan"] = "log"
-    """Measured times correct the profile's latency: only in the log, or also in the plans to come ("plan").
+    """Measured times correct the profile's latency: only in the log, or also in the plans to come
+    ("plan").
 
     "log" keeps a repeated run bit-identical; plans of "plan" depend on measured times.
     """
@@ -132,14 +144,18 @@ class PlannerConfig(_Section):
     """Iterations between two corrections of the plans; 8 see most schemes in use again."""
 
     drift_threshold: float = Field(default=0.15, gt=0)
-    """Median relative error of a scheme's last predictions above which to warn; 15% is above usual noise."""
+    """Median relative error of a scheme's last predictions above which to warn; 15% is above usual
+    noise.
+    """
 
 
 class ProfilingConfig(_Section):
     """`hydra.profiling`: the measurement made at the start when no profile is given."""
 
     lengths: Annotated[tuple[Count, ...], BeforeValidator(_lengths)] | None = None
-    """Lengths to measure, in tokens, 3 or more for 3 coefficients; null takes powers of four up to context."""
+    """Lengths to measure, in tokens, 3 or more for 3 coefficients; null takes powers of four up to
+    context.
+    """
 
     repeats: Count = 3
     """Timed runs of each length, of which the median counts; 3 survive one disturbed run."""
@@ -152,61 +168,87 @@ class FaultsConfig(_Section):
     """`hydra.faults`: what happens when a rank is lost or told to stop."""
 
     watchdog: bool = True
-    """Whether ranks watch each other over one TCP connection each to rank 0; off: collectives time out."""
+    """Whether ranks watch each other over one TCP connection each to rank 0; off: collectives time
+    out.
+    """
 
     silence_s: Count = 60
-    """Seconds without a sign of life after which a rank counts as lost; a process that ends is seen at once."""
+    """Seconds without a sign of life after which a rank counts as lost; a process that ends is seen
+    at once.
+    """
 
     grace_s: Count = 10
-    """Seconds after a loss until a rank that still waits in a collective ends itself, with exit code 75."""
+    """Seconds after a loss until a rank that still waits in a collective ends itself, with exit
+    code 75.
+    """
 
     save_on_sigterm: Text | None = None
-    """Folder for a checkpoint after the iteration in which any rank gets SIGTERM, then exit code 0; null: none."""
+    """Folder for a checkpoint after the iteration in which any rank gets SIGTERM, then exit code 0;
+    null: none.
+    """
 
 
 class LinkConfig(_Section):
     """`hydra.link`: how slices and gradients travel between ZeRO-3's shards and propagation."""
 
     routes: Literal["node", "direct"] = "node"
-    """A slice enters a node once and spreads there ("node"; on one node the same), or once per rank ("direct")."""
+    """A slice enters a node once and spreads there ("node"; on one node the same), or once per rank
+    ("direct").
+    """
 
     devices_per_node: Count | None = None
-    """Consecutive ranks of one node; null compares the ranks' host names; give it where a host is not a node."""
+    """Consecutive ranks of one node; null compares the ranks' host names; give it where a host is
+    not a node.
+    """
 
     overlap: bool = True
-    """Whether pull and push run beside computation in a thread of their own; false only to compare or debug."""
+    """Whether pull and push run beside computation in a thread of their own; false only to compare
+    or debug.
+    """
 
     gradient_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type in which gradients are sent; owners always sum in fp32. "bf16" halves the bytes at 3 digits."""
+    """Type in which gradients are sent; owners always sum in fp32. "bf16" halves the bytes at 3
+    digits.
+    """
 
     keep_frozen: bool = True
-    """Whether slices of frozen parameters stay while the strategy does; they are pulled anew after any edit."""
-
-    repull_layers: Annotated[int | Literal["all"], BeforeValidator(check_repull_layers)] = 0
-    """Layers of each stage, or "all", dropped after use and pulled again: memory of two, more traffic; CPUs only."""
+    """Whether slices of frozen parameters stay while the strategy does; they are pulled anew after
+    any edit.
+    """
 
 
 class HydraConfig(_Section):
-    """The whole section. `HydraConfig.parse` builds it and raises HydraConfigError with every problem."""
-
-    context_length: Annotated[Count, Field(ge=2)]
-    """Longest sequence the model is trained on, in tokens; no default: memory and time depend on it."""
-
-    tokens_per_iteration: Count
-    """Token budget of one global mini-batch, over all ranks; no default: the learning rate depends on it."""
-
-    strategies: Annotated[tuple[str, ...] | str | None, BeforeValidator(_strategies)] = None
-    """Candidate strategies as a list of text forms, or a `ds_hydra.strategies/1` file; null proposes them.
-
-    A pipeline is `<TP,PP>`, or `<spN,TP,PP>` (`<spN,PP>`) where N ranks share its rows by sequence parallelism. Parts
-    may follow: `<2,4;ckpt=12;repull=3;stages=9,8,8,7>` (checkpointed layers, re-pulled ones, layers of each stage).
+    """The whole section. `HydraConfig.parse` builds it and raises HydraConfigError with every
+    problem.
     """
 
+    context_length: Annotated[Count, Field(ge=2)]
+    """Longest sequence the model is trained on, in tokens; no default: memory and time depend on
+    it.
+    """
+
+    tokens_per_iteration: Count
+    """Token budget of one global mini-batch, over all ranks; no default: the learning rate depends
+    on it.
+    """
+
+    strategies: Annotated[tuple[str, ...] | str | None, BeforeValidator(_strategies)] = None
+    """Candidate strategies as a list of text forms, or a `ds_hydra.strategies/1` file; null
+    proposes them.
+
+    A pipeline is `<TP,PP>`, or `<spN,TP,PP>` (`<spN,PP>`) where N ranks share its rows by sequence
+    parallelism. Parts may follow: `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers, layers of
+    each stage), `<2,2;stream=8>` or `<1,1;stream>` (layers of each stage that stream, or all). """
+
     profile: Text | None = None
-    """A `ds_hydra.profile/1` file or the name of a shipped one; null measures this machine at the start."""
+    """A `ds_hydra.profile/1` file or the name of a shipped one; null measures this machine at the
+    start.
+    """
 
     memory_limit_bytes: Count | None = None
-    """Bytes one rank may use, in place of the profile's hardware memory; null takes the profile's."""
+    """Bytes one rank may use, in place of the profile's hardware memory; null takes the
+    profile's.
+    """
 
     over_length: Literal["truncate", "drop", "refuse"] = "truncate"
     """Sequences above the context are cut (as is usual in pre-training), dropped, or an error."""
@@ -218,22 +260,29 @@ class HydraConfig(_Section):
     """Path or hub id of the tokenizer; null needs a dataset that holds `input_ids`."""
 
     seed: Index = 42
-    """Seed of the order of the data and of the planner's trials; 42 as in the Hugging Face Trainer."""
+    """Seed of the order of the data and of the planner's trials; 42 as in the Hugging Face
+    Trainer.
+    """
 
     shuffle: bool = True
     """Whether every epoch has an order of its own; false keeps the order of the dataset."""
 
     activation_checkpointing: bool = False
-    """Recompute each decoder layer in backward: 1/3 more time, far less memory; off: short contexts fit."""
+    """Recompute each decoder layer in backward: 1/3 more time, far less memory; off: short contexts
+    fit.
+    """
 
     compile_layers: bool = False
-    """Run each decoder layer through torch.compile: faster passes for a minute of compilation at the start."""
+    """Run each decoder layer through torch.compile: faster passes for a minute of compilation at
+    the start.
+    """
 
     tp_sequence_parallel: bool = False
-    """Hold residual stream and norms by shards of a row inside TP groups, as Megatron's `--sequence-parallel`.
+    """Hold residual stream and norms by shards of a row inside TP groups, as Megatron's
+    `--sequence-parallel`.
 
-    Activations per rank then fall with TP; one more gather for each block in backward. Off: rows are never padded.
-    """
+    Activations per rank then fall with TP; one more gather for each block in backward. Off: rows
+    are never padded. """
 
     run_dir: Text | None = None
     """Folder for `metrics.jsonl` and the plans; null writes nothing."""
@@ -242,10 +291,14 @@ class HydraConfig(_Section):
     """Whether `run_dir` also gets every executed plan (some KB each), which a bug report needs."""
 
     trace_every: Index = 10
-    """Iterations between two whose stages are traced into `run_dir`, doubling as a run grows; 0 traces none."""
+    """Iterations between two whose stages are traced into `run_dir`, doubling as a run grows; 0
+    traces none.
+    """
 
     max_process_groups: Count = 256
-    """Process groups that all strategies together may need; each costs communicator memory on its ranks."""
+    """Process groups that all strategies together may need; each costs communicator memory on its
+    ranks.
+    """
 
     link: LinkConfig = LinkConfig()
     """How slices and gradients travel."""
@@ -261,7 +314,9 @@ class HydraConfig(_Section):
 
     @classmethod
     def parse(cls, section: object) -> HydraConfig:
-        """The validated section; raises HydraConfigError listing every problem with its key and value."""
+        """The validated section; raises HydraConfigError listing every problem with its key and
+        value.
+        """
         if not isinstance(section, Mapping):
             raise HydraConfigError(
                 f'"hydra" is {_show(section)}, expected an object, at least {SMALLEST_SECTION}'
@@ -279,7 +334,9 @@ class HydraConfig(_Section):
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that two sections share only if every key is equal, written or default."""
+        """16 hexadecimal digits that two sections share only if every key is equal, written or
+        default.
+        """
         text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -316,6 +373,8 @@ def _explain(details: ErrorDetails) -> str:
 def _explain_unknown(location: _Location) -> str:
     """The nearest known key, or where the key belongs, or all keys of that section."""
     *path, key = location
+    if key in _REPLACED:
+        return f"is no longer a key; {_REPLACED[key]}"
     known = list(_section_at(path).model_fields)
     nearest = get_close_matches(str(key), known, n=1, cutoff=0.6)
     if nearest:
@@ -325,6 +384,12 @@ def _explain_unknown(location: _Location) -> str:
             return f"is not a key here; write {_dotted((*home, key))}"
     return f"is not a key; {_dotted(path)} has {', '.join(known)}"
 
+
+_REPLACED = {
+    "repull_layers": "layers stream instead: say so for each scheme in hydra.strategies, as in <1,1;stream> (all "
+    "layers) or <2,2;stream=8>"
+}
+"""Keys of earlier versions, and what to write instead."""
 
 _SECTIONS: dict[_Location, type[BaseModel]] = {
     (): HydraConfig,

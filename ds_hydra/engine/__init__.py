@@ -1,4 +1,6 @@
-"""HydraEngine and what it consists of; the only package that imports deepspeed or changes model state."""
+"""HydraEngine and what it consists of; the only package that imports deepspeed or changes model
+state.
+"""
 
 from ds_hydra.engine.hydra_engine import HydraEngine, hydra_engine_class, initialize
 

@@ -1,7 +1,7 @@
 """HydraEngine: DeepSpeedEngine whose propagation changes its parallel strategy every iteration.
 
-DeepSpeed keeps what it is good at (ZeRO-3 partitions, fp32 master weights, Adam, clipping, loss scale,
-schedulers, monitors, checkpoints); ds_hydra replaces forward and backward.
+DeepSpeed keeps what it is good at (ZeRO-3 partitions, fp32 master weights, Adam, clipping, loss
+scale, schedulers, monitors, checkpoints); ds_hydra replaces forward and backward.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import copy
 import functools
 import math
 import os
+import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,33 +22,53 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import logger, safe_set_local_grad
+from deepspeed.utils import logger, safe_get_local_grad, safe_set_local_grad
 from torch import Tensor, nn
 
 from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.agreement import broadcast_text, raise_together
-from ds_hydra.engine.checkpoint import (
+from ds_hydra.engine.checkpointing.files import (
     HydraCheckpointEngine,
     Saving,
+    check_folder_name,
+    check_new_tag,
     find_tag,
     only_weights,
     read_tensors,
     resolve_tag,
     verify,
 )
-from ds_hydra.engine.host_memory import keep_freed_memory
-from ds_hydra.engine.metrics import IterationMetrics, measure_iteration
-from ds_hydra.engine.process_end import let_collectives_end_at_exit
+from ds_hydra.engine.checkpointing.reshard import (
+    common_model_file,
+    read_model_states,
+    read_optimizer_states,
+)
+from ds_hydra.engine.model.packing_probe import check_packing
+from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.propagation import Outcome
-from ds_hydra.engine.reshard import common_model_file, read_model_states, read_optimizer_states
+from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together, run_together
+from ds_hydra.engine.ranks.deepspeed_ops import (
+    free_shared_memory,
+    leave_out_shared_memory,
+    remove_stale_locks,
+)
+from ds_hydra.engine.ranks.host_memory import keep_freed_memory, to_device
+from ds_hydra.engine.ranks.process_end import let_collectives_end_at_exit
+from ds_hydra.engine.ranks.watchdog import (
+    find_restart_problem,
+    join_watchdog,
+    leave_watchdog,
+    watch,
+)
 from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration
-from ds_hydra.engine.skeleton import Skeleton
-from ds_hydra.engine.trace import MemoryWatch
+from ds_hydra.engine.telemetry.metrics import IterationMetrics, measure_iteration
+from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.errors import CheckpointError, HydraConfigError, HydraError, UnsupportedModelError
-from ds_hydra.sampler.dataset import TokenDataset
+from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.simulator.timeline import EventKind
 from ds_hydra.strategy import Strategy
+
+leave_out_shared_memory()
 
 CLIENT_STATE_KEY = "ds_hydra"
 """Where a checkpoint's client state keeps what belongs to ds_hydra."""
@@ -70,30 +92,57 @@ class HydraEngine(DeepSpeedEngine):
         training_data: Any = None,
         **engine_kwargs: Any,
     ):
+        check_model(model)
         if get_accelerator().device_name() == "cpu":
             keep_freed_memory()
         let_collectives_end_at_exit()
-        # The copy must be made before DeepSpeed hooks the model's modules and partitions its parameters.
-        skeleton = Skeleton(
-            model,
-            activation_checkpointing=hydra_config.activation_checkpointing,
-            compile_layers=hydra_config.compile_layers,
-            tp_sequence_parallel=hydra_config.tp_sequence_parallel,
-        )
         self._hydra_config = hydra_config
         self._hydra: HydraRuntime | None = None
-        memory = MemoryWatch()  # before DeepSpeed's buffers and states
         self._grads_P: list[Tensor] = []
-        super().__init__(args, model, *engine_args, **engine_kwargs)
-        self._check_partitions(skeleton)
-        self._hydra = HydraRuntime(hydra_config, skeleton, self.device, memory)
+        self._deposited: set[int] = set()
+        """Addresses of gradient shards that are ZeRO-3's own."""
         self.last_metrics: IterationMetrics | None = None
-        """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and step time."""
-        if training_data is not None:  # not DeepSpeed's truth value: an empty dataset is an error to report
-            self.training_dataloader = self.deepspeed_io(training_data)
-            self._hydra.start_planning()
-        if self._hydra.is_first_rank:
-            logger.info(self._hydra.describe())
+        """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
+        step time.
+        """
+        local_rank = _local_rank()
+        get_accelerator().set_device(local_rank)
+        self.device = torch.device(get_accelerator().device_name(local_rank))
+        if deepspeed.comm.get_rank() == 0 and (problem := find_restart_problem(os.environ)):
+            logger.warning(problem)
+        join_watchdog(hydra_config.faults, self.device)
+        self._is_watched = True
+        with watch("start"):
+            self._start(args, model, engine_args, engine_kwargs)
+            # Not DeepSpeed's truth value: an empty dataset is an error to report
+            if training_data is not None:
+                self.training_dataloader = self.deepspeed_io(training_data)
+                self.hydra.start_planning()
+        if self.hydra.is_first_rank:
+            logger.info(self.hydra.describe())
+
+    def _start(
+        self, args: Any, model: nn.Module, engine_args: Any, engine_kwargs: Mapping[str, Any]
+    ) -> None:
+        run_together(_clear_up, self.device)
+        run_together(functools.partial(check_packing, model), self.device)
+        # The copy must be made before DeepSpeed hooks the model's modules and partitions its
+        # parameters.
+        config = self._hydra_config
+        make_stage_model = functools.partial(
+            StageModel,
+            model,
+            activation_checkpointing=config.activation_checkpointing,
+            compile_layers=config.compile_layers,
+            tp_sequence_parallel=config.tp_sequence_parallel,
+        )
+        stage_model = run_together(make_stage_model, self.device)
+        memory = MemoryWatch()  # before DeepSpeed's buffers and states
+        super().__init__(args, model, *engine_args, **engine_kwargs)
+        _modules_of_engines.update(model.modules())
+        run_together(functools.partial(self._check_partitions, stage_model), self.device)
+        self._complete_optimizer(stage_model)
+        self._hydra = HydraRuntime(config, stage_model, self.device, memory)
 
     @property
     def hydra(self) -> HydraRuntime:
@@ -104,12 +153,14 @@ class HydraEngine(DeepSpeedEngine):
     def train_batch(
         self, batch: Sequence[ExampleLike] | None = None, strategy: str | Strategy | None = None
     ) -> Tensor:
-        """One iteration: plan, pull, propagate, push, optimizer step. Returns the global token-mean loss.
+        """One iteration: plan, pull, propagate, push, optimizer step. Returns the global token-mean
+        loss.
 
-        Without `batch` the engine's own sampler draws the next mini-batch; otherwise `batch` is the global
-        mini-batch, the same list of {"input_ids": [l], "labels": [l]} on every rank. `strategy` (for example
-        "2x<1,2>") forces one, else the best candidate is taken. The loss is a 0-dim fp32 tensor, equal on all
-        ranks. Raises InfeasiblePlanError on all ranks where no strategy can hold a sequence.
+        Without `batch` the engine's own sampler draws the next mini-batch; otherwise `batch` is the
+        global mini-batch, the same list of {"input_ids": [l], "labels": [l]} on every rank.
+        `strategy` (for example "2x<1,2>") forces one, else the best candidate is taken. The loss is
+        a 0-dim fp32 tensor, equal on all ranks. Raises InfeasiblePlanError on all ranks where no
+        strategy can hold a sequence.
         """
         start = time.perf_counter()
         self._check_trainable()
@@ -133,22 +184,27 @@ class HydraEngine(DeepSpeedEngine):
             self._report(iteration, outcomes.ranks, loss, start, before_step)
         if outcomes.is_stop_requested and self._hydra_config.faults.save_on_sigterm is not None:
             self._save_and_exit(self._hydra_config.faults.save_on_sigterm)
-        return torch.tensor(loss, dtype=torch.float32, device=self.device)
+        return to_device(torch.tensor(loss, dtype=torch.float32), self.device)
 
-    def eval_batch(self, batch: Sequence[ExampleLike], strategy: str | Strategy | None = None) -> Tensor:
-        """Global token-mean loss of `batch` without gradients or a step; arguments as in `train_batch`."""
+    def eval_batch(
+        self, batch: Sequence[ExampleLike], strategy: str | Strategy | None = None
+    ) -> Tensor:
+        """Global token-mean loss of `batch` without gradients or a step; arguments as in
+        `train_batch`.
+        """
         with self.hydra.section("evaluation"):
-            iteration = self._plan(batch, strategy)
+            iteration = self._plan_examples(batch, strategy)
             outcome = self.hydra.propagator.evaluate(iteration.plan, iteration.load)
             outcomes = self.hydra.gather_outcomes(outcome).ranks
         loss = sum(o.loss_sum for o in outcomes) / iteration.plan.num_label_tokens
-        return torch.tensor(loss, dtype=torch.float32, device=self.device)
+        return to_device(torch.tensor(loss, dtype=torch.float32), self.device)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Evaluation only: in training mode the layers run inside `train_batch`."""
         if self.module.training and torch.is_grad_enabled():
             self._refuse_by_hand("forward()")
-        return super().forward(*inputs, **kwargs)
+        with watch("evaluation"):
+            return super().forward(*inputs, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: backward is part of `train_batch`."""
@@ -159,12 +215,16 @@ class HydraEngine(DeepSpeedEngine):
         self._refuse_by_hand("step()")
 
     def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take `dataset` as the source of `train_batch()`; returns an endless iterable of mini-batches.
+        """Take `dataset` as the source of `train_batch()`; returns an endless iterable of
+        mini-batches.
 
-        Called with `training_data` at the end of initialisation. The iterable yields global mini-batches
-        (lists of examples) for `train_batch(batch=...)`, and is not needed for `train_batch()`.
+        Called with `training_data` at the end of initialisation. The iterable yields global
+        mini-batches (lists of examples) for `train_batch(batch=...)`, and is not needed for
+        `train_batch()`.
         """
-        self.hydra.attach_data(self._read_data(dataset))
+        with watch("reading data"):
+            data = self._read_data(dataset)
+            run_together(lambda: self.hydra.attach_data(data), self.device)
         return _MiniBatches(self)
 
     def save_checkpoint(
@@ -175,10 +235,12 @@ class HydraEngine(DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """DeepSpeed's checkpoint, written aside and put in its place whole (see engine/checkpoint.py).
+        """DeepSpeed's checkpoint, written aside and put in its place whole (see
+        engine/checkpointing/files.py).
 
-        Its client state also holds the position in the data, the cost model and the configuration. Raises
-        CheckpointError on all ranks where one of them could not write; then the checkpoint before it stays.
+        Its client state also holds the position in the data, the cost model and the configuration.
+        Raises CheckpointError on all ranks where one of them could not write, was given other
+        arguments, or another job is saving to `save_dir`; then the checkpoint before it stays.
         """
         with self.hydra.section("saving"):
             self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
@@ -192,26 +254,57 @@ class HydraEngine(DeepSpeedEngine):
         save_latest: bool,
         exclude_frozen_parameters: bool,
     ) -> None:
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        saving = Saving(save_dir, tag)
+        tag = f"global_step{self.global_steps}" if tag is None else tag
+        saving = Saving(save_dir, tag, self._agree_on_saving(save_dir, tag))
         state = {**(client_state or {}), CLIENT_STATE_KEY: self.hydra.state_dict()}
         commits = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
-        self._together(saving.begin if commits else None)
-        super().save_checkpoint(str(saving.folder), tag, state, False, exclude_frozen_parameters)
-        self.checkpoint_engine.write_digests(saving.folder, self.global_rank)
-        error = self.checkpoint_engine.take_error()
+        commit = functools.partial(
+            saving.commit,
+            world_size=deepspeed.comm.get_world_size(),
+            save_latest=save_latest,
+            ranks=self._ranks_sharing_a_folder(),
+        )
         try:
-            raise_together(error, self.device)
-            world_size = deepspeed.comm.get_world_size()
-            self._together(
-                functools.partial(saving.commit, world_size=world_size, save_latest=save_latest)
-                if commits
-                else None
-            )
+            self._together(saving.begin if commits else None)
+            folder = str(saving.folder)
+            super().save_checkpoint(folder, tag, state, False, exclude_frozen_parameters)
+            self.checkpoint_engine.write_digests(saving.folder, self.global_rank)
+            raise_together(self.checkpoint_engine.take_error(), self.device)
+            self._together(commit if commits else None)
         except CheckpointError:
             if commits:
                 saving.abort()
             raise
+        finally:
+            saving.unlock()
+
+    def _agree_on_saving(self, save_dir: Any, tag: Any) -> str:
+        """The id of a saving whose arguments are valid and equal on all ranks."""
+
+        def check() -> None:
+            check_folder_name("save_dir", save_dir)
+            check_new_tag(tag)
+
+        self._together(check)
+        mine = [os.fspath(save_dir), tag]
+        *first, saving_id = broadcast_text([*mine, secrets.token_hex(4)], 0, self.device)
+
+        def compare() -> None:
+            # Storage of each node may have another name on each.
+            if tag != first[1] or (mine != first and not self.use_node_local_storage()):
+                raise CheckpointError(
+                    f"save_checkpoint got save_dir {mine[0]!r} and tag {tag!r} on rank {self.global_rank}, and "
+                    f"{first[0]!r} and {first[1]!r} on rank 0; pass the same on all ranks"
+                )
+
+        self._together(compare)
+        return saving_id
+
+    def _ranks_sharing_a_folder(self) -> Sequence[int]:
+        """All ranks, those of this host where each has storage of its own."""
+        if self.use_node_local_storage():
+            return self.hydra.propagator.hosts.ranks_beside(self.global_rank)
+        return range(deepspeed.comm.get_world_size())
 
     def load_checkpoint(
         self,
@@ -223,14 +316,20 @@ class HydraEngine(DeepSpeedEngine):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> Any:
-        """DeepSpeed's `load_checkpoint`; training continues with the mini-batch after the checkpoint.
+        """DeepSpeed's `load_checkpoint`; training continues with the mini-batch after the
+        checkpoint.
 
-        The checkpoint may have been saved by another number of ranks, or by stock DeepSpeed. Files that are
-        not as they were written are refused by name (CheckpointError, on all ranks), and nothing but tensors
-        and plain values is unpickled. With `load_module_only` only weights are loaded: the position in the
-        data, the step count and the optimizer stay as they are.
+        The checkpoint may have been saved by another number of ranks, or by stock DeepSpeed. Files
+        that are not as they were written are refused by name (CheckpointError, on all ranks), and
+        nothing but tensors and plain values is unpickled. With `load_module_only` only weights are
+        loaded: the position in the data, the step count and the optimizer stay as they are.
         """
-        options = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        options = (
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+        )
         with self.hydra.section("loading"):
             return self._load(load_dir, tag, *options, custom_load_fn)
 
@@ -250,23 +349,26 @@ class HydraEngine(DeepSpeedEngine):
             return super().load_checkpoint(load_dir, None)  # which says what is missing
         folder = Path(load_dir, tag)
         rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
-        readers: Sequence[int] = range(world_size)
-        if self.use_node_local_storage():
-            readers = self.hydra.propagator.hosts.ranks_beside(rank)
+        readers = self._ranks_sharing_a_folder()
         self._together(
             functools.partial(verify, folder, reader=readers.index(rank), num_readers=len(readers))
         )
         if not universal:
             self._together(functools.partial(self._read_checkpoint, folder, load_optimizer_states))
-        with_optimizer = load_optimizer_states if universal else True  # else what was read stands in for it
+        # Else what was read stands in for it
+        with_optimizer = load_optimizer_states if universal else True
         options = (load_module_strict, with_optimizer, load_lr_scheduler_states, load_module_only)
         try:
             with only_weights():
-                path, client_state = super().load_checkpoint(load_dir, tag, *options, custom_load_fn)
+                path, client_state = super().load_checkpoint(
+                    load_dir, tag, *options, custom_load_fn
+                )
             if load_module_only and not universal:
                 states = self.checkpoint_engine.handed["_optim_states.pt"]["optimizer_state_dict"]
                 scaler = {key: getattr(self.optimizer, key) for key in _LOSS_SCALE_KEYS}
-                self.optimizer.load_state_dict([states | scaler] * world_size, load_optimizer_states=False)
+                self.optimizer.load_state_dict(
+                    [states | scaler] * world_size, load_optimizer_states=False
+                )
         finally:
             self.checkpoint_engine.handed = {}
         state = (client_state or {}).pop(CLIENT_STATE_KEY, {})
@@ -275,7 +377,9 @@ class HydraEngine(DeepSpeedEngine):
         return path, client_state
 
     def _read_checkpoint(self, folder: Path, load_optimizer_states: bool) -> None:
-        """Read what this rank needs, whatever number of ranks has saved it, before anything is changed."""
+        """Read what this rank needs, whatever number of ranks has saved it, before anything is
+        changed.
+        """
         rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
         model = read_model_states(folder, rank, world_size)
         old_world = read_tensors(common_model_file(folder, rank), mmap=True)["dp_world_size"]
@@ -294,7 +398,9 @@ class HydraEngine(DeepSpeedEngine):
                 )
         else:
             groups = self._get_zero_param_shapes()
-            optim = read_optimizer_states(folder, model["param_shapes"], old_world, groups, rank, world_size)
+            optim = read_optimizer_states(
+                folder, model["param_shapes"], old_world, groups, rank, world_size
+            )
             if not load_optimizer_states:
                 optim["optimizer_state_dict"]["optimizer_state_dict"] = self.optimizer.state_dict()[
                     "optimizer_state_dict"
@@ -302,13 +408,28 @@ class HydraEngine(DeepSpeedEngine):
             handed["_optim_states.pt"] = optim
         self.checkpoint_engine.handed = handed
 
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """DeepSpeed's, with an error of writing raised on all ranks."""
+        with watch("saving"):
+            is_saved = super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+            raise_together(self.checkpoint_engine.take_error(), self.device)
+        return is_saved
+
     def _agree_on_tag(self, load_dir: str, tag: str | None, latest: str) -> str | None:
-        """The folder of the given checkpoint, or of the one that rank 0 sees as the last; None without one."""
+        """The folder of the given checkpoint, or of the one that rank 0 sees as the last; None
+        without one.
+        """
         found: list[str] = []
 
         def look() -> None:
-            wanted = find_tag(Path(load_dir), latest) if tag is None else str(tag)
-            found.append(resolve_tag(Path(load_dir), wanted) if wanted else "")
+            check_folder_name("load_dir", load_dir)
+            wanted = find_tag(Path(load_dir), latest) if tag is None else tag
+            found.append("" if wanted is None else resolve_tag(Path(load_dir), wanted))
 
         self._together(look if self.global_rank == 0 else None)
         return broadcast_text(found or [""], 0, self.device)[0] or None
@@ -341,14 +462,19 @@ class HydraEngine(DeepSpeedEngine):
         return [str(common_model_file(Path(checkpoints_path, tag), self.global_rank))]
 
     def destroy(self) -> None:
-        """Stop planning processes and files, then DeepSpeed's own clean-up."""
+        """Stop planning processes, files, process groups and, with the last engine, the watchdog;
+        then DeepSpeed's own clean-up.
+        """
         if getattr(self, "_hydra", None) is not None:
             self.hydra.close()
         super().destroy()
+        if getattr(self, "_is_watched", False):
+            self._is_watched = False
+            leave_watchdog()
 
-    def _plan(self, batch: Sequence[ExampleLike] | None, strategy: str | Strategy | None) -> Iteration:
-        if isinstance(strategy, str):
-            strategy = Strategy.parse(strategy)
+    def _plan(
+        self, batch: Sequence[ExampleLike] | None, strategy: str | Strategy | None
+    ) -> Iteration:
         if batch is None:
             if strategy is not None:
                 raise HydraConfigError(
@@ -356,11 +482,22 @@ class HydraEngine(DeepSpeedEngine):
                     "or list the strategies to choose from in hydra.strategies"
                 )
             return self.hydra.next_iteration()
+        return self._plan_examples(batch, strategy)
+
+    def _plan_examples(
+        self, batch: Sequence[ExampleLike], strategy: str | Strategy | None
+    ) -> Iteration:
+        if isinstance(strategy, str):
+            strategy = Strategy.parse(strategy)
         return self.hydra.plan_examples(batch, strategy, self.global_steps)
 
     def _check_trainable(self) -> None:
-        """What is trained was fixed at initialisation: in the link plans and in ZeRO-3's own groups."""
-        for param, spec in zip(self.hydra.skeleton.params, self.hydra.skeleton.specs, strict=True):
+        """What is trained was fixed at initialisation: in the link plans and in ZeRO-3's own
+        groups.
+        """
+        for param, spec in zip(
+            self.hydra.stage_model.params, self.hydra.stage_model.specs, strict=True
+        ):
             if param.requires_grad != spec.requires_grad:
                 raise HydraConfigError(
                     f"{spec.fqn}.requires_grad is {param.requires_grad} and was {spec.requires_grad} at "
@@ -371,22 +508,32 @@ class HydraEngine(DeepSpeedEngine):
         return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
 
     def _zero_gradient_shards(self) -> list[Tensor]:
-        """This rank's fp32 gradient shards, set to zero; the same memory in every iteration."""
+        """This rank's fp32 gradient shards, set to zero; the same memory in every iteration, and
+        that of the home if there is one.
+        """
+        if (home := self.hydra.propagator.home) is not None:
+            self._grads_P = home.grads_P
         if not self._grads_P:
-            self._grads_P = [
-                torch.zeros(
-                    p.ds_tensor.numel() if p.requires_grad else 0, dtype=torch.float32, device=self.device
-                )
-                for p in self.hydra.skeleton.params
-            ]
-        else:
-            torch._foreach_zero_(self._grads_P)
+            self._grads_P = [self._gradient_shard(p) for p in self.hydra.stage_model.params]
+        torch._foreach_zero_(self._grads_P)
         return self._grads_P
+
+    def _gradient_shard(self, param: nn.Parameter) -> Tensor:
+        """[shard] fp32 for the gradient of `param`: ZeRO-3's own memory where that is fp32 on this
+        device, else memory that `_deposit` copies from; empty for frozen parameters.
+        """
+        if param.requires_grad and not self.optimizer.offload_optimizer:
+            own, again = safe_get_local_grad(param), safe_get_local_grad(param)
+            if own.data_ptr() == again.data_ptr():  # no copy in fp32
+                self._deposited.add(own.data_ptr())
+                return own
+        numel = param.ds_tensor.numel() if param.requires_grad else 0
+        return torch.empty(numel, dtype=torch.float32, device=self.device)
 
     def _deposit(self, grads_P: Sequence[Tensor]) -> None:
         """Hand the gradient shards to ZeRO-3 as if its own backward had reduced them."""
-        for param, grad_P in zip(self.hydra.skeleton.params, grads_P, strict=True):
-            if param.requires_grad:
+        for param, grad_P in zip(self.hydra.stage_model.params, grads_P, strict=True):
+            if param.requires_grad and grad_P.data_ptr() not in self._deposited:
                 safe_set_local_grad(param, grad_P)
         self.optimizer.independent_gradient_partition_epilogue()
 
@@ -399,7 +546,8 @@ class HydraEngine(DeepSpeedEngine):
         self._is_gradient_accumulation_boundary = None
 
     def _skip_step(self, iteration: Iteration, ranks: Sequence[int]) -> None:
-        """Count an iteration without changing a weight, as DeepSpeed does after an overflow in fp16.
+        """Count an iteration without changing a weight, as DeepSpeed does after an overflow in
+        fp16.
 
         In bf16 and fp32 DeepSpeed would step, and every weight would be NaN from then on.
         """
@@ -424,7 +572,12 @@ class HydraEngine(DeepSpeedEngine):
         raise SystemExit(0)
 
     def _report(
-        self, iteration: Iteration, outcomes: Sequence[Outcome], loss: float, start: float, before_step: float
+        self,
+        iteration: Iteration,
+        outcomes: Sequence[Outcome],
+        loss: float,
+        start: float,
+        before_step: float,
     ) -> None:
         now = time.perf_counter()
         grad_norm = self.get_global_grad_norm()
@@ -452,35 +605,44 @@ class HydraEngine(DeepSpeedEngine):
     def _read_data(self, dataset: Any) -> TokenDataset:
         """Token lengths of `dataset`; rank 0 of each node tokenises, the others find its cache."""
         config = self._hydra_config
-        tokenize = None
-        if config.tokenizer is not None:
-            from transformers import AutoTokenizer
-
-            try:
-                tokenize = AutoTokenizer.from_pretrained(config.tokenizer)
-            except (OSError, ValueError) as error:
-                raise HydraConfigError(
-                    f"hydra.tokenizer is {config.tokenizer!r}, which cannot be loaded; give a folder with "
-                    f"tokenizer.json or a hub id ({error})"
-                ) from error
         read = functools.partial(
             TokenDataset.from_dataset,
             dataset,
             context_length=config.context_length,
             over_length=config.over_length,
             text_column=config.text_column,
-            tokenize=tokenize,
+            tokenize=run_together(self._load_tokenizer, self.device),
         )
+        data, error = None, None
         with _first_on_node():
-            data = read()
+            try:
+                data = read()
+            except Exception as caught:  # whatever the user's data raise, the other ranks wait
+                error = caught
+        raise_together(error, self.device)
+        assert data is not None
         if self.global_rank == 0:
             logger.info(f"ds_hydra training data: {data.report}")
         return data
 
-    def _check_partitions(self, skeleton: Skeleton) -> None:
+    def _load_tokenizer(self) -> Any:
+        name = self._hydra_config.tokenizer
+        if name is None:
+            return None
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise HydraConfigError(
+                f"hydra.tokenizer is {name!r}, which cannot be loaded; give a folder with "
+                f"tokenizer.json or a hub id ({error})"
+            ) from error
+
+    def _check_partitions(self, stage_model: StageModel) -> None:
         """The plain ZeRO-3 layout over all ranks is the one that links are planned for."""
         world = deepspeed.comm.get_world_size()
-        for param, spec in zip(skeleton.params, skeleton.specs, strict=True):
+        for param, spec in zip(stage_model.params, stage_model.specs, strict=True):
             if not hasattr(param, "ds_tensor"):
                 raise HydraConfigError(
                     f"parameter {spec.fqn} is not partitioned: zero_optimization.stage must be 3 and the model "
@@ -492,6 +654,24 @@ class HydraEngine(DeepSpeedEngine):
                     f"{param.ds_tensor.numel()} elements, expected {spec.shard_numel(world)} (numel / {world} "
                     "ranks, rounded up); remove zero_optimization keys that change the partitioning"
                 )
+
+    def _complete_optimizer(self, stage_model: StageModel) -> None:
+        """Check that it steps what gets gradients; give it what schedules of transformers read."""
+        if not hasattr(self.optimizer, "fp16_groups"):
+            return  # evaluation alone needs none
+        stepped = {id(param) for group in self.optimizer.fp16_groups for param in group}
+        trained = [
+            (param, spec.fqn)
+            for param, spec in zip(stage_model.params, stage_model.specs, strict=True)
+            if param.requires_grad
+        ]
+        if left_out := [fqn for param, fqn in trained if id(param) not in stepped]:
+            raise HydraConfigError(
+                f"the optimizer has {len(trained) - len(left_out)} of {len(trained)} trainable parameters, without "
+                f"{', '.join(left_out[:3])}{', ...' if len(left_out) > 3 else ''}; give it all that require gradients, "
+                "or call requires_grad_(False) on the others"
+            )
+        self.optimizer.defaults = self.basic_optimizer.defaults
 
     def _refuse_by_hand(self, what: str) -> NoReturn:
         raise HydraConfigError(
@@ -511,10 +691,38 @@ class _MiniBatches:
         return self._engine.hydra.iterate_examples()
 
 
+_modules_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def check_model(model: Any) -> None:
+    """Raise HydraConfigError unless `model` is one that an engine can start on."""
+    if not isinstance(model, nn.Module):
+        raise HydraConfigError(
+            f"model is {model!r}, expected a torch.nn.Module; load it first: "
+            f"AutoModelForCausalLM.from_pretrained({str(model)!r})"
+        )
+    if any(module in _modules_of_engines for module in model.modules()):
+        raise HydraConfigError(
+            f"this {type(model).__name__} (or a part of it) has been given to an engine already, and ZeRO-3 cannot "
+            "partition it again; load it anew, or go on with the first engine"
+        )
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _clear_up() -> None:
+    """Remove what dead processes have left on this host where engines would meet it."""
+    if _local_rank() == 0:
+        free_shared_memory()
+        remove_stale_locks()
+
+
 @contextlib.contextmanager
 def _first_on_node() -> Iterator[None]:
     """Rank 0 of each node runs the block first, the other ranks after it. Collective."""
-    is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    is_first = _local_rank() == 0
     try:
         if not is_first:
             deepspeed.comm.barrier()
@@ -528,13 +736,35 @@ def _first_on_node() -> Iterator[None]:
 def hydra_engine_class(hydra_config: HydraConfig) -> Iterator[None]:
     """While open, `deepspeed.initialize` builds a HydraEngine, wherever it is called from."""
     original = deepspeed.DeepSpeedEngine
-    # A class, not a partial: accelerate asks isinstance(model, deepspeed.DeepSpeedEngine) meanwhile.
+    # A class, not a partial: accelerate asks isinstance(model, deepspeed.DeepSpeedEngine)
+    # meanwhile.
     init = functools.partialmethod(HydraEngine.__init__, hydra_config=hydra_config)
     deepspeed.DeepSpeedEngine = type(HydraEngine.__name__, (HydraEngine,), {"__init__": init})
     try:
         yield
     finally:
         deepspeed.DeepSpeedEngine = original
+
+
+def _refuse_hydra_section(init: Callable[..., None]) -> Callable[..., None]:
+    """DeepSpeed's own engine, which would train plain ZeRO-3 and ignore the "hydra" section."""
+
+    @functools.wraps(init)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
+        ds_config = getattr(kwargs.get("config_class"), "_param_dict", None) or {}
+        if "hydra" in ds_config and not isinstance(self, HydraEngine):
+            raise HydraConfigError(
+                'the DeepSpeed config has a "hydra" section, and deepspeed.initialize (which transformers.Trainer, '
+                "TRL and accelerate call) would ignore it; use ds_hydra.initialize or ds_hydra.HydraTrainer, or remove "
+                "the section to train with plain ZeRO-3"
+            )
+        init(self, *args, **kwargs)
+
+    return guarded
+
+
+# For good, and for this process only: nothing else sees that the section stays without effect.
+DeepSpeedEngine.__init__ = _refuse_hydra_section(DeepSpeedEngine.__init__)
 
 
 def initialize(
@@ -552,21 +782,28 @@ def initialize(
     mesh_param: Any = None,
     config_params: str | Path | dict[str, Any] | None = None,
 ) -> tuple[HydraEngine, Any, Any, Any]:
-    """A HydraEngine, its optimizer, an iterator of mini-batches, its scheduler: `deepspeed.initialize` otherwise.
+    """A HydraEngine, its optimizer, an iterator of mini-batches, its scheduler:
+    `deepspeed.initialize` otherwise.
 
-    `config` (or `args.deepspeed_config`) is the DeepSpeed JSON with a "hydra" section. `training_data` is a
-    `datasets.Dataset` with `input_ids`, or with a text column and `hydra.tokenizer`. Collective over all ranks.
-    Raises HydraConfigError, on all ranks, for what must be edited.
+    `config` (or `args.deepspeed_config`) is the DeepSpeed JSON with a "hydra" section.
+    `training_data` is a `datasets.Dataset` with `input_ids`, or with a text column and
+    `hydra.tokenizer`. Collective over all ranks. Raises HydraConfigError, on all ranks, for what
+    must be edited.
     """
     from_args = getattr(args, "deepspeed_config", None)
-    given = config if config is not None else config_params if config_params is not None else from_args
+    given = (
+        config if config is not None else config_params if config_params is not None else from_args
+    )
     if given is None:
-        raise HydraConfigError("no configuration: pass config= or start with --deepspeed_config FILE")
+        raise HydraConfigError(
+            "no configuration: pass config= or start with --deepspeed_config FILE"
+        )
     if from_args is not None:
         args = copy.copy(args)  # the caller's stays as it is
         args.deepspeed_config = None  # DeepSpeed would read the file again, "hydra" section and all
     if model is None:
         raise HydraConfigError("no model: pass model=, e.g. a LlamaForCausalLM")
+    check_model(model)
     ds_config, hydra_config = read_ds_config(given)
     if model_parameters is None and optimizer is None:
         model_parameters = [p for p in model.parameters() if p.requires_grad]

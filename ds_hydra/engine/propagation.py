@@ -1,7 +1,7 @@
 """Carries out one iteration plan: pull slices, run 1F1B, push gradients. Decides nothing.
 
-Legend: tensors ending in `_P` are flat ZeRO-3 shards, tensors ending in `_S` flat slices, `_T` one value per
-token of a packed row.
+Legend: tensors ending in `_P` are flat ZeRO-3 shards, tensors ending in `_S` flat slices, `_T` one
+value per token of a packed row.
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import LinkConfig
-from ds_hydra.engine.agreement import gather_rows, raise_together
-from ds_hydra.engine.attention import PackedRow
-from ds_hydra.engine.frozen import FrozenKeeper, without_frozen
-from ds_hydra.engine.groups import GroupPool
-from ds_hydra.engine.hosts import find_hosts, ranks_per_node, warn_of_placement
-from ds_hydra.engine.link_agreement import check_link_plans
-from ds_hydra.engine.link_session import DeviceClock, LinkSession, LinkThread
-from ds_hydra.engine.pipeline import StageInfo, StageIO, run_1f1b, run_forward_only
-from ds_hydra.engine.repull import SENDS_AHEAD, RepullService, RepullSession, Uses
-from ds_hydra.engine.repull_plan import (
-    StageRepulls,
-    check_repulls,
-    check_scheme_repulls,
-    served_bytes,
-    split_repulled,
+from ds_hydra.engine.model.attention import PackedRow
+from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.parallel.groups import GroupPool
+from ds_hydra.engine.parallel.one_f_one_b import StageInfo, StageIO, run_1f1b, run_forward_only
+from ds_hydra.engine.parallel.tensor_parallel import summed_cross_entropy
+from ds_hydra.engine.parallel.ulysses import Piece
+from ds_hydra.engine.ranks.agreement import gather_rows, raise_together
+from ds_hydra.engine.ranks.host_memory import to_device
+from ds_hydra.engine.ranks.hosts import find_hosts, ranks_per_node, warn_of_placement
+from ds_hydra.engine.telemetry.trace import Recorder
+from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
+from ds_hydra.engine.transfer.home import SharedMemoryHome
+from ds_hydra.engine.transfer.link_agreement import check_link_plans
+from ds_hydra.engine.transfer.link_session import DeviceClock, LinkSession, LinkThread
+from ds_hydra.engine.transfer.slices import SlicePool, Slices, gradient_numel, held_numel
+from ds_hydra.engine.transfer.stream_plan import (
+    StageStreams,
+    check_streams,
+    count_addends,
+    only_copied,
     stage_passes,
 )
-from ds_hydra.engine.sequence_parallel import Piece
-from ds_hydra.engine.skeleton import Skeleton
-from ds_hydra.engine.slices import SlicePool, Slices, gradient_numel, held_numel
-from ds_hydra.engine.tensor_parallel import IGNORED_LABEL, summed_cross_entropy
-from ds_hydra.engine.trace import Recorder
+from ds_hydra.engine.transfer.streaming import HomeSlices, StreamSession
 from ds_hydra.errors import PlanMismatchError
+from ds_hydra.sampler.data.examples import IGNORED_LABEL
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
@@ -78,7 +80,9 @@ class Role:
     @classmethod
     def find(cls, strategy: Strategy, rank: int) -> Role | None:
         """The role of `rank`, or None where the strategy leaves it idle."""
-        for index, (scheme, ranks) in enumerate(zip(strategy.schemes, strategy.place(), strict=True)):
+        for index, (scheme, ranks) in enumerate(
+            zip(strategy.schemes, strategy.place(), strict=True)
+        ):
             if rank in ranks:
                 return cls._at(ranks.index(rank), index, scheme, ranks)
         return None
@@ -88,7 +92,9 @@ class Role:
         """The role of every rank that is not idle."""
         return {
             rank: cls._at(place, index, scheme, ranks)
-            for index, (scheme, ranks) in enumerate(zip(strategy.schemes, strategy.place(), strict=True))
+            for index, (scheme, ranks) in enumerate(
+                zip(strategy.schemes, strategy.place(), strict=True)
+            )
             for place, rank in enumerate(ranks)
         }
 
@@ -107,7 +113,9 @@ class Role:
     def sp_ranks(self) -> tuple[int, ...]:
         """The SP group: ranks with the same slices, in the order of their pieces of a row."""
         begin = self.stage * self.scheme.ranks_per_stage
-        return self.ranks[begin : begin + self.scheme.ranks_per_stage][self.tp_rank :: self.scheme.tp]
+        return self.ranks[begin : begin + self.scheme.ranks_per_stage][
+            self.tp_rank :: self.scheme.tp
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +128,36 @@ class StrategyLink:
     pull_trained: LinkPlan
     """The pull without frozen parameters; the same object as `pull` where none is frozen."""
     push: LinkPlan
-    repull: LinkPlan
-    """What is left out of the pull and served, layer by layer in each reader's order (`repull.py`); may be empty."""
-    repulls: StageRepulls
-    """What this rank pulls again."""
-    readers: Mapping[int, tuple[Role, StageRepulls]]
-    """All ranks that pull something again, this one among them."""
     memory: LinkMemory
 
-    def uses(self, plan: IterationPlan, *, training: bool) -> dict[int, list[int]]:
-        """In which order each reader with work uses what it pulls again."""
-        uses = {}
-        for rank, (role, repulls) in self.readers.items():
-            num_rows = len(plan.pipelines[role.pipeline].micro_batches)
-            order = repulls.uses(stage_passes(role.scheme.pp, role.stage, num_rows, training=training))
-            if order:
-                uses[rank] = order
-        return uses
+
+@dataclass(frozen=True, slots=True)
+class StreamLink:
+    """This rank's part of a strategy in which layers stream: no message is sent."""
+
+    role: Role | None
+    buckets: RankBuckets
+    streams: StageStreams
+    memory: LinkMemory
+
+    def uses(self, plan: IterationPlan, *, training: bool) -> list[int]:
+        """In which order this rank uses the buckets of its window."""
+        role = self.role
+        if role is None:
+            return []
+        num_rows = len(plan.pipelines[role.pipeline].micro_batches)
+        return self.streams.window.uses(
+            stage_passes(role.scheme.pp, role.stage, num_rows, training=training)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A rank's part of one iteration's computation, and what it calls before it reads slices."""
+
+    role: Role | None
+    await_bucket: Callable[[int], None]
+    before_backward: Mapping[int, Callable[[], None] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,15 +171,15 @@ class LinkMemory:
 
     Memory of the CPU is handed out with gaps, which may add as much again.
     """
-    staged_bytes: int
-    """What this rank holds of other nodes' shards (pull) or sums for them (push), with node-aware routes."""
-    serving_bytes: int = 0
-    """Packed buffers of re-pulls: this rank's own window, and a window for each other rank that it serves."""
+    relayed_bytes: int
+    """What this rank holds of other nodes' shards (pull) or sums for them (push), with node-aware
+    routes.
+    """
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        exchanged = self.window_bytes + self.staged_bytes + self.serving_bytes
+        exchanged = self.window_bytes + self.relayed_bytes
         return self.slice_bytes + self.gradient_bytes + exchanged
 
 
@@ -175,33 +196,30 @@ class Outcome:
     visible_pull_ms: float
     visible_push_ms: float
     """See LinkTimes for these four."""
-    repull_ms: float
-    visible_repull_ms: float
-    """See RepullTimes; what computation waited for is part of `propagate_ms` and `busy_ms`, as of a profile's times."""
     busy_ms: float
     """Time inside forwards and backwards, TP collectives included."""
 
 
 class Propagator:
-    """Runs plans on this rank. All methods are collective over all ranks unless they say otherwise."""
+    """Runs plans on this rank. All methods are collective over all ranks unless they say
+    otherwise.
+    """
 
     def __init__(
         self,
-        skeleton: Skeleton,
+        stage_model: StageModel,
         *,
         device: torch.device,
         max_groups: int,
         link_config: LinkConfig | None = None,
     ):
         link_config = link_config or LinkConfig()
-        self.skeleton = skeleton
+        self.stage_model = stage_model
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self._device = device
         self.groups = GroupPool(max_groups)
         everyone = tuple(range(self.num_ranks))
-        self._repull_layers = link_config.repull_layers
-        check_repulls(self._repull_layers, skeleton.num_layers, device.type)
         self.hosts = find_hosts(device)
         if self.rank == 0 and link_config.devices_per_node is None:
             warn_of_placement(self.hosts.of_rank)
@@ -217,43 +235,49 @@ class Propagator:
         self._push_link = Link(push, device, self._gradient_dtype, self.buffers, push_node)
         self._clock = DeviceClock(device)
         self._thread = LinkThread(device, overlap=link_config.overlap)
-        self.repull_service = self._new_repull_service(serves=bool(self._repull_layers))
         self._frozen: FrozenKeeper | None = None
-        if link_config.keep_frozen and not all(spec.requires_grad for spec in skeleton.specs):
+        if link_config.keep_frozen and not all(spec.requires_grad for spec in stage_model.specs):
             self._frozen = FrozenKeeper(
                 self._frozen_P, lambda changed: self.max_over_ranks(float(changed)) > 0
             )
         self._links: dict[Strategy, StrategyLink] = {}
+        self._stream_links: dict[Strategy, StreamLink] = {}
+        self.home: SharedMemoryHome | None = None
+        """Where weights and sums of streamed layers are, once a strategy has some."""
         self.recorder = Recorder()
 
     def close(self) -> None:
         """End the link's thread and destroy the process groups; not collective."""
         self._thread.close()
-        self.repull_service.close()
         self.groups.destroy()
+        if self.home is not None:
+            self.home.close()
+            self.home = None
+
+    def weight_addresses(self) -> set[int]:
+        """Where storages with weights or their gradients begin. Not collective."""
+        home = set() if self.home is None else {self.home.address}
+        return self.pool.addresses() | home
 
     def link_memory(self, strategy: Strategy) -> LinkMemory:
         """Most bytes that `strategy` makes this rank hold, activations left out. Not collective."""
-        return self._link_of(strategy).memory
+        streams = any(scheme.stream for scheme in strategy.schemes)
+        link = self._stream_link_of(strategy) if streams else self._link_of(strategy)
+        return link.memory
 
     def prepare(self, strategies: Iterable[Strategy]) -> None:
-        """Create the process groups of `strategies`, and what serves their re-pulls."""
+        """Create the process groups of `strategies`, and the home of their streamed layers."""
         strategies = list(strategies)
-        repulling = [scheme for strategy in strategies for scheme in strategy.schemes if scheme.repull]
-        check_scheme_repulls(repulling, self._device.type)
-        if repulling and not self._serves_repulls:
-            idle, self.repull_service = self.repull_service, self._new_repull_service(serves=True)
-            idle.close()
+        streaming = sorted(
+            {scheme for strategy in strategies for scheme in strategy.schemes if scheme.stream}
+        )
+        check_streams(streaming, self._device.type, self.hosts)
+        if streaming and self.home is None:
+            purpose = f"scheme {streaming[0]}: streamed layers need a home; leave stream out of hydra.strategies"
+            self.home = SharedMemoryHome(
+                self.stage_model.specs, self._shards_P()[0].dtype, self._device, purpose
+            )
         self.groups.ensure(strategies)
-
-    def _new_repull_service(self, *, serves: bool) -> RepullService:
-        group = None
-        if serves:
-            everyone = tuple(range(self.num_ranks))
-            self.groups.create([("repull", everyone)])
-            group = self.groups.get("repull", everyone)
-        self._serves_repulls = serves
-        return RepullService(group, self._device, self._clock, overlap=self._thread.overlap)
 
     def check_plan(
         self, plan: IterationPlan, batch_fingerprint: int = 0, problem: Exception | None = None
@@ -263,7 +287,7 @@ class Propagator:
         A `problem` that any rank brings is raised on all. One all-gather.
         """
         row = [plan.digest, batch_fingerprint, problem is not None]
-        all_ranks = gather_rows(torch.tensor(row, dtype=torch.int64, device=self._device))
+        all_ranks = gather_rows(to_device(torch.tensor(row), self._device))
         *columns, problems = all_ranks.T.tolist()
         if any(problems):
             raise_together(problem, self._device)
@@ -287,9 +311,11 @@ class Propagator:
     def train(
         self, plan: IterationPlan, load: LoadExample, grads_P: Sequence[Tensor], loss_scale: float
     ) -> Outcome:
-        """Add the gradient of the global token-mean loss, times `loss_scale`, to this rank's `grads_P`.
+        """Add the gradient of the global token-mean loss, times `loss_scale`, to this rank's
+        `grads_P`.
 
-        `grads_P[param]` are flat fp32 shards (empty for frozen parameters). Slices live only inside this call.
+        `grads_P[param]` are flat fp32 shards (empty for frozen parameters). Slices live only inside
+        this call.
         """
         return self._run(plan, load, grads_P, loss_scale)
 
@@ -304,48 +330,48 @@ class Propagator:
         grads_P: Sequence[Tensor] | None,
         loss_scale: float | None,
     ) -> Outcome:
-        link = self._link_of(plan.strategy)
         self.recorder.begin()
         begin = self._clock.stamp()
         training = loss_scale is not None
-        slices, session = self._open(plan.strategy, with_gradients=training, grads_P=grads_P)
-        with session, self._open_repulls(plan, link, slices, training=training) as repulls:
-            loss_sum = self._propagate(plan, link, slices, session, repulls, load, loss_scale)
+        slices, session, work = self._open_plan(plan, training=training, grads_P=grads_P)
+        with session:
+            loss_sum = self._propagate(plan, work, slices, load, loss_scale)
             end = self._clock.stamp()
             times = session.finish()
-            repull_times = repulls.finish()
         session.record(self.recorder)
-        repulls.record(self.recorder)
         waited_in_passes_ms = times.visible_pull_ms if self._thread.overlap else 0.0
         return Outcome(
             loss_sum=loss_sum,
             propagate_ms=max(0.0, self._clock.ms_between(begin, end) - times.visible_pull_ms),
             busy_ms=max(0.0, self.recorder.busy_ms - waited_in_passes_ms),
             **asdict(times),
-            **asdict(repull_times),
         )
 
     def time_propagation(
-        self, plan: IterationPlan, load: LoadExample, *, beside: Callable[[], Iterable[dist.Work]] = tuple
+        self,
+        plan: IterationPlan,
+        load: LoadExample,
+        *,
+        beside: Callable[[], Iterable[dist.Work]] = tuple,
     ) -> float:
-        """Milliseconds of the slowest rank in one forward + backward of `plan`; gradients are thrown away.
+        """Milliseconds of the slowest rank in one forward + backward of `plan`; gradients are
+        thrown away.
 
-        `beside` starts work that runs at the same time and counts until its end: the same collectives in the same
-        order on all ranks, in a group that nothing else uses. Collective over all ranks.
+        `beside` starts work that runs at the same time and counts until its end: the same
+        collectives in the same order on all ranks, in a group that nothing else uses. Collective
+        over all ranks.
         """
-        link = self._link_of(plan.strategy)
-        slices, session = self._open(plan.strategy, with_gradients=True, grads_P=None)
-        with session, self._open_repulls(plan, link, slices, training=True) as repulls:
+        slices, session, work = self._open_plan(plan, training=True, grads_P=None)
+        with session:
             session.await_all()
             dist.barrier()
             begin = self._clock.stamp()
             others = beside()
-            self._propagate(plan, link, slices, session, repulls, load, 1.0)
+            self._propagate(plan, work, slices, load, 1.0)
             for work in others:
                 work.wait()
             end = self._clock.stamp()
             session.finish()
-            repulls.finish()
         return self.max_over_ranks(self._clock.ms_between(begin, end))
 
     def max_over_ranks(self, value: float) -> float:
@@ -357,11 +383,11 @@ class Propagator:
     def _link_of(self, strategy: Strategy) -> StrategyLink:
         """Link plans of `strategy`; the first time collective, because ranks compare them."""
         if strategy not in self._links:
-            rank_buckets = self.skeleton.strategy_buckets(strategy, self.num_ranks)
+            rank_buckets = self.stage_model.strategy_buckets(strategy, self.num_ranks)
 
             def plan(rank_buckets: Sequence[RankBuckets], *, gradients: bool) -> LinkPlan:
                 return plan_link(
-                    self.skeleton.specs,
+                    self.stage_model.specs,
                     rank_buckets,
                     self.rank,
                     gradients=gradients,
@@ -369,33 +395,28 @@ class Propagator:
                 )
 
             roles = Role.of_all(strategy)
-            repulls = self.skeleton.strategy_repulls(strategy, self.num_ranks, self._repull_layers)
-            kept, served = split_repulled(rank_buckets, repulls)
-            pull, push = plan(kept, gradients=False), plan(rank_buckets, gradients=True)
+            pull, push = plan(rank_buckets, gradients=False), plan(rank_buckets, gradients=True)
             pull_trained = pull
             if self._frozen is not None:
-                trained = without_frozen(self.skeleton.specs, kept)
+                trained = without_frozen(self.stage_model.specs, rank_buckets)
                 pull_trained = plan(trained, gradients=False)
-            repull = plan_link(self.skeleton.specs, served, self.rank)
-            check_link_plans(strategy, (pull, pull_trained, push, repull), self._device)
-            slot_of = repulls[self.rank].slot_of
+            check_link_plans(strategy, (pull, pull_trained, push), self._device)
             self._links[strategy] = StrategyLink(
                 role=roles.get(self.rank),
                 buckets=rank_buckets[self.rank],
                 pull=pull,
                 pull_trained=pull_trained,
                 push=push,
-                repull=repull,
-                repulls=repulls[self.rank],
-                readers={rank: (roles[rank], r) for rank, r in enumerate(repulls) if r.buckets},
-                memory=self._memory_of(rank_buckets[self.rank], slot_of, pull, push, repull),
+                memory=self._memory_of(rank_buckets[self.rank], pull, push),
             )
         return self._links[strategy]
 
     def _open(
         self, strategy: Strategy, *, with_gradients: bool, grads_P: Sequence[Tensor] | None
     ) -> tuple[Slices, LinkSession]:
-        """Memory for the slices of `strategy`, and the session that fills it and pushes into `grads_P`."""
+        """Memory for the slices of `strategy`, and the session that fills it and pushes into
+        `grads_P`.
+        """
         link = self._link_of(strategy)
         self.buffers.forget_failed()
         self._pull_link.forget_failed()
@@ -405,12 +426,11 @@ class Propagator:
             self._frozen.pulled(strategy)
         shards_P = self._shards_P()
         slices = Slices(
-            self.skeleton.specs,
+            self.stage_model.specs,
             link.buckets,
             self.pool,
             shards_P[0].dtype,
             with_gradients=with_gradients,
-            slot_of=link.repulls.slot_of,
         )
         session = LinkSession(
             self._thread,
@@ -423,114 +443,162 @@ class Propagator:
         )
         return slices, session
 
-    def _open_repulls(
-        self, plan: IterationPlan, link: StrategyLink, slices: Slices, *, training: bool
-    ) -> RepullSession:
-        """What serves and receives the re-pulls of `plan`, on every rank; without re-pulls it does nothing."""
-        uses = link.uses(plan, training=training)
-        own = uses.pop(self.rank, [])
-        return RepullSession(
-            self.repull_service,
-            link.repull,
-            Uses(own, uses),
-            link.repulls.buckets,
-            self._shards_P(),
-            slices,
+    def _open_plan(
+        self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
+    ) -> tuple[Slices, LinkSession | StreamSession, Work]:
+        """What `plan` runs on; the first time collective, as `_link_of` is."""
+        if any(scheme.stream for scheme in plan.strategy.schemes):
+            return self._open_streams(plan, training=training, grads_P=grads_P)
+        link = self._link_of(plan.strategy)
+        slices, session = self._open(plan.strategy, with_gradients=training, grads_P=grads_P)
+        return slices, session, Work(link.role, session.await_bucket, {})
+
+    def _open_streams(
+        self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
+    ) -> tuple[Slices, StreamSession, Work]:
+        link = self._stream_link_of(plan.strategy)
+        assert self.home is not None, plan.strategy
+        specs, shards_P = self.stage_model.specs, self._shards_P()
+        if self._frozen is not None:
+            self._frozen.forget()  # what is copied takes the pool's memory
+        slices = Slices(
+            specs,
+            link.buckets,
+            self.pool,
+            shards_P[0].dtype,
+            with_gradients=training,
+            slot_of=link.streams.window.slot_of,
+            home=HomeSlices(self.home, specs, link.buckets, link.streams),
+        )
+        num_rows = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
+        session = StreamSession(
+            self._thread,
+            self._clock,
+            self.home,
+            num_addends=count_addends(plan.strategy, num_rows),
+            uses=link.uses(plan, training=training),
+            shards_P=shards_P,
+            buckets=link.buckets,
+            slices=slices,
+            grads_P=grads_P,
+            with_gradients=training,
+        )
+        window = link.streams.window
+        before_backward = {
+            index: functools.partial(session.enter, index) if has_backward else None
+            for index, has_backward in zip(window.buckets, window.has_backward, strict=True)
+        }
+        return slices, session, Work(link.role, session.await_bucket, before_backward)
+
+    def _stream_link_of(self, strategy: Strategy) -> StreamLink:
+        """This rank's part of a strategy with streamed layers; not collective."""
+        if strategy not in self._stream_links:
+            role = Role.find(strategy, self.rank)
+            buckets, streams = (), StageStreams()
+            if role is not None:
+                place = role.scheme, role.stage, role.tp_rank
+                buckets = self.stage_model.buckets(*place)
+                streams = self.stage_model.stage_streams(*place)
+            memory = self._stream_memory_of(buckets, streams)
+            self._stream_links[strategy] = StreamLink(role, buckets, streams, memory)
+        return self._stream_links[strategy]
+
+    def _stream_memory_of(self, buckets: RankBuckets, streams: StageStreams) -> LinkMemory:
+        assert self.home is not None
+        specs, itemsize = self.stage_model.specs, self.stage_model.params[0].ds_tensor.itemsize
+        copied = only_copied(buckets, streams.copied)
+        kept = [bucket for r, bucket in enumerate(buckets) if r not in streams.buckets]
+        copies = held_numel(specs, copied, streams.window.slot_of) * itemsize
+        return LinkMemory(
+            slice_bytes=self.home.weight_bytes + copies,
+            gradient_bytes=self.home.sum_bytes + sum(gradient_numel(specs, b) for b in kept) * 4,
+            window_bytes=0,
+            relayed_bytes=0,
         )
 
     def _shards_P(self) -> list[Tensor]:
-        return [p.ds_tensor.detach() for p in self.skeleton.params]
+        return [p.ds_tensor.detach() for p in self.stage_model.params]
 
     def _frozen_P(self) -> list[Tensor]:
-        specs = self.skeleton.specs
-        return [s for s, spec in zip(self._shards_P(), specs, strict=True) if not spec.requires_grad]
+        specs = self.stage_model.specs
+        return [
+            s for s, spec in zip(self._shards_P(), specs, strict=True) if not spec.requires_grad
+        ]
 
     def _propagate(
         self,
         plan: IterationPlan,
-        link: StrategyLink,
+        work: Work,
         slices: Slices,
-        session: LinkSession,
-        repulls: RepullSession,
         load: LoadExample,
         loss_scale: float | None,
     ) -> float:
-        """Loss sum of this rank's tokens (on one TP rank of the last stage); trains where `loss_scale` is given.
+        """Loss sum of this rank's tokens (on one TP rank of the last stage); trains where
+        `loss_scale` is given.
 
         Collective over the pipeline only.
         """
-        role = link.role
+        role = work.role
         if role is None or not plan.pipelines[role.pipeline].micro_batches:
             return 0.0
-        self._enter(role, link.repulls, slices, session, repulls)
+        self._enter(role, work, slices)
         try:
             stage = self._stage_info(role, slices)
             piece = self._piece(role)
-            rows = RowTensors.load(plan, plan.pipelines[role.pipeline], stage, load, self._device, piece)
+            rows = RowTensors.load(
+                plan, plan.pipelines[role.pipeline], stage, load, self._device, piece
+            )
             scale = 1.0 if loss_scale is None else loss_scale / plan.num_label_tokens
 
             def forward(index: int, hidden: Tensor | None) -> Tensor:
                 return self._forward_row(stage, rows[index], hidden, scale)
 
             io = self._stage_io(role)
-            row_tokens = [self.skeleton.tp.shard_tokens(row.packed.num_tokens) for row in rows]
+            row_tokens = [self.stage_model.tp.shard_tokens(row.packed.num_tokens) for row in rows]
             if loss_scale is None:
                 losses = run_forward_only(stage, io, row_tokens, forward)
             else:
                 before_last = slices.expect_last_backward
                 losses = run_1f1b(stage, io, row_tokens, forward, self.recorder, before_last)
         finally:
-            self.skeleton.unbind()
+            self.stage_model.unbind()
         if not losses or role.tp_rank > 0:
             return 0.0
         return float(torch.stack(losses).double().sum()) / scale
 
-    def _forward_row(self, stage: StageInfo, row: RowTensors, hidden: Tensor | None, scale: float) -> Tensor:
-        output = self.skeleton.forward_stage(
+    def _forward_row(
+        self, stage: StageInfo, row: RowTensors, hidden: Tensor | None, scale: float
+    ) -> Tensor:
+        output = self.stage_model.forward_stage(
             row.packed, input_ids=row.input_ids_T, hidden=hidden, is_last=stage.is_last
         )
         if not stage.is_last:
             return output
         assert row.targets_T is not None
-        return summed_cross_entropy(output[0], row.targets_T, self.skeleton.tp, scale)
+        tp = self.stage_model.tp
+        first_column = tp.first_row(self.stage_model.num_logits)
+        return summed_cross_entropy(output.squeeze(0), row.targets_T, tp, scale, first_column)
 
-    def _enter(
-        self,
-        role: Role,
-        repulled: StageRepulls,
-        slices: Slices,
-        session: LinkSession,
-        repulls: RepullSession,
-    ) -> None:
+    def _enter(self, role: Role, work: Work, slices: Slices) -> None:
         tp = role.scheme.tp
         group = self.groups.get("tp", role.tp_ranks) if tp > 1 else None
-        vocab_begin = role.tp_rank * self.skeleton.vocab_size // tp
-        self.skeleton.tp.enter(group, tp, role.tp_rank, vocab_begin)
-
-        def await_bucket(index: int) -> None:
-            if index in repulled.buckets:
-                repulls.enter(index)
-            else:
-                session.await_bucket(index)
-
-        before_backward = {
-            index: functools.partial(repulls.enter, index) if has_backward else None
-            for index, has_backward in zip(repulled.buckets, repulled.has_backward, strict=True)
-        }
-        self.skeleton.bind(role.scheme, role.stage, slices.leaves, await_bucket, before_backward)
+        self.stage_model.tp.enter(group, tp, role.tp_rank)
+        self.stage_model.bind(
+            role.scheme, role.stage, slices.leaves, work.await_bucket, work.before_backward
+        )
 
     def _stage_info(self, role: Role, slices: Slices) -> StageInfo:
         return StageInfo(
             num_stages=role.scheme.pp,
             stage=role.stage,
-            hidden_size=self.skeleton.hidden_size,
+            hidden_size=self.stage_model.hidden_size,
             dtype=next(iter(slices.leaves.values())).dtype,
             device=self._device,
         )
 
     def _piece(self, role: Role) -> Piece | None:
         """What this rank holds of each row, where its pipeline cuts or pads rows."""
-        sp, multiple = role.scheme.sp, self.skeleton.tp.row_multiple(role.scheme.tp)
+        sp, multiple = role.scheme.sp, self.stage_model.tp.row_multiple(role.scheme.tp)
         if sp == 1 and multiple == 1:
             return None
         group = self.groups.get("sp", role.sp_ranks) if sp > 1 else None
@@ -546,23 +614,17 @@ class Propagator:
             up_group=self.groups.get("pp_up", role.ranks) if pp > 1 else None,
         )
 
-    def _memory_of(
-        self,
-        buckets: RankBuckets,
-        slot_of: Mapping[int, int],
-        pull: LinkPlan,
-        push: LinkPlan,
-        repull: LinkPlan,
-    ) -> LinkMemory:
-        specs = self.skeleton.specs
-        itemsize = self.skeleton.params[0].ds_tensor.dtype.itemsize
-        largest = max(pull.buffer_elements * itemsize, push.buffer_elements * self._gradient_dtype.itemsize)
+    def _memory_of(self, buckets: RankBuckets, pull: LinkPlan, push: LinkPlan) -> LinkMemory:
+        specs = self.stage_model.specs
+        itemsize = self.stage_model.params[0].ds_tensor.dtype.itemsize
+        largest = max(
+            pull.buffer_elements * itemsize, push.buffer_elements * self._gradient_dtype.itemsize
+        )
         return LinkMemory(
-            slice_bytes=held_numel(specs, buckets, slot_of) * itemsize,
+            slice_bytes=held_numel(specs, buckets, {}) * itemsize,
             gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in buckets) * 4,
             window_bytes=4 * largest,
-            staged_bytes=max(pull.staged_elements * itemsize, push.staged_elements * 4),
-            serving_bytes=served_bytes(repull, SENDS_AHEAD, itemsize),
+            relayed_bytes=max(pull.relayed_elements * itemsize, push.relayed_elements * 4),
         )
 
 
@@ -593,7 +655,7 @@ class RowTensors:
 
         def join(parts: list[Tensor], fill: int) -> Tensor:
             row_T = torch.cat(parts)
-            return (row_T if piece is None else piece.cut(row_T, fill)).to(device)
+            return to_device(row_T if piece is None else piece.cut(row_T, fill), device)
 
         rows = []
         for micro_batch in pipeline.micro_batches:
@@ -610,5 +672,7 @@ class RowTensors:
 
 
 def shift_labels(labels_T: Tensor) -> Tensor:
-    """[l] labels -> [l] targets: position i is scored against label i + 1, the last position not at all."""
+    """[l] labels -> [l] targets: position i is scored against label i + 1, the last position not at
+    all.
+    """
     return torch.cat([labels_T[1:], labels_T.new_full((1,), IGNORED_LABEL)])

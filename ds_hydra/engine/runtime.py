@@ -1,6 +1,7 @@
 """What HydraEngine adds to DeepSpeedEngine: candidates, profile, plans, and the iteration itself.
 
-The engine (`hydra_engine.py`) overrides DeepSpeed's methods; everything else lives in this collaborator.
+The engine (`hydra_engine.py`) overrides DeepSpeed's methods; everything else lives in this
+collaborator.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import contextlib
 import hashlib
 import logging
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -21,21 +21,25 @@ from torch import Tensor
 
 from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.agreement import broadcast_text, gather_rows, raise_together
-from ds_hydra.engine.groups import within_groups
-from ds_hydra.engine.latency_tracker import LatencyTracker
-from ds_hydra.engine.metrics import IterationMetrics, RunLog, describe_run, pack_occupancy
-from ds_hydra.engine.planning import PlanFeed, broadcast_plan, find_link_times
-from ds_hydra.engine.profile_document import fit_memory, nominal_profile
-from ds_hydra.engine.profiler import measure_profile
+from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.planning import PlanFeed, broadcast_plan
+from ds_hydra.engine.profiling.profile_document import fit_memory, nominal_profile
+from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
-from ds_hydra.engine.repull_plan import check_scheme_repulls
-from ds_hydra.engine.skeleton import Skeleton
-from ds_hydra.engine.stop_request import StopRequest
-from ds_hydra.engine.straggler import StragglerFinder
-from ds_hydra.engine.tensor_parallel import IGNORED_LABEL
-from ds_hydra.engine.trace import MemoryWatch, TraceChoice, gather_timeline
-from ds_hydra.engine.watchdog import Watchdog, find_restart_problem, start_watchdog
+from ds_hydra.engine.ranks.agreement import (
+    broadcast_text,
+    gather_rows,
+    raise_together,
+    run_together,
+)
+from ds_hydra.engine.ranks.host_memory import to_device
+from ds_hydra.engine.ranks.stop_request import StopRequest
+from ds_hydra.engine.ranks.watchdog import watch
+from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
+from ds_hydra.engine.telemetry.metrics import IterationMetrics, RunLog, describe_run, pack_occupancy
+from ds_hydra.engine.telemetry.straggler import StragglerFinder
+from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_timeline
+from ds_hydra.engine.transfer.stream_plan import check_streams
 from ds_hydra.errors import (
     HydraConfigError,
     HydraDataError,
@@ -44,58 +48,47 @@ from ds_hydra.errors import (
     UnsupportedModelError,
 )
 from ds_hydra.sampler.background import PlannedIteration
-from ds_hydra.sampler.batches import TokenBudgetSampler
-from ds_hydra.sampler.dataset import TokenDataset
-from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.propose import (
-    HEURISTIC,
-    Proposal,
-    PruningSettings,
-    count_communicators,
-    propose_strategies,
+from ds_hydra.sampler.candidates import (
+    Candidates,
+    CandidateSettings,
+    check_longest,
+    decide_candidates,
+    proposes,
+    with_schemes_of,
 )
+from ds_hydra.sampler.data.batches import TokenBudgetSampler
+from ds_hydra.sampler.data.dataset import TokenDataset
+from ds_hydra.sampler.data.examples import IGNORED_LABEL, to_examples
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.propose import count_communicators
 from ds_hydra.strategy import Profile, Scheme, Strategy
-from ds_hydra.strategy.candidates import enumerate_strategies, load_strategies, power_of_two_schemes
-from ds_hydra.strategy.histogram import LengthHistogram
-from ds_hydra.strategy.proposal import check_context, usable_schemes
-from ds_hydra.strategy.scheme import parse_strategies
-from ds_hydra.strategy.sequence_parallel import with_estimates
-from ds_hydra.strategy.wider import with_wider_schemes
+from ds_hydra.strategy.cost_models.cluster import try_cluster
+from ds_hydra.strategy.profiles.profile import has_re_pulls
+from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 logger = logging.getLogger(__name__)
-
-MAX_ENUMERATED_RANKS = 8
-"""Ranks up to which every strategy of two schemes is a candidate; for more, the lengths of the data decide."""
 
 STATE_SCHEMA = "ds_hydra.state/1"
 
 ExampleLike = Mapping[str, Any]
-"""One sequence: "input_ids" and optionally "labels" (not shifted, -100 where nothing is predicted)."""
+"""One sequence: "input_ids" and optionally "labels" (not shifted, -100 where nothing is
+predicted), masks and "attention_mask" (see sampler/data/examples.py).
+"""
 
 
-def candidates_without_data(
-    schemes: Iterable[Scheme], num_ranks: int, max_process_groups: int
-) -> tuple[Strategy, ...]:
-    """Candidates before the lengths of the data are known: up to `MAX_ENUMERATED_RANKS` all, else homogeneous ones.
-
-    They need half of the groups at most: the rest is for forced strategies, or for what the lengths suggest.
-    """
-    if num_ranks > MAX_ENUMERATED_RANKS:
-        wanted = [Strategy((scheme,) * (num_ranks // scheme.num_devices)) for scheme in schemes]
-    else:
-        wanted = list(enumerate_strategies(schemes, num_ranks))
-    return within_groups(wanted, max_process_groups // 2)
-
-
-def find_unsupported(skeleton: Skeleton, schemes: Iterable[Scheme]) -> Iterator[str]:
-    """One line for each thing that the model does not support, with those of `schemes` that need it.
+def find_unsupported(stage_model: StageModel, schemes: Iterable[Scheme]) -> Iterator[str]:
+    """One line for each thing that the model does not support, with those of `schemes` that need
+    it.
 
     Degrees that do not divide its heads or layers are not among them.
     """
     found: dict[str, list[Scheme]] = {}
     for scheme in schemes:
         try:
-            skeleton.check_scheme(scheme)
+            stage_model.check_scheme(scheme)
         except UnsupportedModelError as error:
             found.setdefault(str(error).removeprefix(f"scheme {scheme}: "), []).append(scheme)
         except HydraConfigError:
@@ -129,40 +122,44 @@ class Outcomes:
 
 
 class HydraRuntime:
-    """Everything of ds_hydra on one rank. Methods are collective over all ranks unless they say otherwise."""
+    """Everything of ds_hydra on one rank. Methods are collective over all ranks unless they say
+    otherwise.
+    """
 
     def __init__(
-        self, config: HydraConfig, skeleton: Skeleton, device: torch.device, memory: MemoryWatch | None = None
+        self,
+        config: HydraConfig,
+        stage_model: StageModel,
+        device: torch.device,
+        memory: MemoryWatch | None = None,
     ):
         self.config = config
-        self.skeleton = skeleton
-        skeleton.to_device(device)
+        self.stage_model = stage_model
+        stage_model.to_device(device)
         self._device = device
         self.propagator = Propagator(
-            skeleton, device=device, max_groups=config.max_process_groups, link_config=config.link
+            stage_model,
+            device=device,
+            max_groups=config.max_process_groups,
+            link_config=config.link,
         )
         self.num_ranks = self.propagator.num_ranks
         self.is_first_rank = self.propagator.rank == 0
         self._profile: Profile | None = None
-        if config.profile is not None:
-            document = Profile.load(find_profile(config.profile)).document
-            self._profile = fit_memory(document, config, skeleton)
-            self._profile.check_model(
-                num_layers=skeleton.num_layers,
-                hidden_size=skeleton.hidden_size,
-                vocab_size=skeleton.vocab_size,
-            )
-            self._profile.check_tp_sequence_parallel(config.tp_sequence_parallel)
-        self.strategies = self._at_start = self._candidates()
+        self._data: TokenDataset | None = None
+        self._given: tuple[Strategy, ...] = ()
+        self._num_other_groups = 0
+        """Process groups beside those of the candidates that stay when others are proposed."""
+        self.strategies = self._at_start = run_together(self._read_candidates, device)
         self.propagator.prepare(self.strategies)
-        self._num_first_groups = len(self.propagator.groups)
-        """Process groups before any proposal: those of an abandoned one do not make the next smaller."""
+        self._num_other_groups = len(self.propagator.groups)
+        if self._settings().is_enumerated:
+            self._num_other_groups -= count_communicators(self.strategies)
         self._feed: PlanFeed | None = None
         self._proposed_with: Profile | None = None
-        self._reasons: list[str] = []
+        self._reasons: tuple[str, ...] = ()
         self._tracker: LatencyTracker | None = None
         self._tracked: Mapping[str, Any] = {}
-        self._data: TokenDataset | None = None
         self.sampler: TokenBudgetSampler | None = None
         self._next_iteration: int | None = None
         """The iteration that a checkpoint continues with; None where the sampler stands."""
@@ -171,53 +168,72 @@ class HydraRuntime:
         self._traces = TraceChoice(config.trace_every if config.run_dir is not None else 0)
         raise_together(self._open_log(), device)
         self.straggler = StragglerFinder()
-        self._watchdog = self._start_watchdog()
         self._stop_request = StopRequest(config.faults.save_on_sigterm is not None)
 
-    @property
-    def profile(self) -> Profile:
-        """The profile in use: the configured one, else measured now (which is collective)."""
+    def know_profile(self) -> Profile:
+        """The profile in use: the configured one, else the measured one, which is measured now if
+        it is not yet. Collective then, so all ranks call it at the same places.
+        """
         if self._profile is None:
-            document = measure_profile(self.propagator, self.strategies, self.config)
+            with self.section("profiling"):
+                document = measure_profile(self.propagator, self.strategies, self.config)
             if self.log is not None:
                 self.log.write_profile(document)
             self._use_measured(document)
         assert self._profile is not None
         return self._profile
 
-    @property
-    def tracker(self) -> LatencyTracker:
-        """What measured times say of the profile; measures a missing profile, which is collective."""
-        profile = self.profile
+    def _track(self, profile: Profile) -> LatencyTracker:
+        """What measured times say of `profile`. Not collective."""
         if self._tracker is None or self._tracker.profiled is not profile:
             self._tracker = LatencyTracker(profile, self.config.planner, self._tracked)
         return self._tracker
 
     def learn(self, plan: IterationPlan, measured_ms: Sequence[float]) -> None:
-        """Take in the time of each pipeline, equal on all ranks; warns on rank 0 of drift. Not collective."""
+        """Take in the time of each pipeline, equal on all ranks; warns on rank 0 of drift. Not
+        collective.
+        """
         if self._profile is None:
             return  # strategies were forced, and their plans valued by FLOP counts
-        warning = self.tracker.observe(plan, measured_ms)
+        warning = self._track(self._profile).observe(plan, measured_ms)
         if warning is not None and self.is_first_rank:
             logger.warning("iteration %d: %s", plan.iteration, warning)
 
     def attach_data(self, data: TokenDataset) -> None:
         """Draw mini-batches from `data` from now on."""
-        if data.max_token_id >= self.skeleton.vocab_size:
-            raise HydraConfigError(
-                f"the dataset holds token id {data.max_token_id}, the model's vocabulary has "
-                f"{self.skeleton.vocab_size}; use the model's tokenizer (hydra.tokenizer) or call "
-                "model.resize_token_embeddings"
+        error: HydraConfigError | None = None
+        try:
+            data.check_vocabulary(self.stage_model.num_token_ids)
+            sampler = TokenBudgetSampler(
+                data.lengths,
+                data.num_label_tokens,
+                self.config.tokens_per_iteration,
+                seed=self.config.seed,
+                shuffle=self.config.shuffle,
             )
+        except HydraConfigError as caught:
+            error = caught
+        raise_together(error, self._device)
+        self._check_same_data(sampler)
         self.close_feed()
-        self._data = data
-        self.sampler = TokenBudgetSampler(
-            data.lengths,
-            data.num_label_tokens,
-            self.config.tokens_per_iteration,
-            seed=self.config.seed,
-            shuffle=self.config.shuffle,
-        )
+        self._data, self.sampler = data, sampler
+
+    def _check_same_data(self, sampler: TokenBudgetSampler) -> None:
+        """Raise PlanMismatchError where a rank has other data: rank 0 alone draws from now on."""
+        identity = sampler.identity
+        mine = [identity[key] for key in ("num_sequences", "num_tokens", "num_label_tokens")]
+        mine.append(int(identity["data_digest"], 16) >> 1)
+        rows = gather_rows(torch.tensor(mine, dtype=torch.int64, device=self._device)).tolist()
+        for rank, row in enumerate(rows):
+            if row != rows[0]:
+                described = [
+                    f"{row[0]} sequences of {row[1]} tokens, {row[2]} predicted (digest {row[3]:015x})"
+                    for row in (rows[0], row)
+                ]
+                raise PlanMismatchError(
+                    f"the dataset has {described[0]} on rank 0 and {described[1]} on rank {rank}; give every rank "
+                    "the same dataset, whole"
+                )
 
     def next_iteration(self) -> Iteration:
         """The next mini-batch of this engine's own sampler, planned."""
@@ -229,25 +245,28 @@ class HydraRuntime:
         feed = self.start_planning()
         if self._next_iteration is None:
             self._next_iteration = self.sampler.state.iteration
-        batch = next(self.sampler)
-        planned = broadcast_plan(lambda: feed.get(batch), self._device)
+        iteration = self.sampler.state.iteration
+        planned = broadcast_plan(lambda: feed.get(iteration), self._device)
         plan = planned.plan
-        problem: Exception | None = _compare_batch(plan, batch)
+        self.sampler.advance(len(plan.lengths))
+        problem: Exception | None = None
         examples: dict[int, Example] = {}
-        if problem is None:
-            try:
-                examples = self._fetch(self._data, plan)
-            except Exception as caught:  # whatever the user's data raise, the other ranks wait
-                problem = caught
+        try:
+            self.stage_model.carry_over()
+            examples = self._fetch(self._data, plan)
+        except Exception as caught:  # whatever the user's data raise, the other ranks wait
+            problem = caught
         self.propagator.check_plan(plan, problem=problem)
         return Iteration(planned, examples.__getitem__)
 
     def start_planning(self) -> PlanFeed:
-        """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a missing profile."""
+        """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a
+        missing profile.
+        """
         assert self.sampler is not None
         if self._feed is None:
             self._fit_candidates_to_data()  # first: it may add schemes to the profile
-            tracker = self.tracker
+            tracker = self._track(self.know_profile())
             self._feed = PlanFeed(
                 self.sampler,
                 strategies=self.strategies,
@@ -261,24 +280,32 @@ class HydraRuntime:
     def plan_examples(
         self, examples: Sequence[ExampleLike], strategy: Strategy | None, iteration: int
     ) -> Iteration:
-        """A plan for a given global mini-batch, the same list on every rank, optionally of one strategy."""
+        """A plan for a given global mini-batch, the same list on every rank, optionally of one
+        strategy.
+        """
         tensors, batch, error = [], None, None
         try:
-            tensors = [_to_example(example, index) for index, example in enumerate(examples)]
+            self.stage_model.carry_over()
+            tensors = [
+                (torch.from_numpy(input_ids), torch.from_numpy(labels))
+                for input_ids, labels in to_examples(examples)
+            ]
             batch = self._check_examples(tensors, iteration)
         except HydraConfigError as caught:
             error = caught
         raise_together(error, self._device)
         assert batch is not None
         if strategy is None:
-            profile = self.tracker.profile_for(iteration)  # first: measuring may leave out candidates
+            # First: measuring may leave out candidates.
+            profile = self._track(self.know_profile()).profile_for(iteration)
             strategies = self.strategies
         else:
             self.prepare_forced(strategy)
             # Does not wait for a measurement: any cost model can only place sequences in it.
             profile, strategies = self._profile_for_forced(strategy, iteration), (strategy,)
         planned = broadcast_plan(
-            lambda: PlanFeed.plan_now(batch, strategies, profile, self.num_ranks, self.config), self._device
+            lambda: PlanFeed.plan_now(batch, strategies, profile, self.num_ranks, self.config),
+            self._device,
         )
         self.propagator.check_plan(planned.plan, fingerprint_tensors(tensors))
         return Iteration(planned, tensors.__getitem__)
@@ -293,16 +320,19 @@ class HydraRuntime:
         return self.propagator.train(iteration.plan, iteration.load, grads_P, loss_scale)
 
     def section(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        """What all ranks do together: the loss of one of them is an error on the others. Not collective itself."""
-        return contextlib.nullcontext() if self._watchdog is None else self._watchdog.section(phase)
+        """What all ranks do together: the loss of one of them is an error on the others. Not
+        collective itself.
+        """
+        return watch(phase)
 
     def gather_outcomes(self, outcome: Outcome, grads_P: Sequence[Tensor] = ()) -> Outcomes:
         """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say."""
-        is_finite = not grads_P or bool(torch.stack([grad_P.sum() for grad_P in grads_P]).isfinite().all())
         names = [field.name for field in fields(Outcome)]
-        mine = [getattr(outcome, name) for name in names]
-        mine += [float(not is_finite), float(self._stop_request.is_set)]
-        rows = gather_rows(torch.tensor(mine, dtype=torch.float64, device=self._device)).tolist()
+        mine = [*(getattr(outcome, name) for name in names), 0.0, float(self._stop_request.is_set)]
+        mine_N = to_device(torch.tensor(mine, dtype=torch.float64), self._device)
+        if grads_P:
+            mine_N[-2] = ~torch.stack([grad_P.sum() for grad_P in grads_P]).isfinite().all()
+        rows = gather_rows(mine_N).tolist()
         return Outcomes(
             ranks=[Outcome(**dict(zip(names, row[:-2], strict=True))) for row in rows],
             nonfinite_ranks=[rank for rank, row in enumerate(rows) if row[-2]],
@@ -310,7 +340,9 @@ class HydraRuntime:
         )
 
     def find_candidate(self, strategy: Strategy) -> int:
-        """Position of `strategy` among the candidates; -1 for one that was forced. Not collective."""
+        """Position of `strategy` among the candidates; -1 for one that was forced. Not
+        collective.
+        """
         return self.strategies.index(strategy) if strategy in self.strategies else -1
 
     def pack_occupancy(self, plan: IterationPlan) -> float:
@@ -318,7 +350,9 @@ class HydraRuntime:
         return math.nan if self._profile is None else pack_occupancy(plan, self._profile)
 
     def write_log(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
-        """Add the iteration to the run folder; on chosen iterations with the times of all stages."""
+        """Add the iteration to the run folder; on chosen iterations with the times of all
+        stages.
+        """
         slowdown = metrics.measured_ms / metrics.predicted_ms if metrics.predicted_ms > 0 else 0.0
         if self._traces.wants(plan.iteration, slowdown):
             timeline = gather_timeline(self.propagator.recorder, plan, self._device)
@@ -330,7 +364,9 @@ class HydraRuntime:
             self.log.write(metrics, plan)
 
     def iterate_examples(self) -> Iterator[list[dict[str, Any]]]:
-        """Mini-batches from where training is, as lists of examples, without drawing them; not collective."""
+        """Mini-batches from where training is, as lists of examples, without drawing them; not
+        collective.
+        """
         assert self.sampler is not None
         assert self._data is not None
         state = self.sampler.state
@@ -339,7 +375,9 @@ class HydraRuntime:
             yield [self._data[index] for index in batch.sample_indices]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: position in the data, cost model, and the configuration of both."""
+        """What a checkpoint keeps: position in the data, cost model, and the configuration of
+        both.
+        """
         state: dict[str, Any] = {
             "schema": STATE_SCHEMA,
             "num_ranks": self.num_ranks,
@@ -349,30 +387,41 @@ class HydraRuntime:
         }
         if self._profile is not None:
             state["cost_model"] = {"profile": dict(self._profile.document)}
-            state["latency"] = self.tracker.state_dict()
+            state["latency"] = self._track(self._profile).state_dict()
         if self.sampler is not None:
             state["sampler"] = self.sampler.state_dict(self._next_iteration)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the mini-batches where `state` was taken, with the plans that would have been made.
+        """Continue the mini-batches where `state` was taken, with the plans that would have been
+        made.
 
-        A profile that was measured is taken over on the same number of ranks, so that plans do not depend on
-        a second measurement; on another number, or with another `hydra.tp_sequence_parallel`, the new measurement
-        stands.
+        A profile that was measured is taken over on the same number of ranks, so that plans do not
+        depend on a second measurement; on another number, with another
+        `hydra.tp_sequence_parallel`, or where it measured re-pulls, the new measurement stands.
         """
         self._warn_of_changes(state)
         self.close_feed()
         same_ranks = state.get("num_ranks", self.num_ranks) == self.num_ranks
         cut_rows = state.get("config", {}).get("tp_sequence_parallel", False)
+        profile = state.get("cost_model", {}).get("profile")
         same_times = same_ranks and cut_rows == self.config.tp_sequence_parallel
+        same_times = same_times and not has_re_pulls(profile or {})
         self._tracker, self._tracked = None, state.get("latency", {}) if same_times else {}
         if self.sampler is not None and "sampler" in state:
-            self.sampler.load_state_dict(state["sampler"])
-            self._next_iteration = None
-        profile = state.get("cost_model", {}).get("profile")
+            self._load_sampler(state["sampler"])
         if profile is not None and self.config.profile is None and same_times:
             self._use_measured(profile)
+
+    def _load_sampler(self, state: Mapping[str, Any]) -> None:
+        assert self.sampler is not None
+        error: HydraConfigError | None = None
+        try:
+            self.sampler.load_state_dict(state)
+        except HydraConfigError as caught:
+            error = caught
+        raise_together(error, self._device)
+        self._next_iteration = None
 
     def mark_trained(self, iteration: int) -> None:
         """The weights have seen `iteration`: a checkpoint continues after it; not collective."""
@@ -380,14 +429,17 @@ class HydraRuntime:
 
     def _use_measured(self, document: Mapping[str, Any]) -> None:
         """Plan with a measured profile, and with the candidates that it knows."""
-        self._profile = fit_memory(document, self.config, self.skeleton)
+        self._profile = fit_memory(document, self.config)
         if self.config.strategies is None:  # schemes that hold no row were left out
             known = self._profile.latency
             self.strategies = tuple(s for s in self._at_start if all(x in known for x in s.schemes))
 
     def _warn_of_changes(self, state: Mapping[str, Any]) -> None:
         saved = state.get("config", {})
-        if not self.is_first_rank or state.get("config_digest", self.config.digest) == self.config.digest:
+        if (
+            not self.is_first_rank
+            or state.get("config_digest", self.config.digest) == self.config.digest
+        ):
             return
         now = self.config.model_dump(mode="json")
         changes = [
@@ -419,166 +471,123 @@ class HydraRuntime:
             f"{self.propagator.groups}" + "".join(f"\n  {line}" for line in self._reasons)
         )
 
-    def _candidates(self) -> tuple[Strategy, ...]:
-        if self.config.strategies is not None:
-            strategies = load_strategies(self.config.strategies)
-            self._estimate_sequence_parallel(strategies)
-            for strategy in strategies:
-                self._check_strategy(strategy)
-            if self._profile is not None:
-                self._profile = self._profile.with_schemes(s for x in strategies for s in x.schemes)
-            return strategies
-        if self.is_first_rank:
-            for line in find_unsupported(self.skeleton, power_of_two_schemes(self.num_ranks)):
-                logger.warning("not among the candidates: %s", line)
-        schemes = [scheme for scheme in power_of_two_schemes(self.num_ranks) if self._can_run(scheme)]
-        if not schemes:
-            raise HydraConfigError(
-                f"profile {self.config.profile!r} has no scheme that this model can run on {self.num_ranks} ranks; "
-                "set hydra.strategies, or hydra.profile to another one"
+    def _read_candidates(self) -> tuple[Strategy, ...]:
+        """The candidates before any data, after the profile where one is configured; not
+        collective.
+        """
+        if self.config.profile is not None:
+            document = Profile.load(find_profile(self.config.profile)).document
+            self._profile = fit_memory(document, self.config)
+            self._profile.check_model(
+                num_layers=self.stage_model.num_layers,
+                hidden_size=self.stage_model.hidden_size,
+                vocab_size=self.stage_model.vocab_size,
             )
-        return candidates_without_data(schemes, self.num_ranks, self.config.max_process_groups)
+            self._profile.check_tp_sequence_parallel(self.config.tp_sequence_parallel)
+        self._given = self._read_strategies()
+        candidates = self._decide(None)
+        self._profile = candidates.profile
+        return candidates.strategies
 
-    def _estimate_sequence_parallel(self, strategies: Iterable[Strategy]) -> None:
-        """Give the configured profile times for schemes with SP that it does not know."""
-        if self._profile is None:
-            return
-        known, self._profile = self._profile.latency, with_estimates(self._profile, strategies)
-        added = self._profile.latency.keys() - known.keys()
-        if added and self.is_first_rank:
+    def _read_strategies(self) -> tuple[Strategy, ...]:
+        """Those of the configuration, checked; none where candidates are to be decided."""
+        if self.config.strategies is None:
+            if self.is_first_rank:
+                schemes = power_of_two_schemes(self.num_ranks)
+                for line in find_unsupported(self.stage_model, schemes):
+                    logger.warning("not among the candidates: %s", line)
+            return ()
+        strategies = load_strategies(self.config.strategies)
+        for strategy in strategies:
+            self._check_strategy(strategy)
+        return strategies
+
+    def _settings(self) -> CandidateSettings:
+        """What decides about candidates; the context is that of the attached data."""
+        profile = self._profile
+        settings = CandidateSettings.of(
+            self.config,
+            num_devices=self.num_ranks,
+            given=self._given,
+            can_run=self._model_can_run,
+            cluster=None if profile is None else try_cluster(profile, self.num_ranks),
+            num_other_groups=self._num_other_groups,
+        )
+        if self._data is None:
+            return settings
+        return replace(settings, context_length=int(self._data.lengths.max()))
+
+    def _decide(self, histogram: LengthHistogram | None) -> Candidates:
+        """The candidates with what is known; not collective."""
+        candidates = decide_candidates(self._profile, histogram, self._settings())
+        if self.is_first_rank and candidates.assumed:
             logger.warning(
-                "profile %r was measured without %s: their times are estimated from TP; `ds-hydra profile --sp` "
-                "measures them",
-                self._profile.name,
-                ", ".join(map(str, sorted(added))),
+                "times of %s in the candidate strategies follow from others in profile %r, nobody measured them; "
+                '`ds-hydra profile --sp` measures SP, hydra.planner.space "measured" leaves out the others',
+                ", ".join(map(str, candidates.assumed)),
+                candidates.profile and candidates.profile.name,
             )
+        return candidates
 
     def _fit_candidates_to_data(self) -> None:
-        """Propose candidates from the lengths of the data where they are too many to try all.
+        """Propose candidates from the lengths of the data where these decide.
 
-        Rank 0 proposes. Raises InfeasiblePlanError on all ranks where nothing holds the longest sequence.
+        Rank 0 proposes. Raises InfeasiblePlanError on all ranks where nothing holds the longest
+        sequence.
         """
-        assert self._data is not None
-        profile = self.profile
-        longest = int(self._data.lengths.max())
-        number, schemes = self.num_ranks, {scheme for x in self.strategies for scheme in x.schemes}
-        is_open = self.config.strategies is None and self._proposed_with is not profile
-        proposable = [scheme for scheme in profile.latency if self._can_run(scheme)]
-        known = self._widen(profile.only(proposable), longest)
-        allowed = usable_schemes(known, number, self.config.planner.space)
-        proposes = is_open and (number > MAX_ENUMERATED_RANKS or not all(s.is_plain for s in allowed))
-        if proposes:
-            schemes = schemes.union(allowed) if number <= MAX_ENUMERATED_RANKS else set(allowed)
+        profile, settings = self.know_profile(), self._settings()
+        if self._proposed_with is profile:
+            settings = replace(settings, given=self.strategies)
         try:
-            check_context(
-                known if proposes else profile,
-                number,
-                longest,
-                schemes=schemes,
-                can_run=self._model_can_run if is_open else None,
-            )
+            check_longest(profile, settings)
         except HydraConfigError as error:
-            raise InfeasiblePlanError(f"training data: {error}, or raise hydra.memory_limit_bytes") from error
-        if proposes:
-            proposal, error = None, None
+            raise InfeasiblePlanError(
+                f"training data: {error}, or raise hydra.memory_limit_bytes"
+            ) from error
+        if proposes(profile, settings):
+            candidates, error = None, None
             try:
-                proposal = self._propose(profile, longest) if self.is_first_rank else None
+                candidates = self._decide(self._histogram()) if self.is_first_rank else None
             except Exception as caught:  # whatever it is, the other ranks wait for it
                 error = caught
             raise_together(error, self._device)
-            lines = [] if proposal is None else [f"{kept.strategy}: {kept.reason}" for kept in proposal.kept]
-            self._reasons = broadcast_text(lines, 0, self._device)
-            self._use_proposed(parse_strategies(line.split(":")[0] for line in self._reasons))
+            reasons = [] if candidates is None else candidates.reasons
+            texts = [text for kept in reasons for text in (str(kept.strategy), kept.reason)]
+            texts = broadcast_text(texts, 0, self._device)
+            self._use_proposed(parse_strategies(texts[::2]), texts[1::2])
 
-    def _widen(self, profile: Profile, longest_tokens: int) -> Profile:
-        """`profile` with all that a proposal may derive from it."""
-        if self.config.strategies is not None or self.config.planner.space != "wide":
-            return profile
-        return with_wider_schemes(
-            profile,
-            num_devices=self.num_ranks,
-            context_length=longest_tokens,
-            can_run=self._model_can_run,
+    def _histogram(self) -> LengthHistogram:
+        assert self._data is not None
+        lengths, counts = np.unique(self._data.lengths, return_counts=True)
+        return LengthHistogram.from_counts(
+            dict(zip(lengths.tolist(), counts.tolist(), strict=True))
         )
 
-    def _use_proposed(self, strategies: tuple[Strategy, ...]) -> None:
-        """Plan with proposed candidates from now on, and give the profile what it has to know of their schemes."""
+    def _use_proposed(self, strategies: tuple[Strategy, ...], reasons: Sequence[str]) -> None:
+        """Plan with proposed candidates from now on, and give the profile what it has to know of
+        their schemes.
+        """
         assert self._profile is not None
         if self._tracker is not None:
             self._tracked, self._tracker = self._tracker.state_dict(), None
-        given, self._profile = self._profile, _with_parts(self._profile, strategies)
-        used = {scheme for strategy in strategies for scheme in strategy.schemes}
-        if self.is_first_rank and (assumed := sorted(used & self._profile.assumed)):
-            logger.warning(
-                "times of %s in the proposed strategies follow from those of <TP,PP> in profile %r, nobody measured "
-                'them; `ds-hydra profile --sp` measures SP, hydra.planner.space "measured" leaves out the others',
-                ", ".join(map(str, assumed)),
-                self._profile.name,
-            )
+        given, self._profile = self._profile, with_schemes_of(self._profile, strategies)
+        self._reasons = tuple(f"{s}: {reason}" for s, reason in zip(strategies, reasons))
         self.strategies = strategies
         self.propagator.prepare(strategies)
         self._proposed_with = self._profile
         if self._profile is not given:
             raise_together(self._try_to_log_profile(), self._device)
 
-    def _propose(self, profile: Profile, longest_tokens: int) -> Proposal:
-        """Candidates for the attached data, within the process groups that are left; not collective.
-
-        Where all strategies of two schemes are candidates already: these, and those of wider schemes on top.
-        """
-        assert self._data is not None
-        lengths, counts = np.unique(self._data.lengths, return_counts=True)
-        given = self.strategies if self.num_ranks <= MAX_ENUMERATED_RANKS else ()
-        groups_left = self.config.max_process_groups - self._num_first_groups + count_communicators(given)
-        return propose_strategies(
-            profile.only(scheme for scheme in profile.latency if self._can_run(scheme)),
-            LengthHistogram.from_counts(dict(zip(lengths.tolist(), counts.tolist(), strict=True))),
-            num_devices=self.num_ranks,
-            context_length=longest_tokens,
-            tokens_per_iteration=self.config.tokens_per_iteration,
-            space=self.config.planner.space,
-            can_run=self._model_can_run,
-            given=given,
-            pruning=PruningSettings(
-                max_communicators=groups_left,
-                seed=self.config.seed,
-                planner=replace(HEURISTIC, overlaps_links=self.config.link.overlap),
-                links_of=find_link_times(self.config, profile, self.num_ranks),
-            ),
-        )
-
-    def _can_run(self, scheme: Scheme) -> bool:
-        """Whether a proposal may contain `scheme`: space, model, profile and memory allow it."""
-        is_in_space = scheme.is_plain or self.config.planner.space != "plain"
-        if not is_in_space or not self._model_can_run(scheme):
-            return False
-        if self._profile is None:
-            return True
-        return scheme in self._profile.latency and self._profile.max_len_tokens(scheme, self.num_ranks) > 0
-
     def _model_can_run(self, scheme: Scheme) -> bool:
         """Whether this model can run under `scheme` on these devices."""
         try:
-            self.skeleton.check_scheme(scheme)
-            check_scheme_repulls([scheme] if scheme.repull else [], self._device.type)
+            self.stage_model.check_scheme(scheme)
+            check_streams(
+                [scheme] if scheme.stream else [], self._device.type, self.propagator.hosts
+            )
         except HydraConfigError:
             return False
         return True
-
-    def _start_watchdog(self) -> Watchdog | None:
-        faults = self.config.faults
-        if self.is_first_rank and (problem := find_restart_problem(os.environ)):
-            logger.warning("%s", problem)
-        if self.num_ranks == 1 or not faults.watchdog:
-            return None
-        return start_watchdog(
-            self.propagator.rank,
-            self.num_ranks,
-            lambda text: broadcast_text([text], 0, self._device)[0],
-            places=[self.propagator.hosts.describe_place(rank) for rank in range(self.num_ranks)],
-            silence_s=faults.silence_s,
-            grace_s=faults.grace_s,
-        )
 
     def _open_log(self) -> Exception | None:
         """Open the run folder on rank 0; returns what went wrong."""
@@ -586,7 +595,9 @@ class HydraRuntime:
             return None
         try:
             self.log = RunLog(Path(self.config.run_dir), save_plans=self.config.save_plans)
-            self.log.write_run(describe_run(self.config, self.skeleton, self.num_ranks, self._device))
+            self.log.write_run(
+                describe_run(self.config, self.stage_model, self.num_ranks, self._device)
+            )
             if self.config.profile is not None:
                 self._log_profile(self.log)
         except OSError as error:
@@ -611,7 +622,9 @@ class HydraRuntime:
         )
 
     def _log_profile(self, log: RunLog) -> None:
-        """Keep the profile in the run folder: as given or measured, with SP estimated for the candidates."""
+        """Keep the profile in the run folder: as given or measured, with SP estimated for the
+        candidates.
+        """
         known = self._profile
         if self.config.profile is not None:  # as given: the memory limit is in run.json
             known = with_estimates(Profile.load(find_profile(self.config.profile)), self.strategies)
@@ -625,14 +638,14 @@ class HydraRuntime:
                 f"hydra.strategies or start {strategy.num_devices} ranks"
             )
         for scheme in set(strategy.schemes):
-            self.skeleton.check_scheme(scheme)
+            self.stage_model.check_scheme(scheme)
 
     def _profile_for_forced(self, strategy: Strategy, iteration: int) -> Profile:
         if self._profile is not None:
-            profile = with_estimates(self.tracker.profile_for(iteration), [strategy])
+            profile = with_estimates(self._track(self._profile).profile_for(iteration), [strategy])
             if all(profile.has_latency(s) and profile.memory.knows(s) for s in strategy.schemes):
                 return profile.with_schemes(strategy.schemes)
-        return Profile.from_json(nominal_profile(self.skeleton, strategy.schemes))
+        return Profile.from_json(nominal_profile(self.stage_model, strategy.schemes))
 
     def _check_examples(self, tensors: Sequence[Example], iteration: int) -> GlobalBatch:
         if not tensors:
@@ -664,7 +677,7 @@ class HydraRuntime:
         )
 
     def _check_ids(self, index: int, key: str, ids: Tensor) -> None:
-        vocab_size = self.skeleton.vocab_size
+        vocab_size = self.stage_model.num_token_ids
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             outside = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
             raise HydraConfigError(
@@ -673,7 +686,9 @@ class HydraRuntime:
             )
 
     def _fetch(self, data: TokenDataset, plan: IterationPlan) -> dict[int, Example]:
-        """The sequences that this rank needs, by position in the plan. Raises HydraDataError naming the row."""
+        """The sequences that this rank needs, by position in the plan. Raises HydraDataError naming
+        the row.
+        """
         examples = {}
         for position in self.propagator.positions_needed(plan):
             index = plan.sample_indices[position]
@@ -684,24 +699,11 @@ class HydraRuntime:
                     f"iteration {plan.iteration}: example {index} of the training data raised "
                     f"{type(error).__name__}: {error}; mend or remove it, and resume from the last checkpoint"
                 ) from error
-            examples[position] = torch.from_numpy(example["input_ids"]), torch.from_numpy(example["labels"])
+            examples[position] = (
+                torch.from_numpy(example["input_ids"]),
+                torch.from_numpy(example["labels"]),
+            )
         return examples
-
-
-def _with_parts(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
-    """`profile` with what follows from it for the schemes of `strategies` that it has no entry for."""
-    return with_estimates(profile, strategies).with_schemes(s for x in strategies for s in x.schemes)
-
-
-def _compare_batch(plan: IterationPlan, batch: GlobalBatch) -> PlanMismatchError | None:
-    """What is wrong if `plan` is not one of `batch`, which this rank has drawn itself."""
-    if (plan.sample_indices, plan.lengths) == (batch.sample_indices, batch.lengths):
-        return None
-    return PlanMismatchError(
-        f"iteration {batch.iteration}: the plan is for {len(plan.lengths)} sequences from row "
-        f"{plan.sample_indices[0]} on, this rank drew {len(batch.lengths)} from row {batch.sample_indices[0]} on; "
-        "give every rank the same dataset and configuration"
-    )
 
 
 def fingerprint_tensors(tensors: Sequence[Example]) -> int:
@@ -711,18 +713,3 @@ def fingerprint_tensors(tensors: Sequence[Example]) -> int:
         for tensor in example:
             digest.update(tensor.cpu().numpy().tobytes())
     return int.from_bytes(digest.digest(), "big") >> 1
-
-
-def _to_example(example: ExampleLike, index: int) -> Example:
-    if "input_ids" not in example:
-        raise HydraConfigError(
-            f"example {index} of the mini-batch has keys {sorted(example)}, expected 'input_ids' (and 'labels')"
-        )
-    input_ids = torch.as_tensor(example["input_ids"], dtype=torch.int64).reshape(-1)
-    labels = torch.as_tensor(example.get("labels", input_ids), dtype=torch.int64).reshape(-1)
-    if labels.shape != input_ids.shape or not len(input_ids):
-        raise HydraConfigError(
-            f"example {index} of the mini-batch has {len(input_ids)} input_ids and {len(labels)} labels, "
-            "expected the same number, at least one (labels not shifted)"
-        )
-    return input_ids, labels

@@ -29,7 +29,9 @@ _BINS_PER_OCTAVE = 4
 
 def draw_losses(runs: Sequence[Run]) -> list[Markup]:
     """Loss over iterations."""
-    return _draw_lines(runs, [[(r.iteration, r.loss) for r in run.records] for run in runs], "loss", "f0")
+    return _draw_lines(
+        runs, [[(r.iteration, r.loss) for r in run.records] for run in runs], "loss", "f0"
+    )
 
 
 def draw_throughputs(runs: Sequence[Run]) -> list[Markup]:
@@ -74,26 +76,36 @@ def _iteration_axis(runs: Sequence[Run]) -> svg.Axis:
 
 
 def strategy_colors(names: Iterable[str]) -> dict[str, str]:
-    """CSS classes of strategies, most used first: eight colours, then the same with stripes, then grey."""
+    """CSS classes of strategies, most used first: eight colours, then the same with stripes, then
+    grey.
+    """
     classes = {}
     for index, name in enumerate(names):
         striped = " striped" if index >= _NUM_COLORS else ""
-        classes[name] = f"f{index % _NUM_COLORS}{striped}" if index < _MAX_NAMED_STRATEGIES else "rest"
+        classes[name] = (
+            f"f{index % _NUM_COLORS}{striped}" if index < _MAX_NAMED_STRATEGIES else "rest"
+        )
     return classes
 
 
 def draw_strategies(runs: Sequence[Run]) -> list[Markup]:
-    """A strip of colours, a column per iteration, above a legend that says when each strategy was used."""
+    """A strip of colours, a column per iteration, above a legend that says when each strategy was
+    used.
+    """
     counts: defaultdict[str, int] = defaultdict(int)
     for run in runs:
         for record in run.records:
             counts[str(record.strategy)] += 1
     colors = strategy_colors(sorted(counts, key=lambda name: (-counts[name], name)))
-    return [draw_strip([(r.iteration, str(r.strategy)) for r in run.records], colors) for run in runs]
+    return [
+        draw_strip([(r.iteration, str(r.strategy)) for r in run.records], colors) for run in runs
+    ]
 
 
 def draw_strip(used: Sequence[tuple[int, str]], colors: Mapping[str, str]) -> Markup:
-    """The strip and its legend for (iteration, strategy) pairs; a column of many iterations shows shares."""
+    """The strip and its legend for (iteration, strategy) pairs; a column of many iterations shows
+    shares.
+    """
     size = ceil(len(used) / _MAX_STRIP_CELLS)
     columns = [used[start : start + size] for start in range(0, len(used), size)]
     names = [name for name in colors if any(name == other for _, other in used)]
@@ -103,7 +115,9 @@ def draw_strip(used: Sequence[tuple[int, str]], colors: Mapping[str, str]) -> Ma
         f'<span class="t{index % 2}" style="left:{ticks.percent(t):g}%">{text}</span>'
         for index, (t, text) in enumerate(ticks.ticks)
     )
-    rows = "".join(_strip_row(name, columns, colors[name], used) for name in names if colors[name] != "rest")
+    rows = "".join(
+        _strip_row(name, columns, colors[name], used) for name in names if colors[name] != "rest"
+    )
     num_rest = sum(colors[name] == "rest" for _, name in used)
     if num_rest:
         rows += (
@@ -126,9 +140,13 @@ def _strip_cells(
             share = 100 * sum(name == other for _, other in column) / len(column)
             if not share:
                 continue
-            tip = f"iteration {_span(column)}: {name}" + (f" ({share:.0f}%)" if len(column) > 1 else "")
+            tip = f"iteration {_span(column)}: {name}" + (
+                f" ({share:.0f}%)" if len(column) > 1 else ""
+            )
             for css in colors[name].split():
-                yield svg.bar(index * width, (index + 1) * width, f"{top:g}%", f"{share:g}%", css, tip=tip)
+                yield svg.bar(
+                    index * width, (index + 1) * width, f"{top:g}%", f"{share:g}%", css, tip=tip
+                )
             top += share
 
 
@@ -138,7 +156,10 @@ def _span(column: Sequence[tuple[int, str]]) -> str:
 
 
 def _strip_row(
-    name: str, columns: Sequence[Sequence[tuple[int, str]]], css: str, used: Sequence[tuple[int, str]]
+    name: str,
+    columns: Sequence[Sequence[tuple[int, str]]],
+    css: str,
+    used: Sequence[tuple[int, str]],
 ) -> str:
     width = 100 / len(columns)
     cells = "".join(
@@ -147,7 +168,11 @@ def _strip_row(
         if any(name == other for _, other in column)
     )
     count = sum(name == other for _, other in used)
-    sign = '<svg class="swatch">' + "".join(svg.bar(0, 100, "0", "100%", c) for c in css.split()) + "</svg>"
+    sign = (
+        '<svg class="swatch">'
+        + "".join(svg.bar(0, 100, "0", "100%", c) for c in css.split())
+        + "</svg>"
+    )
     return (
         f'<li>{sign}<span class="name">{Markup.escape(name)}</span><span class="num">{count:,} x</span>'
         f'<span class="num">{count / len(used):.0%}</span><svg class="when">{cells}</svg></li>'
@@ -157,7 +182,9 @@ def _strip_row(
 def draw_scatter(runs: Sequence[Run]) -> list[Markup]:
     """Measured over predicted time, a marker per pipeline and iteration."""
     schemes = _schemes(runs)
-    pairs = [(p.predicted_ms, p.measured_ms) for run in runs for r in run.records for p in r.pipelines]
+    pairs = [
+        (p.predicted_ms, p.measured_ms) for run in runs for r in run.records for p in r.pipelines
+    ]
     highest = 1.06 * max((max(pair) for pair in pairs), default=1.0) or 1.0
     x = svg.linear_axis(0.0, highest, num_ticks=6)
     y = svg.linear_axis(0.0, highest, num_ticks=4)
@@ -202,7 +229,8 @@ def draw_errors(runs: Sequence[Run]) -> list[Markup]:
         for run in runs
     ]
     everything = sorted(error for points in errors for *_, error in points)
-    # A few wild iterations must not flatten all others: they are drawn at the edge, with their value as text.
+    # A few wild iterations must not flatten all others: they are drawn at the edge, with their
+    # value as text.
     kept = everything[len(everything) // 50 : len(everything) - len(everything) // 50] or everything
     x = _iteration_axis(runs)
     y = svg.value_axis([*kept, 0.0], label=lambda value: f"{value:+.0f}%" if value else "0%")
@@ -225,13 +253,17 @@ def draw_errors(runs: Sequence[Run]) -> list[Markup]:
                 describe="error of the predicted time of each pipeline over iterations",
                 height=260,
             )
-            + _scheme_legend(schemes, (svg.stroke("line trend"), "running median of the slowest pipeline"))
+            + _scheme_legend(
+                schemes, (svg.stroke("line trend"), "running median of the slowest pipeline")
+            )
         )
     return panels
 
 
 def _running_median(run: Run, window: int = 9) -> list[svg.Point]:
-    known = [(r.iteration, 100 * r.prediction_error) for r in run.records if isfinite(r.prediction_error)]
+    known = [
+        (r.iteration, 100 * r.prediction_error) for r in run.records if isfinite(r.prediction_error)
+    ]
     points = []
     for index, (iteration, _) in enumerate(known):
         near = known[max(0, index - window // 2) : index + window // 2 + 1]
@@ -248,7 +280,9 @@ def _dot_class(index: int) -> str:
 
 
 def _scheme_legend(schemes: Sequence[Scheme], extra: tuple[str, str]) -> Markup:
-    entries = [(svg.sign(_dot_class(index), index), str(scheme)) for index, scheme in enumerate(schemes)]
+    entries = [
+        (svg.sign(_dot_class(index), index), str(scheme)) for index, scheme in enumerate(schemes)
+    ]
     return svg.legend([*entries, extra])
 
 
@@ -285,7 +319,9 @@ def draw_shares(runs: Sequence[Run]) -> list[Markup]:
             entries.append((svg.swatch(css), words))
             left += share
         panels.append(
-            Markup(f'<svg class="strip" role="img" aria-label="shares of time">{"".join(cells)}</svg>')
+            Markup(
+                f'<svg class="strip" role="img" aria-label="shares of time">{"".join(cells)}</svg>'
+            )
             + svg.legend(entries)
         )
     return panels
@@ -337,9 +373,13 @@ def _draw_histogram(
         ):
             if share and share[column] > 0:
                 height = y.percent(share[column]) - y.percent(0.0)
-                tip = f"{ceil(first):,} to {ceil(last) - 1:,} tokens: {share[column]:.1f}% of {what}"
+                tip = (
+                    f"{ceil(first):,} to {ceil(last) - 1:,} tokens: {share[column]:.1f}% of {what}"
+                )
                 marks.append(
-                    svg.bar(*sides, f"{100 - y.percent(0.0) - height:g}%", f"{height:g}%", css, tip=tip)
+                    svg.bar(
+                        *sides, f"{100 - y.percent(0.0) - height:g}%", f"{height:g}%", css, tip=tip
+                    )
                 )
     limits = [(scheme, size) for scheme, size in run.max_len().items() if size > 0]
     marks += [svg.vertical(x.percent(size), "limit") for _, size in limits if size <= x.high]
@@ -379,7 +419,11 @@ def draw_memory(runs: Sequence[Run]) -> list[Markup]:
     memories = [rank_memory(run) for run in runs]
     limits = [run.profile.memory.memory_bytes if run.profile is not None else None for run in runs]
     sizes = [
-        value for ranks in memories for m in ranks for value in (m.measured_bytes, m.model_bytes) if value
+        value
+        for ranks in memories
+        for m in ranks
+        for value in (m.measured_bytes, m.model_bytes)
+        if value
     ]
     if not sizes:
         return [Markup('<p class="none">Neither traces nor a memory model.</p>') for _ in runs]
@@ -394,13 +438,22 @@ def draw_memory(runs: Sequence[Run]) -> list[Markup]:
         marks: list[str] = []
         for start in range(0, len(ranks), size):
             marks += _memory_marks(ranks[start : start + size], x, y, unit, name)
-        entries = [(svg.swatch("f0"), "measured peak"), (svg.stroke("model"), "memory model (App. B.1)")]
+        entries = [
+            (svg.swatch("f0"), "measured peak"),
+            (svg.stroke("model"), "memory model (App. B.1)"),
+        ]
         if limit and limit in near:
             marks.insert(0, svg.horizontal(y.percent(limit / unit), "limit"))
             entries.append((svg.stroke("limit"), f"limit {limit / unit:,.2f} {name}"))
         panels.append(
             svg.plot(
-                marks, x=x, y=y, x_label="rank", y_label=name, describe="peak memory of each rank", height=200
+                marks,
+                x=x,
+                y=y,
+                x_label="rank",
+                y_label=name,
+                describe="peak memory of each rank",
+                height=200,
             )
             + svg.legend(entries)
         )

@@ -75,14 +75,18 @@ def _describe(run: Run) -> dict[str, Any]:
                 "iteration_ms": slow.record.iteration_ms,
                 "times_median": slow.times_median,
                 "strategy": str(slow.record.strategy),
-                "causes": [{"excess_ms": cause.excess_ms, "text": cause.text} for cause in slow.causes],
+                "causes": [
+                    {"excess_ms": cause.excess_ms, "text": cause.text} for cause in slow.causes
+                ],
             }
             for slow in find_slowest(run.records)
         ],
         "traced_iterations": sorted(run.traces),
         "notes": list(run.notes),
     }
-    return {key: None if isinstance(v, float) and not isfinite(v) else v for key, v in document.items()}
+    return {
+        key: None if isinstance(v, float) and not isfinite(v) else v for key, v in document.items()
+    }
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -38,10 +38,11 @@ class _Row:
 def draw_gantt(
     timelines: Sequence[Timeline], plan: IterationPlan | None = None, *, duration_ms: float = 0.0
 ) -> Markup:
-    """The charts of `timelines`, one below the other, from 0 to the end of the longest (or `duration_ms`).
+    """The charts of `timelines`, one below the other, from 0 to the end of the longest (or
+    `duration_ms`).
 
-    `plan` adds to the texts what the micro-batches hold. Of a cluster with more than 64 stages only the
-    slowest and the fastest pipelines are drawn, which is said below the chart.
+    `plan` adds to the texts what the micro-batches hold. Of a cluster with more than 64 stages only
+    the slowest and the fastest pipelines are drawn, which is said below the chart.
     """
     longest = max([duration_ms, *(timeline.duration_ms for timeline in timelines)]) or 1.0
     axis = svg.linear_axis(0.0, longest, num_ticks=8)
@@ -73,12 +74,14 @@ def _draw_one(timeline: Timeline, axis: svg.Axis, plan: IterationPlan | None) ->
                 f'<line class="between" x1="0" x2="100%" y1="{index * height}" y2="{index * height}"/>'
             )
     beside = _beside_passes(timeline)
-    for event in sorted(timeline.events, key=lambda event: event in beside):  # narrow blocks over wide ones
+    # Narrow blocks over wide ones
+    for event in sorted(timeline.events, key=lambda event: event in beside):
         row = places.get((event.pipeline, event.stage))
         if row is not None:
             marks += _draw_event(event, row, height, axis, plan, is_narrow=event in beside)
     names = "".join(
-        f'<div><b>{escape(row.name)}</b><span class="more"> {escape(row.detail)}</span></div>' for row in rows
+        f'<div><b>{escape(row.name)}</b><span class="more"> {escape(row.detail)}</span></div>'
+        for row in rows
     )
     ticks = "".join(
         f'<span class="t{index % 2}" style="left:{axis.percent(tick):g}%">{text}</span>'
@@ -99,7 +102,9 @@ def _draw_one(timeline: Timeline, axis: svg.Axis, plan: IterationPlan | None) ->
 
 
 def _choose_rows(timeline: Timeline) -> tuple[list[_Row], int]:
-    """Rows of all pipelines, or of the slowest and the fastest ones; and how many pipelines are left out."""
+    """Rows of all pipelines, or of the slowest and the fastest ones; and how many pipelines are
+    left out.
+    """
     ends = [0.0] * len(timeline.pipelines)
     for event in timeline.passes():
         ends[event.pipeline] = max(ends[event.pipeline], event.end_ms)
@@ -137,7 +142,9 @@ def _grid_line(percent: float) -> str:
 def _idle(
     timeline: Timeline, places: dict[tuple[int, int], int], height: int, axis: svg.Axis
 ) -> Iterator[str]:
-    """Hatching from the first forward to the last backward of any pipeline; blocks are drawn over it."""
+    """Hatching from the first forward to the last backward of any pipeline; blocks are drawn over
+    it.
+    """
     passes = timeline.passes()
     if not passes:
         return
@@ -148,7 +155,9 @@ def _idle(
 
 
 def _beside_passes(timeline: Timeline) -> set[Event]:
-    """Events during which the stage may compute: P2P, and pulls and pushes that overlap a forward or backward."""
+    """Events during which the stage may compute: P2P, and pulls and pushes that overlap a forward
+    or backward.
+    """
     passes: defaultdict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in timeline.passes():
         passes[event.pipeline, event.stage].append(event)
@@ -167,16 +176,26 @@ def _beside_passes(timeline: Timeline) -> set[Event]:
 
 
 def _draw_event(
-    event: Event, row: int, height: int, axis: svg.Axis, plan: IterationPlan | None, *, is_narrow: bool
+    event: Event,
+    row: int,
+    height: int,
+    axis: svg.Axis,
+    plan: IterationPlan | None,
+    *,
+    is_narrow: bool,
 ) -> Iterator[str]:
     css, text = _KINDS[event.kind]
     left, right = axis.percent(event.start_ms), axis.percent(event.end_ms)
     if is_narrow:
         edge = (row + 1) * height - 5
-        yield svg.bar(left, right, f"{edge}", "4", f"{css} narrow", tip=_describe(event, text, plan))
+        yield svg.bar(
+            left, right, f"{edge}", "4", f"{css} narrow", tip=_describe(event, text, plan)
+        )
         return
     top = row * height + 1
-    yield svg.bar(left, right, f"{top}", f"{height - 2}", f"{css} block", tip=_describe(event, text, plan))
+    yield svg.bar(
+        left, right, f"{top}", f"{height - 2}", f"{css} block", tip=_describe(event, text, plan)
+    )
     if event.kind in _PASSES and height > 12 and right - left >= _LEAST_LABEL_PERCENT:
         roomy = "" if right - left >= 3 * _LEAST_LABEL_PERCENT else " tight"
         yield (

@@ -1,4 +1,6 @@
-"""The picture of a length histogram: how many sequences, and how many tokens, there are of each length."""
+"""The picture of a length histogram: how many sequences, and how many tokens, there are of each
+length.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 _BINS_PER_OCTAVE = 4
 
@@ -16,7 +18,9 @@ _BINS_PER_OCTAVE = 4
 def plot_lengths(histogram: LengthHistogram, out_png: str | Path) -> None:
     """Write a PNG: share of sequences and share of tokens over the length on a logarithmic axis."""
     lengths, counts = histogram.lengths_tokens, histogram.counts
-    num_bins = max(1, int(_BINS_PER_OCTAVE * np.log2(lengths[-1] / lengths[0]))) if lengths.size > 1 else 1
+    num_bins = (
+        max(1, int(_BINS_PER_OCTAVE * np.log2(lengths[-1] / lengths[0]))) if lengths.size > 1 else 1
+    )
     edges = np.geomspace(lengths[0], lengths[-1] + 1, num_bins + 1)
     figure = Figure(figsize=(8, 4.5), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)

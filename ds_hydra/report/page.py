@@ -1,4 +1,6 @@
-"""The report as one HTML file that needs nothing else: of a run, of two runs side by side, of a simulation."""
+"""The report as one HTML file that needs nothing else: of a run, of two runs side by side, of a
+simulation.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ def render_runs(runs: Sequence[Run]) -> str:
         figures=_figures(runs),
         sections=[
             Section(
-                "loss", "Loss", "Mean over the label tokens of each iteration.", charts.draw_losses(runs)
+                "loss",
+                "Loss",
+                "Mean over the label tokens of each iteration.",
+                charts.draw_losses(runs),
             ),
             Section(
                 "throughput",
@@ -116,7 +121,8 @@ def render_runs(runs: Sequence[Run]) -> str:
 
 
 def render_simulation(timelines: Sequence[Timeline], *, title: str, subtitle: str = "") -> str:
-    """The page of simulated iterations: strip of strategies, and the Gantt chart of each (at most 12).
+    """The page of simulated iterations: strip of strategies, and the Gantt chart of each (at most
+    12).
 
     Iterations that come twice, predicted and measured, are drawn one above the other.
     """
@@ -126,8 +132,12 @@ def render_simulation(timelines: Sequence[Timeline], *, title: str, subtitle: st
     for timeline in timelines:
         by_iteration.setdefault(timeline.iteration, []).append(timeline)
     used = [(iteration, group[0].strategy) for iteration, group in sorted(by_iteration.items())]
-    names = sorted({name for _, name in used}, key=lambda name: (-sum(n == name for _, n in used), name))
-    slowest_first = sorted(by_iteration, key=lambda i: (-max(t.duration_ms for t in by_iteration[i]), i))
+    names = sorted(
+        {name for _, name in used}, key=lambda name: (-sum(n == name for _, n in used), name)
+    )
+    slowest_first = sorted(
+        by_iteration, key=lambda i: (-max(t.duration_ms for t in by_iteration[i]), i)
+    )
     choices = [
         Choice(
             f"iteration {iteration}: {by_iteration[iteration][0].strategy} "
@@ -173,7 +183,9 @@ def write_page(html: str, out: Path) -> None:
         partial.write_text(html, encoding="utf-8")
         partial.replace(out)
     except OSError as error:
-        raise HydraConfigError(f"cannot write {out}: {error.strerror}; name a file with --out") from error
+        raise HydraConfigError(
+            f"cannot write {out}: {error.strerror}; name a file with --out"
+        ) from error
 
 
 @cache
@@ -202,16 +214,15 @@ def _distinct_names(runs: Sequence[Run]) -> list[str]:
 
 
 def _describe_run(run: Run) -> str:
-    model = run.facts.get("model", {})
-    parts = []
-    if model:
-        size = model.get("num_parameters", 0)
+    facts, parts = run.facts, []
+    if facts.model_type:
+        size = facts.num_parameters
         unit = f"{size / 1e9:,.1f} billion" if size >= 1e9 else f"{size / 1e6:,.1f} million"
-        parts.append(f"{model.get('type', 'model')} with {unit} parameters")
+        parts.append(f"{facts.model_type} with {unit} parameters")
     ranks = f"{run.num_ranks} rank{'s' if run.num_ranks > 1 else ''}"
-    parts.append(f"{ranks} ({run.facts['device']})" if "device" in run.facts else ranks)
-    if "started" in run.facts:
-        parts.append(f"started {run.facts['started'][:16].replace('T', ' ')}")
+    parts.append(f"{ranks} ({facts.device})" if facts.device else ranks)
+    if facts.started:
+        parts.append(f"started {facts.started[:16].replace('T', ' ')}")
     return ", ".join(parts)
 
 
@@ -232,13 +243,19 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
         ("bubble", [f"{median(b):.1%}" if b else "not measured" for b in bubbles]),
         (
             "error of prediction",
-            ["no prediction" if isnan(s.absolute_error) else f"{s.absolute_error:.1%}" for s in summaries],
+            [
+                "no prediction" if isnan(s.absolute_error) else f"{s.absolute_error:.1%}"
+                for s in summaries
+            ],
         ),
         (
             "waited for pull and push",
             [_share(s.pull + s.push, u) for s, u in zip(shares, summaries, strict=True)],
         ),
-        ("waited for plans", [_share(s.plan_wait, u) for s, u in zip(shares, summaries, strict=True)]),
+        (
+            "waited for plans",
+            [_share(s.plan_wait, u) for s, u in zip(shares, summaries, strict=True)],
+        ),
         ("rows filled to", [f"{median(p):.0%} of MaxLen" if p else "not measured" for p in packs]),
     ]
     if len(runs) == 2 and summaries[0].tokens_per_s > 0:
@@ -312,4 +329,6 @@ def _selector(choices: Sequence[Choice], key: str) -> Markup:
 
 
 def _slowest_table(run: Run) -> Markup:
-    return Markup(_environment().get_template("slowest.html.j2").render(slowest=find_slowest(run.records)))
+    return Markup(
+        _environment().get_template("slowest.html.j2").render(slowest=find_slowest(run.records))
+    )

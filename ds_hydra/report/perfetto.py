@@ -1,8 +1,8 @@
 """Traces for Perfetto and chrome://tracing: predicted and measured tracks of the traced iterations.
 
-The trace-event format: a JSON object with `traceEvents`; "X" is a complete event, "M" metadata, "C" a counter,
-times in whole microseconds. One process per source, one thread per stage; traced iterations follow each other
-without the ones between them.
+The trace-event format: a JSON object with `traceEvents`; "X" is a complete event, "M" metadata, "C"
+a counter, times in whole microseconds. One process per source, one thread per stage; traced
+iterations follow each other without the ones between them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,17 @@ _ITERATIONS, _PREDICTED, _MEASURED = 1, 2, 3
 _PROCESSES = {_ITERATIONS: "iterations", _PREDICTED: "predicted", _MEASURED: "measured"}
 _NAMES = {EventKind.FORWARD: "F", EventKind.BACKWARD: "B"}
 _THREADS = 1 << 20
-"""Thread ids of a process begin at its id times this: Perfetto takes equal ids, and 0, for the same thread."""
+"""Thread ids of a process begin at its id times this: Perfetto takes equal ids, and 0, for the same
+thread.
+"""
 _LINK = 1 << 19
 """Offset of the threads of P2P, pulls and pushes, which may run beside a stage's passes."""
 
 
 def trace_run(run: Run) -> dict[str, Any]:
-    """The trace of all traced iterations of `run`; raises HydraConfigError where nothing can be drawn."""
+    """The trace of all traced iterations of `run`; raises HydraConfigError where nothing can be
+    drawn.
+    """
     groups = []
     for record in run.records:
         trace, predicted = run.traces.get(record.iteration), run.predicted(record.iteration)
@@ -50,7 +54,9 @@ def trace_run(run: Run) -> dict[str, Any]:
 
 
 def trace_timelines(timelines: Iterable[Timeline]) -> dict[str, Any]:
-    """The trace of simulated (or any) timelines; those of one iteration are shown at the same time."""
+    """The trace of simulated (or any) timelines; those of one iteration are shown at the same
+    time.
+    """
     groups: dict[int, list[Timeline]] = {}
     for timeline in timelines:
         groups.setdefault(timeline.iteration, []).append(timeline)
@@ -96,7 +102,10 @@ def _iteration_event(
 ) -> TraceEvent:
     args: dict[str, Any] = {"strategy": timeline.strategy}
     if record is not None:
-        args |= {"tokens": record.num_tokens, "loss": record.loss if record.loss == record.loss else None}
+        args |= {
+            "tokens": record.num_tokens,
+            "loss": record.loss if record.loss == record.loss else None,
+        }
     return {
         "name": f"iteration {timeline.iteration}: {timeline.strategy}",
         "cat": "iteration",
@@ -110,7 +119,10 @@ def _iteration_event(
 
 
 def _timeline_events(
-    timeline: Timeline, plan: IterationPlan | None, start_ms: float, threads: dict[tuple[int, int], str]
+    timeline: Timeline,
+    plan: IterationPlan | None,
+    start_ms: float,
+    threads: dict[tuple[int, int], str],
 ) -> Iterator[TraceEvent]:
     process = _PREDICTED if timeline.source == "predicted" else _MEASURED
     for event in timeline.events:
@@ -118,7 +130,9 @@ def _timeline_events(
         thread = process * _THREADS + offset
         threads.setdefault((process, thread), name)
         yield {
-            "name": f"{_NAMES[event.kind]}{event.micro_batch}" if event.kind in _NAMES else event.kind.value,
+            "name": f"{_NAMES[event.kind]}{event.micro_batch}"
+            if event.kind in _NAMES
+            else event.kind.value,
             "cat": event.kind.value,
             "ph": "X",
             "pid": process,
@@ -130,7 +144,9 @@ def _timeline_events(
 
 
 def _thread(timeline: Timeline, event: Event) -> tuple[int, str]:
-    """Place among the threads and name: a stage's first rank; what may overlap its passes has its own thread."""
+    """Place among the threads and name: a stage's first rank; what may overlap its passes has its
+    own thread.
+    """
     if event.pipeline < 0:
         first = max((max(track.ranks) for track in timeline.pipelines), default=-1) + 1
         return first, f"rank {first} and idle ones after it"

@@ -11,10 +11,12 @@ from ds_hydra.strategy import Profile
 
 
 def predict_timeline(plan: IterationPlan, profile: Profile, *, forward_fraction: float) -> Timeline:
-    """Forwards and backwards of every stage under T(l, P) of `profile`; time 0 is the first forward.
+    """Forwards and backwards of every stage under T(l, P) of `profile`; time 0 is the first
+    forward.
 
-    The plan may have been made with coefficients that were re-fitted since: each pipeline is stretched to the
-    time that the plan says. Left out, as in the planner: pull, push, step, and P2P between stages.
+    The plan may have been made with coefficients that were re-fitted since: each pipeline is
+    stretched to the time that the plan says. Left out, as in the planner: pull, push, step, and P2P
+    between stages.
     """
     simulation = simulate_plan(plan, profile, overlap=False, forward_fraction=forward_fraction)
     stretch = [
@@ -26,4 +28,6 @@ def predict_timeline(plan: IterationPlan, profile: Profile, *, forward_fraction:
         replace(e, start_ms=e.start_ms * stretch[e.pipeline], end_ms=e.end_ms * stretch[e.pipeline])
         for e in timeline.events
     )
-    return replace(timeline, events=events, duration_ms=max((e.end_ms for e in events), default=0.0))
+    return replace(
+        timeline, events=events, duration_ms=max((e.end_ms for e in events), default=0.0)
+    )

@@ -1,16 +1,32 @@
-"""Everything that a run left in its folder: metrics, plans, traces, profile; and what is missing there."""
+"""Everything that a run left in its folder: metrics, plans, traces, profile; and what is missing
+there.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.errors import HydraError
+from ds_hydra.configs.files import (
+    MAX_DEVICES,
+    check_object,
+    read_count,
+    read_counts,
+    read_json_lines,
+    read_json_object,
+    read_text,
+)
+from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.report.predict import predict_timeline
-from ds_hydra.report.run_report import IterationRecord, RunSummary, read_metrics, summarize_records
+from ds_hydra.report.run_report import (
+    IterationRecord,
+    RunSummary,
+    describe_damage,
+    read_metrics,
+    summarize_records,
+)
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.simulator.timeline import Timeline
 from ds_hydra.strategy import Profile, Scheme
@@ -26,17 +42,57 @@ class Trace:
     timeline: Timeline
     peak_bytes: tuple[int, ...]
 
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], source: str) -> Trace:
+        """The trace in one line of `trace.jsonl`; raises HydraConfigError."""
+        return cls(
+            Timeline.from_json(document, source=source),
+            read_counts({"peak_bytes": [], **document}, "peak_bytes", most=1 << 62),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """What `run.json` says of the run as a whole; None or empty where it does not."""
+
+    num_ranks: int | None = None
+    device: str = ""
+    started: str = ""
+    model_type: str = ""
+    num_parameters: int = 0
+    recomputes: bool = False
+    """Whether every layer runs forward again in backward."""
+    memory_limit_bytes: int | None = None
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> RunFacts:
+        """The facts in the document; raises HydraConfigError for values of another kind."""
+        model = check_object(document.get("model", {}), "model")
+        hydra = check_object(document.get("hydra", {}), "hydra")
+        given: dict[str, Any] = {"recomputes": hydra.get("activation_checkpointing") is True}
+        if "num_ranks" in document:
+            given["num_ranks"] = read_count(document, "num_ranks", least=1, most=MAX_DEVICES)
+        if hydra.get("memory_limit_bytes") is not None:
+            given["memory_limit_bytes"] = read_count(hydra, "memory_limit_bytes", most=1 << 62)
+        given |= {key: read_text(document, key) for key in ("device", "started") if key in document}
+        if model:
+            given["model_type"] = read_text({"type": "model", **model}, "type")
+            given["num_parameters"] = read_count({"num_parameters": 0, **model}, "num_parameters")
+        return cls(**given)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run folder. What it does not hold is empty or None here, and `notes` say so to the reader."""
+    """A run folder. What it does not hold is empty or None here, and `notes` say so to the
+    reader.
+    """
 
     name: str
     records: tuple[IterationRecord, ...]
     plans: dict[int, IterationPlan]
     traces: dict[int, Trace]
     profile: Profile | None
-    facts: dict[str, Any]
+    facts: RunFacts
     notes: tuple[str, ...]
 
     @property
@@ -48,8 +104,11 @@ class Run:
     def num_ranks(self) -> int:
         """Ranks of the run, idle ones included where that is known."""
         known = [plan.num_devices for plan in self.plans.values()][:1]
-        used = 1 + max(rank for record in self.records for p in record.pipelines for rank in p.ranks)
-        return int(self.facts.get("num_ranks", 0)) or (known[0] if known else used)
+        used = 1 + max(
+            (rank for record in self.records for p in record.pipelines for rank in p.ranks),
+            default=0,
+        )
+        return self.facts.num_ranks or (known[0] if known else used)
 
     def lengths(self) -> list[int]:
         """Tokens of all sequences in the plans at hand."""
@@ -73,39 +132,39 @@ class Run:
             return None
         if not all(self.profile.has_latency(scheme) for scheme in plan.strategy.schemes):
             return None
-        recomputes = self.facts.get("hydra", {}).get("activation_checkpointing", False)
-        return predict_timeline(plan, self.profile, forward_fraction=1 / 4 if recomputes else 1 / 3)
+        fraction = 1 / 4 if self.facts.recomputes else 1 / 3
+        return predict_timeline(plan, self.profile, forward_fraction=fraction)
 
 
 def load_run(run_dir: str | Path) -> Run:
-    """The run in `run_dir`; raises HydraConfigError where `metrics.jsonl` cannot be read.
+    """The run in `run_dir`; raises HydraConfigError where no line of `metrics.jsonl` can be read.
 
     Everything else may be missing or damaged: the run is read without it, with a note.
     """
     folder = Path(run_dir)
-    records = read_metrics(folder)
     notes: list[str] = []
+    records = read_metrics(folder, notes)
     facts = _read_facts(folder / "run.json", notes)
+    plans = _read_plans(folder / "plans", records, notes)
     return Run(
         name=folder.resolve().name,
         records=tuple(records),
-        plans=_read_plans(folder / "plans", records, notes),
-        traces=_read_traces(folder / "trace.jsonl", notes),
+        plans=plans,
+        traces=_read_traces(folder / "trace.jsonl", plans, notes),
         profile=_read_profile(folder / "profile.json", facts, notes),
         facts=facts,
         notes=tuple(notes),
     )
 
 
-def _read_facts(path: Path, notes: list[str]) -> dict[str, Any]:
+def _read_facts(path: Path, notes: list[str]) -> RunFacts:
+    if not path.exists():
+        return RunFacts()
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
+        return RunFacts.from_json(read_json_object(path))
+    except HydraConfigError as error:
         notes.append(f"run.json cannot be read ({error}).")
-        return {}
-    return facts if isinstance(facts, dict) else {}
+        return RunFacts()
 
 
 def _read_plans(
@@ -120,8 +179,8 @@ def _read_plans(
         if (index % step and record.iteration not in slowest) or not path.exists():
             continue
         try:
-            plans[record.iteration] = IterationPlan.from_json(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, HydraError):
+            plans[record.iteration] = IterationPlan.from_json(read_json_object(path))
+        except HydraError:
             damaged.append(path.name)
     if damaged:
         notes.append(f"{len(damaged)} plans cannot be read, the first is {damaged[0]}.")
@@ -133,28 +192,38 @@ def _read_plans(
     return plans
 
 
-def _read_traces(path: Path, notes: list[str]) -> dict[int, Trace]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+def _read_traces(
+    path: Path, plans: Mapping[int, IterationPlan], notes: list[str]
+) -> dict[int, Trace]:
+    if not path.exists():
         notes.append(
             "No trace.jsonl in the folder (hydra.trace_every is 0): measured timelines are left out."
         )
         return {}
     traces: dict[int, Trace] = {}
-    lines = text.splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            document = json.loads(line)
-            timeline = Timeline.from_json(document)
-            traces[timeline.iteration] = Trace(timeline, tuple(document.get("peak_bytes", ())))
-        except (ValueError, AttributeError, HydraError) as error:
-            if number < len(lines) or text.endswith("\n"):  # else the run was killed while it wrote
-                notes.append(f"trace.jsonl, line {number} cannot be read ({error}).")
+    damaged: list[HydraConfigError] = []
+    try:
+        for number, line in read_json_lines(path):
+            try:
+                if isinstance(line, HydraConfigError):
+                    raise line
+                trace = Trace.from_json(line, f"line {number}")
+                plan = plans.get(trace.timeline.iteration)
+                if plan is not None and not trace.timeline.follows(plan):
+                    raise HydraConfigError(
+                        f"line {number}: it does not follow the iteration's plan"
+                    )
+                traces[trace.timeline.iteration] = trace
+            except HydraConfigError as error:
+                damaged.append(error)
+    except OSError as error:
+        notes.append(f"trace.jsonl cannot be read ({error.strerror}).")
+    if note := describe_damage(path.name, damaged):
+        notes.append(note)
     return traces
 
 
-def _read_profile(path: Path, facts: dict[str, Any], notes: list[str]) -> Profile | None:
+def _read_profile(path: Path, facts: RunFacts, notes: list[str]) -> Profile | None:
     """The profile under the memory limit of the run."""
     try:
         profile = Profile.load(path)
@@ -162,16 +231,22 @@ def _read_profile(path: Path, facts: dict[str, Any], notes: list[str]) -> Profil
         missing = "No profile.json in the folder" if not path.exists() else f"{error}"
         notes.append(f"{missing}: MaxLen, predicted timelines and the memory model are left out.")
         return None
-    limit = facts.get("hydra", {}).get("memory_limit_bytes")
-    if limit is None:
+    if facts.memory_limit_bytes is None:
         return profile
-    memory = replace(profile.memory, memory_bytes=limit, reserved_bytes=0, safety_margin_bytes=0)
+    memory = replace(
+        profile.memory,
+        memory_bytes=facts.memory_limit_bytes,
+        reserved_bytes=0,
+        safety_margin_bytes=0,
+    )
     return replace(profile, memory=memory)
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """The most bytes that a rank used (None: not traced) and that the memory model expects (None: unknown)."""
+    """The most bytes that a rank used (None: not traced) and that the memory model expects (None:
+    unknown).
+    """
 
     rank: int
     measured_bytes: int | None

@@ -32,7 +32,9 @@ _MAX_FRAMED_ITERATIONS = 250
 
 
 def plot_run(run_dir: str | Path, out_png: str | Path) -> None:
-    """Write a PNG of the run in `run_dir`; raises HydraConfigError where there is no readable run."""
+    """Write a PNG of the run in `run_dir`; raises HydraConfigError where there is no readable
+    run.
+    """
     records = read_metrics(run_dir)
     figure = Figure(figsize=(13, 8.5), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
@@ -49,7 +51,9 @@ def plot_run(run_dir: str | Path, out_png: str | Path) -> None:
 
 
 def choose_colors(schemes: Sequence[Scheme]) -> Colors:
-    """One colour per scheme: the hue tells TP, the darkness the place among the schemes of that TP, by PP first."""
+    """One colour per scheme: the hue tells TP, the darkness the place among the schemes of that TP,
+    by PP first.
+    """
     colors = {}
     for scheme in schemes:
         depth = sorted(other for other in schemes if other.tp == scheme.tp).index(scheme)
@@ -106,7 +110,13 @@ def _frame_pipelines(axes: Axes, records: list[IterationRecord], num_ranks: int)
         for rank in _idle_ranks(record, num_ranks):
             axes.add_patch(
                 Rectangle(
-                    (left, rank - 0.5), 1, 1, fill=False, edgecolor="#bbbbbb", linewidth=0, hatch="////"
+                    (left, rank - 0.5),
+                    1,
+                    1,
+                    fill=False,
+                    edgecolor="#bbbbbb",
+                    linewidth=0,
+                    hatch="////",
                 )
             )
 
@@ -128,7 +138,13 @@ def _draw_times(axes: Axes, records: list[IterationRecord], colors: Colors) -> N
     for scheme, scheme_bars in bars.items():
         lefts, heights, widths = zip(*scheme_bars, strict=True)
         axes.bar(
-            lefts, heights, widths, align="edge", color=colors[scheme], edgecolor="white", linewidth=frame
+            lefts,
+            heights,
+            widths,
+            align="edge",
+            color=colors[scheme],
+            edgecolor="white",
+            linewidth=frame,
         )
     iterations = np.array([r.iteration for r in records])
     predicted = axes.hlines(
@@ -146,7 +162,9 @@ def _draw_times(axes: Axes, records: list[IterationRecord], colors: Colors) -> N
 def _draw_loss(axes: Axes, records: list[IterationRecord]) -> None:
     iterations = [r.iteration for r in records]
     losses = [r.loss for r in records]
-    axes.plot(iterations, losses, color="#e15759", linewidth=1.6, marker="." if len(records) == 1 else "")
+    axes.plot(
+        iterations, losses, color="#e15759", linewidth=1.6, marker="." if len(records) == 1 else ""
+    )
     axes.set_ylabel("loss")
     axes.set_xlabel("iteration")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -158,7 +176,11 @@ def _head(axes: Axes, title: str, handles: Sequence[Artist] = ()) -> None:
     axes.set_title(title, loc="left", fontsize=11, color=_INK)
     if handles:
         axes.legend(
-            handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles), frameon=False
+            handles=handles,
+            loc="lower right",
+            bbox_to_anchor=(1, 1),
+            ncols=len(handles),
+            frameon=False,
         )
 
 

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ds_hydra.configs.files import (
+    check_object,
+    read_count,
+    read_json_lines,
+    read_list,
+    read_number,
+    read_text,
+    read_time,
+)
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import read_ranks
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 METRICS_SCHEMA = "ds_hydra.metrics/1"
@@ -29,12 +41,25 @@ class PipelineRecord:
     predicted_ms: float
     measured_ms: float
 
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> PipelineRecord:
+        """The record in one entry; raises as `IterationRecord.from_json`."""
+        scheme = Scheme.from_json(document)
+        return cls(
+            scheme=scheme,
+            ranks=read_ranks(document, scheme),
+            num_tokens=read_count(document, "num_tokens"),
+            predicted_ms=read_time(document, "predicted_ms"),
+            measured_ms=read_time(document, "measured_ms"),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationRecord:
     """One line of `metrics.jsonl`: predicted and measured time are those of the slowest pipeline.
 
-    What a line does not say (a loss that is no number, a field that an older version did not write) is NaN.
+    What a line does not say (a loss that is no number, a field that an older version did not write)
+    is NaN.
     """
 
     iteration: int
@@ -66,48 +91,52 @@ class IterationRecord:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> IterationRecord:
-        """The record in one line; raises KeyError, TypeError or ValueError for a line of another kind."""
+        """The record in one line; raises KeyError or HydraConfigError for a line of another
+        kind.
+        """
         if document.get("schema", METRICS_SCHEMA) != METRICS_SCHEMA:
-            raise ValueError(
+            raise HydraConfigError(
                 f"its schema is {document['schema']!r}, this version reads {METRICS_SCHEMA!r}; use the version of "
                 "ds_hydra that wrote the run"
             )
+        optional: dict[str, Any] = {
+            name: read(document, name)
+            for name, read in _OPTIONAL.items()
+            if document.get(name) is not None
+        }
+        for hidden in ("pull_ms", "push_ms"):  # older versions hid nothing
+            optional.setdefault(f"visible_{hidden}", optional.get(hidden, 0.0))
         return cls(
-            iteration=int(document["iteration"]),
-            loss=_number(document["loss"]),
-            strategy=Strategy.parse(document["strategy"]),
-            num_tokens=int(document["num_tokens"]),
-            iteration_ms=float(document["iteration_ms"]),
-            tokens_per_s=float(document["tokens_per_s"]),
-            predicted_ms=float(document["predicted_ms"]),
-            measured_ms=float(document["measured_ms"]),
-            imbalance=float(document["imbalance"]),
+            iteration=read_count(document, "iteration"),
+            loss=nan if document["loss"] is None else read_number(document, "loss"),
+            strategy=Strategy.parse(read_text(document, "strategy")),
+            num_tokens=read_count(document, "num_tokens"),
+            iteration_ms=read_time(document, "iteration_ms"),
+            tokens_per_s=read_time(document, "tokens_per_s"),
+            predicted_ms=read_time(document, "predicted_ms"),
+            measured_ms=read_time(document, "measured_ms"),
+            imbalance=read_number(document, "imbalance"),
             pipelines=tuple(
-                PipelineRecord(
-                    scheme=Scheme.from_json(pipeline),
-                    ranks=tuple(pipeline["ranks"]),
-                    num_tokens=int(pipeline["num_tokens"]),
-                    predicted_ms=float(pipeline["predicted_ms"]),
-                    measured_ms=float(pipeline["measured_ms"]),
-                )
-                for pipeline in document["pipelines"]
+                PipelineRecord.from_json(check_object(entry, "a pipeline"))
+                for entry in read_list(document, "pipelines")
             ),
-            num_sequences=int(document.get("num_sequences", 0)),
-            longest_tokens=int(document.get("longest_tokens", 0)),
-            bubble=_number(document.get("bubble")),
-            pack_occupancy=_number(document.get("pack_occupancy")),
-            waited_ms=float(document.get("waited_ms", 0.0)),
-            pull_ms=float(document.get("pull_ms", 0.0)),
-            push_ms=float(document.get("push_ms", 0.0)),
-            visible_pull_ms=float(document.get("visible_pull_ms", document.get("pull_ms", 0.0))),
-            visible_push_ms=float(document.get("visible_push_ms", document.get("push_ms", 0.0))),
-            step_ms=float(document.get("step_ms", 0.0)),
+            **optional,
         )
 
 
-def _number(value: Any) -> float:
-    """A number as it is; NaN for null, which stands for what JSON cannot write."""
-    return nan if value is None else float(value)
+_OPTIONAL: Mapping[str, Callable[[Mapping[str, Any], str], float]] = {
+    "num_sequences": read_count,
+    "longest_tokens": read_count,
+    "bubble": read_number,
+    "pack_occupancy": read_number,
+    "waited_ms": read_time,
+    "pull_ms": read_time,
+    "push_ms": read_time,
+    "visible_pull_ms": read_time,
+    "visible_push_ms": read_time,
+    "step_ms": read_time,
+}
+"""Fields that older versions did not write, or that may not be numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +154,9 @@ class StrategyUse:
 class RunSummary:
     """A run in numbers. Prints as a table; strategies come most used first.
 
-    `measured_over_predicted` and `absolute_error` (|measured / predicted - 1|) compare the slowest pipeline
-    of each iteration, without pull, push and step; like `tokens_per_s` and `imbalance` they are medians.
+    `measured_over_predicted` and `absolute_error` (|measured / predicted - 1|) compare the slowest
+    pipeline of each iteration, without pull, push and step; like `tokens_per_s` and `imbalance`
+    they are medians.
     """
 
     num_iterations: int
@@ -169,13 +199,17 @@ class RunSummary:
 
 
 def summarize_run(run_dir: str | Path) -> RunSummary:
-    """The summary of the run in `run_dir`; raises HydraConfigError where there is no readable run."""
+    """The summary of the run in `run_dir`; raises HydraConfigError where there is no readable
+    run.
+    """
     return summarize_records(read_metrics(run_dir))
 
 
 def summarize_records(records: Sequence[IterationRecord]) -> RunSummary:
     """The summary of the iterations of a run, at least one."""
-    ratios = [r.measured_ms / r.predicted_ms for r in records if r.predicted_ms > 0] or [float("nan")]
+    ratios = [r.measured_ms / r.predicted_ms for r in records if r.predicted_ms > 0] or [
+        float("nan")
+    ]
     return RunSummary(
         num_iterations=len(records),
         num_heterogeneous=sum(r.strategy.is_heterogeneous for r in records),
@@ -208,45 +242,53 @@ def _count_strategies(records: Sequence[IterationRecord]) -> tuple[StrategyUse, 
     return tuple(sorted(uses, key=lambda use: (-use.num_iterations, str(use.strategy))))
 
 
-def read_metrics(run_dir: str | Path) -> list[IterationRecord]:
-    """The iterations of a run in order. Raises HydraConfigError naming the file, the line and what is wrong.
+def read_metrics(run_dir: str | Path, notes: list[str] | None = None) -> list[IterationRecord]:
+    """The iterations of a run in order. Raises HydraConfigError where there is none, naming the
+    first line that cannot be read and what is wrong with it.
 
-    Where a resumed run has an iteration again, the later record counts. Half a line at the end, as a killed
-    run leaves it, is left out.
+    Where a resumed run has an iteration again, the later record counts. Half a line at the end, as
+    a killed run leaves it, is left out; any other damaged line is left out with a note, or with a
+    warning where nobody takes notes.
     """
     path = Path(run_dir) / METRICS_FILE
+    records, damaged = {}, []
     try:
-        text = path.read_text(encoding="utf-8")
+        for number, line in read_json_lines(path):
+            try:
+                record = _read_line(line, f"{path}, line {number}")
+            except HydraConfigError as error:
+                damaged.append(error)
+            else:
+                records[record.iteration] = record
     except OSError as error:
         raise HydraConfigError(
             f"cannot read {path}: {error.strerror}; a run writes it into its hydra.run_dir"
         ) from error
-    lines = text.splitlines()
-    if lines and not text.endswith("\n") and not _is_json(lines[-1]):
-        lines.pop()
-    records = {}
-    for number, line in enumerate(lines, start=1):
-        record = _read_line(line, f"{path}, line {number}")
-        records[record.iteration] = record
     if not records:
-        raise HydraConfigError(f"{path} is empty: no iteration was finished")
+        raise HydraConfigError(
+            str(damaged[0]) if damaged else f"{path} is empty: no iteration was finished"
+        )
+    if note := describe_damage(METRICS_FILE, damaged):
+        logger.warning(note) if notes is None else notes.append(note)
     return [records[iteration] for iteration in sorted(records)]
 
 
-def _read_line(line: str, place: str) -> IterationRecord:
+def describe_damage(name: str, damaged: Sequence[HydraConfigError]) -> str:
+    """What to say of the lines of a file that were left out; empty where there are none."""
+    if not damaged:
+        return ""
+    count = f"1 line of {name}" if len(damaged) == 1 else f"{len(damaged)} lines of {name}"
+    return (
+        f"{count} cannot be read and {'is' if len(damaged) == 1 else 'are'} left out: {damaged[0]}."
+    )
+
+
+def _read_line(line: dict[str, Any] | HydraConfigError, place: str) -> IterationRecord:
+    if isinstance(line, HydraConfigError):
+        raise line
     try:
-        return IterationRecord.from_json(json.loads(line))
-    except json.JSONDecodeError as error:
-        raise HydraConfigError(f"{place} is not JSON: {error}") from error
+        return IterationRecord.from_json(line)
     except KeyError as error:
         raise HydraConfigError(f"{place} has no {error}") from error
-    except (AttributeError, TypeError, ValueError) as error:
+    except HydraConfigError as error:
         raise HydraConfigError(f"{place} is not the record of an iteration: {error}") from error
-
-
-def _is_json(line: str) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True

@@ -1,4 +1,6 @@
-"""The picture of a searched plan: one row for each stage, one box for each run of layers with one strategy."""
+"""The picture of a searched plan: one row for each stage, one box for each run of layers with one
+strategy.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ds_hydra.strategy.search.galvatron import SearchPlan, run_lengths
-from ds_hydra.strategy.search.space import LayerStrategy
+from ds_hydra.strategy.cost_models.search.galvatron import SearchPlan, run_lengths
+from ds_hydra.strategy.cost_models.search.space import LayerStrategy
 
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 _LABEL_BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
@@ -38,7 +40,12 @@ def plot_search(plan: SearchPlan, out_png: str | Path) -> None:
                 edgecolor="white",
             )
             if count > 1:
-                label: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": "black"}
+                label: dict[str, Any] = {
+                    "ha": "center",
+                    "va": "center",
+                    "fontsize": 8,
+                    "color": "black",
+                }
                 axes.text(begin + count / 2, row, f"{count}", **label, bbox=_LABEL_BOX)
             begin += count
         note = f" {stage.compute_ms:.1f} ms, {stage.peak_mb / 1024:.1f} GB"

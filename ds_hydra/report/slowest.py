@@ -16,12 +16,13 @@ _MISPREDICTED = 0.10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeShares:
-    """One iteration, or a sum of them, cut into what ranks did on average; milliseconds, all 0 or more.
+    """One iteration, or a sum of them, cut into what ranks did on average; milliseconds, all 0 or
+    more.
 
     `pull` and `push` are what computation waited for; what it hid is in `compute`.
 
-    `compute` and `idle` divide the time of the slowest pipeline by the bubble; where a run did not measure
-    the bubble, all of it is `compute`.
+    `compute` and `idle` divide the time of the slowest pipeline by the bubble; where a run did not
+    measure the bubble, all of it is `compute`.
     """
 
     plan_wait: float
@@ -58,7 +59,9 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class SlowIteration:
-    """A slow iteration: how often the median iteration would fit into it, and why, largest cause first."""
+    """A slow iteration: how often the median iteration would fit into it, and why, largest cause
+    first.
+    """
 
     record: IterationRecord
     times_median: float
@@ -99,7 +102,10 @@ class _Usual:
         if excess_ms <= 0:
             return [Cause(0.0, "no slower than usual")]
         causes = [
-            Cause((record.predicted_ms - self._predicted_ms) * self._ratio, self._describe_batch(record)),
+            Cause(
+                (record.predicted_ms - self._predicted_ms) * self._ratio,
+                self._describe_batch(record),
+            ),
             self._misprediction(record),
             *self._parts_causes(record),
         ]
@@ -118,7 +124,9 @@ class _Usual:
         if record.num_tokens > 1.1 * self._tokens:
             reasons.append(f"it has {record.num_tokens:,} tokens, usual {self._tokens:,.0f}")
         why = f" ({'; '.join(reasons)})" if reasons else ""
-        return f"planned to take {record.predicted_ms:,.0f} ms, usual {self._predicted_ms:,.0f}{why}"
+        return (
+            f"planned to take {record.predicted_ms:,.0f} ms, usual {self._predicted_ms:,.0f}{why}"
+        )
 
     def _misprediction(self, record: IterationRecord) -> Cause:
         excess_ms = record.measured_ms - record.predicted_ms * self._ratio
@@ -126,10 +134,14 @@ class _Usual:
         if not busy:
             return Cause(0.0, "")
         worst = max(busy, key=lambda p: p.measured_ms)
-        late = [p for p in busy if p.measured_ms > (1 + _MISPREDICTED) * self._ratio * p.predicted_ms]
+        late = [
+            p for p in busy if p.measured_ms > (1 + _MISPREDICTED) * self._ratio * p.predicted_ms
+        ]
         who = "every pipeline" if len(late) == len(busy) > 1 else _name(worst)
         ratio = worst.measured_ms / worst.predicted_ms
-        return Cause(excess_ms, f"{who} took longer than planned ({ratio:.2f} x, usual {self._ratio:.2f} x)")
+        return Cause(
+            excess_ms, f"{who} took longer than planned ({ratio:.2f} x, usual {self._ratio:.2f} x)"
+        )
 
     def _parts_causes(self, record: IterationRecord) -> list[Cause]:
         texts = {

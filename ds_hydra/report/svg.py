@@ -1,7 +1,9 @@
-"""Plots as inline SVG that follows the width of its page: marks in percent, text as HTML beside them.
+"""Plots as inline SVG that follows the width of its page: marks in percent, text as HTML beside
+them.
 
-A plot has no size of its own. Horizontal positions are percentages of whatever width it gets, heights are
-CSS pixels, so that text and lines keep their size from a telephone to a wide screen. Colours are CSS classes.
+A plot has no size of its own. Horizontal positions are percentages of whatever width it gets,
+heights are CSS pixels, so that text and lines keep their size from a telephone to a wide screen.
+Colours are CSS classes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ _MAX_LINE_BINS = 600
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A scale from `low` to `high` (logarithmic to base 2 if asked for) with its tick marks and their labels."""
+    """A scale from `low` to `high` (logarithmic to base 2 if asked for) with its tick marks and
+    their labels.
+    """
 
     low: float
     high: float
@@ -48,7 +52,9 @@ def linear_axis(
         low, high = low - 0.5, high + 0.5
     step = _round_step((high - low) / num_ticks, (1, 2, 5, 10) if integer else (1, 2, 2.5, 5, 10))
     step = max(1.0, step) if integer else step
-    ticks = [index * step for index in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
+    ticks = [
+        index * step for index in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)
+    ]
     digits = max(0, -floor(log10(step)))
     make = label or (lambda value: f"{value:,.{digits}f}")
     return Axis(low, high, tuple((tick, make(tick)) for tick in ticks))
@@ -61,7 +67,9 @@ def value_axis(
     finite = [value for value in values if isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
     air = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
-    return linear_axis(min(0.0, low) if from_zero else low - air, high + air, num_ticks=5, label=label)
+    return linear_axis(
+        min(0.0, low) if from_zero else low - air, high + air, num_ticks=5, label=label
+    )
 
 
 def log_axis(low: float, high: float) -> Axis:
@@ -109,7 +117,9 @@ def plot(
 
 
 def line(points: Sequence[Point], x: Axis, y: Axis, css: str) -> str:
-    """A line through `points`, interrupted where a value is not finite; single points become dots."""
+    """A line through `points`, interrupted where a value is not finite; single points become
+    dots.
+    """
     pieces: list[list[Point]] = [[]]
     for point in thin_line(points):
         if isfinite(point[1]):
@@ -126,12 +136,16 @@ def line(points: Sequence[Point], x: Axis, y: Axis, css: str) -> str:
 
 def _path(points: Sequence[Point], x: Axis, y: Axis) -> str:
     scale = _GRID / 100
-    corners = (f"{x.percent(px) * scale:.4g},{_GRID - y.percent(py) * scale:.4g}" for px, py in points)
+    corners = (
+        f"{x.percent(px) * scale:.4g},{_GRID - y.percent(py) * scale:.4g}" for px, py in points
+    )
     return "M" + "L".join(corners)
 
 
 def thin_line(points: Sequence[Point]) -> list[Point]:
-    """Lowest and highest point of each of some hundred bins, in order; few points stay as they are."""
+    """Lowest and highest point of each of some hundred bins, in order; few points stay as they
+    are.
+    """
     size = ceil(len(points) / _MAX_LINE_BINS)
     if size <= 2:
         return list(points)
@@ -145,7 +159,9 @@ def thin_line(points: Sequence[Point]) -> list[Point]:
 
 
 def dot(point: Point, x: Axis, y: Axis, css: str, *, marker: int = 0, tip: str = "") -> str:
-    """A marker (circle, square, triangle, diamond) with a text that is shown when it is pointed at."""
+    """A marker (circle, square, triangle, diamond) with a text that is shown when it is pointed
+    at.
+    """
     return (
         f'<use href="#m{marker % 4}" class="{css}" x="{x.percent(point[0]):g}%" '
         f'y="{100 - y.percent(point[1]):g}%"{_tip(tip)}/>'

@@ -1,4 +1,6 @@
-"""The picture of a what-if sweep: tokens per second and time of an iteration over the value that was varied."""
+"""The picture of a what-if sweep: tokens per second and time of an iteration over the value that
+was varied.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def plot_sweep(comparisons: Sequence[Comparison], out_png: str | Path) -> None:
     speed, duration = figure.subplots(1, 2)
     names = [name for name in LABELS if any(c.get(name) for c in ordered)]
     for name, style in zip(names, cycle(_STYLES)):
-        points = [(getattr(c.workload, field), c, r) for c in ordered if (r := c.get(name)) is not None]
+        points = [
+            (getattr(c.workload, field), c, r) for c in ordered if (r := c.get(name)) is not None
+        ]
         x = [value for value, _, _ in points]
         speed.plot(x, [c.tokens_per_s(r) for _, c, r in points], style, label=LABELS[name])
         times = [Mean.of(r.iteration_ms / 1e3) for _, _, r in points]
@@ -42,7 +46,8 @@ def plot_sweep(comparisons: Sequence[Comparison], out_png: str | Path) -> None:
             x, [t.mean for t in times], [t.standard_error for t in times], fmt=style, capsize=3,
             label=LABELS[name],
         )  # fmt: skip
-    speed.set_yscale("log", base=2)  # before the limits are set: a logarithmic axis does not begin at 0
+    # Before the limits are set: a logarithmic axis does not begin at 0
+    speed.set_yscale("log", base=2)
     speed.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     _finish(speed, field, "tokens per second")
     _finish(duration, field, "iteration, s")

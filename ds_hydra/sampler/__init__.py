@@ -1,1 +1,3 @@
-"""From token lengths to one `IterationPlan`: pure decisions, and processes that make them ahead of time."""
+"""From token lengths to one `IterationPlan`: pure decisions, and processes that make them ahead of
+time.
+"""

@@ -1,7 +1,8 @@
-"""The planning process that `BackgroundPlanner` starts: reads batches from stdin, writes plans to stdout.
+"""The planning process that `BackgroundPlanner` starts: reads batches from stdin, writes plans to
+stdout.
 
-Messages are JSON documents, each after its size in bytes (4 bytes, big endian). The process ends when its
-stdin ends, so it cannot outlive the process that started it.
+Messages are JSON documents, each after its size in bytes (4 bytes, big endian). The process ends
+when its stdin ends, so it cannot outlive the process that started it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def read_message(stream: BinaryIO) -> dict[str, Any] | None:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when its parent is gone even if a fork of the parent still holds our stdin open."""
+    """Ends this process when its parent is gone even if a fork of the parent still holds our stdin
+    open.
+    """
     parent = os.getppid()
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_S)
@@ -46,10 +49,11 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Plans batches until stdin ends. A message with a "task" holds everything but the batches that follow."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent closes our stdin
+    """Plans batches until stdin ends. A message with a "task" holds everything but the batches that
+    follow.
+    """
+    # Ctrl-C reaches the whole group; the parent closes our stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")

@@ -1,8 +1,9 @@
-"""Plans that are ready when the engine asks for them: planning processes some iterations ahead of training.
+"""Plans that are ready when the engine asks for them: planning processes some iterations ahead of
+training.
 
 Workers are started with `python -m ds_hydra.sampler._worker` and not forked or spawned through
-multiprocessing: a fork of a process that holds CUDA and NCCL is not safe, and `spawn` imports the user's
-script, and with it torch, once more in every worker.
+multiprocessing: a fork of a process that holds CUDA and NCCL is not safe, and `spawn` imports the
+user's script, and with it torch, once more in every worker.
 """
 
 from __future__ import annotations
@@ -26,16 +27,20 @@ from ds_hydra import errors
 from ds_hydra.sampler._worker import read_message, write_message
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import DEFAULT_SETTINGS, PlannerSettings, plan_iteration
-from ds_hydra.strategy.profile import Profile
-from ds_hydra.strategy.scheme import Strategy, parse_strategies
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.schemes.scheme import Strategy, parse_strategies
 
 logger = logging.getLogger(__name__)
 
 _MAX_ATTEMPTS = 3
-"""Workers that one iteration may lose before it is planned in line (where an exception has a traceback)."""
+"""Workers that one iteration may lose before it is planned in line (where an exception has a
+traceback).
+"""
 _CLOSE_TIMEOUT_S = 2.0
 _START_S = 60.0
-"""Longest that a planning process may take to start and to plan for the first time before it counts as hung."""
+"""Longest that a planning process may take to start and to plan for the first time before it counts
+as hung.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +113,8 @@ class _Job(NamedTuple):
 class PlannedIteration:
     """A plan, what it cost, and how long the caller was held up for it.
 
-    `source`: "worker", "inline" (no workers, or they died of this iteration), or "deadline" (the worker was
-    late, so this is the heuristic plan).
+    `source`: "worker", "inline" (no workers, or they died of this iteration), or "deadline" (the
+    worker was late, so this is the heuristic plan).
     """
 
     plan: IterationPlan
@@ -117,15 +122,29 @@ class PlannedIteration:
     waited_ms: float
     source: Literal["worker", "inline", "deadline"]
 
+    def to_json(self) -> dict[str, Any]:
+        """The planned iteration as a JSON document; `from_json` restores an equal one."""
+        return {
+            "plan": self.plan.to_json(),
+            "planning_ms": self.planning_ms,
+            "waited_ms": self.waited_ms,
+            "source": self.source,
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> PlannedIteration:
+        """The planned iteration in a document written by `to_json`."""
+        return cls(**{**document, "plan": IterationPlan.from_json(document["plan"])})
+
 
 class BackgroundPlanner:
     """Plans submitted iterations in `num_workers` processes; only rank 0 has one.
 
-    Submit iterations while `has_room`, then `get` them in any order. Plans do not depend on the number of
-    workers, unless one is later than `deadline_s`, counted from the call of `get`: then the heuristic plan
-    (no refinement) is made in line and a warning logged. A worker that dies is replaced, what it worked on
-    is planned again, and a warning logged; one that hangs over a late plan is ended. `close` ends all workers;
-    it is called at exit as well.
+    Submit iterations while `has_room`, then `get` them in any order. Plans do not depend on the
+    number of workers, unless one is later than `deadline_s`, counted from the call of `get`: then
+    the heuristic plan (no refinement) is made in line and a warning logged. A worker that dies is
+    replaced, what it worked on is planned again, and a warning logged; one that hangs over a late
+    plan is ended. `close` ends all workers; it is called at exit as well.
     """
 
     def __init__(
@@ -140,7 +159,10 @@ class BackgroundPlanner:
         deadline_s: float = 30.0,
     ) -> None:
         self.task = PlanningTask(
-            strategies=tuple(strategies), profile=profile, num_devices=num_devices, settings=settings
+            strategies=tuple(strategies),
+            profile=profile,
+            num_devices=num_devices,
+            settings=settings,
         )
         self.lookahead = lookahead
         self.deadline_s = deadline_s
@@ -154,7 +176,9 @@ class BackgroundPlanner:
         self._owner = os.getpid()
         self._workers = [_Worker() for _ in range(num_workers)]
         self._threads = [
-            threading.Thread(target=self._serve, args=(worker,), name=f"ds_hydra-planner-{i}", daemon=True)
+            threading.Thread(
+                target=self._serve, args=(worker,), name=f"ds_hydra-planner-{i}", daemon=True
+            )
             for i, worker in enumerate(self._workers)
         ]
         for thread in self._threads:
@@ -187,9 +211,13 @@ class BackgroundPlanner:
             self._queue.put(job)
 
     def get(self, iteration: int) -> PlannedIteration:
-        """The plan of a submitted iteration, once. Raises the error that planning raised, in this process."""
+        """The plan of a submitted iteration, once. Raises the error that planning raised, in this
+        process.
+        """
         if iteration not in self._pending:
-            raise ValueError(f"iteration {iteration} is not submitted; pending: {sorted(self._pending)}")
+            raise ValueError(
+                f"iteration {iteration} is not submitted; pending: {sorted(self._pending)}"
+            )
         start = time.perf_counter()
         with self._changed:
             if self._workers:
@@ -231,7 +259,8 @@ class BackgroundPlanner:
         )
 
     def _end_hung_workers(self) -> None:
-        """End workers that are busy with a plan nobody waits for any more; the next plan starts others.
+        """End workers that are busy with a plan nobody waits for any more; the next plan starts
+        others.
 
         A worker that has not answered yet has `_START_S` for its start, compilation included.
         """
@@ -286,7 +315,10 @@ class BackgroundPlanner:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -365,7 +397,9 @@ class _Worker:
             return self._process
 
     def close(self) -> None:
-        """Ends the process: closes its stdin, and kills it if it is busy for longer than a moment."""
+        """Ends the process: closes its stdin, and kills it if it is busy for longer than a
+        moment.
+        """
         with self._lock:
             self._is_closed = True
             process = self._process

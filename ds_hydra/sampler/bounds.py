@@ -1,17 +1,18 @@
 """How fast a strategy can be at best for one mini-batch: a proven lower bound of the iteration.
 
-Suppose that an iteration ends within M. A sequence can then run on kind k only if a row of it alone ends
-within M there, and a pipeline of kind k with V rows holds at most `load_k(V)` ms and `tokens_k(V)` tokens of
-sequences. Even if sequences may be divided freely between pipelines, for all prices w, u >= 0 of time and
-tokens
+Suppose that an iteration ends within M. A sequence can then run on kind k only if a row of it alone
+ends within M there, and a pipeline of kind k with V rows holds at most `load_k(V)` ms and
+`tokens_k(V)` tokens of sequences. Even if sequences may be divided freely between pipelines, for
+all prices w, u >= 0 of time and tokens
 
-    sum_i min_k (w_k cost_ik + u_k length_i)  <=  sum_pipelines max_V (w_k load_k(V) + u_k tokens_k(V))
+    sum_i min_k (w_k cost_ik + u_k length_i)  <=  sum_pipelines max_V (w_k load_k(V) + u_k
+    tokens_k(V))
 
-so that prices which violate this prove that M is impossible. The bound is the largest M for which such prices
-were found (prices by multiplicative steps, M by bisection).
+so that prices which violate this prove that M is impossible. The bound is the largest M for which
+such prices were found (prices by multiplicative steps, M by bisection).
 
-The longest sequences are looked at one by one: those that run on one kind only, and of which no two can share
-a pipeline, need a pipeline each, and with PP > 1 leave less room there.
+The longest sequences are looked at one by one: those that run on one kind only, and of which no two
+can share a pipeline, need a pipeline each, and with PP > 1 leave less room there.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ _PRECISION = 2e-4
 def _capacity(
     problem: DispatchProblem, kind: int, limit_ms: float, first: int, held: int, prices: FloatArray
 ) -> tuple[float, float]:
-    """Time and tokens that a pipeline of `kind` holds within `limit_ms`, for the V that is worth most.
+    """Time and tokens that a pipeline of `kind` holds within `limit_ms`, for the V that is worth
+    most.
 
     `held` is a sequence that is known to be there (-1: none).
-    `first` is the longest sequence allowed there: no row of MaxLen tokens takes longer than one at its time
-    per token, and none is cheaper per token than the linear part of T. How much V rows can do in that time
-    follows from the bounds of one pipeline (`packing.row_count_bound_ms`).
+    `first` is the longest sequence allowed there: no row of MaxLen tokens takes longer than one at
+    its time per token, and none is cheaper per token than the linear part of T. How much V rows can
+    do in that time follows from the bounds of one pipeline (`packing.row_count_bound_ms`).
     """
     max_len = problem.max_len_tokens[kind]
     densest_row_ms = problem.sequence_ms[kind, first] / problem.lengths[first] * max_len
@@ -70,7 +72,9 @@ def _capacity(
 
 @compiled
 def _first_allowed(problem: DispatchProblem, limit_ms: float) -> IntArray:
-    """Longest sequence (index) that each kind can run within `limit_ms`; the number of sequences for none."""
+    """Longest sequence (index) that each kind can run within `limit_ms`; the number of sequences
+    for none.
+    """
     first_allowed = np.zeros(problem.num_stages.size, dtype=np.int64)
     for kind in range(first_allowed.size):
         constant, num_stages = problem.constant_ms[kind], problem.num_stages[kind]
@@ -86,7 +90,8 @@ def _first_allowed(problem: DispatchProblem, limit_ms: float) -> IntArray:
 
 @compiled
 def _pair_ms(problem: DispatchProblem, kind: int, a: int, b: int) -> float:
-    """Lower bound of the time of a pipeline of `kind` with sequences `a` and `b`, of which `a` is the longer.
+    """Lower bound of the time of a pipeline of `kind` with sequences `a` and `b`, of which `a` is
+    the longer.
 
     In one row, if they fit, or else in two or more, by `packing.row_count_bound_ms`.
     """
@@ -107,7 +112,9 @@ def _pair_ms(problem: DispatchProblem, kind: int, a: int, b: int) -> float:
 
 @compiled
 def _num_apart(problem: DispatchProblem, kind: int, limit_ms: float, num_forced: int) -> int:
-    """How many of the `num_forced` longest sequences, all on `kind`, must be on pipelines of their own."""
+    """How many of the `num_forced` longest sequences, all on `kind`, must be on pipelines of their
+    own.
+    """
     apart = min(num_forced, 1)
     while apart < num_forced and _pair_ms(problem, kind, apart - 1, apart) > limit_ms:
         apart += 1
@@ -124,7 +131,9 @@ def _supply(
     apart: int,
     prices: FloatArray,
 ) -> tuple[float, float]:
-    """Time and tokens that `count` pipelines of `kind` hold, `apart` of them with a long sequence each."""
+    """Time and tokens that `count` pipelines of `kind` hold, `apart` of them with a long sequence
+    each.
+    """
     load, tokens = _capacity(problem, kind, limit_ms, first, -1, prices)
     load, tokens = load * (count - apart), tokens * (count - apart)
     for held in range(apart):
@@ -136,7 +145,8 @@ def _supply(
 
 @compiled
 def _is_impossible(problem: DispatchProblem, limit_ms: float, prices: FloatArray) -> bool:
-    """Whether prices prove that nothing ends within `limit_ms`; the search starts at `prices`, changes them.
+    """Whether prices prove that nothing ends within `limit_ms`; the search starts at `prices`,
+    changes them.
 
     `prices[0]` are those of time, `prices[1]` those of tokens, by kind.
     """
@@ -163,12 +173,21 @@ def _is_impossible(problem: DispatchProblem, limit_ms: float, prices: FloatArray
         for kind in range(num_kinds):
             if first_allowed[kind] < num_sequences:
                 supply[0, kind], supply[1, kind] = _supply(
-                    problem, kind, limit_ms, first_allowed[kind], counts[kind], apart[kind], prices[:, kind]
+                    problem,
+                    kind,
+                    limit_ms,
+                    first_allowed[kind],
+                    counts[kind],
+                    apart[kind],
+                    prices[:, kind],
                 )
         for i in range(num_sequences):
             best, best_price = -1, np.inf
             for kind in range(num_kinds):
-                price = prices[0, kind] * problem.sequence_ms[kind, i] + prices[1, kind] * problem.lengths[i]
+                price = (
+                    prices[0, kind] * problem.sequence_ms[kind, i]
+                    + prices[1, kind] * problem.lengths[i]
+                )
                 if i >= first_allowed[kind] and price < best_price:
                     best, best_price = kind, price
             demand[0, best] += problem.sequence_ms[best, i]
@@ -184,7 +203,8 @@ def _is_impossible(problem: DispatchProblem, limit_ms: float, prices: FloatArray
 
 @compiled
 def strategy_bound_ms(problem: DispatchProblem, upper_ms: float) -> float:
-    """Lower bound of the slowest pipeline over every dispatch and packing, searched up to `upper_ms`.
+    """Lower bound of the slowest pipeline over every dispatch and packing, searched up to
+    `upper_ms`.
 
     Every sequence must fit on some pipeline.
     """
@@ -195,7 +215,9 @@ def strategy_bound_ms(problem: DispatchProblem, upper_ms: float) -> float:
         alone = np.inf
         for kind in range(problem.num_stages.size):
             if problem.lengths[i] <= problem.max_len_tokens[kind]:
-                time = problem.num_stages[kind] * (problem.sequence_ms[kind, i] + problem.constant_ms[kind])
+                time = problem.num_stages[kind] * (
+                    problem.sequence_ms[kind, i] + problem.constant_ms[kind]
+                )
                 alone = min(alone, time)
         low = max(low, alone)
     num_kinds = problem.num_stages.size

@@ -1,8 +1,8 @@
 """How integer programs are solved: which solver, and when it stops.
 
-Solvers run in one thread and are limited by nodes first, so that the same program gives the same answer
-everywhere; the limit in seconds is a safety net. `mip` is imported when it is needed: that takes as long as
-many plans.
+Solvers run in one thread and are limited by nodes first, so that the same program gives the same
+answer everywhere; the limit in seconds is a safety net. `mip` is imported when it is needed: that
+takes as long as many plans.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def make_model(limits: SolverLimits) -> mip.Model:
     import mip
 
     try:
-        model = mip.Model(sense=mip.MINIMIZE, solver_name=mip.HIGHS if limits.solver == "highs" else mip.CBC)
+        model = mip.Model(
+            sense=mip.MINIMIZE, solver_name=mip.HIGHS if limits.solver == "highs" else mip.CBC
+        )
     except FileNotFoundError as error:
         raise HydraConfigError(
             "the solver 'highs' is not installed; pip install 'ds_hydra[highs]' or choose the solver 'cbc'"

@@ -1,4 +1,6 @@
-"""In which order sequences are tried, and when one time is better than another; the same on every machine."""
+"""In which order sequences are tried, and when one time is better than another; the same on every
+machine.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,11 @@ EPSILON = 1e-9
 
 @compiled
 def shuffled_order(lengths: IntArray, spread: float, seed: int) -> IntArray:
-    """Positions of `lengths` by descending length, where each length is first scaled by 1 to 1 + `spread`.
+    """Positions of `lengths` by descending length, where each length is first scaled by 1 to 1 +
+    `spread`.
 
-    `spread` 0 sorts, a large one shuffles. The generator is a small LCG of its own, so that a seed means
-    the same order everywhere.
+    `spread` 0 sorts, a large one shuffles. The generator is a small LCG of its own, so that a seed
+    means the same order everywhere.
     """
     keys = np.empty(lengths.size)
     state = seed % 2**31

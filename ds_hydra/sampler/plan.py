@@ -9,16 +9,27 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ds_hydra.configs.files import (
+    MAX_DEVICES,
+    MAX_LENGTH_TOKENS,
+    check_counts,
+    check_object,
+    read_count,
+    read_counts,
+    read_list,
+    read_text,
+    read_time,
+)
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
-from ds_hydra.strategy.scheme import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, read_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalBatch:
     """The sequences of one iteration, before anything is decided or loaded.
 
-    `sample_indices[i]` is the dataset row of sequence i, `lengths[i]` its tokens, `num_label_tokens`
-    the number of positions that contribute to the loss of the whole mini-batch.
+    `sample_indices[i]` is the dataset row of sequence i, `lengths[i]` its tokens,
+    `num_label_tokens` the number of positions that contribute to the loss of the whole mini-batch.
     """
 
     iteration: int
@@ -36,7 +47,8 @@ class GlobalBatch:
 class PipelinePlan:
     """What one pipeline runs: its ranks and its packed rows in 1F1B order.
 
-    `micro_batches[j]` lists positions in `IterationPlan.lengths`; `ranks[(stage * sp + s) * tp + t]`.
+    `micro_batches[j]` lists positions in `IterationPlan.lengths`; `ranks[(stage * sp + s) * tp +
+    t]`.
     """
 
     scheme: Scheme
@@ -48,7 +60,9 @@ class PipelinePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class IterationPlan:
-    """All decisions of one iteration. A plan that exists is legal: every sequence is placed exactly once."""
+    """All decisions of one iteration. A plan that exists is legal: every sequence is placed exactly
+    once.
+    """
 
     iteration: int
     num_devices: int
@@ -94,7 +108,9 @@ class IterationPlan:
 
     @property
     def imbalance(self) -> float:
-        """Predicted slowest over fastest pipeline, minus 1; pipelines without sequences are not counted."""
+        """Predicted slowest over fastest pipeline, minus 1; pipelines without sequences are not
+        counted.
+        """
         times = [p.makespan_ms for p in self.pipelines if p.micro_batches]
         return max(times) / min(times) - 1 if times and min(times) > 0 else 0.0
 
@@ -134,38 +150,32 @@ class IterationPlan:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> IterationPlan:
-        """The plan in a document written by `to_json`; raises HydraConfigError if it holds anything else."""
+        """The plan in a document written by `to_json`; raises HydraConfigError if it holds anything
+        else.
+        """
         try:
             return cls._read(document)
         except HydraConfigError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise HydraConfigError(f"not a valid ds_hydra.plan/1 document: {error!r}"[:300]) from error
+            raise HydraConfigError(
+                f"not a valid ds_hydra.plan/1 document: {error!r}"[:300]
+            ) from error
 
     @classmethod
     def _read(cls, document: Mapping[str, Any]) -> IterationPlan:
-        for name in ("iteration", "num_devices", "num_label_tokens", "sample_indices", "lengths"):
-            values = document[name] if isinstance(document[name], list) else [document[name]]
-            if not all(type(value) is int for value in values):
-                raise TypeError(f"{name} must be whole numbers")
         return cls(
-            iteration=document["iteration"],
-            num_devices=document["num_devices"],
-            strategy=Strategy.parse(document["strategy"]),
-            sample_indices=tuple(document["sample_indices"]),
-            lengths=tuple(document["lengths"]),
-            num_label_tokens=document["num_label_tokens"],
-            makespan_ms=document["makespan_ms"],
-            lower_bound_ms=document["lower_bound_ms"],
+            iteration=read_count(document, "iteration"),
+            num_devices=read_count(document, "num_devices", least=1, most=MAX_DEVICES),
+            strategy=Strategy.parse(read_text(document, "strategy")),
+            sample_indices=read_counts(document, "sample_indices"),
+            lengths=read_counts(document, "lengths", least=1, most=MAX_LENGTH_TOKENS),
+            num_label_tokens=read_count(document, "num_label_tokens"),
+            makespan_ms=read_time(document, "makespan_ms"),
+            lower_bound_ms=read_time(document, "lower_bound_ms"),
             pipelines=tuple(
-                PipelinePlan(
-                    scheme=Scheme.from_json(p),
-                    ranks=tuple(p["ranks"]),
-                    micro_batches=tuple(tuple(row) for row in p["micro_batches"]),
-                    makespan_ms=p["makespan_ms"],
-                    lower_bound_ms=p["lower_bound_ms"],
-                )
-                for p in document["pipelines"]
+                _read_pipeline(check_object(p, "a pipeline"))
+                for p in read_list(document, "pipelines")
             ),
         )
 
@@ -184,3 +194,16 @@ class IterationPlan:
                 f"{max(lengths, default=0):>8} {p.makespan_ms:>9.1f}"
             )
         return "\n".join(lines)
+
+
+def _read_pipeline(document: Mapping[str, Any]) -> PipelinePlan:
+    scheme = Scheme.from_json(document)
+    return PipelinePlan(
+        scheme=scheme,
+        ranks=read_ranks(document, scheme),
+        micro_batches=tuple(
+            check_counts(row, "a micro-batch") for row in read_list(document, "micro_batches")
+        ),
+        makespan_ms=read_time(document, "makespan_ms"),
+        lower_bound_ms=read_time(document, "lower_bound_ms"),
+    )

@@ -1,6 +1,8 @@
-"""The decision of one iteration: which strategy, which sequences on which pipeline, packed into which rows.
+"""The decision of one iteration: which strategy, which sequences on which pipeline, packed into
+which rows.
 
-`plan_iteration` is a pure function: equal arguments give equal plans, on any machine and in any process.
+`plan_iteration` is a pure function: equal arguments give equal plans, on any machine and in any
+process.
 """
 
 from __future__ import annotations
@@ -14,41 +16,45 @@ import numpy as np
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.bounds import strategy_bound_ms
-from ds_hydra.sampler.dispatch import dispatch_sequences, dispatch_trials, fit_trials, improve_dispatch
-from ds_hydra.sampler.ilp import SolverLimits
-from ds_hydra.sampler.packing import pipeline_bound_ms, solve_packing
-from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
-from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
-from ds_hydra.sampler.refine import (
+from ds_hydra.sampler.dispatch.dispatch import dispatch_sequences, dispatch_trials, fit_trials
+from ds_hydra.sampler.dispatch.exchange import improve_dispatch
+from ds_hydra.sampler.dispatch.refine import (
     iteration_ms,
-    kick_and_refine,
     order_rows,
     pack_pipelines,
+    perturb_and_refine,
     pipeline_cost,
     refine_pipelines,
 )
-from ds_hydra.sampler.schedule import FORWARD_FRACTION, FloatArray, IntArray, makespan_ms
-from ds_hydra.strategy.link_times import NO_LINKS, LinkTimes
-from ds_hydra.strategy.profile import LatencyModel, Profile
-from ds_hydra.strategy.scheme import Scheme, Strategy
+from ds_hydra.sampler.ilp import SolverLimits
+from ds_hydra.sampler.packing.packing import solve_packing
+from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
+from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
+from ds_hydra.sampler.schedule import FloatArray, IntArray, makespan_ms
+from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
     """How plans are valued and searched for.
 
-    `objective`: "exact" values a pipeline by the 1F1B recurrence over its own rows, "closed_form" by Eq. (1).
-    `dispatch`: "greedy" by Alg. 1, "ideal" starts from the integer program of Eq. (3): seconds, and more.
-    `num_trials`: trials of Alg. 1 for each strategy. `forward_fraction`: part of T that is the forward pass.
-    `max_refine_steps`: exchanges between packed pipelines, 0 for none (the heuristic plan).
-    `num_kicks`: restarts of the refinement from a disturbed plan, where the bound leaves more than 1%.
-    `enough_gap`: a strategy is not refined further once it is this close to its lower bound.
-    `solver`: for integer programs. The rows of the slowest pipeline of the chosen plan are solved for where
-    their bound leaves more than `solver_gap`, within `solver_max_nodes` and `solver_deadline_s`.
-    `max_len_override`: MaxLen of schemes in tokens, in place of what the memory model says.
-    `link_times`: pull and push of strategies. Among packed strategies the one wins whose iteration, with what
-    pull and push add to it, is shortest; a strategy that is not there adds nothing. `overlaps_links`: layers
-    are pulled and pushed one by one beside propagation.
+    `objective`: "exact" values a pipeline by the 1F1B recurrence over its own rows, "closed_form"
+    by Eq. (1). `dispatch`: "greedy" by Alg. 1, "ideal" starts from the integer program of Eq. (3):
+    seconds, and more. `num_trials`: trials of Alg. 1 for each strategy. `forward_fraction`: part of
+    T that is the forward pass. `max_refine_steps`: exchanges between packed pipelines, 0 for none
+    (the heuristic plan). `num_perturbations`: restarts of the refinement from a disturbed plan,
+    where the bound leaves more than 1%. `enough_gap`: a strategy is not refined further once it is
+    this close to its lower bound. `solver`: for integer programs. The rows of the slowest pipeline
+    of the chosen plan are solved for where their bound leaves more than `solver_gap`, within
+    `solver_max_nodes` and `solver_deadline_s`. `max_len_override`: MaxLen of schemes in tokens, in
+    place of what the memory model says. `link_times`: pull and push of strategies. Among packed
+    strategies the one wins whose iteration, with what pull and push add to it, is shortest; a
+    strategy that is not there adds nothing. `overlaps_links`: layers are pulled and pushed one by
+    one beside propagation.
     """
 
     objective: Literal["exact", "closed_form"] = "exact"
@@ -57,7 +63,7 @@ class PlannerSettings:
     seed: int = 0
     forward_fraction: float = FORWARD_FRACTION
     max_refine_steps: int = 400
-    num_kicks: int = 12
+    num_perturbations: int = 12
     enough_gap: float = 1e-3
     solver: Literal["cbc", "highs", "none"] = "cbc"
     solver_gap: float = 0.02
@@ -91,7 +97,8 @@ class PlannerSettings:
             for scheme, tokens in self.max_len_override.items()
         ]
         document["link_times"] = {
-            str(strategy): [times.pull_ms, times.push_ms] for strategy, times in self.link_times.items()
+            str(strategy): [times.pull_ms, times.push_ms]
+            for strategy, times in self.link_times.items()
         }
         return document
 
@@ -126,8 +133,8 @@ def plan_iteration(
     Strategies are planned in the order of their lower bounds until no other can win.
     `IterationPlan.lower_bound_ms` holds for the chosen strategy, whatever the dispatch and packing.
 
-    Raises InfeasiblePlanError if a sequence fits on no pipeline of any strategy, HydraConfigError if a
-    strategy needs more devices than there are or a scheme that was not profiled.
+    Raises InfeasiblePlanError if a sequence fits on no pipeline of any strategy, HydraConfigError
+    if a strategy needs more devices than there are or a scheme that was not profiled.
     """
     return plan_with_time(
         batch, strategies=strategies, profile=profile, num_devices=num_devices, settings=settings
@@ -142,7 +149,9 @@ def plan_with_time(
     num_devices: int,
     settings: PlannerSettings = DEFAULT_SETTINGS,
 ) -> tuple[IterationPlan, float]:
-    """`plan_iteration`, and the time by which its strategy was chosen: with pull and push, in ms."""
+    """`plan_iteration`, and the time by which its strategy was chosen: with pull and push, in
+    ms.
+    """
     planner = _BatchPlanner(batch, profile, num_devices, settings)
     return planner.plan(_check_strategies(strategies, num_devices))
 
@@ -155,9 +164,11 @@ def estimate_iterations(
     num_devices: int,
     settings: PlannerSettings = DEFAULT_SETTINGS,
 ) -> FloatArray:
-    """What Alg. 1 makes of `batch` under each of `strategies`, in ms, inf where a sequence does not fit.
+    """What Alg. 1 makes of `batch` under each of `strategies`, in ms, inf where a sequence does not
+    fit.
 
-    Without packing, in a tenth of the time of a bound: to tell which of many strategies are worth a plan.
+    Without packing, in a tenth of the time of a bound: to tell which of many strategies are worth a
+    plan.
     """
     planner = _BatchPlanner(batch, profile, num_devices, settings)
     return np.array([planner.estimate_ms(strategy) for strategy in strategies], dtype=np.float64)
@@ -171,7 +182,8 @@ def bound_iterations(
     num_devices: int,
     settings: PlannerSettings = DEFAULT_SETTINGS,
 ) -> FloatArray:
-    """What no plan of `batch` under each of `strategies` can beat: [propagation, with pull and push][strategy], ms.
+    """What no plan of `batch` under each of `strategies` can beat: [propagation, with pull and
+    push][strategy], ms.
 
     Infinite where a sequence does not fit.
     """
@@ -181,7 +193,9 @@ def bound_iterations(
 
 def _check_strategies(strategies: Sequence[Strategy], num_devices: int) -> Sequence[Strategy]:
     if not strategies:
-        raise HydraConfigError("there is no candidate strategy; set hydra.strategies, e.g. ['1x<1,1>']")
+        raise HydraConfigError(
+            "there is no candidate strategy; set hydra.strategies, e.g. ['1x<1,1>']"
+        )
     for strategy in strategies:
         if strategy.num_devices > num_devices:
             raise HydraConfigError(
@@ -199,8 +213,10 @@ _NUM_TARGETS = 4
 _MAX_SOLVED = 4
 """Pipelines whose rows are solved for in one iteration."""
 
-_KICK_GAP, _KICK_REACH = 0.01, 0.05
-"""Kicks are for plans more than 1% above their bound and less than 5% above the best plan so far."""
+_PERTURBATION_GAP, _PERTURBATION_REACH = 0.01, 0.05
+"""Perturbations are for plans more than 1% above their bound and less than 5% above the best plan
+so far.
+"""
 
 
 @dataclass(slots=True)
@@ -227,12 +243,19 @@ class _Candidate:
 
 
 class _BatchPlanner:
-    """One mini-batch, sorted once, and the costs of its sequences, shared by all candidate strategies."""
+    """One mini-batch, sorted once, and the costs of its sequences, shared by all candidate
+    strategies.
+    """
 
     def __init__(
         self, batch: GlobalBatch, profile: Profile, num_devices: int, settings: PlannerSettings
     ) -> None:
-        self.batch, self.profile, self.num_devices, self.settings = batch, profile, num_devices, settings
+        self.batch, self.profile, self.num_devices, self.settings = (
+            batch,
+            profile,
+            num_devices,
+            settings,
+        )
         lengths = np.array(batch.lengths, dtype=np.int64)
         if lengths.size and lengths.min() < 1:
             raise HydraConfigError(
@@ -244,7 +267,9 @@ class _BatchPlanner:
 
     def plan(self, strategies: Sequence[Strategy]) -> tuple[IterationPlan, float]:
         """The best plan over `strategies`, and its time with pull and push."""
-        feasible = [s for s in strategies if self.lengths.size == 0 or self.lengths[0] <= self.longest(s)]
+        feasible = [
+            s for s in strategies if self.lengths.size == 0 or self.lengths[0] <= self.longest(s)
+        ]
         if not feasible:
             raise self._no_plan(strategies)
         candidates = sorted((self._bound(s) for s in feasible), key=lambda c: c.least_ms)
@@ -257,15 +282,21 @@ class _BatchPlanner:
         return self._finish(best), best.iteration_ms
 
     def estimate_ms(self, strategy: Strategy) -> float:
-        """Time of the slowest pipeline after the trials of Alg. 1, with what pull and push add at least."""
+        """Time of the slowest pipeline after the trials of Alg. 1, with what pull and push add at
+        least.
+        """
         if self.lengths.size and self.lengths[0] > self.longest(strategy):
             return np.inf
         settings, assignment = self.settings, np.zeros_like(self.lengths)
-        estimate = dispatch_trials(self._problem(strategy), settings.num_trials, settings.seed, assignment)
+        estimate = dispatch_trials(
+            self._problem(strategy), settings.num_trials, settings.seed, assignment
+        )
         return estimate + self._least_link_ms(strategy)
 
     def least_ms(self, strategy: Strategy) -> tuple[float, float]:
-        """Lower bounds of propagation, and of the iteration with what pull and push add at least."""
+        """Lower bounds of propagation, and of the iteration with what pull and push add at
+        least.
+        """
         if self.lengths.size and self.lengths[0] > self.longest(strategy):
             return np.inf, np.inf
         candidate = self._bound(strategy)
@@ -273,15 +304,17 @@ class _BatchPlanner:
 
     def longest(self, strategy: Strategy) -> int:
         """Largest MaxLen over the schemes of `strategy`, in tokens."""
-        return max(self.max_len_tokens(scheme) for scheme in strategy.schemes)
+        return max(self.max_len_tokens(scheme, strategy) for scheme in set(strategy.schemes))
 
-    def max_len_tokens(self, scheme: Scheme) -> int:
-        """MaxLen of `scheme`: the setting, else by the memory model; 0 where nothing fits."""
+    def max_len_tokens(self, scheme: Scheme, strategy: Strategy) -> int:
+        """MaxLen of a pipeline of `strategy`: the setting, else by the memory model; 0 where
+        nothing fits.
+        """
         override = self.settings.max_len_override.get(scheme)
         return (
             override
             if override is not None
-            else max(0, self.profile.max_len_tokens(scheme, self.num_devices))
+            else max(0, self.profile.max_len_tokens(scheme, self.num_devices, strategy))
         )
 
     def _no_plan(self, strategies: Iterable[Strategy]) -> InfeasiblePlanError:
@@ -305,14 +338,21 @@ class _BatchPlanner:
 
     def _kinds(self, strategy: Strategy) -> list[PipelineKind]:
         return [
-            PipelineKind(count, scheme.pp, self.max_len_tokens(scheme), self.profile.get_latency(scheme))
+            PipelineKind(
+                count,
+                scheme.pp,
+                self.max_len_tokens(scheme, strategy),
+                self.profile.get_latency(scheme),
+            )
             for scheme, count in Counter(strategy.schemes).items()
         ]
 
     def _bound(self, strategy: Strategy) -> _Candidate:
         problem = self._problem(strategy)
         assignment, rows = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
-        estimate = dispatch_trials(problem, self.settings.num_trials, self.settings.seed, assignment)
+        estimate = dispatch_trials(
+            problem, self.settings.num_trials, self.settings.seed, assignment
+        )
         bound = strategy_bound_ms(problem, 1.5 * estimate)
         value = np.full(len(strategy.schemes), np.inf)
         link = self.settings.link_times.get(strategy, NO_LINKS)
@@ -331,7 +371,9 @@ class _BatchPlanner:
         return self.profile.memory.num_layers if self.settings.overlaps_links else 0
 
     def _search(self, candidate: _Candidate, best_ms: float) -> None:
-        """Plans `candidate`; searches longer where it can still beat `best_ms`, the best one so far."""
+        """Plans `candidate`; searches longer where it can still beat `best_ms`, the best one so
+        far.
+        """
         problem, assignment, rows = candidate.problem, candidate.assignment, candidate.rows
         num_steps = self.settings.max_refine_steps
         enough_ms = candidate.lower_bound_ms * (1 + self.settings.enough_gap)
@@ -343,24 +385,41 @@ class _BatchPlanner:
             assignment[:] = self._ideal_dispatch(candidate.strategy)
         value = candidate.value = pack_pipelines(problem, assignment, rows)
         refine_pipelines(problem, assignment, rows, value, enough_ms, num_steps, _NUM_TARGETS)
-        worth_ms = candidate.lower_bound_ms * (1 + _KICK_GAP)
-        if num_steps > 0 and worth_ms < value.max() < best_ms * (1 + _KICK_REACH):
-            kick_and_refine(
-                problem, assignment, rows, value, worth_ms, num_steps, _NUM_TARGETS, self.settings.num_kicks
+        worth_ms = candidate.lower_bound_ms * (1 + _PERTURBATION_GAP)
+        if num_steps > 0 and worth_ms < value.max() < best_ms * (1 + _PERTURBATION_REACH):
+            perturb_and_refine(
+                problem,
+                assignment,
+                rows,
+                value,
+                worth_ms,
+                num_steps,
+                _NUM_TARGETS,
+                self.settings.num_perturbations,
             )
         self._finish_rows(candidate)
 
     def _finish_rows(self, candidate: _Candidate) -> None:
-        """Puts the packed rows in the order that hides pull and push, and counts what is left of them."""
+        """Puts the packed rows in the order that hides pull and push, and counts what is left of
+        them.
+        """
         problem, assignment, rows = candidate.problem, candidate.assignment, candidate.rows
         order_rows(problem, assignment, rows)
         link = candidate.link
         candidate.iteration_ms = iteration_ms(
-            problem, assignment, rows, candidate.value, link.pull_ms, link.push_ms, self._num_buckets
+            problem,
+            assignment,
+            rows,
+            candidate.value,
+            link.pull_ms,
+            link.push_ms,
+            self._num_buckets,
         )
 
     def _ideal_dispatch(self, strategy: Strategy) -> IntArray:
-        """The solution of Eq. (3) within the limits of the solver, in sorted order of the sequences."""
+        """The solution of Eq. (3) within the limits of the solver, in sorted order of the
+        sequences.
+        """
         found = dispatch_sequences(
             self.lengths.tolist(),
             self._kinds(strategy),
@@ -370,10 +429,11 @@ class _BatchPlanner:
         return np.array(found.assignment, dtype=np.int64)
 
     def _solve_slowest(self, best: _Candidate) -> None:
-        """Solves for the rows of the slowest pipelines of `best` as long as that makes the iteration shorter.
+        """Solves for the rows of the slowest pipelines of `best` as long as that makes the
+        iteration shorter.
 
-        Only where an integer program is exact: by the closed form, and for one stage, whose time is that of
-        the fewest rows.
+        Only where an integer program is exact: by the closed form, and for one stage, whose time is
+        that of the fewest rows.
         """
         limits = self.settings.solver_limits
         for _ in range(_MAX_SOLVED if limits is not None else 0):
@@ -384,7 +444,11 @@ class _BatchPlanner:
             lengths, costs = self.lengths[members], best.problem.sequence_ms[kind, members]
             bound = pipeline_bound_ms(lengths, costs, cost)
             is_solvable = cost.num_stages == 1 or not cost.is_exact
-            if limits is None or not is_solvable or best.value[slowest] <= bound * (1 + limits.gap_tolerance):
+            if (
+                limits is None
+                or not is_solvable
+                or best.value[slowest] <= bound * (1 + limits.gap_tolerance)
+            ):
                 return
             rows = best.rows[members]
             solved_ms, _, _ = solve_packing(lengths, costs, cost, limits, rows)
@@ -398,7 +462,9 @@ class _BatchPlanner:
         batch = self.batch
         pipelines = tuple(
             self._pipeline(best, pipeline, scheme, ranks)
-            for pipeline, (scheme, ranks) in enumerate(zip(best.strategy.schemes, best.strategy.place()))
+            for pipeline, (scheme, ranks) in enumerate(
+                zip(best.strategy.schemes, best.strategy.place())
+            )
         )
         makespan = max(pipeline.makespan_ms for pipeline in pipelines)
         return IterationPlan(
@@ -441,7 +507,9 @@ class _BatchPlanner:
 
 
 def warm_up() -> None:
-    """Loads (the first time ever: compiles) the compiled code, so that the first plan takes no longer."""
+    """Loads (the first time ever: compiles) the compiled code, so that the first plan takes no
+    longer.
+    """
     latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=1.0)
     for is_exact in (True, False):
         kinds = [PipelineKind(1, 2, 20, latency), PipelineKind(1, 1, 9, latency)]
@@ -453,7 +521,7 @@ def warm_up() -> None:
         improve_dispatch(problem, assignment, bound, 1, _NUM_TARGETS)
         value = pack_pipelines(problem, assignment, rows)
         refine_pipelines(problem, assignment, rows, value, bound, 1, _NUM_TARGETS)
-        kick_and_refine(problem, assignment, rows, value, bound, 1, _NUM_TARGETS, 1)
+        perturb_and_refine(problem, assignment, rows, value, bound, 1, _NUM_TARGETS, 1)
         order_rows(problem, assignment, rows)
         iteration_ms(problem, assignment, rows, value, 0.0, 0.0, 1)
         members = np.flatnonzero(assignment == 0)

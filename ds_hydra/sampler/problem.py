@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.schedule import FORWARD_FRACTION, FloatArray, IntArray, balance_rows
-from ds_hydra.strategy.profile import LatencyModel
+from ds_hydra.sampler.schedule import FloatArray, IntArray, balance_rows
+from ds_hydra.strategy.profiles.profile import LatencyModel
+from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 
 
 class PipelineKind(NamedTuple):
@@ -23,11 +24,11 @@ class PipelineKind(NamedTuple):
 class DispatchProblem(NamedTuple):
     """Sequences (descending) and pipelines of one strategy.
 
-    `kind_of[j]` is the kind of pipeline j; pipelines of one kind are consecutive. `sequence_ms[k, i]` is
-    a l^2 + b l of sequence i on kind k; `ratio[k]` and `share[k]` are its `RowBalance`. A pipeline is
-    valued by Eq. (2) without the constant of T (`is_eq2`), as in Eq. (3), or else by the time that an even
-    packing will take, which is what the planner needs: by the closed form, or nearly by the 1F1B
-    recurrence (`is_exact`).
+    `kind_of[j]` is the kind of pipeline j; pipelines of one kind are consecutive. `sequence_ms[k,
+    i]` is a l^2 + b l of sequence i on kind k; `ratio[k]` and `share[k]` are its `RowBalance`. A
+    pipeline is valued by Eq. (2) without the constant of T (`is_eq2`), as in Eq. (3), or else by
+    the time that an even packing will take, which is what the planner needs: by the closed form, or
+    nearly by the 1F1B recurrence (`is_exact`).
     """
 
     lengths: IntArray

@@ -1,7 +1,8 @@
-"""Which candidate strategies a run gets: those of the histogram's programme that win sampled mini-batches.
+"""Which candidate strategies a run gets: those of the histogram's program that win sampled
+mini-batches.
 
-`strategy.proposal` finds strategies for the dataset as a whole. Here the planner decides between them on
-mini-batches drawn from the same histogram, and the smallest set that is as fast stays.
+`strategy.proposal` finds strategies for the dataset as a whole. Here the planner decides between
+them on mini-batches drawn from the same histogram, and the smallest set that is as fast stays.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import PlannerSettings, estimate_iterations, plan_with_time
 from ds_hydra.sampler.schedule import FloatArray
-from ds_hydra.strategy.candidates import STRATEGIES_SCHEMA
-from ds_hydra.strategy.histogram import LengthHistogram
-from ds_hydra.strategy.link_times import LinkTimes
-from ds_hydra.strategy.neighbours import neighbour_strategies
-from ds_hydra.strategy.profile import Profile
-from ds_hydra.strategy.proposal import (
+from ds_hydra.strategy.profiles.link_times import LinkTimes
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.candidates import STRATEGIES_SCHEMA
+from ds_hydra.strategy.proposal.extended import CanRun, with_extended_schemes
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
     check_context,
     default_tokens_per_iteration,
@@ -32,8 +33,8 @@ from ds_hydra.strategy.proposal import (
     propose_from_histogram,
     usable_schemes,
 )
-from ds_hydra.strategy.scheme import Scheme, Strategy
-from ds_hydra.strategy.wider import CanRun, with_wider_schemes
+from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 Progress = Callable[[int, int], None]
 """Called with the number of mini-batches planned and their total."""
@@ -46,19 +47,20 @@ HEURISTIC = PlannerSettings().heuristic()
 class PruningSettings:
     """How candidates are tried out.
 
-    `num_rounds`: how often the strategies one step away from the winners are tried too. `max_planned`: strategies that
-    are planned for a mini-batch; of more, those that one greedy dispatch likes best.
-    `tolerance`: how much slower, on average over the sampled mini-batches, the set that stays may be than
-    the set of all candidates; `wider_tolerance` the same where strategies of wider schemes come on top: each costs
-    communicators. `max_communicators`: process groups that the set may need at most.
-    `links_of`: pull and push of a strategy, which then count; None where they are not known.
+    `num_rounds`: how often the strategies one step away from the winners are tried too.
+    `max_planned`: strategies that are planned for a mini-batch; of more, those that one greedy
+    dispatch likes best. `tolerance`: how much slower, on average over the sampled mini-batches, the
+    set that stays may be than the set of all candidates; `extended_tolerance` the same where
+    strategies of extended schemes come on top: each costs communicators. `max_communicators`:
+    process groups that the set may need at most. `links_of`: pull and push of a strategy, which
+    then count; None where they are not known.
     """
 
     num_batches: int = 32
     max_planned: int = 24
     num_rounds: int = 1
     tolerance: float = 0.002
-    wider_tolerance: float = 0.01
+    extended_tolerance: float = 0.01
     max_communicators: int = 512
     seed: int = 0
     planner: PlannerSettings = HEURISTIC
@@ -69,8 +71,9 @@ class PruningSettings:
 class KeptStrategy:
     """A candidate that stays, and why.
 
-    `share_won` is its share of the sampled mini-batches, planned with the kept set. `max_lengths_tokens`
-    are the maximum lengths whose S[N][L] it is near to; empty for a static choice that is near to none.
+    `share_won` is its share of the sampled mini-batches, planned with the kept set.
+    `max_lengths_tokens` are the maximum lengths whose S[N][L] it is near to; empty for a static
+    choice that is near to none.
     """
 
     strategy: Strategy
@@ -85,7 +88,9 @@ class KeptStrategy:
         if self.max_lengths_tokens:
             low, high = self.max_lengths_tokens[0], self.max_lengths_tokens[-1]
             parts.append(
-                f"suits maximum lengths {low} to {high}" if high > low else f"suits maximum length {low}"
+                f"suits maximum lengths {low} to {high}"
+                if high > low
+                else f"suits maximum length {low}"
             )
         if self.is_best_static:
             parts.append("the best static strategy, which holds the whole context")
@@ -94,8 +99,8 @@ class KeptStrategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """The candidate set of a run. Times are means over the sampled mini-batches, as planned, with pull and push
-    where those are known.
+    """The candidate set of a run. Times are means over the sampled mini-batches, as planned, with
+    pull and push where those are known.
     """
 
     space: Space
@@ -164,26 +169,29 @@ def propose_strategies(
 ) -> Proposal:
     """The smallest candidate set found that is as fast as all candidates on sampled mini-batches.
 
-    First of strategies of <TP,PP>: the best static one stays in it whatever it wins, so that every sequence of the
-    context has a place and the set is never slower than static training. Or the strategies `given`, in its place. Then
-    strategies of the wider schemes of `space` come on top where they make the sampled mini-batches faster; a planner
-    that chooses from more is never slower. Schemes that are derived for it must pass `can_run`.
+    First of strategies of <TP,PP>: the best static one stays in it whatever it wins, so that every
+    sequence of the context has a place and the set is never slower than static training. Or the
+    strategies `given`, in its place. Then strategies of the extended schemes of `space` come on top
+    where they make the sampled mini-batches faster; a planner that chooses from more is never
+    slower. Schemes that are derived for it must pass `can_run`.
 
-    Raises HydraConfigError if no scheme of the space holds the context, or if the best static strategy alone needs more
-    communicators than allowed.
+    Raises HydraConfigError if no scheme of the space holds the context, or if the best static
+    strategy alone needs more communicators than allowed.
     """
     tokens = tokens_per_iteration or default_tokens_per_iteration(num_devices, context_length)
     histogram = histogram.limit(context_length)
     if space == "wide":
-        profile = with_wider_schemes(
+        profile = with_extended_schemes(
             profile, num_devices=num_devices, context_length=context_length, can_run=can_run
         )
-    is_wider = not all(scheme.is_plain for scheme in usable_schemes(profile, num_devices, space))
-    plain_holds = bool(homogeneous_strategies(profile, num_devices, context_length)) or not is_wider
+    is_extended = not all(scheme.is_plain for scheme in usable_schemes(profile, num_devices, space))
+    plain_holds = (
+        bool(homogeneous_strategies(profile, num_devices, context_length)) or not is_extended
+    )
     spaces: list[Space] = ["plain"] if plain_holds and not given else []
-    spaces += [space] if is_wider else []
+    spaces += [space] if is_extended else []
 
-    if not is_wider and not given:
+    if not is_extended and not given:
         check_context(profile, num_devices, context_length, can_run=can_run)
 
     batches = _sample_batches(histogram, tokens, pruning)
@@ -192,7 +200,8 @@ def propose_strategies(
     chosen, plain = list(given), list(given)
     proposed: dict[Strategy, tuple[int, ...]] = {}
     for turn, each in enumerate(spaces):
-        # 128 tokens are the paper's step for 32K; a short context needs its own for schemes to differ.
+        # 128 tokens are the paper's step for 32K; a short context needs its own for schemes to
+        # differ.
         step = max(1, min(128, context_length // 16))
         candidates = propose_from_histogram(
             profile,
@@ -206,7 +215,9 @@ def propose_strategies(
         steps = usable_schemes(profile, num_devices)
         if each != "plain":  # of the many others those that suit some length
             steps = tuple(
-                dict.fromkeys(s for c in candidates if c.max_lengths_tokens for s in c.strategy.schemes)
+                dict.fromkeys(
+                    s for c in candidates if c.max_lengths_tokens for s in c.strategy.schemes
+                )
             )
         table |= trial.search(tuple(tried), steps, _in_turn(progress, turn, len(spaces)))
         if not any(map(trial.holds_context, chosen)):
@@ -214,7 +225,9 @@ def propose_strategies(
             table[static] = times_ms
             _check_communicators(static, pruning)
             chosen.append(static)
-        chosen = _grow(chosen, table, pruning, pruning.wider_tolerance if plain else pruning.tolerance)
+        chosen = _grow(
+            chosen, table, pruning, pruning.extended_tolerance if plain else pruning.tolerance
+        )
         plain = chosen if each == "plain" else plain
     return _describe(trial, proposed, table, chosen, plain, space, tokens)
 
@@ -227,7 +240,8 @@ def _in_turn(progress: Progress | None, turn: int, num_turns: int) -> Progress |
 
 
 def count_communicators(strategies: Sequence[Strategy]) -> int:
-    """Process groups that `strategies` need together: one per TP or SP group, two per pipeline of several stages.
+    """Process groups that `strategies` need together: one per TP or SP group, two per pipeline of
+    several stages.
 
     Strategies share the groups that have the same ranks, which placement in blocks makes frequent.
     """
@@ -242,7 +256,11 @@ def _communicators(strategy: Strategy) -> set[tuple[str, int, int, int]]:
             groups |= {("tp", start, scheme.tp, 1) for start in ranks[:: scheme.tp]}
         if scheme.sp > 1:
             stages = ranks[:: scheme.ranks_per_stage]
-            groups |= {("sp", start + t, scheme.sp, scheme.tp) for start in stages for t in range(scheme.tp)}
+            groups |= {
+                ("sp", start + t, scheme.sp, scheme.tp)
+                for start in stages
+                for t in range(scheme.tp)
+            }
         if scheme.pp > 1:
             groups |= {("down", ranks[0], len(ranks), 1), ("up", ranks[0], len(ranks), 1)}
     return groups
@@ -287,15 +305,23 @@ class _Trial:
     def search(
         self, candidates: Sequence[Strategy], schemes: Iterable[Scheme], progress: Progress | None
     ) -> dict[Strategy, FloatArray]:
-        """Times of the strategies that win a mini-batch: `candidates`, and those a step away by one of `schemes`."""
+        """Times of the strategies that win a mini-batch: `candidates`, and those a step away by one
+        of `schemes`.
+        """
         winners = self.winners(candidates, progress)
         for _ in range(self._pruning.num_rounds):
-            near = dict.fromkeys(n for won in winners for n in (won, *neighbour_strategies(won, schemes)))
-            winners = tuple(dict.fromkeys((*winners, *self.winners(tuple(near), None, share=1 / 2))))
+            near = dict.fromkeys(
+                n for won in winners for n in (won, *neighbour_strategies(won, schemes))
+            )
+            winners = tuple(
+                dict.fromkeys((*winners, *self.winners(tuple(near), None, share=1 / 2)))
+            )
         return {strategy: self.times_ms(strategy) for strategy in winners}
 
     def times_ms(self, strategy: Strategy) -> FloatArray:
-        """Planned time of every mini-batch with `strategy` alone, inf where a sequence does not fit."""
+        """Planned time of every mini-batch with `strategy` alone, inf where a sequence does not
+        fit.
+        """
         longest = self._longest(strategy)
         return np.array(
             [
@@ -344,7 +370,11 @@ class _Trial:
 
     def _settings(self, strategies: Sequence[Strategy]) -> PlannerSettings:
         links_of = self._pruning.links_of
-        times = {strategy: links_of(strategy) for strategy in strategies} if links_of is not None else {}
+        times = (
+            {strategy: links_of(strategy) for strategy in strategies}
+            if links_of is not None
+            else {}
+        )
         return replace(self._planner, link_times=times)
 
 
@@ -379,7 +409,8 @@ def _grow(
     pruning: PruningSettings,
     tolerance: float,
 ) -> list[Strategy]:
-    """Greedy: add what shortens the mean most, until within `tolerance` of all or out of communicators.
+    """Greedy: add what shortens the mean most, until within `tolerance` of all or out of
+    communicators.
 
     One strategy of `start` at least has a time for every mini-batch.
     """
@@ -387,7 +418,9 @@ def _grow(
     chosen, times = list(start), np.min([table[strategy] for strategy in start], axis=0)
     open_ = [strategy for strategy in table if strategy not in chosen]
     while open_ and times.mean() > goal_ms:
-        affordable = [s for s in open_ if count_communicators([*chosen, s]) <= pruning.max_communicators]
+        affordable = [
+            s for s in open_ if count_communicators([*chosen, s]) <= pruning.max_communicators
+        ]
         gains = [float((times - np.minimum(times, table[s])).mean()) for s in affordable]
         if not affordable or max(gains) <= 0:
             break

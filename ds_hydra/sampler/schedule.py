@@ -1,9 +1,10 @@
-"""How long one pipeline takes for rows of unequal time: 1F1B, exactly, and the closed form of Eq. (1).
+"""How long one pipeline takes for rows of unequal time: 1F1B, exactly, and the closed form of Eq.
+(1).
 
-Times are milliseconds. `row_ms[j]` is T of row j in one stage, forward and backward together (App. B.2);
-every stage of a pipeline has the same T. A fraction `forward_fraction` of it is the forward pass: one third,
-because the backward pass has two matrix products (gradients of inputs and of weights) for each one of the
-forward pass. With activation checkpointing it is one quarter.
+Times are milliseconds. `row_ms[j]` is T of row j in one stage, forward and backward together (App.
+B.2); every stage of a pipeline has the same T. A fraction `forward_fraction` of it is the forward
+pass: one third, because the backward pass has two matrix products (gradients of inputs and of
+weights) for each one of the forward pass. With activation checkpointing it is one quarter.
 
 Left out: sending activations between stages.
 """
@@ -17,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hydra.strategy.compiled import compiled
-
-FORWARD_FRACTION = 1 / 3
+from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -26,10 +26,12 @@ IntArray = NDArray[np.int64]
 
 @compiled
 def one_f_one_b_ms(row_ms: FloatArray, num_stages: int, forward_fraction: float) -> float:
-    """Time from the first forward to the last backward of non-interleaved 1F1B, rows in the given order.
+    """Time from the first forward to the last backward of non-interleaved 1F1B, rows in the given
+    order.
 
-    Stage s runs w = min(PP-1-s, V) warm-up forwards, then one forward and one backward in turn, then
-    drains. In wave k it runs F(k) and then B(k-w), so that with waves outside and stages inside
+    Stage s runs w = min(PP-1-s, V) warm-up forwards, then one forward and one backward in turn,
+    then drains. In wave k it runs F(k) and then B(k-w), so that with waves outside and stages
+    inside
 
         end F(s,k) = max(end of the stage's last operation, end F(s-1,k)) + f_k
         end B(s,i) = max(end of the stage's last operation, end B(s+1,i)) + b_i,    i = k - (PP-1-s)
@@ -64,14 +66,16 @@ def linked_ms(
     push_ms: float,
     num_buckets: int,
 ) -> float:
-    """Time from the start of the pull to the end of the push, both beside 1F1B, rows in the given order.
+    """Time from the start of the pull to the end of the push, both beside 1F1B, rows in the given
+    order.
 
-    A stage of K = `num_buckets` layers takes them in its first forward as they arrive, and gives gradients
-    away in its last backward as they are complete (Hydraulis, Fig. 8): it begins at pull / K, its first
-    forward f ends at pull + f / K or later, the push at (begin of the last backward b) + b / K + push or
-    (its end) + push / K, whichever is later. `num_buckets` 0: one after the other, without overlap.
-    0.0 without rows. Example: one row of 3 ms, one stage, 10 layers, pull 2 ms, push 4 ms: the forward ends
-    at 2.1 ms instead of 1 ms, the push at 6.3 ms. `simulator/events.py` says when each of it happens.
+    A stage of K = `num_buckets` layers takes them in its first forward as they arrive, and gives
+    gradients away in its last backward as they are complete (Hydraulis, Fig. 8): it begins at pull
+    / K, its first forward f ends at pull + f / K or later, the push at (begin of the last backward
+    b) + b / K + push or (its end) + push / K, whichever is later. `num_buckets` 0: one after the
+    other, without overlap. 0.0 without rows. Example: one row of 3 ms, one stage, 10 layers, pull
+    2 ms, push 4 ms: the forward ends at 2.1 ms instead of 1 ms, the push at 6.3 ms.
+    `simulator/events.py` says when each of it happens.
     """
     num_rows = row_ms.size
     if num_rows == 0:
@@ -105,27 +109,34 @@ def linked_ms(
 
 @compiled
 def closed_form_ms(row_ms: FloatArray, num_stages: int) -> float:
-    """(PP - 1 + V) times the slowest row: the objective of Eq. (1), exact where all rows are equal."""
+    """(PP - 1 + V) times the slowest row: the objective of Eq. (1), exact where all rows are
+    equal.
+    """
     if row_ms.size == 0:
         return 0.0
     return float((num_stages - 1 + row_ms.size) * row_ms.max())
 
 
 @compiled
-def makespan_ms(row_ms: FloatArray, num_stages: int, forward_fraction: float, is_exact: bool) -> float:
-    """Time of one pipeline by the objective in use: the 1F1B recurrence (`is_exact`) or the closed form."""
+def makespan_ms(
+    row_ms: FloatArray, num_stages: int, forward_fraction: float, is_exact: bool
+) -> float:
+    """Time of one pipeline by the objective in use: the 1F1B recurrence (`is_exact`) or the closed
+    form.
+    """
     if is_exact:
         return one_f_one_b_ms(row_ms, num_stages, forward_fraction)
     return closed_form_ms(row_ms, num_stages)
 
 
 class RowBalance(NamedTuple):
-    """How the time of a 1F1B pipeline is best divided between V rows, for every V up to `ratio.size - 1`.
+    """How the time of a 1F1B pipeline is best divided between V rows, for every V up to `ratio.size
+    - 1`.
 
     `ratio[V]` is a lower bound of makespan / sum of row times over all divisions into V rows, and
-    `share[V, :V]` a division that comes close to it: short rows first and last, because they fill and
-    drain the pipeline. Example: with 2 stages and 3 rows, shares (1, 3, 2) / 6 take 1.278 of the sum,
-    equal rows 1.333.
+    `share[V, :V]` a division that comes close to it: short rows first and last, because they fill
+    and drain the pipeline. Example: with 2 stages and 3 rows, shares (1, 3, 2) / 6 take 1.278 of
+    the sum, equal rows 1.333.
     """
 
     ratio: FloatArray
@@ -136,7 +147,9 @@ MAX_BALANCED_ROWS = 32
 _BALANCE_STEPS = 3000
 _BALANCE_RATE = 0.06
 _ROUNDING = 1e-9
-"""Keeps bounds valid: far above the rounding of the sums here, far below what a planner can notice."""
+"""Keeps bounds valid: far above the rounding of the sums here, far below what a planner can
+notice.
+"""
 
 
 @lru_cache(maxsize=64)
@@ -154,12 +167,13 @@ def balance_rows(num_stages: int, forward_fraction: float = FORWARD_FRACTION) ->
 
 @compiled
 def _balance(num_stages: int, forward_fraction: float, share: FloatArray) -> float:
-    """Writes the best division of 1 ms into `share.size` rows; returns a lower bound of its makespan.
+    """Writes the best division of 1 ms into `share.size` rows; returns a lower bound of its
+    makespan.
 
     The makespan is the longest of many paths through the schedule, each linear in the row times: a
-    matrix game between the division and a mixture of paths. Multiplicative weights: rows on the critical
-    path shrink. If g is the mean of the critical paths' coefficients, then
-    makespan >= g . rows >= min(g) * sum of rows.
+    matrix game between the division and a mixture of paths. Multiplicative weights: rows on the
+    critical path shrink. If g is the mean of the critical paths' coefficients, then makespan >= g .
+    rows >= min(g) * sum of rows.
     """
     num_rows = share.size
     rows = np.full(num_rows, 1.0 / num_rows)
@@ -185,12 +199,14 @@ def _balance(num_stages: int, forward_fraction: float, share: FloatArray) -> flo
 
 
 @compiled
-def _critical_path(row_ms: FloatArray, num_stages: int, forward_fraction: float, path: FloatArray) -> float:
+def _critical_path(
+    row_ms: FloatArray, num_stages: int, forward_fraction: float, path: FloatArray
+) -> float:
     """Makespan of 1F1B; `path[j]` becomes how often (in units of T) row j lies on its longest path.
 
-    The same recurrence as `one_f_one_b_ms`, which keeps no history, and then a walk back from the last
-    backward pass of stage 0: `waited` tells whether an operation waited for its neighbour or for its own
-    stage.
+    The same recurrence as `one_f_one_b_ms`, which keeps no history, and then a walk back from the
+    last backward pass of stage 0: `waited` tells whether an operation waited for its neighbour or
+    for its own stage.
     """
     num_rows = row_ms.size
     forward_end = np.zeros((num_stages + 1, num_rows))
@@ -209,7 +225,9 @@ def _critical_path(row_ms: FloatArray, num_stages: int, forward_fraction: float,
             if 0 <= row < num_rows:
                 arrival = backward_end[stage + 1, row]
                 backward_waited[stage, row] = arrival > stage_end[stage]
-                stage_end[stage] = max(arrival, stage_end[stage]) + (1.0 - forward_fraction) * row_ms[row]
+                stage_end[stage] = (
+                    max(arrival, stage_end[stage]) + (1.0 - forward_fraction) * row_ms[row]
+                )
                 backward_end[stage, row] = stage_end[stage]
     path[:] = 0.0
     stage, row, is_backward = 0, num_rows - 1, True

@@ -1,7 +1,7 @@
 """Other ways to train, and the parts of ds_hydra one by one, on the mini-batches of a scenario.
 
-A system that has a choice is tuned with hindsight: it gets what is best on the very mini-batches it is
-compared on. ds_hydra chooses its candidates on other ones.
+A system that has a choice is tuned with hindsight: it gets what is best on the very mini-batches it
+is compared on. ds_hydra chooses its candidates on other ones.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ds_hydra.simulator.scenario import (
     outcome_of,
     summarize,
 )
-from ds_hydra.strategy.proposal import homogeneous_strategies
-from ds_hydra.strategy.scheme import Strategy
+from ds_hydra.strategy.proposal.program import homogeneous_strategies
+from ds_hydra.strategy.schemes.scheme import Strategy
 
 HOTSPA_BOUNDARIES_TOKENS = (4096, 16384)
 """Where HotSPa may change its strategy (Hydraulis, App. F)."""
@@ -37,10 +37,11 @@ HOTSPA_BOUNDARIES_TOKENS = (4096, 16384)
 def fixed_length(
     scenario: Scenario, strategies: Sequence[Strategy] = (), *, tunes_rows: bool = False, name: str
 ) -> SystemResult:
-    """Megatron-LM: one homogeneous strategy, first-fit-decreasing rows of the context, dealt out in turn.
+    """Megatron-LM: one homogeneous strategy, first-fit-decreasing rows of the context, dealt out in
+    turn.
 
-    `strategies`: the choices, all that hold the context if none is given. `tunes_rows`: rows may also be as
-    long as memory allows, or half way there; Megatron-LM itself has one sequence length.
+    `strategies`: the choices, all that hold the context if none is given. `tunes_rows`: rows may
+    also be as long as memory allows, or half way there; Megatron-LM itself has one sequence length.
     """
     results = []
     for strategy in strategies or scenario.statics():
@@ -65,7 +66,9 @@ def fixed_length(
 
 
 def balanced(scenario: Scenario, *, name: str) -> SystemResult:
-    """One homogeneous strategy, Karmarkar-Karp over replicas and rows, by tokens or by time, what is better."""
+    """One homogeneous strategy, Karmarkar-Karp over replicas and rows, by tokens or by time, what
+    is better.
+    """
     results = []
     for strategy in scenario.statics():
         scheme = strategy.schemes[0]
@@ -85,11 +88,13 @@ def balanced(scenario: Scenario, *, name: str) -> SystemResult:
 
 
 def hotspa(scenario: Scenario, *, name: str) -> SystemResult:
-    """Several homogeneous strategies after another in every iteration, each for its interval of lengths.
+    """Several homogeneous strategies after another in every iteration, each for its interval of
+    lengths.
 
-    Tuned over the boundaries of App. F and, for each interval, over the schemes that hold it; rows are as long
-    as memory allows, at most the context. A switch costs the parameters of the new strategy and the gradients
-    of the old one: bytes only, where the paper measured nearly 2 s for 7B.
+    Tuned over the boundaries of App. F and, for each interval, over the schemes that hold it; rows
+    are as long as memory allows, at most the context. A switch costs the parameters of the new
+    strategy and the gradients of the old one: bytes only, where the paper measured nearly 2 s for
+    7B.
     """
     bounds = [b for b in HOTSPA_BOUNDARIES_TOKENS if b < scenario.context_length]
     phases: dict[tuple[int, int], SystemResult] = {}
@@ -141,15 +146,19 @@ NUM_FINALISTS = 3
 
 
 def two_stage(scenario: Scenario, strategies: Sequence[Strategy], *, name: str) -> SystemResult:
-    """The best single strategy of `strategies` for all mini-batches, sequences placed by ds_hydra's planner.
+    """The best single strategy of `strategies` for all mini-batches, sequences placed by ds_hydra's
+    planner.
 
-    All are tried with the planner's heuristic on the first mini-batches, by propagation and by whole iterations. The
-    best few of each are planned as ds_hydra's own on all mini-batches, as long as it can still be the fastest
-    with what the rest of the mini-batches takes at least.
+    All are tried with the planner's heuristic on the first mini-batches, by propagation and by
+    whole iterations. The best few of each are planned as ds_hydra's own on all mini-batches, as
+    long as it can still be the fastest with what the rest of the mini-batches takes at least.
     """
     trial = scenario.batches[:NUM_TRIAL_BATCHES]
     heuristic = replace(scenario, settings=scenario.settings.heuristic())
-    tried = {strategy: _times(_planned(heuristic, strategy, trial)).sum(axis=1) for strategy in strategies}
+    tried = {
+        strategy: _times(_planned(heuristic, strategy, trial)).sum(axis=1)
+        for strategy in strategies
+    }
     finalists: dict[Strategy, None] = {}
     for figure in range(2):
         finalists |= dict.fromkeys(sorted(tried, key=lambda s: tried[s][figure])[:NUM_FINALISTS])
@@ -166,22 +175,32 @@ def two_stage(scenario: Scenario, strategies: Sequence[Strategy], *, name: str) 
     return best_of(name, results)
 
 
-def heterogeneous_static(scenario: Scenario, candidates: Sequence[Strategy], *, name: str) -> SystemResult:
-    """`two_stage` with those of `candidates` that hold the context, and every homogeneous strategy that does."""
+def heterogeneous_static(
+    scenario: Scenario, candidates: Sequence[Strategy], *, name: str
+) -> SystemResult:
+    """`two_stage` with those of `candidates` that hold the context, and every homogeneous strategy
+    that does.
+    """
     holding = [
-        s for s in candidates if max(map(scenario.max_len_tokens, s.schemes)) >= scenario.context_length
+        s
+        for s in candidates
+        if max(map(scenario.max_len_tokens, s.schemes)) >= scenario.context_length
     ]
     return two_stage(scenario, tuple(dict.fromkeys((*holding, *scenario.statics()))), name=name)
 
 
-def _planned(scenario: Scenario, strategy: Strategy, batches: Sequence[GlobalBatch]) -> list[Outcome]:
+def _planned(
+    scenario: Scenario, strategy: Strategy, batches: Sequence[GlobalBatch]
+) -> list[Outcome]:
     return [outcome_of(scenario.simulate(scenario.plan(batch, [strategy]))) for batch in batches]
 
 
 def _planned_below(
     scenario: Scenario, strategy: Strategy, limit: FloatArray, bounds: FloatArray
 ) -> list[Outcome]:
-    """All mini-batches, or the first of them until the sums of both times, with `bounds` of the rest, reach `limit`."""
+    """All mini-batches, or the first of them until the sums of both times, with `bounds` of the
+    rest, reach `limit`.
+    """
     outcomes: list[Outcome] = []
     least = bounds.sum(axis=1)
     for batch, bound in zip(scenario.batches, bounds.T, strict=True):

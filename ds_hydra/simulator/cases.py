@@ -8,18 +8,21 @@ from difflib import get_close_matches
 from typing import Any
 
 from ds_hydra.configs import find_file, list_files
+from ds_hydra.configs.files import read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.simulator.compare import Workload
-from ds_hydra.strategy.histogram import LengthHistogram
-from ds_hydra.strategy.profile import Profile, read_json_object
-from ds_hydra.strategy.scheme import Strategy, parse_strategies
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.scheme import Strategy, parse_strategies
 
 CASES_SCHEMA = "ds_hydra.cases/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """One published figure: what it is, its value as text, and the name of ours (`report.metrics`)."""
+    """One published figure: what it is, its value as text, and the name of ours
+    (`report.metrics`).
+    """
 
     what: str
     paper: str
@@ -42,7 +45,9 @@ def list_cases() -> tuple[str, ...]:
 
 
 def load_case(name: str) -> Case:
-    """The shipped case `name`; raises HydraConfigError with the nearest names for one that is not known."""
+    """The shipped case `name`; raises HydraConfigError with the nearest names for one that is not
+    known.
+    """
     names = list_cases()
     if name not in names:
         nearest = get_close_matches(name, names, n=3, cutoff=0.4)

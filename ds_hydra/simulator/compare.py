@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.propose import HEURISTIC, PruningSettings, propose_strategies
+from ds_hydra.sampler.propose import HEURISTIC, PruningSettings
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.simulator.baselines import (
     balanced,
@@ -21,20 +22,20 @@ from ds_hydra.simulator.baselines import (
     hotspa,
     two_stage,
 )
-from ds_hydra.simulator.cluster import Cluster
 from ds_hydra.simulator.events import Simulation
+from ds_hydra.simulator.extended import extended_scenario, extended_schemes, extended_strategies
 from ds_hydra.simulator.scenario import Bound, Scenario, SystemResult, bound_of
 from ds_hydra.simulator.ulysses import deepspeed_ulysses
-from ds_hydra.simulator.wider import wider_scenario, wider_schemes, wider_strategies
-from ds_hydra.strategy.histogram import LengthHistogram
-from ds_hydra.strategy.profile import Profile
-from ds_hydra.strategy.proposal import (
+from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
     check_context,
     propose_from_histogram,
     usable_schemes,
 )
-from ds_hydra.strategy.scheme import Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 SIMULATION_SCHEMA = "ds_hydra.simulation/1"
 
@@ -50,14 +51,16 @@ LABELS = {
     "balanced": "balanced DP (Karmarkar-Karp)",
     "two_stage": "homogeneous, two-stage",
     "static": "heterogeneous static",
-    "wider": "ds_hydra with SP (wider space)",
-    "wider_static": "heterogeneous static with SP",
+    "wider": "ds_hydra with SP (extended space)",
+    "extended_static": "heterogeneous static with SP",
 }
 """Systems in the order they are shown, with what users see."""
 NEED_STATIC = ("megatron", "megatron_rows", "hotspa", "balanced", "two_stage")
-"""Systems that run <TP,PP> which hold the context, and are left out where only schemes with parts do."""
-WIDER = "wider"
-PLANNED = (DS_HYDRA, WIDER)
+"""Systems that run <TP,PP> which hold the context, and are left out where only schemes with parts
+do.
+"""
+EXTENDED = "wider"
+PLANNED = (DS_HYDRA, EXTENDED)
 """Systems whose plans a comparison keeps."""
 STATIC_SYSTEMS = (
     "given",
@@ -78,7 +81,8 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is simulated. `given`: a homogeneous strategy that Megatron-LM is simulated with besides its best.
+    """What is simulated. `given`: a homogeneous strategy that Megatron-LM is simulated with besides
+    its best.
 
     `strategies`: candidates of ds_hydra, proposed from the histogram where empty.
     """
@@ -95,10 +99,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How it is simulated. `systems` other than ds_hydra; `num_proposal_batches` mini-batches, drawn apart from
-    those of the comparison, decide about ds_hydra's candidates. `overlap` of pull and push with propagation.
-    `num_proposal_rounds`: see `PruningSettings`. `max_communicators`: process groups that the candidates may
-    need together, four for each device if None.
+    """How it is simulated. `systems` other than ds_hydra; `num_proposal_batches` mini-batches,
+    drawn apart from those of the comparison, decide about ds_hydra's candidates. `overlap` of pull
+    and push with propagation. `num_proposal_rounds`: see `PruningSettings`. `max_communicators`:
+    process groups that the candidates may need together, four for each device if None.
     """
 
     iterations: int = 100
@@ -151,7 +155,9 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Planned:
-    """ds_hydra on all mini-batches, its candidates and what no plan in their space of schemes can beat."""
+    """ds_hydra on all mini-batches, its candidates and what no plan in their space of schemes can
+    beat.
+    """
 
     result: SystemResult
     profile: Profile
@@ -166,7 +172,9 @@ class Planned:
 
     @property
     def distance_to_bound(self) -> float:
-        """Propagation above the perfect-balance bound, which no plan can reach or beat: mean over mean, minus 1."""
+        """Propagation above the perfect-balance bound, which no plan can reach or beat: mean over
+        mean, minus 1.
+        """
         return float(self.result.propagation_ms.sum() / self.perfect_balance_ms.sum() - 1)
 
     @property
@@ -194,7 +202,9 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Comparison:
-    """Results of all systems on one workload; `results[0]` is ds_hydra, `planned` those of `PLANNED` that ran."""
+    """Results of all systems on one workload; `results[0]` is ds_hydra, `planned` those of
+    `PLANNED` that ran.
+    """
 
     workload: Workload
     settings: Settings
@@ -218,7 +228,9 @@ class Comparison:
         return next((result for result in self.results if result.name == name), None)
 
     def speedup(self, name: str, *, of_propagation: bool = False) -> Ratio | None:
-        """How many times as fast ds_hydra is as `name`, in whole iterations or in propagation alone."""
+        """How many times as fast ds_hydra is as `name`, in whole iterations or in propagation
+        alone.
+        """
         system, ours = self.get(name), self.results[0]
         if system is None:
             return None
@@ -280,7 +292,7 @@ class Comparison:
             "communication": self.cluster.hardware.name if self.cluster else None,
             **self.ours.to_json(),
             "systems": [self._system(result, price_per_gpu_hour) for result in self.results],
-            **({WIDER: self.planned[WIDER].to_json()} if WIDER in self.planned else {}),
+            **({EXTENDED: self.planned[EXTENDED].to_json()} if EXTENDED in self.planned else {}),
         }
 
     def _system(self, result: SystemResult, price: float | None) -> dict[str, Any]:
@@ -318,33 +330,42 @@ def compare(workload: Workload, cluster: Cluster | None, settings: Settings) -> 
         profile=workload.profile,
         num_devices=workload.num_devices,
         context_length=workload.context_length,
-        batches=draw_batches(histogram, workload.tokens_per_iteration, settings.iterations, settings.seed),
+        batches=draw_batches(
+            histogram, workload.tokens_per_iteration, settings.iterations, settings.seed
+        ),
         cluster=cluster,
         overlap=settings.overlap,
     )
     strategies = workload.strategies or _propose(workload, cluster, settings)
     plain = usable_schemes(workload.profile, workload.num_devices)
     planned = {DS_HYDRA: _plan(DS_HYDRA, scenario, strategies, plain)}
-    needs_proposed = {"static", "wider_static"} & set(settings.systems) and scenario.statics()
+    needs_proposed = {"static", "extended_static"} & set(settings.systems) and scenario.statics()
     proposed = _proposed_strategies(workload) if needs_proposed else ()
-    wider, wider_candidates = scenario, strategies
-    if {WIDER, "wider_static"} & set(settings.systems):
-        wider = wider_scenario(scenario)
-        wider_candidates = wider_strategies(
-            wider,
+    extended, extended_candidates = scenario, strategies
+    if {EXTENDED, "extended_static"} & set(settings.systems):
+        extended = extended_scenario(scenario)
+        extended_candidates = extended_strategies(
+            extended,
             strategies,
             draw_batches(
-                histogram, workload.tokens_per_iteration, settings.num_proposal_batches, settings.seed + 1
+                histogram,
+                workload.tokens_per_iteration,
+                settings.num_proposal_batches,
+                settings.seed + 1,
             ),
             max_communicators=_max_communicators(workload, settings),
         )
     results: list[SystemResult | None] = []
     for name in settings.systems:
-        if name == WIDER:
-            planned[WIDER] = _plan(WIDER, wider, wider_candidates, wider_schemes(wider))
-            results.append(planned[WIDER].result)
-        elif name == "wider_static":
-            results.append(heterogeneous_static(wider, (*wider_candidates, *proposed), name=name))
+        if name == EXTENDED:
+            planned[EXTENDED] = _plan(
+                EXTENDED, extended, extended_candidates, extended_schemes(extended)
+            )
+            results.append(planned[EXTENDED].result)
+        elif name == "extended_static":
+            results.append(
+                heterogeneous_static(extended, (*extended_candidates, *proposed), name=name)
+            )
         elif name == "static":
             results.append(heterogeneous_static(scenario, (*strategies, *proposed), name=name))
         else:
@@ -362,9 +383,13 @@ def compare(workload: Workload, cluster: Cluster | None, settings: Settings) -> 
 def _plan(
     name: str, scenario: Scenario, strategies: Sequence[Strategy], schemes: Collection[Scheme]
 ) -> Planned:
-    """ds_hydra with `strategies`; the bounds are those of `schemes` and of what the strategies have besides."""
+    """ds_hydra with `strategies`; the bounds are those of `schemes` and of what the strategies have
+    besides.
+    """
     result, plans = dynamic(scenario, strategies, name=name)
-    schemes = tuple(dict.fromkeys((*schemes, *(s for strategy in strategies for s in strategy.schemes))))
+    schemes = tuple(
+        dict.fromkeys((*schemes, *(s for strategy in strategies for s in strategy.schemes)))
+    )
     return Planned(
         result=result,
         profile=scenario.profile,
@@ -375,7 +400,9 @@ def _plan(
 
 
 def check_workload(workload: Workload) -> None:
-    """Raise HydraConfigError for a context that nothing holds, or a strategy that has no place in the cluster."""
+    """Raise HydraConfigError for a context that nothing holds, or a strategy that has no place in
+    the cluster.
+    """
     check_context(workload.profile, workload.num_devices, workload.context_length)
     if workload.tokens_per_iteration < workload.context_length:
         raise HydraConfigError(
@@ -389,26 +416,34 @@ def check_workload(workload: Workload) -> None:
                 f"strategy {strategy} needs {strategy.num_devices} devices, there are {workload.num_devices}"
             )
     if workload.given is not None and workload.given.is_heterogeneous:
-        raise HydraConfigError(f"baseline {workload.given} has several schemes; Megatron-LM runs one")
+        raise HydraConfigError(
+            f"baseline {workload.given} has several schemes; Megatron-LM runs one"
+        )
 
 
-def _propose(workload: Workload, cluster: Cluster | None, settings: Settings) -> tuple[Strategy, ...]:
-    return propose_strategies(
+def _propose(
+    workload: Workload, cluster: Cluster | None, settings: Settings
+) -> tuple[Strategy, ...]:
+    found = decide_candidates(
         workload.profile,
         workload.histogram,
-        num_devices=workload.num_devices,
-        context_length=workload.context_length,
-        tokens_per_iteration=workload.tokens_per_iteration,
-        space="plain",
-        pruning=PruningSettings(
-            num_batches=settings.num_proposal_batches,
-            num_rounds=settings.num_proposal_rounds,
-            max_communicators=_max_communicators(workload, settings),
-            seed=settings.seed + 1,
-            planner=replace(HEURISTIC, overlaps_links=settings.overlap),
-            links_of=cluster.link_times if cluster else None,
+        CandidateSettings(
+            num_devices=workload.num_devices,
+            context_length=workload.context_length,
+            tokens_per_iteration=workload.tokens_per_iteration,
+            space="plain",
+            cluster=cluster,
+            max_groups=_max_communicators(workload, settings),
+            max_enumerated=0,
+            pruning=PruningSettings(
+                num_batches=settings.num_proposal_batches,
+                num_rounds=settings.num_proposal_rounds,
+                seed=settings.seed + 1,
+                planner=replace(HEURISTIC, overlaps_links=settings.overlap),
+            ),
         ),
-    ).strategies
+    )
+    return found.strategies
 
 
 def _max_communicators(workload: Workload, settings: Settings) -> int:
@@ -433,7 +468,7 @@ def _run(name: str, scenario: Scenario, workload: Workload) -> SystemResult | No
 
 
 def _proposed_strategies(workload: Workload) -> tuple[Strategy, ...]:
-    """What the programme of Eq. (4) finds, all of it."""
+    """What the program of Eq. (4) finds, all of it."""
     proposed = propose_from_histogram(
         workload.profile,
         workload.histogram.limit(workload.context_length),
@@ -455,5 +490,7 @@ def draw_batches(
             lengths=tuple(lengths.tolist()),
             num_label_tokens=int((lengths - 1).sum()),
         )
-        for iteration, lengths in enumerate(histogram.draw_batches(tokens_per_iteration, count, seed))
+        for iteration, lengths in enumerate(
+            histogram.draw_batches(tokens_per_iteration, count, seed)
+        )
     )

@@ -1,12 +1,15 @@
-"""What one iteration does on a cluster, event by event: 1F1B of every pipeline, pull, push, optimizer.
+"""What one iteration does on a cluster, event by event: 1F1B of every pipeline, pull, push,
+optimizer.
 
-Times are milliseconds from the start of the pull. The order of passes is that of `engine/pipeline.py`; a stage
-sends without waiting, so a transfer delays the receiver only.
+Times are milliseconds from the start of the pull. The order of passes is that of
+`engine/parallel/one_f_one_b.py`; a stage sends without waiting, so a transfer delays the receiver
+only.
 
-Without overlap the whole pull comes first, and the push once every pipeline has finished. With overlap
-(Hydraulis, Fig. 8) a stage's first forward takes its layers as they arrive, and its last backward gives
-gradients away as they are complete: of K layers that arrive evenly over `pull` and take `f` together, the
-last is done at max(pull + f / K, pull / K + f); the push is the mirror image.
+Without overlap the whole pull comes first, and the push once every pipeline has finished. With
+overlap (Hydraulis, Fig. 8) a stage's first forward takes its layers as they arrive, and its last
+backward gives gradients away as they are complete: of K layers that arrive evenly over `pull` and
+take `f` together, the last is done at max(pull + f / K, pull / K + f); the push is the mirror
+image.
 """
 
 from __future__ import annotations
@@ -19,22 +22,24 @@ import numpy as np
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.schedule import FORWARD_FRACTION, FloatArray
-from ds_hydra.simulator.cluster import Cluster
+from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.strategy.compiled import compiled
-from ds_hydra.strategy.link_times import NO_LINKS, LinkTimes
-from ds_hydra.strategy.profile import Profile
-from ds_hydra.strategy.scheme import Scheme, Strategy
+from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineWork:
-    """What one pipeline has to do: `forward_ms[stage, row]`, `backward_ms[stage, row]`, rows in 1F1B order.
+    """What one pipeline has to do: `forward_ms[stage, row]`, `backward_ms[stage, row]`, rows in
+    1F1B order.
 
-    `hop_ms[row]` is the time of one activation or gradient between neighbouring stages; `tp_ms[row]` the part
-    of one forward, and of one backward, that is TP collectives (contained in them). Nothing begins before
-    `begin_ms`, counted from the start of the pull.
+    `hop_ms[row]` is the time of one activation or gradient between neighbouring stages;
+    `tp_ms[row]` the part of one forward, and of one backward, that is TP collectives (contained in
+    them). Nothing begins before `begin_ms`, counted from the start of the pull.
     """
 
     scheme: Scheme
@@ -47,7 +52,11 @@ class PipelineWork:
 
     def __post_init__(self) -> None:
         shape = (self.scheme.pp, self.num_rows)
-        if self.forward_ms.shape != shape or self.backward_ms.shape != shape or self.tp_ms.shape != shape[1:]:
+        if (
+            self.forward_ms.shape != shape
+            or self.backward_ms.shape != shape
+            or self.tp_ms.shape != shape[1:]
+        ):
             raise HydraConfigError(
                 f"pipeline {self.scheme}: forward times have shape {self.forward_ms.shape}, backward times "
                 f"{self.backward_ms.shape}, TP times {self.tp_ms.shape}; expected [stages, rows] = {shape} twice, "
@@ -62,7 +71,9 @@ class PipelineWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineRun:
-    """When every pass of one pipeline starts and ends: arrays [stage, row]; pushes of the stages [stage]."""
+    """When every pass of one pipeline starts and ends: arrays [stage, row]; pushes of the stages
+    [stage].
+    """
 
     work: PipelineWork
     forward_start: FloatArray
@@ -103,11 +114,14 @@ def run_passes(
 ) -> None:
     """Fills the starts and ends, [stage, row], of non-interleaved 1F1B.
 
-    In wave k stage s runs F(k) and then B(k - (PP-1-s)), from `begin_ms` on. `num_buckets` 0: the pull ends
-    before anything starts; else the first forward of a stage of that many layers takes them as they arrive.
+    In wave k stage s runs F(k) and then B(k - (PP-1-s)), from `begin_ms` on. `num_buckets` 0: the
+    pull ends before anything starts; else the first forward of a stage of that many layers takes
+    them as they arrive.
     """
     num_stages, num_rows = forward_ms.shape
-    free = np.full(num_stages, max(begin_ms, pull_ms if num_buckets == 0 else pull_ms / num_buckets))
+    free = np.full(
+        num_stages, max(begin_ms, pull_ms if num_buckets == 0 else pull_ms / num_buckets)
+    )
     for wave in range(num_rows + num_stages - 1):
         for stage in range(num_stages):
             if wave < num_rows:
@@ -211,7 +225,11 @@ class Simulation:
             strategy=str(self.strategy),
             num_devices=self.num_devices,
             pipelines=tuple(
-                Track(scheme=run.work.scheme, ranks=run.work.ranks, num_micro_batches=run.work.num_rows)
+                Track(
+                    scheme=run.work.scheme,
+                    ranks=run.work.ranks,
+                    num_micro_batches=run.work.num_rows,
+                )
                 for run in self.runs
             ),
             events=tuple(events),
@@ -267,10 +285,13 @@ def simulate_iteration(
 ) -> Simulation:
     """The iteration that runs `pipelines` side by side.
 
-    Without `overlap` pushes start together when the slowest pipeline is done. `num_layers` of the model are
-    what is pulled and pushed one by one with it.
+    Without `overlap` pushes start together when the slowest pipeline is done. `num_layers` of the
+    model are what is pulled and pushed one by one with it.
     """
-    runs = [_run(work, links, max(1, num_layers // work.scheme.pp) if overlap else 0) for work in pipelines]
+    runs = [
+        _run(work, links, max(1, num_layers // work.scheme.pp) if overlap else 0)
+        for work in pipelines
+    ]
     end = max((run.end_ms for run in runs), default=0.0)
     if not overlap:
         for run in runs:
@@ -298,7 +319,10 @@ def _run(work: PipelineWork, links: LinkTimes, num_buckets: int) -> PipelineRun:
         float(num_buckets),
         *times,
     )
-    push_start, push_end = np.full(shape[0], links.pull_ms), np.full(shape[0], links.pull_ms + links.push_ms)
+    push_start, push_end = (
+        np.full(shape[0], links.pull_ms),
+        np.full(shape[0], links.pull_ms + links.push_ms),
+    )
     if num_buckets and work.num_rows:
         first_gradient = times[2][:, -1] + work.backward_ms[:, -1] / num_buckets
         push_start[:] = first_gradient
@@ -321,7 +345,8 @@ def simulate_plan(
     overlap: bool = True,
     forward_fraction: float = FORWARD_FRACTION,
 ) -> Simulation:
-    """`plan` on `cluster`, times by the profile's T. Without a cluster communication counts nothing.
+    """`plan` on `cluster`, times by the profile's T. Without a cluster communication counts
+    nothing.
 
     `links` replaces what the cluster says about pull, push and step.
     """
@@ -338,7 +363,10 @@ def simulate_plan(
 
 
 def plan_work(
-    plan: IterationPlan, profile: Profile, cluster: Cluster | None, forward_fraction: float = FORWARD_FRACTION
+    plan: IterationPlan,
+    profile: Profile,
+    cluster: Cluster | None,
+    forward_fraction: float = FORWARD_FRACTION,
 ) -> list[PipelineWork]:
     """The work of every pipeline of `plan`: all stages of a pipeline take T of the row."""
     works = []

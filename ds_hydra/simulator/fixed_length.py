@@ -1,4 +1,5 @@
-"""How others place sequences: first-fit-decreasing rows dealt out evenly, and Karmarkar-Karp balance.
+"""How others place sequences: first-fit-decreasing rows dealt out evenly, and Karmarkar-Karp
+balance.
 
 Lengths are given in descending order; results are arrays of row or group numbers in that order.
 """
@@ -15,7 +16,8 @@ from ds_hydra.strategy.compiled import compiled
 def first_fit_decreasing(lengths: IntArray, row_tokens: int, rows: IntArray) -> int:
     """Writes the row of each sequence, the first with room for it; returns how many rows there are.
 
-    `lengths` descend and none is above `row_tokens`. Example: 6, 5, 4, 3 into rows of 9: rows 0, 1, 1, 0.
+    `lengths` descend and none is above `row_tokens`. Example: 6, 5, 4, 3 into rows of 9: rows 0, 1,
+    1, 0.
     """
     free = np.empty(lengths.size, dtype=np.int64)
     num_rows = 0
@@ -33,10 +35,12 @@ def first_fit_decreasing(lengths: IntArray, row_tokens: int, rows: IntArray) -> 
 
 @compiled
 def karmarkar_karp(weights: FloatArray, num_groups: int, groups: IntArray) -> None:
-    """Writes the group of each item so that the groups' sums are close: the largest differencing method.
+    """Writes the group of each item so that the groups' sums are close: the largest differencing
+    method.
 
-    Every item begins as a division of its own into one full and empty groups. The two divisions with the
-    largest spread are merged, the largest group of one with the smallest of the other, until one is left.
+    Every item begins as a division of its own into one full and empty groups. The two divisions
+    with the largest spread are merged, the largest group of one with the smallest of the other,
+    until one is left.
     """
     num_items = weights.size
     sums = np.zeros((num_items, num_groups))
@@ -80,17 +84,22 @@ Rows = list[IntArray]
 
 
 def pack_fixed_length(lengths: IntArray, row_tokens: int, num_pipelines: int) -> list[Rows]:
-    """First-fit-decreasing rows of at most `row_tokens`, dealt to the pipelines in turn (Megatron-LM)."""
+    """First-fit-decreasing rows of at most `row_tokens`, dealt to the pipelines in turn
+    (Megatron-LM).
+    """
     row_of = np.zeros(lengths.size, dtype=np.int64)
     rows = _members(row_of, first_fit_decreasing(lengths, row_tokens, row_of))
     return [rows[pipeline::num_pipelines] for pipeline in range(num_pipelines)]
 
 
-def pack_balanced(lengths: IntArray, weights: FloatArray, row_tokens: int, num_pipelines: int) -> list[Rows]:
-    """Karmarkar-Karp by `weights` over the pipelines, and again in each into the fewest rows that it can.
+def pack_balanced(
+    lengths: IntArray, weights: FloatArray, row_tokens: int, num_pipelines: int
+) -> list[Rows]:
+    """Karmarkar-Karp by `weights` over the pipelines, and again in each into the fewest rows that
+    it can.
 
-    A pipeline whose balanced rows do not fit `row_tokens` gets one row more, until first-fit decreasing needs
-    no more.
+    A pipeline whose balanced rows do not fit `row_tokens` gets one row more, until first-fit
+    decreasing needs no more.
     """
     group = np.zeros(lengths.size, dtype=np.int64)
     if lengths.size:
@@ -101,7 +110,9 @@ def pack_balanced(lengths: IntArray, weights: FloatArray, row_tokens: int, num_p
     ]
 
 
-def _balanced_rows(members: IntArray, lengths: IntArray, weights: FloatArray, row_tokens: int) -> Rows:
+def _balanced_rows(
+    members: IntArray, lengths: IntArray, weights: FloatArray, row_tokens: int
+) -> Rows:
     row_of = np.zeros(members.size, dtype=np.int64)
     most = first_fit_decreasing(lengths[members], row_tokens, row_of)
     fewest = -(-int(lengths[members].sum()) // row_tokens)
@@ -117,4 +128,6 @@ def _balanced_rows(members: IntArray, lengths: IntArray, weights: FloatArray, ro
 
 def _members(row_of: IntArray, num_rows: int) -> Rows:
     order = np.argsort(row_of, kind="stable")
-    return np.split(order, np.searchsorted(row_of[order], np.arange(1, num_rows))) if num_rows else []
+    return (
+        np.split(order, np.searchsorted(row_of[order], np.arange(1, num_rows))) if num_rows else []
+    )

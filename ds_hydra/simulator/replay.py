@@ -1,4 +1,6 @@
-"""A measured iteration again, from the durations of its parts alone: does the schedule explain the time?"""
+"""A measured iteration again, from the durations of its parts alone: does the schedule explain the
+time?
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,19 @@ import numpy as np
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.simulator.events import PipelineWork, Simulation, simulate_iteration
 from ds_hydra.simulator.timeline import Event, EventKind, Timeline
-from ds_hydra.strategy.link_times import LinkTimes
+from ds_hydra.strategy.profiles.link_times import LinkTimes
 
 
 def replay(measured: Timeline) -> Simulation:
-    """The iteration whose forwards and backwards last as long as in `measured`, in the order of the schedule.
+    """The iteration whose forwards and backwards last as long as in `measured`, in the order of the
+    schedule.
 
-    A pass has to be measured without the time it waits for another stage. A round of pull or push lasts from
-    when its last stage begins until its last stage ends, since all ranks take part; what comes after the push
-    (ranks compare notes, optimizer) as long as measured. If rounds ran beside passes, the first forward of a
-    stage already contains what it waited for its slices, so only the time before it is added; and the push
-    hides behind the last backward as in `simulate_iteration`. Left out: transfers between stages.
+    A pass has to be measured without the time it waits for another stage. A round of pull or push
+    lasts from when its last stage begins until its last stage ends, since all ranks take part; what
+    comes after the push (ranks compare notes, optimizer) as long as measured. If rounds ran beside
+    passes, the first forward of a stage already contains what it waited for its slices, so only the
+    time before it is added; and the push hides behind the last backward as in `simulate_iteration`.
+    Left out: transfers between stages.
 
     Raises HydraConfigError where a stage lacks a pass of some micro-batch.
     """
@@ -67,7 +71,9 @@ def _work(measured: Timeline, number: int, is_overlapped: bool) -> PipelineWork:
 
 
 def _is_overlapped(measured: Timeline) -> bool:
-    """Whether some stage had a pass begin before its pull was over, or pushed before its last pass was over."""
+    """Whether some stage had a pass begin before its pull was over, or pushed before its last pass
+    was over.
+    """
     pull_end: defaultdict[tuple[int, int], float] = defaultdict(float)
     push_start: dict[tuple[int, int], float] = {}
     for event in measured.events:

@@ -1,7 +1,8 @@
-"""The figures of the paper beside ours: what a case's `metric` names mean, and the document of all cases.
+"""The figures of the paper beside ours: what a case's `metric` names mean, and the document of all
+cases.
 
-A metric is a name and systems, e.g. `imbalance.ds_hydra` or `gain.two_stage.static`; `PAPER_BASELINES` are
-the systems that the paper compares with.
+A metric is a name and systems, e.g. `imbalance.ds_hydra` or `gain.two_stage.static`;
+`PAPER_BASELINES` are the systems that the paper compares with.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ PAPER_BASELINES = ("given", "deepspeed", "deepspeed_ac", "hotspa")
 
 
 def our_figure(comparison: Comparison, metric: str) -> str:
-    """The value of `metric` as text, with its unit; "not simulated" where a system of it was left out."""
+    """The value of `metric` as text, with its unit; "not simulated" where a system of it was left
+    out.
+    """
     name, *systems = metric.split(".")
     compute = _METRICS.get(name)
     if compute is None:
-        raise HydraConfigError(f"metric {metric!r} is not known; there are {', '.join(sorted(_METRICS))}")
+        raise HydraConfigError(
+            f"metric {metric!r} is not known; there are {', '.join(sorted(_METRICS))}"
+        )
     found = [comparison.get(system) for system in systems if system != "no_overlap"]
     return "not simulated" if None in found else compute(comparison, systems)
 
@@ -41,7 +46,9 @@ def _over_best(comparison: Comparison, systems: list[str]) -> str:
 def _imbalance(comparison: Comparison, systems: list[str]) -> str:
     values = _result(comparison, systems[0]).imbalance
     low, high = np.quantile(values, [0.1, 0.9])
-    return f"{values.mean():.2f} on average, {low:.2f} to {high:.2f} in the middle 80% of mini-batches"
+    return (
+        f"{values.mean():.2f} on average, {low:.2f} to {high:.2f} in the middle 80% of mini-batches"
+    )
 
 
 def _gain(comparison: Comparison, systems: list[str]) -> str:

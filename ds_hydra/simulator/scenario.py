@@ -1,7 +1,7 @@
 """What the systems of a comparison have in common, and what each of them is measured by.
 
-All systems see the same mini-batches, the same T, memory model, links and overlap. Rows have varlen attention
-everywhere.
+All systems see the same mini-batches, the same T, memory model, links and overlap. Rows have varlen
+attention everywhere.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import numpy as np
 
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
-from ds_hydra.sampler.schedule import FORWARD_FRACTION, FloatArray, IntArray
-from ds_hydra.simulator.cluster import Cluster
+from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.simulator.events import PipelineWork, Simulation, simulate_iteration, simulate_plan
 from ds_hydra.simulator.fixed_length import Rows
-from ds_hydra.strategy.link_times import NO_LINKS
-from ds_hydra.strategy.profile import LatencyModel, Profile
-from ds_hydra.strategy.proposal import homogeneous_strategies
-from ds_hydra.strategy.scheme import Scheme, Strategy
+from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.profiles.link_times import NO_LINKS
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.proposal.program import homogeneous_strategies
+from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 WITHOUT_PROGRAMS = PlannerSettings(solver="none")
-"""The planner without integer programs: seconds less for each plan, and the same for every planned system."""
+"""The planner without integer programs: seconds less for each plan, and the same for every planned
+system.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +41,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SystemResult:
-    """One system over all mini-batches; arrays have one entry for each. `strategy` says what was chosen."""
+    """One system over all mini-batches; arrays have one entry for each. `strategy` says what was
+    chosen.
+    """
 
     name: str
     strategy: str
@@ -66,7 +71,9 @@ class Scenario:
     def lengths(self) -> list[IntArray]:
         """Lengths of every mini-batch, descending."""
         if not self._sorted:
-            self._sorted.extend(np.sort(np.array(b.lengths, dtype=np.int64))[::-1] for b in self.batches)
+            self._sorted.extend(
+                np.sort(np.array(b.lengths, dtype=np.int64))[::-1] for b in self.batches
+            )
         return self._sorted
 
     def max_len_tokens(self, scheme: Scheme) -> int:
@@ -97,15 +104,26 @@ class Scenario:
     def simulate(self, plan: IterationPlan) -> Simulation:
         """The iteration that carries out `plan`."""
         return simulate_plan(
-            plan, self.profile, self.cluster, overlap=self.overlap, forward_fraction=self.forward_fraction
+            plan,
+            self.profile,
+            self.cluster,
+            overlap=self.overlap,
+            forward_fraction=self.forward_fraction,
         )
 
     def run_rows(
-        self, strategy: Strategy, lengths: IntArray, rows: Sequence[Rows], *, overlap: bool | None = None
+        self,
+        strategy: Strategy,
+        lengths: IntArray,
+        rows: Sequence[Rows],
+        *,
+        overlap: bool | None = None,
     ) -> Outcome:
         """A homogeneous strategy whose pipelines run `rows`, states sharded over its replicas."""
         scheme = strategy.schemes[0]
-        links = self.cluster.link_times(strategy, is_fully_sharded=False) if self.cluster else NO_LINKS
+        links = (
+            self.cluster.link_times(strategy, is_fully_sharded=False) if self.cluster else NO_LINKS
+        )
         simulation = simulate_iteration(
             [
                 self._work(scheme, ranks, lengths, pipeline_rows)
@@ -118,12 +136,16 @@ class Scenario:
         )
         return outcome_of(simulation)
 
-    def _work(self, scheme: Scheme, ranks: tuple[int, ...], lengths: IntArray, rows: Rows) -> PipelineWork:
+    def _work(
+        self, scheme: Scheme, ranks: tuple[int, ...], lengths: IntArray, rows: Rows
+    ) -> PipelineWork:
         latency = self.profile.get_latency(scheme)
         row_ms = np.array([packed_row_ms(latency, lengths[row]) for row in rows], dtype=np.float64)
         is_linked = self.cluster is not None and scheme.pp > 1
         hops = [
-            self.cluster.hop_ms(scheme, int(lengths[row].sum())) if self.cluster and is_linked else 0.0
+            self.cluster.hop_ms(scheme, int(lengths[row].sum()))
+            if self.cluster and is_linked
+            else 0.0
             for row in rows
         ]
         return PipelineWork(
@@ -152,7 +174,9 @@ def outcome_of(simulation: Simulation) -> Outcome:
 def packed_row_ms(latency: LatencyModel, lengths: IntArray) -> float:
     """T of a packed row of `lengths`, one at least."""
     tokens = lengths.astype(np.float64)
-    return float(((latency.quadratic_ms * tokens + latency.linear_ms) * tokens).sum() + latency.constant_ms)
+    return float(
+        ((latency.quadratic_ms * tokens + latency.linear_ms) * tokens).sum() + latency.constant_ms
+    )
 
 
 def summarize(name: str, strategy: str, outcomes: Sequence[Outcome]) -> SystemResult:
@@ -165,7 +189,8 @@ def summarize(name: str, strategy: str, outcomes: Sequence[Outcome]) -> SystemRe
 
 
 def best_of(name: str, results: Iterable[SystemResult]) -> SystemResult:
-    """The fastest of several choices, by propagation; its iteration times are those of the choice fastest in that.
+    """The fastest of several choices, by propagation; its iteration times are those of the choice
+    fastest in that.
 
     So neither figure is ever compared with a choice that was tuned for the other one.
     """
@@ -186,11 +211,11 @@ def best_of(name: str, results: Iterable[SystemResult]) -> SystemResult:
 class Bound:
     """What no strategy of some schemes and no placement can beat.
 
-    `perfect_balance_ms`: propagation where every sequence runs on the scheme that uses least device time for it, all
-    devices are always busy, and a row's constant is spread over a full row; or `longest_alone_ms`, if that is longer.
-    `longest_alone_ms`: the longest sequence alone in a row, through all stages of the fastest pipeline that holds it.
-    `imbalance`: of perfect balance, that pipeline against the others, which share the rest evenly; 0.0 where it
-    is not the slowest.
+    `perfect_balance_ms`: propagation where every sequence runs on the scheme that uses least device
+    time for it, all devices are always busy, and a row's constant is spread over a full row; or
+    `longest_alone_ms`, if that is longer. `longest_alone_ms`: the longest sequence alone in a row,
+    through all stages of the fastest pipeline that holds it. `imbalance`: of perfect balance, that
+    pipeline against the others, which share the rest evenly; 0.0 where it is not the slowest.
     """
 
     perfect_balance_ms: float

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ds_hydra.simulator.cluster import find_cluster
 from ds_hydra.simulator.compare import Comparison, Settings, Workload, check_workload, compare
-from ds_hydra.strategy.proposal import default_tokens_per_iteration
+from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.proposal.program import default_tokens_per_iteration
 
 SWEEP_SYSTEMS = ("megatron",)
 TOKENS_PER_POINT = 20_000_000
@@ -72,6 +72,8 @@ def _settings_of(point: Workload, settings: Settings) -> Settings:
 
 
 def swept_axis(comparisons: Sequence[Comparison]) -> str:
-    """The field of `Workload` that a plot should have on its x axis: the one with most different values."""
+    """The field of `Workload` that a plot should have on its x axis: the one with most different
+    values.
+    """
     fields = ("num_devices", "context_length", "tokens_per_iteration")
     return max(fields, key=lambda name: len({getattr(c.workload, name) for c in comparisons}))

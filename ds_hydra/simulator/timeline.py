@@ -1,6 +1,8 @@
-"""What happens when in one iteration: the events of every stage of every pipeline, predicted or measured.
+"""What happens when in one iteration: the events of every stage of every pipeline, predicted or
+measured.
 
-The same value comes out of the simulator and out of a run, and is what Gantt charts and traces are drawn from.
+The same value comes out of the simulator and out of a run, and is what Gantt charts and traces are
+drawn from.
 """
 
 from __future__ import annotations
@@ -10,8 +12,18 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal, TypeAlias
 
+from ds_hydra.configs.files import (
+    MAX_DEVICES,
+    check_object,
+    read_count,
+    read_list,
+    read_number,
+    read_text,
+    read_time,
+)
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.scheme import Scheme
+from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.strategy.schemes.scheme import Scheme, read_ranks
 
 TIMELINE_SCHEMA = "ds_hydra.timeline/1"
 
@@ -19,7 +31,9 @@ Source: TypeAlias = Literal["predicted", "measured"]
 
 
 class EventKind(str, Enum):
-    """What a stage does. P2P is the transfer to a neighbouring stage; it does not keep the stage busy."""
+    """What a stage does. P2P is the transfer to a neighbouring stage; it does not keep the stage
+    busy.
+    """
 
     PULL = "pull"
     FORWARD = "fwd"
@@ -31,12 +45,14 @@ class EventKind(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One thing that all ranks of one stage do together, from `start_ms` to `end_ms` of the iteration.
+    """One thing that all ranks of one stage do together, from `start_ms` to `end_ms` of the
+    iteration.
 
-    `pipeline` and `stage` are positions in `Timeline.pipelines` and in that pipeline; `pipeline` -1 stands for
-    the ranks in no pipeline, which take part in pull, push and step. `micro_batch` is the packed row of
-    forward, backward and P2P events, -1 for the others. `tp_ms` is the part of it that is spent in TP
-    collectives, 0.0 where that is not known. A pull or push may overlap forwards and backwards.
+    `pipeline` and `stage` are positions in `Timeline.pipelines` and in that pipeline; `pipeline` -1
+    stands for the ranks in no pipeline, which take part in pull, push and step. `micro_batch` is
+    the packed row of forward, backward and P2P events, -1 for the others. `tp_ms` is the part of it
+    that is spent in TP collectives, 0.0 where that is not known. A pull or push may overlap
+    forwards and backwards.
     """
 
     pipeline: int
@@ -55,7 +71,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """One pipeline of a timeline: its scheme, its ranks as `Strategy.place` orders them, its number of packed rows."""
+    """One pipeline of a timeline: its scheme, its ranks as `Strategy.place` orders them, its number
+    of packed rows.
+    """
 
     scheme: Scheme
     ranks: tuple[int, ...]
@@ -64,7 +82,8 @@ class Track:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """All events of one iteration in order of (pipeline, stage, start); time 0 is the start of the pull.
+    """All events of one iteration in order of (pipeline, stage, start); time 0 is the start of the
+    pull.
 
     `duration_ms` is the time of the whole iteration, which is the last end of any event or later.
     """
@@ -78,23 +97,40 @@ class Timeline:
     duration_ms: float
 
     def __post_init__(self) -> None:
-        ordered = tuple(sorted(self.events, key=lambda e: (e.pipeline, e.stage, e.start_ms, e.end_ms)))
+        ordered = tuple(
+            sorted(self.events, key=lambda e: (e.pipeline, e.stage, e.start_ms, e.end_ms))
+        )
         object.__setattr__(self, "events", ordered)
         for event in ordered:
-            num_stages = 1 if event.pipeline < 0 else self._num_stages(event.pipeline)
-            if not 0 <= event.stage < num_stages or not event.start_ms <= event.end_ms:
+            if not self._has_place(event) or not event.start_ms <= event.end_ms:
                 raise HydraConfigError(
                     f"timeline of iteration {self.iteration}: {event} has no place in {self.strategy}"
                 )
 
-    def _num_stages(self, pipeline: int) -> int:
-        return self.pipelines[pipeline].scheme.pp if pipeline < len(self.pipelines) else 0
+    def _has_place(self, event: Event) -> bool:
+        if event.pipeline == -1:
+            return event.stage == 0 and event.kind in _OF_ALL_RANKS
+        if not 0 <= event.pipeline < len(self.pipelines):
+            return False
+        track = self.pipelines[event.pipeline]
+        return (
+            0 <= event.stage < track.scheme.pp and -1 <= event.micro_batch < track.num_micro_batches
+        )
+
+    def follows(self, plan: IterationPlan) -> bool:
+        """Whether this can be what came of `plan`: the same pipelines with as many rows."""
+        rows = [(track.scheme, track.num_micro_batches) for track in self.pipelines]
+        return rows == [(p.scheme, len(p.micro_batches)) for p in plan.pipelines]
 
     @property
     def propagation_ms(self) -> float:
-        """From the first forward to the last backward of any pipeline; 0.0 without micro-batches."""
+        """From the first forward to the last backward of any pipeline; 0.0 without
+        micro-batches.
+        """
         passes = self.passes()
-        return max((e.end_ms for e in passes), default=0.0) - min((e.start_ms for e in passes), default=0.0)
+        return max((e.end_ms for e in passes), default=0.0) - min(
+            (e.start_ms for e in passes), default=0.0
+        )
 
     def passes(self) -> tuple[Event, ...]:
         """Forward and backward events only."""
@@ -102,16 +138,21 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Share of the rank time between first forward and last backward in which ranks neither run a
-        forward nor a backward; ranks outside every pipeline count as idle.
+        """Share of the rank time between first forward and last backward in which ranks neither run
+        a forward nor a backward; ranks outside every pipeline count as idle.
         """
         available = self.propagation_ms * self.num_devices
-        busy = sum(e.duration_ms * self.pipelines[e.pipeline].scheme.ranks_per_stage for e in self.passes())
+        busy = sum(
+            e.duration_ms * self.pipelines[e.pipeline].scheme.ranks_per_stage for e in self.passes()
+        )
         return 1.0 - busy / available if available > 0 else 0.0
 
     def shift(self, start_ms: float) -> Timeline:
         """The same, with `start_ms` of this timeline as time 0."""
-        moved = (replace(e, start_ms=e.start_ms - start_ms, end_ms=e.end_ms - start_ms) for e in self.events)
+        moved = (
+            replace(e, start_ms=e.start_ms - start_ms, end_ms=e.end_ms - start_ms)
+            for e in self.events
+        )
         return replace(self, events=tuple(moved), duration_ms=self.duration_ms - start_ms)
 
     def to_json(self) -> dict[str, Any]:
@@ -137,32 +178,37 @@ class Timeline:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "timeline") -> Timeline:
-        """The timeline in a document written by `to_json`; raises HydraConfigError naming what is wrong."""
+        """The timeline in a document written by `to_json`; raises HydraConfigError naming what is
+        wrong.
+        """
         if document.get("schema") != TIMELINE_SCHEMA:
             raise HydraConfigError(
                 f"{source}: schema is {document.get('schema')!r}, expected {TIMELINE_SCHEMA!r}"
             )
         try:
             return cls(
-                iteration=document["iteration"],
-                source=document["source"],
-                strategy=document["strategy"],
-                num_devices=document["num_devices"],
-                duration_ms=document["duration_ms"],
+                iteration=read_count(document, "iteration"),
+                source=_read_source(document),
+                strategy=read_text(document, "strategy"),
+                num_devices=read_count(document, "num_devices", least=1, most=MAX_DEVICES),
+                duration_ms=read_time(document, "duration_ms"),
                 pipelines=tuple(
-                    Track(
-                        scheme=Scheme.from_json(track),
-                        ranks=tuple(track["ranks"]),
-                        num_micro_batches=track["num_micro_batches"],
-                    )
-                    for track in document["pipelines"]
+                    _read_track(check_object(track, "a pipeline"))
+                    for track in read_list(document, "pipelines")
                 ),
-                events=tuple(_events_from_rows(document["columns"], document["events"])),
+                events=tuple(
+                    _events_from_rows(
+                        read_list(document, "columns"),
+                        read_list(document, "events"),
+                    )
+                ),
             )
         except HydraConfigError as error:
             raise HydraConfigError(f"{source}: {error}") from error
         except (KeyError, TypeError, ValueError) as error:
-            raise HydraConfigError(f"{source}: not a valid {TIMELINE_SCHEMA} document: {error!r}") from error
+            raise HydraConfigError(
+                f"{source}: not a valid {TIMELINE_SCHEMA} document: {error!r}"
+            ) from error
 
 
 _COLUMNS = ("pipeline", "stage", "kind", "micro_batch", "start_ms", "end_ms", "tp_ms")
@@ -172,7 +218,37 @@ def _event_row(event: Event) -> list[Any]:
     return [event.kind.value if name == "kind" else getattr(event, name) for name in _COLUMNS]
 
 
-def _events_from_rows(columns: list[str], rows: Iterable[list[Any]]) -> Iterable[Event]:
+_OF_ALL_RANKS = (EventKind.PULL, EventKind.PUSH, EventKind.STEP)
+"""What ranks in no pipeline do too."""
+
+
+def _read_source(document: Mapping[str, Any]) -> Source:
+    if document["source"] not in ("predicted", "measured"):
+        raise HydraConfigError(
+            f"source is {document['source']!r:.80}, expected 'predicted' or 'measured'"
+        )
+    source: Source = document["source"]
+    return source
+
+
+def _read_track(document: Mapping[str, Any]) -> Track:
+    scheme = Scheme.from_json(document)
+    return Track(
+        scheme=scheme,
+        ranks=read_ranks(document, scheme),
+        num_micro_batches=read_count(document, "num_micro_batches"),
+    )
+
+
+def _events_from_rows(columns: Iterable[Any], rows: Iterable[Any]) -> Iterable[Event]:
     for row in rows:
-        fields = dict(zip(columns, row, strict=True))
-        yield Event(**{**fields, "kind": EventKind(fields["kind"])})
+        fields = {"micro_batch": -1, "tp_ms": 0.0, **dict(zip(columns, row, strict=True))}
+        yield Event(
+            pipeline=read_count(fields, "pipeline", least=-1),
+            stage=read_count(fields, "stage"),
+            kind=EventKind(fields["kind"]),
+            start_ms=read_number(fields, "start_ms"),
+            end_ms=read_number(fields, "end_ms"),
+            micro_batch=read_count(fields, "micro_batch", least=-1),
+            tp_ms=read_time(fields, "tp_ms"),
+        )

@@ -6,10 +6,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ds_hydra.sampler.schedule import FORWARD_FRACTION, IntArray
+from ds_hydra.sampler.schedule import IntArray
 from ds_hydra.simulator.fixed_length import Rows, pack_fixed_length
-from ds_hydra.simulator.scenario import Outcome, Scenario, SystemResult, best_of, packed_row_ms, summarize
-from ds_hydra.strategy.profile import LatencyModel
+from ds_hydra.simulator.scenario import (
+    Outcome,
+    Scenario,
+    SystemResult,
+    best_of,
+    packed_row_ms,
+    summarize,
+)
+from ds_hydra.strategy.profiles.profile import LatencyModel
+from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 
 LAYER_INPUT_BYTES = 2
 """Bytes that activation checkpointing keeps for each token, layer and hidden unit."""
@@ -17,15 +25,19 @@ RECOMPUTE = FORWARD_FRACTION
 """Share of T that activation checkpointing computes again."""
 
 
-def deepspeed_ulysses(scenario: Scenario, *, is_checkpointed: bool, name: str) -> SystemResult | None:
-    """ZeRO-3 with groups of ranks that share sequences (Ulysses), tuned over the size of the groups.
+def deepspeed_ulysses(
+    scenario: Scenario, *, is_checkpointed: bool, name: str
+) -> SystemResult | None:
+    """ZeRO-3 with groups of ranks that share sequences (Ulysses), tuned over the size of the
+    groups.
 
-    Rows are first-fit-decreasing rows of the context, dealt to the groups in turn. T of one rank is PP times
-    that of a profiled <1,PP>, divided by the group's size without its constant; attention exchanges heads
-    four times per layer and direction. All ranks gather every layer for every micro-batch, forward and
-    backward, and reduce its gradients: a micro-batch takes the longer of its computation and this traffic,
-    which assumes perfect prefetching, and as long as in the slowest group, because gathers are collective.
-    None where the profile has no <1,PP> or no size of the groups holds the context.
+    Rows are first-fit-decreasing rows of the context, dealt to the groups in turn. T of one rank is
+    PP times that of a profiled <1,PP>, divided by the group's size without its constant; attention
+    exchanges heads four times per layer and direction. All ranks gather every layer for every
+    micro-batch, forward and backward, and reduce its gradients: a micro-batch takes the longer of
+    its computation and this traffic, which assumes perfect prefetching, and as long as in the
+    slowest group, because gathers are collective. None where the profile has no <1,PP> or no size
+    of the groups holds the context.
     """
     single = _single_rank_latency(scenario)
     if single is None:
@@ -41,7 +53,9 @@ def deepspeed_ulysses(scenario: Scenario, *, is_checkpointed: bool, name: str) -
         outcomes = []
         for lengths in scenario.lengths:
             rows = pack_fixed_length(lengths, scenario.context_length, num_groups)
-            outcomes.append(_ulysses_outcome(scenario, single, size, lengths, rows, is_checkpointed))
+            outcomes.append(
+                _ulysses_outcome(scenario, single, size, lengths, rows, is_checkpointed)
+            )
         results.append(
             summarize(name, f"DP{num_groups} SP{size}{' AC' if is_checkpointed else ''}", outcomes)
         )
@@ -49,7 +63,9 @@ def deepspeed_ulysses(scenario: Scenario, *, is_checkpointed: bool, name: str) -
 
 
 def _single_rank_latency(scenario: Scenario) -> LatencyModel | None:
-    """T of the whole model on one rank: the cheapest PP times T of <1,PP> for a row of the context."""
+    """T of the whole model on one rank: the cheapest PP times T of <1,PP> for a row of the
+    context.
+    """
     found = []
     for scheme, latency in scenario.profile.latency.items():
         if scheme.tp == 1 and scheme.is_plain:
@@ -64,15 +80,18 @@ def _single_rank_latency(scenario: Scenario) -> LatencyModel | None:
 
 
 def _ulysses_max_len(scenario: Scenario, size: int, is_checkpointed: bool) -> int:
-    """Tokens of a row on `size` ranks: fully sharded states, two gathered layers and the embedding beside them."""
+    """Tokens of a row on `size` ranks: fully sharded states, two gathered layers and the embedding
+    beside them.
+    """
     memory = scenario.profile.memory
     hidden = memory.hidden_size
     if 1 not in memory.activation_bytes:
         return 0
-    layer_bytes = memory.state_bytes / 8 * hidden**2  # 16-bit parameters, 2 of 16 bytes of all states
-    states = (memory.num_layers * hidden**2 * memory.state_bytes + 16 * hidden * memory.vocab_size) / (
-        scenario.num_devices
-    )
+    # 16-bit parameters, 2 of 16 bytes of all states
+    layer_bytes = memory.state_bytes / 8 * hidden**2
+    states = (
+        memory.num_layers * hidden**2 * memory.state_bytes + 16 * hidden * memory.vocab_size
+    ) / (scenario.num_devices)
     gathered = 2 * layer_bytes + 2 * 2 * hidden * memory.vocab_size
     budget = memory.memory_bytes - memory.safety_margin_bytes - memory.reserved_bytes
     kept = memory.num_layers * memory.activation_bytes[1]
@@ -93,7 +112,9 @@ def _ulysses_outcome(
     times = np.zeros((len(rows), num_steps))
     for group, group_rows in enumerate(rows):
         for step, row in enumerate(group_rows):
-            times[group, step] = _ulysses_row_ms(scenario, single, size, lengths[row], is_checkpointed)
+            times[group, step] = _ulysses_row_ms(
+                scenario, single, size, lengths[row], is_checkpointed
+            )
     traffic = _zero3_traffic_ms(scenario)
     steps = times.max(axis=0)
     busy = times.sum(axis=1)
@@ -127,7 +148,9 @@ def _ulysses_row_ms(
 
 
 def _zero3_traffic_ms(scenario: Scenario) -> float:
-    """Two gathers of all 16-bit parameters and one reduction of 16-bit gradients, on the slowest link."""
+    """Two gathers of all 16-bit parameters and one reduction of 16-bit gradients, on the slowest
+    link.
+    """
     cluster = scenario.cluster
     if cluster is None:
         return 0.0

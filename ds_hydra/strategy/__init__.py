@@ -1,6 +1,6 @@
 """Pure values and decisions about strategies."""
 
-from ds_hydra.strategy.profile import LatencyModel, MemoryModel, Profile
-from ds_hydra.strategy.scheme import Scheme, Strategy, parse_strategies
+from ds_hydra.strategy.profiles.profile import LatencyModel, MemoryModel, Profile
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
 __all__ = ["LatencyModel", "MemoryModel", "Profile", "Scheme", "Strategy", "parse_strategies"]

@@ -1,8 +1,10 @@
-"""TrainingArguments under ds_hydra: what is refused, what has no effect, and what becomes a key of "hydra"."""
+"""TrainingArguments under ds_hydra: what is refused, what has no effect, and what becomes a key of
+"hydra".
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -15,9 +17,7 @@ from ds_hydra.errors import HydraConfigError
 Note = Callable[[str], None]
 """Shows one message to the user."""
 
-_OWN_LOSS = (
-    "the loss is the cross entropy averaged over all label tokens, computed inside the last pipeline stage"
-)
+_OWN_LOSS = "the loss is the cross entropy averaged over all label tokens, computed inside the last pipeline stage"
 _OWN_LAYERS = "ds_hydra runs the layers itself, on slices of the weights"
 _OWN_DATA = "the engine draws, plans and loads the mini-batches itself"
 
@@ -42,6 +42,8 @@ WITHOUT_EFFECT = {
     "dataloader_num_workers": f"{_OWN_DATA}; hydra.planner.num_workers plan beside training",
     "dataloader_prefetch_factor": f"{_OWN_DATA}; hydra.planner.lookahead is how far ahead",
     "dataloader_persistent_workers": _OWN_DATA,
+    "dataloader_multiprocessing_context": _OWN_DATA,
+    "dataloader_in_order": _OWN_DATA,
     "ignore_data_skip": "the position in the data is in the checkpoint, nothing has to be skipped",
     "torch_empty_cache_steps": "slices are freed at the end of every iteration",
     "bf16_full_eval": "evaluation runs in the dtype of training",
@@ -53,8 +55,52 @@ WITHOUT_EFFECT = {
 }
 """Arguments that are legal and change nothing, with what does; each is a message."""
 
+ELSEWHERE = {
+    "peft_config": "wrap the model before: model=peft.get_peft_model(model, peft_config)",
+    "formatting_func": "write the texts before: train_dataset=train_dataset.map(lambda row: {'text': "
+    "formatting_func(row)})",
+    "tokenizer": "pass it as processing_class",
+    "dataset_text_field": "set hydra.text_column",
+    "max_seq_length": "set hydra.context_length",
+    "packing": "leave it out: sequences are packed by the plan, and do not see each other",
+    "model_init_kwargs": "load the model before: model=AutoModelForCausalLM.from_pretrained(name, **model_init_kwargs)",
+    "quantization_config": "load the model before; base weights must not be quantized",
+}
+"""Arguments of TRL's SFTTrainer, now or once, with where they go."""
+
+SFT_HONOURED = ("completion_only_loss", "assistant_only_loss")
+"""Fields of TRL's SFTConfig that HydraTrainer reads itself."""
+
+SFT_KEYS = {"max_length": "context_length", "dataset_text_field": "text_column"}
+"""Fields of TRL's SFTConfig that say the same as a key of "hydra"."""
+
+SFT_WITHOUT_EFFECT = {
+    "padding_free": "sequences are packed without padding, and do not see each other",
+    "pad_to_multiple_of": "sequences are packed without padding",
+    "dataset_num_proc": "one process of each node tokenises; `ds-hydra lengths --num-proc` uses more",
+}
+"""Fields of TRL's SFTConfig that change nothing, with what does."""
+
+SFT_REFUSED = {
+    "packing": ELSEWHERE["packing"],
+    "eval_packing": ELSEWHERE["packing"],
+    "loss_type": f"{_OWN_LOSS}; set it to 'nll'",
+    "activation_offloading": "set hydra.activation_checkpointing instead",
+    "shuffle_dataset": "leave it out: hydra.shuffle mixes the rows anew in every epoch",
+    "model_init_kwargs": ELSEWHERE["model_init_kwargs"],
+    "chat_template_path": "set processing_class.chat_template",
+    "eos_token": "set processing_class.eos_token",
+    "pad_token": "leave it out: sequences are packed without padding",
+    "dataset_kwargs": "prepare train_dataset before: input_ids with labels, assistant_masks or completion_mask are "
+    "taken as they are",
+}
+"""Fields of TRL's SFTConfig that would change what is trained, with what to do instead; so would
+those that are not named here.
+"""
+
 _DEFAULTS = {
-    field.name: field.default if field.default is not MISSING else None for field in fields(TrainingArguments)
+    field.name: field.default if field.default is not MISSING else None
+    for field in fields(TrainingArguments)
 }
 _PADDING_COLLATORS = (
     transformers.DataCollatorWithPadding,
@@ -65,8 +111,10 @@ _PADDING_COLLATORS = (
 
 def check_arguments(args: TrainingArguments, note: Note) -> None:
     """Raise HydraConfigError for what would not be honoured; `note` what has no effect."""
-    if problems := list(_find_refused(args)):
-        raise HydraConfigError("\n  ".join(["these TrainingArguments are not supported:", *problems]))
+    if problems := [*_find_refused(args), *_find_refused_of_trl(args)]:
+        raise HydraConfigError(
+            "\n  ".join([f"these {type(args).__name__} are not supported:", *problems])
+        )
     for name, why in WITHOUT_EFFECT.items():
         if _is_set(args, name):
             note(f"TrainingArguments.{name} has no effect: {why}")
@@ -75,6 +123,29 @@ def check_arguments(args: TrainingArguments, note: Note) -> None:
             f"TrainingArguments.train_sampling_strategy={args.train_sampling_strategy!r} has no effect: mini-batches "
             "are random, and the plan balances their sequences"
         )
+    for name, value in _set_fields_of_trl(args).items():
+        if name in SFT_WITHOUT_EFFECT:
+            note(
+                f"{type(args).__name__}.{name}={value!r} has no effect: {SFT_WITHOUT_EFFECT[name]}"
+            )
+
+
+def check_elsewhere(given: Iterable[str]) -> None:
+    """Raise HydraConfigError for arguments of TRL's SFTTrainer that HydraTrainer does not take."""
+    if problems := [f"{name}: {ELSEWHERE[name]}" for name in given if name in ELSEWHERE]:
+        raise HydraConfigError(
+            "\n  ".join(["HydraTrainer does not take these arguments:", *problems])
+        )
+
+
+def read_loss_option(args: TrainingArguments, name: str, given: bool | None) -> bool | None:
+    """Which tokens count, as given to HydraTrainer or in TRL's SFTConfig."""
+    of_args = _set_fields_of_trl(args).get(name)
+    if given is not None and of_args is not None and given != of_args:
+        raise HydraConfigError(
+            f"{name} is {given} in HydraTrainer and {of_args} in {type(args).__name__}; remove one of them"
+        )
+    return of_args if given is None else given
 
 
 def map_arguments(args: TrainingArguments, hydra: HydraConfig, note: Note) -> HydraConfig:
@@ -82,6 +153,7 @@ def map_arguments(args: TrainingArguments, hydra: HydraConfig, note: Note) -> Hy
 
     A key that the "hydra" section gives itself must not contradict them.
     """
+    kind = type(args).__name__
     wanted: dict[str, tuple[str, Any]] = {}
     if args.data_seed is not None:
         wanted["seed"] = ("data_seed", args.data_seed)
@@ -91,30 +163,41 @@ def map_arguments(args: TrainingArguments, hydra: HydraConfig, note: Note) -> Hy
         wanted["shuffle"] = ("train_sampling_strategy='sequential'", False)
     if args.activation_checkpointing or args.gradient_checkpointing:
         wanted["activation_checkpointing"] = ("activation_checkpointing", True)
+    for name, value in _set_fields_of_trl(args).items():
+        if name in SFT_KEYS:
+            wanted[SFT_KEYS[name]] = (name, value)
     for key, (source, value) in wanted.items():
         own = getattr(hydra, key)
         if key in hydra.model_fields_set and own != value:
             raise HydraConfigError(
-                f"hydra.{key} is {own!r}, TrainingArguments.{source} asks for {value!r}; remove one of them"
+                f"hydra.{key} is {own!r}, {kind}.{source} asks for {value!r}; make them equal or remove one of them"
             )
         if own != value:
-            note(f"TrainingArguments.{source} sets hydra.{key} to {value!r}")
+            note(f"{kind}.{source} sets hydra.{key} to {value!r}")
     return hydra.model_copy(update={key: value for key, (_, value) in wanted.items()})
 
 
 def drop_batch_size_mismatches(hf_config: Any) -> None:
-    """Forget that batch sizes in JSON and TrainingArguments differ, which transformers would call an error."""
+    """Forget that batch sizes in JSON and TrainingArguments differ, which transformers would call
+    an error.
+    """
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu")
     starts = tuple(f"- ds {key}=" for key in keys)
-    hf_config.mismatches = [m for m in getattr(hf_config, "mismatches", []) if not m.startswith(starts)]
+    hf_config.mismatches = [
+        m for m in getattr(hf_config, "mismatches", []) if not m.startswith(starts)
+    ]
 
 
 def check_data_collator(collator: Any, note: Note) -> None:
-    """Raise HydraConfigError for a collator that does more than pad or flatten: rows are packed by the plan."""
+    """Raise HydraConfigError for a collator that does more than pad or flatten: rows are packed by
+    the plan.
+    """
     name = getattr(collator, "__name__", type(collator).__name__)
     if collator is transformers.default_data_collator or isinstance(collator, _PADDING_COLLATORS):
         return
-    is_causal = isinstance(collator, transformers.DataCollatorForLanguageModeling) and not collator.mlm
+    is_causal = (
+        isinstance(collator, transformers.DataCollatorForLanguageModeling) and not collator.mlm
+    )
     if not is_causal:
         raise HydraConfigError(
             f"data_collator is {name}, but sequences are packed without padding, by the plan; leave it out and put "
@@ -140,6 +223,32 @@ def _find_refused(args: TrainingArguments) -> Iterator[str]:
             f"activation_checkpointing_kwargs with {', '.join(unsupported)}: every layer is checkpointed on the "
             "device; leave them out"
         )
+
+
+def _find_refused_of_trl(args: TrainingArguments) -> Iterator[str]:
+    if _is_of_trl(args) and not any(kind.__name__ == "SFTConfig" for kind in type(args).__mro__):
+        yield (
+            f"{type(args).__name__} asks for another training than that of causal language models; use "
+            "TrainingArguments or TRL's SFTConfig"
+        )
+        return
+    known = {*SFT_HONOURED, *SFT_KEYS, *SFT_WITHOUT_EFFECT}
+    for name, value in _set_fields_of_trl(args).items():
+        if name == "loss_type" and value == "chunked_nll":
+            continue  # the same number, computed in parts
+        if name not in known:
+            yield f"{name}={value!r}: {SFT_REFUSED.get(name, 'HydraTrainer does not read it; leave it out')}"
+
+
+def _is_of_trl(args: TrainingArguments) -> bool:
+    return any(kind.__module__.partition(".")[0] == "trl" for kind in type(args).__mro__)
+
+
+def _set_fields_of_trl(args: TrainingArguments) -> dict[str, Any]:
+    """What a configuration of TRL adds to TrainingArguments, where it is not the default."""
+    own = [f for f in fields(args) if f.name not in _DEFAULTS] if _is_of_trl(args) else []
+    values = {f.name: getattr(args, f.name) for f in own}
+    return {f.name: values[f.name] for f in own if values[f.name] != f.default}
 
 
 def _is_set(args: TrainingArguments, name: str) -> bool:

@@ -1,38 +1,38 @@
-"""What the Trainer's loop needs to know of the engine's data: epochs, evaluation batches, padded batches."""
+"""What the Trainer's loop needs to know of the engine's data: epochs, evaluation batches, padded
+batches.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from ds_hydra.engine.ranks.agreement import gather_rows, raise_together
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.batches import SamplerState, TokenBudgetSampler
-from ds_hydra.sampler.dataset import IGNORED_LABEL, TokenDataset
-
-
-class Iterations(IterableDataset):
-    """Endless empty batches: the loop counts them, the engine draws the real ones."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        while True:
-            yield {}
+from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler
+from ds_hydra.sampler.data.dataset import TokenDataset
+from ds_hydra.sampler.data.examples import IGNORED_LABEL
 
 
 class Epochs:
-    """Iterations of each epoch of a sampler, found by drawing ahead; not more than `limit` of them (0: no limit).
+    """Iterations of each epoch of a sampler, found by drawing ahead; not more than `limit` of them
+    (0: no limit).
 
-    A mini-batch runs on from one epoch into the next, and counts for the one in which it begins; so epochs may
-    differ by an iteration. An epoch has at least one, even if a mini-batch holds the whole dataset. Where the
-    limit comes first, the length of the epoch is extrapolated.
+    A mini-batch runs on from one epoch into the next, and counts for the one in which it begins; so
+    epochs may differ by an iteration. An epoch has at least one, even if a mini-batch holds the
+    whole dataset. Where the limit comes first, the length of the epoch is extrapolated.
 
     >>> epochs = Epochs(TokenBudgetSampler([3, 4, 2, 9], [2, 3, 1, 8], 8, shuffle=False), 4)
-    >>> [epochs.num_iterations(epoch) for epoch in range(3)], epochs.iterations_until(1.5), epochs.find(4)
+    >>> counts = [epochs.num_iterations(epoch) for epoch in range(3)]
+    >>> counts, epochs.iterations_until(1.5), epochs.find(4)
     ([3, 3, 3], 5, (1, 1))
     """
 
@@ -82,8 +82,37 @@ class Epochs:
         return state.iteration
 
 
+class IterationLoader(DataLoader):
+    """Endless empty batches: the loop counts them, the engine draws the real ones.
+
+    Its length is that of the first epoch, the length of its dataset that of the training data, for
+    callbacks that ask.
+    """
+
+    def __init__(self, epochs: Epochs):
+        super().__init__(_Iterations(epochs.num_sequences), batch_size=None)
+        self._epochs = epochs
+
+    def __len__(self) -> int:
+        return self._epochs.num_iterations(0)
+
+
+class _Iterations(IterableDataset):
+    def __init__(self, num_sequences: int):
+        self._num_sequences = num_sequences
+
+    def __len__(self) -> int:
+        return self._num_sequences
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while True:
+            yield {}
+
+
 class EvalBatches:
-    """Mini-batches of at most `budget` tokens (or one sequence) in dataset order, with their label tokens."""
+    """Mini-batches of at most `budget` tokens (or one sequence) in dataset order, with their label
+    tokens.
+    """
 
     def __init__(self, tokens: TokenDataset, budget: int):
         self.dataset = TokenRows(tokens)
@@ -117,6 +146,61 @@ class TokenRows(Dataset):
         return self._tokens[index]
 
 
+def draw_rows(sampler: Any, num_rows: int, device: torch.device) -> tuple[list[int], bool]:
+    """The rows that a sampler draws, and whether always in this order. Collective over all ranks.
+
+    Found by drawing twice: where only the order differs, the rows are sorted. Raises
+    HydraConfigError on all ranks for rows that differ between draws or ranks.
+    """
+    rows: list[int] = []
+    is_ordered, error = True, None
+    try:
+        rows, is_ordered = _draw_twice(sampler, num_rows)
+    except HydraConfigError as caught:
+        error = caught
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return rows, is_ordered
+    raise_together(error, device)
+    digest = zlib.crc32(np.asarray([is_ordered, *rows]).tobytes())
+    digests = gather_rows(torch.tensor([len(rows), digest], device=device))
+    if differing := (digests != digests[0]).any(dim=1).nonzero().flatten().tolist():
+        raise HydraConfigError(
+            f"{type(sampler).__name__} of _get_train_sampler() draws {int(digests[0, 0])} rows on rank 0 and others on "
+            f"ranks {differing} ({int(digests[differing[0], 0])} on rank {differing[0]}), but mini-batches are planned "
+            "for all ranks together; return the same sampler of all rows on every rank (no DistributedSampler)"
+        )
+    return rows, is_ordered
+
+
+def _draw_twice(sampler: Any, num_rows: int) -> tuple[list[int], bool]:
+    name = f"{type(sampler).__name__} of _get_train_sampler()"
+    if not hasattr(sampler, "__len__"):
+        raise HydraConfigError(
+            f"{name} has no length, and mini-batches are planned ahead; give it __len__"
+        )
+    with torch.random.fork_rng(devices=[]):
+        first, second = (list(sampler) for _ in range(2))
+    wrong = [
+        row for row in first if not isinstance(row, int | np.integer) or not 0 <= row < num_rows
+    ]
+    if wrong or not first:
+        shown = f"{wrong[0]!r}" if wrong else "nothing"
+        raise HydraConfigError(
+            f"{name} draws {shown}, expected rows of the training data, 0 to {num_rows - 1}; mini-batches are "
+            "made by hydra.tokens_per_iteration"
+        )
+    if first == second:
+        return first, True
+    if sorted(first) == sorted(second):
+        return sorted(first), False
+    raise HydraConfigError(
+        f"{name} draws other rows each time ({len(set(first) ^ set(second))} of {len(first)} differ), but "
+        "every epoch has the same rows; put the rows into train_dataset as often as they shall be seen"
+    )
+
+
 def pad_examples(examples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
     """input_ids, labels and attention_mask [num_examples, longest], padded on the right."""
     longest = max(len(example["input_ids"]) for example in examples)
@@ -135,10 +219,14 @@ def pad_examples(examples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[
 
 
 def as_datasets(dataset: Any, name: str) -> datasets.Dataset:
-    """`dataset` (of `datasets`, of torch, or a list of examples) as a `datasets.Dataset`; `name` is for errors."""
+    """`dataset` (of `datasets`, of torch, or a list of examples) as a `datasets.Dataset`; `name` is
+    for errors.
+    """
     if isinstance(dataset, datasets.Dataset | datasets.DatasetDict):
         return dataset
-    if isinstance(dataset, datasets.IterableDataset | IterableDataset) or not hasattr(dataset, "__len__"):
+    if isinstance(dataset, datasets.IterableDataset | IterableDataset) or not hasattr(
+        dataset, "__len__"
+    ):
         raise HydraConfigError(
             f"{name} is a {type(dataset).__name__}, a stream whose lengths are not known in advance, but "
             "mini-batches are planned ahead; take a part of it: "

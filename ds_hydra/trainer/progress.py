@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.trainer_callback import ProgressCallback
 
-from ds_hydra.engine.metrics import IterationMetrics
+from ds_hydra.engine.telemetry.metrics import IterationMetrics
 
 
 class StrategyProgressCallback(ProgressCallback):

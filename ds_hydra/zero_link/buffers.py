@@ -1,4 +1,6 @@
-"""Exchange buffers in memory that outlives their round, so that it is allocated and touched once."""
+"""Exchange buffers in memory that outlives their round, so that it is allocated and touched
+once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ ALIGNMENT_BYTES = 64
 
 @dataclass(slots=True)
 class _Slab:
-    """One piece of memory and the free ranges [begin, end) in it, in order, none adjacent to the next."""
+    """One piece of memory and the free ranges [begin, end) in it, in order, none adjacent to the
+    next.
+    """
 
     memory: Tensor
     free: list[tuple[int, int]] = field(default_factory=list)
@@ -21,7 +25,9 @@ class _Slab:
         """Take the first free range that is large enough; its begin."""
         for index, (begin, end) in enumerate(self.free):
             if end - begin >= nbytes:
-                self.free[index : index + 1] = [(begin + nbytes, end)] if end - begin > nbytes else []
+                self.free[index : index + 1] = (
+                    [(begin + nbytes, end)] if end - begin > nbytes else []
+                )
                 return begin
         return None
 
@@ -36,11 +42,12 @@ class _Slab:
 
 
 class ExchangeBuffers:
-    """Packed send and receive buffers of one thread's rounds, taken when a round begins and given back when it ends.
+    """Packed send and receive buffers of one thread's rounds, taken when a round begins and given
+    back when it ends.
 
-    On the CPU they are cut out of one slab, as large as the most that was in use at once and the gaps between
-    them, because touching memory for the first time is slow there. Elsewhere the device's caching allocator does
-    the same.
+    On the CPU they are cut out of one slab, as large as the most that was in use at once and the
+    gaps between them, because touching memory for the first time is slow there. Elsewhere the
+    device's caching allocator does the same.
     """
 
     def __init__(self, device: torch.device):
@@ -84,7 +91,8 @@ class ExchangeBuffers:
         slab.release(begin, nbytes)
         self._in_use_bytes -= nbytes
         if not self._taken and len(self._slabs) > 1:
-            # One slab for the peak; where one of that size was not enough, gaps between buffers need the rest.
+            # One slab for the peak; where one of that size was not enough, gaps between buffers
+            # need the rest.
             gaps = self._slabs[0].memory.numel() >= self.peak_bytes
             merged = self.nbytes if gaps else self.peak_bytes
             self._slabs.clear()

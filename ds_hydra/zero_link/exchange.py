@@ -1,9 +1,12 @@
-"""Carries out link plans: posts the messages of each round, copies what needs a copy. Decides nothing.
+"""Carries out link plans: posts the messages of each round, copies what needs a copy. Decides
+nothing.
 
-A block that is contiguous travels straight from shard to slice (or from gradient to the owner's buffer); what is
-strided or small goes through a packed buffer, which is packed once however many ranks it is sent to.
+A block that is contiguous travels straight from shard to slice (or from gradient to the owner's
+buffer); what is strided or small goes through a packed buffer, which is packed once however many
+ranks it is sent to.
 
-Legend: tensors ending in `_P` are flat ZeRO-3 shards of one parameter, tensors ending in `_S` flat slices.
+Legend: tensors ending in `_P` are flat ZeRO-3 shards of one parameter, tensors ending in `_S` flat
+slices.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.zero_link.buffers import ExchangeBuffers
-from ds_hydra.zero_link.plan import SINGLE_NUMEL, Batch, LinkPlan, Message, Phase, Piece, Store
+from ds_hydra.zero_link.messages import SINGLE_NUMEL, Batch, LinkPlan, Message, Phase, Piece, Store
 
 
 def _view(tensor: Tensor, piece: Piece) -> Tensor:
@@ -50,7 +53,9 @@ def _cut(space: Tensor, message: Message) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Stores:
-    """The tensors that one round reads and writes, of one type; those it does not touch may be empty."""
+    """The tensors that one round reads and writes, of one type; those it does not touch may be
+    empty.
+    """
 
     dtype: torch.dtype
     shards_P: Sequence[Tensor]
@@ -59,7 +64,7 @@ class _Stores:
 
     def tensor(self, store: Store, key: int) -> Tensor:
         """The flat tensor of a piece."""
-        if store is Store.STAGE:
+        if store is Store.RELAY:
             return self.stages[key]
         return (self.shards_P if store is Store.SHARD else self.slices_S)[key]
 
@@ -93,9 +98,10 @@ class RoundUnderWay:
 class Link:
     """The LNK operator (§5.2) between ZeRO-3 shards and the slices of one iteration.
 
-    All methods are collective over `group`, which spans all ranks of the plans; every rank calls them
-    with its own part of the same plan, begins the rounds in the same order, and finishes them in that order. A
-    caller that overlaps rounds with computation begins and finishes them one at a time; `pull` and `push` run all.
+    All methods are collective over `group`, which spans all ranks of the plans; every rank calls
+    them with its own part of the same plan, begins the rounds in the same order, and finishes them
+    in that order. A caller that overlaps rounds with computation begins and finishes them one at a
+    time; `pull` and `push` run all.
     """
 
     def __init__(
@@ -108,21 +114,24 @@ class Link:
     ):
         """`buffers` may be shared by links that one thread runs one after the other.
 
-        `node_group` carries the second phase of node-aware plans, which is posted when a round is finished:
-        with a group of its own its order does not depend on how many rounds were begun before. It spans all ranks.
+        `node_group` carries the second phase of node-aware plans, which is posted when a round is
+        finished: with a group of its own its order does not depend on how many rounds were begun
+        before. It spans all ranks.
         """
         self._groups = (group, group if node_group is None else node_group)
         self._device = device
         self._buffers = ExchangeBuffers(device) if buffers is None else buffers
         self._gradient_dtype = gradient_dtype
-        self._stages: dict[int, Tensor] = {}
+        self._relayed: dict[int, Tensor] = {}
         self._left: list[RoundUnderWay] = []
 
-    def pull(self, plan: LinkPlan, shards_P: Sequence[Tensor], bucket_S: Sequence[Sequence[Tensor]]) -> None:
+    def pull(
+        self, plan: LinkPlan, shards_P: Sequence[Tensor], bucket_S: Sequence[Sequence[Tensor]]
+    ) -> None:
         """Fill this rank's slices from all ranks' shards.
 
-        `shards_P[param]` are this rank's shards (flat, one dtype), `bucket_S[r][slot]` the flat slices
-        of its r-th bucket, written in place.
+        `shards_P[param]` are this rank's shards (flat, one dtype), `bucket_S[r][slot]` the flat
+        slices of its r-th bucket, written in place.
         """
         self._run_rounds(
             range(len(plan.rounds)),
@@ -134,8 +143,8 @@ class Link:
     ) -> None:
         """Add this rank's slice gradients into the owners' flat fp32 gradient shards `grads_P`.
 
-        Sums run in fp32 in the order of contributing ranks, so they are deterministic for a given plan.
-        Buckets go in reverse, the order in which backward completes them.
+        Sums run in fp32 in the order of contributing ranks, so they are deterministic for a given
+        plan. Buckets go in reverse, the order in which backward completes them.
         """
         self._run_rounds(
             reversed(range(len(plan.rounds))),
@@ -145,16 +154,18 @@ class Link:
     def begin_pull(
         self, plan: LinkPlan, index: int, shards_P: Sequence[Tensor], slices_S: Sequence[Tensor]
     ) -> RoundUnderWay:
-        """Post round `index` of a pull; `slices_S` are this rank's of that round, empty if it has none.
+        """Post round `index` of a pull; `slices_S` are this rank's of that round, empty if it has
+        none.
 
-        The slices hold nothing of use until `finish`, and the shards must not change until then. A plan with
-        nodes needs its rounds in ascending order, unless it was planned with `independent_rounds`.
+        The slices hold nothing of use until `finish`, and the shards must not change until then. A
+        plan with nodes needs its rounds in ascending order, unless it was planned with
+        `independent_rounds`.
         """
         round_ = plan.rounds[index]
         dtype = shards_P[0].dtype
-        stores = _Stores(dtype, shards_P, slices_S, self._stages)
-        if round_.staged_numel:
-            self._stages[index] = self._buffers.take(round_.staged_numel, dtype)
+        stores = _Stores(dtype, shards_P, slices_S, self._relayed)
+        if round_.relayed_numel:
+            self._relayed[index] = self._buffers.take(round_.relayed_numel, dtype)
 
         def post(phase: Phase, group: int) -> _Posted:
             posted = self._post(phase.outgoing, phase.incoming, stores, dtype, group, in_place=True)
@@ -165,24 +176,27 @@ class Link:
             self._unpack(posted, stores)
             for phase in round_.phases[1:]:
                 self._unpack(post(phase, 1), stores)
-            for begun in [b for b in self._stages if plan.rounds[b].staged_until == index]:
-                self._buffers.give_back(self._stages.pop(begun))
+            for begun in [b for b in self._relayed if plan.rounds[b].relayed_until == index]:
+                self._buffers.give_back(self._relayed.pop(begun))
 
         return RoundUnderWay(post(round_.phases[0], 0), complete)
 
     def begin_push(
         self, plan: LinkPlan, index: int, grads_S: Sequence[Tensor], grads_P: Sequence[Tensor]
     ) -> RoundUnderWay:
-        """Post round `index` of a push; `grads_S` are this rank's of that round, empty if it has none.
+        """Post round `index` of a push; `grads_S` are this rank's of that round, empty if it has
+        none.
 
-        `grads_S` must stay as they are and `grads_P` hold the sum only after `finish`. A plan with nodes needs its
-        rounds in descending order, unless it was planned with `independent_rounds`.
+        `grads_S` must stay as they are and `grads_P` hold the sum only after `finish`. A plan with
+        nodes needs its rounds in descending order, unless it was planned with `independent_rounds`.
         """
         round_ = plan.rounds[index]
-        stores = _Stores(torch.float32, grads_P, grads_S, self._stages)
+        stores = _Stores(torch.float32, grads_P, grads_S, self._relayed)
         for begun, other in enumerate(plan.rounds[: index + 1]):
-            if other.staged_numel and other.staged_until >= index and begun not in self._stages:
-                self._stages[begun] = self._buffers.take(other.staged_numel, torch.float32).zero_()
+            if other.relayed_numel and other.relayed_until >= index and begun not in self._relayed:
+                self._relayed[begun] = self._buffers.take(
+                    other.relayed_numel, torch.float32
+                ).zero_()
 
         def post(phase: Phase, group: int) -> _Posted:
             return self._post(
@@ -194,58 +208,36 @@ class Link:
                 if number < len(round_.phases) - 1:
                     posted = post(phase, 1)
                 self._accumulate(plan.rank, phase, posted, stores)
-            if index in self._stages:
-                self._buffers.give_back(self._stages.pop(index))
+            if index in self._relayed:
+                self._buffers.give_back(self._relayed.pop(index))
 
         return RoundUnderWay(post(round_.phases[-1], 0), complete)
-
-    def begin_send(
-        self, plan: LinkPlan, index: int, reader: int, shards_P: Sequence[Tensor]
-    ) -> RoundUnderWay:
-        """Post what `reader` needs of this rank's shards in round `index` of a pull with direct routes.
-
-        Not collective: the reader calls `begin_receive` for as many rounds, in the same order, whenever it likes.
-        The shards must not change until `finish`.
-        """
-        batches = [b for b in plan.rounds[index].phases[0].outgoing if reader in b.peers]
-        dtype = shards_P[0].dtype
-        stores = _Stores(dtype, shards_P, (), {})
-        posted = self._post(batches, (), stores, dtype, 0, in_place=True, only_to=reader)
-        return RoundUnderWay(posted, self._sent)
-
-    def begin_receive(
-        self, plan: LinkPlan, index: int, shards_P: Sequence[Tensor], slices_S: Sequence[Tensor]
-    ) -> RoundUnderWay:
-        """Post the receipt of this rank's slices of round `index` of a pull with direct routes; copy its own part.
-
-        Not collective: all other ranks that own a part of the slices call `begin_send` for this reader.
-        """
-        phase = plan.rounds[index].phases[0]
-        dtype = shards_P[0].dtype
-        stores = _Stores(dtype, shards_P, slices_S, {})
-        posted = self._post((), phase.incoming, stores, dtype, 0, in_place=True)
-        self._copy_local(phase, stores)
-        return RoundUnderWay(posted, lambda posted: self._unpack(posted, stores))
 
     def finish(self, under_way: RoundUnderWay) -> None:
         """Wait for a round that was begun, and write what it brought."""
         under_way.complete(under_way.posted)
 
     def leave(self, under_way: RoundUnderWay) -> None:
-        """Not to be finished, because something failed. Keeps what is on the wire for as long as the link lives.
+        """Not to be finished, because something failed. Keeps what is on the wire for as long as
+        the link lives.
 
-        gloo takes back a receipt that nobody holds any more, and its message would go to the next round.
+        gloo takes back a receipt that nobody holds any more, and its message would go to the next
+        round.
         """
         self._left.append(under_way)
 
     def forget_failed(self) -> None:
-        """Let go of what rounds that failed had staged; call when no round is under way. Not collective."""
-        self._stages.clear()
+        """Let go of what rounds that failed had relayed; call when no round is under way. Not
+        collective.
+        """
+        self._relayed.clear()
 
     def _run_rounds(self, order: Iterable[int], begin: Callable[[int], RoundUnderWay]) -> None:
-        """All rounds, each packed and posted while the one before is on the wire (a window of two rounds).
+        """All rounds, each packed and posted while the one before is on the wire (a window of two
+        rounds).
 
-        Nothing in here waits for another rank's computation, so every rank posts every round in the same order.
+        Nothing in here waits for another rank's computation, so every rank posts every round in the
+        same order.
         """
         under_way: RoundUnderWay | None = None
         for index in order:
@@ -277,9 +269,10 @@ class Link:
         group: int,
         *,
         in_place: bool,
-        only_to: int | None = None,
     ) -> _Posted:
-        """Post all messages of a phase; with `in_place` contiguous blocks are received where they belong."""
+        """Post all messages of a phase; with `in_place` contiguous blocks are received where they
+        belong.
+        """
         posted = _Posted()
         operations: list[dist.P2POp] = []
 
@@ -310,7 +303,7 @@ class Link:
                     source, space = _cut(space, message)
                     for piece, place in _in_buffer(source, message):
                         place.copy_(stores.view(batch, piece))
-                for peer in batch.peers if only_to is None else (only_to,):
+                for peer in batch.peers:
                     operations.append(dist.P2POp(dist.isend, source, peer, self._groups[group]))
         if operations:
             posted.works = dist.batch_isend_irecv(operations)
@@ -325,7 +318,9 @@ class Link:
         *,
         once: bool = False,
     ) -> Tensor:
-        """One buffer for all messages that need a place, `once` for all peers or one place for each."""
+        """One buffer for all messages that need a place, `once` for all peers or one place for
+        each.
+        """
         numel = sum(
             _numel(message) * (1 if once else len(batch.peers))
             for batch in batches
@@ -345,9 +340,12 @@ class Link:
         self._give_back(posted)
 
     def _accumulate(self, rank: int, phase: Phase, posted: _Posted, stores: _Stores) -> None:
-        """Wait, and sum contributions in the order of ranks: lower ones, this rank's, higher ones."""
+        """Wait, and sum contributions in the order of ranks: lower ones, this rank's, higher
+        ones.
+        """
         posted.wait()
-        received = sorted(posted.received, key=lambda entry: entry[0])  # stable: messages stay in order
+        # Stable: messages stay in order
+        received = sorted(posted.received, key=lambda entry: entry[0])
 
         def add(is_wanted: Callable[[int], bool]) -> None:
             for peer, batch, message, buffer in received:

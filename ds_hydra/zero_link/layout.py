@@ -3,16 +3,16 @@
 [Note: Two layouts]
 A parameter is seen as a row-major matrix [rows, cols]; a vector of n elements is [n, 1].
 
-*Optimization layout* (ZeRO-3): the flat parameter is cut into N shards of ceil(numel / N) elements; rank r
-owns [r * ceil(numel / N), (r + 1) * ceil(numel / N)), the last shard may be padded or empty.
+*Optimization layout* (ZeRO-3): the flat parameter is cut into N shards of ceil(numel / N) elements;
+rank r owns [r * ceil(numel / N), (r + 1) * ceil(numel / N)), the last may be padded or empty.
 
 *Propagation layout*: rank t of a TP group holds one rectangle of the matrix, its slice.
 
-    colwise   rows [t * R / tp, (t + 1) * R / tp)   (output features: q, k, v, gate, up; vocabulary rows)
+    colwise   rows [t * R / tp, (t + 1) * R / tp)   (output features: q, k, v, gate, up; vocabulary)
     rowwise   cols [t * C / tp, (t + 1) * C / tp)   (input features: o, down)
 
-A colwise parameter made of indivisible blocks (attention heads) is cut between blocks; where there are fewer
-blocks than ranks (grouped-query attention) neighbouring ranks hold the same block.
+A colwise parameter made of indivisible blocks (attention heads) is cut between blocks; where there
+are fewer blocks than ranks (grouped-query attention) neighbouring ranks hold the same block.
 """
 
 from __future__ import annotations
@@ -32,18 +32,26 @@ class Slicing(str, Enum):
     """How the ranks of a TP group share one parameter."""
 
     REPLICATED = "replicated"
-    """Every rank holds all of it and computes the complete gradient: only rank 0 of the group pushes."""
+    """Every rank holds all of it and computes the complete gradient: only rank 0 of the group
+    pushes.
+    """
     REPLICATED_PARTIAL_GRAD = "replicated_partial_grad"
-    """Every rank holds all of it and computes a part of the gradient (q/k norms): all push, owners sum."""
+    """Every rank holds all of it and computes a part of the gradient (q/k norms): all push, owners
+    sum.
+    """
     COLWISE = "colwise"
     ROWWISE = "rowwise"
     FIRST_RANK = "first_rank"
-    """Only rank 0 of the group holds it, the others see zeros (bias of a rowwise layer, added once)."""
+    """Only rank 0 of the group holds it, the others see zeros (bias of a rowwise layer, added
+    once).
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Rectangle of a parameter's [rows, cols] view: rows [row, row + num_rows), cols [col, col + num_cols)."""
+    """Rectangle of a parameter's [rows, cols] view: rows [row, row + num_rows), cols [col, col +
+    num_cols).
+    """
 
     row: int
     num_rows: int
@@ -60,8 +68,8 @@ class Region:
 class ParamSpec:
     """One parameter of the model as the link sees it.
 
-    `num_blocks` is the number of indivisible row blocks of a colwise parameter (heads); 0 means that it
-    may be cut between any two rows.
+    `num_blocks` is the number of indivisible row blocks of a colwise parameter (heads); 0 means
+    that it may be cut between any two rows.
     """
 
     fqn: str
@@ -113,7 +121,9 @@ class ParamSpec:
         return self.shape
 
     def pushes_gradient(self, tp_rank: int) -> bool:
-        """Whether rank `tp_rank` of the group contributes to this parameter's gradient at the owners."""
+        """Whether rank `tp_rank` of the group contributes to this parameter's gradient at the
+        owners.
+        """
         if not self.requires_grad:
             return False
         return tp_rank == 0 or self.slicing not in (Slicing.REPLICATED, Slicing.FIRST_RANK)
@@ -142,10 +152,12 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """Mutual slices (§5.2) of many regions with many shards, one entry of each array per block, in flat order.
+    """Mutual slices (§5.2) of many regions with many shards, one entry of each array per block, in
+    flat order.
 
-    Block b belongs to pair `item[b]` and is `rows[b]` runs of `cols[b]` contiguous elements; the first run starts
-    at element `start[b]` of the flat parameter, the next ones a row of the parameter later each.
+    Block b belongs to pair `item[b]` and is `rows[b]` runs of `cols[b]` contiguous elements; the
+    first run starts at element `start[b]` of the flat parameter, the next ones a row of the
+    parameter later each.
     """
 
     item: IntArray
@@ -156,7 +168,9 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regions:
-    """Rectangles of parameters as columns: parameter `param[i]`, rows and columns as in `Region`."""
+    """Rectangles of parameters as columns: parameter `param[i]`, rows and columns as in
+    `Region`.
+    """
 
     param: IntArray
     row: IntArray
@@ -175,7 +189,11 @@ class Regions:
     def take(self, index: IntArray) -> Regions:
         """The rectangles at `index`."""
         return Regions(
-            self.param[index], self.row[index], self.num_rows[index], self.col[index], self.num_cols[index]
+            self.param[index],
+            self.row[index],
+            self.num_rows[index],
+            self.col[index],
+            self.num_cols[index],
         )
 
 
@@ -186,16 +204,21 @@ class ShardTable:
         self.num_ranks = num_ranks
         self.numel = np.array([spec.numel for spec in params], dtype=np.int64)
         self.num_cols = np.array([spec.num_cols for spec in params], dtype=np.int64)
-        self.shard_numel = np.array([spec.shard_numel(num_ranks) for spec in params], dtype=np.int64)
+        self.shard_numel = np.array(
+            [spec.shard_numel(num_ranks) for spec in params], dtype=np.int64
+        )
         self._known: dict[bytes, Blocks] = {}
 
     def mutual_blocks(self, regions: Regions, owners: IntArray) -> Blocks:
-        """The part of each region in each owner's shard; item `o * len(regions) + i` is region i, owners[o].
+        """The part of each region in each owner's shard; item `o * len(regions) + i` is region i,
+        owners[o].
 
-        At most three blocks for each pair: the tail of a first row, whole rows, the head of a last row.
+        At most three blocks for each pair: the tail of a first row, whole rows, the head of a last
+        row.
 
         >>> spec = ParamSpec(fqn="w", shape=(4, 4), slicing=Slicing.ROWWISE)
-        >>> blocks = ShardTable([spec], 2).mutual_blocks(Regions.of([(0, Region(0, 4, 1, 2))]), np.array([1]))
+        >>> regions = Regions.of([(0, Region(0, 4, 1, 2))])
+        >>> blocks = ShardTable([spec], 2).mutual_blocks(regions, np.array([1]))
         >>> blocks.start.tolist(), blocks.rows.tolist(), blocks.cols.tolist()
         ([9], [2], [2])
         """
@@ -238,7 +261,10 @@ class ShardTable:
         tail_start, tail_cols = partial_row(last - 1)
         run_start = np.maximum(begin, row * row_len)
         run_cols = np.minimum(end, row_end * row_len) - run_start
-        head_start, head_cols = np.where(is_run, run_start, head_start), np.where(is_run, run_cols, head_cols)
+        head_start, head_cols = (
+            np.where(is_run, run_start, head_start),
+            np.where(is_run, run_cols, head_cols),
+        )
         found = np.stack(
             [
                 is_some & (is_run | has_head) & (head_cols > 0),
@@ -264,7 +290,9 @@ class RankCounts:
         self._known: dict[tuple[int, int, Region], IntArray] = {}
 
     def total(self, regions: Iterable[tuple[int, Region]]) -> IntArray:
-        """[num_ranks] elements of all `regions`, pairs of parameter and rectangle, in each rank's shards."""
+        """[num_ranks] elements of all `regions`, pairs of parameter and rectangle, in each rank's
+        shards.
+        """
         total = np.zeros(self._num_ranks, dtype=np.int64)
         for param, region in regions:
             spec = self._params[param]

@@ -1,6 +1,8 @@
-"""Whole-cluster accounting of a link: who sends how much to whom, across nodes, special cases, predicted time.
+"""Whole-cluster accounting of a link: who sends how much to whom, across nodes, special cases,
+predicted time.
 
-Counts elements for all ranks at once without planning any rank's part; a test compares them with the plans.
+Counts elements for all ranks at once without planning any rank's part; a test compares them with
+the plans.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_hydra.strategy.alpha_beta import ClusterLinks
+from ds_hydra.strategy.cost_models.alpha_beta import ClusterLinks
+from ds_hydra.zero_link.direct import AskedBuckets
 from ds_hydra.zero_link.layout import IntArray, ParamSpec, RankCounts, Region
-from ds_hydra.zero_link.plan import AskedBuckets, Cells, CellsOfNodes, Nodes, RankBuckets
+from ds_hydra.zero_link.messages import RankBuckets
+from ds_hydra.zero_link.node_aware import Cells, CellsOfNodes, Nodes
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialCase:
-    """Rounds in which `ranks` all need the same bucket: it is packed once and sent to all of them."""
+    """Rounds in which `ranks` all need the same bucket: it is packed once and sent to all of
+    them.
+    """
 
     ranks: tuple[int, ...]
     num_rounds: int
@@ -34,9 +40,11 @@ class SpecialCase:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinkTraffic:
-    """Elements of one direction of a link under one kind of routes, as a pull sees them (a push goes back).
+    """Elements of one direction of a link under one kind of routes, as a pull sees them (a push
+    goes back).
 
-    `phases[p, src, dst]` sums phase p of all rounds; `seconds` is the predicted time, rounds one after the other.
+    `phases[p, src, dst]` sums phase p of all rounds; `seconds` is the predicted time, rounds one
+    after the other.
     """
 
     gradients: bool
@@ -81,13 +89,15 @@ class LinkAccounts:
         return self._sum(None, self._direct_rounds(), 1, links, itemsize)
 
     def node_aware(self, links: ClusterLinks | None = None, itemsize: int = 1) -> LinkTraffic:
-        """Across nodes once, to the staging rank, and from there inside the node."""
+        """Across nodes once, to the relay rank, and from there inside the node."""
         if self.nodes.num_nodes == 1:
             return self.direct(links, itemsize)
         return self._sum(self.nodes.ranks_per_node, self._node_rounds(), 2, links, itemsize)
 
     def least_across_nodes(self) -> int:
-        """Elements that must cross a boundary: each once for every node that needs it and does not hold it."""
+        """Elements that must cross a boundary: each once for every node that needs it and does not
+        hold it.
+        """
         total = 0
         for node in range(self.nodes.num_nodes):
             members = self.nodes.ranks(node)
@@ -100,7 +110,9 @@ class LinkAccounts:
         found: Counter[tuple[int, ...]] = Counter()
         for index in range(self.asked.num_rounds):
             by_content: dict[tuple[tuple[int, Region], ...], list[int]] = {}
-            for bucket, ranks in self.asked.peers_by_bucket(index, range(self.asked.num_ranks)).items():
+            for bucket, ranks in self.asked.peers_by_bucket(
+                index, range(self.asked.num_ranks)
+            ).items():
                 content = tuple((ref.param, ref.region) for _, ref in self.asked.buckets[bucket])
                 by_content.setdefault(content, []).extend(ranks)
             found.update(tuple(sorted(group)) for group in by_content.values() if len(group) > 1)
@@ -128,13 +140,13 @@ class LinkAccounts:
             known: dict[tuple[int, int], IntArray] = {}
             for node in range(nodes.num_nodes):
                 cells, members = self._cells.get(node), nodes.ranks(node)
-                staging = members.start + everyone % nodes.ranks_per_node % len(members)
+                relay = members.start + everyone % nodes.ranks_per_node % len(members)
                 is_inside = (everyone >= members.start) & (everyone < members.stop)
                 if (id(cells), -1) not in known:
                     entering_cells = np.flatnonzero((cells.round == index) & cells.is_shared)
                     known[id(cells), -1] = self._count_cells(cells, entering_cells)
                 entering = np.where(is_inside, 0, known[id(cells), -1])
-                first[everyone, staging] += entering
+                first[everyone, relay] += entering
                 for place, member in enumerate(members):
                     for kind, asks in enumerate((cells.asks, cells.shared)):
                         if (place, index) not in asks:
@@ -146,13 +158,16 @@ class LinkAccounts:
                     shared = known.get((id(cells), 2 * place + 1), nothing)
                     first[:, member] += np.where(is_inside, needed, needed - shared)
                     second[:, member] += np.bincount(
-                        staging, weights=np.where(is_inside, 0, shared), minlength=num_ranks
+                        relay, weights=np.where(is_inside, 0, shared), minlength=num_ranks
                     ).astype(np.int64)
             yield [first, second]
 
     def _count_cells(self, cells: Cells, index: IntArray | slice) -> IntArray:
         at = cells.regions
-        columns = [column[index].tolist() for column in (at.param, at.row, at.num_rows, at.col, at.num_cols)]
+        columns = [
+            column[index].tolist()
+            for column in (at.param, at.row, at.num_rows, at.col, at.num_cols)
+        ]
         rows = zip(*columns)
         return self._counts.total([(param, Region(*region)) for param, *region in rows])
 
@@ -175,7 +190,9 @@ class LinkAccounts:
                 np.fill_diagonal(matrix, 0)
                 total[number] += matrix
                 if links is not None:
-                    seconds += exchange_s(links, (matrix.T if self.gradients else matrix) * itemsize)
+                    seconds += exchange_s(
+                        links, (matrix.T if self.gradients else matrix) * itemsize
+                    )
         return LinkTraffic(
             gradients=self.gradients,
             ranks_per_node=ranks_per_node,
@@ -186,10 +203,12 @@ class LinkAccounts:
 
 
 def exchange_s(links: ClusterLinks, num_bytes: IntArray) -> float:
-    """Seconds of one exchange of `num_bytes[src, dst]`: the busiest device, sending and receiving at once.
+    """Seconds of one exchange of `num_bytes[src, dst]`: the busiest device, sending and receiving
+    at once.
 
-    A device sends to its peers one after the other, alpha + bytes / beta each, as in HexiScale's Eqs. 1 and 2.
-    Left out: contention between devices of a node, packing, and what overlaps with other rounds.
+    A device sends to its peers one after the other, alpha + bytes / beta each, as in HexiScale's
+    Eqs. 1 and 2. Left out: contention between devices of a node, packing, and what overlaps with
+    other rounds.
     """
     rate = np.where(np.eye(len(num_bytes), dtype=bool), 1.0, links.bytes_per_s)
     times = np.where(num_bytes > 0, links.latency_s + num_bytes / rate, 0.0)

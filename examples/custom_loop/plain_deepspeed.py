@@ -9,10 +9,16 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 torch.manual_seed(0)
-dataset = Dataset.from_list([{"input_ids": [(begin + i) % 32 for i in range(64)]} for begin in range(64)])
+dataset = Dataset.from_list(
+    [{"input_ids": [(begin + i) % 32 for i in range(64)]} for begin in range(64)]
+)
 model = LlamaForCausalLM(
     LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
 )
 config = {
@@ -29,7 +35,11 @@ def collate(rows):
 
 
 engine, _, loader, _ = deepspeed.initialize(
-    model=model, config=config, training_data=dataset, collate_fn=collate, model_parameters=model.parameters()
+    model=model,
+    config=config,
+    training_data=dataset,
+    collate_fn=collate,
+    model_parameters=model.parameters(),
 )
 for step, batch in zip(range(8), loader):
     loss = engine(**{key: value.to(engine.device) for key, value in batch.items()}).loss

@@ -1,9 +1,10 @@
-"""A loop of one's own: the script chooses every mini-batch, and sometimes the strategy, and ds_hydra the rest.
+"""A loop of one's own: the script chooses every mini-batch, and sometimes the strategy, and
+ds_hydra the rest.
 
     deepspeed --num_gpus 4 examples/custom_loop/train.py
 
-The mini-batches here follow a curriculum: the longest sequence allowed grows with the iterations. Every
-rank passes the same global mini-batch; the engine gives each rank its part.
+The mini-batches here follow a curriculum: the longest sequence allowed grows with the iterations.
+Every rank passes the same global mini-batch; the engine gives each rank its part.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from stdlib.prepare import prepare
 
 import ds_hydra
-from ds_hydra.sampler.dataset import TokenDataset
+from ds_hydra.sampler.data.dataset import TokenDataset
 
 HERE = Path(__file__).parent
 
@@ -36,14 +37,20 @@ def draw(
 
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
-    """Train with a curriculum, evaluate, save a checkpoint and continue from it; returns the losses."""
+    """Train with a curriculum, evaluate, save a checkpoint and continue from it; returns the
+    losses.
+    """
     parser = common.argument_parser(__doc__, HERE / "ds_config.json", iterations=16)
     args = parser.parse_args(arguments)
     is_first_rank = common.start()
     data = prepare(args.cache_dir, unit="definition")
     config = common.read_json(args.ds_config)
-    context_length, budget = (config["hydra"][key] for key in ("context_length", "tokens_per_iteration"))
-    tokens = TokenDataset.from_dataset(data.dataset, context_length=context_length, tokenize=data.tokenizer)
+    context_length, budget = (
+        config["hydra"][key] for key in ("context_length", "tokens_per_iteration")
+    )
+    tokens = TokenDataset.from_dataset(
+        data.dataset, context_length=context_length, tokenize=data.tokenizer
+    )
     model = common.build_model(args.model, len(data.tokenizer), config)
     engine, *_ = ds_hydra.initialize(model=model, config=config)
 

@@ -1,8 +1,10 @@
-"""(Continued) pre-training with HydraTrainer: what changes against transformers.Trainer is the import.
+"""(Continued) pre-training with HydraTrainer: what changes against transformers.Trainer is the
+import.
 
     deepspeed --num_gpus 4 examples/hf_trainer/pretrain.py
 
-Every field of TrainingArguments is an argument, for example --max_steps 100 or --resume_from_checkpoint DIR.
+Every field of TrainingArguments is an argument, for example --max_steps 100 or
+--resume_from_checkpoint DIR.
 """
 
 from __future__ import annotations
@@ -27,12 +29,16 @@ HERE = Path(__file__).parent
 class ScriptArguments:
     """What the script takes beside TrainingArguments."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "none: a tiny untrained LLaMA"})
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "none: a tiny untrained LLaMA"}
+    )
     data: str = field(default="stdlib", metadata={"help": "stdlib, or a folder of text"})
     suffixes: list[str] = field(
         default_factory=lambda: [".txt", ".md", ".py"], metadata={"help": "of a folder"}
     )
-    cache_dir: Path = field(default=common.DEFAULT_CACHE_DIR, metadata={"help": "texts and tokenizer"})
+    cache_dir: Path = field(
+        default=common.DEFAULT_CACHE_DIR, metadata={"help": "texts and tokenizer"}
+    )
     num_eval_texts: int = field(default=32, metadata={"help": "texts kept out of training"})
 
 

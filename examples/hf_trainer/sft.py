@@ -1,9 +1,10 @@
-"""Supervised fine-tuning with HydraTrainer: chats through the tokenizer's template, loss on the assistant's turns.
+"""Supervised fine-tuning with HydraTrainer: chats through the tokenizer's template, loss on the
+assistant's turns.
 
     deepspeed --num_gpus 4 examples/hf_trainer/sft.py --lora
 
-The default data are real and offline: functions of the standard library; the user gives signature and docstring,
-the assistant answers with the body.
+The default data are real and offline: functions of the standard library; the user gives signature
+and docstring, the assistant answers with the body.
 """
 
 from __future__ import annotations
@@ -39,12 +40,16 @@ CHAT_TEMPLATE = (
 class ScriptArguments:
     """What the script takes beside TrainingArguments."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "none: a tiny untrained LLaMA"})
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "none: a tiny untrained LLaMA"}
+    )
     data: str | None = field(
         default=None, metadata={"help": "JSON lines with 'messages'; none: the standard library"}
     )
     lora: bool = field(default=False, metadata={"help": "train adapters only (needs peft)"})
-    cache_dir: Path = field(default=common.DEFAULT_CACHE_DIR, metadata={"help": "texts and tokenizer"})
+    cache_dir: Path = field(
+        default=common.DEFAULT_CACHE_DIR, metadata={"help": "texts and tokenizer"}
+    )
     num_eval_chats: int = field(default=32, metadata={"help": "chats kept out of training"})
 
 

@@ -1,10 +1,11 @@
-"""Train a LLaMA from scratch on web text: tiiuae/falcon-refinedweb, a folder, or an offline stand-in.
+"""Train a LLaMA from scratch on web text: tiiuae/falcon-refinedweb, a folder, or an offline
+stand-in.
 
     deepspeed --num_gpus 4 examples/llama2_commoncrawl/train.py
 
-The stand-in (the default) is real text, the standard library's source, with the lengths of CommonCrawl: its
-tokens are cut and joined to lengths drawn from the histogram `commoncrawl` that comes with ds_hydra. See
-README.md in this folder for a cluster.
+The stand-in (the default) is real text, the standard library's source, with the lengths of
+CommonCrawl: its tokens are cut and joined to lengths drawn from the histogram `commoncrawl` that
+comes with ds_hydra. See README.md in this folder for a cluster.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from ds_hydra.configs import find_file
-from ds_hydra.sampler.dataset import TokenDataset
-from ds_hydra.strategy.histogram import LengthHistogram
+from ds_hydra.sampler.data.dataset import TokenDataset
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 HERE = Path(__file__).parent
 HUB = ("tiiuae/falcon-refinedweb", "content")
@@ -32,7 +33,9 @@ HUB = ("tiiuae/falcon-refinedweb", "content")
 def cut_and_join(
     tokens: TokenDataset, histogram: LengthHistogram, context_length: int, *, seed: int = 0
 ) -> Iterator[list[int]]:
-    """All tokens once, in order, as sequences of lengths drawn from `histogram`, none above the context."""
+    """All tokens once, in order, as sequences of lengths drawn from `histogram`, none above the
+    context.
+    """
     stream = np.concatenate([tokens[index]["input_ids"] for index in range(len(tokens))])
     (lengths,) = histogram.limit(context_length).draw_batches(len(stream), 1, seed)
     for end, length in zip(np.cumsum(lengths), lengths, strict=True):
@@ -46,12 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         "--data", default="stand-in", help="stand-in, hub (tiiuae/falcon-refinedweb), or a folder"
     )
     parser.add_argument("--num_rows", type=int, default=20_000, help="pages to stream from the hub")
-    parser.add_argument("--suffixes", nargs="+", default=[".txt", ".md", ".rst"], help="files of a folder")
+    parser.add_argument(
+        "--suffixes", nargs="+", default=[".txt", ".md", ".rst"], help="files of a folder"
+    )
     args = parser.parse_args(arguments)
     is_first_rank = common.start()
     is_stand_in = args.data == "stand-in"
     source = "stdlib" if is_stand_in else args.data
-    texts = common.load_texts(source, args.cache_dir, hub=HUB, num_rows=args.num_rows, suffixes=args.suffixes)
+    texts = common.load_texts(
+        source, args.cache_dir, hub=HUB, num_rows=args.num_rows, suffixes=args.suffixes
+    )
     tokenizer_path = str(args.tokenizer or texts.tokenizer_dir)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     config = common.read_json(args.ds_config)

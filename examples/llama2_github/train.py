@@ -1,4 +1,5 @@
-"""Train a LLaMA from scratch on source code: the standard library, a folder, or codeparrot/github-code.
+"""Train a LLaMA from scratch on source code: the standard library, a folder, or
+codeparrot/github-code.
 
     deepspeed --num_gpus 4 examples/llama2_github/train.py
 
@@ -25,7 +26,9 @@ SUFFIXES = [".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".go", ".rs
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     """Prepare the texts, train, show what ran."""
     parser = common.argument_parser(__doc__, HERE / "ds_config.json", iterations=24)
-    parser.add_argument("--data", default="stdlib", help="stdlib, hub (codeparrot/github-code), or a folder")
+    parser.add_argument(
+        "--data", default="stdlib", help="stdlib, hub (codeparrot/github-code), or a folder"
+    )
     parser.add_argument("--num_rows", type=int, default=20_000, help="files to stream from the hub")
     parser.add_argument("--suffixes", nargs="+", default=SUFFIXES, help="files to read of a folder")
     args = parser.parse_args(arguments)
@@ -37,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     config = common.read_json(args.ds_config)
     config["hydra"]["tokenizer"] = tokenizer
     if is_first_rank:
-        print(f"{args.model} on {len(texts.dataset):,} texts of {args.data}, {dist.get_world_size()} ranks")
+        print(
+            f"{args.model} on {len(texts.dataset):,} texts of {args.data}, {dist.get_world_size()} ranks"
+        )
     return common.train(args, config, texts.dataset, len(AutoTokenizer.from_pretrained(tokenizer)))
 
 

@@ -1,13 +1,15 @@
-"""Real training data that every machine has: the source of the running interpreter's standard library.
+"""Real training data that every machine has: the source of the running interpreter's standard
+library.
 
     python examples/stdlib/prepare.py
 
-reads it through `datasets`, trains a byte-level BPE on it with `tokenizers`, and keeps both under `.cache/`.
-Every later call with the same interpreter finds them there. About 730 files and 12 MB (Python 3.11):
-folders of tests are left out, because they would more than double that.
+reads it through `datasets`, trains a byte-level BPE on it with `tokenizers`, and keeps both under
+`.cache/`. Every later call with the same interpreter finds them there. About 730 files and 12 MB
+(Python 3.11): folders of tests are left out, because they would more than double that.
 
-A sequence is a file, or with unit "definition" a top-level function or class. Files are mostly long, a third
-of them above 4096 tokens; definitions have the long tail of real corpora: median 145 tokens, 2% above 4096.
+A sequence is a file, or with unit "definition" a top-level function or class. Files are mostly
+long, a third of them above 4096 tokens; definitions have the long tail of real corpora: median 145
+tokens, 2% above 4096.
 """
 
 from __future__ import annotations
@@ -31,16 +33,20 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ds_hydra.sampler.dataset import TokenDataset
+from ds_hydra.sampler.data.dataset import TokenDataset
 
 Unit: TypeAlias = Literal["file", "definition"]
 
 DEFAULT_CACHE_DIR = Path(__file__).resolve().parents[2] / ".cache"
 EOS_TOKEN = "<|endoftext|>"
 VOCAB_SIZE = 4096
-"""Small, so that the embedding does not outweigh the layers of a model of a few million parameters."""
+"""Small, so that the embedding does not outweigh the layers of a model of a few million
+parameters.
+"""
 
-_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_EXCLUDED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
 _DEFINITION = re.compile(r"^(?:@.*\n)*(?:async def|def|class)\b", re.MULTILINE)
 _LOCK_TIMEOUT_S = 600
 _TEXTS_PER_BATCH = 100
@@ -64,8 +70,8 @@ def prepare(
 ) -> StdlibData:
     """The data, made on the first call; the same files give the same data.
 
-    Any number of processes may call this at once: one works and the others wait for it. `source_dir` stands
-    in for the folder of the standard library.
+    Any number of processes may call this at once: one works and the others wait for it.
+    `source_dir` stands in for the folder of the standard library.
     """
     root = Path(source_dir or sysconfig.get_path("stdlib"))
     paths = find_sources(root)
@@ -106,7 +112,9 @@ def find_sources(root: Path) -> list[Path]:
 
 
 def split_definitions(text: str) -> list[str]:
-    """Pieces that join to `text`; one begins at each top-level function or class, or at its decorators."""
+    """Pieces that join to `text`; one begins at each top-level function or class, or at its
+    decorators.
+    """
     starts = [match.start() for match in _DEFINITION.finditer(text)]
     return [text[start:end] for start, end in pairwise([0, *starts, len(text)]) if start < end]
 
@@ -122,9 +130,14 @@ def _digest(root: Path, paths: list[Path], unit: Unit, vocab_size: int) -> str:
 
 
 def _build(
-    read: Callable[..., Iterator[dict[str, str]]], arguments: dict[str, Any], vocab_size: int, target: Path
+    read: Callable[..., Iterator[dict[str, str]]],
+    arguments: dict[str, Any],
+    vocab_size: int,
+    target: Path,
 ) -> None:
-    """Write texts, tokenizer and tokenised texts to `target`, which appears when all of it is there."""
+    """Write texts, tokenizer and tokenised texts to `target`, which appears when all of it is
+    there.
+    """
     unfinished = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     dataset = datasets.Dataset.from_generator(
@@ -137,7 +150,8 @@ def _build(
     train_tokenizer(dataset["text"], vocab_size).save_pretrained(unfinished / "tokenizer")
     unfinished.rename(target)
     data = _load(target)
-    # Fills the cache of `datasets` beside the texts, so that ranks that start together need not all do it.
+    # Fills the cache of `datasets` beside the texts, so that ranks that start together need not all
+    # do it.
     TokenDataset.from_dataset(data.dataset, context_length=2, tokenize=data.tokenizer)
 
 
@@ -150,7 +164,9 @@ def _read_sources(root: str, paths: list[str], unit: Unit) -> Iterator[dict[str,
 
 
 def train_tokenizer(texts: datasets.Column | list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `vocab_size` tokens with the special one among them; no text is unknown to it."""
+    """A byte-level BPE of `vocab_size` tokens with the special one among them; no text is unknown
+    to it.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -160,9 +176,13 @@ def train_tokenizer(texts: datasets.Column | list[str], vocab_size: int) -> PreT
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=True,
     )
-    batches = (texts[start : start + _TEXTS_PER_BATCH] for start in range(0, len(texts), _TEXTS_PER_BATCH))
+    batches = (
+        texts[start : start + _TEXTS_PER_BATCH] for start in range(0, len(texts), _TEXTS_PER_BATCH)
+    )
     tokenizer.train_from_iterator(batches, trainer, length=len(texts))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS_TOKEN, pad_token=EOS_TOKEN)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS_TOKEN, pad_token=EOS_TOKEN
+    )
 
 
 def _load(target: Path) -> StdlibData:
@@ -177,8 +197,12 @@ def main() -> None:
     """Prepare the data and say what it holds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cache-dir", type=Path, default=DEFAULT_CACHE_DIR)
-    parser.add_argument("--unit", choices=get_args(Unit), default="file", help="what one sequence is")
-    parser.add_argument("--context-length", type=int, default=4096, help="tokens, for the numbers printed")
+    parser.add_argument(
+        "--unit", choices=get_args(Unit), default="file", help="what one sequence is"
+    )
+    parser.add_argument(
+        "--context-length", type=int, default=4096, help="tokens, for the numbers printed"
+    )
     arguments = parser.parse_args()
     start = time.perf_counter()
     data = prepare(arguments.cache_dir, unit=arguments.unit)

@@ -2,13 +2,15 @@
 
     deepspeed --num_gpus 4 examples/stdlib/train.py
 
-runs on a CPU or a GPU box. Everything that is special to ds_hydra is the import, the "hydra" section of
-ds_config.json, and `engine.train_batch()`.
+runs on a CPU or a GPU box. Everything that is special to ds_hydra is the import, the "hydra"
+section of ds_config.json, and `engine.train_batch()`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import sys
 import time
@@ -30,13 +32,21 @@ HERE = Path(__file__).parent
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Command line; `--local_rank` and `--deepspeed_config` as DeepSpeed's launcher and users expect."""
+    """Command line; `--local_rank` and `--deepspeed_config` as DeepSpeed's launcher and users
+    expect.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--iterations", type=int, default=48, help="optimizer steps (default %(default)s)")
-    parser.add_argument("--run_dir", type=Path, default=Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-    parser.add_argument("--cache_dir", type=Path, default=DEFAULT_CACHE_DIR, help="tokenizer and tokens")
+    parser.add_argument(
+        "--iterations", type=int, default=48, help="optimizer steps (default %(default)s)"
+    )
+    parser.add_argument(
+        "--run_dir", type=Path, default=Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    )
+    parser.add_argument(
+        "--cache_dir", type=Path, default=DEFAULT_CACHE_DIR, help="tokenizer and tokens"
+    )
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
     parser = deepspeed.add_config_arguments(parser)
     parser.set_defaults(deepspeed_config=str(HERE / "ds_config.json"))
@@ -65,19 +75,25 @@ def build_model(vocab_size: int, context_length: int) -> LlamaForCausalLM:
 def main() -> None:
     """Train, then show what ran."""
     args = parse_arguments()
-    warnings.filterwarnings("ignore", category=FutureWarning)  # of torch, about names that DeepSpeed uses
+    # Of torch, about names that DeepSpeed uses
+    warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.logging.set_verbosity_error()
     deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.init_distributed()
+    with contextlib.redirect_stdout(io.StringIO()):  # which DeepSpeed tells what it has loaded
+        deepspeed.init_distributed()
     is_first_rank = dist.get_rank() == 0
     data = prepare(args.cache_dir, unit="definition")
     config = json.loads(Path(args.deepspeed_config).read_text())
     config["hydra"] |= {"tokenizer": str(data.tokenizer_dir), "run_dir": str(args.run_dir)}
     model = build_model(len(data.tokenizer), config["hydra"]["context_length"])
     if is_first_rank:
-        print(f"{model.num_parameters() / 1e6:.1f} million parameters, {dist.get_world_size()} ranks")
+        print(
+            f"{model.num_parameters() / 1e6:.1f} million parameters, {dist.get_world_size()} ranks"
+        )
     engine, *_ = ds_hydra.initialize(model=model, training_data=data.dataset, config=config)
-    with tqdm(total=args.iterations, disable=not is_first_rank, file=sys.stderr, unit="it") as progress:
+    with tqdm(
+        total=args.iterations, disable=not is_first_rank, file=sys.stderr, unit="it"
+    ) as progress:
         for _ in range(args.iterations):
             engine.train_batch()
             metrics = engine.last_metrics

@@ -1,0 +1,116 @@
+"""Hostile command lines: each is carried out, or refused by an error of ds_hydra or the parser.
+
+Command: python -m benchmarks.command_lines --count 1000 --seed 1
+
+Valid command lines of every command but `profile`, with one to three words replaced, removed or
+added: numbers out of bounds, text of strategies, files that are damaged, empty, nested too deeply
+or not there. Ends with 1 where one ends in any other exception.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from ds_hydra.cli import app
+
+VALID = (
+    "plan --profile a800_llama2_7b --strategies good.json --lengths lengths.json",
+    "propose --profile a800_llama2_7b --histogram hist.json --devices 4 --context 32 --batches 2",
+    "simulate --profile a800_llama2_7b --histogram github --devices 8 --context 2048 --tokens 4096 "
+    "--iterations 1 --systems ds_hydra",
+    "check ds.json --model llama2_7b --devices 8",
+    "init --model llama2_7b --device a800 --devices 8 --context 4096 --out out.json",
+    "link --strategy 2x<1,1> --model llama2_7b --devices 2",
+    "search --profile a800_llama2_7b --devices 4 --memory-gb 80 --max-batch 4",
+    "report nothing",
+    "fit --measured object.json",
+    "lengths --dataset . --tokenizer . --out out.json",
+)
+
+ODD = (
+    "", "0", "-1", "1", "2", "3", "8", "0.5", "4096", "1000000", "1" + "0" * 12, "1" + "0" * 30, "9" * 30, "nan", "inf",
+    "-inf", "1e308", "x", "é", "\0", "1,2", "0,1", "64,128", "<1,1>", "2x<1,1>", "999999999x<1,1>", "1x<sp4,1;stream>",
+    "1x<2,1;repull=3>", "[]", "{}", "true", "nothing.json", ".", "/dev/null", "a800_llama2_7b", "github", "llama2_7b",
+)  # fmt: skip
+
+
+def write_files(folder: Path) -> tuple[str, ...]:
+    """Good and bad files; returns their names."""
+    strategies = {"schema": "ds_hydra.strategies/1", "num_devices": 2, "strategies": ["2x<1,1>"]}
+    hydra = {"context_length": 4096, "tokens_per_iteration": 8192}
+    contents = {
+        "good.json": json.dumps(strategies),
+        "lengths.json": "[1024, 77, 311]",
+        "hist.json": '{"schema": "ds_hydra.lengths/1", "name": "a", "counts": {"3": 4, "17": 1}}',
+        "ds.json": json.dumps({"zero_optimization": {"stage": 3}, "hydra": hydra}),
+        "object.json": "{}",
+        "deep.json": "[" * 50_000 + "]" * 50_000,
+        "empty.json": "",
+        "null.json": "null",
+        "large.json": f"[{2**63}]",
+        "bytes.json": "\udcff\udcfe",
+    }
+    for name, content in contents.items():
+        (folder / name).write_text(content, encoding="utf-8", errors="surrogateescape")
+    return tuple(contents)
+
+
+def draw(generator: random.Random, words: list[str], odd: tuple[str, ...]) -> list[str]:
+    """`words` with one to three of them changed; the command itself stays."""
+    for _ in range(generator.randint(1, 3)):
+        place = generator.randrange(1, len(words) + 1)
+        kind = generator.random()
+        if kind < 0.7 and place < len(words):
+            is_option = words[place].startswith("--") and place + 1 < len(words)
+            words[place + is_option] = generator.choice(odd)
+        elif kind < 0.8 and place < len(words):
+            del words[place]
+        elif kind < 0.9:
+            words.insert(place, generator.choice(odd))
+        else:
+            words.append(generator.choice(("--json", "--help", "--bogus")))
+    return words
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    generator = random.Random(arguments.seed)
+    codes: Counter[int] = Counter()
+    foreign, slowest = 0, (0.0, "")
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        odd = (*ODD, *write_files(Path(folder)))
+        for command in VALID:  # modules are imported once
+            CliRunner().invoke(app, command.split())
+        for _ in range(arguments.count):
+            words = draw(generator, generator.choice(VALID).split(), odd)
+            start = time.process_time()
+            result = CliRunner().invoke(app, words)
+            slowest = max(slowest, (time.process_time() - start, " ".join(words)))
+            codes[result.exit_code] += 1
+            if result.exception is not None and not isinstance(result.exception, SystemExit):
+                foreign += 1
+                print(f"ds-hydra {' '.join(words)!r}", file=sys.stderr)
+                traceback.print_exception(*result.exc_info)
+        os.chdir("/")
+    print(f"{arguments.count} command lines: exit codes {dict(codes)}, {foreign} foreign errors")
+    print(f"slowest: {slowest[0]:.1f} s of CPU time, ds-hydra {slowest[1][:160]}")
+    sys.exit(foreign > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,469 @@
+"""Checkpoint files that survive a crash: written aside, digested and renamed; checked before they
+are read.
+
+[Note: Layout of a checkpoint folder]
+DeepSpeed's own, with one file more: `<save_dir>/<tag>/*.pt`, `<save_dir>/latest`, and the manifest
+`<save_dir>/<tag>/ds_hydra_manifest.json` with size and SHA-256 of every file. While it is written,
+a checkpoint lives in `<save_dir>/.saving-<tag>-<id>`; one that is written again is moved to
+`<save_dir>/.replaced-<tag>` for the moment between two renames. A folder without a manifest (stock
+DeepSpeed's) is read without digests.
+
+[Note: Two jobs, one folder]
+The id of a `.saving-` folder is drawn for every saving, so that files of two jobs never meet in
+one. Meanwhile the committing rank holds a lock on `save_dir`: a second job is refused, and what
+lies there unlocked is a dead job's and removed. Some network file systems cannot lock a folder;
+there the second job may remove what the first one writes, whose saving then fails by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from ds_hydra.errors import CheckpointError
+from ds_hydra.version import __version__
+
+MANIFEST_SCHEMA = "ds_hydra.manifest/1"
+MANIFEST_NAME = "ds_hydra_manifest.json"
+_SAVING, _REPLACED, _DIGESTS = ".saving-", ".replaced-", "digests"
+_NO_TAGS = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
+"""Files that lie beside the checkpoints."""
+_MAX_TAG_BYTES = 200
+_BLOCK_BYTES = 1 << 22
+_MAX_MANIFEST_BYTES = 1 << 26
+
+_SHARE = (
+    'Save to a folder that all hosts share, or set "checkpoint": {"use_node_local_storage": true} in '
+    "the DeepSpeed configuration"
+)
+
+SAFE_CLASSES = (LossScaler, DynamicLossScaler, ZeroStageEnum)
+"""Classes that DeepSpeed's own ZeRO-3 files hold besides tensors and containers; plain values, all
+of them.
+"""
+
+
+def _enum_member(kind: Any, name: str) -> Enum:
+    """In place of `getattr` while reading: Python 3.11.0 to 3.11.3 pickles an enum's member as
+    getattr(enum, name).
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"Unsupported getattr({kind!r}, {name!r})")
+    return kind[name]
+
+
+class HydraCheckpointEngine(TorchCheckpointEngine):
+    """What DeepSpeed writes and reads files with: digests on writing, tensors and plain values only
+    on reading.
+
+    Errors of writing are kept until `take_error`, because DeepSpeed's ranks still meet in barriers.
+    `handed` maps the ending of a file name to content that is given to DeepSpeed in place of the
+    file's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.handed: dict[str, Any] = {}
+        self._digests: dict[str, dict[str, Any]] = {}
+        self._error: OSError | RuntimeError | None = None
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Create a folder; an error is kept."""
+        self._keeping_error(lambda: os.makedirs(path, exist_ok=exist_ok))
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Write one file to the disk (not only to the page cache), with its digest remembered."""
+        self._keeping_error(lambda: self._save(state_dict, path))
+
+    def _save(self, state_dict: Any, path: str) -> None:
+        with open(path, "wb") as file:
+            digesting = _DigestingFile(file)
+            torch.save(state_dict, digesting)
+            file.flush()
+            os.fsync(file.fileno())
+        self._digests[os.path.basename(path)] = digesting.to_json()
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """The content of a file: what was handed over for it, else read with `read_tensors`."""
+        for ending, content in self.handed.items():
+            if path.endswith(ending):
+                return content
+        return read_tensors(Path(path))
+
+    def _keeping_error(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # torch's zip writer raises RuntimeError on a full disk
+            self._error = self._error or error
+
+    def copy_recovery_script(self, copy: Callable[[], Any]) -> None:
+        """Run DeepSpeed's copying of its scripts; an error is kept."""
+        self._keeping_error(copy)
+
+    def take_error(self) -> CheckpointError | None:
+        """What went wrong since the last call."""
+        error, self._error = self._error, None
+        if error is None:
+            return None
+        hint = ""
+        if isinstance(error, FileNotFoundError):  # rank 0 has made the folder
+            hint = f". {_SHARE}"
+        return CheckpointError(
+            f"the checkpoint was not saved: {error}; the one before it is untouched{hint}"
+        )
+
+    def write_digests(self, folder: Path, rank: int) -> None:
+        """Leave the digests of the files that this rank wrote for the rank that commits."""
+        digests, self._digests = self._digests, {}
+        self._keeping_error(lambda: _write_json(folder / _DIGESTS / f"{rank}.json", digests))
+
+
+class _DigestingFile:
+    """A file that is written from front to back (as torch's zip writer does), hashed on the way."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+        self._num_bytes = 0
+
+    def write(self, data: Any) -> int:
+        self._file.write(data)
+        self._hash.update(data)
+        self._num_bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def to_json(self) -> dict[str, Any]:
+        return {"bytes": self._num_bytes, "sha256": self._hash.hexdigest()}
+
+
+class Saving:
+    """One checkpoint on its way to `save_dir/tag`. All methods are for the committing rank.
+
+    Whenever the process dies, `save_dir` holds the checkpoint before or the new one, whole, and
+    `latest` names one that is there. `saving_id` is equal on all ranks, and of this saving alone.
+    """
+
+    def __init__(self, save_dir: str | os.PathLike[str], tag: str, saving_id: str) -> None:
+        check_new_tag(tag)
+        self._save_dir = Path(save_dir)
+        self._tag = tag
+        self._lock: int | None = None
+        self.folder = self._save_dir / f"{_SAVING}{tag}-{saving_id}"
+        """Where DeepSpeed saves to, in place of `save_dir`."""
+
+    def begin(self) -> None:
+        """Lock `save_dir` and make the folder, without what a crash left there."""
+        self._save_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock_folder(self._save_dir)
+        restore_replaced(self._save_dir)
+        for leftover in self._save_dir.glob(f"{_SAVING}*"):
+            shutil.rmtree(leftover)
+        (self.folder / _DIGESTS).mkdir(parents=True)
+
+    def commit(self, *, world_size: int, save_latest: bool, ranks: Iterable[int]) -> None:
+        """Put the checkpoint, to which `ranks` have written, in its place and `latest` on it."""
+        written, target = self.folder / self._tag, self._save_dir / self._tag
+        write_manifest(written, self._read_digests(ranks), world_size)
+        _sync_folder(written)
+        put_in_place(written, target)
+        if save_latest:
+            replace_text(self._save_dir / "latest", self._tag)
+        shutil.rmtree(self.folder / _DIGESTS)
+        for script in self.folder.iterdir():  # DeepSpeed's zero_to_fp32.py
+            os.replace(script, self._save_dir / script.name)
+        self.folder.rmdir()
+
+    def abort(self) -> None:
+        """Remove what was written, so that a full disk is not full any longer."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def unlock(self) -> None:
+        """Let other jobs save to `save_dir`."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _read_digests(self, ranks: Iterable[int]) -> dict[str, Any]:
+        digests: dict[str, Any] = {}
+        for rank in ranks:
+            path = self.folder / _DIGESTS / f"{rank}.json"
+            if not path.exists():
+                raise CheckpointError(f"rank {rank} has written nothing to {self.folder}. {_SHARE}")
+            digests |= json.loads(path.read_text(encoding="utf-8"))
+        return digests
+
+
+def _lock_folder(folder: Path) -> int | None:
+    """A descriptor that locks `folder` until it is closed; None where its file system cannot."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise CheckpointError(
+            f"another job is saving to {folder} at this moment, nothing was written; pass another save_dir to "
+            "save_checkpoint in one of the jobs"
+        ) from error
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def put_in_place(written: Path, target: Path) -> None:
+    """Rename a folder to `target`, in place of what is there; see `restore_replaced`."""
+    replaced = target.with_name(f"{_REPLACED}{target.name}")
+    if target.exists():
+        target.rename(replaced)
+    written.rename(target)
+    _sync_folder(target.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def restore_replaced(save_dir: Path) -> None:
+    """Put back a checkpoint whose replacement did not arrive; forget one whose replacement did."""
+    for replaced in save_dir.glob(f"{_REPLACED}*"):
+        target = save_dir / replaced.name.removeprefix(_REPLACED)
+        if target.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(target)
+
+
+def check_tag(tag: str) -> None:
+    """Raise CheckpointError unless `tag` is the name of one folder."""
+    is_name = isinstance(tag, str) and tag and not tag.startswith(".")
+    if not is_name or tag != os.path.basename(tag) or "\0" in tag:
+        raise CheckpointError(
+            f"the checkpoint tag is {tag!r}, expected the name of a folder without {os.sep!r} and not starting "
+            "with a dot, such as 'global_step100'"
+        )
+
+
+def check_new_tag(tag: str) -> None:
+    """Raise CheckpointError unless `tag` is the name of a folder that `latest` can name."""
+    check_tag(tag)
+    if tag in _NO_TAGS:
+        raise CheckpointError(
+            f"the checkpoint tag is {tag!r}, which is a file beside the checkpoints; pass another tag, such as "
+            f"'{tag.split('.')[0]}_1'"
+        )
+    if not tag.isprintable() or " " in tag or len(tag.encode()) > _MAX_TAG_BYTES:
+        raise CheckpointError(
+            f"the checkpoint tag is {tag!r}, expected up to {_MAX_TAG_BYTES} bytes without blanks, line ends and "
+            "control characters, such as 'global_step100'"
+        )
+
+
+def check_folder_name(argument: str, folder: Any) -> None:
+    """Raise CheckpointError unless `folder`, given as `argument`, names a folder."""
+    name = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
+    if not isinstance(name, str) or not name.strip() or "\0" in name:
+        raise CheckpointError(
+            f"{argument} is {folder!r}, expected the path of a folder, such as 'checkpoints' ('.' is the working "
+            "directory)"
+        )
+
+
+def resolve_tag(load_dir: Path, tag: str) -> str:
+    """The folder in `load_dir` with the checkpoint `tag`: that name, or the place of one being
+    replaced.
+    """
+    check_tag(tag)
+    replaced = f"{_REPLACED}{tag}"
+    return replaced if not (load_dir / tag).exists() and (load_dir / replaced).exists() else tag
+
+
+def find_tag(load_dir: Path, name: str) -> str | None:
+    """The tag in `load_dir/latest` (or another `name`); None where there is no such file."""
+    try:
+        with (load_dir / name).open("rb") as file:
+            tag = file.read(4096).decode("utf-8", "replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {load_dir / name}: {error.strerror}") from error
+    check_tag(tag)
+    return tag
+
+
+def write_manifest(folder: Path, digests: Mapping[str, Any], world_size: int) -> None:
+    """Write the manifest of all files in `folder`; hashes those that `digests` does not know."""
+    files = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST_NAME):
+        name = path.relative_to(folder).as_posix()
+        files[name] = digests.get(name) or {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+    if missing := digests.keys() - files.keys():
+        raise CheckpointError(
+            f"{folder} lacks {sorted(missing)[0]}, which a rank has written there"
+        )
+    _write_json(
+        folder / MANIFEST_NAME,
+        {
+            "schema": MANIFEST_SCHEMA,
+            "version": __version__,
+            "world_size": world_size,
+            "files": files,
+        },
+    )
+
+
+def verify(folder: Path, *, reader: int = 0, num_readers: int = 1) -> None:
+    """Raise CheckpointError naming the first file that is not as the manifest says; without one, do
+    nothing.
+
+    Sizes of all files are compared; the digests are shared out over `num_readers` callers.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no checkpoint {folder}{_others(folder)}")
+    manifest = folder / MANIFEST_NAME
+    if not manifest.exists():
+        return
+    for index, (name, wanted) in enumerate(sorted(_read_manifest(manifest).items())):
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} is missing; the checkpoint is not complete{_others(folder)}"
+            )
+        if (size := path.stat().st_size) != wanted["bytes"]:
+            raise CheckpointError(
+                f"{path} has {size} bytes, {wanted['bytes']} were written: it was truncated or altered"
+                f"{_others(folder)}"
+            )
+        if index % num_readers == reader and (digest := hash_file(path)) != wanted["sha256"]:
+            raise CheckpointError(
+                f"{path} was altered: its SHA-256 is {digest[:16]}..., written was {wanted['sha256'][:16]}..."
+                f"{_others(folder)}"
+            )
+
+
+def _read_manifest(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        if path.stat().st_size > _MAX_MANIFEST_BYTES:
+            raise ValueError(f"it has more than {_MAX_MANIFEST_BYTES} bytes")
+        document = json.loads(path.read_text(encoding="utf-8"))
+        if document["schema"] != MANIFEST_SCHEMA:
+            raise ValueError(f"schema {document['schema']!r}, expected {MANIFEST_SCHEMA!r}")
+        files: dict[str, dict[str, Any]] = document["files"]
+        for name, wanted in files.items():
+            is_inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+            if not (
+                is_inside and isinstance(wanted["bytes"], int) and isinstance(wanted["sha256"], str)
+            ):
+                raise ValueError(f"entry {name!r}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} cannot be used: {error!r}; it was truncated or altered"
+        ) from error
+    return files
+
+
+def _others(folder: Path) -> str:
+    """Advice: which other checkpoints lie beside `folder`."""
+    parent = folder.parent
+    tags = [
+        p.parent.name for p in sorted(parent.glob(f"[!.]*/{MANIFEST_NAME}")) if p.parent != folder
+    ]
+    return (
+        f"; there is also {', '.join(tags[-3:])}: pass tag=... to load_checkpoint" if tags else ""
+    )
+
+
+def read_tensors(path: Path, *, mmap: bool = False) -> Any:
+    """The content of a `.pt` file on the CPU: tensors and plain values; anything else is an error
+    by name.
+
+    With `mmap` tensors are read from the disk when they are used.
+    """
+    try:
+        with only_weights():
+            can_map = mmap and zipfile.is_zipfile(path)
+            return torch.load(path, map_location="cpu", mmap=can_map or None, weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; the checkpoint is not complete") from error
+    except Exception as error:  # whatever a damaged pickle makes torch raise
+        text = str(error).strip().split("\n")
+        reason = next(
+            (line.strip() for line in text if "Unsupported" in line or "GLOBAL" in line), text[0]
+        )
+        raise CheckpointError(
+            f"{path} cannot be read: {reason[:300]} (only tensors and plain values are; if you trust the file and "
+            "a class of yours is in its client_state, call torch.serialization.add_safe_globals([...]) before)"
+        ) from error
+
+
+@contextlib.contextmanager
+def only_weights() -> Iterator[None]:
+    """While open, every `torch.load` of this process, DeepSpeed's too, unpickles tensors and plain
+    values only.
+    """
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    # For good: torch's context does not nest.
+    torch.serialization.add_safe_globals([*SAFE_CLASSES, (_enum_member, "builtins.getattr")])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` so that a reader, or a crash, finds the old content or the new one."""
+    aside = path.with_name(f".{path.name}.new")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    _sync_folder(path.parent)
+
+
+def _write_json(path: Path, document: Mapping[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(document, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

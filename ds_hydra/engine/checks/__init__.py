@@ -1,0 +1,1 @@
+"""What a configuration would do, found without ranks."""

@@ -1,0 +1,532 @@
+"""What a DeepSpeed JSON with a "hydra" section would do on a cluster, found without ranks and
+without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from ds_hydra.configs import HydraConfig, find_file, read_ds_config
+from ds_hydra.configs.ds_config import FILL_INS, find_key
+from ds_hydra.configs.files import find_profile, read_json_object
+from ds_hydra.engine.checks.deepspeed_section import find_auto_keys, find_deepspeed_problems
+from ds_hydra.engine.model.meta_model import load_model_config
+from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.parallel.groups import groups_of
+from ds_hydra.engine.profiling.profile_document import fit_memory, state_memory
+from ds_hydra.engine.profiling.profiler import default_lengths
+from ds_hydra.errors import HydraConfigError, HydraError
+from ds_hydra.sampler.candidates import (
+    MAX_ENUMERATED_RANKS,
+    CandidateSettings,
+    check_longest,
+    decide_candidates,
+    proposes,
+)
+from ds_hydra.sampler.propose import count_communicators
+from ds_hydra.strategy import Profile, Scheme, Strategy
+from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_profile
+from ds_hydra.strategy.cost_models.cluster import try_cluster
+from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+
+CHECK_SCHEMA = "ds_hydra.check/1"
+DEFAULT_DEVICES = 8
+"""Devices that are assumed where neither the user nor the strategies say how many there are: one
+usual node.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRequest:
+    """What to check, and what is known beside the file. `model`, `profile`, `device`, `histogram`:
+    names or paths.
+    """
+
+    config: Path | Mapping[str, Any]
+    model: str | None = None
+    num_devices: int | None = None
+    profile: str | None = None
+    device: str | None = None
+    histogram: str | None = None
+
+
+@dataclass(slots=True)
+class ConfigReport:
+    """What was found. `problems` would stop a run; `warnings` would not; `assumed` is what nobody
+    has said.
+
+    `schemes` has a row for each scheme: MaxLen, bytes of the states, bytes with a full row of
+    `row_tokens`.
+    """
+
+    num_devices: int = 0
+    context_length: int = 0
+    tokens_per_iteration: int = 0
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+    profiled: list[str] = field(default_factory=list)
+    filled_in: list[str] = field(default_factory=list)
+    profile: str | None = None
+    memory_bytes: int | None = None
+    schemes: list[dict[str, Any]] = field(default_factory=list)
+    strategies: list[str] = field(default_factory=list)
+    strategies_source: str = ""
+    communicators: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The `ds_hydra.check/1` document."""
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {"schema": CHECK_SCHEMA, "ok": not self.problems, **fields}
+
+
+def check_config(request: CheckRequest) -> ConfigReport:
+    """Everything that can be said about a configuration before ranks start; never raises a
+    HydraError.
+
+    A problem in one part does not hide those of others, unless the JSON itself cannot be read.
+    """
+    report = ConfigReport()
+    with _warnings_to(report.warnings):
+        try:
+            ds_config, hydra = read_ds_config(request.config)
+        except HydraError as error:
+            report.problems.append(str(error))
+            return report
+        _check_deepspeed(request, ds_config, report)
+    report.context_length, report.tokens_per_iteration = (
+        hydra.context_length,
+        hydra.tokens_per_iteration,
+    )
+    try:
+        _Budget(request, ds_config, hydra, report).fill()
+    except HydraError as error:
+        report.problems.append(str(error))
+    return report
+
+
+@contextmanager
+def _warnings_to(found: list[str]) -> Iterator[None]:
+    """Collect what ds_hydra's readers log as warnings."""
+    logger = logging.getLogger("ds_hydra.configs")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
+
+
+def _check_deepspeed(
+    request: CheckRequest, ds_config: Mapping[str, Any], report: ConfigReport
+) -> None:
+    report.problems += find_deepspeed_problems(ds_config)
+    if auto := find_auto_keys(ds_config):
+        report.assumed.append(
+            f'{", ".join(auto)}: "auto" is filled in by HydraTrainer; write values for ds_hydra.initialize'
+        )
+    written: Any = request.config
+    if not isinstance(written, Mapping):
+        written = read_json_object(written)
+    for fill_in in FILL_INS:
+        if all(find_key(written, key) is None for key in (fill_in.key, *fill_in.unless)):
+            report.filled_in.append(f"{fill_in.key} = {json.dumps(fill_in.value)}: {fill_in.why}")
+    if "optimizer" not in ds_config:
+        report.assumed.append(
+            "the JSON has no optimizer; pass one to initialize, or TrainingArguments do"
+        )
+    if dtype_of(ds_config) == torch.float32:
+        report.warnings.append(
+            'neither "bf16" nor "fp16" is enabled: weights and activations are fp32'
+        )
+
+
+def dtype_of(ds_config: Mapping[str, Any]) -> torch.dtype:
+    """The type of weights and activations that the DeepSpeed JSON asks for; "auto" counts as
+    bf16.
+    """
+    if find_key(ds_config, "bf16.enabled") in (True, "auto"):
+        return torch.bfloat16
+    return torch.float16 if find_key(ds_config, "fp16.enabled") in (True, "auto") else torch.float32
+
+
+class _Budget:
+    """Fills in what depends on model, devices and profile."""
+
+    def __init__(
+        self,
+        request: CheckRequest,
+        ds_config: Mapping[str, Any],
+        hydra: HydraConfig,
+        report: ConfigReport,
+    ):
+        self._request, self._hydra, self._report = request, hydra, report
+        self._dtype = dtype_of(ds_config)
+        self._stage_model: StageModel | None = None
+        self._profile: Profile | None = None
+        self._started_with: Sequence[Strategy] = ()
+
+    def fill(self) -> None:
+        """Raises HydraError at the first thing that makes the rest meaningless."""
+        report, hydra = self._report, self._hydra
+        self._check_paths()
+        given = () if hydra.strategies is None else load_strategies(hydra.strategies)
+        report.num_devices = self._num_devices(given)
+        self._load_model()
+        self._profile = self._find_profile(given)
+        self._estimate_sequence_parallel(given)
+        self._say_which_need_cpus(given)
+        if self._profile is not None:
+            self._describe_memory(self._profile, given)
+        strategies = self._candidates(given)
+        self._check_communicators([*strategies, *self._started_with])
+        report.strategies = [str(strategy) for strategy in strategies]
+
+    def _estimate_sequence_parallel(self, given: Sequence[Strategy]) -> None:
+        if self._profile is None:
+            return
+        known, self._profile = self._profile.latency, with_estimates(self._profile, given)
+        if added := sorted(self._profile.latency.keys() - known.keys()):
+            self._report.assumed.append(
+                f"times of {', '.join(map(str, added))}, which the profile does not know, are estimated from TP "
+                "(`ds-hydra profile --sp` measures them)"
+            )
+
+    def _check_paths(self) -> None:
+        folder = self._hydra.run_dir
+        if (
+            folder is not None
+            and Path(folder).exists()
+            and not os.access(folder, os.W_OK | os.X_OK)
+        ):
+            self._report.problems.append(
+                f"hydra.run_dir is {folder!r}, which is no folder that can be written; name another one"
+            )
+        if folder is not None and Path(folder).is_file():
+            self._report.problems.append(
+                f"hydra.run_dir is {folder!r}, which is a file; name a folder"
+            )
+        tokenizer = self._hydra.tokenizer
+        if (
+            tokenizer is not None
+            and tokenizer.startswith((".", "/"))
+            and not Path(tokenizer).exists()
+        ):
+            self._report.problems.append(
+                f"hydra.tokenizer is {tokenizer!r}, which does not exist; name a folder with a tokenizer or a hub id"
+            )
+
+    def _num_devices(self, given: Sequence[Strategy]) -> int:
+        needed = max((strategy.num_devices for strategy in given), default=None)
+        if self._request.num_devices is None:
+            number = DEFAULT_DEVICES if needed is None else needed
+            why = "one node" if needed is None else "what hydra.strategies need"
+            self._report.assumed.append(
+                f"{number} devices ({why}); give --devices for another number"
+            )
+            return number
+        if needed is not None and needed > self._request.num_devices:
+            largest = max(given, key=lambda strategy: strategy.num_devices)
+            raise HydraConfigError(
+                f"strategy {largest} needs {needed} devices, there are {self._request.num_devices}; change "
+                f"hydra.strategies or train on {needed} devices"
+            )
+        return self._request.num_devices
+
+    def _load_model(self) -> None:
+        if self._request.model is None:
+            self._report.assumed.append(
+                "the model can run every scheme (heads divide by TP, layers by PP); give --model to be sure"
+            )
+            return
+        config = load_model_config(self._request.model)
+        self._stage_model = build_random_stage_model(
+            config,
+            dtype=self._dtype,
+            device=torch.device("meta"),
+            num_ranks=self._report.num_devices,
+            tp_sequence_parallel=self._hydra.tp_sequence_parallel,
+        )
+        positions = getattr(config, "max_position_embeddings", None)
+        if positions is not None and self._hydra.context_length > positions:
+            self._report.warnings.append(
+                f"hydra.context_length is {self._hydra.context_length}, above the model's max_position_embeddings "
+                f"of {positions}: rotary positions have no end, but the model has not seen them"
+            )
+
+    def _can_run(self, scheme: Scheme) -> bool:
+        try:
+            if self._stage_model is not None:
+                self._stage_model.check_scheme(scheme)
+        except HydraError:
+            return False
+        return True
+
+    def _find_profile(self, given: Sequence[Strategy]) -> Profile | None:
+        report, hydra = self._report, self._hydra
+        name = self._request.profile or hydra.profile
+        if name is not None:
+            known = Profile.load(find_profile(name))
+            report.profile = f"{name}: {known.document.get('source', 'of unknown source')}"
+            if self._stage_model is not None:
+                shape = self._stage_model
+                known.check_model(
+                    num_layers=shape.num_layers,
+                    hidden_size=shape.hidden_size,
+                    vocab_size=shape.vocab_size,
+                )
+            known.check_tp_sequence_parallel(hydra.tp_sequence_parallel)
+            is_silent = "tp_sequence_parallel" not in known.document and any(
+                s.tp > 1 for s in known.latency
+            )
+            if is_silent and not hydra.tp_sequence_parallel:
+                report.assumed.append(
+                    f"profile {name} does not say whether norms and residual stream were cut under TP, as in the "
+                    "published ones; without hydra.tp_sequence_parallel rows need more memory than it says"
+                )
+            if self._request.device is not None:
+                report.warnings.append(
+                    f"--device {self._request.device} is not used: profile {name} is known"
+                )
+        if hydra.profile is None:
+            self._say_what_is_profiled(given)
+        if name is None:
+            if self._stage_model is None or self._request.device is None:
+                report.assumed.append(
+                    "nothing is known of time and memory before the profile is measured; give --profile, or "
+                    "--model and --device for an estimate"
+                )
+                return None
+            hardware = load_hardware(self._request.device)
+            known = estimate_profile(
+                self._stage_model,
+                hardware,
+                report.num_devices,
+                hydra,
+                name=str(self._request.model),
+            )
+            report.profile = f"estimate: {known.document['source']}"
+            report.assumed.append(
+                f"time and memory below are a roofline of {hardware.name}, nothing is measured; activations "
+                f"{'are recomputed' if hydra.activation_checkpointing else 'are as large as in the shipped profiles'}"
+            )
+            if not hydra.tp_sequence_parallel and any(scheme.tp > 1 for scheme in known.latency):
+                report.assumed.append(
+                    "under TP they are larger without hydra.tp_sequence_parallel, which the shipped profiles had: "
+                    "norms and residual stream are whole on every rank"
+                )
+        elif hydra.activation_checkpointing:
+            report.assumed.append(
+                f"profile {name} was measured with hydra.activation_checkpointing as well"
+            )
+        return fit_memory(known.document, hydra)
+
+    def _say_which_need_cpus(self, given: Sequence[Strategy]) -> None:
+        streaming = sorted(
+            {scheme for strategy in given for scheme in strategy.schemes if scheme.stream}
+        )
+        if streaming:
+            self._report.warnings.append(
+                f"hydra.strategies have streamed layers ({', '.join(map(str, streaming))}): CPU ranks of one host can "
+                "share them; on accelerators and over several hosts the engine refuses them"
+            )
+
+    def _say_what_is_profiled(self, given: Sequence[Strategy]) -> None:
+        hydra = self._hydra
+        schemes = {scheme for strategy in given for scheme in strategy.schemes} or set(
+            power_of_two_schemes(self._report.num_devices)
+        )
+        runnable = sorted(scheme for scheme in schemes if self._can_run(scheme))
+        lengths = hydra.profiling.lengths or default_lengths(hydra.context_length)
+        self._report.profiled.append(
+            f"hydra.profile is null: {len(runnable)} schemes are measured at the start of every run "
+            f"({', '.join(map(str, runnable))}), rows of {', '.join(map(str, lengths))} tokens as far as they fit, "
+            f"{hydra.profiling.repeats} times each; `ds-hydra profile` does it once"
+        )
+
+    def _describe_memory(self, profile: Profile, given: Sequence[Strategy]) -> None:
+        report, context, number = self._report, self._hydra.context_length, self._report.num_devices
+        for strategy in given:
+            for scheme in strategy.schemes:
+                if self._stage_model is not None:
+                    self._stage_model.check_scheme(scheme)
+        profile = self._profile = profile.with_schemes(
+            s for strategy in given for s in strategy.schemes
+        )
+        memory = profile.memory
+        report.memory_bytes = (
+            memory.memory_bytes - memory.reserved_bytes - memory.safety_margin_bytes
+        )
+        fitting = [s for s in profile.latency if s.num_devices <= number and self._can_run(s)]
+        for scheme in sorted(fitting, key=lambda s: (s.num_devices, s)):
+            longest = max(0, profile.max_len_tokens(scheme, number))
+            row = min(longest, context)
+            report.schemes.append(
+                {
+                    "scheme": str(scheme),
+                    "max_len_tokens": longest,
+                    "states_bytes": round(memory.rank_bytes(scheme, number, 0)),
+                    "row_tokens": row,
+                    "total_bytes": round(memory.rank_bytes(scheme, number, row)),
+                    "row_ms": round(profile.latency[scheme].row_ms([row]), 1) if row else None,
+                }
+            )
+        if given and self._hydra.planner.space != "measured":
+            report.warnings.append(
+                f"hydra.planner.space is {self._hydra.planner.space} and not used: hydra.strategies are given"
+            )
+        try:
+            check_longest(profile, self._settings(given))
+        except HydraConfigError as error:
+            raise HydraConfigError(
+                f"hydra.context_length: {error}, or raise hydra.memory_limit_bytes"
+            ) from error
+
+    def _settings(self, given: Sequence[Strategy]) -> CandidateSettings:
+        number, profile = self._report.num_devices, self._profile
+        return CandidateSettings.of(
+            self._hydra,
+            num_devices=number,
+            given=given,
+            can_run=self._can_run,
+            cluster=None if profile is None else try_cluster(profile, number),
+            num_other_groups=len(self._link_purposes()),
+        )
+
+    def _candidates(self, given: Sequence[Strategy]) -> Sequence[Strategy]:
+        report, name = self._report, self._request.histogram
+        settings = self._settings(given)
+        start = decide_candidates(self._profile, None, settings).strategies
+        lengths_decide = not given and not settings.is_enumerated
+        if self._profile is not None:
+            lengths_decide = proposes(self._profile, settings)
+        if name is not None and not lengths_decide:
+            report.warnings.append(
+                f"--histogram {name} is not used: where hydra.strategies is null, candidates are "
+                f'proposed on more than {MAX_ENUMERATED_RANKS} devices; on fewer with hydra.planner.space "wide", or a '
+                "profile that measured SP"
+            )
+        is_enumerated = settings.is_enumerated
+        if given:
+            report.strategies_source = "hydra.strategies"
+        elif not lengths_decide and self._hydra.planner.space != "wide":
+            report.strategies_source = (
+                f"all of two schemes, as on {MAX_ENUMERATED_RANKS} ranks and fewer"
+            )
+        elif name is None or self._profile is None:
+            so_far = "all of two schemes <TP,PP>" if is_enumerated else "homogeneous ones"
+            report.strategies_source = (
+                f"{so_far} until the lengths of the training data are known, from which the engine proposes "
+                "others; give --histogram and a profile to see them"
+            )
+        else:
+            self._started_with = start  # whose groups stay
+            if not is_enumerated:
+                taken = settings.num_other_groups + count_communicators(start)
+                settings = replace(settings, num_other_groups=taken)
+            histogram = LengthHistogram.load(find_file("lengths", name))
+            found = decide_candidates(self._profile, histogram, settings)
+            report.strategies_source = f"proposed for the lengths of {name}"
+            if found.assumed:
+                report.assumed.append(
+                    f"times of {', '.join(map(str, found.assumed))} follow from those of <TP,PP>, because "
+                    f"hydra.planner.space is {self._hydra.planner.space}"
+                )
+            return found.strategies
+        return start
+
+    def _link_purposes(self) -> list[str]:
+        """Groups of all ranks that pull and push use, as the propagator does."""
+        link = self._hydra.link
+        purposes = ["pull", "push"]
+        if link.routes == "node" and self._report.num_devices > (
+            link.devices_per_node or DEFAULT_DEVICES
+        ):
+            purposes += ["pull_node", "push_node"]
+        return purposes
+
+    def _check_communicators(self, strategies: Sequence[Strategy]) -> None:
+        number, limit = self._report.num_devices, self._hydra.max_process_groups
+        everyone = tuple(range(number))
+        purposes = self._link_purposes()
+        keys = {(purpose, everyone) for purpose in purposes}.union(*map(groups_of, strategies))
+        most = max(sum(rank in ranks for _, ranks in keys) for rank in range(number))
+        self._report.communicators = {"total": len(keys), "most_on_one_rank": most, "limit": limit}
+        if len(keys) > limit:
+            raise HydraConfigError(
+                f"the strategies need {len(keys)} process groups, more than hydra.max_process_groups = {limit}; raise "
+                f"it to {len(keys)} (each costs communicator memory) or list fewer strategies in hydra.strategies"
+            )
+
+
+def load_hardware(name: str) -> Hardware:
+    """The shipped hardware of that name, or a `ds_hydra.hardware/1` file."""
+    path = find_file("hardware", name)
+    return Hardware.from_json(read_json_object(path), source=str(path))
+
+
+def estimate_profile(
+    stage_model: StageModel, hardware: Hardware, num_devices: int, hydra: HydraConfig, *, name: str
+) -> Profile:
+    """A profile that nobody has measured: roofline of `hardware`, states counted from the dtypes in
+    use.
+
+    Activations are 36 + 1.5 TP bytes for each token, layer and hidden unit of 1/TP of a row, which
+    is within 2% of the published A800 profiles. Recomputed layers keep their input, 2 TP (2 with
+    `hydra.tp_sequence_parallel`), and one of L layers is whole at a time.
+    """
+    config: PretrainedConfig = stage_model.config
+    schemes = [s for s in power_of_two_schemes(num_devices) if _check_quietly(stage_model, s)]
+    layers = stage_model.num_layers
+    heads = config.num_attention_heads
+
+    def activation_bytes(tp: int) -> float:
+        kept = 36 + 1.5 * tp
+        inputs = 2.0 if hydra.tp_sequence_parallel else 2.0 * tp
+        return inputs + kept / layers if hydra.activation_checkpointing else kept
+
+    document = predict_profile(
+        ModelShape(
+            num_layers=layers,
+            hidden_size=stage_model.hidden_size,
+            intermediate_size=config.intermediate_size,
+            vocab_size=stage_model.vocab_size,
+            key_value_share=(getattr(config, "num_key_value_heads", None) or heads) / heads,
+        ),
+        hardware,
+        schemes,
+        name=name,
+        memory={
+            "activation_bytes_per_token_per_layer_per_hidden": {
+                str(tp): activation_bytes(tp) for tp in {scheme.tp for scheme in schemes}
+            },
+            **state_memory(stage_model),
+        },
+        context_length=hydra.context_length,
+    )
+    document["tp_sequence_parallel"] = hydra.tp_sequence_parallel
+    return Profile.from_json(document)
+
+
+def _check_quietly(stage_model: StageModel, scheme: Scheme) -> bool:
+    try:
+        stage_model.check_scheme(scheme)
+    except HydraError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""The user's model as pipeline stages: layers on slices, attention, adapters, compilation."""

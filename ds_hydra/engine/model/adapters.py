@@ -1,0 +1,101 @@
+"""LoRA adapters of `peft`: which ones run on pulled slices, and how a TP group shares their
+weights.
+
+[Note: LoRA under TP]
+A LoRA layer computes W x + s B A x. Where W is cut by output features (colwise), B is cut like W
+and every rank holds A, whose gradient is a sum over the ranks' rows of B. Where W is cut by input
+features (rowwise), A is cut like W and every rank holds B, whose gradient is a sum over the ranks'
+A x; the all-reduce after the layer sums W x and B A x alike. So an adapter needs no collective of
+its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ds_hydra.errors import UnsupportedModelError
+
+SUMMED = "lora_summed"
+"""Style of the B of a rowwise layer: held by every rank, its outputs and gradients are summed over
+the group.
+"""
+
+_PARTIAL = "replicated_with_grad_allreduce"
+_STYLES = {
+    "colwise": {"base_layer": "colwise", "lora_A": _PARTIAL, "lora_B": "colwise"},
+    "rowwise": {"base_layer": "rowwise", "lora_A": "rowwise", "lora_B": SUMMED},
+}
+"""Style of a LoRA layer in the tp plan -> style of its parts."""
+
+
+def unwrap_adapters(model: nn.Module) -> nn.Module:
+    """The transformers model inside a `PeftModel`, its adapters in place; any other model as it is.
+
+    Raises UnsupportedModelError naming the adapter that cannot be trained.
+    """
+    peft = sys.modules.get("peft")  # a model has no adapters unless someone has imported it
+    if peft is None:
+        return model
+    if isinstance(model, peft.PeftModel):
+        for name, config in model.peft_config.items():
+            if config.peft_type != "LORA":
+                kind = getattr(config.peft_type, "value", config.peft_type)
+                raise UnsupportedModelError(
+                    f"adapter {name!r} is of the PEFT type {kind}; ds_hydra trains LORA adapters (LoraConfig)"
+                )
+        model = model.get_base_model()
+    for name, module in model.named_modules():
+        if problem := _find_problem(module):
+            raise UnsupportedModelError(f"adapter at {name}: {problem}")
+    return model
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether `module` is a layer of `peft` with LoRA weights."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(module, peft.tuners.lora.LoraLayer)
+
+
+def split_style(module: nn.Module, style: str) -> Iterator[tuple[nn.Module, str]]:
+    """The modules that hold the parameters of `module`, each with its style (see [Note: LoRA under
+    TP]).
+    """
+    if not is_lora(module) or style not in _STYLES:
+        yield module, style
+        return
+    for part, part_style in _STYLES[style].items():
+        for child in getattr(module, part).modules():
+            yield child, part_style
+
+
+def _find_problem(module: nn.Module) -> str | None:
+    """Why `module` cannot be trained, if it belongs to `peft`."""
+    peft: Any = sys.modules["peft"]
+    if isinstance(module, peft.utils.other.AuxiliaryTrainingWrapper):
+        kind = type(module).__name__
+        return f"{kind} (modules_to_save or trainable_token_indices) is not supported; leave both out of LoraConfig"
+    if not isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+        return None
+    if type(module) is not peft.tuners.lora.Linear or type(module.base_layer) is not nn.Linear:
+        inner = type(getattr(module, "base_layer", module)).__name__
+        return (
+            f"{type(module).__module__.rsplit('.', 1)[-1]}.{type(module).__name__} on a {inner} is not supported; "
+            "set target_modules to unquantised nn.Linear layers (target_modules='all-linear')"
+        )
+    if module.lora_variant:
+        variants = sorted({type(v).__name__ for v in module.lora_variant.values()})
+        return (
+            f"{', '.join(variants)} is not supported; use plain LoRA (for example use_dora=False)"
+        )
+    if module.merged:
+        return (
+            "the adapter is merged into the weights; call model.unmerge_adapter() before training"
+        )
+    rates = [d.p for d in module.lora_dropout.values() if isinstance(d, nn.Dropout) and d.p]
+    if rates:
+        return f"lora_dropout = {rates[0]}: dropout would depend on the strategy; set it to 0"
+    return None

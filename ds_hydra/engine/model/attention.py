@@ -1,0 +1,299 @@
+"""Attention over a packed row: each token attends inside its own sequence, at the cost of its own
+sequence.
+
+Registered with transformers' AttentionInterface as `hydra_varlen`; no mask function is registered
+under that name, so transformers builds no mask. Legend: B = 1 packed row, H query heads, K
+key-value heads (after TP slicing), T tokens of the row, D head dimension.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ds_hydra.engine.parallel.ulysses import Piece, gather_row, scatter_row
+from ds_hydra.engine.ranks.host_memory import to_device
+from ds_hydra.errors import UnsupportedModelError
+
+ATTENTION_NAME = "hydra_varlen"
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """Where the sequences of a packed row are; passed through the model's own keyword arguments."""
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    """[num_sequences + 1] int32 on the compute device: begin of every sequence, then the row's
+    length.
+    """
+    position_ids: Tensor
+    """[1, T] on the compute device: positions that restart at 0 in every sequence; of this rank's
+    piece.
+    """
+    piece: Piece | None = None
+    """What this rank holds of the row where it is cut or padded; lengths are of the padded row."""
+
+    @classmethod
+    def build(
+        cls, lengths: Sequence[int], device: torch.device, piece: Piece | None = None
+    ) -> PackedRow:
+        """The row that concatenates sequences of `lengths` tokens, or a piece of it."""
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        if piece is not None:
+            padding = piece.num_padding(len(positions))
+            lengths = [*lengths, padding] if padding else lengths
+            positions = piece.cut(positions)
+        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(
+            tuple(lengths),
+            to_device(ends, device),
+            to_device(positions.unsqueeze(0), device),
+            piece,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the row, or of this rank's piece, padding included."""
+        return self.position_ids.shape[1]
+
+
+@torch.compiler.disable  # the lengths of a row are not shapes: each row would compile anew
+def hydra_varlen(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packed_row: PackedRow | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_ignored: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each sequence of `packed_row`; returns ([1, T, H, D], None).
+
+    Under sequence parallelism T are the tokens of this rank's piece, and the call is collective
+    over the SP group.
+
+    `sliding_window` w lets a token see itself and the w - 1 tokens before it; `softcap` c replaces
+    scores s by c tanh(s / c). The number of query heads per key-value head is taken from the
+    tensors, because under TP a rank may hold a replica of a key-value head.
+    """
+    if s_aux is not None:
+        raise UnsupportedModelError(f"{type(module).__name__}: attention sinks are not supported")
+    if dropout:
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: attention dropout {dropout} is not supported; set attention_dropout to 0 "
+            "in the model's config"
+        )
+    if packed_row is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: the layers around it drop keyword arguments, so it never learns which tokens "
+            "belong to one sequence"
+        )
+    if attention_mask is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: the model hands it a mask of its own, and attention over a packed row knows "
+            "causal, windowed and capped attention alone"
+        )
+    piece = packed_row.piece
+    is_cut = piece is not None and piece.size > 1
+    if is_cut:
+        query_BHTD, key_BKTD, value_BKTD = gather_row(query_BHTD, key_BKTD, value_BKTD, piece)
+    out_BTHD = _attend(
+        query_BHTD, key_BKTD, value_BKTD, packed_row, scaling, sliding_window, softcap
+    )
+    return (scatter_row(out_BTHD, piece) if is_cut else out_BTHD), None
+
+
+def _attend(
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTD: Tensor,
+    packed_row: PackedRow,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """[1, T, H, D] of whole sequences, by the best kernel there is."""
+    longest = max(packed_row.lengths)
+    window = sliding_window if sliding_window is not None and sliding_window < longest else None
+    scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
+    if query_BHTD.is_cuda and query_BHTD.dtype in (torch.float16, torch.bfloat16):
+        kernel = _cuda_kernel(needs_softcap=softcap is not None)
+        if kernel is not None:
+            out_THD = kernel(
+                query_BHTD[0].transpose(0, 1),
+                key_BKTD[0].transpose(0, 1),
+                value_BKTD[0].transpose(0, 1),
+                packed_row.cu_seqlens,
+                longest,
+                scale,
+                window,
+                softcap,
+            )
+            return out_THD.unsqueeze(0)
+    out_BHTD = attention_per_sequence(
+        query_BHTD, key_BKTD, value_BKTD, packed_row.lengths, scale, window, softcap
+    )
+    return out_BHTD.transpose(1, 2)
+
+
+def attention_per_sequence(
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTD: Tensor,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """One attention call per sequence: the cost is the sum over sequences, whatever the backend.
+
+    `lengths` of the row's sequences add up to T; returns [1, H, T, D].
+    """
+    # split's backward is one concatenation; slicing each sequence would zero-fill a whole row per
+    # sequence.
+    sequences = zip(
+        query_BHTD.split(lengths, dim=2),
+        key_BKTD.split(lengths, dim=2),
+        value_BKTD.split(lengths, dim=2),
+        strict=True,
+    )
+    if softcap is not None:
+        parts = [_softcapped(q, k, v, scale, window, softcap) for q, k, v in sequences]
+    elif window is not None:
+        parts = [_windowed(q, k, v, scale, window) for q, k, v in sequences]
+    else:
+        parts = [
+            F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=_is_grouped(q, k)
+            )
+            for q, k, v in sequences
+        ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _is_grouped(query: Tensor, key: Tensor) -> bool:
+    return query.shape[1] != key.shape[1]
+
+
+def _windowed(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+    """Sliding window attention of one sequence in query blocks of `window`: linear in its
+    length.
+    """
+    outputs = []
+    for begin in range(0, query.shape[2], window):
+        end = min(begin + window, query.shape[2])
+        first = max(0, begin - window + 1)
+        allowed = _window_mask(begin, end, first, window, query.device)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query[:, :, begin:end],
+                key[:, :, first:end],
+                value[:, :, first:end],
+                attn_mask=allowed,
+                scale=scale,
+                enable_gqa=_is_grouped(query, key),
+            )
+        )
+    return torch.cat(outputs, dim=2)
+
+
+def _softcapped(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+) -> Tensor:
+    """Attention of one sequence with tanh-capped scores, which no fused CPU kernel offers."""
+    num_groups = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(num_groups, dim=1)
+    value = value.repeat_interleave(num_groups, dim=1)
+    length = query.shape[2]
+    scores = torch.tanh(query @ key.transpose(-1, -2) * (scale / softcap)) * softcap
+    allowed = _window_mask(0, length, 0, window or length, query.device)
+    scores = scores.masked_fill(~allowed, float("-inf"))
+    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
+
+
+def _window_mask(begin: int, end: int, first: int, window: int, device: torch.device) -> Tensor:
+    """[end - begin, end - first] True where query position i may see key position j: i - window < j
+    <= i.
+    """
+    queries = torch.arange(begin, end, device=device).unsqueeze(1)
+    keys = torch.arange(first, end, device=device).unsqueeze(0)
+    return (keys <= queries) & (keys > queries - window)
+
+
+_Kernel = Callable[..., Tensor]
+
+
+@cache
+def _cuda_kernel(needs_softcap: bool) -> _Kernel | None:
+    """flash-attn's varlen kernel where installed, else torch's (which has no softcap), else
+    None.
+    """
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None if needs_softcap else _torch_varlen_kernel()
+
+    def flash(q, k, v, cu_seqlens, longest, scale, window, softcap):  # type: ignore[no-untyped-def]
+        return flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            cu_seqlens,
+            longest,
+            longest,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(window - 1, 0) if window else (-1, -1),
+            softcap=softcap or 0.0,
+        )
+
+    return flash
+
+
+def _torch_varlen_kernel() -> _Kernel | None:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    parameters = inspect.signature(varlen_attn).parameters
+    if "window_size" not in parameters:  # older torch: another way to ask for causal attention
+        return None
+
+    def torch_varlen(q, k, v, cu_seqlens, longest, scale, window, softcap):  # type: ignore[no-untyped-def]
+        grouped = q.shape[1] != k.shape[1]
+        return varlen_attn(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            cu_seqlens,
+            longest,
+            longest,
+            scale=scale,
+            window_size=(window - 1 if window else -1, 0),
+            **({"enable_gqa": True} if grouped and "enable_gqa" in parameters else {}),
+        )
+
+    return torch_varlen
+
+
+def register() -> None:
+    """Make `hydra_varlen` known to transformers; safe to call repeatedly."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, hydra_varlen)

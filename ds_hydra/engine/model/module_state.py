@@ -1,0 +1,212 @@
+"""What modules of the trained model hold besides parameters: carried over to the copy that runs, or
+refused by name.
+
+Hooks and patched forwards are the user's code. A copy would run it on slices of weights and packed
+rows, or it would keep the trained model, whose parameters are partitioned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dis
+import functools
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from ds_hydra.errors import UnsupportedModelError
+
+_MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+_LIBRARIES = {"deepspeed", "transformers", "peft", "accelerate"}
+"""Their hooks partition parameters, record outputs or let embeddings require gradients."""
+_NOISE = "transformers.integrations.neftune"
+
+_SET_BY_THE_COPY = {"training", "gradient_checkpointing", "padding_idx"}
+_PLAIN = (bool, int, float, str, type(None))
+
+_OUTSIDE_PASSES = ("torch.nn.modules.module", "transformers.modeling_utils", "transformers.gener")
+"""Where methods are defined that neither forward nor backward calls, as `save_pretrained`."""
+
+
+class ModuleState:
+    """The modules of a model and of its copy."""
+
+    def __init__(self, model: nn.Module, copied: nn.Module):
+        named = zip(model.named_modules(), copied.modules(), strict=True)
+        self._twins = [_Twins(name, module, twin) for (name, module), twin in named]
+
+    def carry_over(self) -> None:
+        """Give the copy what was set on the model's modules since the last call: plain attributes
+        (`disable_adapter()`, a LoRA scaling) and buffers.
+
+        Raises UnsupportedModelError for other modules, patched forwards and hooks. Not collective.
+        """
+        for twins in self._twins:
+            twins.check()
+        for twins in self._twins:
+            twins.carry_over()
+
+
+class _Twins:
+    """A module, its copy, and what the module held when it was last looked at."""
+
+    def __init__(self, name: str, module: nn.Module, twin: nn.Module):
+        self._name, self._module, self._twin = name or type(module).__name__, module, twin
+        self._plain = {
+            key: copy.deepcopy(value)
+            for key, value in vars(module).items()
+            if key not in _SET_BY_THE_COPY and _is_plain(value)
+        }
+        self._buffers = _versions(module)
+        self._children = dict(module._modules)
+        self._forward = vars(module).get("forward")
+
+    def check(self) -> None:
+        """Raise UnsupportedModelError for what the copy cannot follow."""
+        if self._module._modules != self._children:
+            raise UnsupportedModelError(
+                f"{self._name} has other modules than at the start; add or replace modules and adapters before "
+                "ds_hydra.initialize"
+            )
+        if vars(self._module).get("forward") is not self._forward:
+            raise UnsupportedModelError(
+                f"{self._name}.forward was set after the start, which training would not see; set it before "
+                "ds_hydra.initialize"
+            )
+        check_hooks(self._name, self._module)
+
+    def carry_over(self) -> None:
+        """Give the copy what has changed."""
+        held = vars(self._module)
+        for key, before in self._plain.items():
+            value = held.get(key, before)
+            if value != before and _is_plain(value):
+                self._plain[key] = copy.deepcopy(value)
+                vars(self._twin)[key] = copy.deepcopy(value)
+        if self._module._buffers and (now := _versions(self._module)) != self._buffers:
+            self._buffers = now
+            for key, buffer in self._module._buffers.items():
+                twin = self._twin._buffers.get(key)
+                if buffer is not None and twin is not None:
+                    self._twin._buffers[key] = buffer.detach().clone().to(twin.device)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)
+
+
+def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    return {k: (id(b), b._version) for k, b in module._buffers.items() if b is not None}
+
+
+def check_user_code(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for hooks, and for methods set on instances that a copy of the
+    model would not take along.
+    """
+    for name, module in model.named_modules():
+        name = name or type(module).__name__
+        check_hooks(name, module)
+        for attribute, value in vars(module).items():
+            if callable(value) and _is_used_in_passes(type(module), attribute):
+                _check_patch(f"{name}.{attribute}", value)
+
+
+def check_hooks(name: str, module: nn.Module) -> None:
+    """Raise UnsupportedModelError for a hook of `module` or of its parameters that is not of a
+    library.
+    """
+    for kind in _MODULE_HOOKS:
+        _check_hooks(name, getattr(module, kind).values())
+    for attribute, param in module._parameters.items():
+        for kind in _TENSOR_HOOKS if param is not None else ():
+            hooks: OrderedDict[int, Any] = getattr(param, kind, None) or OrderedDict()
+            _check_hooks(f"{name}.{attribute}", hooks.values())
+
+
+def _check_hooks(name: str, hooks: Collection[Any]) -> None:
+    for hook in hooks:
+        function = hook.func if isinstance(hook, functools.partial) else hook
+        origin = getattr(function, "__module__", None) or type(function).__module__
+        if origin.split(".")[0] not in _LIBRARIES or origin == _NOISE:
+            raise UnsupportedModelError(
+                f"{name} has a hook, {_name_of(function)} of {origin}: layers run as copies on slices of weights and "
+                "packed rows, where it would see other tensors or none; remove it (handle.remove())"
+            )
+
+
+def _is_used_in_passes(kind: type[nn.Module], attribute: str) -> bool:
+    owner = next((base for base in kind.__mro__ if attribute in vars(base)), None)
+    return (
+        owner is not None
+        and callable(vars(owner)[attribute])
+        and not owner.__module__.startswith(_OUTSIDE_PASSES)
+    )
+
+
+def _check_patch(name: str, patch: Any) -> None:
+    """Bound methods and partials follow a deep copy; what a function has in sight does not."""
+    is_bound = isinstance(patch, MethodType | functools.partial)
+    if is_bound and not any(map(_sees_a_module, _functions_of(patch))):
+        return
+    raise UnsupportedModelError(
+        f"{name} is set on the instance ({_name_of(patch)}) and would still run the trained model, whose parameters "
+        "are partitioned, in place of the copy that a rank runs; set it on a subclass, or bind a function that "
+        "reaches the model by its first argument alone (types.MethodType(function, module))"
+    )
+
+
+def _functions_of(patch: Any) -> Iterator[FunctionType]:
+    """Functions that a deep copy of `patch` shares with it."""
+    if isinstance(patch, MethodType):
+        yield from _functions_of(patch.__func__)
+    elif isinstance(patch, functools.partial):
+        for part in (patch.func, *patch.args, *patch.keywords.values()):
+            yield from _functions_of(part)
+    elif isinstance(patch, FunctionType):
+        yield patch
+
+
+def _sees_a_module(function: FunctionType) -> bool:
+    """Whether `function` names a module, or what runs one, from outside its arguments."""
+    names = [i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"]
+    seen: set[int] = set()
+    in_sight = [function, *(function.__globals__.get(name) for name in names)]
+    return any(_holds_a_module(value, seen) for value in in_sight)
+
+
+def _holds_a_module(value: Any, seen: set[int]) -> bool:
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    return isinstance(value, nn.Module) or any(_holds_a_module(v, seen) for v in _held_by(value))
+
+
+def _held_by(value: Any) -> Iterator[Any]:
+    if isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, FunctionType):
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                yield cell.cell_contents
+    elif isinstance(value, list | tuple):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+
+
+def _name_of(function: Any) -> str:
+    return repr(getattr(function, "__qualname__", None) or type(function).__qualname__)

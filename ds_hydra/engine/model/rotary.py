@@ -1,0 +1,90 @@
+"""Rotary embeddings whose frequencies follow the length of a sequence (`dynamic`, `longrope`): each
+sequence of a packed row has its own.
+
+transformers takes the longest position in sight and, for `dynamic`, remembers it. Here a sequence
+gets what the model gives it alone, wherever it lies and whatever ran before, so that a piece of a
+row is as good as the row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from ds_hydra.engine.model.attention import PackedRow
+
+
+class RowInSight:
+    """The row whose forward runs now."""
+
+    row: PackedRow | None = None
+
+
+def follow_each_sequence(model: nn.Module, sight: RowInSight) -> None:
+    """Let the rotary embeddings of `model` whose frequencies follow from lengths serve packed
+    rows.
+    """
+    for module in model.modules():
+        if _types_by_length(module):
+            module.forward = functools.partial(_forward, module, module.forward, sight)  # type: ignore[method-assign]
+
+
+def _types_by_length(module: nn.Module) -> list[str]:
+    found = getattr(module, "rope_type", None)
+    types = found.values() if isinstance(found, dict) else [found]
+    return [t for t in types if isinstance(t, str) and ("dynamic" in t or t == "longrope")]
+
+
+def _forward(
+    module: nn.Module,
+    plain: Callable[..., Any],
+    sight: RowInSight,
+    x: Tensor,
+    position_ids: Tensor,
+    layer_type: str | None = None,
+) -> Any:
+    """What `plain` gives each sequence of the row alone; `position_ids` say no more than the row
+    does.
+    """
+    assert sight.row is not None, "rotary embeddings of packed rows are made by the base model"
+    row = sight.row
+    kwargs = {} if layer_type is None else {"layer_type": layer_type}
+    original = _original_length(module, layer_type)
+    tables: dict[int, Any] = {}
+    for length in sorted(set(row.lengths), reverse=True):
+        if (key := max(length, original)) not in tables:  # one table for all that are no longer
+            _forget_lengths(module, layer_type)
+            positions = torch.arange(length, device=x.device).unsqueeze(0)
+            tables[key] = plain(x, positions, **kwargs)
+    parts = [
+        tree_map(lambda table, end=length: table[:, :end], tables[max(length, original)])
+        for length in row.lengths
+    ]
+    whole = tree_map(lambda *of_sequences: torch.cat(of_sequences, dim=1), *parts)
+    if row.piece is None:
+        return whole
+    size, rank = row.piece.size, row.piece.rank
+    return tree_map(lambda table: table.chunk(size, dim=1)[rank], whole)
+
+
+def _original_length(module: Any, layer_type: str | None) -> int:
+    """Tokens up to which frequencies stay as they are."""
+    rope_type = module.rope_type if layer_type is None else module.rope_type[layer_type]
+    if rope_type != "longrope":
+        return int(getattr(module, "original_max_seq_len", 0))
+    parameters = module.config.rope_parameters
+    parameters = parameters if layer_type is None else parameters[layer_type]
+    return int(parameters["original_max_position_embeddings"])
+
+
+def _forget_lengths(module: Any, layer_type: str | None) -> None:
+    """What `dynamic` remembers of longer sequences; `longrope` remembers nothing."""
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    if hasattr(module, f"{prefix}original_inv_freq"):
+        setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+        setattr(module, f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq").clone())

@@ -1,0 +1,129 @@
+"""Process groups of all strategies, created once and shared between them.
+
+[Note: Group order]
+`new_group` is collective over all ranks, members or not, and must be called in the same order
+everywhere. Every rank therefore asks the pool for the groups of a whole strategy, which it creates
+in sorted order.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy import Strategy
+
+GroupKey = tuple[str, tuple[int, ...]]
+"""(purpose, ranks): groups with equal ranks but another purpose never share a communicator."""
+
+
+def groups_of(strategy: Strategy) -> set[GroupKey]:
+    """Groups that `strategy` needs: one per TP and SP group, and one per direction for each
+    pipeline with PP > 1.
+    """
+    keys: set[GroupKey] = set()
+    for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
+        if scheme.tp > 1:
+            keys |= {("tp", ranks[s : s + scheme.tp]) for s in range(0, len(ranks), scheme.tp)}
+        if scheme.sp > 1:
+            stages = [
+                ranks[s : s + scheme.ranks_per_stage]
+                for s in range(0, len(ranks), scheme.ranks_per_stage)
+            ]
+            keys |= {("sp", stage[t :: scheme.tp]) for stage in stages for t in range(scheme.tp)}
+        if scheme.pp > 1:
+            keys |= {("pp_down", ranks), ("pp_up", ranks)}
+    return keys
+
+
+def within_groups(strategies: Iterable[Strategy], max_groups: int) -> tuple[Strategy, ...]:
+    """`strategies`, homogeneous ones first, without those that would need more than `max_groups`
+    groups in all.
+    """
+    kept: list[Strategy] = []
+    keys: set[GroupKey] = set()
+    for strategy in sorted(strategies, key=lambda s: s.is_heterogeneous):
+        wanted = keys | groups_of(strategy)
+        if len(wanted) <= max_groups:
+            kept.append(strategy)
+            keys = wanted
+    return tuple(kept)
+
+
+NCCL_PAIR_BYTES = 544 << 20
+NCCL_GROUP_BYTES = 688 << 20
+"""Device memory of one NCCL communicator of two ranks, and of more: measured on 4 A100 with NVLink
+and NCCL's default buffers (NVIDIA/nccl issue 964). It is allocated at a communicator's first use,
+and falls with NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS; other topologies need other amounts."""
+
+
+def describe_groups(keys: Iterable[GroupKey], rank: int, backend: str) -> str:
+    """Number of groups by purpose, and what those of `rank` cost it."""
+    keys = list(keys)
+    mine = [ranks for _, ranks in keys if rank in ranks and len(ranks) > 1]
+    purposes = Counter(purpose for purpose, _ in keys)
+    counts = ", ".join(f"{count} {purpose}" for purpose, count in purposes.items())
+    text = f"{len(keys)} process groups ({counts}), {len(mine)} of them on rank {rank}"
+    if backend == "nccl":
+        total = sum(NCCL_PAIR_BYTES if len(ranks) == 2 else NCCL_GROUP_BYTES for ranks in mine)
+        return (
+            f"{text}: up to about {total / 2**30:.1f} GiB of device memory with NCCL's default buffers; lower "
+            "hydra.max_process_groups, or NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS, for less"
+        )
+    return text
+
+
+class GroupPool:
+    """Process groups keyed by purpose and ranks. Every method that creates groups is collective
+    over all ranks.
+    """
+
+    def __init__(self, max_groups: int):
+        self._max_groups = max_groups
+        self._groups: dict[GroupKey, dist.ProcessGroup | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def __str__(self) -> str:
+        backend = str(dist.get_backend()) if dist.is_initialized() else ""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return describe_groups(self._groups, rank, backend)
+
+    def ensure(self, strategies: Iterable[Strategy]) -> None:
+        """Create the groups of all `strategies` that do not exist yet; raises HydraConfigError
+        beyond the bound.
+        """
+        wanted = sorted(set().union(*(groups_of(s) for s in strategies)) - self._groups.keys())
+        self.create(wanted)
+
+    def create(self, keys: Iterable[GroupKey]) -> None:
+        """Create the groups `keys`, in the given order, equal on all ranks."""
+        keys = list(keys)
+        total = len(self._groups) + len(keys)
+        if total > self._max_groups:
+            raise HydraConfigError(
+                f"the strategies need {total} process groups, more than hydra.max_process_groups = "
+                f"{self._max_groups}; raise it to {total} (each group costs communicator memory) or list "
+                "fewer strategies in hydra.strategies"
+            )
+        for purpose, ranks in keys:
+            group = dist.new_group(list(ranks))
+            # Ranks outside a group get a sentinel: nothing to communicate with.
+            self._groups[purpose, ranks] = group if dist.get_rank() in ranks else None
+
+    def get(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of `ranks` for `purpose`; this rank must be a member."""
+        group = self._groups[purpose, ranks]
+        assert group is not None, f"rank {dist.get_rank()} is not in {purpose} group {ranks}"
+        return group
+
+    def destroy(self) -> None:
+        """Destroy all groups (releases their threads and descriptors)."""
+        for group in self._groups.values():
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._groups.clear()

@@ -1,0 +1,193 @@
+"""One-forward-one-backward over the packed rows of one pipeline, rows of unequal length allowed.
+
+The order of forwards and backwards is a pure function; the runner adds the sends and receives that
+it implies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hydra.engine.telemetry.trace import Recorder
+from ds_hydra.simulator.timeline import EventKind
+
+
+class Pass(str, Enum):
+    """What a stage does with a micro-batch."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+def one_forward_one_backward(
+    num_stages: int, stage: int, num_micro_batches: int
+) -> Iterator[tuple[Pass, int]]:
+    """Passes of `stage` in 1F1B order (PipeDream-Flush): warm-up forwards, alternation, drain.
+
+    >>> [f"{p.value[0]}{i}" for p, i in one_forward_one_backward(2, 0, 3)]
+    ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
+    """
+    num_warmup = min(num_stages - 1 - stage, num_micro_batches)
+    for index in range(num_warmup):
+        yield Pass.FORWARD, index
+    for index in range(num_micro_batches - num_warmup):
+        yield Pass.FORWARD, num_warmup + index
+        yield Pass.BACKWARD, index
+    for index in range(num_micro_batches - num_warmup, num_micro_batches):
+        yield Pass.BACKWARD, index
+
+
+@dataclass(kw_only=True)
+class StageIO:
+    """Point-to-point neighbours of this rank in its pipeline (same SP and TP rank, stage before and
+    after).
+
+    Two groups, one per direction, so that an activation going down and a gradient coming up between
+    the same two ranks never wait for each other on one communicator.
+    """
+
+    previous_rank: int | None
+    next_rank: int | None
+    down_group: dist.ProcessGroup | None
+    up_group: dist.ProcessGroup | None
+    _in_flight: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+
+    def receive_activation(self, like: Tensor) -> Tensor:
+        """Activation of the previous stage, received into `like`."""
+        return self._receive(like, self.previous_rank, self.down_group)
+
+    def receive_gradient(self, like: Tensor) -> Tensor:
+        """Gradient from the next stage, received into `like`."""
+        return self._receive(like, self.next_rank, self.up_group)
+
+    def send_activation(self, tensor: Tensor) -> None:
+        """Send to the next stage without waiting."""
+        self._send(tensor, self.next_rank, self.down_group)
+
+    def send_gradient(self, tensor: Tensor) -> None:
+        """Send to the previous stage without waiting."""
+        self._send(tensor, self.previous_rank, self.up_group)
+
+    def finish(self) -> None:
+        """Wait until everything sent has left; call once at the end of the iteration."""
+        for work, _ in self._in_flight:
+            work.wait()
+        self._in_flight.clear()
+
+    def _send(self, tensor: Tensor, peer: int | None, group: dist.ProcessGroup | None) -> None:
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, dst=peer, group=group)
+        # The tensor must live until it has left; drop those that have.
+        self._in_flight = [entry for entry in self._in_flight if not entry[0].is_completed()]
+        self._in_flight.append((work, tensor))
+
+    @staticmethod
+    def _receive(like: Tensor, peer: int | None, group: dist.ProcessGroup | None) -> Tensor:
+        dist.irecv(like, src=peer, group=group).wait()
+        return like
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageInfo:
+    """This rank's place in its pipeline, and what activations look like there."""
+
+    num_stages: int
+    stage: int
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage embeds tokens."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes the loss."""
+        return self.stage == self.num_stages - 1
+
+    def empty_activation(self, num_tokens: int) -> Tensor:
+        """[1, num_tokens, hidden] to receive into."""
+        shape = (1, num_tokens, self.hidden_size)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+StageForward = Callable[[int, Tensor | None], Tensor]
+"""(micro-batch, activation of the previous stage or None) -> activation, or the loss on the last
+stage.
+"""
+
+
+def run_1f1b(
+    info: StageInfo,
+    io: StageIO,
+    row_tokens: Sequence[int],
+    forward: StageForward,
+    recorder: Recorder,
+    before_last_backward: Callable[[], None] = lambda: None,
+) -> list[Tensor]:
+    """Forward and backward of every row through this stage; returns the detached losses (last stage
+    only).
+
+    `row_tokens[j]` is the length of row j, so receivers know every shape from the plan. `recorder`
+    gets the span of each pass, without waits for other stages. `before_last_backward` is called
+    before the backward pass that completes the gradients. Collective over the pipeline: all its
+    ranks call it with the same rows.
+    """
+    losses: list[Tensor] = []
+    saved: dict[int, tuple[Tensor | None, Tensor]] = {}
+    for pass_, index in one_forward_one_backward(info.num_stages, info.stage, len(row_tokens)):
+        if pass_ is Pass.FORWARD:
+            received = _receive_activation(info, io, row_tokens[index], requires_grad=True)
+            with recorder.span(EventKind.FORWARD, index):
+                output = forward(index, received)
+            saved[index] = (received, output)
+            if info.is_last:
+                losses.append(output.detach())
+            else:
+                io.send_activation(output.detach())
+        else:
+            received, output = saved.pop(index)
+            grad = None if info.is_last else io.receive_gradient(torch.empty_like(output))
+            if index == len(row_tokens) - 1:
+                before_last_backward()
+            if output.requires_grad:  # false where everything up to here is frozen
+                with recorder.span(EventKind.BACKWARD, index):
+                    torch.autograd.backward(output, grad)
+            if received is not None:
+                io.send_gradient(
+                    torch.zeros_like(received) if received.grad is None else received.grad
+                )
+    io.finish()
+    return losses
+
+
+def run_forward_only(
+    info: StageInfo, io: StageIO, row_tokens: Sequence[int], forward: StageForward
+) -> list[Tensor]:
+    """Forward of every row without gradients; returns the losses (last stage only)."""
+    losses: list[Tensor] = []
+    with torch.no_grad():
+        for index, num_tokens in enumerate(row_tokens):
+            output = forward(index, _receive_activation(info, io, num_tokens, requires_grad=False))
+            if info.is_last:
+                losses.append(output)
+            else:
+                io.send_activation(output)
+    io.finish()
+    return losses
+
+
+def _receive_activation(
+    info: StageInfo, io: StageIO, num_tokens: int, *, requires_grad: bool
+) -> Tensor | None:
+    if info.is_first:
+        return None
+    return io.receive_activation(info.empty_activation(num_tokens)).requires_grad_(requires_grad)

@@ -1,0 +1,340 @@
+"""Tensor parallel collectives around a Hugging Face model's own modules, from its tp plan.
+
+Hooks read the current group from a `TensorParallel` value when they run, so one set of hooks serves
+every TP degree that strategies choose. Legend: T tokens of the packed row, H hidden, V vocabulary
+rows of this rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hydra.engine.parallel.tp_sequence_parallel import (
+    BlockInput,
+    LoneShard,
+    TokenShards,
+    gather_input,
+    input_name,
+    linear_of_row,
+    scatter_sum,
+)
+from ds_hydra.sampler.data.examples import IGNORED_LABEL
+
+
+class TensorParallel:
+    """The TP group in which this rank runs its stage now; size 1 switches every hook off.
+
+    `cuts_rows`: whether ranks of a group have shards of a row between sliced layers ([Note: Shards
+    of a row]). `simulated_tp_size`: TP degree for which a rank without a group stands when slices
+    are measured: it cuts rows as one of so many, and exchanges nothing.
+    """
+
+    def __init__(self, *, cuts_rows: bool = False, simulated_tp_size: int = 1) -> None:
+        self.cuts_rows = cuts_rows
+        self._simulated_tp_size = simulated_tp_size
+        self.group: dist.ProcessGroup | None = None
+        self.size = 1
+        self.rank = 0
+        self.shards: TokenShards | None = None
+        """Set where rows are cut now."""
+        self.block: BlockInput | None = None
+        """What the block that is running reads, where rows are cut."""
+        self._shared_input: Tensor | None = None
+        self._shared_copy: Tensor | None = None
+
+    def enter(self, group: dist.ProcessGroup | None, size: int, rank: int) -> None:
+        """Use `group` from now on."""
+        self.group, self.size, self.rank = group, size, rank
+        self.shards = self._shards(group, size)
+        self.forget_input()
+
+    def first_row(self, num_rows: int) -> int:
+        """The first row of this rank's slice of an embedding or head of `num_rows` in all."""
+        return self.rank * num_rows // self.size
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether outputs of rowwise layers are parts of a sum, or to be cut."""
+        return self.size > 1 or self.shards is not None
+
+    def row_multiple(self, size: int) -> int:
+        """Number of tokens of which rows are padded to a multiple under TP `size`."""
+        shards = self._shards(None, size)
+        return 1 if shards is None else shards.size
+
+    def _shards(self, group: dist.ProcessGroup | None, size: int) -> TokenShards | None:
+        if not self.cuts_rows or max(size, self._simulated_tp_size) == 1:
+            return None
+        return TokenShards(group, size) if size > 1 else LoneShard(None, self._simulated_tp_size)
+
+    def shard_tokens(self, num_tokens: int) -> int:
+        """Tokens of a row of `num_tokens` (padded) that this rank has between sliced layers."""
+        return num_tokens if self.shards is None else num_tokens // self.shards.size
+
+    @torch.compiler.disable
+    def copy_to_group(self, hidden: Tensor) -> Tensor:
+        """Identity whose backward sums gradients over the group, shared by modules with the same
+        input.
+
+        q, k and v (gate and up) read one tensor: one all-reduce serves all of them.
+        """
+        if self._shared_input is not hidden:
+            self._shared_input, self._shared_copy = hidden, _CopyToGroup.apply(hidden, self.group)
+        assert self._shared_copy is not None
+        return self._shared_copy
+
+    @torch.compiler.disable
+    def sum_over_group(self, partial: Tensor) -> Tensor:
+        """The sum of the group's partial outputs, or this rank's shard of it; its backward hands
+        the gradient on.
+        """
+        if self.shards is not None:
+            return scatter_sum(partial, self.shards)
+        return _ReduceFromGroup.apply(partial, self.group)
+
+    def forget_input(self) -> None:
+        """Drop the shared input, so that it does not outlive its stage."""
+        self._shared_input = self._shared_copy = self.block = None
+
+
+class _CopyToGroup(torch.autograd.Function):
+    """Identity in forward, all-reduce of the gradient in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _ReduceFromGroup(torch.autograd.Function):
+    """All-reduce in forward, identity in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def hook_colwise(module: nn.Module, tp: TensorParallel) -> None:
+    """Columnwise parallel linear: full input, sliced output features."""
+
+    def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        is_whole = tp.size > 1 and tp.shards is None  # else its block has gathered the input
+        return (tp.copy_to_group(args[0]), *args[1:]) if is_whole else None
+
+    module.register_forward_pre_hook(before)
+
+
+def hook_block(block: nn.Module, tp: TensorParallel) -> None:
+    """Attention, MLP or head: where rows are cut, gathers them for the columnwise layers inside.
+
+    These keep their shard of a row for backward, in place of the row.
+    """
+    name = input_name(block)
+
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if tp.shards is None:
+            return None
+        tp.block = gather_input(args[0] if args else kwargs[name], tp.shards)
+        return (
+            ((tp.block.row, *args[1:]), kwargs) if args else (args, {**kwargs, name: tp.block.row})
+        )
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+        tp.block = None
+
+    block.register_forward_pre_hook(before, with_kwargs=True)
+    block.register_forward_hook(after, always_call=True)
+    for module in block.modules():
+        if type(module) is nn.Linear:
+            _keep_shard_only(module, tp)
+
+
+def _keep_shard_only(linear: nn.Linear, tp: TensorParallel) -> None:
+    plain = linear.forward
+
+    @functools.wraps(plain)
+    def forward(hidden: Tensor) -> Tensor:
+        if tp.block is None or tp.shards is None or hidden is not tp.block.row:
+            return plain(hidden)
+        return linear_of_row(linear, tp.block, tp.shards)
+
+    linear.forward = forward  # type: ignore[method-assign]
+
+
+def hook_rowwise(module: nn.Module, tp: TensorParallel) -> None:
+    """Rowwise parallel linear: sliced input features, partial outputs summed over the group."""
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        return tp.sum_over_group(output) if tp.has_parts else None
+
+    module.register_forward_hook(after)
+
+
+def hook_embedding(module: nn.Embedding, tp: TensorParallel) -> None:
+    """Vocabulary parallel embedding, whole so far: rows of other ranks count as zero, then partial
+    outputs are summed.
+    """
+    num_rows = module.weight.shape[0]
+    outside: list[Tensor] = []
+
+    def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if tp.size == 1:
+            return None
+        local_ids = args[0] - tp.first_row(num_rows)
+        mask = (local_ids < 0) | (local_ids >= module.weight.shape[0])
+        outside.append(mask)
+        return (local_ids.masked_fill(mask, 0), *args[1:])
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        if not tp.has_parts:
+            return None
+        return tp.sum_over_group(
+            output.masked_fill(outside.pop().unsqueeze(-1), 0.0) if outside else output
+        )
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+_CHUNK_ELEMENTS = {"cpu": 2**18}
+"""Logits worked on at a time: on a CPU what its cache holds, elsewhere 256 MiB in fp32."""
+_LARGE_CHUNK_ELEMENTS = 2**26
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    """`scale` times the sum of cross entropies; logits may be split over the group by vocabulary.
+
+    The gradient is computed in forward, chunk by chunk, and takes the place of the logits where
+    nothing else needs them: of the row's largest tensor there is one copy instead of three.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TV: Tensor,
+        targets_T: Tensor,
+        tp: TensorParallel,
+        first_column: int,
+        scale: float,
+        reuses_logits: bool,
+    ) -> Tensor:
+        chunks = _row_chunks(logits_TV)
+        counts_T = targets_T != IGNORED_LABEL
+        local_T = targets_T - first_column
+        inside_T = counts_T & (local_T >= 0) & (local_T < logits_TV.shape[-1])
+        local_T = local_T.masked_fill(~inside_T, 0)
+        target_T = (
+            logits_TV.gather(-1, local_T.unsqueeze(-1))
+            .squeeze(-1)
+            .float()
+            .masked_fill(~inside_T, 0.0)
+        )
+        needs_gradient = ctx.needs_input_grad[0]
+        logits_TV = logits_TV.detach()
+        grad_TV = logits_TV if reuses_logits or not needs_gradient else torch.empty_like(logits_TV)
+        logsumexp_T = torch.empty_like(target_T)
+
+        def write_gradient(rows: slice) -> None:
+            if needs_gradient:
+                weights = counts_T[rows] * scale
+                grad = (
+                    (logits_TV[rows].float() - logsumexp_T[rows, None])
+                    .exp_()
+                    .mul_(weights.unsqueeze(-1))
+                )
+                hits = (weights * inside_T[rows]).neg_().to(grad.dtype)
+                grad_TV[rows] = grad.scatter_add_(-1, local_T[rows, None], hits.unsqueeze(-1))
+
+        if tp.size == 1:
+            for rows in chunks:
+                logsumexp_T[rows] = logits_TV[rows].float().logsumexp(dim=-1)
+                write_gradient(rows)
+        else:
+            max_T = logits_TV.amax(dim=-1).float()
+            dist.all_reduce(max_T, op=dist.ReduceOp.MAX, group=tp.group)
+            sums_T = [(logits_TV[r].float() - max_T[r, None]).exp_().sum(dim=-1) for r in chunks]
+            sums_2T = torch.stack([torch.cat(sums_T), target_T])
+            dist.all_reduce(sums_2T, group=tp.group)
+            logsumexp_T, target_T = sums_2T[0].log() + max_T, sums_2T[1]
+            for rows in chunks:
+                write_gradient(rows)
+        ctx.save_for_backward(grad_TV if needs_gradient else None)
+        return (logsumexp_T - target_T).masked_fill(~counts_T, 0.0).sum() * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        (grad_TV,) = ctx.saved_tensors
+        # Nobody else has `grad_TV`. On a device reading `grad` would wait for it.
+        if grad.device.type != "cpu" or float(grad) != 1.0:
+            grad_TV.mul_(grad.to(grad_TV.dtype))
+        return grad_TV, None, None, None, None, None
+
+
+def _row_chunks(logits_TV: Tensor) -> list[slice]:
+    """Consecutive rows, as many at a time as are worked on together."""
+    num_rows, num_columns = logits_TV.shape
+    elements = _CHUNK_ELEMENTS.get(logits_TV.device.type, _LARGE_CHUNK_ELEMENTS)
+    step = max(1, elements // max(1, num_columns))
+    return [slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step)]
+
+
+_VIEWS = {
+    "SelectBackward0",
+    "SqueezeBackward1",
+    "SliceBackward0",
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "UnsqueezeBackward0",
+}
+_PRODUCTS = {
+    "MmBackward0",
+    "AddmmBackward0",
+    "BmmBackward0",
+    "LinearBackward0",
+    "_LinearOfRowBackward",
+}
+"""Autograd nodes of a matrix product; its backward does not read its output."""
+
+
+def _is_product(tensor: Tensor) -> bool:
+    """Whether `tensor` is a matrix product that may be overwritten, seen through views."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() in _PRODUCTS
+
+
+def summed_cross_entropy(
+    logits_TV: Tensor,
+    targets_T: Tensor,
+    tp: TensorParallel,
+    scale: float = 1.0,
+    first_column: int = 0,
+) -> Tensor:
+    """`scale` times the sum over tokens of the cross entropy in fp32; no rank holds another rank's
+    logits.
+
+    `logits_TV` are this rank's vocabulary columns from `first_column` on, and may be overwritten;
+    targets equal to IGNORED_LABEL do not count. Collective over the TP group; every member gets the
+    sum.
+    """
+    return _SummedCrossEntropy.apply(
+        logits_TV, targets_T, tp, first_column, scale, _is_product(logits_TV)
+    )

@@ -1,0 +1,183 @@
+"""Activation memory of one decoder layer without a device: forward and backward under fake tensors.
+
+Answers what A of App. B.1 is for a model that nobody has measured: bytes that one token costs per
+layer and hidden unit, for the rank's own share of the heads and of the MLP under TP.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ds_hydra.engine.model.stage_model import module_styles
+from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_block, hook_rowwise
+from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
+from ds_hydra.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """Bytes of one layer on one rank for a row of `num_tokens`.
+
+    `kept_bytes` wait for the backward pass; `peak_bytes` is the most that is alive during forward
+    and backward, parameters and their gradients left out.
+    """
+
+    num_tokens: int
+    hidden_size: int
+    tp: int
+    kept_bytes: int
+    peak_bytes: int
+
+    @property
+    def activation_bytes(self) -> float:
+        """A of App. B.1, for which a layer keeps S * H / TP * A."""
+        return self.kept_bytes * self.tp / (self.num_tokens * self.hidden_size)
+
+
+def trace_layer_memory(
+    config: PretrainedConfig,
+    *,
+    num_tokens: int = 1024,
+    tp: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    checkpointing: bool = False,
+    tp_sequence_parallel: bool = False,
+) -> LayerMemory:
+    """Memory of one decoder layer of `config` for one sequence; allocates nothing.
+
+    TP is traced as a layer with the rank's share of heads and MLP; residual stream and norms are
+    whole on each rank, or with `tp_sequence_parallel` a shard of the tokens, padded to a multiple
+    of `tp`. Raises UnsupportedModelError if the shapes do not divide by `tp`.
+
+    Left out: the all-reduce's buffers, the embedding and the head, and fragmentation.
+    """
+    sliced = slice_config(config, tp)  # neither embedding nor head is traced
+    num_shards = tp if tp_sequence_parallel else 1
+    num_tokens += -num_tokens % num_shards
+    with FakeTensorMode(), _default_dtype(dtype):
+        layer, rotary = _one_layer(sliced, num_shards)
+        hidden = torch.empty(1, num_tokens // num_shards, config.hidden_size, requires_grad=True)
+        positions = rotary(hidden, torch.arange(num_tokens)[None])
+        tracker = MemTracker()
+        tracker.track_external(layer, hidden, *positions)
+        with tracker:
+            kept = _Kept(layer)
+            with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+                output = _run(layer, hidden, positions, checkpointing)
+            output.sum().backward()
+        return LayerMemory(
+            num_tokens=num_tokens,
+            hidden_size=config.hidden_size,
+            tp=tp,
+            kept_bytes=kept.num_bytes,
+            peak_bytes=_peak_bytes(tracker),
+        )
+
+
+def slice_config(
+    config: PretrainedConfig, tp: int, *, num_layers: int = 1, vocab_size: int = 8
+) -> PretrainedConfig:
+    """The model that one rank of a TP group computes: its share of heads and MLP, `num_layers` of
+    the layers.
+
+    Raises UnsupportedModelError if the shapes do not divide by `tp`.
+    """
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
+    for name, value in (
+        ("attention heads", heads),
+        ("intermediate size", config.intermediate_size),
+    ):
+        if value % tp:
+            raise UnsupportedModelError(f"{value} {name} do not divide into TP {tp}")
+    sliced = copy.deepcopy(config)
+    sliced.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    sliced.num_attention_heads = heads // tp
+    sliced.num_key_value_heads = max(1, (kv_heads or heads) // tp)
+    sliced.intermediate_size = config.intermediate_size // tp
+    sliced.num_hidden_layers = num_layers
+    sliced.vocab_size = vocab_size
+    sliced.pad_token_id = None  # may be outside the rows that are left
+    if getattr(config, "layer_types", None):
+        sliced.layer_types = config.layer_types[:num_layers]
+    return sliced
+
+
+def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn.Module]:
+    """A layer, which runs on one of `num_shards` shards of a row, and what makes its rotary
+    embeddings.
+    """
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").base_model
+    if not hasattr(model, "layers") or not hasattr(model, "rotary_emb"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no 'layers' and 'rotary_emb' to trace"
+        )
+    layer = model.layers[0]
+    if num_shards > 1:
+        _cut_rows(model, layer, num_shards)
+    return layer, model.rotary_emb
+
+
+def _cut_rows(model: nn.Module, layer: nn.Module, num_shards: int) -> None:
+    tp = TensorParallel(cuts_rows=True, simulated_tp_size=num_shards)
+    tp.enter(None, 1, 0)
+    styles = {module: style for module, (style, _) in module_styles(model)}
+    for block in find_blocks(layer, styles):
+        hook_block(block, tp)
+    for module in layer.modules():
+        if styles.get(module) == "rowwise":
+            hook_rowwise(module, tp)
+
+
+def _run(
+    layer: nn.Module, hidden: Tensor, positions: tuple[Tensor, Tensor], checkpointing: bool
+) -> Tensor:
+    def forward(hidden: Tensor) -> Tensor:
+        output = layer(hidden, position_embeddings=positions)
+        return output[0] if isinstance(output, tuple) else output
+
+    return checkpoint(forward, hidden, use_reentrant=True) if checkpointing else forward(hidden)
+
+
+class _Kept:
+    """Counts each storage that autograd keeps once, parameters left out."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._parameters = {p.untyped_storage()._cdata for p in layer.parameters()}
+        self._storages: dict[int, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        address = tensor.untyped_storage()._cdata
+        if address not in self._parameters:
+            self._storages[address] = tensor
+        return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._storages.values())
+
+
+def _peak_bytes(tracker: MemTracker) -> int:
+    """Most bytes of activations and temporary buffers that were alive at once."""
+    (by_kind,) = tracker.get_tracker_snapshot("peak").values()
+    wanted = ("Activation", "Temp", "Other")
+    return sum(size for kind, size in by_kind.items() if getattr(kind, "value", kind) in wanted)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

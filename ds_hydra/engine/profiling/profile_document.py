@@ -1,0 +1,193 @@
+"""The parts of a `ds_hydra.profile/1` document: hardware, model, memory of the states, fitted
+schemes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.ranks.hosts import count_ranks_here
+from ds_hydra.strategy import Profile, Scheme
+from ds_hydra.strategy.profiles.fit import fit_latency, saturation_tokens
+from ds_hydra.strategy.profiles.profile import (
+    GRADIENT_BYTES,
+    OPTIMIZER_BYTES,
+    PROFILE_SCHEMA,
+)
+
+
+def fit_memory(document: Mapping[str, Any], config: HydraConfig) -> Profile:
+    """The profile with the memory limit of the configuration, if any, instead of the hardware's."""
+    if config.memory_limit_bytes is not None:
+        hardware = {
+            **document["hardware"],
+            "memory_bytes": config.memory_limit_bytes,
+            "reserved_bytes": 0,
+            "safety_margin_bytes": 0,
+        }
+        document = {**document, "hardware": hardware}
+    return Profile.from_json(document)
+
+
+def nominal_profile(stage_model: StageModel, schemes: Iterable[Scheme]) -> dict[str, Any]:
+    """A profile from FLOP counts at 1 TFLOP/s per rank and without a memory limit; measures
+    nothing.
+
+    Good enough to place sequences within a strategy that the caller has forced.
+    """
+    params = layer_params(stage_model)
+    entries = []
+    for scheme in sorted(set(schemes)):
+        layers = max(len(stage_model.stage_layers(scheme, stage)) for stage in range(scheme.pp))
+        # 2 FLOP forward + 4 backward per parameter, ms at 1 TFLOP/s
+        share = layers / scheme.ranks_per_stage * 6 / 1e9
+        entries.append(
+            {
+                **scheme.to_json(),
+                "quadratic_ms": share * stage_model.hidden_size,
+                "linear_ms": share * params,
+                "constant_ms": share * params * 32,
+            }
+        )
+    return {
+        "schema": PROFILE_SCHEMA,
+        "source": "FLOP counts, nothing measured",
+        "hardware": {
+            "name": "nominal",
+            "memory_bytes": 2**62,
+            "reserved_bytes": 0,
+            "safety_margin_bytes": 0,
+        },
+        "model": describe_model(stage_model),
+        "memory": {
+            "activation_bytes_per_token_per_layer_per_hidden": {
+                str(tp): 40.0 for tp in {scheme.tp for scheme in schemes}
+            },
+            **state_memory(stage_model),
+        },
+        "schemes": entries,
+    }
+
+
+def describe_model(stage_model: StageModel) -> dict[str, Any]:
+    """The profile's "model" section."""
+    config = stage_model.config
+    return {
+        "name": config.model_type,
+        "num_layers": stage_model.num_layers,
+        "hidden_size": stage_model.hidden_size,
+        "intermediate_size": getattr(config, "intermediate_size", None),
+        "num_attention_heads": config.num_attention_heads,
+        "vocab_size": stage_model.vocab_size,
+    }
+
+
+class ProbeRow(NamedTuple):
+    """A row that is timed: sequences of one length."""
+
+    length: int
+    num_sequences: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.length}" if self.num_sequences == 1 else f"{self.num_sequences} x {self.length}"
+        )
+
+
+def scheme_entry(scheme: Scheme, times_ms: Mapping[ProbeRow, float]) -> dict[str, Any]:
+    """One entry of the profile's "schemes": coefficients of T, and the measurements that they were
+    fitted to.
+    """
+    rows = sorted(times_ms, key=lambda row: (row.num_sequences, row.length))
+    times = [times_ms[row] for row in rows]
+    fit = fit_latency([row.length for row in rows], times, [row.num_sequences for row in rows])
+    alone = [row for row in rows if row.num_sequences == 1]
+    measured: dict[str, Any] = {
+        "lengths": [row.length for row in alone],
+        "times_ms": [round(times_ms[row], 3) for row in alone],
+    }
+    if packed := rows[len(alone) :]:
+        measured["packed"] = [
+            {**row._asdict(), "time_ms": round(times_ms[row], 3)} for row in packed
+        ]
+    return {
+        **scheme.to_json(),
+        "quadratic_ms": fit.model.quadratic_ms,
+        "linear_ms": fit.model.linear_ms,
+        "constant_ms": fit.model.constant_ms,
+        "measured": measured,
+        "relative_residuals": [round(r, 4) for r in fit.relative_residuals],
+        "r_squared": round(fit.r_squared, 5),
+    }
+
+
+def saturation(entries: Sequence[dict[str, Any]], longest: int) -> dict[str, int]:
+    """UtilLen per TP degree, from its smallest SP and PP; of the piece of a row that one rank has
+    under SP.
+    """
+    by_tp: dict[int, dict[str, Any]] = {}
+    for entry in sorted(entries, key=lambda e: (-e.get("sp", 1), -e["pp"])):
+        by_tp[entry["tp"]] = entry
+    return {
+        str(tp): max(
+            1,
+            saturation_tokens(
+                fit_latency(entry["measured"]["lengths"], entry["measured"]["times_ms"]).model,
+                longest,
+            )
+            // entry.get("sp", 1),
+        )
+        for tp, entry in sorted(by_tp.items())
+    }
+
+
+def layer_params(stage_model: StageModel) -> float:
+    """Parameters of a decoder layer."""
+    layer = {b.param for unit in stage_model.units[1:-1] for b in unit.bindings}
+    return sum(stage_model.specs[i].numel for i in layer) / stage_model.num_layers
+
+
+def state_memory(stage_model: StageModel) -> dict[str, float]:
+    """B and alpha of App. B.1, and what schemes with parts need, counted from the dtypes in use."""
+    element = torch.finfo(stage_model.params[0].dtype).bits // 8
+    sharded = element + OPTIMIZER_BYTES
+    held = element + GRADIENT_BYTES
+    return {
+        "state_bytes_per_layer_per_hidden2": layer_params(stage_model)
+        / stage_model.hidden_size**2
+        * (sharded + held),
+        "sharded_fraction": sharded / (sharded + held),
+        "slice_bytes_per_layer_per_hidden2": layer_params(stage_model)
+        / stage_model.hidden_size**2
+        * element,
+        "input_bytes_per_token_per_layer_per_hidden": element,
+    }
+
+
+def describe_hardware() -> dict[str, Any]:
+    """The profile's "hardware" section: memory of one rank of this machine."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        memory, reserved = psutil.virtual_memory().total // count_ranks_here(), 0
+        name = "cpu"
+    else:
+        memory, reserved = int(accelerator.total_memory()), 2**30  # contexts and communicators
+        name = (
+            str(torch.cuda.get_device_name())
+            if torch.cuda.is_available()
+            else accelerator.device_name()
+        )
+    return {
+        "name": name,
+        "devices_per_node": count_ranks_here(),
+        "memory_bytes": memory,
+        "reserved_bytes": reserved,
+        "safety_margin_bytes": memory // 20,
+    }

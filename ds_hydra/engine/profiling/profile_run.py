@@ -1,0 +1,245 @@
+"""What `ds-hydra profile` does on every rank: join the ranks, build a random model, measure, return
+the profile.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.accelerator import get_accelerator
+from transformers import PretrainedConfig
+
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.meta_model import load_model_config
+from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.parallel.groups import groups_of
+from ds_hydra.engine.profiling.measurements import Measurements
+from ds_hydra.engine.profiling.overlap_slowdown import measure_overlap_slowdown
+from ds_hydra.engine.profiling.profile_document import fit_memory
+from ds_hydra.engine.profiling.profiler import measure_profile
+from ds_hydra.engine.profiling.slice_profiler import profile_slices
+from ds_hydra.engine.propagation import Propagator
+from ds_hydra.engine.ranks.agreement import raise_together
+from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
+from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.strategy.cost_models.topology import Topology
+from ds_hydra.strategy.proposal.candidates import fitting_schemes
+
+_OVERLAP_TOKENS = 4096
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileRequest:
+    """What to profile. `config` holds context, memory limit, checkpointing, lengths and repeats.
+
+    `dtype` None: bf16, fp32 on a CPU. `tp`, `pp`, `sp`: degrees to measure, None for all that fit.
+    `topology`: the cluster that one device stands for.
+    """
+
+    model: str
+    config: HydraConfig
+    dtype: str | None = None
+    tp: tuple[int, ...] | None = None
+    pp: tuple[int, ...] | None = None
+    sp: tuple[int, ...] = (1,)
+    topology: Topology | None = None
+
+
+def join_ranks() -> torch.device:
+    """This rank's device, after joining the ranks that a launcher has started; alone where none
+    has.
+    """
+    accelerator = get_accelerator()
+    if "RANK" not in os.environ:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        # Port 0: whichever is free when the store starts to listen, which nobody else has to know.
+        os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if not dist.is_initialized():
+        deepspeed.init_distributed()
+    return torch.device(accelerator.current_device_name())
+
+
+def run_profile(
+    request: ProfileRequest, device: torch.device, resume_file: Path | None
+) -> dict[str, Any]:
+    """The `ds_hydra.profile/1` document, equal on all ranks. Collective over all ranks.
+
+    Measurements go to `resume_file` as they come; where it exists, what it knows is not measured
+    again. It is left behind for the caller to remove. Raises HydraConfigError or
+    UnsupportedModelError on all ranks.
+    """
+    transformers.logging.set_verbosity_error()
+    num_ranks = dist.get_world_size()
+    dtype = DTYPES[
+        request.dtype or ("fp32" if get_accelerator().device_name() == "cpu" else "bf16")
+    ]
+    prepared, error = None, None
+    try:
+        prepared = _prepare(request, dtype, device, num_ranks)
+    except HydraError as caught:
+        error = caught
+    raise_together(error, device)
+    assert prepared is not None
+    model_config, stage_model, schemes = prepared
+    known = Measurements.open(
+        resume_file, _identity(request, model_config, dtype, num_ranks, schemes), device
+    )
+    if request.topology is not None:
+        document = profile_slices(
+            model_config,
+            stage_model,
+            schemes,
+            request.topology,
+            request.config,
+            known,
+            dtype=dtype,
+            device=device,
+        )
+    else:
+        document = _profile_ranks(stage_model, schemes, request.config, known, device)
+    return dict(fit_memory(document, request.config).document)
+
+
+def _profile_ranks(
+    stage_model: StageModel,
+    schemes: Sequence[Scheme],
+    config: HydraConfig,
+    known: Measurements,
+    device: torch.device,
+) -> dict[str, Any]:
+    num_ranks = dist.get_world_size()
+    strategies = [Strategy((scheme,) * (num_ranks // scheme.num_devices)) for scheme in schemes]
+    num_groups = len(set().union(*map(groups_of, strategies)))
+    # Pull and push, with node-aware routes two of each
+    propagator = Propagator(stage_model, device=device, max_groups=num_groups + 4)
+    try:
+        document = measure_profile(propagator, strategies, config, known)
+        if num_ranks > 1:
+            slowdown = known.get(
+                "overlap slowdown", lambda: _overlap_slowdown(propagator, document, config, device)
+            )
+            if slowdown:
+                document["hardware"]["overlap_slowdown"] = round(slowdown, 3)
+        return document
+    finally:
+        propagator.close()
+
+
+def _overlap_slowdown(
+    propagator: Propagator, document: Mapping[str, Any], config: HydraConfig, device: torch.device
+) -> float:
+    """Of the scheme with the fewest ranks, and its longest measured row that leaves memory for the
+    all-reduces.
+    """
+    entry = min(document["schemes"], key=lambda e: Scheme.from_json(e).num_devices)
+    scheme, lengths = Scheme.from_json(entry), entry["measured"]["lengths"]
+    most = min(_OVERLAP_TOKENS, max(lengths) // 2)
+    length = max((n for n in lengths if n <= most), default=min(lengths))
+    strategy = Strategy((scheme,) * (propagator.num_ranks // scheme.num_devices))
+    return measure_overlap_slowdown(
+        propagator, strategy, length, device=device, repeats=config.profiling.repeats
+    )
+
+
+def _prepare(
+    request: ProfileRequest, dtype: torch.dtype, device: torch.device, num_ranks: int
+) -> tuple[PretrainedConfig, StageModel, tuple[Scheme, ...]]:
+    """Configuration, stage model of the whole model, and the schemes to measure."""
+    num_devices = num_ranks
+    if request.topology is not None:
+        if num_ranks > 1:
+            raise HydraConfigError(
+                f"--topology describes the cluster that one device stands for, and {num_ranks} ranks were "
+                "started; leave it out to measure them, or start one"
+            )
+        request.topology.check_one_kind()
+        if max(request.sp) > 1:
+            raise HydraConfigError(
+                f"--sp is {','.join(map(str, request.sp))}, and with --topology schemes are composed of TP slices; "
+                "leave out --sp, or start the ranks that are to be measured"
+            )
+        num_devices = request.topology.num_devices
+    model_config = load_model_config(request.model)
+    stage_model = build_random_stage_model(
+        model_config,
+        dtype=dtype,
+        # The whole model is only looked at where slices are measured.
+        device=torch.device("meta") if request.topology is not None else device,
+        num_ranks=num_ranks,
+        activation_checkpointing=request.config.activation_checkpointing,
+        compile_layers=request.config.compile_layers,
+        tp_sequence_parallel=request.config.tp_sequence_parallel,
+    )
+    return model_config, stage_model, _schemes(request, stage_model, num_devices)
+
+
+def _schemes(
+    request: ProfileRequest, stage_model: StageModel, num_devices: int
+) -> tuple[Scheme, ...]:
+    """Schemes of the wanted degrees that the devices hold and the model allows; raises where there
+    is none.
+    """
+    allowed, refused = [], ""
+    for scheme in fitting_schemes(num_devices, tp=request.tp, pp=request.pp, sp=request.sp):
+        try:
+            stage_model.check_scheme(scheme)
+            allowed.append(scheme)
+        except (HydraConfigError, UnsupportedModelError) as error:
+            refused = f"; {error}"
+    if not allowed:
+        raise HydraConfigError(
+            f"no scheme of {_degrees('--tp', request.tp)}, {_degrees('--pp', request.pp)} and "
+            f"{_degrees('--sp', request.sp)} fits {num_devices} devices and the model{refused}"
+        )
+    return tuple(allowed)
+
+
+def _degrees(option: str, degrees: Sequence[int] | None) -> str:
+    return f"any {option}" if degrees is None else f"{option} {','.join(map(str, degrees))}"
+
+
+def _identity(
+    request: ProfileRequest,
+    model_config: PretrainedConfig,
+    dtype: torch.dtype,
+    num_ranks: int,
+    schemes: Sequence[Scheme],
+) -> dict[str, Any]:
+    """What must be equal for a run to continue another one."""
+    config = request.config
+    shape = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "vocab_size",
+    )
+    return {
+        "model": request.model,
+        "model_type": model_config.model_type,
+        **{name: getattr(model_config, name, None) for name in shape},
+        "key_value_heads": getattr(model_config, "num_key_value_heads", None),
+        "dtype": str(dtype).removeprefix("torch."),
+        "context_length": config.context_length,
+        "memory_limit_bytes": config.memory_limit_bytes,
+        "activation_checkpointing": config.activation_checkpointing,
+        "compile_layers": config.compile_layers,
+        "tp_sequence_parallel": config.tp_sequence_parallel,
+        "profiling": config.profiling.model_dump(mode="json"),
+        "schemes": [str(scheme) for scheme in schemes],
+        "num_ranks": num_ranks,
+        "accelerator": str(get_accelerator().device_name()),
+        "measured": "schemes" if request.topology is None else "TP slices",
+    }

@@ -1,0 +1,322 @@
+"""Measures T(l, P) and activation memory of every scheme on the ranks at hand: one
+`ds_hydra.profile/1`.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+from tqdm import tqdm
+
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.profiling.measurements import Measurements
+from ds_hydra.engine.profiling.profile_document import (
+    ProbeRow,
+    describe_hardware,
+    describe_model,
+    fit_memory,
+    saturation,
+    scheme_entry,
+    state_memory,
+)
+from ds_hydra.engine.propagation import Example, Propagator
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
+from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, activation_share
+
+_FEWEST_PACKED = 8
+"""Sequences in a packed row that is timed."""
+
+_Subject = TypeVar("_Subject")
+"""What is timed: a scheme, or a slice of the model."""
+
+
+def measure_profile(
+    propagator: Propagator,
+    strategies: Iterable[Strategy],
+    config: HydraConfig,
+    measurements: Measurements | None = None,
+) -> dict[str, Any]:
+    """A profile of every scheme in `strategies`, measured now. Collective over all ranks; equal on
+    all.
+
+    Each scheme runs alone on as many pipelines as fit, PP equal rows each, so that neighbours
+    disturb each other as they will in training. The stage time is the makespan over 2 PP - 1
+    (1F1B). Rows are single sequences, and one packed row: many short sequences cost less in one row
+    than T of each alone says, and not in every scheme by as much. What `measurements` knows is not
+    measured again.
+    """
+    known = measurements if measurements is not None else Measurements()
+    schemes = sorted({scheme for strategy in strategies for scheme in strategy.schemes})
+    homogeneous = {s: _homogeneous(s, propagator.num_ranks) for s in schemes}
+    propagator.prepare(homogeneous.values())
+    model = _measure_memory(propagator, homogeneous, config, known)
+    rows_of = {
+        scheme: _probe_rows(lengths)
+        for scheme, lengths in _lengths_that_fit(propagator, schemes, model, config).items()
+    }
+    times_ms = measure_in_rounds(
+        [(scheme, row) for scheme, rows in rows_of.items() for row in rows],
+        lambda scheme, row: stage_ms(propagator, homogeneous[scheme], row),
+        config,
+        known,
+        show_progress=propagator.rank == 0,
+    )
+    entries = []
+    for scheme, rows in rows_of.items():
+        entry = scheme_entry(scheme, {row: times_ms[scheme, row] for row in rows})
+        entries.append(
+            entry | _peak_memory(propagator, homogeneous[scheme], max(rows).length, known)
+        )
+    return {
+        **model,
+        "saturation_tokens": saturation(entries, config.context_length),
+        "schemes": entries,
+    }
+
+
+def measure_in_rounds(
+    cases: Sequence[tuple[_Subject, ProbeRow]],
+    measure_ms: Callable[[_Subject, ProbeRow], float],
+    config: HydraConfig,
+    known: Measurements,
+    *,
+    show_progress: bool,
+) -> dict[tuple[_Subject, ProbeRow], float]:
+    """Median over `profiling.repeats` of every (subject, row), after warming up each subject.
+
+    In rounds over all cases, so that a disturbance of some seconds hits every subject alike. Warmed
+    up is the longest row of each subject, whose memory is touched for the first time; every row
+    where layers are compiled for its length.
+    """
+    repeats = range(config.profiling.repeats)
+    names = {case: [f"{case[0]} {case[1]} tokens, run {run}" for run in repeats] for case in cases}
+    open_cases = [case for case in cases if any(name not in known for name in names[case])]
+    longest = dict(sorted(open_cases, key=lambda case: case[1]))
+    warmed_up = open_cases if config.compile_layers else list(longest.items())
+    total = len(warmed_up) + len(cases) * len(repeats)
+    with tqdm(
+        total=total, desc="profiling", disable=not show_progress, file=sys.stderr
+    ) as progress:
+        for subject, row in warmed_up:
+            progress.set_postfix_str(f"{subject} warm-up")
+            for _ in range(config.profiling.warmup):
+                measure_ms(subject, row)
+            progress.update()
+        for run in repeats:
+            for subject, row in cases:
+                progress.set_postfix_str(f"{subject} {row} tokens")
+                known.get(names[subject, row][run], functools.partial(measure_ms, subject, row))
+                progress.update()
+    return {case: statistics.median(known.value(name) for name in names[case]) for case in cases}
+
+
+def _measure_memory(
+    propagator: Propagator,
+    homogeneous: dict[Scheme, Strategy],
+    config: HydraConfig,
+    known: Measurements,
+) -> dict[str, Any]:
+    """The profile without its times: hardware, model, and activation bytes of every TP degree.
+
+    Measured with a short row under the deepest pipeline of each degree, which needs the least
+    memory; without sequence parallelism where there is a choice.
+    """
+    deepest = {s.tp: s.without_parts() for s in sorted(homogeneous, key=lambda s: (-s.sp, s.pp))}
+    length = min(config.context_length, 512)
+    stage_model = propagator.stage_model
+    activation = {}
+    for tp, scheme in sorted(deepest.items()):
+        # Without the scheme's parts: what a layer keeps that is not checkpointed.
+        plain = _homogeneous(scheme, propagator.num_ranks)
+        measure = functools.partial(token_bytes, propagator, plain, length)
+        num_bytes = known.get(f"{scheme} bytes per token", measure)
+        activation[str(tp)] = num_bytes / (
+            activation_share(scheme) * stage_model.num_layers * stage_model.hidden_size
+        )
+    return {
+        "schema": PROFILE_SCHEMA,
+        "source": f"measured on {propagator.num_ranks} ranks",
+        "hardware": describe_hardware(),
+        "model": describe_model(stage_model),
+        "tp_sequence_parallel": stage_model.tp.cuts_rows,
+        "activation_checkpointing": config.activation_checkpointing,
+        "memory": {
+            "activation_source": "peak memory"
+            if has_device_memory()
+            else "tensors kept for backward",
+            "activation_bytes_per_token_per_layer_per_hidden": activation,
+            **state_memory(stage_model),
+        },
+        "schemes": [],
+    }
+
+
+def _lengths_that_fit(
+    propagator: Propagator, schemes: Sequence[Scheme], model: dict[str, Any], config: HydraConfig
+) -> dict[Scheme, tuple[int, ...]]:
+    """Lengths to measure under each scheme: those up to its MaxLen, with MaxLen in place of the
+    first above it.
+
+    Schemes that hold too little for two lengths are left out of the profile.
+    """
+    memory = fit_memory(model, config).memory
+    wanted = config.profiling.lengths or default_lengths(config.context_length)
+    fitting = {}
+    for scheme in schemes:
+        longest = memory.max_len_tokens(scheme, propagator.num_ranks)
+        lengths = tuple(sorted({min(length, longest) for length in wanted}))
+        if longest >= 2 and len(lengths) >= 2:
+            fitting[scheme] = lengths
+    if not fitting:
+        raise HydraConfigError(
+            f"no scheme of {', '.join(map(str, schemes))} has memory for rows of {wanted[0]} tokens; raise "
+            "hydra.memory_limit_bytes, or start more ranks"
+        )
+    return fitting
+
+
+def default_lengths(context_length: int) -> tuple[int, ...]:
+    """Powers of four up to the context, and the context: the quadratic term shows at the long
+    end.
+    """
+    lengths = [length for length in (64, 256, 1024, 4096, 16384, 65536) if length < context_length]
+    return (
+        (*lengths[-4:], context_length)
+        if lengths
+        else (max(2, context_length // 2), context_length)
+    )
+
+
+def _probe_rows(lengths: Sequence[int]) -> list[ProbeRow]:
+    """One sequence of each of `lengths`, and a packed row of as many tokens as the longest.
+
+    >>> rows = _probe_rows((64, 256, 1024, 4096)), _probe_rows((300, 400))
+    >>> [str(row) for row in rows[0]], [str(row) for row in rows[1]]
+    (['64', '256', '1024', '4096', '16 x 256'], ['300', '400'])
+    """
+    longest = max(lengths)
+    short = [length for length in lengths if longest // length >= _FEWEST_PACKED]
+    packed = [ProbeRow(max(short), longest // max(short))] if short else []
+    return [*map(ProbeRow, lengths), *packed]
+
+
+def _homogeneous(scheme: Scheme, num_ranks: int) -> Strategy:
+    return Strategy((scheme,) * (num_ranks // scheme.num_devices))
+
+
+def _probe_plan(strategy: Strategy, num_ranks: int, row: ProbeRow) -> IterationPlan:
+    """Every pipeline runs PP times `row`."""
+    pipelines = []
+    count = 0
+    for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
+        begins = range(count, count + scheme.pp * row.num_sequences, row.num_sequences)
+        rows = tuple(tuple(range(begin, begin + row.num_sequences)) for begin in begins)
+        count += scheme.pp * row.num_sequences
+        pipelines.append(
+            PipelinePlan(
+                scheme=scheme, ranks=ranks, micro_batches=rows, makespan_ms=0.0, lower_bound_ms=0.0
+            )
+        )
+    return IterationPlan(
+        iteration=0,
+        num_devices=num_ranks,
+        strategy=strategy,
+        sample_indices=tuple(range(count)),
+        lengths=(row.length,) * count,
+        num_label_tokens=count * (row.length - 1),
+        pipelines=tuple(pipelines),
+        makespan_ms=0.0,
+        lower_bound_ms=0.0,
+    )
+
+
+def _probe_example(vocab_size: int, length: int) -> Example:
+    tokens = torch.arange(length, dtype=torch.int64) * 7919 % vocab_size
+    return tokens, tokens
+
+
+def stage_ms(
+    propagator: Propagator,
+    strategy: Strategy,
+    row: ProbeRow,
+    *,
+    beside: Callable[[], Iterable[dist.Work]] = tuple,
+) -> float:
+    """Milliseconds of a stage, of the slowest rank, for one `row`; `beside` as in
+    `Propagator.time_propagation`.
+    """
+    plan = _probe_plan(strategy, propagator.num_ranks, row)
+    example = _probe_example(propagator.stage_model.vocab_size, row.length)
+    total_ms = propagator.time_propagation(plan, lambda _: example, beside=beside)
+    return total_ms / (2 * strategy.schemes[0].pp - 1)
+
+
+def has_device_memory() -> bool:
+    """Whether peak memory can be read from the accelerator; a CPU's would be that of the whole
+    process.
+    """
+    return str(get_accelerator().device_name()) != "cpu"
+
+
+def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:
+    """Bytes of activations that one more token of a row costs a rank, embedding and head included.
+
+    By the growth of peak memory between rows of `length` / 2 and `length` tokens, which leaves
+    weights out; on a CPU by counting what autograd keeps. Collective, the most of any rank.
+    """
+    if has_device_memory():
+        short = max(1, length // 2)
+        grown = _peak_bytes(propagator, strategy, length) - _peak_bytes(propagator, strategy, short)
+        return max(1.0, grown / (length - short))
+    with _count_saved_bytes() as counted:
+        stage_ms(propagator, strategy, ProbeRow(length))
+    # Autograd keeps views of weights, which are not activations.
+    for address in propagator.weight_addresses():
+        counted.pop(address, None)
+    return propagator.max_over_ranks(sum(counted.values())) / length
+
+
+def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:
+    accelerator = get_accelerator()
+    accelerator.empty_cache()
+    accelerator.reset_peak_memory_stats()
+    stage_ms(propagator, strategy, ProbeRow(length))
+    return propagator.max_over_ranks(float(accelerator.max_memory_allocated()))
+
+
+def _peak_memory(
+    propagator: Propagator, strategy: Strategy, length: int, known: Measurements
+) -> dict[str, int]:
+    """Peak memory of the longest row measured, where the accelerator tells it."""
+    if not has_device_memory():
+        return {}
+    name = f"{strategy.schemes[0]} peak bytes at {length} tokens"
+    return {
+        "peak_memory_bytes": int(known.get(name, lambda: _peak_bytes(propagator, strategy, length)))
+    }
+
+
+@contextmanager
+def _count_saved_bytes() -> Iterator[dict[int, int]]:
+    """Bytes of each storage that autograd keeps, parameters left out, by address."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not tensor.is_leaf or not tensor.requires_grad:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept

@@ -1,0 +1,243 @@
+"""A profile from one device: the compute of every TP slice is measured, communication is computed.
+
+A slice is the model as one rank of a TP group sees it: whole hidden states (with
+`hydra.tp_sequence_parallel` its shard of them between blocks), its share of heads, MLP and
+vocabulary. It is timed with two numbers of layers, whose difference is the time of a layer, so that
+the model itself need not fit on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PretrainedConfig
+
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.profiling.measurements import Measurements
+from ds_hydra.engine.profiling.memory_trace import slice_config, trace_layer_memory
+from ds_hydra.engine.profiling.profile_document import (
+    ProbeRow,
+    describe_hardware,
+    describe_model,
+    saturation,
+    scheme_entry,
+    state_memory,
+)
+from ds_hydra.engine.profiling.profiler import (
+    default_lengths,
+    has_device_memory,
+    measure_in_rounds,
+    stage_ms,
+    token_bytes,
+)
+from ds_hydra.engine.propagation import Propagator
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.strategy.cost_models.alpha_beta import LayerShape
+from ds_hydra.strategy.cost_models.topology import StageParts, Topology
+from ds_hydra.strategy.cost_models.topology import stage_ms as composed_stage_ms
+from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
+
+_MOST_LAYERS = 4
+_MEMORY_SHARE = 0.8
+"""Part of the device's memory that the longest row of a slice may take."""
+_ALONE = Strategy((Scheme(1, 1),))
+
+
+class Slice(NamedTuple):
+    """What is timed: the layers of one rank under TP."""
+
+    tp: int
+    num_layers: int
+
+    def __str__(self) -> str:
+        return f"TP {self.tp} slice of {self.num_layers} layers"
+
+
+class _TokenBytes(NamedTuple):
+    """Activation bytes of one token of a row on a rank."""
+
+    layer: float
+    ends: float
+
+
+def profile_slices(
+    model_config: PretrainedConfig,
+    stage_model: StageModel,
+    schemes: Sequence[Scheme],
+    topology: Topology,
+    config: HydraConfig,
+    known: Measurements,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[str, Any]:
+    """The profile of `schemes` on the cluster of `topology`, measured on this one device (world
+    size 1).
+
+    `stage_model` is that of the whole model. `state_memory` counts on the cluster's devices as any
+    profile's does. Raises HydraConfigError where not even two lengths fit on the device.
+    """
+    parts: dict[tuple[int, int], StageParts] = {}
+    num_bytes: dict[int, _TokenBytes] = {}
+    for tp in sorted({scheme.tp for scheme in schemes}):
+        measured, num_bytes[tp] = _measure_slice(
+            model_config, tp, config, known, dtype=dtype, device=device
+        )
+        parts |= {(tp, length): part for length, part in measured.items()}
+    links = topology.links()
+    cuts_rows = config.tp_sequence_parallel
+    passes = (12 if config.activation_checkpointing else 8) + (2 if cuts_rows else 0)
+    type_bytes = torch.finfo(dtype).bits // 8
+    entries = []
+    for scheme in schemes:
+        lengths = [length for tp, length in parts if tp == scheme.tp]
+        times = {}
+        for length in lengths:
+            shape = LayerShape(
+                hidden_size=stage_model.hidden_size, num_tokens=length, type_bytes=type_bytes
+            )
+            part = parts[scheme.tp, length]
+            layers = stage_model.num_layers
+            time_ms = composed_stage_ms(
+                scheme, part, links, shape, num_layers=layers, passes=passes, cuts_rows=cuts_rows
+            )
+            times[ProbeRow(length)] = time_ms
+        entries.append(scheme_entry(scheme, times))
+    per_layer = {
+        str(tp): (found.layer + found.ends / stage_model.num_layers) * tp / stage_model.hidden_size
+        for tp, found in num_bytes.items()
+    }
+    return {
+        "schema": PROFILE_SCHEMA,
+        "source": f"compute of TP slices measured on one device, communication computed from {topology.source}",
+        "hardware": describe_hardware() | {"devices_per_node": topology.nodes[0].num_devices},
+        "model": describe_model(stage_model),
+        "tp_sequence_parallel": cuts_rows,
+        "activation_checkpointing": config.activation_checkpointing,
+        "memory": {
+            "activation_source": "peak memory"
+            if has_device_memory()
+            else "layer traced under fake tensors",
+            "activation_bytes_per_token_per_layer_per_hidden": per_layer,
+            **state_memory(stage_model),
+        },
+        "saturation_tokens": saturation(entries, config.context_length),
+        "schemes": entries,
+    }
+
+
+def _measure_slice(
+    model_config: PretrainedConfig,
+    tp: int,
+    config: HydraConfig,
+    known: Measurements,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[dict[int, StageParts], _TokenBytes]:
+    """Compute of a row by its length, and bytes of a token, on one rank under `tp`."""
+    few, many = _numbers_of_layers(model_config)
+    propagators = {}
+    for num_layers in {few, many}:
+        sliced = slice_config(
+            model_config, tp, num_layers=num_layers, vocab_size=-(-model_config.vocab_size // tp)
+        )
+        stage_model = build_random_stage_model(
+            sliced,
+            dtype=dtype,
+            device=device,
+            num_ranks=1,
+            activation_checkpointing=config.activation_checkpointing,
+            compile_layers=config.compile_layers,
+            tp_sequence_parallel=config.tp_sequence_parallel,
+            simulated_tp_size=tp,
+        )
+        propagators[Slice(tp, num_layers)] = Propagator(stage_model, device=device, max_groups=2)
+    try:
+        num_bytes = _token_bytes(model_config, propagators, config, known, dtype)
+        lengths = _lengths_that_fit(num_bytes, many, config)
+        cases = [(slice_, ProbeRow(length)) for slice_ in propagators for length in lengths]
+        times_ms = measure_in_rounds(
+            cases,
+            lambda slice_, row: stage_ms(propagators[slice_], _ALONE, row),
+            config,
+            known,
+            show_progress=True,
+        )
+    finally:
+        for propagator in propagators.values():
+            propagator.close()
+    parts = {}
+    for length in lengths:
+        few_ms, many_ms = (times_ms[Slice(tp, n), ProbeRow(length)] for n in (few, many))
+        # Noise may turn the order of two short rows around; a layer costs no less than nothing.
+        layer_ms = max(0.0, many_ms - few_ms) / (many - few) if many > few else many_ms / many
+        parts[length] = StageParts(layer_ms=layer_ms, ends_ms=max(0.0, many_ms - many * layer_ms))
+    return parts, num_bytes
+
+
+def _numbers_of_layers(model_config: PretrainedConfig) -> tuple[int, int]:
+    """The two numbers of layers to time; all of them where a model mixes kinds of layers."""
+    num_layers = int(model_config.num_hidden_layers)
+    is_mixed = len(set(getattr(model_config, "layer_types", None) or ())) > 1
+    many = num_layers if is_mixed else min(num_layers, _MOST_LAYERS)
+    return max(1, many // 2), many
+
+
+def _token_bytes(
+    model_config: PretrainedConfig,
+    propagators: dict[Slice, Propagator],
+    config: HydraConfig,
+    known: Measurements,
+    dtype: torch.dtype,
+) -> _TokenBytes:
+    """By peak memory; without a device's, a layer is traced under fake tensors and the ends are
+    counted.
+    """
+    length = min(config.context_length, 512)
+    few, many = min(propagators), max(propagators)
+    counted = {
+        slice_: known.get(
+            f"{slice_} bytes per token",
+            functools.partial(token_bytes, propagators[slice_], _ALONE, length),
+        )
+        for slice_ in (few, many)
+    }
+    if few == many:
+        return _TokenBytes(counted[many] / many.num_layers, 0.0)
+    layer = max(0.0, counted[many] - counted[few]) / (many.num_layers - few.num_layers)
+    ends = max(0.0, counted[many] - many.num_layers * layer)
+    if not has_device_memory():
+        traced = trace_layer_memory(
+            model_config,
+            num_tokens=length,
+            tp=many.tp,
+            dtype=dtype,
+            checkpointing=config.activation_checkpointing,
+            tp_sequence_parallel=config.tp_sequence_parallel,
+        )
+        layer = traced.kept_bytes / traced.num_tokens
+        if config.activation_checkpointing:  # one layer at a time is there as a whole
+            ends += traced.peak_bytes / traced.num_tokens
+    return _TokenBytes(layer, ends)
+
+
+def _lengths_that_fit(num_bytes: _TokenBytes, num_layers: int, config: HydraConfig) -> list[int]:
+    per_token = num_layers * num_bytes.layer + num_bytes.ends
+    memory = config.memory_limit_bytes or describe_hardware()["memory_bytes"]
+    longest = int(_MEMORY_SHARE * memory / per_token)
+    wanted = config.profiling.lengths or default_lengths(config.context_length)
+    lengths = sorted({min(length, longest) for length in wanted})
+    if longest < 2 or len(lengths) < 2:
+        raise HydraConfigError(
+            f"a slice of {num_layers} layers holds rows of {longest} tokens on this device, expected two "
+            f"different lengths of {', '.join(map(str, wanted))}; lower --context or --lengths, raise "
+            "--memory-limit, or turn on --activation-checkpointing"
+        )
+    return lengths

@@ -1,0 +1,1 @@
+"""What ranks tell each other beside training: errors, hosts, who is still there."""

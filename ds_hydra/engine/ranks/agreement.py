@@ -1,0 +1,106 @@
+"""Ranks fail together: an error that one rank finds is raised on all of them, instead of leaving
+them waiting.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hydra import errors
+from ds_hydra.engine.ranks.host_memory import to_device
+from ds_hydra.errors import HydraError, RankLostError
+
+Result = TypeVar("Result")
+
+_ON_ALL_RANKS = "_ds_hydra_is_raised_on_all"
+
+ENVELOPE_BYTES = 1 << 15
+"""Payloads up to this size, such as plans of some thousand sequences, travel in one broadcast."""
+
+_SIZE_BYTES = 8
+
+
+def gather_rows(mine: Tensor) -> Tensor:
+    """[num_ranks, n] out of every rank's [n], in rank order. Collective over all ranks."""
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return torch.stack(rows)
+
+
+def raise_together(error: Exception | None, device: torch.device) -> None:
+    """Raise on all ranks if any rank brings an error. Collective over all ranks.
+
+    A rank that brings one raises its own; the others raise that of the lowest failing rank, naming
+    it.
+    """
+    has_error = gather_rows(to_device(torch.tensor([error is not None]).long(), device)).tolist()
+    if [1] not in has_error:
+        return
+    source = has_error.index([1])
+    name, text = broadcast_text([type(error).__name__, str(error)], source, device)
+    if error is None:
+        error = restore_error(name, f"rank {source}: {text}")
+    setattr(error, _ON_ALL_RANKS, True)
+    raise error
+
+
+def is_raised_on_all(error: BaseException) -> bool:
+    """Whether all ranks raise `error` at the same time: no rank waits for another one then."""
+    return isinstance(error, RankLostError) or getattr(error, _ON_ALL_RANKS, False)
+
+
+def run_together(action: Callable[[], Result], device: torch.device) -> Result:
+    """What `action`, which waits for no other rank, returns here; its error is raised on all ranks.
+
+    Collective over all ranks.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except Exception as caught:  # whatever it is, the other ranks wait for it
+        error = caught
+    raise_together(error, device)
+    return result  # type: ignore[return-value]
+
+
+def restore_error(name: str, text: str) -> HydraError:
+    """The error of ds_hydra of that name, or a HydraError that mentions it."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, HydraError):
+        return kind(text)
+    return HydraError(f"{name}: {text}")
+
+
+def broadcast_text(texts: list[str], source: int, device: torch.device) -> list[str]:
+    """The texts of rank `source` on every rank. Collective over all ranks."""
+    return json.loads(broadcast_bytes(json.dumps(texts).encode(), source, device))
+
+
+def broadcast_bytes(payload: bytes, source: int, device: torch.device) -> bytes:
+    """The payload of rank `source` on every rank. Collective over all ranks: one broadcast, and a
+    second one for what does not fit into `ENVELOPE_BYTES`.
+    """
+    size = len(payload).to_bytes(_SIZE_BYTES, "little")
+    first = _broadcast((size + payload)[:ENVELOPE_BYTES], ENVELOPE_BYTES, source, device)
+    numel = int.from_bytes(first[:_SIZE_BYTES], "little")
+    room = ENVELOPE_BYTES - _SIZE_BYTES
+    rest = b""
+    if numel > room:
+        rest = _broadcast(payload[room:], numel - room, source, device)
+    return (first[_SIZE_BYTES:] + rest)[:numel]
+
+
+def _broadcast(payload: bytes, numel: int, source: int, device: torch.device) -> bytes:
+    """`numel` bytes of rank `source` on every rank; shorter payloads are padded."""
+    body = torch.zeros(numel, dtype=torch.uint8)
+    if dist.get_rank() == source and payload:
+        body[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    body = to_device(body, device)
+    dist.broadcast(body, src=source)
+    return body.cpu().numpy().tobytes()

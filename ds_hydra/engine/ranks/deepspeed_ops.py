@@ -1,0 +1,98 @@
+"""What DeepSpeed compiles, and shares between processes: left out where nothing here uses it, freed
+where its owner is dead.
+
+[Note: No shared memory]
+DeepSpeed's all-reduce over shared memory serves inference in its own AutoTP alone. Yet every CPU
+rank would compile it and keep 66 MiB in /dev/shm, beyond its end; in a container's usual 64 MiB one
+rank dies of it while the others spin for ever. So it is left out from the import of the engine on,
+and gloo carries all there is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.utils import cpp_extension
+
+logger = logging.getLogger(__name__)
+
+QUIET_S = 120.0
+"""A lock counts as left behind when its folder has not changed for so long, which no compiler needs
+for one file, and no process of this host has it open; one of another host may share the folder.
+"""
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+
+
+def leave_out_shared_memory() -> None:
+    """From now on DeepSpeed makes no buffers in shared memory. Repeating it changes nothing."""
+    # As an attribute of deepspeed.comm, "torch" is torch itself.
+    backend: Any = importlib.import_module("deepspeed.comm.torch")
+    backend.build_shm_op = lambda: None
+
+
+def free_shared_memory() -> None:
+    """Remove the names of buffers that ranks of this run made before; they keep what they have
+    mapped.
+    """
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    for file in _SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_{address}_{port}_*"):
+        file.unlink(missing_ok=True)
+
+
+def remove_stale_locks() -> None:
+    """Remove the locks of compilers that were killed, under which a later start would wait for
+    ever.
+    """
+    for lock in sorted(_find_locks()):
+        _remove_if_stale(lock)
+
+
+def _find_locks() -> Iterator[Path]:
+    """Locks of torch's folder of compiled extensions, as torch names them."""
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    yield from root.glob("*/lock")
+    yield from root.glob("*/*/lock")
+
+
+def _remove_if_stale(lock: Path) -> None:
+    is_told = False
+    try:
+        while not _is_open_here(lock):
+            idle_s = time.time() - max(
+                path.stat().st_mtime for path in (lock, *lock.parent.iterdir())
+            )
+            if idle_s >= QUIET_S:
+                lock.unlink()
+                logger.warning("removed %s, the lock of a compiler that is gone", lock)
+                return
+            if not is_told:
+                logger.warning(
+                    "waiting up to %.0f s for %s: no process of this host holds this lock of a compiler; remove it if "
+                    "no other host compiles there",
+                    QUIET_S - idle_s,
+                    lock,
+                )
+                is_told = True
+            time.sleep(min(1.0, QUIET_S))
+    except FileNotFoundError:
+        return  # whoever compiled has finished
+    except OSError as error:
+        logger.warning("%s: %s; remove it if nobody compiles there", lock, error)
+
+
+def _is_open_here(path: Path) -> bool:
+    """Whether a process of this host that may be looked at has `path` open."""
+    wanted = path.stat()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if os.path.samestat(link.stat(), wanted):
+                return True
+        except OSError:
+            continue  # the process, or its file, is gone or another user's
+    return False

@@ -1,0 +1,122 @@
+"""Which ranks share a host: asked of the ranks themselves, so that it is right under every
+launcher.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import gcd
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ds_hydra.engine.ranks.agreement import gather_rows
+
+logger = logging.getLogger(__name__)
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NAME_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The hosts of a run, numbered in the order of their first ranks."""
+
+    names: tuple[str, ...]
+    of_rank: tuple[int, ...]
+
+    def ranks_beside(self, rank: int) -> tuple[int, ...]:
+        """All ranks of the host of `rank`."""
+        return tuple(other for other, host in enumerate(self.of_rank) if host == self.of_rank[rank])
+
+    def describe_place(self, rank: int) -> str:
+        """The host of `rank` with all its ranks, as errors name it; empty where there is only
+        one.
+        """
+        if len(self.names) == 1:
+            return ""
+        ranks = list(map(str, self.ranks_beside(rank)))
+        listed = ", ".join(ranks) if len(ranks) <= 8 else f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}"
+        return f"host {self.names[self.of_rank[rank]]} (rank{'s' * (len(ranks) > 1)} {listed})"
+
+
+def find_hosts(device: torch.device) -> Hosts:
+    """The hosts of all ranks. Collective over all ranks."""
+    name = socket.gethostname().encode()[:_NAME_BYTES]
+    words = (_host_digest(), *struct.unpack(f"{_NAME_BYTES // 8}q", name.ljust(_NAME_BYTES, b"\0")))
+    rows = gather_rows(torch.tensor(words, dtype=torch.int64, device=device)).tolist()
+    first = {digest: letters for digest, *letters in reversed(rows)}
+    number = {digest: index for index, digest in enumerate(dict.fromkeys(row[0] for row in rows))}
+    names = [struct.pack(f"{_NAME_BYTES // 8}q", *first[digest]) for digest in number]
+    return Hosts(
+        tuple(name.rstrip(b"\0").decode(errors="replace") for name in names),
+        tuple(number[row[0]] for row in rows),
+    )
+
+
+def _host_digest() -> int:
+    """63 bits of name and boot of this host: some clusters give all hosts one name, containers of a
+    host one boot.
+    """
+    try:
+        boot = _BOOT_ID.read_text()
+    except OSError:
+        boot = ""
+    digest = hashlib.blake2b(f"{socket.gethostname()} {boot}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def count_ranks_here() -> int:
+    """Ranks of this host as the launcher tells them (torchrun, DeepSpeed), else all; not
+    collective.
+    """
+    launched = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    return int(launched) if launched else dist.get_world_size()
+
+
+def ranks_per_node(host_of: Sequence[int]) -> int:
+    """Nodes of how many consecutive ranks the hosts consist of: all of a host's ranks where hosts
+    are alike.
+
+    The last host may have fewer ranks than the others. Hosts that differ are cut into nodes of the
+    greatest common divisor, and hosts whose ranks are not consecutive into nodes of one rank.
+
+    >>> [ranks_per_node(hosts) for hosts in ([0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 1, 0, 1])]
+    [3, 2, 1]
+    """
+    runs = [len(list(run)) for _, run in groupby(host_of)]
+    if len(runs) > len(set(host_of)):
+        return 1
+    *all_but_last, last = runs
+    if all_but_last and len(set(all_but_last)) == 1 and last <= all_but_last[0]:
+        return all_but_last[0]
+    return gcd(*runs)
+
+
+def warn_of_placement(host_of: Sequence[int]) -> None:
+    """Say what is slow about the order of the ranks, if anything; for one rank to call."""
+    sizes = list(Counter(host_of).values())
+    runs = [host for host, _ in groupby(host_of)]
+    if len(runs) > len(sizes):
+        logger.warning(
+            "the ranks of a host are not consecutive (hosts of the first ranks: %s): TP groups will span hosts, and "
+            "slices cross the network once per rank. Start the ranks host by host (Open MPI: --map-by slot, Slurm: "
+            "--distribution=block)",
+            ", ".join(map(str, host_of[:8])),
+        )
+    elif len(set(sizes)) > 1:
+        logger.warning(
+            "hosts run different numbers of ranks (%s): routes take them for nodes of %d ranks, and TP groups may "
+            "span hosts; start as many ranks on every host",
+            ", ".join(map(str, sizes[:8])),
+            ranks_per_node(host_of),
+        )

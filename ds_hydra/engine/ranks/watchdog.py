@@ -1,0 +1,504 @@
+"""Who is still there: a rank that ends, fails or falls silent is named to all others, which then
+stop.
+
+[Note: Watchdog]
+A collective only says that a connection broke (gloo), or nothing at all (NCCL). So every rank keeps
+one TCP connection to rank 0, served by a thread. The kernel closes it the moment a process ends,
+however it ends; a host that is cut off falls silent. Rank 0 tells the others which rank it was, and
+each rank raises RankLostError out of its broken collective, or ends itself where it would wait for
+ever. Messages are fixed records and a short text; nothing in them is unpickled, and a connection
+has to begin with a random token that went through the process group.
+
+It begins with a process' first engine, before anything else is exchanged, and ends with the last
+one's `destroy`. A rank that is lost before all are connected is named by the store that the ranks
+met in.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ds_hydra.configs.hydra_config import FaultsConfig
+from ds_hydra.engine.ranks.agreement import broadcast_text, gather_rows, is_raised_on_all
+from ds_hydra.engine.ranks.hosts import find_hosts
+from ds_hydra.errors import RankLostError
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE = 75
+"""Of a process that ends itself because it waits for a lost rank (EX_TEMPFAIL: a restart may
+help).
+"""
+
+_RECORD = struct.Struct("!BiqI")
+"""Kind, rank, section, bytes of the text that follows."""
+_ALIVE, _FAILED, _LOST, _LEFT = 0, 1, 2, 3
+_MAX_TEXT_BYTES = 4096
+_TICK_S = 0.5
+_VERDICT_WAIT_S = 10.0
+"""Longest from a broken connection to the name of the lost rank, on a host with too much to do."""
+_CONNECT_TIMEOUT_S = 60.0
+_TOKEN_BYTES = 16
+
+
+_ENGINE_DESTROYED = "is gone: its engine was destroyed"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What happened to `rank`; a failure concerns one section only, a loss all that follow."""
+
+    rank: int
+    text: str
+    section: int | None = None
+    is_orderly: bool = False
+    """Whether the rank has told that it leaves."""
+
+    @property
+    def kind(self) -> int:
+        """As which message others are told."""
+        if self.section is not None:
+            return _FAILED
+        return _LEFT if self.is_orderly else _LOST
+
+
+class Watchdog:
+    """One per process. Creating it is collective over all ranks; everything else is not.
+
+    `exchange_text` gives rank 0's text on every rank. `places[rank]` is where a rank runs, in
+    words; empty where that says nothing. `silence_s`: without a sign of life for so long, a rank
+    counts as lost. `grace_s`: a rank that still waits in a collective so long after another was
+    lost ends itself with `EXIT_CODE`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        exchange_text: Callable[[str], str],
+        *,
+        places: Sequence[str],
+        silence_s: float,
+        grace_s: float,
+    ) -> None:
+        self._rank = rank
+        self._places = places
+        self._silence_s = silence_s
+        self._grace_s = grace_s
+        self._section = 0
+        self._is_inside = False
+        self._phase = "start"
+        self._verdict: Verdict | None = None
+        self._deadline: float | None = None
+        self._changed = threading.Condition()
+        self._peers: dict[int, _Peer] = {}
+        self._is_closing = False
+        self._selector = selectors.DefaultSelector()
+        for peer, connection in self._connect(num_ranks, exchange_text):
+            self._peers[peer] = _Peer(peer, connection)
+            self._selector.register(connection, selectors.EVENT_READ, self._peers[peer])
+        self._thread = threading.Thread(target=self._serve, name="ds_hydra-watchdog", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def section(self, phase: str) -> Iterator[None]:
+        """What runs inside is collective over all ranks: raises RankLostError where another rank is
+        lost.
+
+        Errors that all ranks raise together pass; of any other one the others are told. Sections
+        may be nested; the outer one counts.
+        """
+        if self._is_inside:
+            before, self._phase = self._phase, phase
+            yield
+            self._phase = before
+            return
+        with self._changed:
+            self._section += 1
+            self._phase = phase
+            verdict = self._relevant_verdict()
+            self._is_inside = True
+        try:
+            if verdict is not None:
+                raise RankLostError(self._describe(verdict))
+            yield
+        except (Exception, KeyboardInterrupt) as error:
+            if is_raised_on_all(error):
+                raise
+            raise_from = self._find_cause(error)
+            if raise_from is None:
+                raise
+            raise raise_from from error
+        finally:
+            with self._changed:
+                self._is_inside = False
+                self._deadline = None
+
+    def _find_cause(self, error: BaseException) -> RankLostError | None:
+        """The loss behind `error`; where there is none, `error` is this rank's own and the others
+        are told.
+        """
+        verdict = None
+        if _looks_like_a_lost_peer(error):  # any other error is this rank's own, and says more
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._relevant_verdict() is not None, _VERDICT_WAIT_S
+                )
+                verdict = self._relevant_verdict()
+        if verdict is not None:
+            return RankLostError(self._describe(verdict))
+        text = f"failed in {self._phase}: {type(error).__name__}: {str(error).strip()[:500]}"
+        self._tell(Verdict(self._rank, text, self._section))
+        return None
+
+    def _relevant_verdict(self) -> Verdict | None:
+        verdict = self._verdict
+        is_relevant = verdict is not None and verdict.section in (None, self._section)
+        return verdict if is_relevant and verdict.rank != self._rank else None  # type: ignore[union-attr]
+
+    def _describe(self, verdict: Verdict) -> str:
+        return (
+            f"rank {verdict.rank} {verdict.text}; rank {self._rank} was in {self._phase} and cannot go on "
+            "without it. Restart from the last checkpoint (torchrun --max-restarts does)"
+        )
+
+    @property
+    def is_left(self) -> bool:
+        """Whether another rank has told that it leaves."""
+        return self._verdict is not None and self._verdict.is_orderly
+
+    def close(self) -> None:
+        """Tell the others that this rank leaves, and end."""
+        self._tell(Verdict(self._rank, _ENGINE_DESTROYED, is_orderly=True))
+        self._is_closing = True
+        if threading.current_thread() is not self._thread:  # which may collect garbage, too
+            self._thread.join(4 * _TICK_S)
+
+    def close_connections(self) -> None:
+        """Close without a word; in a forked child, which would hide the end of this process."""
+        self._selector.close()
+        for peer in self._peers.values():
+            peer.connection.close()
+
+    # The thread.
+
+    def _serve(self) -> None:
+        try:
+            self._serve_until_closing()
+        finally:
+            self.close_connections()
+
+    def _serve_until_closing(self) -> None:
+        last_tick = time.monotonic()
+        while not self._is_closing:
+            for key, _ in self._selector.select(_TICK_S):
+                self._receive(key.data)
+            now = time.monotonic()
+            self._forgive(now - last_tick, now)
+            last_tick = now
+            for peer in list(self._peers.values()):
+                if now - peer.last_seen > self._silence_s:
+                    place = self._places[peer.rank] or "host"
+                    self._drop(
+                        peer,
+                        f"is silent for {self._silence_s:.0f} s ({place} cut off, or process stopped)",
+                    )
+                elif now - peer.last_told > self._silence_s / 4:
+                    peer.last_told = now
+                    self._send(peer, _ALIVE, self._rank, 0, "")
+            self._end_if_stuck(now)
+
+    def _forgive(self, seconds: float, now: float) -> None:
+        """A pause of this very process (a job that was suspended and continued) is no silence of
+        the others.
+        """
+        if seconds > max(2 * _TICK_S, self._silence_s / 4):
+            for peer in self._peers.values():
+                peer.last_seen = min(now, peer.last_seen + seconds)
+
+    def _receive(self, peer: _Peer) -> None:
+        try:
+            data = peer.connection.recv(65536)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            place = self._places[peer.rank]
+            self._drop(peer, "is gone: its process ended" + (f" on {place}" if place else ""))
+            return
+        peer.last_seen = time.monotonic()
+        peer.buffer += data
+        for kind, rank, section, text in peer.take_records():
+            if kind == _LEFT and rank == peer.rank:
+                self._drop(peer, text, is_orderly=True)
+            elif kind != _ALIVE:
+                section_told = section if kind == _FAILED else None
+                self._hear(Verdict(rank, text, section_told, is_orderly=kind == _LEFT))
+
+    def _drop(self, peer: _Peer, text: str, *, is_orderly: bool = False) -> None:
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+        del self._peers[peer.rank]
+        self._hear(Verdict(peer.rank, text, is_orderly=is_orderly))
+
+    def _hear(self, verdict: Verdict) -> None:
+        """Keep the first loss (others follow from it), and tell the others if this is rank 0.
+
+        A rank that failed and then ended is lost for all sections that follow, with its failure as
+        the reason.
+        """
+        # First: once its main thread knows, this process may end, and be taken for the lost one.
+        if self._rank == 0:
+            self._tell(verdict)
+        with self._changed:
+            current = self._relevant_verdict()
+            follows = (
+                current is not None and current.section is not None and current.rank == verdict.rank
+            )
+            if current is None or follows:
+                self._verdict = (
+                    Verdict(current.rank, current.text) if current is not None else verdict
+                )
+                if self._is_inside and self._relevant_verdict() is not None:
+                    self._deadline = time.monotonic() + self._grace_s
+                    # The others may be about to end, or to raise the same: said where they do not.
+                    if verdict.kind == _LOST:
+                        logger.error("%s", self._describe(verdict))
+            self._changed.notify_all()
+
+    def _tell(self, verdict: Verdict) -> None:
+        for peer in list(self._peers.values()):
+            if peer.rank != verdict.rank:
+                self._send(peer, verdict.kind, verdict.rank, verdict.section or 0, verdict.text)
+
+    @staticmethod
+    def _send(peer: _Peer, kind: int, rank: int, section: int, text: str) -> None:
+        body = text.encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
+        with contextlib.suppress(OSError), peer.lock:  # a broken connection shows up in select
+            peer.connection.sendall(_RECORD.pack(kind, rank, section, len(body)) + body)
+
+    def _end_if_stuck(self, now: float) -> None:
+        with self._changed:
+            deadline = self._deadline
+            is_stuck = deadline is not None and self._is_inside and now > deadline
+            verdict = self._verdict
+        if is_stuck and verdict is not None:
+            print(
+                f"ds_hydra: {self._describe(verdict)}; ending rank {self._rank}",
+                file=sys.stderr,
+                flush=True,
+            )
+            os._exit(EXIT_CODE)
+
+    # Setting up.
+
+    def _connect(
+        self, num_ranks: int, exchange_text: Callable[[str], str]
+    ) -> list[tuple[int, socket.socket]]:
+        if self._rank != 0:
+            host, port, token = exchange_text("").split(" ")
+            connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
+            connection.sendall(bytes.fromhex(token) + struct.pack("!i", self._rank))
+            return [(0, _prepared(connection))]
+        host = os.environ.get("MASTER_ADDR") or "127.0.0.1"
+        with _listen(host, num_ranks) as server:
+            token = secrets.token_bytes(_TOKEN_BYTES)
+            exchange_text(f"{host} {server.getsockname()[1]} {token.hex()}")
+            return _accept(server, num_ranks, token)
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One connection and what is known about its other end."""
+
+    rank: int
+    connection: socket.socket
+    last_seen: float = 0.0
+    last_told: float = 0.0
+    buffer: bytes = b""
+    lock: threading.Lock = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        self.last_seen = time.monotonic()
+        self.lock = threading.Lock()
+
+    def take_records(self) -> Iterator[tuple[int, int, int, str]]:
+        """The complete records at the begin of the buffer, removed from it."""
+        while len(self.buffer) >= _RECORD.size:
+            kind, rank, section, size = _RECORD.unpack_from(self.buffer)
+            end = _RECORD.size + min(size, _MAX_TEXT_BYTES)
+            if len(self.buffer) < end:
+                return
+            text = self.buffer[_RECORD.size : end].decode("utf-8", "replace")
+            self.buffer = self.buffer[end:]
+            yield kind, rank, section, text
+
+
+def _listen(host: str, backlog: int) -> socket.socket:
+    """A listening socket on rank 0's address, on all addresses where the name is not one of this
+    machine.
+    """
+    try:
+        return socket.create_server((host, 0), backlog=backlog)
+    except OSError:
+        return socket.create_server(("", 0), backlog=backlog)
+
+
+def _accept(server: socket.socket, num_ranks: int, token: bytes) -> list[tuple[int, socket.socket]]:
+    accepted: dict[int, socket.socket] = {}
+    end = time.monotonic() + _CONNECT_TIMEOUT_S
+    while len(accepted) < num_ranks - 1:
+        server.settimeout(max(0.1, end - time.monotonic()))
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            missing = sorted(set(range(1, num_ranks)) - accepted.keys())
+            raise RankLostError(f"ranks {missing} did not reach rank 0's watchdog") from None
+        connection.settimeout(5.0)
+        try:
+            hello = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
+        except OSError:
+            hello = b""
+        if not secrets.compare_digest(hello[:_TOKEN_BYTES], token) or len(hello) < _TOKEN_BYTES + 4:
+            connection.close()  # not one of ours
+            continue
+        accepted[struct.unpack("!i", hello[_TOKEN_BYTES:])[0]] = _prepared(connection)
+    return sorted(accepted.items())
+
+
+def _prepared(connection: socket.socket) -> socket.socket:
+    connection.settimeout(5.0)  # of a send; reads come after select
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _looks_like_a_lost_peer(error: BaseException) -> bool:
+    """Whether an error comes from a collective; then it is worth waiting for the reason."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _COLLECTIVE_WORDS)
+
+
+_COLLECTIVE_WORDS = ("gloo", "NCCL", "onnection", "Broken pipe", "imed out", "ProcessGroup")
+
+
+def find_restart_problem(environment: Mapping[str, str]) -> str | None:
+    """Why a restart by this launcher would not come up, or None; looks at torchrun's variables
+    only.
+
+    torchrun's ranks meet in a store of its agent, which outlives them: a restarted rank finds the
+    address of one that is gone and waits for it (pytorch issue 135712, again so in torch 2.13).
+    """
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return (
+        f"torchrun --max-restarts {restarts} shares a store with the ranks in which restarted ones find the "
+        "addresses of lost ones and hang; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    )
+
+
+_watchdog: Watchdog | None = None
+_num_engines = 0
+_num_starts = 0
+
+
+def join_watchdog(faults: FaultsConfig, device: torch.device) -> None:
+    """Let the engine that is being made watch the other ranks, as the process' others do.
+
+    Collective over all ranks; the first thing that an engine exchanges. Raises RankLostError.
+    """
+    global _watchdog, _num_engines, _num_starts
+    _num_engines += 1
+    _num_starts += 1
+    if dist.get_world_size() == 1 or not faults.watchdog:
+        return
+    is_watched = _watchdog is not None and not _watchdog.is_left
+    try:
+        with watch("start") if is_watched else contextlib.nullcontext():
+            if gather_rows(torch.tensor([is_watched], dtype=torch.int64, device=device)).all():
+                return
+        _close()
+        _watchdog = _make(faults, device)
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, RankLostError):
+            raise
+        raise RankLostError(_describe_missing(error)) from error
+
+
+def leave_watchdog() -> None:
+    """An engine ends; with the last one the watchdog does. Not collective."""
+    global _num_engines
+    _num_engines -= 1
+    if _num_engines == 0:
+        _close()
+
+
+def watch(phase: str) -> contextlib.AbstractContextManager[None]:
+    """`Watchdog.section` of this process' watchdog, if it has one."""
+    return contextlib.nullcontext() if _watchdog is None else _watchdog.section(phase)
+
+
+def _make(faults: FaultsConfig, device: torch.device) -> Watchdog:
+    hosts, num_ranks = find_hosts(device), dist.get_world_size()
+    return Watchdog(
+        dist.get_rank(),
+        num_ranks,
+        lambda text: broadcast_text([text], 0, device)[0],
+        places=[hosts.describe_place(rank) for rank in range(num_ranks)],
+        silence_s=faults.silence_s,
+        grace_s=faults.grace_s,
+    )
+
+
+def _describe_missing(error: Exception) -> str:
+    """Which ranks no longer answer in the store, when a collective before the first connection
+    broke.
+    """
+    rank, missing = dist.get_rank(), set(range(dist.get_world_size()))
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"ds_hydra/alive/{_num_starts}/{rank}", "1")
+        end = time.monotonic() + _VERDICT_WAIT_S
+        while missing and time.monotonic() < end:
+            missing = {r for r in missing if not store.check([f"ds_hydra/alive/{_num_starts}/{r}"])}
+            time.sleep(_TICK_S)
+        ranks = ", ".join(map(str, sorted(missing))) or "unknown"
+    except RuntimeError:  # it lives in rank 0's process, unless the launcher keeps it
+        ranks = "0"
+    return (
+        f"rank {ranks} is gone before the engine started ({str(error).strip()[:200]}); rank {rank} cannot go on "
+        "without it. Restart"
+    )
+
+
+@atexit.register
+def _close() -> None:
+    global _watchdog
+    watchdog, _watchdog = _watchdog, None
+    if watchdog is not None:
+        watchdog.close()
+
+
+def _close_in_child() -> None:
+    global _watchdog
+    if _watchdog is not None:
+        _watchdog.close_connections()
+        _watchdog = None
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,1 @@
+"""What an iteration did: metrics, traces, stragglers, errors of predictions."""

@@ -1,0 +1,312 @@
+"""What an iteration did, for `metrics.jsonl` and DeepSpeed's monitors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.report.run_report import METRICS_FILE, METRICS_SCHEMA
+from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.simulator.timeline import Timeline
+from ds_hydra.strategy import Profile, Scheme
+from ds_hydra.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from ds_hydra.engine.model.stage_model import StageModel
+    from ds_hydra.engine.propagation import Outcome
+
+TRACE_FILE = "trace.jsonl"
+RUN_SCHEMA = "ds_hydra.run/1"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineMetrics:
+    """Predicted and measured forward + backward time of one pipeline; measured is its slowest
+    rank's.
+    """
+
+    scheme: Scheme
+    ranks: tuple[int, ...]
+    num_micro_batches: int
+    num_tokens: int
+    predicted_ms: float
+    measured_ms: float
+    prediction_error: float
+    """Measured over predicted, minus 1; 0.0 without sequences."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The metrics as a JSON object that begins with the parts of the scheme."""
+        fields = {name: getattr(self, name) for name in self.__slots__ if name != "scheme"}
+        return {**self.scheme.to_json(), **fields}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IterationMetrics:
+    """One line of `metrics.jsonl`, described field by field in docs/metrics.md. Times in
+    milliseconds.
+    """
+
+    iteration: int
+    loss: float
+    strategy: str
+    strategy_index: int
+    """Position among the candidates, -1 for a forced strategy."""
+    num_tokens: int
+    num_sequences: int
+    longest_tokens: int
+    iteration_ms: float
+    tokens_per_s: float
+    """Tokens of sequences only; nothing is padded."""
+    predicted_ms: float
+    measured_ms: float
+    """Forward + backward of the slowest pipeline."""
+    prediction_error: float
+    """measured over predicted, minus 1."""
+    imbalance: float
+    """Measured slowest over fastest pipeline, minus 1; pipelines without sequences are not
+    counted.
+    """
+    bubble: float
+    """Share of all ranks' time, until the slowest pipeline was done, outside of forwards and
+    backwards.
+    """
+    pack_occupancy: float
+    """Tokens over MaxLen of the rows; NaN where the run has no profile."""
+    lr: float
+    grad_norm: float
+    planning_ms: float
+    waited_ms: float
+    """Time this iteration waited for its plan."""
+    pull_ms: float
+    """Time the link spent pulling, on the slowest rank, hidden behind computation or not."""
+    push_ms: float
+    """Time the link spent pushing, on the rank that waited least for others."""
+    visible_pull_ms: float
+    """Part of it that computation waited for, on the rank that waited longest."""
+    visible_push_ms: float
+    """What was left to push when the last rank had computed its last gradient."""
+    step_ms: float
+    skipped_steps: int
+    """Iterations so far whose gradient was NaN or Inf and changed no weight."""
+    straggler: int | None
+    """The rank whose pipelines have been slower than predicted for some iterations, if there is
+    one.
+    """
+    pipelines: tuple[PipelineMetrics, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The metrics as a JSON object; what is not a number is null there."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        fields = {
+            k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()
+        }
+        return {
+            "schema": METRICS_SCHEMA,
+            **fields,
+            "pipelines": [p.to_json() for p in self.pipelines],
+        }
+
+    def monitor_events(self, num_samples: int) -> list[tuple[str, float, int]]:
+        """What DeepSpeed's monitors (TensorBoard, W&B, CSV) get, at `num_samples` samples."""
+        values = {
+            "train_loss": self.loss,
+            "tokens_per_s": self.tokens_per_s,
+            "imbalance": self.imbalance,
+            "bubble": self.bubble,
+            "plan_wait_ms": self.waited_ms,
+            "link_ms": self.visible_pull_ms + self.visible_push_ms,
+            "prediction_error": self.prediction_error,
+            "pack_occupancy": self.pack_occupancy,
+            "strategy": self.strategy_index,
+        }
+        return [
+            (f"Train/Samples/{name}", value, num_samples)
+            for name, value in values.items()
+            if isfinite(value)
+        ]
+
+
+def measure_iteration(
+    plan: IterationPlan,
+    outcomes: Sequence[Outcome],
+    *,
+    iteration_ms: float,
+    find_straggler: Callable[[Sequence[PipelineMetrics]], int | None],
+    **given: Any,
+) -> IterationMetrics:
+    """Metrics of `plan` out of what each rank measured; `given` are the fields that the engine
+    knows itself.
+    """
+    pipelines = measure_pipelines(plan, [o.propagate_ms for o in outcomes])
+    measured_ms = max((p.measured_ms for p in pipelines), default=0.0)
+    available_ms = measured_ms * len(outcomes)
+    return IterationMetrics(
+        iteration=plan.iteration,
+        strategy=str(plan.strategy),
+        num_tokens=plan.num_tokens,
+        num_sequences=len(plan.lengths),
+        longest_tokens=max(plan.lengths),
+        iteration_ms=iteration_ms,
+        tokens_per_s=plan.num_tokens / iteration_ms * 1e3,
+        predicted_ms=plan.makespan_ms,
+        measured_ms=measured_ms,
+        prediction_error=measured_ms / plan.makespan_ms - 1 if plan.makespan_ms > 0 else nan,
+        imbalance=measured_imbalance(pipelines),
+        bubble=1 - sum(o.busy_ms for o in outcomes) / available_ms if available_ms > 0 else 0.0,
+        pull_ms=max(o.pull_ms for o in outcomes),
+        push_ms=min(o.push_ms for o in outcomes),
+        visible_pull_ms=max(o.visible_pull_ms for o in outcomes),
+        visible_push_ms=min(o.visible_push_ms for o in outcomes),
+        straggler=find_straggler(pipelines),
+        pipelines=pipelines,
+        **given,
+    )
+
+
+def pack_occupancy(plan: IterationPlan, profile: Profile) -> float:
+    """Tokens of `plan` over the tokens that its rows could hold; NaN for a scheme without a memory
+    model.
+    """
+    capacity = 0
+    for pipeline in plan.pipelines:
+        if not profile.memory.knows(pipeline.scheme):
+            return nan
+        row = profile.max_len_tokens(pipeline.scheme, plan.num_devices)
+        capacity += max(0, row) * len(pipeline.micro_batches)
+    return plan.num_tokens / capacity if capacity else nan
+
+
+def describe_run(
+    config: HydraConfig, stage_model: StageModel, num_ranks: int, device: torch.device
+) -> dict[str, Any]:
+    """What `run.json` says of a run as a whole."""
+    return {
+        "schema": RUN_SCHEMA,
+        "version": __version__,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "num_ranks": num_ranks,
+        "device": device.type,
+        "model": {
+            "type": stage_model.config.model_type,
+            "num_layers": stage_model.num_layers,
+            "hidden_size": stage_model.hidden_size,
+            "vocab_size": stage_model.vocab_size,
+            "num_parameters": sum(spec.numel for spec in stage_model.specs),
+        },
+        "hydra": config.model_dump(mode="json"),
+    }
+
+
+def measure_pipelines(
+    plan: IterationPlan, propagate_ms: Sequence[float]
+) -> tuple[PipelineMetrics, ...]:
+    """Pipelines of `plan` with the slowest of their ranks' times; `propagate_ms[rank]`."""
+    return tuple(
+        PipelineMetrics(
+            scheme=p.scheme,
+            ranks=p.ranks,
+            num_micro_batches=len(p.micro_batches),
+            num_tokens=sum(sum(plan.row_lengths(row)) for row in p.micro_batches),
+            predicted_ms=p.makespan_ms,
+            measured_ms=(
+                measured := max(propagate_ms[rank] for rank in p.ranks) if p.micro_batches else 0.0
+            ),
+            prediction_error=measured / p.makespan_ms - 1 if measured and p.makespan_ms else 0.0,
+        )
+        for p in plan.pipelines
+    )
+
+
+def measured_imbalance(pipelines: Sequence[PipelineMetrics]) -> float:
+    """Slowest over fastest busy pipeline, minus 1."""
+    times = [p.measured_ms for p in pipelines if p.num_micro_batches]
+    return max(times) / min(times) - 1 if times and min(times) > 0 else 0.0
+
+
+def _end_last_line(path: Path) -> None:
+    """End the half line that a killed run left, so that it stays the only one that is lost."""
+    if path.exists() and path.stat().st_size:
+        with path.open("rb+") as file:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+
+
+class RunLog:
+    """Writes `metrics.jsonl` and, if wanted, one JSON file per executed plan into a run folder; a
+    resumed run adds to what is there.
+    """
+
+    def __init__(self, run_dir: Path, *, save_plans: bool):
+        self.num_lost = 0
+        self._run_dir = run_dir
+        self._plans = run_dir / "plans" if save_plans else None
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if self._plans is not None:
+            self._plans.mkdir(exist_ok=True)
+        for name in (METRICS_FILE, TRACE_FILE):
+            _end_last_line(run_dir / name)
+        self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
+
+    def write(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
+        """Append one iteration. What cannot be written is lost with a warning: training matters
+        more.
+        """
+        with self._forgiving(plan.iteration):
+            self._file.write(json.dumps(metrics.to_json()) + "\n")
+            self._file.flush()
+            if self._plans is not None:
+                path = self._plans / f"iteration_{plan.iteration:06d}.json"
+                path.write_text(json.dumps(plan.to_json()), encoding="utf-8")
+
+    def write_trace(self, timeline: Timeline, peak_bytes: Sequence[int]) -> None:
+        """Append the times of all stages, and the most memory each rank has used, to `trace.jsonl`;
+        may be lost too.
+        """
+        document = {**timeline.to_json(), "peak_bytes": list(peak_bytes)}
+        with (
+            self._forgiving(timeline.iteration),
+            (self._run_dir / TRACE_FILE).open("a", encoding="utf-8") as file,
+        ):
+            file.write(json.dumps(document) + "\n")
+
+    @contextlib.contextmanager
+    def _forgiving(self, iteration: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.num_lost += 1
+            if self.num_lost == 1:
+                logger.warning(
+                    "metrics of iteration %d are lost (and maybe later ones): %s", iteration, error
+                )
+
+    def write_run(self, document: Mapping[str, Any]) -> None:
+        """Say what this run is in `run.json`; a resumed run says it again."""
+        (self._run_dir / "run.json").write_text(
+            json.dumps(document, indent=1) + "\n", encoding="utf-8"
+        )
+
+    def write_profile(self, document: Mapping[str, Any]) -> None:
+        """Keep the profile of this run; `hydra.profile` can name the file in the next run."""
+        (self._run_dir / "profile.json").write_text(
+            json.dumps(document, indent=1), encoding="utf-8"
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        with contextlib.suppress(OSError):  # what a full disk did not take
+            self._file.close()

@@ -1,0 +1,193 @@
+"""When each stage did what in one iteration: recorded at the cost of a clock reading, gathered on
+request.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from ds_hydra.engine.ranks.agreement import gather_rows
+from ds_hydra.engine.ranks.host_memory import forget_peak, process_bytes
+from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
+
+_KINDS = tuple(EventKind)
+_TRACES_PER_OCTAVE = 100
+"""Traces before the distance between them doubles, so that a file grows with the logarithm of a
+run.
+"""
+
+
+class Recorder:
+    """Spans of this rank since `begin()`. Nothing here communicates or waits for the device.
+
+    On an accelerator a span ends where the current stream reaches it: two events per span, read
+    only after the device was synchronised for another reason.
+    """
+
+    def __init__(self) -> None:
+        self._on_device = not get_accelerator().is_synchronized_device()
+        self._spans: list[tuple[EventKind, int, Any, Any]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget everything; now is time 0. The device must be idle."""
+        self._spans.clear()
+        self._zero = self._mark()
+        self.zero_s = time.perf_counter()
+
+    @contextmanager
+    def span(self, kind: EventKind, micro_batch: int = -1) -> Iterator[None]:
+        """Record what happens inside; a block that raises is not recorded."""
+        start = self._mark()
+        yield
+        self._spans.append((kind, micro_batch, start, self._mark()))
+
+    def add(self, kind: EventKind, start: Any, end: Any) -> None:
+        """Record a span between two marks taken elsewhere: `perf_counter()` on a CPU, events on an
+        accelerator.
+        """
+        self._spans.append((kind, -1, start, end))
+
+    def read(self) -> list[tuple[EventKind, int, float, float]]:
+        """(kind, micro-batch, start, end) in ms since `begin()`; the device must have reached all
+        of it.
+        """
+        return [
+            (kind, row, self._ms(start), self._ms(end)) for kind, row, start, end in self._spans
+        ]
+
+    @property
+    def busy_ms(self) -> float:
+        """Time in forwards and backwards."""
+        passes = (EventKind.FORWARD, EventKind.BACKWARD)
+        return sum(end - start for kind, _, start, end in self.read() if kind in passes)
+
+    def _mark(self) -> Any:
+        if not self._on_device:
+            return time.perf_counter()
+        event = get_accelerator().Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _ms(self, mark: Any) -> float:
+        return (
+            float(self._zero.elapsed_time(mark)) if self._on_device else (mark - self._zero) * 1e3
+        )
+
+
+class TraceChoice:
+    """Which iterations are traced: every n-th one, later fewer, and any that is slower than all
+    before.
+
+    A pure function of what it was asked, so ranks that ask the same agree without talking.
+    """
+
+    def __init__(self, every: int):
+        self._every = every
+        self._slowest = 0.0
+        self._num_asked = 0
+
+    def wants(self, iteration: int, slowdown: float) -> bool:
+        """Whether to trace `iteration`, which took `slowdown` times what was predicted."""
+        if not self._every:
+            return False
+        self._num_asked += 1
+        octave = max(0, (iteration // (_TRACES_PER_OCTAVE * self._every)).bit_length() - 1)
+        is_slowest = slowdown > self._slowest
+        if self._num_asked > 1:  # a first iteration warms everything up and would beat all others
+            self._slowest = max(self._slowest, slowdown)
+        return iteration % (self._every << octave) == 0 or is_slowest
+
+
+def gather_timeline(recorder: Recorder, plan: IterationPlan, device: torch.device) -> Timeline:
+    """What all stages did, on every rank; a stage is represented by its first rank.
+
+    Collective over all ranks. Clocks: ranks of one host share one, and hosts are aligned where
+    their first rank began, which all do when the check of the plan's digest lets them go.
+    """
+    get_accelerator().synchronize()
+    spans = recorder.read()
+    host = float(zlib.crc32(socket.gethostname().encode()))
+    mine = torch.tensor(
+        [len(spans), host, recorder.zero_s * 1e3], dtype=torch.float64, device=device
+    )
+    counts, hosts, zeros_ms = gather_rows(mine).T.tolist()
+    table = torch.zeros(int(max(counts)), 4, dtype=torch.float64)
+    for row, (kind, micro_batch, start_ms, end_ms) in enumerate(spans):
+        table[row] = torch.tensor(
+            [_KINDS.index(kind), micro_batch, start_ms, end_ms], dtype=torch.float64
+        )
+    tables = gather_rows(table.flatten().to(device)).view(len(counts), -1, 4).cpu()
+    first = {host: min(z for h, z in zip(hosts, zeros_ms) if h == host) for host in set(hosts)}
+    offsets_ms = [zero - first[host] for host, zero in zip(hosts, zeros_ms)]
+    events = [
+        event
+        for rank, pipeline, stage in _representatives(plan)
+        for event in _events(tables[rank, : int(counts[rank])], pipeline, stage, offsets_ms[rank])
+    ]
+    return Timeline(
+        iteration=plan.iteration,
+        source="measured",
+        strategy=str(plan.strategy),
+        num_devices=plan.num_devices,
+        pipelines=tuple(
+            Track(scheme=p.scheme, ranks=p.ranks, num_micro_batches=len(p.micro_batches))
+            for p in plan.pipelines
+        ),
+        events=tuple(events),
+        duration_ms=max((event.end_ms for event in events), default=0.0),
+    )
+
+
+def _representatives(plan: IterationPlan) -> Iterator[tuple[int, int, int]]:
+    """(rank, pipeline, stage) of the first rank of each stage, and of the first rank that idles."""
+    for index, pipeline in enumerate(plan.pipelines):
+        for stage in range(pipeline.scheme.pp):
+            yield pipeline.ranks[stage * pipeline.scheme.ranks_per_stage], index, stage
+    if plan.strategy.num_devices < plan.num_devices:
+        yield plan.strategy.num_devices, -1, 0
+
+
+def _events(table: Tensor, pipeline: int, stage: int, offset_ms: float) -> Iterator[Event]:
+    rows: Sequence[Sequence[float]] = table.tolist()
+    for kind, micro_batch, start_ms, end_ms in rows:
+        yield Event(
+            pipeline=pipeline,
+            stage=stage,
+            kind=_KINDS[int(kind)],
+            micro_batch=int(micro_batch),
+            start_ms=round(start_ms + offset_ms, 3),
+            end_ms=round(end_ms + offset_ms, 3),
+        )
+
+
+class MemoryWatch:
+    """The most memory that this rank has used since the engine was started.
+
+    On a CPU: pages of the process above what it held at the start. On an accelerator: what was
+    allocated.
+    """
+
+    def __init__(self) -> None:
+        self._on_device = not get_accelerator().is_synchronized_device()
+        self._before = 0
+        # An accelerator is not touched before DeepSpeed has chosen the device
+        if not self._on_device:
+            forget_peak()
+            self._before = process_bytes("VmRSS")
+
+    def peak_bytes(self) -> int:
+        """Bytes; 0 where the system does not say."""
+        if self._on_device:
+            return int(get_accelerator().max_memory_allocated())
+        return max(0, process_bytes("VmHWM") - self._before)

@@ -1,0 +1,1 @@
+"""Slices in and gradients out, beside the computation of an iteration."""

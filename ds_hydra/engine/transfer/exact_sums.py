@@ -1,0 +1,117 @@
+"""Sums of gradients whose bits do not depend on the order of the addends.
+
+[Note: Sums without an order]
+Ranks add to a node's sums when they have a gradient, so that none waits for another's computation.
+Sums in floating point would then depend on who came first. These are sums of integers: for every
+row of a parameter all numbers are counted in a unit that follows from the largest addend of the
+row, and what is below the unit is cut off. To be independent of the order this has to hold also
+where the largest addend comes last. Therefore units lie on a fixed grid, powers of 2^`width`, and
+each addend is cut into digits on that grid; `high` is the sum of the digits at the place `top`,
+the highest that any addend of the row reaches, and `low` that of the next place. An addend that
+reaches higher moves `high` to `low`, or drops both: those digits had been added at the same places
+if it had come first. What is lost is below 2^-width of the row's largest addend, in each addend.
+
+Both sums are int32, so `width` leaves room for the number of addends, which a plan tells:
+23 (the precision of fp32) for up to 255 of them, one less each time that they double.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_WIDTH = 23
+MIN_WIDTH = 12
+
+_NOT_FINITE = 1 << 20
+_EXPONENT_BITS = 23
+_LOWEST_EXPONENT = 126
+
+
+def digit_width(num_addends: int) -> int:
+    """Bits of a digit where an element has up to `num_addends` addends.
+
+    >>> digit_width(4), digit_width(255), digit_width(1000)
+    (23, 23, 21)
+    """
+    width = min(MAX_WIDTH, 31 - num_addends.bit_length())
+    if width < MIN_WIDTH:
+        raise ValueError(f"{num_addends} addends leave {width} bits, wanted {MIN_WIDTH} or more")
+    return width
+
+
+class Adder:
+    """Adds to sums on the CPU, piece by piece in memory of its own; not for several threads."""
+
+    def __init__(self, piece_numel: int):
+        self._scaled = torch.empty(piece_numel, dtype=torch.float32)
+        self._digits = torch.empty(piece_numel, dtype=torch.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self._scaled.nbytes + self._digits.nbytes
+
+    def add(
+        self,
+        high: Tensor,
+        low: Tensor,
+        top: Tensor,
+        addend: Tensor,
+        begin_col: int,
+        width: int,
+    ) -> None:
+        """Add `addend` [m, c] to columns from `begin_col` on of sums: `high`, `low` [m, n], `top`
+        [m, 1].
+
+        Sums are int32, and zero before the first addend. At most `piece_numel` elements.
+        """
+        scaled = self._scaled[: addend.numel()].view_as(addend)
+        digits = self._digits[: addend.numel()].view_as(addend)
+        scaled.copy_(addend)
+        reached = _place_of(scaled.abs_().amax(1, keepdim=True), width)
+        if not bool((reached <= top).all()):
+            if bool(top.any()):
+                _make_room(high, low, top, reached)
+            torch.maximum(top, reached, out=top)
+        cols = slice(begin_col, begin_col + addend.shape[1])
+        scaled.copy_(addend).mul_(_power_of_two(-_exponent(top, width)))
+        digits.copy_(scaled)  # cuts towards zero
+        high[:, cols].add_(digits)
+        digits.copy_(scaled.frac_().mul_(2.0**width))
+        low[:, cols].add_(digits)
+
+
+def value_of(high: Tensor, low: Tensor, top: Tensor, width: int) -> Tensor:
+    """[m, n] fp32 values of sums; NaN in rows to which something was added that was not finite."""
+    whole = high.to(torch.int64).bitwise_left_shift_(width).add_(low)
+    unit = (_exponent(top, width) - width + 1023).to(torch.int64).bitwise_left_shift_(52)
+    return (
+        whole.double()
+        .mul_(unit.view(torch.float64))
+        .float()
+        .masked_fill_(top == _NOT_FINITE, torch.nan)
+    )
+
+
+def _place_of(peak: Tensor, width: int) -> Tensor:
+    """The highest place of a digit that is not zero in numbers up to `peak`; 1 is the lowest."""
+    exponent = peak.view(torch.int32).bitwise_right_shift(_EXPONENT_BITS)
+    place = torch.div(exponent - 127, width, rounding_mode="floor") + _LOWEST_EXPONENT // width
+    return place.clamp_(min=1).masked_fill_(exponent == 255, _NOT_FINITE)
+
+
+def _exponent(top: Tensor, width: int) -> Tensor:
+    """The exponent of the unit of `high`; that of `low` is `width` less, and of a normal number."""
+    return (top.clamp(1, 2 * _LOWEST_EXPONENT // width) - _LOWEST_EXPONENT // width) * width
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    return (exponent + 127).bitwise_left_shift_(_EXPONENT_BITS).view(torch.float32)
+
+
+def _make_room(high: Tensor, low: Tensor, top: Tensor, reached: Tensor) -> None:
+    """Where `reached` is above `top`, move the sums as many places down."""
+    rows = (reached > top).flatten().nonzero().flatten()
+    low[rows] = high[rows] * (reached[rows] == top[rows] + 1)
+    high[rows] = 0

@@ -1,0 +1,290 @@
+"""What propagation holds of the model in one iteration: pulled slices and their fp32 gradients, in
+reused memory.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, SliceRef
+
+if TYPE_CHECKING:
+    from ds_hydra.engine.transfer.streaming import HomeSlices
+
+ALIGNMENT = 64
+"""Slices begin at multiples of this many elements, as fast matrix kernels want them."""
+
+BucketKey = tuple[str, int]
+"""(kind, index of the bucket)."""
+
+
+class SlicePool:
+    """Flat tensors that outlive the iteration, one per bucket and kind ("slices", "grads"), or per
+    slot ("window").
+
+    On the CPU a tensor stays as large as the largest bucket it ever held, because touching memory
+    for the first time is what costs there. Elsewhere (`exact`) it is always as large as the current
+    strategy needs: device memory belongs to activations, and the caching allocator makes a change
+    of size cheap.
+    """
+
+    def __init__(self, device: torch.device, *, exact: bool | None = None):
+        self._device = device
+        self._exact = device.type != "cpu" if exact is None else exact
+        self._held: dict[BucketKey, Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(tensor.nbytes for tensor in self._held.values())
+
+    def addresses(self) -> set[int]:
+        """Where the storages held begin."""
+        return {tensor.untyped_storage().data_ptr() for tensor in self._held.values()}
+
+    def resize(
+        self, numels: dict[BucketKey, int], dtypes: dict[str, torch.dtype]
+    ) -> dict[BucketKey, Tensor]:
+        """A flat tensor [numel] for each key; content survives where the size does, and is unknown
+        elsewhere.
+
+        `dtypes` names the kinds that the keys belong to. Without keys everything stays for whoever
+        comes next.
+        """
+        if self._exact and numels:
+            for key in [
+                k for k in self._held if k[0] in dtypes and self._held[k].numel() != numels.get(k)
+            ]:
+                del self._held[key]  # before anything new is allocated
+        taken = {}
+        for key, numel in numels.items():
+            held = self._held.get(key)
+            if held is None or held.numel() < numel:
+                self._held.pop(key, None)
+                del held
+                held = self._held[key] = torch.empty(
+                    numel, dtype=dtypes[key[0]], device=self._device
+                )
+            taken[key] = held[:numel]
+        return taken
+
+
+def _padded_numel(spec: ParamSpec, ref: SliceRef) -> int:
+    """Elements that a slice takes in its bucket's flat tensor (a FIRST_RANK slice has its full
+    shape everywhere).
+    """
+    return -(-prod(spec.slice_shape(ref.region)) // ALIGNMENT) * ALIGNMENT
+
+
+def slice_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
+    """Elements of the flat tensor that holds the slices of `bucket`."""
+    return sum(_padded_numel(specs[ref.param], ref) for ref in bucket)
+
+
+def window_numels(
+    specs: Sequence[ParamSpec], buckets: RankBuckets, slot_of: Mapping[int, int]
+) -> dict[int, int]:
+    """Elements of each slot, in which the buckets that share it take turns."""
+    numels: dict[int, int] = {}
+    for bucket, slot in slot_of.items():
+        numels[slot] = max(numels.get(slot, 0), slice_numel(specs, buckets[bucket]))
+    return numels
+
+
+def held_numel(specs: Sequence[ParamSpec], buckets: RankBuckets, slot_of: Mapping[int, int]) -> int:
+    """Elements of all slices that a rank holds at once: buckets of its own, and the slots that the
+    others share.
+    """
+    own = sum(
+        slice_numel(specs, bucket) for index, bucket in enumerate(buckets) if index not in slot_of
+    )
+    return own + sum(window_numels(specs, buckets, slot_of).values())
+
+
+def gradient_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
+    """Elements of the flat tensor that holds the gradients of `bucket`."""
+    return sum(
+        _padded_numel(specs[ref.param], ref) for ref in bucket if specs[ref.param].requires_grad
+    )
+
+
+class Slices:
+    """The slices of this rank's stage for one iteration, and their fp32 gradients if
+    `with_gradients`.
+
+    The tensors are views into `pool`: making new Slices of a pool ends the life of the old ones'
+    content. Gradients are complete after `on_gradient` or `zero_missing`. Buckets in `slot_of` take
+    turns in the memory of their slot: `prepare`, then what is pulled, until another bucket takes
+    the slot. Autograd may save such slices: what it saved reads the slot when backward runs, by
+    when the bucket is there again. `on_gradient(bucket)`, if set, is called in backward when all
+    gradients of a bucket have been accumulated in the micro-batch announced by
+    `expect_last_backward`. With a `home`, slices in one piece are views of it, and only the others
+    have memory here; gradients of what streams are added there after every row.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        buckets: RankBuckets,
+        pool: SlicePool,
+        dtype: torch.dtype,
+        *,
+        with_gradients: bool = True,
+        slot_of: Mapping[int, int] | None = None,
+        home: HomeSlices | None = None,
+    ):
+        self.home = home
+        self.leaves: dict[int, nn.Parameter] = {}
+        self.bucket_S: list[list[Tensor]] = []
+        self.grad_bucket_S: list[list[Tensor]] = []
+        self.on_gradient: Callable[[int], None] | None = None
+        self._missing: list[set[int]] = []
+        self._untouched: list[dict[int, Tensor]] = []
+        self._is_last_backward = False
+        self._not_pulled: list[list[Tensor]] = []
+        slot_of = slot_of or {}
+        owned = buckets if home is None else home.copied
+        self._row_by_row = home.streams.buckets if home is not None else frozenset()
+        kept = [r for r in range(len(buckets)) if r not in slot_of]
+        numels = {("slices", r): slice_numel(specs, owned[r]) for r in kept}
+        numels |= {("window", slot): n for slot, n in window_numels(specs, owned, slot_of).items()}
+        dtypes = {"slices": dtype, "window": dtype}
+        if with_gradients:
+            numels |= {
+                ("grads", r): gradient_numel(specs, bucket)
+                for r, bucket in enumerate(buckets)
+                if r not in self._row_by_row
+            }
+            dtypes["grads"] = torch.float32
+        flat = pool.resize(numels, dtypes)
+        for index, bucket in enumerate(buckets):
+            shares = index in slot_of
+            key = ("window", slot_of[index]) if shares else ("slices", index)
+            self._add_bucket(
+                specs, bucket, flat[key], flat.get(("grads", index)), shares_memory=shares
+            )
+            if not shares:
+                self.prepare(index)
+
+    def prepare(self, index: int) -> None:
+        """Set to zero what nothing is pulled into; call when a bucket takes its slot."""
+        for flat in self._not_pulled[index]:
+            flat.zero_()
+
+    def expect_last_backward(self) -> None:
+        """From now on, report buckets whose gradients are complete; call before the last
+        micro-batch's backward.
+        """
+        self._is_last_backward = True
+        for index, missing in enumerate(self._missing):
+            if not missing:
+                self._report(index)
+
+    def zero_missing(self, index: int) -> None:
+        """Set to zero what no micro-batch has given a gradient in this bucket."""
+        for grad in self._untouched[index].values():
+            grad.zero_()
+        self._untouched[index].clear()
+
+    def _add_bucket(
+        self,
+        specs: Sequence[ParamSpec],
+        bucket: Bucket,
+        slices_flat: Tensor,
+        grads_flat: Tensor | None,
+        *,
+        shares_memory: bool,
+    ) -> None:
+        flats, grads = [], []
+        self._not_pulled.append([])
+        self._missing.append(set())
+        self._untouched.append({})
+        adds_rows = len(self._missing) - 1 in self._row_by_row
+        for ref in bucket:
+            spec = specs[ref.param]
+            shape = spec.slice_shape(ref.region)
+            numel, padded = prod(shape), _padded_numel(spec, ref)
+            if self.home is not None and ref.param not in self.home.streams.copied:
+                flat = self.home.views.get(ref.param)
+                flat = slices_flat.new_zeros(numel) if flat is None else flat
+            else:
+                flat, slices_flat = slices_flat[:numel], slices_flat[padded:]
+                flats.append(flat)
+            if not ref.region.numel:
+                self._not_pulled[-1].append(flat)
+            # By way of `data`, so that the next bucket in the slot is no modification of what
+            # autograd has saved.
+            leaf = nn.Parameter(
+                (flat.data if shares_memory else flat).view(shape), spec.requires_grad
+            )
+            self.leaves[ref.param] = leaf
+            if adds_rows and leaf.requires_grad:
+                self._attach_home(leaf, ref.param)
+            if grads_flat is None or not leaf.requires_grad:
+                grads.append(flat.new_empty(0, dtype=torch.float32))
+                continue
+            grad, grads_flat = grads_flat[:numel], grads_flat[padded:]
+            self._attach_gradient(leaf, grad.view_as(leaf), len(self._missing) - 1, ref.param)
+            grads.append(grad)
+        self.bucket_S.append(flats)
+        self.grad_bucket_S.append(grads)
+
+    def has_gradient(self, index: int, param: int) -> bool:
+        """Whether any row has given `param`, of bucket `index`, a gradient that is kept here."""
+        spec_is_trained = self.leaves[param].requires_grad
+        return spec_is_trained and param not in self._untouched[index]
+
+    def _attach_home(self, leaf: nn.Parameter, param: int) -> None:
+        """Let the gradient of `leaf` be added to the sums of its home after every row."""
+        home = self.home
+        assert home is not None
+
+        def after_accumulate(leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            home.add(param, leaf.grad)
+            leaf.grad = None
+
+        leaf.register_post_accumulate_grad_hook(after_accumulate)
+
+    def _attach_gradient(
+        self, leaf: nn.Parameter, main_grad: Tensor, bucket: int, param: int
+    ) -> None:
+        """Let the gradient of `leaf` add up over micro-batches in the fp32 tensor `main_grad`.
+
+        The first one is copied, so that nobody has to set the memory to zero.
+        """
+        in_place = leaf.dtype == torch.float32
+        missing, untouched = self._missing[bucket], self._untouched[bucket]
+        missing.add(param)
+        untouched[param] = main_grad
+        # Torch hides from the garbage collector that a leaf refers to its hook
+        weak_self = weakref.ref(self)
+
+        def after_accumulate(leaf: Tensor) -> None:
+            slices = weak_self()
+            assert leaf.grad is not None
+            assert slices is not None
+            if param in untouched:
+                del untouched[param]
+                main_grad.copy_(leaf.grad)
+                leaf.grad = main_grad if in_place else None  # autograd adds in place
+            elif not in_place:
+                # A 16-bit sum over micro-batches would lose what small gradients contribute.
+                main_grad.add_(leaf.grad)
+                leaf.grad = None
+            if slices._is_last_backward and param in missing:
+                missing.remove(param)
+                if not missing:
+                    slices._report(bucket)
+
+        leaf.register_post_accumulate_grad_hook(after_accumulate)
+
+    def _report(self, bucket: int) -> None:
+        if self.on_gradient is not None:
+            self.on_gradient(bucket)

@@ -1,0 +1,146 @@
+"""Which buckets of a stage stream, and what of them has to be copied. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from ds_hydra.engine.parallel.one_f_one_b import Pass, one_forward_one_backward
+from ds_hydra.engine.ranks.hosts import Hosts
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.zero_link import ParamSpec, RankBuckets, Region
+
+STREAM_WINDOW = 2
+"""Slots in which copied slices of streamed layers take turns: of the layer that computes, and of
+the next one.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One arrival of a layer in its slot, before use `use`; the slot is free once use `after` is
+    over (-1: at once).
+    """
+
+    position: int
+    use: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """The layers of one stage whose copied slices take turns in slots: their buckets, and whether
+    backward reads them.
+
+    A layer's slot is its place among them modulo the window, so neighbours never share one.
+    Backward does not come to layers below the first trained parameter.
+    """
+
+    buckets: tuple[int, ...] = ()
+    has_backward: tuple[bool, ...] = ()
+
+    @property
+    def slot_of(self) -> dict[int, int]:
+        """The slot of each bucket."""
+        return {bucket: position % STREAM_WINDOW for position, bucket in enumerate(self.buckets)}
+
+    def uses(self, passes: Iterable[Pass]) -> list[int]:
+        """Positions of the layers in the order in which `passes` use them; one that is used twice
+        in a row counts once.
+
+        >>> window = Window(buckets=(1, 2, 3), has_backward=(True,) * 3)
+        >>> window.uses([Pass.FORWARD, Pass.BACKWARD])
+        [0, 1, 2, 1, 0]
+        """
+        forward = range(len(self.buckets))
+        backward = [position for position in reversed(forward) if self.has_backward[position]]
+        order = (p for pass_ in passes for p in (forward if pass_ is Pass.FORWARD else backward))
+        return [position for position, _ in groupby(order)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageStreams:
+    """What of a stage's buckets streams, and which slices have to be copied."""
+
+    buckets: frozenset[int] = frozenset()
+    """Whose gradients are added after every row."""
+    window: Window = field(default_factory=Window)
+    """Those among them, without the ones that share a parameter, with slices that are copied."""
+    copied: frozenset[int] = frozenset()
+    """Parameters that are copied: their slices are not in one piece."""
+
+
+def check_streams(schemes: Sequence[Scheme], device_type: str, hosts: Hosts) -> None:
+    """Raise HydraConfigError where the layers of `schemes`, which all have some, cannot stream."""
+    if not schemes:
+        return
+    if device_type != "cpu":
+        raise HydraConfigError(
+            f"scheme {schemes[0]}: streamed layers are read from memory that CPU ranks share; on {device_type} leave "
+            "stream out of hydra.strategies, and let ckpt, or more TP or PP, save the memory"
+        )
+    if len(hosts.names) > 1:
+        raise HydraConfigError(
+            f"scheme {schemes[0]}: layers stream within one host only, and the ranks are on {len(hosts.names)} hosts "
+            f"({', '.join(hosts.names[:4])}); leave stream out of hydra.strategies"
+        )
+
+
+def is_in_one_piece(spec: ParamSpec, region: Region) -> bool:
+    """Whether a slice is a contiguous part of its parameter, or empty."""
+    return not region.numel or region.num_cols == spec.num_cols or region.num_rows == 1
+
+
+def copied_params(specs: Sequence[ParamSpec], buckets: RankBuckets) -> frozenset[int]:
+    """Parameters whose slices among `buckets` are not in one piece."""
+    refs = (ref for bucket in buckets for ref in bucket)
+    return frozenset(r.param for r in refs if not is_in_one_piece(specs[r.param], r.region))
+
+
+def only_copied(buckets: RankBuckets, copied: frozenset[int]) -> RankBuckets:
+    """`buckets` with nothing but what is copied."""
+    return tuple(tuple(ref for ref in bucket if ref.param in copied) for bucket in buckets)
+
+
+def count_addends(strategy: Strategy, num_rows: Sequence[int]) -> int:
+    """At most how many addends an element gets where pipelines have `num_rows` rows.
+
+    Each rank of a stage adds after every row, or once; tied embeddings are in two stages.
+
+    >>> count_addends(Strategy.parse("1x<2,1> + 1x<1,1>"), [3, 4])
+    10
+    """
+    of_pipelines = zip(strategy.schemes, num_rows, strict=True)
+    return max(1, sum(s.ranks_per_stage * min(s.pp, 2) * rows for s, rows in of_pipelines))
+
+
+def stage_passes(
+    num_stages: int, stage: int, num_micro_batches: int, *, training: bool
+) -> list[Pass]:
+    """What a stage does in one iteration, in order."""
+    if not training:
+        return [Pass.FORWARD] * num_micro_batches
+    return [pass_ for pass_, _ in one_forward_one_backward(num_stages, stage, num_micro_batches)]
+
+
+def plan_loads(uses: Sequence[int]) -> list[Load]:
+    """Every arrival that `uses` need, in order, each as early as its slot allows.
+
+    Turning from forward to backward finds the last layers still in their slots, and back again the
+    first ones.
+
+    >>> [load.position for load in plan_loads([0, 1, 2, 1, 0])]
+    [0, 1, 2, 0]
+    """
+    content = [-1] * STREAM_WINDOW
+    last_use = [-1] * STREAM_WINDOW
+    loads = []
+    for use, position in enumerate(uses):
+        slot = position % STREAM_WINDOW
+        if content[slot] != position:
+            loads.append(Load(position, use, last_use[slot]))
+            content[slot] = position
+        last_use[slot] = use
+    return loads

@@ -1,0 +1,252 @@
+"""Layers that stream: weights are read from the node's home, gradients are added there.
+
+[Note: Streaming]
+Nothing here is posted by one rank for another. An iteration begins with every rank's own shards in
+the home and ends with the sums of its own shards; a barrier follows the first and comes before the
+second. In between each rank reads and adds when its own computation is there, so ranks may have
+any rows, or none.
+
+- A slice in one piece is a view of the home. One that is not (columns of a row-wise parameter
+  under TP) is copied, and the copies of streamed layers share `STREAM_WINDOW` slots: while one
+  layer computes, a thread copies the next one, forward and backward, in the order in which the
+  stage will use them (`plan_loads`).
+- The gradient of a streamed parameter is added to the sums after every row and dropped. Layers that
+  do not stream keep their gradients in memory of their own, and add them once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hydra.engine.telemetry.trace import Recorder
+from ds_hydra.engine.transfer.home import Home
+from ds_hydra.engine.transfer.link_session import (
+    Abandoned,
+    DeviceClock,
+    Flags,
+    LinkThread,
+    LinkTimes,
+)
+from ds_hydra.engine.transfer.slices import Slices
+from ds_hydra.engine.transfer.stream_plan import Load, StageStreams, only_copied, plan_loads
+from ds_hydra.simulator.timeline import EventKind
+from ds_hydra.zero_link import ParamSpec, RankBuckets, SliceRef
+
+
+class HomeSlices:
+    """What `Slices` needs to know of a home: which slices are views, which gradients go there."""
+
+    def __init__(
+        self,
+        home: Home,
+        specs: Sequence[ParamSpec],
+        buckets: RankBuckets,
+        streams: StageStreams,
+    ):
+        self.streams = streams
+        self.copied = only_copied(buckets, streams.copied)
+        self._home = home
+        self._refs = {ref.param: ref for bucket in buckets for ref in bucket}
+        self.views: dict[int, Tensor] = {}
+        for ref in self._refs.values():
+            if ref.param not in streams.copied and ref.region.numel:
+                view = home.read(ref.param, ref.region)
+                assert view is not None, specs[ref.param].fqn
+                self.views[ref.param] = view
+
+    def add(self, param: int, grad: Tensor) -> None:
+        """Add the gradient of a slice, unless another rank of the TP group adds the same."""
+        ref = self._refs[param]
+        if ref.pushes_gradient:
+            self._home.add(param, ref.region, grad)
+
+    def load(self, ref: SliceRef, into: Tensor) -> None:
+        """Copy a slice that is not in one piece."""
+        if ref.region.numel:
+            self._home.copy(ref.param, ref.region, into)
+
+
+class StreamSession:
+    """One iteration on a home. A context manager; every rank runs it, with work or without.
+
+    `num_addends` bounds the addends of an element, `uses` is the order in which this rank uses the
+    buckets of its window. `grads_P` is None where nobody wants the sums; nothing is added where
+    `slices` have no gradients. Computation calls `await_bucket` before every forward pass of a
+    bucket and `enter` before its backward pass, and `finish` when it is over.
+    """
+
+    def __init__(
+        self,
+        thread: LinkThread,
+        clock: DeviceClock,
+        home: Home,
+        *,
+        num_addends: int,
+        uses: Sequence[int],
+        shards_P: Sequence[Tensor],
+        buckets: RankBuckets,
+        slices: Slices,
+        grads_P: Sequence[Tensor] | None,
+        with_gradients: bool,
+    ):
+        assert slices.home is not None
+        self._thread = thread
+        self._clock = clock
+        self._home = home
+        self._num_addends = num_addends
+        self._uses = uses
+        self._shards_P = shards_P
+        self._buckets = buckets
+        self._slices = slices
+        self._slices_home = slices.home
+        self._grads_P = grads_P
+        self._with_gradients = with_gradients
+        self._window = slices.home.streams.window.buckets
+        self._loads = plan_loads(uses)
+        self._load_of_use = {load.use: number for number, load in enumerate(self._loads)}
+        self._left = Flags(len(uses), clock)
+        self._arrived = Flags(len(self._loads), clock)
+        self._use = -1
+        self._copied: set[int] = set()
+        self._loading: Future[None] | None = None
+        self._error: BaseException | None = None
+        self._work: list[tuple[Any, Any]] = []
+        self._visible: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> StreamSession:
+        begin = self._clock.stamp()
+        self._home.fill(self._shards_P)
+        if self._with_gradients:
+            self._home.begin_sums(self._num_addends)
+        dist.barrier()
+        end = self._clock.stamp()
+        self._work.append((begin, end))
+        self._visible.append((begin, end))
+        if self._thread.overlap and self._loads:
+            self._loading = self._thread.submit(self._load_all)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._left.abandon()
+            if self._loading is not None:
+                self._loading.exception()
+
+    def await_bucket(self, index: int) -> None:
+        """Let computation read the slices of a bucket in a forward pass."""
+        if index in self._window:
+            self.enter(index)
+        elif index not in self._copied:
+            self._copied.add(index)
+            self._load(index)
+
+    def await_all(self) -> None:
+        """Nothing to wait for: what is in one piece is there, the rest comes when it is needed."""
+
+    def enter(self, bucket: int) -> None:
+        """Computation leaves the bucket of the window it was in and comes to `bucket`.
+
+        Nothing happens where it is in `bucket` already, as when a checkpointed layer is recomputed.
+        """
+        while self._use < 0 or self._window[self._uses[self._use]] != bucket:
+            if self._use + 1 == len(self._uses):
+                raise RuntimeError(
+                    f"layer {bucket} of this stage was used out of the order of the iteration's plan"
+                )
+            self._go_on()
+
+    def finish(self) -> LinkTimes:
+        """Computation is over: add what was kept, and take the sums. Raises what the thread
+        raised.
+        """
+        while self._use + 1 < len(self._uses):  # what a backward that needed nothing has left out
+            self._go_on()
+        if self._loading is not None:
+            self._loading.result()
+        begin = self._clock.stamp()
+        if self._with_gradients:
+            self._add_kept()
+        dist.barrier()  # everyone has read and added
+        if self._grads_P is not None:
+            self._home.collect(self._grads_P)
+        end = self._clock.stamp()
+        push_ms = self._clock.ms_between(begin, end) if self._grads_P is not None else 0.0
+        return LinkTimes(
+            pull_ms=self._total_ms(self._work),
+            push_ms=push_ms,
+            visible_pull_ms=self._total_ms(self._visible),
+            visible_push_ms=push_ms,
+        )
+
+    def record(self, recorder: Recorder) -> None:
+        """Hand the spans in which weights were copied to `recorder`; call after `finish`."""
+        for begin, end in self._work:
+            recorder.add(EventKind.PULL, begin, end)
+
+    def _add_kept(self) -> None:
+        for index, bucket in enumerate(self._buckets):
+            if index not in self._slices_home.streams.buckets:
+                for ref, grad in zip(bucket, self._slices.grad_bucket_S[index], strict=True):
+                    if self._slices.has_gradient(index, ref.param):
+                        self._slices_home.add(ref.param, grad)
+
+    def _go_on(self) -> None:
+        """Leave the present use for the next one."""
+        if self._use >= 0:
+            self._left.raise_flag(self._use)
+        self._use += 1
+        number = self._load_of_use.get(self._use)
+        if number is None:
+            return
+        begin = self._clock.stamp()
+        if self._loading is None:
+            self._load(self._window[self._loads[number].position])
+        else:
+            try:
+                self._arrived.wait(number)
+            except Abandoned:
+                assert self._error is not None
+                raise self._error from None
+        self._visible.append((begin, self._clock.stamp()))
+
+    def _load_all(self) -> None:
+        """Every load in order, each as soon as its slot is free."""
+        try:
+            for number, load in enumerate(self._loads):
+                self._wait_for_slot(load)
+                self._load(self._window[load.position])
+                self._arrived.raise_flag(number)
+        except Abandoned:
+            return  # computation has failed
+        except BaseException as error:
+            self._error = error
+            self._arrived.abandon()
+            raise
+
+    def _wait_for_slot(self, load: Load) -> None:
+        if load.after >= 0:
+            self._left.wait(load.after)
+
+    def _load(self, bucket: int) -> None:
+        """Copy what of a bucket is not in one piece."""
+        copied = self._slices_home.copied[bucket]
+        if not copied:
+            return
+        begin = self._clock.stamp()
+        for ref, flat in zip(copied, self._slices.bucket_S[bucket], strict=True):
+            self._slices_home.load(ref, flat)
+        self._work.append((begin, self._clock.stamp()))
+
+    def _total_ms(self, intervals: Sequence[tuple[Any, Any]]) -> float:
+        return sum(self._clock.ms_between(begin, end) for begin, end in intervals)

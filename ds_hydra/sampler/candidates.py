@@ -1,0 +1,266 @@
+"""Which strategies a run chooses among: the one place where engine, `check`, `propose` and
+`simulate` decide it.
+
+Pure: what the model can run, what the hardware's links are and which lengths the data has are
+arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ds_hydra.configs.hydra_config import HydraConfig, Space
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.propose import (
+    KeptStrategy,
+    Progress,
+    Proposal,
+    PruningSettings,
+    count_communicators,
+    propose_strategies,
+)
+from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.profiles.link_times import LinkTimes
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.proposal.candidates import enumerate_strategies, power_of_two_schemes
+from ds_hydra.strategy.proposal.extended import CanRun, with_extended_schemes
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.program import check_context, usable_schemes
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+MAX_ENUMERATED_RANKS = 8
+"""Ranks up to which every strategy of two schemes is a candidate; for more, the lengths of the data
+decide.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CandidateSettings:
+    """What decides about candidates beside profile and lengths.
+
+    `given`: strategies of the user, which are then all. `can_run`: whether the model runs a scheme
+    on these devices. `cluster`: what pull and push cost, which count where it is known;
+    `push_share`: bytes of a pushed gradient over those of a 32-bit one. `num_other_groups`: process
+    groups beside those of the candidates. `max_enumerated`: devices up to which all strategies of
+    two schemes are candidates. `pruning`: how proposed ones are tried, but for links and
+    communicators.
+    """
+
+    num_devices: int
+    context_length: int
+    tokens_per_iteration: int | None = None
+    given: tuple[Strategy, ...] = ()
+    space: Space = "measured"
+    can_run: CanRun = lambda _: True
+    cluster: Cluster | None = None
+    push_share: float = 1.0
+    max_groups: int = 512
+    num_other_groups: int = 0
+    max_enumerated: int = MAX_ENUMERATED_RANKS
+    pruning: PruningSettings = field(default_factory=PruningSettings)
+
+    @classmethod
+    def of(
+        cls,
+        config: HydraConfig,
+        *,
+        num_devices: int,
+        given: Sequence[Strategy],
+        can_run: CanRun,
+        cluster: Cluster | None,
+        num_other_groups: int,
+    ) -> CandidateSettings:
+        """Those of a validated configuration."""
+        pruning = PruningSettings(seed=config.seed)
+        planner = replace(pruning.planner, overlaps_links=config.link.overlap)
+        return cls(
+            num_devices=num_devices,
+            context_length=config.context_length,
+            tokens_per_iteration=config.tokens_per_iteration,
+            given=tuple(given),
+            space=config.planner.space,
+            can_run=can_run,
+            cluster=cluster,
+            push_share=push_share(config),
+            max_groups=config.max_process_groups,
+            num_other_groups=num_other_groups,
+            max_enumerated=MAX_ENUMERATED_RANKS,
+            pruning=replace(pruning, planner=planner),
+        )
+
+    @property
+    def is_enumerated(self) -> bool:
+        """Whether all strategies of two schemes are candidates."""
+        return self.num_devices <= self.max_enumerated
+
+    @property
+    def links_of(self) -> Callable[[Strategy], LinkTimes] | None:
+        """Pull and push of a strategy; None where nothing is known of the links."""
+        return None if self.cluster is None else self.cluster.pushing(self.push_share)
+
+
+def push_share(config: HydraConfig) -> float:
+    """Bytes of a pushed gradient over those of a 32-bit one."""
+    return 0.5 if config.link.gradient_dtype == "bf16" else 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """What a run chooses among, and the profile that knows all of it.
+
+    `reasons`: why each proposed strategy stays; empty where none was proposed. `assumed`: schemes
+    of the strategies whose times nobody measured.
+    """
+
+    strategies: tuple[Strategy, ...]
+    profile: Profile | None = None
+    proposal: Proposal | None = None
+
+    @property
+    def reasons(self) -> tuple[KeptStrategy, ...]:
+        """Of the proposal, one for each strategy."""
+        return () if self.proposal is None else self.proposal.kept
+
+    @property
+    def assumed(self) -> tuple[Scheme, ...]:
+        """Sorted."""
+        if self.profile is None:
+            return ()
+        used = {scheme for strategy in self.strategies for scheme in strategy.schemes}
+        return tuple(sorted(used & self.profile.assumed))
+
+
+def decide_candidates(
+    profile: Profile | None,
+    histogram: LengthHistogram | None,
+    settings: CandidateSettings,
+    progress: Progress | None = None,
+) -> Candidates:
+    """The candidates of a run.
+
+    Given strategies as they are. Otherwise up to `max_enumerated` devices all strategies of two
+    schemes <TP,PP>, and on top those of other schemes that make the lengths of `histogram` faster;
+    on more devices what these lengths suggest. As long as profile or lengths are not known:
+    strategies of two schemes, or of one scheme on more devices.
+
+    Raises HydraConfigError where nothing holds the longest of the lengths, or the model runs no
+    scheme.
+    """
+    if profile is not None and histogram is not None:
+        check_longest(profile, settings)
+    if settings.given:
+        known = profile and with_schemes_of(profile, settings.given)
+        return Candidates(strategies=settings.given, profile=known)
+    start = _without_lengths(profile, settings)
+    if profile is None or histogram is None or not proposes(profile, settings):
+        return Candidates(strategies=start, profile=profile)
+    proposal = propose_strategies(
+        _usable(profile, settings),
+        histogram,
+        num_devices=settings.num_devices,
+        context_length=settings.context_length,
+        tokens_per_iteration=settings.tokens_per_iteration,
+        space=settings.space,
+        can_run=settings.can_run,
+        given=start if settings.is_enumerated else (),
+        pruning=replace(
+            settings.pruning,
+            max_communicators=settings.max_groups - settings.num_other_groups,
+            links_of=settings.links_of,
+        ),
+        progress=progress,
+    )
+    known = with_schemes_of(profile, proposal.strategies)
+    return Candidates(strategies=proposal.strategies, profile=known, proposal=proposal)
+
+
+def with_schemes_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
+    """`profile` with what follows from it for the schemes of `strategies` that it has no entry
+    for.
+    """
+    return with_estimates(profile, strategies).with_schemes(
+        scheme for strategy in strategies for scheme in strategy.schemes
+    )
+
+
+def proposes(profile: Profile, settings: CandidateSettings) -> bool:
+    """Whether the lengths of the data decide: on many devices, or where there are schemes beside
+    <TP,PP>.
+    """
+    if settings.given:
+        return False
+    return not settings.is_enumerated or not all(s.is_plain for s in _allowed(profile, settings))
+
+
+def check_longest(profile: Profile, settings: CandidateSettings) -> None:
+    """Raise HydraConfigError where no scheme of any candidate holds a row of the context."""
+    schemes = {scheme for strategy in settings.given for scheme in strategy.schemes}
+    known = with_schemes_of(profile, settings.given)
+    if proposes(profile, settings):
+        known, schemes = _extended(profile, settings), set(_allowed(profile, settings))
+    elif not settings.given:
+        schemes = set(_usable(profile, settings).latency)
+    check_context(
+        known,
+        settings.num_devices,
+        settings.context_length,
+        schemes=schemes,
+        can_run=None if settings.given else settings.can_run,
+    )
+
+
+def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tuple[Strategy, ...]:
+    """All strategies of two schemes <TP,PP>, or on many devices of one.
+
+    They need half of the groups at most: the rest is for forced strategies, or for what the lengths
+    suggest.
+    """
+    number = settings.num_devices
+    schemes = [s for s in power_of_two_schemes(number) if _is_usable(s, profile, settings)]
+    if not schemes:
+        raise HydraConfigError(
+            f"no scheme that this model can run fits {number} devices; set hydra.strategies, or "
+            "hydra.profile to another one"
+        )
+    if settings.is_enumerated:
+        wanted = list(enumerate_strategies(schemes, number))
+    else:
+        wanted = [Strategy((scheme,) * (number // scheme.num_devices)) for scheme in schemes]
+    kept: list[Strategy] = []
+    for strategy in sorted(wanted, key=lambda s: s.is_heterogeneous):
+        if count_communicators([*kept, strategy]) <= settings.max_groups // 2:
+            kept.append(strategy)
+    return tuple(kept)
+
+
+def _is_usable(scheme: Scheme, profile: Profile | None, settings: CandidateSettings) -> bool:
+    """Whether space, model, profile and memory allow `scheme`."""
+    is_in_space = scheme.is_plain or settings.space != "plain"
+    if not is_in_space or not settings.can_run(scheme):
+        return False
+    if profile is None:
+        return True
+    return scheme in profile.latency and profile.max_len_tokens(scheme, settings.num_devices) > 0
+
+
+def _usable(profile: Profile, settings: CandidateSettings) -> Profile:
+    return profile.only(s for s in profile.latency if _is_usable(s, profile, settings))
+
+
+def _extended(profile: Profile, settings: CandidateSettings) -> Profile:
+    """`profile` with all that a proposal may derive from it."""
+    usable = _usable(profile, settings)
+    if settings.space != "wide":
+        return usable
+    return with_extended_schemes(
+        usable,
+        num_devices=settings.num_devices,
+        context_length=settings.context_length,
+        can_run=settings.can_run,
+    )
+
+
+def _allowed(profile: Profile, settings: CandidateSettings) -> tuple[Scheme, ...]:
+    return usable_schemes(_extended(profile, settings), settings.num_devices, settings.space)

@@ -1,0 +1,1 @@
+"""Datasets: lengths, examples, mini-batches."""

@@ -1,0 +1,434 @@
+"""What the training data holds: token lengths known before anything is loaded, rows read on demand.
+
+The only file of the planner's packages that reads data (through `datasets`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import datasets
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.data.examples import (
+    IGNORED_LABEL,
+    MASKS,
+    TRIVIAL_COLUMNS,
+    check_columns,
+    to_example,
+)
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+SizeArray: TypeAlias = npt.NDArray[np.int32]
+"""One number for each of many millions of sequences."""
+OverLength: TypeAlias = Literal["truncate", "drop", "refuse"]
+Tokenize: TypeAlias = Callable[[list[str]], Mapping[str, Sequence[Sequence[int]]]]
+"""A list of texts to {"input_ids": one list of token ids per text}, as a tokenizer of transformers
+does.
+"""
+
+_TOKEN_COLUMNS = ("input_ids", "labels")
+_ROWS_PER_READ = 10_000
+
+
+class RawTokenizer(Protocol):
+    """The part of `tokenizers.Tokenizer` that is used; such a tokenizer needs no transformers
+    around it.
+    """
+
+    def encode_batch_fast(self, input: list[str]) -> Sequence[Any]:
+        """One encoding (with `.ids`) per text."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawTokenize:
+    """Gives a `tokenizers.Tokenizer` the call that `TokenDataset` expects, and an end of text."""
+
+    tokenizer: RawTokenizer
+    eos_token_id: int | None = None
+
+    def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
+        """The token ids of each text under "input_ids"."""
+        return {"input_ids": [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts)]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataReport:
+    """What was read, and what was cut or left out of it."""
+
+    num_rows: int
+    num_sequences: int
+    num_tokens: int
+    longest_tokens: int
+    context_length: int
+    num_truncated: int
+    num_cut_tokens: int
+    num_dropped: int
+    num_without_label: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_sequences:,} sequences, {self.num_tokens:,} tokens, mean "
+            f"{self.num_tokens / self.num_sequences:,.0f}, longest {self.longest_tokens:,}"
+        ]
+        if self.num_truncated:
+            share = self.num_cut_tokens / (self.num_cut_tokens + self.num_tokens)
+            lines.append(
+                f"{self.num_truncated:,} truncated to {self.context_length:,} tokens "
+                f"({self.num_cut_tokens:,} tokens cut, {share:.1%})"
+            )
+        if self.num_dropped:
+            lines.append(
+                f"{self.num_dropped:,} dropped, longer than {self.context_length:,} tokens"
+            )
+        if self.num_without_label:
+            lines.append(f"{self.num_without_label:,} left out, without a token to predict")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenDataset:
+    """Sequences of at most `context_length` tokens. `lengths[i]` belongs to `self[i]`.
+
+    A sequence of l tokens has l - 1 positions that predict a token, those whose next label is not
+    -100; `num_label_tokens[i]` counts them, and a sequence without any is left out.
+    """
+
+    lengths: SizeArray
+    num_label_tokens: SizeArray
+    max_token_id: int
+    """The largest of all token ids and labels."""
+    report: DataReport
+    _rows: datasets.Dataset
+    _row_of: Sequence[int] | SizeArray
+
+    @classmethod
+    def from_dataset(
+        cls,
+        dataset: datasets.Dataset,
+        *,
+        context_length: int,
+        over_length: OverLength = "truncate",
+        text_column: str = "text",
+        tokenize: Tokenize | None = None,
+        append_eos: bool = True,
+        num_proc: int | None = None,
+    ) -> TokenDataset:
+        """The sequences of `dataset`: its `input_ids`, `labels` and masks as `to_example` reads
+        them, else its texts.
+
+        Texts are tokenised in batches once and found in the cache of `datasets` later, whatever the
+        context length; several processes should not start that at the same time. `append_eos` ends
+        each text with `tokenize.eos_token_id` where the tokenizer has one. `num_proc` processes
+        share the work. Raises HydraConfigError for data that cannot be used.
+        """
+        _check_dataset(dataset)
+        if "input_ids" not in dataset.column_names:
+            dataset = _tokenize_dataset(dataset, text_column, tokenize, append_eos, num_proc)
+        elif not _is_plain(dataset):
+            dataset = _convert_dataset(dataset, num_proc)
+        full_lengths, num_label_tokens, max_token_id = _measure(dataset, context_length)
+        has_label = num_label_tokens > 0
+        is_over = full_lengths > context_length
+        if over_length == "refuse" and is_over.any():
+            raise HydraConfigError(_describe_over_length(full_lengths, context_length))
+        is_kept = has_label & ~is_over if over_length == "drop" else has_label
+        if not is_kept.any():
+            raise HydraConfigError(_describe_nothing_left(full_lengths, has_label, context_length))
+        lengths = np.minimum(full_lengths, context_length)[is_kept]
+        is_cut = is_kept & is_over
+        return cls(
+            lengths=_read_only(lengths),
+            num_label_tokens=_read_only(num_label_tokens[is_kept]),
+            max_token_id=max_token_id,
+            report=DataReport(
+                num_rows=len(dataset),
+                num_sequences=len(lengths),
+                num_tokens=int(lengths.sum()),
+                longest_tokens=int(lengths.max()),
+                context_length=context_length,
+                num_truncated=int(is_cut.sum()),
+                num_cut_tokens=int((full_lengths[is_cut] - context_length).sum()),
+                num_dropped=int((has_label & ~is_kept).sum()),
+                num_without_label=int((~has_label).sum()),
+            ),
+            _rows=dataset.with_format("numpy", columns=_present(dataset, _TOKEN_COLUMNS)),
+            _row_of=(
+                range(len(dataset)) if is_kept.all() else np.flatnonzero(is_kept).astype(np.int32)
+            ),
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise HydraConfigError naming the first row with a token id or label outside it."""
+        if self.max_token_id < vocab_size:
+            return
+        first_row = 0
+        for table in _read_tables(self._rows, _TOKEN_COLUMNS):
+            _check_token_ids(table, first_row, vocab_size)
+            first_row += len(table)
+
+    def __getitem__(self, index: int) -> dict[str, IntArray]:
+        """Sequence `index` as {"input_ids": [length], "labels": [length]}, not shifted."""
+        row = self._rows[int(self._row_of[index])]
+        length = int(self.lengths[index])
+        input_ids = np.asarray(row["input_ids"][:length], dtype=np.int64)
+        labels = np.asarray(row.get("labels", row["input_ids"])[:length], dtype=np.int64)
+        return {"input_ids": input_ids, "labels": labels}
+
+
+def _check_dataset(dataset: datasets.Dataset) -> None:
+    if isinstance(dataset, datasets.DatasetDict):
+        raise HydraConfigError(
+            f"the dataset has the splits {', '.join(dataset)}; give one, such as "
+            f"dataset[{next(iter(dataset))!r}]"
+        )
+    if not isinstance(dataset, datasets.Dataset):
+        raise HydraConfigError(
+            f"the training data is a {type(dataset).__name__}, expected a datasets.Dataset, whose lengths "
+            "are known in advance; datasets.Dataset.from_list makes one of a list of examples"
+        )
+    if not len(dataset):
+        raise HydraConfigError("the dataset is empty (0 rows)")
+
+
+def _tokenize_dataset(
+    dataset: datasets.Dataset,
+    text_column: str,
+    tokenize: Tokenize | None,
+    append_eos: bool,
+    num_proc: int | None,
+) -> datasets.Dataset:
+    """`dataset` with `input_ids` in place of all its columns."""
+    columns = ", ".join(dataset.column_names)
+    if text_column not in dataset.column_names:
+        raise HydraConfigError(
+            f"the dataset has neither 'input_ids' nor the text column {text_column!r}, but the columns "
+            f"{columns}; set hydra.text_column to one of them"
+        )
+    feature = dataset.features[text_column]
+    if not isinstance(feature, datasets.Value) or feature.dtype not in ("string", "large_string"):
+        raise HydraConfigError(
+            f"column {text_column!r} holds {feature}, expected text; set hydra.text_column to another of the "
+            f"columns {columns}"
+        )
+    if tokenize is None:
+        raise HydraConfigError(
+            f"column {text_column!r} holds text and there is no tokenizer; set hydra.tokenizer to its path "
+            "or hub id, or give a dataset with 'input_ids'"
+        )
+    return dataset.map(
+        _tokenize_batch,
+        batched=True,
+        input_columns=[text_column],
+        remove_columns=dataset.column_names,
+        features=datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"))}),
+        fn_kwargs={
+            "tokenize": tokenize,
+            "eos_token_id": getattr(tokenize, "eos_token_id", None) if append_eos else None,
+        },
+        desc="tokenising",
+        num_proc=None if num_proc is None else min(num_proc, len(dataset)),
+    )
+
+
+def _tokenize_batch(
+    texts: list[str | None], tokenize: Tokenize, eos_token_id: int | None
+) -> dict[str, list[list[int]]]:
+    batch = [list(ids) for ids in tokenize([text or "" for text in texts])["input_ids"]]
+    for ids in batch:
+        if eos_token_id is not None and ids[-1:] != [eos_token_id]:
+            ids.append(eos_token_id)
+    return {"input_ids": batch}
+
+
+def _is_plain(dataset: datasets.Dataset) -> bool:
+    """Whether `to_example` would give each row's `input_ids` and `labels` as they are stored.
+
+    Of data at rest that is seen in Arrow, without converting all its rows.
+    """
+    check_columns(dataset.column_names, "the dataset")
+    if not _present(dataset, MASKS + TRIVIAL_COLUMNS):
+        return True
+    return not _present(dataset, MASKS) and all(
+        _is_trivial(table) for table in _read_tables(dataset, ("input_ids", *TRIVIAL_COLUMNS))
+    )
+
+
+def _is_trivial(table: pa.Table) -> bool:
+    """Whether nothing of `table` is padded, and positions and token types are the usual ones."""
+    offsets, _ = _flatten(table["input_ids"], "input_ids")
+    starts = np.repeat(offsets[:-1], np.diff(offsets))
+    usual = {
+        "attention_mask": np.ones_like(starts),
+        "position_ids": np.arange(len(starts)) - starts,
+        "token_type_ids": np.zeros_like(starts),
+    }
+    for name in _present(table, TRIVIAL_COLUMNS):
+        column_offsets, values = _flatten(table[name], name)
+        if not np.array_equal(column_offsets, offsets) or not np.array_equal(values, usual[name]):
+            return False
+    return True
+
+
+def _convert_dataset(dataset: datasets.Dataset, num_proc: int | None) -> datasets.Dataset:
+    """`dataset` with what `to_example` makes of each row in place of all its columns."""
+    tokens = datasets.Sequence(datasets.Value("int64"))
+    return dataset.map(
+        _convert_row,
+        with_indices=True,
+        remove_columns=dataset.column_names,
+        features=datasets.Features({"input_ids": tokens, "labels": tokens}),
+        desc="labels",
+        num_proc=None if num_proc is None else min(num_proc, len(dataset)),
+    )
+
+
+def _convert_row(row: Mapping[str, Any], index: int) -> dict[str, IntArray]:
+    input_ids, labels = to_example(row, f"row {index} of the dataset")
+    return {"input_ids": input_ids, "labels": labels}
+
+
+def _measure(dataset: datasets.Dataset, context_length: int) -> tuple[SizeArray, SizeArray, int]:
+    """Tokens of each row, predicted tokens within its first `context_length`, and the largest token
+    id or label.
+
+    Reads Arrow, no rows. Raises HydraConfigError for a negative one.
+    """
+    lengths, num_label_tokens = [], []
+    max_token_id = 0
+    first_row = 0
+    for table in _read_tables(dataset, _TOKEN_COLUMNS):
+        max_token_id = max(max_token_id, _check_token_ids(table, first_row))
+        offsets, _ = _flatten(table["input_ids"], "input_ids")
+        lengths.append(np.diff(offsets).astype(np.int32))
+        num_label_tokens.append(
+            _count_labels(table, offsets, context_length, first_row)
+            if "labels" in table.column_names
+            else np.clip(lengths[-1], 1, context_length) - 1
+        )
+        first_row += len(table)
+    return np.concatenate(lengths), np.concatenate(num_label_tokens), max_token_id
+
+
+def _check_token_ids(table: pa.Table, first_row: int, vocab_size: int = 2**63) -> int:
+    """The largest token id or label. Raises HydraConfigError naming the first row that holds one
+    outside the vocabulary.
+    """
+    largest = 0
+    for name in _present(table, _TOKEN_COLUMNS):
+        offsets, ids = _flatten(table[name], name)
+        if not ids.size:
+            continue
+        # Data without -100 that are right need no temporaries.
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            is_wrong = (ids < 0) | (ids >= vocab_size)
+            if name == "labels":
+                is_wrong &= ids != IGNORED_LABEL
+            if is_wrong.any():
+                place = int(np.argmax(is_wrong))
+                row = first_row + int(np.searchsorted(offsets, place, side="right")) - 1
+                raise HydraConfigError(_describe_outside(row, name, int(ids[place]), vocab_size))
+        largest = max(largest, int(ids.max()))
+    return largest
+
+
+def _describe_outside(row: int, name: str, token_id: int, vocab_size: int) -> str:
+    ignored = f", or {IGNORED_LABEL} where nothing is predicted" if name == "labels" else ""
+    if token_id < 0:
+        return (
+            f"row {row} of the dataset has {token_id} in its {name}, expected token ids of 0 or "
+            f"more{ignored}"
+        )
+    return (
+        f"row {row} of the dataset has {token_id} in its {name}, the model's vocabulary has "
+        f"{vocab_size} tokens; use the model's tokenizer (hydra.tokenizer) or call "
+        "model.resize_token_embeddings"
+    )
+
+
+def _present(source: datasets.Dataset | pa.Table, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name in source.column_names]
+
+
+def _read_tables(dataset: datasets.Dataset, names: Sequence[str]) -> Iterator[pa.Table]:
+    columns = _present(dataset, names)
+    yield from dataset.with_format("arrow", columns=columns).iter(batch_size=_ROWS_PER_READ)
+
+
+def _flatten(column: pa.ChunkedArray, name: str) -> tuple[IntArray, npt.NDArray[Any]]:
+    """Offsets [num_rows + 1] and values [offsets[-1]] of a column of lists; a null is an empty
+    list.
+    """
+    if not _is_list_of_integers(column.type, or_bools=name not in _TOKEN_COLUMNS):
+        raise HydraConfigError(f"column {name!r} holds {column.type}, expected lists of integers")
+    sizes = pa.compute.fill_null(pa.compute.list_value_length(column), 0).to_numpy()
+    offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+    values = pa.compute.list_flatten(column)
+    if values.null_count:
+        raise HydraConfigError(f"column {name!r} holds nulls within its lists, expected integers")
+    return offsets, values.to_numpy()
+
+
+def _is_list_of_integers(arrow_type: pa.DataType, *, or_bools: bool) -> bool:
+    if not pa.types.is_list(arrow_type) and not pa.types.is_large_list(arrow_type):
+        return False
+    value_type = arrow_type.value_type
+    return bool(pa.types.is_integer(value_type) or (or_bools and pa.types.is_boolean(value_type)))
+
+
+def _count_labels(
+    table: pa.Table, offsets: IntArray, context_length: int, first_row: int
+) -> SizeArray:
+    """Labels other than -100 at the places 1 up to the context of each row: each is predicted
+    once.
+    """
+    label_offsets, labels = _flatten(table["labels"], "labels")
+    if (differs := np.flatnonzero(label_offsets != offsets)).size:
+        row = int(differs[0]) - 1
+        raise HydraConfigError(
+            f"row {first_row + row} has {offsets[row + 1] - offsets[row]} input_ids and "
+            f"{label_offsets[row + 1] - label_offsets[row]} labels, expected the same number (not shifted)"
+        )
+    counted_before = np.concatenate([[0], np.cumsum(labels != IGNORED_LABEL)])
+    starts, ends = offsets[:-1], offsets[1:]
+    last = np.minimum(ends, starts + context_length)
+    first = np.minimum(starts + 1, last)
+    return np.asarray(counted_before[last] - counted_before[first], dtype=np.int32)
+
+
+def _describe_over_length(lengths: SizeArray, context_length: int) -> str:
+    row = int(np.argmax(lengths > context_length))
+    return (
+        f"row {row} of the dataset has {lengths[row]} tokens, more than hydra.context_length "
+        f"{context_length}, as have {int((lengths > context_length).sum())} rows in all; set "
+        f'hydra.over_length to "truncate" or "drop", or hydra.context_length to {lengths.max()}'
+    )
+
+
+def _describe_nothing_left(
+    lengths: SizeArray, has_label: npt.NDArray[np.bool_], context_length: int
+) -> str:
+    num_over = int((has_label & (lengths > context_length)).sum())
+    reasons = [
+        f"{int((~has_label).sum())} have no token to predict (fewer than 2 tokens, or labels all -100)"
+    ]
+    if num_over:
+        reasons.append(
+            f"{num_over} are longer than hydra.context_length {context_length}; set hydra.over_length to "
+            '"truncate"'
+        )
+    return f"no sequence of the dataset's {len(lengths)} rows is left: {'; '.join(reasons)}"
+
+
+def _read_only(array: SizeArray) -> SizeArray:
+    array = np.ascontiguousarray(array)
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,216 @@
+"""Token lengths of a dataset as a histogram: of data at rest through the training cache, or of a
+stream.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from datasets.fingerprint import Hasher
+
+from ds_hydra.configs.files import check_count, check_object, read_count, read_json_object
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.data.dataset import TokenDataset, Tokenize
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+
+NO_LIMIT = 2**31 - 1
+"""A context that cuts nothing: a histogram holds untruncated lengths."""
+_BATCH_ROWS = 1000
+_BUILDERS = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+    ".csv": "csv",
+}
+
+Progress = Callable[[int, int], None]
+"""Called with the rows and the tokens counted so far."""
+
+
+def load_data(
+    name: str, *, split: str, config: str | None = None, streaming: bool = False
+) -> datasets.Dataset | datasets.IterableDataset:
+    """The dataset called `name`: a saved `datasets` folder, a data file, a folder of them, or a hub
+    id.
+    """
+    path = Path(name)
+    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        return _load_saved(path, split, streaming)
+    files = _data_files(path)
+    if files:
+        builder = _BUILDERS[files[0].suffix]
+        document = {"sample_by": "document"} if builder == "text" else {}
+        paths = [str(file) for file in files]
+        return datasets.load_dataset(
+            builder, data_files=paths, split="train", streaming=streaming, **document
+        )
+    if path.exists():
+        raise HydraConfigError(f"{path} holds no file that ends in {', '.join(_BUILDERS)}")
+    try:
+        return datasets.load_dataset(name, config, split=split, streaming=streaming)
+    except Exception as error:  # the hub client raises its own kinds, which change between versions
+        raise HydraConfigError(
+            f"{name!r} is neither a path nor a readable dataset of the hub: {error}"
+        ) from error
+
+
+def _load_saved(
+    path: Path, split: str, streaming: bool
+) -> datasets.Dataset | datasets.IterableDataset:
+    saved = datasets.load_from_disk(str(path))
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise HydraConfigError(f"{path} has the splits {', '.join(saved)}, not {split!r}")
+        saved = saved[split]
+    return saved.to_iterable_dataset() if streaming else saved
+
+
+def _data_files(path: Path) -> list[Path]:
+    """The data files of one kind, sorted; the kind with most files where a folder has several."""
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    known = [file for file in files if file.suffix in _BUILDERS]
+    if not known:
+        return []
+    suffix, _ = Counter(file.suffix for file in known).most_common(1)[0]
+    return [file for file in known if file.suffix == suffix]
+
+
+def measure_dataset(
+    dataset: datasets.Dataset,
+    tokenize: Tokenize | None,
+    *,
+    name: str,
+    text_column: str = "text",
+    append_eos: bool = True,
+    num_proc: int | None = None,
+) -> LengthHistogram:
+    """Lengths of data at rest. Tokenises as training does, so that either finds the other's cache.
+
+    With `num_proc` processes that cache is one file for each of them, which training finds as well.
+    """
+    data = TokenDataset.from_dataset(
+        dataset,
+        context_length=NO_LIMIT,
+        text_column=text_column,
+        tokenize=tokenize,
+        append_eos=append_eos,
+        num_proc=num_proc,
+    )
+    lengths, counts = np.unique(data.lengths, return_counts=True)
+    return LengthHistogram.from_counts(dict(zip(lengths.tolist(), counts.tolist())), name=name)
+
+
+def measure_stream(
+    stream: datasets.IterableDataset,
+    tokenize: Tokenize | None,
+    *,
+    name: str,
+    text_column: str = "text",
+    append_eos: bool = True,
+    part: str = "",
+    max_rows: int | None = None,
+    resume_file: Path | None = None,
+    progress: Progress | None = None,
+) -> LengthHistogram:
+    """Lengths of the first `max_rows` rows of a stream.
+
+    After every batch of rows the counts so far go to `resume_file`; where it exists the rows it
+    knows are skipped, if it counted the same `part` (say, the split) of the same data in the same
+    way. It is removed at the end.
+    """
+    source = {
+        "dataset": name,
+        "part": part,
+        "tokenizer": None if tokenize is None else Hasher.hash(tokenize),  # as the cache knows it
+        "text_column": text_column,
+        "append_eos": append_eos,
+    }
+    num_rows, counts = _read_resume_file(resume_file, source)
+    left = None if max_rows is None else max(0, max_rows - num_rows)
+    rows = iter(stream.skip(num_rows)) if num_rows else iter(stream)
+    eos = getattr(tokenize, "eos_token_id", None) if append_eos else None
+    for batch in _batches(islice(rows, left)):
+        counts.update(_row_lengths(batch, tokenize, text_column, eos))
+        num_rows += len(batch)
+        _write_resume_file(resume_file, source, num_rows, counts)
+        if progress is not None:
+            progress(num_rows, sum(length * count for length, count in counts.items()))
+    if resume_file is not None:
+        resume_file.unlink(missing_ok=True)
+    counts.pop(0, None)
+    counts.pop(1, None)  # as in training: a sequence of one token predicts nothing
+    return LengthHistogram.from_counts(counts, name=name)
+
+
+def _batches(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    while batch := list(islice(rows, _BATCH_ROWS)):
+        yield batch
+
+
+def _row_lengths(
+    rows: list[dict[str, Any]],
+    tokenize: Tokenize | None,
+    text_column: str,
+    eos_token_id: int | None,
+) -> list[int]:
+    if "input_ids" in rows[0]:
+        return [len(row["input_ids"]) for row in rows]
+    if text_column not in rows[0]:
+        raise HydraConfigError(
+            f"the dataset has neither 'input_ids' nor the text column {text_column!r}, but the columns "
+            f"{', '.join(rows[0])}; name one of them"
+        )
+    if tokenize is None:
+        raise HydraConfigError(
+            f"column {text_column!r} holds text and there is no tokenizer; name one"
+        )
+    ids = tokenize([row[text_column] or "" for row in rows])["input_ids"]
+    has_end = eos_token_id is not None
+    return [len(row) + (has_end and list(row[-1:]) != [eos_token_id]) for row in ids]
+
+
+def _read_resume_file(path: Path | None, source: dict[str, Any]) -> tuple[int, Counter[int]]:
+    if path is None or not path.exists():
+        return 0, Counter()
+    document = read_json_object(path)
+    try:
+        before = check_object(document.get("source", {}), "source")
+        num_rows = read_count(document, "num_rows")
+        counts = check_object(document["counts"], "counts")
+        found = Counter({int(length): check_count(n, "a count") for length, n in counts.items()})
+    except (KeyError, ValueError, HydraConfigError) as error:
+        raise HydraConfigError(
+            f"cannot continue the count in {path}: {error!s:.200}; remove it to begin anew"
+        ) from error
+    changes = [
+        f"{key} {before.get(key)!r} (now {value!r})"
+        for key, value in source.items()
+        if key not in before or before[key] != value
+    ]
+    if changes:
+        raise HydraConfigError(
+            f"{path} holds a count of {num_rows} rows with {', '.join(changes)}; count with the same "
+            "to continue it, remove it to begin anew, or name another output"
+        )
+    return num_rows, found
+
+
+def _write_resume_file(
+    path: Path | None, source: dict[str, Any], num_rows: int, counts: Counter[int]
+) -> None:
+    if path is None:
+        return
+    partial = path.with_name(path.name + ".writing")
+    partial.write_text(
+        json.dumps({"source": source, "num_rows": num_rows, "counts": counts}), encoding="utf-8"
+    )
+    partial.replace(path)

@@ -1,0 +1,1 @@
+"""Which pipeline gets which sequence."""

@@ -1,0 +1,246 @@
+"""How packed pipelines are evened out: sequences change places between the slowest pipeline and
+fast ones.
+
+Dispatch values a pipeline by an estimate; here rows are packed, so times are true, and an exchange
+stays only if both pipelines, packed again, end before the slowest one did.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ds_hydra.sampler.dispatch.estimates import count_loads, estimate_after_ms, recount
+from ds_hydra.sampler.dispatch.exchange import apply_exchange, choose_targets, find_exchanges
+from ds_hydra.sampler.order import EPSILON, shuffled_order
+from ds_hydra.sampler.packing.packing import Effort, pack_rows
+from ds_hydra.sampler.packing.packing_bounds import PipelineCost
+from ds_hydra.sampler.problem import DispatchProblem
+from ds_hydra.sampler.schedule import FloatArray, IntArray, RowBalance, linked_ms, one_f_one_b_ms
+from ds_hydra.strategy.compiled import compiled
+
+_NUM_EXCHANGES = 8
+_FIRST_EFFORT = Effort(2, 100, 0)
+_EXCHANGE_EFFORT = Effort(3, 600, 0)
+_SLOWEST_EFFORT = Effort(8, 4000, 4)
+
+
+@compiled
+def pipeline_cost(problem: DispatchProblem, kind: int) -> PipelineCost:
+    """What packing has to know about pipelines of `kind`."""
+    return PipelineCost(
+        problem.num_stages[kind],
+        problem.constant_ms[kind],
+        problem.max_len_tokens[kind],
+        problem.forward_fraction,
+        problem.is_exact,
+        RowBalance(problem.ratio[kind], problem.share[kind]),
+    )
+
+
+@compiled
+def pack_pipeline(
+    problem: DispatchProblem, assignment: IntArray, pipeline: int, effort: Effort, rows: IntArray
+) -> float:
+    """Packs the sequences of `pipeline`, writes their `rows`, returns the time of the pipeline."""
+    members = np.flatnonzero(assignment == pipeline)
+    kind = problem.kind_of[pipeline]
+    packed = np.zeros(members.size, dtype=np.int64)
+    cost = pipeline_cost(problem, kind)
+    time, _ = pack_rows(
+        problem.lengths[members], problem.sequence_ms[kind][members], cost, effort, packed
+    )
+    rows[members] = packed
+    return time
+
+
+@compiled
+def pack_pipelines(problem: DispatchProblem, assignment: IntArray, rows: IntArray) -> FloatArray:
+    """Packs all pipelines quickly; writes `rows`, returns the time of each pipeline."""
+    value = np.zeros(problem.kind_of.size)
+    for pipeline in range(value.size):
+        value[pipeline] = pack_pipeline(problem, assignment, pipeline, _FIRST_EFFORT, rows)
+    return value
+
+
+@compiled
+def order_rows(problem: DispatchProblem, assignment: IntArray, rows: IntArray) -> None:
+    """Lets pipelines of one stage run their longest row last and the second longest first; changes
+    `rows`.
+
+    Their time is the same in any order, but a pull hides behind the first forward and a push, which
+    has more bytes, behind the last backward.
+    """
+    for pipeline in range(problem.kind_of.size):
+        members = np.flatnonzero(assignment == pipeline)
+        if members.size > 0 and problem.num_stages[problem.kind_of[pipeline]] == 1:
+            by_time = np.argsort(-_row_times_ms(problem, members, pipeline, rows), kind="mergesort")
+            place = np.empty(by_time.size, dtype=np.int64)
+            place[by_time] = (np.arange(by_time.size) - 1) % by_time.size
+            rows[members] = place[rows[members]]
+
+
+@compiled
+def iteration_ms(
+    problem: DispatchProblem,
+    assignment: IntArray,
+    rows: IntArray,
+    value: FloatArray,
+    pull_ms: float,
+    push_ms: float,
+    num_buckets: int,
+) -> float:
+    """Time of the slowest pipeline with its pull and push: `value` and what they add to the 1F1B
+    recurrence.
+
+    `num_buckets` layers of the model are pulled and pushed one by one beside propagation; 0: not
+    beside it.
+    """
+    if pull_ms + push_ms == 0.0:
+        return float(value.max())
+    slowest = pull_ms + push_ms
+    for pipeline in range(value.size):
+        members = np.flatnonzero(assignment == pipeline)
+        if members.size > 0:
+            times = _row_times_ms(problem, members, pipeline, rows)
+            num_stages = problem.num_stages[problem.kind_of[pipeline]]
+            buckets = 0 if num_buckets == 0 else max(1, num_buckets // num_stages)
+            alone = one_f_one_b_ms(times, num_stages, problem.forward_fraction)
+            linked = linked_ms(
+                times, num_stages, problem.forward_fraction, pull_ms, push_ms, buckets
+            )
+            slowest = max(slowest, value[pipeline] + linked - alone)
+    return slowest
+
+
+@compiled
+def _row_times_ms(
+    problem: DispatchProblem, members: IntArray, pipeline: int, rows: IntArray
+) -> FloatArray:
+    """T of every row of `pipeline`, which holds the sequences `members`, one at least."""
+    kind = problem.kind_of[pipeline]
+    times = np.full(rows[members].max() + 1, problem.constant_ms[kind])
+    for i in members:
+        times[rows[i]] += problem.sequence_ms[kind, i]
+    return times
+
+
+@compiled
+def refine_pipelines(
+    problem: DispatchProblem,
+    assignment: IntArray,
+    rows: IntArray,
+    value: FloatArray,
+    enough_ms: float,
+    max_steps: int,
+    num_targets: int,
+) -> float:
+    """Exchanges sequences until the iteration gets no shorter, or lasts `enough_ms` at most.
+
+    Changes `assignment`, `rows` and `value`; returns the time of the slowest pipeline.
+    """
+    loads = count_loads(problem, assignment)
+    is_searched = np.zeros(value.size, dtype=np.bool_)
+    found_ms, found = np.zeros(_NUM_EXCHANGES), np.zeros((_NUM_EXCHANGES, 3), dtype=np.int64)
+    bias = np.zeros(value.size)
+    for pipeline in range(value.size):
+        bias[pipeline] = value[pipeline] - estimate_after_ms(problem, loads, pipeline, -1, -1)
+    for _ in range(max_steps):
+        slowest = int(np.argmax(value))
+        if value[slowest] <= enough_ms:
+            break
+        if not is_searched[slowest]:
+            is_searched[slowest] = True
+            old_rows = rows.copy()
+            time = pack_pipeline(problem, assignment, slowest, _SLOWEST_EFFORT, rows)
+            if time < value[slowest]:
+                bias[slowest] += time - value[slowest]
+                value[slowest] = time
+                continue
+            rows[:] = old_rows
+        is_target = choose_targets(problem, value, slowest, num_targets)
+        num_found = find_exchanges(
+            problem, assignment, loads, value, bias, slowest, is_target, found_ms, found
+        )
+        partner = _try_exchanges(problem, assignment, rows, value, slowest, found[:num_found])
+        if partner < 0:
+            break
+        recount(problem, assignment, loads, slowest, partner)
+        for pipeline in (slowest, partner):
+            bias[pipeline] = value[pipeline] - estimate_after_ms(problem, loads, pipeline, -1, -1)
+            is_searched[pipeline] = False
+    return float(value.max())
+
+
+@compiled
+def perturb_and_refine(
+    problem: DispatchProblem,
+    assignment: IntArray,
+    rows: IntArray,
+    value: FloatArray,
+    enough_ms: float,
+    max_steps: int,
+    num_targets: int,
+    num_perturbations: int,
+) -> float:
+    """Leaves a local optimum: moves a few sequences off the slowest pipeline, refines, keeps what
+    is better.
+
+    Changes `assignment`, `rows` and `value`; returns the time of the slowest pipeline.
+    """
+    for seed in range(num_perturbations):
+        best = value.max()
+        if best <= enough_ms:
+            break
+        new_assignment, new_rows = assignment.copy(), rows.copy()
+        _perturb(problem, new_assignment, int(np.argmax(value)), seed)
+        new_value = pack_pipelines(problem, new_assignment, new_rows)
+        time = refine_pipelines(
+            problem, new_assignment, new_rows, new_value, enough_ms, max_steps, num_targets
+        )
+        if time < best * (1 - EPSILON):
+            assignment[:] = new_assignment
+            rows[:] = new_rows
+            value[:] = new_value
+    return float(value.max())
+
+
+@compiled
+def _perturb(problem: DispatchProblem, assignment: IntArray, slowest: int, seed: int) -> None:
+    """Moves one to three sequences of `slowest`, chosen by `seed`, to any pipelines that can hold
+    them.
+    """
+    members = np.flatnonzero(assignment == slowest)
+    order = shuffled_order(np.ones(members.size, dtype=np.int64), 1.0, seed)
+    targets = shuffled_order(np.ones(assignment.max() + 1, dtype=np.int64), 1.0, seed + 1)
+    num_perturbed = min(1 + seed % 3, members.size, targets.size)
+    for k in range(num_perturbed):
+        i, target = members[order[k]], targets[k]
+        if problem.lengths[i] <= problem.max_len_tokens[problem.kind_of[target]]:
+            assignment[i] = target
+
+
+@compiled
+def _try_exchanges(
+    problem: DispatchProblem,
+    assignment: IntArray,
+    rows: IntArray,
+    value: FloatArray,
+    slowest: int,
+    exchanges: IntArray,
+) -> int:
+    """Carries out the first of `exchanges` that helps once packed; returns its partner, -1 if none
+    does.
+    """
+    old_assignment, old_rows = assignment.copy(), rows.copy()
+    for number in range(exchanges.shape[0]):
+        partner = int(exchanges[number, 2])
+        apply_exchange(assignment, slowest, exchanges[number])
+        here = pack_pipeline(problem, assignment, slowest, _EXCHANGE_EFFORT, rows)
+        if here < value[slowest] * (1 - EPSILON):
+            there = pack_pipeline(problem, assignment, partner, _EXCHANGE_EFFORT, rows)
+            if there < value[slowest] * (1 - EPSILON):
+                value[slowest], value[partner] = here, there
+                return partner
+        assignment[:] = old_assignment
+        rows[:] = old_rows
+    return -1

@@ -1,0 +1,1 @@
+"""How the sequences of one pipeline are packed."""

@@ -1,0 +1,190 @@
+"""ds_hydra with sequence parallelism beside <TP,PP>: which schemes there are, and which strategies
+it gets.
+
+Nobody has published T of such schemes, and the paper has no such system, so every time here is an
+estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+
+from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
+from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.sampler.planner import plan_with_time
+from ds_hydra.sampler.problem import PipelineKind, make_problem
+from ds_hydra.sampler.propose import count_communicators
+from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.simulator.scenario import Scenario
+from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+EXCHANGES = 8
+"""All-to-alls of a layer under sequence parallelism: four tensors, forward and backward."""
+TOLERANCE = 0.002
+"""A strategy joins the set if it makes the sampled mini-batches faster by this share on average."""
+
+_NUM_ROUNDS = 4
+_NUM_SCREENED, _NUM_TRIED = 16, 24
+
+
+def extended_scenario(scenario: Scenario) -> Scenario:
+    """`scenario` with a profile that knows schemes with SP."""
+    profile = with_sequence_parallelism(scenario.profile, scenario.num_devices, scenario.cluster)
+    return replace(scenario, profile=profile)
+
+
+def extended_schemes(scenario: Scenario) -> tuple[Scheme, ...]:
+    """<TP,PP> and <SP,TP,1> that fit the devices and hold a row of one token at least."""
+    return tuple(
+        scheme
+        for scheme in scenario.profile.latency
+        if scheme == scheme.without_parts()
+        and scheme.num_devices <= scenario.num_devices
+        and scenario.max_len_tokens(scheme) > 0
+    )
+
+
+def with_sequence_parallelism(
+    profile: Profile, num_devices: int, cluster: Cluster | None
+) -> Profile:
+    """`profile` with an estimate for every <SP,TP,1> on up to `num_devices` ranks, SP a power of
+    two.
+
+    Where <SP x TP,1> was profiled, by `estimate_latency`. Where it was not, a row's exchanges count
+    as in `ulysses.py`, by the links of `cluster`; without one such schemes are left out.
+    """
+    heads = profile.document["model"].get("num_attention_heads", num_devices)
+    wanted, exchanged = [], []
+    for scheme in profile.latency:
+        widths = [
+            2**i for i in range(1, num_devices.bit_length()) if 2**i * scheme.tp <= num_devices
+        ]
+        for sp in widths if scheme.is_plain and scheme.pp == 1 else ():
+            is_profiled = Scheme(sp * scheme.tp, 1) in profile.latency
+            extended = replace(scheme, sp=sp)
+            if heads % extended.ranks_per_stage == 0 and extended not in profile.latency:
+                if is_profiled or cluster is not None:
+                    wanted.append(extended)
+                if not is_profiled and cluster is not None:
+                    exchanged.append(extended)
+    known = with_estimates(profile, [Strategy((scheme,)) for scheme in wanted])
+    if cluster is None or not exchanged:
+        return known
+    return known.with_latency(
+        {s: _with_exchanges(known.get_latency(s), s, cluster) for s in exchanged}
+    )
+
+
+def _with_exchanges(latency: LatencyModel, scheme: Scheme, cluster: Cluster) -> LatencyModel:
+    """T with the exchanges of SP: of S / SP tokens and H / TP of a row every rank sends all but its
+    own share.
+    """
+    hardware, shape = cluster.hardware, cluster.shape
+    is_inside = scheme.ranks_per_stage <= hardware.devices_per_node
+    rate = (
+        hardware.intra_node_rate
+        if is_inside
+        else hardware.inter_node_rate / hardware.devices_per_node
+    )
+    once = 2 * shape.hidden_size / scheme.ranks_per_stage * (1 - 1 / scheme.sp) / rate
+    count = EXCHANGES * shape.num_layers
+    terms = asdict(latency)
+    terms["linear_ms"] += 1e3 * count * once
+    terms["constant_ms"] += count * hardware.collective_overhead_ms
+    return LatencyModel(**terms)
+
+
+def extended_strategies(
+    scenario: Scenario,
+    strategies: Sequence[Strategy],
+    batches: Sequence[GlobalBatch],
+    *,
+    max_communicators: int,
+) -> tuple[Strategy, ...]:
+    """`strategies`, and those with SP that make `batches` faster beside them.
+
+    `scenario.profile` knows the schemes. Tried are strategies in which pipelines of one scheme of a
+    strategy have given way to another scheme on the same devices, and of the best of them again:
+    many by the estimate of a greedy dispatch on some mini-batches, what is left planned by the
+    heuristic on all.
+    """
+    schemes = extended_schemes(scenario)
+    screened: dict[Strategy, FloatArray] = {}
+    chosen = list(strategies)
+    for _ in range(_NUM_ROUNDS):
+        near = dict.fromkeys(n for s in chosen for n in (s, *neighbour_strategies(s, schemes)))
+        for strategy in near:
+            if strategy not in screened:
+                screened[strategy] = np.array(
+                    [_estimate_ms(scenario, strategy, batch) for batch in batches[:_NUM_SCREENED]]
+                )
+        chosen = _faster_together(screened, strategies, max_communicators, _NUM_TRIED)
+    planned = {strategy: _planned_ms(scenario, strategy, batches) for strategy in chosen}
+    return tuple(_faster_together(planned, strategies, max_communicators, len(planned)))
+
+
+def _estimate_ms(scenario: Scenario, strategy: Strategy, batch: GlobalBatch) -> float:
+    """Time of the slowest pipeline by the estimate of one greedy dispatch, inf where a sequence
+    fits nowhere.
+    """
+    counts = {scheme: strategy.schemes.count(scheme) for scheme in dict.fromkeys(strategy.schemes)}
+    kinds = [
+        PipelineKind(
+            count, s.pp, max(0, scenario.max_len_tokens(s)), scenario.profile.get_latency(s)
+        )
+        for s, count in counts.items()
+    ]
+    lengths = np.sort(np.array(batch.lengths, dtype=np.int64))[::-1]
+    if lengths[0] > max(kind.max_len_tokens for kind in kinds):
+        return np.inf
+    problem = make_problem(lengths, kinds, forward_fraction=scenario.forward_fraction)
+    return dispatch_trials(problem, 1, 0, np.zeros_like(lengths))
+
+
+def _planned_ms(
+    scenario: Scenario, strategy: Strategy, batches: Iterable[GlobalBatch]
+) -> FloatArray:
+    """Times with pull and push by the planner's heuristic, inf where a sequence fits nowhere."""
+    longest = max(map(scenario.max_len_tokens, strategy.schemes))
+    settings = scenario.linked_settings([strategy]).heuristic()
+    return np.array(
+        [
+            plan_with_time(
+                batch,
+                strategies=[strategy],
+                profile=scenario.profile,
+                num_devices=scenario.num_devices,
+                settings=settings,
+            )[1]
+            if max(batch.lengths) <= longest
+            else np.inf
+            for batch in batches
+        ]
+    )
+
+
+def _faster_together(
+    times: dict[Strategy, FloatArray], given: Sequence[Strategy], max_communicators: int, most: int
+) -> list[Strategy]:
+    """`given`, and one by one the strategy with which the fastest of all so far gains most on
+    average.
+    """
+    chosen = list(given)
+    best = np.min([times[strategy] for strategy in chosen], axis=0)
+    open_ = [strategy for strategy in times if strategy not in chosen]
+    while open_ and len(chosen) < most:
+        gains = [float((best - np.minimum(best, times[strategy])).mean()) for strategy in open_]
+        added = open_.pop(int(np.argmax(gains)))
+        if max(gains) <= TOLERANCE * best.mean():
+            break
+        if count_communicators([*chosen, added]) <= max_communicators:
+            chosen.append(added)
+            best = np.minimum(best, times[added])
+    return chosen

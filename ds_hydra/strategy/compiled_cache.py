@@ -1,0 +1,62 @@
+"""numba's cache of compiled functions, in files that are checked.
+
+[Note: A cache that heals]
+numba unpickles whatever its cache holds, and would run garbled machine code. So every cached file
+ends with its digest here; one that is damaged, or cannot be read or written, is compiled anew.
+"""
+
+# mypy: allow-untyped-calls
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class HealingCache(FunctionCache):
+    """Where `compiled` keeps the code of one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        stamp = self._impl.locator.get_source_stamp()
+        self._cache_file = CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Save compiled code, unless the disk is full or the folder gone."""
+        with contextlib.suppress(OSError):
+            super().save_overload(sig, data)
+
+
+class CheckedFiles(IndexDataCacheFile):
+    """Index and code of one function; content that does not end with its digest is not there."""
+
+    def _dump(self, obj: Any) -> bytes:
+        body: bytes = super()._dump(obj)
+        return body + hashlib.sha256(body).digest()
+
+    def _load_index(self) -> dict[Any, str]:
+        version = pickle.dumps(self._version, protocol=-1)  # as numba begins the file
+        try:
+            content = Path(self._index_path).read_bytes()
+        except OSError:
+            return {}
+        if not content.startswith(version) or not _is_whole(content[len(version) :]):
+            return {}
+        index: dict[Any, str] = super()._load_index()
+        return index
+
+    def _load_data(self, name: str) -> Any:
+        if not _is_whole(Path(self._data_path(name)).read_bytes()):
+            raise OSError(f"{name} is damaged")  # for numba as if it had been removed
+        return super()._load_data(name)
+
+
+def _is_whole(content: bytes) -> bool:
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]

@@ -1,0 +1,1 @@
+"""What computation and communication cost where nothing was measured."""

@@ -1,0 +1,183 @@
+"""T(l, P) of hardware that nobody has profiled: a roofline of one layer's FLOPs and bytes, and its
+collectives.
+
+Per layer and rank, forward and backward, no recomputation, 16-bit types, H hidden, I intermediate
+size:
+
+    matmul      6 (4 H^2 + 3 H I) / TP        FLOP for each token (fewer for grouped key-value
+    heads) attention   7 H / TP                      FLOP for each token and token of its past or
+    future elementwise 3 * 36 H / TP                 bytes for each token: written, read, read again
+    collectives 4 * 2 (TP - 1) / TP * 2 H     bytes for each token over the slowest link of the TP
+    group
+
+Attention is 14 H for each pair seen twice (2 + 5 products of the flash kernel's two passes), half
+of it causal. The head adds 6 H V / TP, shared between the stages. Left out: P2P, the optimizer, and
+imbalance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.profiles.fit import saturation_tokens
+from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, LatencyModel
+from ds_hydra.strategy.schemes.scheme import Scheme
+
+HARDWARE_SCHEMA = "ds_hydra.hardware/1"
+_KEPT_BYTES = 36
+"""A of App. B.1 for TP 1: bytes that a token leaves for the backward pass, per layer and hidden
+unit.
+"""
+_COLLECTIVES = 4
+_EXCHANGES = 4
+"""All-to-alls of SP for each layer: to heads and back, forward and backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One kind of device and its links; rates per second and direction, as reached (efficiency
+    included).
+    """
+
+    name: str
+    devices_per_node: int
+    memory_bytes: int
+    matmul_flops: float
+    attention_flops: float
+    memory_rate: float
+    intra_node_rate: float
+    inter_node_rate: float
+    layer_overhead_ms: float
+    collective_overhead_ms: float
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], *, source: str = "hardware") -> Hardware:
+        """The hardware in a `ds_hydra.hardware/1` document; raises HydraConfigError naming what is
+        wrong.
+        """
+        if document.get("schema") != HARDWARE_SCHEMA:
+            raise HydraConfigError(
+                f"{source}: schema is {document.get('schema')!r}, expected {HARDWARE_SCHEMA!r}"
+            )
+        try:
+            reached = document["efficiency"]
+            hardware = cls(
+                name=document["name"],
+                devices_per_node=int(document["devices_per_node"]),
+                memory_bytes=int(document["memory_bytes"]),
+                matmul_flops=document["peak_flops"] * reached["matmul"],
+                attention_flops=document["peak_flops"] * reached["attention"],
+                memory_rate=document["memory_bytes_per_s"] * reached["memory"],
+                intra_node_rate=document["intra_node_bytes_per_s"] * reached["link"],
+                inter_node_rate=document["inter_node_bytes_per_s"] * reached["link"],
+                layer_overhead_ms=float(document["layer_overhead_ms"]),
+                collective_overhead_ms=float(document["collective_overhead_ms"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise HydraConfigError(
+                f"{source}: not a valid {HARDWARE_SCHEMA} document: {error!r}"
+            ) from error
+        rates = (hardware.matmul_flops, hardware.attention_flops, hardware.memory_rate)
+        links = (hardware.intra_node_rate, hardware.inter_node_rate)
+        if not all(isfinite(rate) and rate > 0 for rate in (*rates, *links)):
+            raise HydraConfigError(f"{source}: rates and efficiencies must be above 0")
+        return hardware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What of a decoder the roofline needs."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    key_value_share: float = 1.0
+    """Key-value heads over attention heads."""
+
+    @property
+    def layer_params(self) -> float:
+        """Elements of one layer's matrices."""
+        attention = (2 + 2 * self.key_value_share) * self.hidden_size**2
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+
+def predict_latency(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> LatencyModel:
+    """T(l, scheme) by the roofline. The stage has L / PP layers and its share of the head.
+
+    SP ranks share the row and exchange queries, keys, values and outputs of attention, forward and
+    backward.
+    """
+    tp, sp, hidden = scheme.tp, scheme.sp, shape.hidden_size
+    layers = shape.num_layers / scheme.pp
+    matmul = 6 * (shape.layer_params * layers + hidden * shape.vocab_size / scheme.pp) / tp
+    elementwise = 3 * _KEPT_BYTES * hidden / tp * layers
+    is_inside = tp <= hardware.devices_per_node
+    link = hardware.intra_node_rate if is_inside else hardware.inter_node_rate
+    exchanged = _COLLECTIVES * 2 * (tp - 1) / tp * 2 * hidden * layers
+    linear_s = (
+        matmul / hardware.matmul_flops + elementwise / hardware.memory_rate + exchanged / link
+    )
+    if sp > 1:
+        is_inside = scheme.ranks_per_stage <= hardware.devices_per_node
+        link = hardware.intra_node_rate if is_inside else hardware.inter_node_rate
+        heads = (2 + 2 * shape.key_value_share) * hidden / tp
+        linear_s = (linear_s + 2 * (sp - 1) / sp * 2 * heads * layers / link) / sp
+    num_collectives = (_COLLECTIVES if tp > 1 else 0) + (_EXCHANGES if sp > 1 else 0)
+    collectives_ms = num_collectives * hardware.collective_overhead_ms
+    return LatencyModel(
+        quadratic_ms=1e3 * 7 * hidden * layers / (sp * tp) / hardware.attention_flops,
+        linear_ms=1e3 * linear_s,
+        constant_ms=layers * (hardware.layer_overhead_ms + collectives_ms),
+    )
+
+
+def predict_profile(
+    shape: ModelShape,
+    hardware: Hardware,
+    schemes: Iterable[Scheme],
+    *,
+    name: str,
+    memory: Mapping[str, Any],
+    context_length: int,
+) -> dict[str, Any]:
+    """A `ds_hydra.profile/1` document without a measurement. `memory` is its section of that
+    name.
+    """
+    latency = {scheme: predict_latency(shape, hardware, scheme) for scheme in schemes}
+    saturation: dict[str, int] = {}
+    for scheme, model in sorted(latency.items(), key=lambda item: (-item[0].sp, -item[0].pp)):
+        saturation[str(scheme.tp)] = max(1, saturation_tokens(model, context_length) // scheme.sp)
+    return {
+        "schema": PROFILE_SCHEMA,
+        "source": f"roofline of {hardware.name}, nothing measured",
+        "hardware": {
+            "name": hardware.name,
+            "devices_per_node": hardware.devices_per_node,
+            "memory_bytes": hardware.memory_bytes,
+            "reserved_bytes": hardware.memory_bytes // 16,
+            "safety_margin_bytes": hardware.memory_bytes // 16,
+        },
+        "model": {
+            "name": name,
+            "num_layers": shape.num_layers,
+            "hidden_size": shape.hidden_size,
+            "intermediate_size": shape.intermediate_size,
+            "vocab_size": shape.vocab_size,
+        },
+        "memory": dict(memory),
+        "saturation_tokens": saturation,
+        "schemes": [
+            {
+                **scheme.to_json(),
+                "quadratic_ms": model.quadratic_ms,
+                "linear_ms": model.linear_ms,
+                "constant_ms": model.constant_ms,
+            }
+            for scheme, model in sorted(latency.items())
+        ],
+    }

@@ -1,0 +1,252 @@
+"""What moving bytes costs on a cluster: pull and push of a strategy, activations between stages,
+the optimizer.
+
+Two levels: devices of a node share its links to the other nodes. A slice crosses into a node once,
+however many of its ranks need it, and spreads inside. All rates are as reached, in one direction;
+transfers of different nodes do not disturb each other. Left out: casts, launches and the latency of
+single messages in pull and push.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import lcm
+from typing import Any
+
+import numpy as np
+
+from ds_hydra.configs import find_file, list_files
+from ds_hydra.configs.files import read_json_object
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape
+from ds_hydra.strategy.profiles.link_times import LinkTimes
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+logger = logging.getLogger(__name__)
+
+PARAM_BYTES = 2
+"""A parameter is pulled in 16 bit."""
+GRADIENT_BYTES = 4
+"""A gradient is pushed in 32 bit, as the engine does, and as Megatron-LM reduces its main
+gradients.
+"""
+STEP_BYTES = 30
+"""AdamW reads fp32 parameter, gradient and two moments, writes all but the gradient, and the 16-bit
+copy.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """A model on `num_devices` of one kind of hardware."""
+
+    shape: ModelShape
+    hardware: Hardware
+    num_devices: int
+    intra_node_latency_ms: float
+    inter_node_latency_ms: float
+
+    @property
+    def num_params(self) -> float:
+        """Elements of all layers, of the embedding and of the head."""
+        return self.shape.num_layers * self.shape.layer_params + 2 * (
+            self.shape.vocab_size * self.shape.hidden_size
+        )
+
+    @property
+    def step_ms(self) -> float:
+        """AdamW on the shard of one rank: memory traffic only."""
+        shard = self.num_params / self.num_devices
+        return 1e3 * shard * STEP_BYTES / self.hardware.memory_rate
+
+    @lru_cache(maxsize=4096)  # noqa: B019 - a cluster is a small value, and few are made
+    def link_times(self, strategy: Strategy, *, is_fully_sharded: bool = True) -> LinkTimes:
+        """Pull, push and step of `strategy`.
+
+        `is_fully_sharded`: states are cut over all ranks (ZeRO-3), else over the pipelines that
+        hold the same slice (the distributed optimizer of Megatron-LM, homogeneous strategies only),
+        which moves fewer bytes.
+        """
+        elements = self._node_elements(strategy, is_fully_sharded)
+        layers = self.shape.num_layers
+        widest = (
+            max(_widest_slice(scheme, layers) for scheme in set(strategy.schemes)) * self.num_params
+        )
+        inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
+        across = elements / self.hardware.inter_node_rate
+        slowest = 1e3 * max(inside, across)
+        return LinkTimes(
+            pull_ms=PARAM_BYTES * slowest, push_ms=GRADIENT_BYTES * slowest, step_ms=self.step_ms
+        )
+
+    def pushing(self, share: float) -> Callable[[Strategy], LinkTimes]:
+        """`link_times` of a strategy with gradients of `share` of 32 bit."""
+
+        def link_times(strategy: Strategy) -> LinkTimes:
+            times = self.link_times(strategy)
+            return replace(times, push_ms=share * times.push_ms)
+
+        return link_times
+
+    def _node_elements(self, strategy: Strategy, is_fully_sharded: bool) -> float:
+        """Elements that the busiest node receives from other nodes in one pull."""
+        node_size = self.hardware.devices_per_node
+        if self.num_devices <= node_size:
+            return 0.0
+        nodes = _slices_of_nodes(strategy, node_size, self.shape.num_layers)
+        num_holders = len(strategy.schemes) * strategy.schemes[0].sp
+        return max(_needed_share(slices, num_holders, node_size / self.num_devices,
+                                 is_fully_sharded) for slices in nodes) * self.num_params  # fmt: skip
+
+    def hop_ms(self, scheme: Scheme, row_tokens: int) -> float:
+        """One activation from a stage to the next; ranks of a node share its links to the next
+        node.
+        """
+        node_size = self.hardware.devices_per_node
+        is_inside = scheme.num_devices <= node_size
+        rate = (
+            self.hardware.intra_node_rate
+            if is_inside
+            else self.hardware.inter_node_rate / node_size
+        )
+        latency = self.intra_node_latency_ms if is_inside else self.inter_node_latency_ms
+        return latency + 1e3 * row_tokens / scheme.sp * self.shape.hidden_size * PARAM_BYTES / rate
+
+    def tp_ms(self, scheme: Scheme, row_tokens: int) -> float:
+        """TP collectives in the forward pass of one stage (the backward pass has as many): ring
+        all-reduces.
+
+        Two per layer, of 2 (TP-1)/TP times the rank's part of the row each. Profiled T contains
+        them already.
+        """
+        if scheme.tp == 1:
+            return 0.0
+        is_inside = scheme.tp <= self.hardware.devices_per_node
+        rate = self.hardware.intra_node_rate if is_inside else self.hardware.inter_node_rate
+        row_bytes = row_tokens / scheme.sp * self.shape.hidden_size * PARAM_BYTES
+        layers = self.shape.num_layers / scheme.pp
+        return 1e3 * layers * 2 * 2 * (scheme.tp - 1) / scheme.tp * row_bytes / rate
+
+
+Slice = tuple[int, int, float, float]
+"""(tp, TP slice, begin and end of the stage as shares of the model) that some rank of a node
+holds.
+"""
+
+
+def _stages(scheme: Scheme, num_layers: int) -> list[tuple[float, float]]:
+    """Begin and end of each stage as shares of the model; embedding and head count as spread over
+    all of them.
+    """
+    ends = (
+        [sum(scheme.stages[: k + 1]) / num_layers for k in range(scheme.pp)]
+        if scheme.stages
+        else []
+    )
+    ends = ends or [(k + 1) / scheme.pp for k in range(scheme.pp)]
+    return list(zip([0.0, *ends], ends))
+
+
+def _widest_slice(scheme: Scheme, num_layers: int) -> float:
+    """Share of the model that a rank of the largest stage pulls; ranks of an SP group hold the
+    same.
+    """
+    return max(end - begin for begin, end in _stages(scheme, num_layers)) / scheme.tp
+
+
+def _slices_of_nodes(strategy: Strategy, node_size: int, num_layers: int) -> set[tuple[Slice, ...]]:
+    """The slices that the ranks of each node hold, nodes with the same slices once."""
+    nodes: dict[int, list[Slice]] = {}
+    stages = {scheme: _stages(scheme, num_layers) for scheme in set(strategy.schemes)}
+    for scheme, ranks in zip(strategy.schemes, strategy.place()):
+        for place, rank in enumerate(ranks):
+            stage, t = stages[scheme][place // scheme.ranks_per_stage], place % scheme.tp
+            nodes.setdefault(rank // node_size, []).append((scheme.tp, t, *stage))
+    return {tuple(slices) for slices in nodes.values()}
+
+
+def _needed_share(
+    slices: Sequence[Slice], num_holders: int, node_share: float, is_fully_sharded: bool
+) -> float:
+    """Share of the model that a node needs and does not own; otherwise owned by the `num_holders`
+    of a slice.
+    """
+    if not is_fully_sharded:
+        return sum((1 - slices.count(s) / num_holders) * (s[3] - s[2]) / s[0] for s in set(slices))
+    num_columns = lcm(*(s[0] for s in slices))
+    edges = sorted({edge for s in slices for edge in s[2:]})
+    is_needed = np.zeros((len(edges) - 1, num_columns), dtype=bool)
+    for tp, t, begin, end in set(slices):
+        width = num_columns // tp
+        is_needed[edges.index(begin) : edges.index(end), t * width : (t + 1) * width] = True
+    return float(is_needed.mean(axis=1) @ np.diff(edges)) * (1 - node_share)
+
+
+def try_cluster(profile: Profile, num_devices: int) -> Cluster | None:
+    """`find_cluster`, or None where the profile does not describe its model well enough.
+
+    From files alone, never from measured iterations, so that a resumed run chooses as the one
+    before.
+    """
+    try:
+        return find_cluster(profile, num_devices)
+    except HydraConfigError as error:
+        logger.info("pull and push do not count in the choice of strategies: %s", error)
+        return None
+
+
+def find_cluster(profile: Profile, num_devices: int, hardware: str | None = None) -> Cluster | None:
+    """The cluster that `profile` was measured on, or the one named (a shipped description or a
+    path).
+
+    None where the profile's hardware has no description: communication between stages, pull and
+    push then count nothing, and the commands say so. Raises HydraConfigError for a name that is not
+    known, or a profile that does not describe its model.
+    """
+    if hardware is not None:
+        document: Mapping[str, Any] = read_json_object(find_file("hardware", hardware))
+    else:
+        name = profile.document["hardware"].get("name")
+        shipped = (
+            read_json_object(find_file("hardware", known)) for known in list_files("hardware")
+        )
+        found = next((d for d in shipped if d["name"] == name), None)
+        if found is None:
+            return None
+        document = found
+    try:
+        latency = document["latency_s"]
+        return Cluster(
+            shape=model_shape(profile),
+            hardware=Hardware.from_json(document, source=hardware or str(document["name"])),
+            num_devices=num_devices,
+            intra_node_latency_ms=1e3 * latency["intra_node"],
+            inter_node_latency_ms=1e3 * latency["inter_node"],
+        )
+    except (KeyError, TypeError) as error:
+        raise HydraConfigError(
+            f"hardware {document.get('name')!r}: latency_s needs the numbers intra_node and inter_node ({error!r})"
+        ) from error
+
+
+def model_shape(profile: Profile) -> ModelShape:
+    """The decoder that `profile` belongs to; raises HydraConfigError naming the field that is
+    missing.
+    """
+    model = profile.document["model"]
+    names = ("num_layers", "hidden_size", "intermediate_size", "vocab_size")
+    missing = [name for name in names if name not in model]
+    if missing:
+        raise HydraConfigError(
+            f"profile {profile.name!r}: model.{missing[0]} is missing, which the bytes of pull and push need; "
+            f"add it to the profile"
+        )
+    heads, kv_heads = model.get("num_attention_heads"), model.get("num_key_value_heads")
+    return ModelShape(
+        **{name: model[name] for name in names},
+        key_value_share=kv_heads / heads if heads and kv_heads else 1.0,
+    )

@@ -1,0 +1,243 @@
+"""What the search knows about a model's layers and a cluster's links (schema `ds_hydra.layers/1`).
+
+Times are milliseconds, sizes MB (2^20 bytes), batch sizes samples. Heterogeneous models
+(encoder-decoder, Swin) are several layer types in order, each with its count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from ds_hydra.configs.files import read_json_object
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.cost_models.analytic import Hardware
+from ds_hydra.strategy.profiles.profile import (
+    EMBEDDING_BYTES_PER_ELEMENT,
+    Profile,
+)
+
+LAYERS_SCHEMA = "ds_hydra.layers/1"
+OVERLAP_SLOWDOWN = 1.3
+"""Where it was not measured: Galvatron-BMW's own (§V)."""
+MB = float(1 << 20)
+_STATE_BYTES = 16.0
+"""Of one parameter: 16-bit weight and gradient, fp32 weight and two Adam moments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerProfile:
+    """One type of layer: what it computes, keeps and exchanges."""
+
+    name: str
+    count: int
+    forward_ms: float
+    """Forward of one sample without TP."""
+    weight_mb: float
+    """All-reduced as gradients, all-gathered as sharded weights."""
+    states_mb: float
+    """Weights, gradients and optimizer states."""
+    activation_mb: Mapping[int, float]
+    """Kept for backward for one sample on one rank, by TP degree."""
+    boundary_mb: Mapping[int, float]
+    """The layer's input alone: what checkpointing keeps, by TP degree."""
+    message_mb: float
+    """One all-reduce of the TP group for one sample: sequence x hidden x bytes of an element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndProfile:
+    """Embedding (first stage) or head (last stage)."""
+
+    states_mb: float = 0.0
+    activation_mb: float = 0.0
+    """For one sample of a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchInput:
+    """Layers in order and the cluster they run on."""
+
+    layers: Sequence[LayerProfile]
+    num_devices: int
+    all_reduce_ms_per_mb: Mapping[int, Mapping[tuple[int, bool], float]]
+    """[PP degree][group size, consecutive devices]; of the volume 2 (n - 1) / n x message."""
+    point_to_point_ms_per_mb: Mapping[int, float]
+    """Between neighbouring stages, by PP degree."""
+    embedding: EndProfile = field(default_factory=EndProfile)
+    head: EndProfile = field(default_factory=EndProfile)
+    context_mb: float = 0.0
+    """What a device holds before any model: communicators, kernels, allocator."""
+    backward_over_forward: float = 2.0
+    overlap_slowdown: float = OVERLAP_SLOWDOWN
+    """How much slower computation and gradient synchronisation run at the same time (§V)."""
+
+    gathers_each_micro_batch: bool = True
+    """Whether sharded weights are gathered for every micro-batch (ZeRO-3) or stay gathered for an
+    iteration.
+    """
+
+    @property
+    def num_layers(self) -> int:
+        """All layers."""
+        return sum(layer.count for layer in self.layers)
+
+    @property
+    def layer_types(self) -> list[int]:
+        """Index into `layers` of every layer in order."""
+        return [index for index, layer in enumerate(self.layers) for _ in range(layer.count)]
+
+    @classmethod
+    def load(cls, path: Path) -> SearchInput:
+        """The input in the file `path`; raises HydraConfigError naming what is wrong."""
+        return cls.from_json(read_json_object(path), source=str(path))
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], *, source: str = "layers") -> SearchInput:
+        """The input in a `ds_hydra.layers/1` document; raises HydraConfigError naming what is
+        wrong.
+        """
+        if document.get("schema") != LAYERS_SCHEMA:
+            raise HydraConfigError(
+                f"{source}: schema is {document.get('schema')!r}, expected {LAYERS_SCHEMA!r}"
+            )
+        try:
+            links = document["all_reduce_ms_per_mb"]
+            result = cls(
+                layers=tuple(_read_layer(layer) for layer in document["layers"]),
+                num_devices=int(document["num_devices"]),
+                all_reduce_ms_per_mb={
+                    int(pp): {_read_group(group): float(cost) for group, cost in groups.items()}
+                    for pp, groups in links.items()
+                },
+                point_to_point_ms_per_mb={
+                    int(pp): float(cost)
+                    for pp, cost in document["point_to_point_ms_per_mb"].items()
+                },
+                embedding=EndProfile(**document.get("embedding", {})),
+                head=EndProfile(**document.get("head", {})),
+                context_mb=float(document.get("context_mb", 0.0)),
+                backward_over_forward=float(document.get("backward_over_forward", 2.0)),
+                overlap_slowdown=float(document.get("overlap_slowdown", OVERLAP_SLOWDOWN)),
+                gathers_each_micro_batch=bool(document.get("gathers_each_micro_batch", True)),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise HydraConfigError(
+                f"{source}: not a valid {LAYERS_SCHEMA} document: {error!r}"
+            ) from error
+        _check(result, source)
+        return result
+
+    @classmethod
+    def from_profile(
+        cls, profile: Profile, hardware: Hardware, *, num_devices: int, sequence_tokens: int
+    ) -> SearchInput:
+        """The input of a profiled decoder; a sample is one sequence of `sequence_tokens` in 16-bit
+        types.
+
+        Forward is a third of T(l, P) of the profiled scheme with least TP, shared out over its
+        layers; links are those of `hardware`, the overlap slowdown is the profile's where it was
+        measured. Raises HydraConfigError for a profile without a model's sizes.
+        """
+        memory, model = profile.memory, profile.document.get("model", {})
+        if "intermediate_size" not in model:
+            raise HydraConfigError(
+                f"profile {profile.name!r} does not say model.intermediate_size; add it, or give --layers"
+            )
+        scheme = min(profile.latency, key=lambda s: (not s.is_plain, s.tp, s.pp))
+        stage_ms = profile.latency[scheme].row_ms([sequence_tokens]) * scheme.num_devices
+        hidden = memory.hidden_size
+        weights = 4.0 * hidden**2 + 3.0 * hidden * int(model["intermediate_size"])
+        message_mb = 2.0 * sequence_tokens * hidden / MB
+        vocabulary_mb = EMBEDDING_BYTES_PER_ELEMENT * hidden * memory.vocab_size / MB
+        degrees = [1 << k for k in range(num_devices.bit_length())]
+        kept = {tp: size for tp, size in memory.activation_bytes.items() if tp in degrees}
+        layer = LayerProfile(
+            name="decoder",
+            count=memory.num_layers,
+            forward_ms=stage_ms / memory.num_layers / 3,
+            weight_mb=2 * weights / MB,
+            states_mb=_STATE_BYTES * weights / MB,
+            activation_mb={
+                tp: sequence_tokens * hidden / tp * size / MB for tp, size in kept.items()
+            },
+            boundary_mb=dict.fromkeys(kept, message_mb),
+            message_mb=message_mb,
+        )
+
+        def ms_per_mb(span: int) -> float:
+            is_inside = span <= hardware.devices_per_node
+            return 1e3 * MB / (hardware.intra_node_rate if is_inside else hardware.inter_node_rate)
+
+        return cls(
+            layers=(layer,),
+            num_devices=num_devices,
+            all_reduce_ms_per_mb={
+                pp: {
+                    (size, consecutive): ms_per_mb(size if consecutive else num_devices // pp)
+                    for size in degrees[1:]
+                    for consecutive in (True, False)
+                    if size * pp <= num_devices
+                }
+                for pp in degrees
+            },
+            point_to_point_ms_per_mb={pp: ms_per_mb(num_devices) for pp in degrees},
+            embedding=EndProfile(states_mb=vocabulary_mb),
+            head=EndProfile(
+                states_mb=vocabulary_mb,
+                activation_mb=4.0 * sequence_tokens * memory.vocab_size / MB,
+            ),
+            context_mb=memory.reserved_bytes / MB,
+            overlap_slowdown=profile.overlap_slowdown or OVERLAP_SLOWDOWN,
+        )
+
+
+def _read_layer(document: Mapping[str, Any]) -> LayerProfile:
+    def by_degree(key: str) -> dict[int, float]:
+        return {int(tp): float(size) for tp, size in document[key].items()}
+
+    return LayerProfile(
+        name=str(document["name"]),
+        count=int(document["count"]),
+        forward_ms=float(document["forward_ms"]),
+        weight_mb=float(document["weight_mb"]),
+        states_mb=float(document["states_mb"]),
+        activation_mb=by_degree("activation_mb"),
+        boundary_mb=by_degree("boundary_mb"),
+        message_mb=float(document["message_mb"]),
+    )
+
+
+def _read_group(text: str) -> tuple[int, bool]:
+    """`4` or `4_strided`."""
+    size, _, kind = text.partition("_")
+    if kind not in ("", "strided"):
+        raise ValueError(f"group {text!r} is neither a size nor SIZE_strided")
+    return int(size), kind == ""
+
+
+def _check(given: SearchInput, source: str) -> None:
+    if not given.layers:
+        raise HydraConfigError(f"{source}: there are no layers; give at least one layer profile")
+    for layer in given.layers:
+        sizes = (
+            layer.forward_ms,
+            layer.weight_mb,
+            layer.states_mb,
+            layer.message_mb,
+            *layer.activation_mb.values(),
+            *layer.boundary_mb.values(),
+        )
+        if layer.count < 1 or not all(isfinite(size) and size >= 0 for size in sizes):
+            raise HydraConfigError(
+                f"{source}: layer {layer.name!r} has count {layer.count} and sizes {sizes}; the count must be at "
+                "least 1 and no size negative or NaN"
+            )
+    if given.backward_over_forward < 0 or given.overlap_slowdown < 1:
+        raise HydraConfigError(
+            f"{source}: backward_over_forward is {given.backward_over_forward} and overlap_slowdown "
+            f"{given.overlap_slowdown}; they must be at least 0 and at least 1"
+        )

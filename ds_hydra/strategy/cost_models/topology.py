@@ -1,0 +1,212 @@
+"""A cluster described by its nodes and links, and what a pipeline's communication costs on it.
+
+The file is a `ds_hydra.topology/1`:
+
+    {"schema": "ds_hydra.topology/1",
+     "nodes": [{"count": 4, "num_devices": 8, "device": "A800", "latency_s": 1e-5, "bytes_per_s":
+     2e11}], "between_nodes": {"latency_s": 2e-5, "bytes_per_s": 2.5e10}}
+
+`bytes_per_s` is what one device gets in one direction. Devices are numbered node by node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ds_hydra.configs.files import read_json_object
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.cost_models.alpha_beta import (
+    ClusterLinks,
+    LayerShape,
+    pipeline_hop_s,
+    tensor_parallel_s,
+)
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+TOPOLOGY_SCHEMA = "ds_hydra.topology/1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRate:
+    """Latency in seconds and rate in bytes per second of one direction."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.latency_s) and self.latency_s >= 0):
+            raise HydraConfigError(f"latency_s is {self.latency_s}, expected 0 or more")
+        if not (isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
+            raise HydraConfigError(f"bytes_per_s is {self.bytes_per_s}, expected more than 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """Devices of one kind and the link between any two of them."""
+
+    num_devices: int
+    device: str
+    inside: LinkRate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Nodes in the order of their ranks, and the link between any two of them; nodes may differ."""
+
+    nodes: tuple[Node, ...]
+    between: LinkRate
+    source: str
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all nodes."""
+        return sum(node.num_devices for node in self.nodes)
+
+    def check_one_kind(self) -> None:
+        """Raise HydraConfigError for nodes with different devices, whose compute one device cannot
+        tell.
+        """
+        kinds = sorted({node.device for node in self.nodes})
+        if len(kinds) > 1:
+            raise HydraConfigError(
+                f"{self.source} has nodes of different devices ({', '.join(kinds)}), and one device can only be "
+                "measured for its own kind; start ds-hydra profile on all ranks of that cluster, which measures "
+                "every scheme as it is, or profile each kind with a topology of its own"
+            )
+
+    def links(self) -> ClusterLinks:
+        """Latency and rate between every pair of devices; `flops` is 1.0, compute is not its
+        business.
+        """
+        node_of = np.repeat(np.arange(len(self.nodes)), [node.num_devices for node in self.nodes])
+        is_inside = node_of[:, None] == node_of[None, :]
+        inside_latency = np.array([node.inside.latency_s for node in self.nodes])[node_of]
+        inside_rate = np.array([node.inside.bytes_per_s for node in self.nodes])[node_of]
+        return ClusterLinks(
+            latency_s=np.where(is_inside, inside_latency[:, None], self.between.latency_s),
+            bytes_per_s=np.where(is_inside, inside_rate[:, None], self.between.bytes_per_s),
+            flops=np.ones(len(node_of)),
+        )
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], *, source: str = "topology") -> Topology:
+        """The topology in a `ds_hydra.topology/1` document; raises HydraConfigError naming what is
+        wrong.
+        """
+        if document.get("schema") != TOPOLOGY_SCHEMA:
+            raise HydraConfigError(
+                f"{source}: schema is {document.get('schema')!r}, expected {TOPOLOGY_SCHEMA!r}"
+            )
+        try:
+            nodes: list[Node] = []
+            for entry in document["nodes"]:
+                num_devices, count = entry["num_devices"], entry.get("count", 1)
+                if min(int(num_devices), int(count)) < 1:
+                    raise HydraConfigError(
+                        f"a node has num_devices {num_devices} and count {count}, expected 1 or more"
+                    )
+                node = Node(
+                    num_devices=int(num_devices),
+                    device=str(entry["device"]),
+                    inside=_read_rate(entry),
+                )
+                nodes += [node] * int(count)
+            if not nodes:
+                raise HydraConfigError("there is no node")
+            return cls(
+                nodes=tuple(nodes), between=_read_rate(document["between_nodes"]), source=source
+            )
+        except HydraConfigError as error:
+            raise HydraConfigError(f"{source}: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise HydraConfigError(
+                f"{source}: not a valid {TOPOLOGY_SCHEMA} document: {error!r}; a node has num_devices, device, "
+                "latency_s, bytes_per_s and optionally count, and 'between_nodes' has the two rates"
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Topology:
+        """The topology in the JSON file `path`."""
+        return cls.from_json(read_json_object(path), source=str(path))
+
+
+def _read_rate(entry: Mapping[str, Any]) -> LinkRate:
+    return LinkRate(latency_s=float(entry["latency_s"]), bytes_per_s=float(entry["bytes_per_s"]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageParts:
+    """What one row costs on one device of a scheme, in ms: the compute of a layer, and of embedding
+    and head.
+    """
+
+    layer_ms: float
+    ends_ms: float
+
+
+def stage_ms(
+    scheme: Scheme,
+    parts: StageParts,
+    links: ClusterLinks,
+    shape: LayerShape,
+    *,
+    num_layers: int,
+    passes: int,
+    cuts_rows: bool = False,
+) -> float:
+    """T(l, scheme) from measured compute and computed communication.
+
+    Communication is that of the slowest group of the cluster when it is filled with pipelines of
+    `scheme`: `passes` / 2 all-reduces of the activations for each layer (Eq. 1 of HexiScale App. B;
+    8 passes, 12 with activation checkpointing), one after the embedding, one before the head's
+    input, and a send and a receive between the same ranks of neighbouring stages (Eq. 3 without its
+    broadcast). Where TP `cuts_rows`, an all-gather and a reduce-scatter are the two passes of an
+    all-reduce, each block gathers once more in backward (10 or 14 passes for a layer, one more
+    before the head), and stages hand on 1 / TP of a row. Stages have unequal work, so T is what the
+    profiler measures: the time of PP rows through 1F1B over 2 PP - 1.
+    """
+    reduce_ms = 1e3 * _slowest_all_reduce_s(links, scheme, shape)
+    handed_on = replace(shape, num_tokens=-(-shape.num_tokens // scheme.tp)) if cuts_rows else shape
+    hop_ms = 1e3 * _slowest_hop_s(links, scheme, handed_on)
+    before_head_ms = reduce_ms * (1.5 if cuts_rows else 1.0)
+    base, extra = divmod(num_layers, scheme.pp)
+    stages = [
+        (base + (stage < extra)) * (parts.layer_ms + passes / 2 * reduce_ms)
+        + (reduce_ms if stage == 0 else 0.0)
+        + (parts.ends_ms + before_head_ms if stage == scheme.pp - 1 else hop_ms)
+        for stage in range(scheme.pp)
+    ]
+    return ((scheme.pp - 1) * max(stages) + sum(stages)) / (2 * scheme.pp - 1)
+
+
+def _slowest_all_reduce_s(links: ClusterLinks, scheme: Scheme, shape: LayerShape) -> float:
+    """One all-reduce of a row's activations, two passes of Eq. 1, in the slowest TP group."""
+    if scheme.tp == 1:
+        return 0.0
+    groups = {
+        ranks[begin : begin + scheme.tp]
+        for ranks in _pipelines(links, scheme)
+        for begin in range(0, len(ranks), scheme.tp)
+    }
+    return max(tensor_parallel_s(links, group, shape, passes=2) for group in groups)
+
+
+def _slowest_hop_s(links: ClusterLinks, scheme: Scheme, shape: LayerShape) -> float:
+    """Activations to the next stage and their gradient back, between the slowest pair of ranks."""
+    if scheme.pp == 1:
+        return 0.0
+    return max(
+        pipeline_hop_s(links, [rank], [following], shape)
+        for ranks in _pipelines(links, scheme)
+        for rank, following in zip(ranks, ranks[scheme.tp :])
+    )
+
+
+def _pipelines(links: ClusterLinks, scheme: Scheme) -> Sequence[tuple[int, ...]]:
+    return Strategy((scheme,) * (links.flops.size // scheme.num_devices)).place()

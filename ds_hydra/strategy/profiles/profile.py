@@ -1,0 +1,483 @@
+"""What is known about one model on one kind of hardware: latency and memory of every scheme.
+
+One profile is one JSON file (schema `ds_hydra.profile/1`). Lengths are tokens, times milliseconds,
+sizes bytes. Source of both models: Hydraulis, App. B.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from ds_hydra.configs.files import LARGEST, read_json_object
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.schemes.options import slowest_stage_ratio, stage_layers
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+PROFILE_SCHEMA = "ds_hydra.profile/1"
+_LARGEST_COUNT, _LARGEST_BYTES = 1 << 32, 1 << 63
+"""Beyond these a profile is damaged, and arithmetic on it would overflow."""
+
+OPTIMIZER_BYTES = 4 + 8 + 4 + 4
+"""Per parameter at its owner: fp32 master, two Adam moments, DeepSpeed's gradient, our
+accumulator.
+"""
+
+GRADIENT_BYTES = 4
+"""Per element of a pulled slice, or of a home: its fp32 gradient."""
+
+STREAM_WINDOW = 2
+"""Streamed layers that are with a rank at any time: the one that runs and the next one."""
+
+EMBEDDING_BYTES_PER_ELEMENT = 16
+"""`e` of App. B.1: bytes of weights, gradients and optimizer states per embedding element."""
+
+
+SP_ACTIVATIONS = 1.1
+"""Activations of a piece of a row over its share of the row's: attention's output is kept on both
+sides of an exchange, and key-value heads may be repeated. 1.05 without repeated heads, 1.10 with,
+on a Llama of 4 heads."""
+
+VOCABULARY_TOLERANCE = 0.05
+"""Share by which the vocabulary of a profile may differ from the model's: it only moves MaxLen a
+little.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyModel:
+    """T(l, P) = a l^2 + b l + c (App. B.2): forward + backward of ONE stage, one row of one
+    sequence.
+
+    A packed row of lengths l_i costs sum(a l_i^2 + b l_i) + c. Left out: P2P between stages.
+    """
+
+    quadratic_ms: float
+    linear_ms: float
+    constant_ms: float
+
+    def sequence_ms(self, length_tokens: int) -> float:
+        """a l^2 + b l, the part of T that adds up over the sequences of a packed row."""
+        return (self.quadratic_ms * length_tokens + self.linear_ms) * length_tokens
+
+    def __post_init__(self) -> None:
+        terms = (self.quadratic_ms, self.linear_ms, self.constant_ms)
+        if not all(0 <= term <= LARGEST for term in terms) or not any(terms):
+            raise HydraConfigError(
+                f"latency coefficients {terms} of l^2, l and 1: none may be negative, NaN or above "
+                f"{LARGEST:g}, and one must be above 0; fit them again without the measurements that are"
+            )
+
+    def row_ms(self, lengths_tokens: Iterable[int]) -> float:
+        """Time of one stage for one packed row; 0.0 for a row without sequences."""
+        total = sum(self.sequence_ms(length) for length in lengths_tokens)
+        return total + self.constant_ms if total else 0.0
+
+
+def activation_share(scheme: Scheme) -> float:
+    """What one rank keeps of a row's activations under `scheme`, as a share of A L H S."""
+    return (SP_ACTIVATIONS if scheme.sp > 1 else 1.0) / scheme.ranks_per_stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """Bytes that one rank needs under <TP,PP> on N devices for a packed row of S tokens (App. B.1).
+
+    activations  L * (S / SP * H / TP) * A
+    states       L * H^2 / N * B * alpha + (L / PP) * (H^2 / TP) * B * (1 - alpha)
+    embedding    H * V / N * e * alpha + (H * V / TP) * e * (1 - alpha)
+
+    with L = `num_layers`, H = `hidden_size`, V = `vocab_size`, A = `activation_bytes[tp]`,
+    B = `state_bytes`, alpha = `sharded_fraction`, e = 16. Activations do not shrink with PP,
+    because a 1F1B stage holds up to PP micro-batches of its L/PP layers. Ours: of SP ranks each has
+    1/SP of every row, which costs `SP_ACTIVATIONS` times its share of the row.
+
+    Ours: where layers stream, with p = s / i parameters per layer and H^2, E = 2 H V of embedding
+    and head, and R = `devices_per_node` ranks of a node (N if those are fewer),
+
+    states       (L H^2 p + E) / N * (i + 20)                     shards
+                 + (L H^2 p + E) / R * (i + 4)                    home of weights and sums
+                 + (two layers, or twice the head) / TP * (i + 4) window
+                 + (parameters of the stage that stay) / TP * (i + 4)
+
+    which is what the engine holds: 28 bytes a parameter in 16 bit, where the published constants
+    amount to 17. Other pipelines of the strategy have their share of the home besides.
+
+    Stage k of a scheme with `stages` or `ckpt` has n layers, m of them checkpointed, and at most PP
+    - k rows in flight:
+
+    activations  (PP - k) * ((n - m) * S * H / TP * A + m * S * H * i)
+                 + S * H / TP * A where m > 0, the layer that runs again; + S * V / TP * 2 i on the
+                 last stage
+    states       as above with n in place of L / PP
+
+    with i = `input_bytes` of an element of a hidden state, which every rank of a TP group has whole
+    (1 / TP of it with `tp_sequence_parallel`); logits and their gradient, for which other layers no
+    longer leave room, come on top. MaxLen is that of the tightest stage. What else of a layer is
+    whole or cut under TP, A says for each degree.
+    """
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    activation_bytes: Mapping[int, float]
+    state_bytes: float
+    sharded_fraction: float
+    memory_bytes: int
+    reserved_bytes: int
+    safety_margin_bytes: int
+    slice_bytes: float = 0.0
+    input_bytes: float = 0.0
+    tp_sequence_parallel: bool = False
+    devices_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        counts = (self.num_layers, self.hidden_size, self.vocab_size)
+        is_whole = all(type(count) is int and count <= _LARGEST_COUNT for count in counts)
+        if not is_whole or min(self.num_layers, self.hidden_size) < 1 or self.vocab_size < 0:
+            raise HydraConfigError(
+                f"num_layers, hidden_size and vocab_size are {counts}, expected counts from 1 up"
+            )
+        sizes = (self.memory_bytes, self.reserved_bytes, self.safety_margin_bytes, self.state_bytes)
+        if not all(0 <= size <= _LARGEST_BYTES for size in sizes):
+            raise HydraConfigError(
+                f"bytes of memory, reserve, margin and states are {sizes}, expected 0 or more"
+            )
+        if not all(1e-6 <= size <= _LARGEST_COUNT for size in self.activation_bytes.values()):
+            raise HydraConfigError(
+                f"activation bytes are {dict(self.activation_bytes)}, expected 1e-6 or more"
+            )
+        if self.devices_per_node < 1:
+            raise HydraConfigError(
+                f"devices_per_node is {self.devices_per_node}, expected 1 or more"
+            )
+        if type(self.tp_sequence_parallel) is not bool:
+            raise HydraConfigError(
+                f"tp_sequence_parallel is {self.tp_sequence_parallel!r}, expected true or false"
+            )
+        for name, value in (("slice", self.slice_bytes), ("input", self.input_bytes)):
+            if not 0 <= value <= _LARGEST_COUNT:
+                raise HydraConfigError(f"{name} bytes are {value}, expected 0 or more")
+        if not 0 <= self.sharded_fraction <= 1:
+            raise HydraConfigError(f"sharded_fraction is {self.sharded_fraction}, expected 0 to 1")
+
+    def knows(self, scheme: Scheme) -> bool:
+        """Whether it says what `scheme` needs."""
+        says_inputs = self.input_bytes > 0 or not (scheme.ckpt or scheme.stream)
+        says_slices = self.slice_bytes > 0 or not scheme.stream
+        return scheme.tp in self.activation_bytes and says_inputs and says_slices
+
+    def rank_bytes(self, scheme: Scheme, num_devices: int, row_tokens: int) -> float:
+        """Bytes of one rank (left side of App. B.1, without reserved and safety margin)."""
+        return max(
+            states + row_tokens * per_token
+            for states, per_token in self._stages(scheme, num_devices)
+        )
+
+    def max_len_tokens(self, scheme: Scheme, num_devices: int, home_bytes: float = 0.0) -> int:
+        """MaxLen(P): longest packed row that fits; 0 or less where the states alone do not fit.
+
+        `home_bytes`: what the rank has besides of a home that others read.
+        """
+        budget = self.memory_bytes - self.safety_margin_bytes - self.reserved_bytes - home_bytes
+        return min(
+            int((budget - states) // per_token)
+            for states, per_token in self._stages(scheme, num_devices)
+        )
+
+    def _stages(self, scheme: Scheme, num_devices: int) -> list[tuple[float, float]]:
+        """Bytes of states and per token of a row of each stage that could be the tightest."""
+        layer = self._layer_bytes_per_token(scheme)
+        if not scheme.stages and not scheme.ckpt:
+            layers = self.num_layers / scheme.pp
+            return [(self._state_bytes(scheme, num_devices, layers), self.num_layers * layer)]
+        if scheme.ckpt and not self.input_bytes:
+            raise HydraConfigError(
+                f"scheme {scheme}: the profile does not say what a checkpointed layer keeps; add "
+                "input_bytes_per_token_per_layer_per_hidden to its memory (2 where hidden states are 16 bit), or "
+                "measure it anew"
+            )
+        num_ranks = scheme.ranks_per_stage if self.tp_sequence_parallel else scheme.sp
+        kept = self.hidden_size / num_ranks * self.input_bytes
+        again = self.vocab_size / scheme.ranks_per_stage * 2 * self.input_bytes
+        stages = []
+        for stage in stage_layers(scheme, self.num_layers):
+            whole = stage.num_layers - stage.num_checkpointed
+            per_token = stage.rows_in_flight * (whole * layer + stage.num_checkpointed * kept)
+            per_token += layer if stage.num_checkpointed else 0.0
+            per_token += again if stage.is_last else 0.0
+            stages.append((self._state_bytes(scheme, num_devices, stage.num_layers), per_token))
+        return stages
+
+    def _layer_bytes_per_token(self, scheme: Scheme) -> float:
+        if scheme.tp not in self.activation_bytes:
+            raise HydraConfigError(
+                f"scheme {scheme}: the profile has no activation bytes for TP {scheme.tp}; "
+                f"it has TP {sorted(self.activation_bytes)}"
+            )
+        return self.hidden_size * activation_share(scheme) * self.activation_bytes[scheme.tp]
+
+    def home_bytes(self, num_devices: int) -> float:
+        """Share of each rank of a node in one copy of the weights and sums of their gradients."""
+        layer, ends = self._num_params()
+        num_ranks = min(self.devices_per_node, num_devices)
+        return (self.num_layers * layer + ends) / num_ranks * (self.input_bytes + GRADIENT_BYTES)
+
+    def _num_params(self) -> tuple[float, float]:
+        """Of a layer, and of embedding and head."""
+        if not self.slice_bytes or not self.input_bytes:
+            raise HydraConfigError(
+                "the profile does not say how large streamed layers are; add slice_bytes_per_layer_per_hidden2 and "
+                "input_bytes_per_token_per_layer_per_hidden to its memory (24 and 2 for LLaMA 7B in 16 bit), or "
+                "measure it anew"
+            )
+        layer = self.slice_bytes / self.input_bytes * self.hidden_size**2
+        return layer, 2.0 * self.hidden_size * self.vocab_size
+
+    def _streaming_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
+        """States of a rank of a stage of `num_layers`, of which some stream."""
+        layer, ends = self._num_params()
+        sharded = (self.num_layers * layer + ends) / num_devices
+        streamed = min(scheme.stream, num_layers)
+        window, kept = layer, (num_layers - streamed) * layer
+        if scheme.streams_all:
+            window = max(layer, ends / 2)
+        else:
+            kept += ends
+        held = (kept + min(STREAM_WINDOW, streamed) * window) / scheme.tp
+        return (
+            sharded * (self.input_bytes + OPTIMIZER_BYTES)
+            + held * (self.input_bytes + GRADIENT_BYTES)
+            + self.home_bytes(num_devices)
+        )
+
+    def _state_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
+        if scheme.stream:
+            return self._streaming_bytes(scheme, num_devices, num_layers)
+        hidden_2 = self.hidden_size**2
+        embedding = self.hidden_size * self.vocab_size * EMBEDDING_BYTES_PER_ELEMENT
+        sharded = (self.num_layers * hidden_2 * self.state_bytes + embedding) / num_devices
+        held = (num_layers * hidden_2 * self.state_bytes + embedding) / scheme.tp
+        return sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Latency of every profiled scheme, the memory model, and UtilLen per TP degree."""
+
+    name: str
+    latency: Mapping[Scheme, LatencyModel]
+    memory: MemoryModel
+    saturation_tokens: Mapping[int, int]
+    document: Mapping[str, Any]
+    """The JSON document this profile was read from (source, hardware and model names, links)."""
+    overlap_slowdown: float | None = None
+    """How many times as long computation and gradient synchronisation take beside each other; None:
+    not measured.
+    """
+
+    def get_latency(self, scheme: Scheme) -> LatencyModel:
+        """T(., scheme), that of a scheme with parts derived from <TP,PP> where nobody has measured
+        it.
+
+        Raises HydraConfigError naming the schemes that were profiled.
+        """
+        plain = scheme.without_parts()
+        if scheme not in self.latency and plain in self.latency:
+            ratio = slowest_stage_ratio(scheme, self.memory.num_layers)
+            coefficients = asdict(self.latency[plain])
+            return LatencyModel(**{name: ratio * value for name, value in coefficients.items()})
+        if scheme not in self.latency:
+            wanted = (
+                scheme
+                if scheme == plain
+                else f"{scheme}, and {plain} from which it could be derived,"
+            )
+            raise HydraConfigError(
+                f"scheme {wanted} is not in profile {self.name!r}, which has "
+                f"{', '.join(str(known) for known in sorted(self.latency))}; profile it or remove it from "
+                "hydra.strategies"
+            )
+        return self.latency[scheme]
+
+    @property
+    def assumed(self) -> frozenset[Scheme]:
+        """Schemes among `latency` whose times nobody measured: estimated, or derived from another
+        scheme.
+        """
+        entries = (e for e in self.document["schemes"] if e.get("estimated") or "derived_from" in e)
+        return frozenset(Scheme.from_json(entry) for entry in entries)
+
+    def has_latency(self, scheme: Scheme) -> bool:
+        """Whether `get_latency` has an answer."""
+        return scheme in self.latency or scheme.without_parts() in self.latency
+
+    def max_len_tokens(
+        self, scheme: Scheme, num_devices: int, beside: Strategy | None = None
+    ) -> int:
+        """MaxLen(scheme) on a cluster of `num_devices`, as a pipeline of the strategy `beside`.
+
+        Where another pipeline of it streams, each rank has its share of the home.
+        """
+        home = 0.0
+        if beside is not None and not scheme.stream and any(s.stream for s in beside.schemes):
+            home = self.memory.home_bytes(num_devices)
+        return self.memory.max_len_tokens(scheme, num_devices, home)
+
+    def with_schemes(self, schemes: Iterable[Scheme]) -> Profile:
+        """This profile with an entry for each of `schemes` that it has none for, derived from
+        <TP,PP>.
+
+        Raises HydraConfigError naming what the profile lacks for it.
+        """
+        missing = sorted(set(schemes) - self.latency.keys())
+        if not missing:
+            return self
+        entries = []
+        for scheme in missing:
+            model = self.get_latency(scheme)
+            # Whatever it is: raises where it is not known
+            self.max_len_tokens(scheme, scheme.num_devices)
+            derived_from = str(scheme.without_parts())
+            entries.append({**scheme.to_json(), **asdict(model), "derived_from": derived_from})
+        return Profile.from_json(
+            {**self.document, "schemes": [*self.document["schemes"], *entries]}
+        )
+
+    def with_latency(self, latency: Mapping[Scheme, LatencyModel]) -> Profile:
+        """This profile with the coefficients of `latency` in place of its own, in the document as
+        well.
+        """
+        entries = []
+        for entry in self.document["schemes"]:
+            model = latency.get(Scheme.from_json(entry))
+            entries.append(dict(entry) if model is None else {**entry, **asdict(model)})
+        return Profile.from_json({**self.document, "schemes": entries})
+
+    def only(self, schemes: Iterable[Scheme]) -> Profile:
+        """This profile without the schemes that are not among `schemes`."""
+        kept = set(schemes)
+        entries = [e for e in self.document["schemes"] if Scheme.from_json(e) in kept]
+        return Profile.from_json({**self.document, "schemes": entries})
+
+    def check_model(self, *, num_layers: int, hidden_size: int, vocab_size: int) -> None:
+        """Raise HydraConfigError if the profile belongs to another model than the one described.
+
+        A vocabulary may differ by `VOCABULARY_TOLERANCE`, as padded and unpadded ones do.
+        """
+        wanted = {"num_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}
+        found = {name: getattr(self.memory, name) for name in wanted}
+        is_same = found["num_layers"] == num_layers and found["hidden_size"] == hidden_size
+        if not is_same or abs(found["vocab_size"] - vocab_size) > VOCABULARY_TOLERANCE * vocab_size:
+            differing = [
+                f"{n} {found[n]} instead of {wanted[n]}" for n in wanted if found[n] != wanted[n]
+            ]
+            raise HydraConfigError(
+                f"profile {self.name!r} is of another model: {', '.join(differing)}; give the profile of this "
+                "model in hydra.profile, or remove it to measure one at the start"
+            )
+
+    def check_tp_sequence_parallel(self, wanted: bool) -> None:
+        """Raise HydraConfigError if the profile says that it was measured with another
+        `hydra.tp_sequence_parallel`.
+
+        It matters where TP is above 1. A profile that does not say, as the published ones, passes.
+        """
+        found = self.document.get("tp_sequence_parallel", wanted)
+        if found != wanted and any(scheme.tp > 1 for scheme in self.latency):
+            raise HydraConfigError(
+                f"profile {self.name!r} was measured with hydra.tp_sequence_parallel {_json(found)}, and it is "
+                f"{_json(wanted)}, which changes time and memory under TP; set hydra.tp_sequence_parallel to "
+                f"{_json(found)}, or measure anew (ds-hydra profile"
+                f"{' --tp-sequence-parallel' if wanted else ''}, or remove hydra.profile)"
+            )
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], *, source: str = "profile") -> Profile:
+        """The profile in a `ds_hydra.profile/1` document; raises HydraConfigError naming what is
+        wrong.
+        """
+        if document.get("schema") != PROFILE_SCHEMA:
+            raise HydraConfigError(
+                f"{source}: schema is {document.get('schema')!r}, expected {PROFILE_SCHEMA!r}"
+            )
+        try:
+            hardware, model, memory = document["hardware"], document["model"], document["memory"]
+            per_tp = memory["activation_bytes_per_token_per_layer_per_hidden"]
+            if memory.get("repull_layers"):
+                raise HydraConfigError(
+                    f"repull_layers of its memory is {memory['repull_layers']!r:.80}, which streamed layers "
+                    "replace; measure the profile anew, with schemes such as <1,1;stream> in hydra.strategies"
+                )
+            return cls(
+                name=f"{model['name']} on {hardware['name']}",
+                latency={
+                    Scheme.from_json(entry): LatencyModel(
+                        quadratic_ms=float(entry["quadratic_ms"]),
+                        linear_ms=float(entry["linear_ms"]),
+                        constant_ms=float(entry["constant_ms"]),
+                    )
+                    for entry in document["schemes"]
+                },
+                memory=MemoryModel(
+                    num_layers=model["num_layers"],
+                    hidden_size=model["hidden_size"],
+                    vocab_size=model["vocab_size"],
+                    activation_bytes={int(tp): float(value) for tp, value in per_tp.items()},
+                    state_bytes=float(memory["state_bytes_per_layer_per_hidden2"]),
+                    sharded_fraction=float(memory["sharded_fraction"]),
+                    memory_bytes=int(hardware["memory_bytes"]),
+                    reserved_bytes=int(hardware["reserved_bytes"]),
+                    safety_margin_bytes=int(hardware["safety_margin_bytes"]),
+                    slice_bytes=float(memory.get("slice_bytes_per_layer_per_hidden2", 0)),
+                    input_bytes=float(memory.get("input_bytes_per_token_per_layer_per_hidden", 0)),
+                    tp_sequence_parallel=document.get("tp_sequence_parallel", False),
+                    devices_per_node=int(hardware.get("devices_per_node", 8)),
+                ),
+                saturation_tokens={
+                    int(tp): int(tokens)
+                    for tp, tokens in document.get("saturation_tokens", {}).items()
+                },
+                document=document,
+                overlap_slowdown=_read_slowdown(hardware.get("overlap_slowdown")),
+            )
+        except HydraConfigError as error:
+            raise HydraConfigError(f"{source}: {error}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise HydraConfigError(
+                f"{source}: not a valid {PROFILE_SCHEMA} document: {error!r}"
+            ) from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """The profile in the JSON file `path`."""
+        return cls.from_json(read_json_object(path), source=str(path))
+
+
+def _read_slowdown(value: Any) -> float | None:
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 1 <= value < inf:
+        raise HydraConfigError(
+            f"hardware.overlap_slowdown is {value!r}; it must be a number of at least 1"
+        )
+    return float(value)
+
+
+def _json(value: bool) -> str:
+    return json.dumps(value)
+
+
+def has_re_pulls(document: Mapping[str, Any]) -> bool:
+    """Whether a profile document is of an earlier version and measured with layers pulled again."""
+    memory, schemes = document.get("memory"), document.get("schemes")
+    entries = [memory, *schemes] if isinstance(schemes, list) else [memory]
+    return any(
+        isinstance(entry, Mapping) and (entry.get("repull_layers") or entry.get("repull"))
+        for entry in entries
+    )

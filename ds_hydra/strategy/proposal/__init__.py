@@ -1,0 +1,1 @@
+"""Which strategies suit a dataset."""

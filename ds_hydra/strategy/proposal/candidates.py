@@ -1,0 +1,94 @@
+"""Which strategies are worth evaluating in every iteration when the user names none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ds_hydra.configs.files import read_json_object
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
+
+STRATEGIES_SCHEMA = "ds_hydra.strategies/1"
+
+
+def power_of_two_schemes(num_devices: int) -> tuple[Scheme, ...]:
+    """Every <TP,PP> of powers of two that fits `num_devices`, smallest first."""
+    degrees = [2**i for i in range(num_devices.bit_length()) if 2**i <= num_devices]
+    schemes = [Scheme(tp, pp) for tp in degrees for pp in degrees if tp * pp <= num_devices]
+    return tuple(sorted(schemes, key=lambda s: (s.num_devices, s.pp)))
+
+
+def fitting_schemes(
+    num_devices: int,
+    *,
+    tp: Iterable[int] | None = None,
+    pp: Iterable[int] | None = None,
+    sp: Iterable[int] = (1,),
+) -> tuple[Scheme, ...]:
+    """Every <SP,TP,PP> that fits `num_devices`, smallest first: of the given degrees, else of
+    powers of two and divisors of `num_devices` (which fill clusters of 6 or 12 devices).
+
+    >>> [str(s) for s in fitting_schemes(6, tp=[1, 2])]
+    ['<1,1>', '<2,1>', '<1,2>', '<1,3>', '<2,2>', '<1,4>', '<2,3>', '<1,6>']
+    """
+    degrees = [n for n in range(1, num_devices + 1) if num_devices % n == 0 or n & (n - 1) == 0]
+    schemes = {
+        Scheme(t, p, sp=s)
+        for s in sp
+        for t in tp or degrees
+        for p in pp or degrees
+        if s * t * p <= num_devices
+    }
+    return tuple(sorted(schemes, key=lambda s: (s.num_devices, s.pp, s.sp)))
+
+
+def enumerate_strategies(
+    schemes: Iterable[Scheme], num_devices: int, *, max_distinct: int = 2
+) -> tuple[Strategy, ...]:
+    """All strategies of at most `max_distinct` different `schemes` that use every device.
+
+    >>> [str(s) for s in enumerate_strategies([Scheme(1, 1), Scheme(2, 1)], 4)]
+    ['4x<1,1>', '1x<2,1> + 2x<1,1>', '2x<2,1>']
+    """
+    ordered = sorted(set(schemes), key=lambda s: (s.num_devices, s.pp))
+
+    def fill(first: int, free: int, distinct: int) -> Iterator[tuple[Scheme, ...]]:
+        if free == 0:
+            yield ()
+            return
+        if distinct == 0:
+            return
+        for index in range(first, len(ordered)):
+            scheme = ordered[index]
+            for count in range(free // scheme.num_devices, 0, -1):
+                for rest in fill(index + 1, free - count * scheme.num_devices, distinct - 1):
+                    yield (scheme,) * count + rest
+
+    return tuple(dict.fromkeys(Strategy(found) for found in fill(0, num_devices, max_distinct)))
+
+
+def strategies_from_json(
+    document: Mapping[str, Any], *, source: str = "strategies"
+) -> tuple[Strategy, ...]:
+    """The candidates in a `ds_hydra.strategies/1` document; raises HydraConfigError naming
+    `source`.
+    """
+    if document.get("schema") != STRATEGIES_SCHEMA:
+        raise HydraConfigError(
+            f"{source}: schema is {document.get('schema')!r}, expected {STRATEGIES_SCHEMA!r}"
+        )
+    texts = document.get("strategies")
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise HydraConfigError(
+            f"{source}: strategies must be a list of texts, e.g. ['4x<16,1>', '8x<8,1>']"
+        )
+    return parse_strategies(texts)
+
+
+def load_strategies(wanted: str | Sequence[str]) -> tuple[Strategy, ...]:
+    """Strategies given as texts or as the path of a `ds_hydra.strategies/1` file."""
+    if isinstance(wanted, str):
+        return strategies_from_json(read_json_object(Path(wanted)), source=wanted)
+    return parse_strategies(wanted)

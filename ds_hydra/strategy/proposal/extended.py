@@ -1,0 +1,184 @@
+"""Schemes beside <TP,PP> that a proposal may consider: what follows from a profile for SP, CKPT and
+uneven stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+NUM_CKPT_STEPS = 16
+"""Numbers of checkpointed layers that are tried; finer steps find schemes that hold hardly more."""
+
+NUM_LENGTH_CLASSES = 4
+"""Lengths, each half the next and the last one the context, that a scheme is stretched to hold."""
+
+CanRun = Callable[[Scheme], bool]
+
+
+def with_extended_schemes(
+    profile: Profile, *, num_devices: int, context_length: int, can_run: CanRun = lambda _: True
+) -> Profile:
+    """`profile` with every scheme beside those it measured that may make an iteration shorter on
+    `num_devices`.
+
+    - <SP,TP,PP> where <TP,PP> and <SP x TP,PP> were measured (`with_estimates`), so that the heads
+      divide.
+    - Checkpointed layers and uneven stages, where they let a scheme hold a class of lengths that it
+      does not hold without, with less device time than every scheme that does; the fewest layers
+      that are enough.
+
+    Left out is what another scheme on as many devices dominates (`undominated`), and what `can_run`
+    refuses, which is asked for nothing else. Re-pulled layers are never derived: nobody has
+    measured what they would add to T. Entries that `profile` has of such schemes already are made
+    anew, so a second call changes nothing.
+    """
+    measured = profile.only(profile.latency.keys() - profile.assumed)
+    found = list(_with_sequence_parallelism(measured, num_devices, can_run))
+    known = with_estimates(measured, (Strategy((scheme,)) for scheme in found))
+    whole = _that_fit(known, known.latency, num_devices)
+    # All layers of a profile measured with activation checkpointing are checkpointed already.
+    stretchable = [] if profile.document.get("activation_checkpointing") else whole
+    stretched = [
+        extended
+        for scheme in stretchable
+        if scheme == scheme.without_parts()
+        for extended in _stretch(known, scheme, num_devices, context_length, can_run)
+        if _is_cheapest(known, extended, whole, num_devices, context_length)
+    ]
+    kept = undominated(known, [*whole, *dict.fromkeys(stretched)], num_devices)
+    # What one is derived from may be left out
+    return known.with_schemes(kept).only({*measured.latency, *kept})
+
+
+def _with_sequence_parallelism(
+    profile: Profile, num_devices: int, can_run: CanRun
+) -> Iterator[Scheme]:
+    plain = [
+        scheme
+        for scheme in profile.latency
+        if scheme.is_plain and scheme.num_devices <= num_devices
+    ]
+    heads = profile.document["model"].get("num_attention_heads")
+    for narrow in plain:
+        for wide in plain:
+            sp, rest = divmod(wide.tp, narrow.tp)
+            divides = not heads or heads % wide.tp == 0
+            scheme = Scheme(narrow.tp, narrow.pp, sp=max(1, sp))
+            is_estimable = wide.pp == narrow.pp and sp > 1 and not rest and divides
+            if is_estimable and scheme not in profile.latency and can_run(scheme):
+                yield scheme
+
+
+def _that_fit(profile: Profile, schemes: Iterable[Scheme], num_devices: int) -> list[Scheme]:
+    def fits(scheme: Scheme) -> bool:
+        is_known = scheme.num_devices <= num_devices and profile.memory.knows(scheme)
+        return is_known and profile.max_len_tokens(scheme, num_devices) > 0
+
+    return [scheme for scheme in schemes if fits(scheme)]
+
+
+def _stretch(
+    profile: Profile, scheme: Scheme, num_devices: int, context_length: int, can_run: CanRun
+) -> Iterator[Scheme]:
+    """`scheme` with the parts that take least time for each class of lengths beyond its own
+    MaxLen.
+    """
+    longest = profile.max_len_tokens(scheme, num_devices)
+    classes = [
+        context_length >> k for k in range(NUM_LENGTH_CLASSES) if context_length >> k > longest
+    ]
+    if not classes:
+        return
+    known = filter(profile.memory.knows, _variants(scheme, profile.memory.num_layers))
+    for extended in sorted(known, key=lambda variant: profile.get_latency(variant).linear_ms):
+        longest = profile.max_len_tokens(extended, num_devices)
+        if longest >= min(classes) and can_run(extended):
+            yield extended
+            classes = [length for length in classes if length > longest]
+        if not classes:
+            return
+
+
+def _variants(scheme: Scheme, num_layers: int) -> Iterator[Scheme]:
+    steps = sorted({-(-num_layers * k // NUM_CKPT_STEPS) for k in range(1, NUM_CKPT_STEPS + 1)})
+    for ckpt in steps:
+        yield Scheme(scheme.tp, scheme.pp, sp=scheme.sp, ckpt=ckpt)
+        if 1 < scheme.pp <= num_layers:
+            stages = balanced_stages(num_layers, scheme.pp, ckpt)
+            yield Scheme(scheme.tp, scheme.pp, sp=scheme.sp, ckpt=ckpt, stages=stages)
+
+
+def balanced_stages(num_layers: int, num_stages: int, ckpt: int) -> tuple[int, ...]:
+    """Layers of each stage, one at least, such that work is about even: the first `ckpt` layers
+    also run forward again.
+
+    >>> balanced_stages(32, 2, 6), balanced_stages(4, 4, 1)
+    ((15, 17), (1, 1, 1, 1))
+    """
+    work = np.cumsum(1 + FORWARD_FRACTION * (np.arange(num_layers) < ckpt))
+    cuts = np.searchsorted(
+        work, work[-1] * np.arange(1, num_stages) / num_stages + 1e-9, side="right"
+    )
+    at = np.arange(1, num_stages)
+    cuts = np.maximum.accumulate(np.maximum(cuts - at, 0)) + at
+    cuts = np.minimum(cuts, num_layers - num_stages + at)
+    layers = np.diff([0, *cuts, num_layers])
+    return tuple(layers.tolist())
+
+
+def _is_cheapest(
+    profile: Profile,
+    scheme: Scheme,
+    others: Sequence[Scheme],
+    num_devices: int,
+    context_length: int,
+) -> bool:
+    """Whether it needs less device time than each of `others` for the longest row that it holds of
+    the context.
+    """
+    length = min(context_length, profile.max_len_tokens(scheme, num_devices))
+
+    def device_ms(scheme: Scheme) -> float:
+        return scheme.num_devices * profile.get_latency(scheme).row_ms([length])
+
+    holding = [s for s in others if profile.max_len_tokens(s, num_devices) >= length]
+    return all(device_ms(scheme) < device_ms(other) for other in holding)
+
+
+def undominated(
+    profile: Profile, schemes: Sequence[Scheme], num_devices: int
+) -> tuple[Scheme, ...]:
+    """`schemes` without those that another one on as many devices makes useless; the first of
+    equals stays.
+
+    That is one with at least their MaxLen, and at most their time, of any row they hold and any
+    number of rows: the first row leaves after PP slots of T and a further one after one slot.
+    Lengths enter T / l as a l + b, so both ends of the lengths that they hold decide. Left out:
+    what pull and push take.
+    """
+    if not schemes:
+        return ()
+    latencies = [profile.get_latency(scheme) for scheme in schemes]
+    devices = np.array([scheme.num_devices for scheme in schemes])
+    held = np.array(
+        [profile.max_len_tokens(scheme, num_devices) for scheme in schemes], dtype=np.float64
+    )
+    a, b, c = np.array([[x.quadratic_ms, x.linear_ms, x.constant_ms] for x in latencies]).T
+    slots = np.array([scheme.pp for scheme in schemes], dtype=np.float64)
+    is_better = (devices[:, None] == devices) & (held[:, None] >= held)
+    for weight in (np.ones_like(slots), slots):
+        at_end = weight[:, None] * (a[:, None] * held + b[:, None])
+        is_better &= at_end <= weight * (a * held + b)
+        is_better &= (weight * b)[:, None] <= weight * b
+        is_better &= (weight * c)[:, None] <= weight * c
+    is_equal = is_better & is_better.T
+    earlier = np.arange(len(schemes))[:, None] < np.arange(len(schemes))
+    loses = (is_better & ~is_equal) | (is_equal & earlier)
+    return tuple(scheme for scheme, is_out in zip(schemes, loses.any(axis=0)) if not is_out)

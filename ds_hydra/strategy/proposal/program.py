@@ -1,0 +1,491 @@
+"""Which strategies suit a dataset: §7 of the paper, for every maximum length a mini-batch may have.
+
+t[n][l] of Eq. (4) is the least time in which n devices process all sequences of at most l tokens,
+when each interval of lengths goes to d pipelines of one scheme and n and d are multiples of
+`device_step` (the continuous relaxation). Since the slowest part decides, t[n][l] <= T exactly if
+the intervals can be cut so that the devices each needs to end within T add up to n at most:
+
+    f_T[l] = min over j < l and k of  f_T[j] + N(P_k) * d,   d = ceil(work_k(j, l] / T to
+    device_step)
+
+So instead of a table over devices, T is bisected. One evaluation of f_T serves every maximum length
+at once and does not depend on the number of devices. The result is that of Eq. (4) up to
+`PRECISION` of the time.
+
+Left out: that a sequence cannot be split over pipelines, and the shape of single mini-batches. Both
+are what the planner is for; a proposal only says which strategies it should consider.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_hydra.configs.hydra_config import Space
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.compiled import compiled
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.extended import CanRun, undominated, with_extended_schemes
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+PRECISION = 1e-3
+"""Relative width of the interval in which T is left by the bisection."""
+
+MAX_ROUNDED_SCHEMES = 6
+"""Schemes of one relaxed strategy that are rounded both ways; the ones with the fewest devices
+beyond are rounded down. 2^6 strategies for one maximum length are more than a planner wants to look
+at."""
+
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+IntArray: TypeAlias = npt.NDArray[np.int64]
+Charge: TypeAlias = Literal["per_sequence", "per_row"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposalSettings:
+    """Steps of the dynamic program, and what a sequence is charged.
+
+    `charge`: "per_sequence" is Eq. (4) to the letter, T(x, P) with its constant for each sequence.
+    "per_row" spreads the constant over the sequences that share a packed row and adds the bubble of
+    the pipeline, for mini-batches of `tokens_per_iteration`. `space`: which schemes of the profile
+    may be used.
+    """
+
+    device_step: float = 0.1
+    length_step: int = 128
+    charge: Charge = "per_row"
+    tokens_per_iteration: int | None = None
+    space: Space = "plain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelaxedStrategy:
+    """S[N][L] of Problem 1 before rounding: fractional numbers of pipelines, and the time t[N][L].
+
+    `longest_scheme` takes the interval that holds the longest sequences.
+    """
+
+    max_length_tokens: int
+    num_pipelines: tuple[tuple[Scheme, float], ...]
+    longest_scheme: Scheme
+    time_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposedStrategy:
+    """A strategy near some S[N][L], and the maximum lengths L it is near to."""
+
+    strategy: Strategy
+    max_lengths_tokens: tuple[int, ...]
+
+
+def default_tokens_per_iteration(num_devices: int, context_length: int) -> int:
+    """The paper's budget, 100K tokens for 64 devices (§8.1), and four sequences of the context at
+    least.
+    """
+    return max(100_000 * num_devices // 64, 4 * context_length)
+
+
+def usable_schemes(
+    profile: Profile, num_devices: int, space: Space = "plain"
+) -> tuple[Scheme, ...]:
+    """Schemes of the profile that fit `num_devices` and hold a row of one token at least, smallest
+    first.
+
+    `space`: <TP,PP> only ("plain"), every scheme that was measured, or all that the profile has an
+    entry for ("wide").
+    """
+    left_out = profile.assumed if space == "measured" else frozenset()
+    return tuple(
+        scheme
+        for scheme in sorted(profile.latency, key=lambda s: (s.num_devices, s))
+        if (scheme.is_plain or space != "plain")
+        and scheme not in left_out
+        and scheme.num_devices <= num_devices
+        and profile.max_len_tokens(scheme, num_devices) > 0
+    )
+
+
+def check_context(
+    profile: Profile,
+    num_devices: int,
+    context_length: int,
+    schemes: Iterable[Scheme] | None = None,
+    *,
+    can_run: CanRun | None = None,
+) -> None:
+    """Raise HydraConfigError if none of `schemes` (None: all profiled ones) holds a row of
+    `context_length` tokens.
+
+    The message says what fits, how many devices would do, and where `can_run` tells which schemes
+    the model runs, whether one of the wide space would.
+    """
+    known = list(profile.latency if schemes is None else schemes)
+    longest = _longest_row(profile, known, num_devices)
+    if longest >= context_length:
+        return
+    doublings = _doublings(num_devices)
+    enough = next((n for n in doublings if _longest_row(profile, known, n) >= context_length), None)
+    help_texts = [f"lower the context to {longest}"] if longest > 0 else []
+    if enough is not None:
+        help_texts.append(f"use {enough} devices")
+    if can_run is not None:
+        extended = with_extended_schemes(
+            profile, num_devices=num_devices, context_length=context_length, can_run=can_run
+        )
+        most = _longest_row(extended, extended.latency, num_devices)
+        if most >= context_length:
+            help_texts.append(
+                f'set hydra.planner.space to "wide" (--space wide), which holds {most}'
+            )
+    help_texts.append("turn on activation checkpointing and profile again")
+    help_texts.append("profile schemes with a higher TP degree")
+    raise HydraConfigError(
+        f"profile {profile.name!r}: no scheme holds a row of {context_length} tokens on {num_devices} devices, "
+        f"the longest that fits has {max(longest, 0)}; {', or '.join(help_texts)}"
+    )
+
+
+def _longest_row(profile: Profile, schemes: Iterable[Scheme], num_devices: int) -> int:
+    fitting = [s for s in schemes if s.num_devices <= num_devices]
+    return max((profile.max_len_tokens(s, num_devices) for s in fitting), default=0)
+
+
+def _doublings(num_devices: int) -> Iterator[int]:
+    for exponent in range(1, 15):
+        yield num_devices << exponent
+
+
+def charge_ms(
+    profile: Profile,
+    scheme: Scheme,
+    lengths_tokens: IntArray,
+    num_devices: int,
+    settings: ProposalSettings,
+) -> FloatArray:
+    """What each length is charged on one pipeline of `scheme`, in ms.
+
+    "per_row": a pipeline gets its share of the iteration, U = tokens * N(P) / N, in V equal rows.
+    Its 1F1B time (V + PP - 1) * (W / V + c) is then spread over the U tokens, W being the work
+    without c:
+
+        (a x^2 + b x) * (V + PP - 1) / V  +  x / U * c * (V + PP - 1)
+
+    with the V that minimises it for a dataset of the mean cost b, between U / MaxLen and U /
+    UtilLen.
+    """
+    model = profile.get_latency(scheme)
+    lengths = lengths_tokens.astype(np.float64)
+    variable: FloatArray = (model.quadratic_ms * lengths + model.linear_ms) * lengths
+    if settings.charge == "per_sequence":
+        return variable + model.constant_ms
+    if settings.tokens_per_iteration is None:
+        raise ValueError("charge 'per_row' needs tokens_per_iteration")
+    share_tokens = max(1.0, settings.tokens_per_iteration * scheme.num_devices / num_devices)
+    fewest = max(1, int(np.ceil(share_tokens / profile.max_len_tokens(scheme, num_devices))))
+    saturated = profile.saturation_tokens.get(scheme.tp, 1) * scheme.sp
+    most = max(fewest, int(share_tokens // saturated))
+    rows = np.unique(np.geomspace(fewest, most, 64).astype(np.int64)).astype(np.float64)
+    work = model.linear_ms * share_tokens
+    num_rows = rows[np.argmin((rows + scheme.pp - 1) * (work / rows + model.constant_ms))]
+    num_slots = num_rows + scheme.pp - 1
+    charged: FloatArray = (
+        variable * (num_slots / num_rows) + lengths / share_tokens * model.constant_ms * num_slots
+    )
+    return charged
+
+
+@compiled
+def _devices_needed(
+    limit_ms: float,
+    work_ms: FloatArray,
+    least_work: FloatArray,
+    scheme_devices: FloatArray,
+    first_closed: IntArray,
+    device_step: float,
+    last: int,
+    devices: FloatArray,
+    from_bin: IntArray,
+    by_scheme: IntArray,
+) -> None:
+    """Fill f_T[0..last] (`devices`) for T = `limit_ms`, and how each was reached.
+
+    `work_ms[k, l]` is the work of all sequences up to bin l on one pipeline of scheme k,
+    `least_work[l]` the device-ms they need at least, `first_closed[k]` the first bin that k cannot
+    hold. Shorter intervals are tried first; since devices * work - least work only grows with the
+    interval, the first that cannot beat the best ends the search exactly.
+    """
+    devices[0] = 0.0
+    for l in range(1, last + 1):
+        best = np.inf
+        for k in range(scheme_devices.size):
+            if l >= first_closed[k]:
+                continue
+            size = scheme_devices[k]
+            for j in range(l - 1, -1, -1):
+                work = work_ms[k, l] - work_ms[k, j]
+                if (size * work + least_work[j]) / limit_ms >= best - 1e-9:
+                    break
+                steps = np.ceil(work / (limit_ms * device_step) - 1e-9)
+                needed = devices[j] + size * steps * device_step
+                if needed < best - 1e-9:
+                    best = needed
+                    from_bin[l] = j
+                    by_scheme[l] = k
+        devices[l] = best
+
+
+@compiled
+def _bisect_times(
+    num_devices: float,
+    work_ms: FloatArray,
+    least_work: FloatArray,
+    scheme_devices: FloatArray,
+    first_closed: IntArray,
+    device_step: float,
+    precision: float,
+    times_ms: FloatArray,
+) -> None:
+    """Fill `times_ms[l]` with t[N][l] of Eq. (4) for every bin, up to `precision` above it."""
+    num_bins = least_work.size - 1
+    devices = np.empty(num_bins + 1)
+    from_bin, by_scheme = (
+        np.zeros(num_bins + 1, dtype=np.int64),
+        np.zeros(num_bins + 1, dtype=np.int64),
+    )
+    low = least_work / num_devices
+    times_ms[:] = np.inf
+    for l in range(num_bins, 0, -1):
+        limit = low[l] * (1.0 + 4.0 * precision)
+        while times_ms[l] > low[l] * (1.0 + precision):
+            if times_ms[l] < np.inf:
+                limit = np.sqrt(low[l] * times_ms[l])
+            _devices_needed(
+                limit, work_ms, least_work, scheme_devices, first_closed, device_step, l, devices,
+                from_bin, by_scheme,
+            )  # fmt: skip
+            for i in range(1, l + 1):
+                if devices[i] <= num_devices + 1e-6:
+                    times_ms[i] = min(times_ms[i], limit)
+                else:
+                    low[i] = max(low[i], limit)
+            limit *= 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Program:
+    """The arguments of the dynamic program, with one entry per usable scheme and occupied bin."""
+
+    schemes: tuple[Scheme, ...]
+    edges_tokens: IntArray
+    work_ms: FloatArray
+    least_work: FloatArray
+    scheme_devices: FloatArray
+    first_closed: IntArray
+
+
+def _make_program(
+    profile: Profile, histogram: LengthHistogram, num_devices: int, settings: ProposalSettings
+) -> _Program:
+    schemes = usable_schemes(profile, num_devices, settings.space)
+    if settings.space != "plain":
+        schemes = undominated(profile, schemes, num_devices)
+    lengths, counts = histogram.lengths_tokens, histogram.counts
+    bin_of = -(-lengths // settings.length_step)
+    occupied, position = np.unique(bin_of, return_inverse=True)
+    edges = occupied * settings.length_step
+    # The last bin is held by what holds its longest sequence
+    edges[-1] = min(edges[-1], lengths[-1])
+    work = np.zeros((len(schemes), occupied.size + 1))
+    for k, scheme in enumerate(schemes):
+        charged = charge_ms(profile, scheme, lengths, num_devices, settings) * counts
+        work[k, 1:] = np.bincount(position, weights=charged, minlength=occupied.size)
+    sizes = np.array([scheme.num_devices for scheme in schemes], dtype=np.float64)
+    max_len = np.array([profile.max_len_tokens(scheme, num_devices) for scheme in schemes])
+    is_held = max_len[:, None] >= edges[None, :]
+    least = np.where(is_held, work[:, 1:] * sizes[:, None], np.inf).min(axis=0)
+    return _Program(
+        schemes=schemes,
+        edges_tokens=edges,
+        work_ms=np.cumsum(work, axis=1),
+        least_work=np.concatenate([[0.0], np.cumsum(least)]),
+        scheme_devices=sizes,
+        first_closed=1 + is_held.sum(axis=1).astype(np.int64),
+    )
+
+
+def relaxed_strategies(
+    profile: Profile,
+    histogram: LengthHistogram,
+    *,
+    num_devices: int,
+    context_length: int,
+    settings: ProposalSettings,
+) -> tuple[RelaxedStrategy, ...]:
+    """S[N][L] for every maximum length L on the grid that a mini-batch can have, shortest first.
+
+    Times are those of the whole dataset. Raises HydraConfigError if no scheme holds the context.
+    """
+    check_context(
+        profile, num_devices, context_length, usable_schemes(profile, num_devices, settings.space)
+    )
+    program = _make_program(profile, histogram.limit(context_length), num_devices, settings)
+    tables = (
+        program.work_ms,
+        program.least_work,
+        program.scheme_devices,
+        program.first_closed,
+        settings.device_step,
+    )
+    num_bins = len(program.edges_tokens)
+    times = np.empty(num_bins + 1)
+    _bisect_times(float(num_devices), *tables, PRECISION, times)
+    devices = np.empty(num_bins + 1)
+    from_bin, by_scheme = (
+        np.zeros(num_bins + 1, dtype=np.int64),
+        np.zeros(num_bins + 1, dtype=np.int64),
+    )
+    found = []
+    for l in range(1, num_bins + 1):
+        _devices_needed(times[l], *tables, l, devices, from_bin, by_scheme)
+        found.append(_trace_back(program, l, times[l], devices, from_bin, by_scheme))
+    return tuple(found)
+
+
+def _trace_back(
+    program: _Program,
+    last: int,
+    time_ms: float,
+    devices: FloatArray,
+    from_bin: IntArray,
+    by_scheme: IntArray,
+) -> RelaxedStrategy:
+    pipelines: dict[Scheme, float] = {}
+    l = last
+    while l > 0:
+        scheme, before = program.schemes[by_scheme[l]], int(from_bin[l])
+        used = (devices[l] - devices[before]) / scheme.num_devices
+        pipelines[scheme] = round(pipelines.get(scheme, 0.0) + used, 6)
+        l = before
+    return RelaxedStrategy(
+        max_length_tokens=int(program.edges_tokens[last - 1]),
+        num_pipelines=tuple(pipelines.items()),
+        longest_scheme=program.schemes[by_scheme[last]],
+        time_ms=float(time_ms),
+    )
+
+
+def round_strategy(
+    relaxed: RelaxedStrategy, num_devices: int, fillers: Sequence[Scheme]
+) -> tuple[Strategy, ...]:
+    """All integer strategies near `relaxed` on at most `num_devices`.
+
+    Every number of pipelines is rounded down and up, the scheme of the longest sequences to one at
+    least. What does not fit is made to fit, and what is left free is filled, by one scheme after
+    the other in the role of the one that gives way; devices still free go to `fillers`, in their
+    order.
+
+    >>> counts = ((Scheme(4, 1), 0.4), (Scheme(1, 1), 6.4))
+    >>> relaxed = RelaxedStrategy(max_length_tokens=9, num_pipelines=counts,
+    ...                           longest_scheme=Scheme(4, 1), time_ms=1.0)
+    >>> [str(s) for s in round_strategy(relaxed, 8, ())]
+    ['1x<4,1> + 4x<1,1>']
+    """
+    counts = dict(relaxed.num_pipelines)
+    by_share = sorted(counts, key=lambda s: -counts[s] * s.num_devices)
+    choices = [_neighbours(x, by_share.index(s) < MAX_ROUNDED_SCHEMES) for s, x in counts.items()]
+    rounded: dict[tuple[tuple[Scheme, int], ...], None] = {}
+    for combination in product(*choices):
+        for giving_way in by_share[:MAX_ROUNDED_SCHEMES]:
+            others = {s: c for s, c in zip(counts, combination) if s != giving_way}
+            if giving_way != relaxed.longest_scheme:
+                others[relaxed.longest_scheme] = max(1, others[relaxed.longest_scheme])
+            free = num_devices - sum(s.num_devices * c for s, c in others.items())
+            count = free // giving_way.num_devices
+            if free < 0 or (giving_way == relaxed.longest_scheme and count < 1):
+                continue
+            chosen = {**others, giving_way: count}
+            filled = Counter(chosen)
+            filled.update(
+                _fill(num_devices - sum(s.num_devices * c for s, c in chosen.items()), fillers)
+            )
+            rounded.setdefault(tuple(sorted((+filled).items())))
+    return tuple(_strategy_of(counts) for counts in rounded)
+
+
+@lru_cache(maxsize=4096)
+def _strategy_of(counts: tuple[tuple[Scheme, int], ...]) -> Strategy:
+    """The strategy of so many pipelines of each scheme; large ones take a while to make."""
+    return Strategy(tuple(scheme for scheme, count in counts for _ in range(count)))
+
+
+def _neighbours(number: float, is_rounded_up: bool) -> list[int]:
+    below, above = int(np.floor(number + 1e-9)), int(np.ceil(number - 1e-9))
+    return [below, above] if is_rounded_up and above > below else [below]
+
+
+def _fill(num_free: int, fillers: Sequence[Scheme]) -> list[Scheme]:
+    added: list[Scheme] = []
+    for scheme in fillers:
+        added += [scheme] * (num_free // scheme.num_devices)
+        num_free %= scheme.num_devices
+    return added
+
+
+def homogeneous_strategies(
+    profile: Profile, num_devices: int, context_length: int, space: Space = "plain"
+) -> tuple[Strategy, ...]:
+    """As many pipelines of one scheme as fit, for every scheme that holds the context: the static
+    choices.
+    """
+    return tuple(
+        Strategy((scheme,) * (num_devices // scheme.num_devices))
+        for scheme in usable_schemes(profile, num_devices, space)
+        if profile.max_len_tokens(scheme, num_devices) >= context_length
+    )
+
+
+def propose_from_histogram(
+    profile: Profile,
+    histogram: LengthHistogram,
+    *,
+    num_devices: int,
+    context_length: int,
+    settings: ProposalSettings,
+) -> tuple[ProposedStrategy, ...]:
+    """The proposed subset of Problem 1: everything near S[N][L] for every L, and every static
+    choice.
+
+    A static choice has no maximum length of its own unless the program arrives at it too.
+    """
+    fillers = (
+        usable_schemes(profile, num_devices)[::-1]
+        or usable_schemes(profile, num_devices, settings.space)[::-1]
+    )
+    lengths_of: dict[Strategy, list[int]] = {}
+    rounded: dict[tuple[tuple[Scheme, float], ...], tuple[Strategy, ...]] = {}
+    for relaxed in relaxed_strategies(
+        profile,
+        histogram,
+        num_devices=num_devices,
+        context_length=context_length,
+        settings=settings,
+    ):
+        if relaxed.num_pipelines not in rounded:
+            rounded[relaxed.num_pipelines] = round_strategy(relaxed, num_devices, fillers)
+        for strategy in rounded[relaxed.num_pipelines]:
+            lengths_of.setdefault(strategy, []).append(relaxed.max_length_tokens)
+    for strategy in homogeneous_strategies(profile, num_devices, context_length, settings.space):
+        lengths_of.setdefault(strategy, [])
+    return tuple(
+        ProposedStrategy(strategy=strategy, max_lengths_tokens=tuple(lengths))
+        for strategy, lengths in lengths_of.items()
+    )

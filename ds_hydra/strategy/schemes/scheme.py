@@ -1,0 +1,356 @@
+"""What a parallel strategy is: schemes <TP,PP> and their parts, their multiset, where each
+pipeline's ranks are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from ds_hydra.configs.files import MAX_DEVICES, read_counts
+from ds_hydra.errors import HydraConfigError
+
+_TERM = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<([^<>]*)>\s*")
+_DEGREES = re.compile(r"\s*(?:sp\s*(\d{1,9})\s*,\s*)?(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*")
+_PART = re.compile(r"\s*([a-z_]{1,20})\s*=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*")
+_PARTS = ("ckpt", "stages", "stream")
+
+MAX_LAYERS = 1 << 20
+"""Layers that a part of a scheme may name: far above any model."""
+
+ALL_LAYERS = MAX_LAYERS + 1
+"""`stream` of a scheme that streams every layer, the embedding and the head: above any number of
+layers, so that `min(stream, layers)` layers of a stage stream.
+"""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Scheme:
+    """The parallel scheme <TP,PP> of one pipeline: `pp` stages of `tp` ranks each; and what it may
+    have besides.
+
+    Text forms: `<2,4>`, `<2,4;ckpt=12;stages=9,8,8,7>`, `<sp2,4,1>` (SP 2, TP 4,
+    PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<2,2;stream=8>`, `<sp4,1;stream>` (all
+    layers). In JSON documents the parts are further keys beside "tp" and "pp", where they are set.
+    """
+
+    tp: int
+    pp: int
+    stages: tuple[int, ...] = ()
+    """Decoder layers of each stage; empty for an even split, whose first stages take what is
+    over.
+    """
+    ckpt: int = 0
+    """The model's first layers that keep only their input and run forward again in backward (early
+    stages hold more micro-batches, so they save most); 0 leaves it to the model's own gradient
+    checkpointing."""
+    sp: int = 1
+    """Sequence-parallel degree: a stage has `sp * tp` ranks."""
+    stream: int = 0
+    """The first layers of each stage whose weights are read from the node's home layer by layer and
+    whose gradients are added there, instead of staying with the rank; `ALL_LAYERS` streams all of
+    them, the embedding and the head. `"all"` in JSON documents, `stream` without a number in text.
+    """
+
+    def __post_init__(self) -> None:
+        degrees = (self.sp, self.tp, self.pp)
+        if not all(type(degree) is int and degree >= 1 for degree in degrees):
+            named = (
+                f"<sp{self.sp},{self.tp},{self.pp}>" if self.sp != 1 else f"<{self.tp},{self.pp}>"
+            )
+            sizes = "TP and PP degrees" if self.sp == 1 else "SP, TP and PP degrees"
+            raise HydraConfigError(f"scheme {named[:80]}: {sizes} must be 1 or more")
+        if self.num_devices > MAX_DEVICES:
+            raise HydraConfigError(f"scheme {str(self)[:80]}: more than {MAX_DEVICES} ranks")
+        if type(self.ckpt) is not int or not 0 <= self.ckpt <= MAX_LAYERS:
+            raise HydraConfigError(
+                f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {MAX_LAYERS}"
+            )
+        if type(self.stream) is not int or not 0 <= self.stream <= ALL_LAYERS:
+            raise HydraConfigError(
+                f"stream of a scheme is {repr(self.stream)[:80]}, expected a number of layers of each stage up to "
+                f'{MAX_LAYERS}, or "all"'
+            )
+        if type(self.stages) is not tuple or not all(type(n) is int and n > 0 for n in self.stages):
+            raise HydraConfigError(
+                f"stages of a scheme are {self.stages!r:.80}, expected 1 layer or more for each of {self.pp} stages"
+            )
+        if self.stages and len(self.stages) != self.pp:
+            raise HydraConfigError(
+                f"scheme {str(self)[:80]} has {len(self.stages)} numbers of layers for PP {self.pp}; give one per stage"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Scheme:
+        """The scheme written as `text`; raises HydraConfigError with the expected form."""
+        match = _TERM.fullmatch(text)
+        if match is None or match[1] is not None:
+            raise HydraConfigError(f"cannot read scheme {text[:80]!r}; {_FORM}")
+        return _read_scheme(match[2])
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Scheme:
+        """The scheme in a document with the keys of `to_json` among others.
+
+        Raises KeyError without "tp" or "pp", HydraConfigError for values that are no scheme.
+        """
+        parts = {part: document[part] for part in ("ckpt", "sp") if part in document}
+        if document.get("repull"):
+            raise HydraConfigError(_REPLACED)
+        stages = document.get("stages", [])
+        if not isinstance(stages, list):
+            raise HydraConfigError(
+                f"stages of a scheme are {stages!r:.80}, expected a list of layer counts"
+            )
+        stream = document.get("stream", 0)
+        return cls(
+            document["tp"],
+            document["pp"],
+            stages=tuple(stages),
+            stream=ALL_LAYERS if stream == "all" else stream,
+            **parts,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """ "tp" and "pp", and the parts that are set.
+
+        >>> Scheme(2, 1).to_json(), Scheme(1, 2, stages=(3, 1)).to_json()
+        ({'tp': 2, 'pp': 1}, {'tp': 1, 'pp': 2, 'stages': [3, 1]})
+        """
+        document: dict[str, Any] = {"tp": self.tp, "pp": self.pp}
+        if self.sp > 1:
+            document["sp"] = self.sp
+        if self.ckpt:
+            document["ckpt"] = self.ckpt
+        if self.stages:
+            document["stages"] = list(self.stages)
+        if self.stream:
+            document["stream"] = "all" if self.streams_all else self.stream
+        return document
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks that one pipeline of this scheme occupies (N(P) in §7)."""
+        return self.sp * self.tp * self.pp
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """Ranks that share the rows of one stage."""
+        return self.sp * self.tp
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is <TP,PP> and nothing more."""
+        return not (self.stages or self.ckpt or self.stream) and self.sp == 1
+
+    @property
+    def streams_all(self) -> bool:
+        """Whether every layer streams, and with them the embedding and the head."""
+        return self.stream == ALL_LAYERS
+
+    def without_parts(self) -> Scheme:
+        """The same degrees with even stages and nothing checkpointed or streamed."""
+        return Scheme(self.tp, self.pp, sp=self.sp)
+
+    def stage_layers(self, num_layers: int, stage: int) -> range:
+        """The layers of `stage`; in an even split that leaves layers over, earlier stages get one
+        more.
+        """
+        if self.stages:
+            begin = sum(self.stages[:stage])
+            return range(begin, begin + self.stages[stage])
+        base, extra = divmod(num_layers, self.pp)
+        begin = stage * base + min(stage, extra)
+        return range(begin, begin + base + (stage < extra))
+
+    def streamed_layers(self, num_layers: int, stage: int) -> range:
+        """The layers of `stage` that stream: its first ones.
+
+        >>> Scheme(1, 2, stream=1).streamed_layers(8, 1)
+        range(4, 5)
+        """
+        layers = self.stage_layers(num_layers, stage)
+        return layers[: self.stream]
+
+    def check_layers(self, num_layers: int) -> None:
+        """Raise HydraConfigError where a model of `num_layers` cannot run under this scheme."""
+        if self.pp > num_layers:
+            raise HydraConfigError(
+                f"scheme {self}: PP {self.pp} is above the model's {num_layers} layers; "
+                f"use PP {num_layers} or less in hydra.strategies"
+            )
+        if self.stages and sum(self.stages) != num_layers:
+            raise HydraConfigError(
+                f"scheme {self}: its stages have {sum(self.stages)} layers, the model has {num_layers}; "
+                f"make them sum to {num_layers} in hydra.strategies"
+            )
+        if self.ckpt > num_layers:
+            raise HydraConfigError(
+                f"scheme {self}: ckpt={self.ckpt} is above the model's {num_layers} layers; "
+                f"use ckpt={num_layers} or less in hydra.strategies"
+            )
+        fewest = min(self.stages, default=num_layers // self.pp)
+        if fewest < self.stream < ALL_LAYERS:
+            raise HydraConfigError(
+                f"scheme {self}: stream={self.stream} is above the {fewest} layers of its smallest stage; "
+                f"use stream={fewest} or less, or stream without a number for all layers, in hydra.strategies"
+            )
+
+    def __str__(self) -> str:
+        degrees = f"{self.tp},{self.pp}"
+        if self.sp > 1:
+            degrees = f"sp{self.sp},{degrees}" if self.tp > 1 else f"sp{self.sp},{self.pp}"
+        ckpt = f";ckpt={self.ckpt}" if self.ckpt else ""
+        stages = f";stages={','.join(map(str, self.stages))}" if self.stages else ""
+        stream = f"={self.stream}" if not self.streams_all else ""
+        return f"<{degrees}{ckpt}{stages}{f';stream{stream}' if self.stream else ''}>"
+
+
+_REPLACED = (
+    "a scheme has repull, which stream replaces: write <2,2;stream=8> for the first 8 layers of each stage, "
+    "<1,1;stream> for all layers"
+)
+
+_FORM = (
+    "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have parts, as in "
+    "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<2,2;stream=8>' or '<1,1;stream>' (all layers)"
+)
+
+
+def _read_scheme(body: str) -> Scheme:
+    """The scheme whose text is `body` between angle brackets."""
+    first, *rest = body.split(";")
+    degrees = _DEGREES.fullmatch(first)
+    if degrees is None or (degrees[1] is None and degrees[2] is None):
+        raise HydraConfigError(f"cannot read {'<' + body[:80] + '>'!r}; {_FORM}")
+    parts: dict[str, tuple[int, ...]] = {}
+    for text in rest:
+        match = _PART.fullmatch(f"stream={ALL_LAYERS}" if text.strip() == "stream" else text)
+        if match is not None and match[1] == "repull":
+            raise HydraConfigError(f"scheme {'<' + body[:80] + '>'!r}: {_REPLACED}")
+        if match is None or match[1] not in _PARTS:
+            raise HydraConfigError(
+                f"scheme {'<' + body[:80] + '>'!r}: cannot read {text.strip()[:80]!r}; its parts are "
+                f"{', '.join(_PARTS)}, as in '<2,4;ckpt=12;stages=9,8,8,7>'"
+            )
+        if match[1] in parts:
+            raise HydraConfigError(
+                f"scheme {'<' + body[:80] + '>'!r} says {match[1]} twice; say it once"
+            )
+        parts[match[1]] = tuple(map(int, match[2].split(",")))
+    stages = parts.pop("stages", ())
+    for part, counts in parts.items():
+        if len(counts) != 1 or counts[0] < 1:
+            raise HydraConfigError(
+                f"scheme {'<' + body[:80] + '>'!r}: {part} is {','.join(map(str, counts))[:80]}, expected one number "
+                "of layers from 1 up; leave it out for none"
+            )
+    return Scheme(
+        tp=int(degrees[2] or 1),
+        pp=int(degrees[3]),
+        stages=stages,
+        sp=int(degrees[1] or 1),
+        **{part: counts[0] for part, counts in parts.items()},
+    )
+
+
+def read_ranks(document: Mapping[str, Any], scheme: Scheme) -> tuple[int, ...]:
+    """The ranks of a pipeline of `scheme` in a document; raises KeyError without them,
+    HydraConfigError for others.
+    """
+    ranks = read_counts(document, "ranks", most=MAX_DEVICES - 1)
+    if len(ranks) != scheme.num_devices:
+        raise HydraConfigError(f"{len(ranks)} ranks for {scheme}, expected {scheme.num_devices}")
+    return ranks
+
+
+def _placement_order(scheme: Scheme) -> tuple[Any, ...]:
+    # Parts decide last: equal multisets have to be equal values.
+    return (-scheme.ranks_per_stage, -scheme.tp, -scheme.pp, scheme)
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """The multiset of schemes of all pipelines, e.g. `1x<8,2> + 4x<4,1>`.
+
+    `schemes` is kept in placement order (larger stages first, then larger TP, then larger PP), so
+    equal multisets are equal values and TP groups start at multiples of their size when degrees are
+    powers of two.
+    """
+
+    schemes: tuple[Scheme, ...]
+
+    def __post_init__(self) -> None:
+        if not self.schemes:
+            raise HydraConfigError("a strategy needs at least one pipeline, e.g. '1x<1,1>'")
+        runs = sorted(_runs(self.schemes), key=lambda run: _placement_order(run[0]))
+        object.__setattr__(
+            self, "schemes", tuple(scheme for scheme, count in runs for _ in range(count))
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> Strategy:
+        """The strategy written as `text`; raises HydraConfigError with the expected form.
+
+        >>> str(Strategy.parse("4x<1,1> + <2,2; stages=3,1>"))
+        '1x<2,2;stages=3,1> + 4x<1,1>'
+        """
+        schemes: list[Scheme] = []
+        num_devices = 0
+        for term in text.split("+"):
+            match = _TERM.fullmatch(term)
+            if match is None or match[1] == "0":
+                raise HydraConfigError(
+                    f"strategy {text[:80]!r}: cannot read {term.strip()[:80]!r}; {_FORM}"
+                )
+            scheme, count = _read_scheme(match[2]), int(match[1] or 1)
+            num_devices += count * scheme.num_devices
+            if num_devices > MAX_DEVICES:
+                raise HydraConfigError(
+                    f"strategy {text[:80]!r} names more than {MAX_DEVICES} ranks"
+                )
+            schemes += [scheme] * count
+        return cls(tuple(schemes))
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks that all pipelines together occupy."""
+        return sum(scheme.num_devices for scheme in self.schemes)
+
+    @property
+    def is_heterogeneous(self) -> bool:
+        """Whether two pipelines have different schemes."""
+        return len(set(self.schemes)) > 1
+
+    def place(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each pipeline: consecutive blocks in the order of `schemes`, starting at rank 0.
+
+        Inside a pipeline rank `ranks[(stage * sp + s) * tp + t]` runs TP slice `t` of `stage` on
+        part `s` of the sequences. Ranks from `num_devices` on are in no pipeline (idle during
+        propagation).
+
+        >>> Strategy.parse("1x<2,1> + 2x<1,1>").place()
+        ((0, 1), (2,), (3,))
+        """
+        blocks: list[tuple[int, ...]] = []
+        start = 0
+        for scheme in self.schemes:
+            blocks.append(tuple(range(start, start + scheme.num_devices)))
+            start += scheme.num_devices
+        return tuple(blocks)
+
+    def __str__(self) -> str:
+        return " + ".join(f"{count}x{scheme}" for scheme, count in _runs(self.schemes))
+
+
+def _runs(schemes: Iterable[Scheme]) -> list[tuple[Scheme, int]]:
+    """Neighbours that are equal, as one scheme and their number."""
+    return [(scheme, sum(1 for _ in run)) for scheme, run in groupby(schemes)]
+
+
+def parse_strategies(texts: Iterable[str]) -> tuple[Strategy, ...]:
+    """The strategies written as `texts`, duplicates removed, first occurrence kept."""
+    return tuple(dict.fromkeys(Strategy.parse(text) for text in texts))

@@ -1,0 +1,242 @@
+"""What travels in a link, as values: blocks, messages, rounds, and the plan of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from ds_hydra.zero_link.layout import IntArray, Region
+
+SINGLE_NUMEL = 1 << 15
+"""Blocks of this many elements travel alone, without a copy where memory allows; smaller ones are
+packed.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRef:
+    """One slice in a bucket: which parameter, which rectangle, and whether its gradient is
+    pushed.
+    """
+
+    param: int
+    region: Region
+    pushes_gradient: bool
+
+
+Bucket = tuple[SliceRef, ...]
+RankBuckets = tuple[Bucket, ...]
+"""The buckets of one rank in the order in which propagation needs them; empty for an idle rank."""
+
+
+class Store(IntEnum):
+    """Where a block lies on one rank; its `key` is the parameter, the slot in the round's bucket,
+    or a round.
+    """
+
+    SHARD = 0
+    SLICE = 1
+    RELAY = 2
+
+
+class Piece(NamedTuple):
+    """A strided block in one store: `rows` runs of `cols` elements, `stride` elements from run to
+    run.
+    """
+
+    key: int
+    offset: int
+    stride: int
+    rows: int
+    cols: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the block."""
+        return self.rows * self.cols
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the block is contiguous."""
+        return self.rows == 1 or self.stride == self.cols
+
+
+Message = tuple[Piece, ...]
+"""What travels together: one large block, or all small ones of a batch, in order."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Blocks of one store, [n, 5] as in `Piece`, that go to (or come from) each of `peers` in a
+    phase.
+    """
+
+    store: Store
+    peers: tuple[int, ...]
+    table: IntArray
+
+    @property
+    def numel(self) -> int:
+        """Elements of one copy."""
+        return int((self.table[:, 3] * self.table[:, 4]).sum())
+
+    @property
+    def buffered_numel(self) -> int:
+        """Elements of one copy that cannot travel from or to their place."""
+        _, _, stride, rows, cols = self.table.T
+        in_place = (rows * cols >= SINGLE_NUMEL) & ((rows == 1) | (stride == cols))
+        return int((rows * cols)[~in_place].sum())
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The blocks in order."""
+        return tuple(map(Piece._make, self.table.tolist()))
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """Messages for each peer; both ends cut them alike, because a block has the same size on
+        both.
+        """
+        alone = [(piece,) for piece in self.pieces if piece.numel >= SINGLE_NUMEL]
+        packed = tuple(piece for piece in self.pieces if piece.numel < SINGLE_NUMEL)
+        return (*alone, packed) if packed else tuple(alone)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Phase:
+    """Messages that do not wait for each other, as a pull sees them; a push swaps `outgoing` and
+    `incoming`.
+
+    `local` pairs need no wire.
+    """
+
+    outgoing: tuple[Batch, ...]
+    incoming: tuple[Batch, ...]
+    local: tuple[tuple[Batch, Batch], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Round:
+    """One exchange as seen by one rank: one phase, or with node-aware routes two.
+
+    `relayed_numel` elements of other nodes are relayed here from this round of a pull to round
+    `relayed_until`.
+    """
+
+    phases: tuple[Phase, ...]
+    relayed_numel: int = 0
+    relayed_until: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LinkPlan:
+    """All rounds of one rank for one strategy, in one direction.
+
+    `digest` is of what all ranks planned from, so it is equal on all of them.
+    """
+
+    rank: int
+    num_ranks: int
+    ranks_per_node: int | None
+    gradients: bool
+    digest: int
+    rounds: tuple[Round, ...]
+
+    @cached_property
+    def sent_elements(self) -> dict[int, int]:
+        """Elements that leave this rank over the wire in a pull, for each rank they go to."""
+        return self._count(phase.outgoing for round_ in self.rounds for phase in round_.phases)
+
+    @cached_property
+    def received_elements(self) -> dict[int, int]:
+        """Elements that arrive over the wire in a pull, for each rank they come from."""
+        return self._count(phase.incoming for round_ in self.rounds for phase in round_.phases)
+
+    @cached_property
+    def local_elements(self) -> int:
+        """Elements copied inside this rank."""
+        return sum(
+            a.numel for round_ in self.rounds for phase in round_.phases for a, _ in phase.local
+        )
+
+    @cached_property
+    def relayed_elements(self) -> int:
+        """The most elements of other nodes that are relayed on this rank at once."""
+        return max(
+            (
+                sum(
+                    r.relayed_numel
+                    for begin, r in enumerate(self.rounds)
+                    if begin <= at <= r.relayed_until
+                )
+                for at in range(len(self.rounds))
+            ),
+            default=0,
+        )
+
+    @cached_property
+    def buffer_elements(self) -> int:
+        """Elements of the largest packed buffer that this rank sends from or receives into."""
+        sizes = [0]
+        for phase in (phase for round_ in self.rounds for phase in round_.phases):
+            if self.gradients:  # sent in another type perhaps, and received to be added
+                sizes.append(sum(batch.numel for batch in phase.incoming))
+                sizes.append(sum(batch.numel * len(batch.peers) for batch in phase.outgoing))
+            else:
+                sizes.append(sum(batch.buffered_numel for batch in phase.outgoing))
+                sizes.append(sum(batch.buffered_numel for batch in phase.incoming))
+        return max(sizes)
+
+    @cached_property
+    def traffic_balance(self) -> int:
+        """64-bit sum of fingerprints of all messages, received ones negative: over all ranks they
+        cancel.
+        """
+        total = 0
+        for number, round_ in enumerate(self.rounds):
+            for step, phase in enumerate(round_.phases):
+                for sign, batches in ((1, phase.outgoing), (-1, phase.incoming)):
+                    for batch in batches:
+                        for peer in batch.peers:
+                            pair = (self.rank, peer) if sign > 0 else (peer, self.rank)
+                            sizes = (len(batch.table), batch.numel)
+                            total += sign * _fingerprint(number, step, *pair, *sizes)
+        return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+    def _count(self, groups: Iterable[Iterable[Batch]]) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for batches in groups:
+            for batch in batches:
+                for peer in batch.peers:
+                    counts[peer] = counts.get(peer, 0) + batch.numel
+        return counts
+
+    def __str__(self) -> str:
+        routes = f"nodes of {self.ranks_per_node} ranks" if self.ranks_per_node else "direct routes"
+        names = ("from", "to") if self.gradients else ("to", "from")
+        lines = [
+            f"{'push' if self.gradients else 'pull'} of rank {self.rank} of {self.num_ranks}, {routes}, "
+            f"{len(self.rounds)} rounds, digest {self.digest:016x}; elements",
+            f"{'rank':>6} {names[0]:>14} {names[1]:>14}",
+        ]
+        for peer in sorted({*self.sent_elements, *self.received_elements}):
+            sent, received = self.sent_elements.get(peer, 0), self.received_elements.get(peer, 0)
+            lines.append(f"{peer:>6} {sent:>14,} {received:>14,}")
+        sent, received = sum(self.sent_elements.values()), sum(self.received_elements.values())
+        lines.append(f"{'all':>6} {sent:>14,} {received:>14,}")
+        lines.append(
+            f"{self.local_elements:,} copied on this rank, {self.relayed_elements:,} relayed for its node"
+        )
+        return "\n".join(lines)
+
+
+def _fingerprint(*numbers: int) -> int:
+    """FNV-1a over whole numbers."""
+    value = 0xCBF29CE484222325
+    for number in numbers:
+        value = ((value ^ number) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+        value ^= value >> 29
+    return value

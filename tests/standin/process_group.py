@@ -1,0 +1,190 @@
+"""Collectives of the stand-in: gloo's on the same memory, ordered on a stream of each communicator.
+
+`Work.wait` lets the current stream go on after the collective and does not block the host, as
+NCCL's. What NCCL refuses is refused: tensors of the CPU, and tensors that are not contiguous.
+Every communicator keeps the list of its collectives, which all of its ranks must agree on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from standin.streams import Event, Stream, current_stream, observer
+
+calls: list[tuple[int, list[str]]] = []
+"""Size of each communicator of this rank, and its collectives in order. Messages between two ranks
+are not among them: gloo fails where their sizes do not match.
+"""
+
+
+class _Work(dist._Work):
+    """A collective under way. Its host part runs in a thread; its device part is `event`."""
+
+    def __init__(self, run: Callable[[], Any], stream: Stream, tensors: Sequence[Tensor]):
+        super().__init__()
+        self._tensors: Sequence[Tensor] | None = tensors
+        self.event = Event()
+        self.event.record(stream)
+        self._inner = run()
+        self._is_done = threading.Event()
+
+    def finish(self) -> None:
+        """The collective has ended on the device; where that cannot be known, wait for it."""
+        inner, self._inner = self._inner, None
+        if inner is not None:
+            inner.wait()
+        self._is_done.set()
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.finish()
+        current_stream().wait_event(self.event)
+        self._tensors = None  # NCCL lets go of them here
+        return True
+
+    def is_completed(self) -> bool:
+        return self._is_done.is_set()
+
+    def get_future(self) -> torch.futures.Future:
+        self.wait()
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result([])
+        return future
+
+
+class StandInGroup(dist.ProcessGroup):
+    """A communicator."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any, as_host: Any, name: str):
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        self._stream = Stream()
+        self._as_host = as_host
+        self._backend_name = name
+        self._calls: list[str] = []
+        calls.append((size, self._calls))
+
+    def getBackendName(self) -> str:
+        return self._backend_name
+
+    def _run(
+        self,
+        name: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        run: Callable[[], Any],
+        opts: Any = None,
+    ) -> _Work:
+        for tensor in (*reads, *writes):
+            if tensor.device.type != self._backend_name:
+                raise RuntimeError(f"{name}: no backend for a tensor on {tensor.device}")
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name}: tensors must be contiguous")
+        if name not in ("send", "recv"):
+            sizes = [tuple(tensor.shape) for tensor in writes]
+            self._calls.append(f"{name} {sizes if name != 'all_to_all' else ''}")
+        is_async = opts is None or getattr(opts, "asyncOp", True)
+        stream = self._stream if is_async else current_stream()
+        if is_async:
+            stream.wait_stream(current_stream())
+        if observer.is_on:
+            accesses = [
+                (
+                    tensor.untyped_storage().data_ptr(),
+                    tensor.storage_offset() * tensor.element_size(),
+                    (tensor.storage_offset() + tensor.numel()) * tensor.element_size(),
+                    is_written,
+                )
+                for tensors, is_written in ((reads, False), (writes, True))
+                for tensor in tensors
+                if tensor.numel()
+            ]
+            observer.kernel(name, accesses, stream.id)
+        work = _Work(run, stream, (*reads, *writes))
+        if not is_async:
+            work.wait()
+        return work
+
+    def _hosts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self._as_host(tensor) for tensor in tensors]
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> _Work:
+        hosts = self._hosts(tensors)
+        run = lambda: self._gloo.allreduce(hosts, opts)  # noqa: E731
+        return self._run("all_reduce", tensors, tensors, run, opts)
+
+    def broadcast(self, tensors: Any, opts: Any) -> _Work:
+        hosts = self._hosts(tensors)
+        run = lambda: self._gloo.broadcast(hosts, opts)  # noqa: E731
+        return self._run("broadcast", tensors, tensors, run, opts)
+
+    def reduce(self, tensors: Any, opts: Any) -> _Work:
+        hosts = self._hosts(tensors)
+        return self._run("reduce", tensors, tensors, lambda: self._gloo.reduce(hosts, opts), opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+        out_hosts, in_hosts = [self._hosts(output) for output in outputs], self._hosts(inputs)
+        run = lambda: self._gloo.allgather(out_hosts, in_hosts)  # noqa: E731
+        return self._run("all_gather", inputs, list(itertools.chain(*outputs)), run, opts)
+
+    def _allgather_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> _Work:
+        hosts = self._hosts([output, tensor])
+        run = lambda: self._gloo._allgather_base(*hosts)  # noqa: E731
+        return self._run("all_gather", [tensor], [output], run, opts)
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> _Work:
+        works = [self._allgather_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)]
+        for work in works:
+            work.wait()
+        return works[-1]
+
+    def _reduce_scatter_base(self, output: Tensor, tensor: Tensor, opts: Any = None) -> _Work:
+        out_host, host = self._hosts([output, tensor])
+
+        def run() -> None:
+            parts = torch.empty_like(host)
+            self._gloo.alltoall_base(parts, host, [], []).wait()
+            out_host.copy_(parts.view(self.size(), -1).sum(0).view_as(out_host))
+
+        return self._run("reduce_scatter", [tensor], [output], run, opts)
+
+    def alltoall_base(
+        self, output: Any, tensor: Any, into: Any, out: Any, opts: Any = None
+    ) -> _Work:
+        hosts = self._hosts([output, tensor])
+        run = lambda: self._gloo.alltoall_base(*hosts, into, out)  # noqa: E731
+        return self._run("all_to_all", [tensor], [output], run, opts)
+
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
+
+    def send(self, tensors: Any, to: int, tag: int = 0) -> _Work:
+        hosts = self._hosts(tensors)
+        return self._run("send", tensors, [], lambda: self._gloo.send(hosts, to, tag))
+
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> _Work:
+        hosts = self._hosts(tensors)
+        return self._run("recv", [], tensors, lambda: self._gloo.recv(hosts, source, tag))
+
+    def barrier(self, opts: Any = None) -> _Work:
+        self._calls.append("barrier")
+        observer.wait("barrier")
+        work = _Work(self._gloo.barrier, current_stream(), ())
+        work.wait()
+        return work
+
+
+def register(name: str, as_host: Callable[[Tensor], Tensor]) -> None:
+    """The process group as backend `name` of torch.distributed."""
+    dist.Backend.register_backend(
+        name,
+        lambda store, rank, size, timeout: StandInGroup(store, rank, size, timeout, as_host, name),
+        devices=[name],
+    )

@@ -1,0 +1,182 @@
+"""ds_hydra with sequence parallelism in the simulator: schemes, estimates, candidates, bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from reference import make_batch
+from test_cluster import SHAPE, make_cluster
+from test_simulator import checkpointing_document, make_scenario, make_workload, small_profile
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.simulator.compare import Settings, compare
+from ds_hydra.simulator.extended import (
+    extended_scenario,
+    extended_schemes,
+    extended_strategies,
+    with_sequence_parallelism,
+)
+from ds_hydra.simulator.scenario import bound_of
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+LONG = LengthHistogram.from_counts({5: 400, 20: 200, 200: 30}, name="long")
+"""Now and then a sequence that takes longer alone than everything else together."""
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    workload = make_workload(histogram=LONG, context_length=200, tokens_per_iteration=400)
+    systems = ("deepspeed", "static", "wider", "extended_static")
+    return compare(workload, None, Settings(iterations=12, systems=systems))
+
+
+def test_groups_as_wide_as_a_profiled_one_need_no_links():
+    profile = with_sequence_parallelism(small_profile(), 8, None)
+    assert {s for s in profile.latency if s.sp > 1} == {
+        Scheme(1, 1, sp=2),
+        Scheme(1, 1, sp=4),
+        Scheme(2, 1, sp=2),
+    }
+    heads = dataclasses.replace(
+        small_profile(),
+        document={
+            **small_profile().document,
+            "model": {**small_profile().document["model"], "num_attention_heads": 2},
+        },
+    )
+    assert [str(s) for s in with_sequence_parallelism(heads, 8, None).latency if s.sp > 1] == [
+        "<sp2,1>"
+    ]
+
+
+def test_extended_groups_exchange_over_the_links_by_hand():
+    """<sp2,4,1> on two nodes of 4: ranks send half of what they hold, 2 * 10 / 8 bytes per token,
+    80 times.
+    """
+    profile = with_sequence_parallelism(small_profile(), 8, make_cluster(8))
+    found, base = profile.get_latency(Scheme(4, 1, sp=2)), profile.get_latency(Scheme(4, 1))
+    rate = 100 / 4  # bytes in a ms: the ranks of a node share its link
+    assert found.quadratic_ms == pytest.approx(base.quadratic_ms / 2)
+    assert found.linear_ms == pytest.approx(
+        base.linear_ms / 2 + 8 * SHAPE.num_layers * 2 * 10 / 8 / 2 / rate
+    )
+    assert found.constant_ms == base.constant_ms  # no overhead of collectives in this description
+    slower = make_cluster(8)
+    slower = dataclasses.replace(
+        slower, hardware=dataclasses.replace(slower.hardware, collective_overhead_ms=0.5)
+    )
+    late = with_sequence_parallelism(small_profile(), 8, slower).get_latency(Scheme(4, 1, sp=2))
+    assert late.constant_ms == pytest.approx(base.constant_ms + 8 * SHAPE.num_layers * 0.5)
+    inside = with_sequence_parallelism(small_profile(), 8, make_cluster(8, devices_per_node=8))
+    assert inside.get_latency(Scheme(4, 1, sp=2)).linear_ms < found.linear_ms
+
+
+def test_sequence_parallelism_joins_where_a_long_sequence_decides():
+    scenario = extended_scenario(make_scenario())
+    given = (Strategy.parse("1x<4,1>"), Strategy.parse("2x<2,1>"))
+    long = [make_batch([100, 5, 5], i) for i in range(4)]
+    found = extended_strategies(scenario, given, long, max_communicators=16)
+    assert found[:2] == given
+    assert any(scheme.sp > 1 for strategy in found for scheme in strategy.schemes)
+    assert extended_strategies(scenario, given, long, max_communicators=0) == given
+    short = [make_batch([5] * 40, i) for i in range(4)]
+    plain = (*given, Strategy.parse("4x<1,1>"))
+    assert extended_strategies(scenario, plain, short, max_communicators=16) == plain
+
+
+def test_the_extended_space_is_faster_and_its_strategies_are_named(comparison):
+    ours, extended = comparison.planned["ds_hydra"], comparison.planned["wider"]
+    assert extended.strategies[: len(ours.strategies)] == ours.strategies
+    assert comparison.get("wider") is extended.result
+    assert (extended.result.propagation_ms <= ours.result.propagation_ms * 1.001).all()
+    assert extended.result.propagation_ms.sum() < 0.95 * ours.result.propagation_ms.sum()
+    assert (
+        comparison.get("extended_static").propagation_ms.sum()
+        >= 0.999 * extended.result.propagation_ms.sum()
+    )
+    assert "<sp" in extended.result.strategy
+    assert "<sp" not in ours.result.strategy
+
+
+def test_document_names_the_space_and_keeps_the_rest_as_it_was(comparison):
+    document = comparison.to_json()
+    assert [s["name"] for s in document["systems"]] == [
+        "ds_hydra",
+        "deepspeed",
+        "static",
+        "wider",
+        "extended_static",
+    ]
+    assert document["strategies"] == [str(s) for s in comparison.planned["ds_hydra"].strategies]
+    assert document["wider"]["strategies"] == [
+        str(s) for s in comparison.planned["wider"].strategies
+    ]
+    assert document["wider"]["perfect_balance_ms"] < document["perfect_balance_ms"]
+    assert document["wider"]["distance_to_bound"] >= 0
+    without = compare(make_workload(), None, Settings(iterations=2, systems=("static",))).to_json()
+    assert "wider" not in without
+
+
+def test_other_systems_do_not_see_the_extended_space(comparison):
+    alone = compare(
+        comparison.workload, None, Settings(iterations=12, systems=("deepspeed", "static"))
+    )
+    for name in ("ds_hydra", "deepspeed", "static"):
+        np.testing.assert_array_equal(
+            alone.get(name).propagation_ms, comparison.get(name).propagation_ms
+        )
+
+
+def test_events_of_both_planned_systems(comparison):
+    for system in ("ds_hydra", "wider"):
+        found = [comparison.simulate(i, system).propagation_ms for i in range(3)]
+        assert found == pytest.approx(comparison.get(system).propagation_ms[:3])
+    used = {s for plan in comparison.planned["wider"].plans for s in plan.strategy.schemes}
+    assert any(scheme.sp > 1 for scheme in used)
+
+
+def test_imbalance_of_the_bound_by_hand():
+    """100 tokens take 44 + 2 on all of <4,1>; on <2,1> 66 + 2 while two devices share 8 sequences
+    of 5.
+    """
+    scenario = make_scenario([100, *[5] * 8])
+    t = scenario.profile.get_latency(Scheme(2, 1))
+    bound = bound_of(scenario, scenario.batches[0], [Scheme(1, 1), Scheme(2, 1)])
+    others_ms = 8 * (1e-3 * 25 + 5 + 2 * 5 / 60) / 2
+    assert bound.longest_alone_ms == pytest.approx(t.row_ms([100]))
+    assert bound.imbalance == pytest.approx(t.row_ms([100]) / others_ms - 1)
+    alone = make_scenario([100, 5])  # fastest on all four devices: nobody waits for it
+    assert bound_of(alone, alone.batches[0], [Scheme(4, 1)]).imbalance == 0
+    even = make_scenario([10] * 40)
+    assert bound_of(even, even.batches[0], [Scheme(1, 1), Scheme(2, 1)]).imbalance == 0
+
+
+def test_context_that_only_checkpointed_layers_hold():
+    """Static systems, which run <TP,PP> alone, are left out; the bound knows the scheme."""
+    profile = Profile.from_json(checkpointing_document())
+    strategy = Strategy.parse("1x<4,1;ckpt=4>")
+    assert profile.max_len_tokens(Scheme(4, 1), 4) == 240
+    assert profile.max_len_tokens(Scheme(4, 1, ckpt=4), 4) == 464
+    workload = make_workload(
+        profile=profile.with_schemes(strategy.schemes), strategies=(strategy,), context_length=300,
+        histogram=LengthHistogram.from_counts({5: 40, 300: 5}, name="longer"), tokens_per_iteration=600,
+    )  # fmt: skip
+    found = compare(workload, None, Settings(iterations=3))
+    assert found.get("megatron") is None
+    assert found.get("two_stage") is None
+    assert found.get("static").strategy == str(strategy)
+    assert np.isfinite(found.planned["ds_hydra"].perfect_balance_ms).all()
+    with pytest.raises(HydraConfigError, match="no scheme holds a row of 300 tokens"):
+        compare(dataclasses.replace(workload, profile=profile), None, Settings(iterations=3))
+
+
+def test_schemes_of_the_extended_space_have_no_parts():
+    scenario = make_scenario()
+    profile = scenario.profile.with_schemes([Scheme(2, 1, stages=(1,))])
+    extended = extended_scenario(dataclasses.replace(scenario, profile=profile))
+    assert Scheme(2, 1, stages=(1,)) not in extended_schemes(extended)
+    assert Scheme(1, 1, sp=4) in extended_schemes(extended)

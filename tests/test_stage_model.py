@@ -1,0 +1,263 @@
+"""Which models and schemes are accepted, and what is said of the others; no rank is started."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import pytest
+import torch
+import transformers
+from models import FAMILIES, VOCAB_SIZE, tiny
+
+from ds_hydra.engine.model import packing_probe
+from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.strategy import Scheme
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def test_stage_model_holds_no_parameter_memory_and_leaves_the_model_alone():
+    model = tiny("llama")
+    implementation = model.config._attn_implementation
+    stage_model = StageModel(model)
+    assert all(
+        b.module._parameters[b.attribute].is_meta
+        for unit in stage_model.units
+        for b in unit.bindings
+    )
+    assert not any(p.is_meta for p in model.parameters())
+    assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_every_parameter_is_in_a_unit_and_stages_partition_the_layers(family):
+    stage_model = StageModel(tiny(family))
+    covered = {b.param for unit in stage_model.units for b in unit.bindings}
+    assert covered == set(range(len(stage_model.specs)))
+    for num_stages in (1, 2, 3, 4):
+        layers = [
+            i
+            for stage in range(num_stages)
+            for i in stage_model.stage_layers(Scheme(1, num_stages), stage)
+        ]
+        assert layers == list(range(stage_model.num_layers))
+        sizes = [
+            len(stage_model.stage_layers(Scheme(1, num_stages), stage))
+            for stage in range(num_stages)
+        ]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_parameters_that_the_tp_plan_does_not_mention_refuse_tp():
+    model = transformers.ApertusForCausalLM(transformers.ApertusConfig(**SIZES)).float()
+    stage_model = StageModel(model)
+    stage_model.check_scheme(Scheme(1, 2))
+    with pytest.raises(UnsupportedModelError, match=r"<2,1>.*act_fn.*use TP 1"):
+        stage_model.check_scheme(Scheme(2, 1))
+
+
+def test_styles_that_are_not_run_refuse_tp_by_name():
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"fused weights: layers.*self_attn.qkv_proj \(colwise_g.*use TP 1",
+    ):
+        StageModel(tiny("phi3")).check_scheme(Scheme(2, 1))
+
+
+def test_attention_sinks_are_refused_at_the_start():
+    config = (
+        transformers.GraniteSWAConfig(**SIZES)
+        if hasattr(transformers, "GraniteSWAConfig")
+        else None
+    )
+    if config is None:
+        pytest.skip("this transformers has no dense model with attention sinks")
+    with pytest.raises(UnsupportedModelError, match="sinks"):
+        StageModel(transformers.GraniteSWAForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "words"),
+    [
+        (Scheme(3, 1), "TP 3 does not divide the model's 4 attention heads; use TP 1, 2, 4"),
+        (
+            Scheme(1, 1, sp=3),
+            r"<sp3,1>: SP 3 x TP 1 = 3 does not divide the model's 4 .*heads; use SP 1, 2, 4 with TP 1",
+        ),
+        (
+            Scheme(2, 1, sp=4),
+            r"<sp4,2,1>: SP 4 x TP 2 = 8 does not divide .*4 attention heads; use SP 1, 2 with TP 2",
+        ),
+        (Scheme(3, 1, sp=2), "TP 3 does not divide"),
+        (
+            Scheme(1, 2, stream=3),
+            r"<1,2;stream=3>: stream=3 is above the 2 layers of its smallest stage",
+        ),
+        (Scheme(1, 5), "PP 5 is above the model's 4 layers; use PP 4 or less"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused_with_those_that_do(scheme, words):
+    with pytest.raises(HydraConfigError, match=words):
+        StageModel(tiny("llama")).check_scheme(scheme)
+
+
+def test_checkpointing_that_the_user_switched_on_stays_on_and_refuses_ckpt():
+    model = tiny("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    stage_model = StageModel(model)
+    stage_model.bind(Scheme(1, 1), 0, stage_model._meta_params, lambda index: None)
+    assert all(layer.gradient_checkpointing for layer in stage_model._layers)
+    with pytest.raises(
+        HydraConfigError, match=r"<1,1;ckpt=2>: .*the model's own gradient checkpointing"
+    ):
+        stage_model.check_scheme(Scheme(1, 1, ckpt=2))
+
+
+def test_key_value_heads_and_tp_must_divide_each_other():
+    model = tiny("llama", num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
+    with pytest.raises(
+        HydraConfigError, match=r"TP 3 and the model's 2 key-value heads.*use TP 1, 2, 6"
+    ):
+        StageModel(model).check_scheme(Scheme(3, 1))
+
+
+def patched_by_closure(model):
+    plain = model.forward
+    model.forward = lambda *args, **kwargs: plain(*args, **kwargs)
+
+
+def patched_below_by_closure(model):
+    mlp = model.model.layers[2].mlp
+
+    def forward(self, x, of=mlp):
+        return of.down_proj(of.up_proj(x))
+
+    mlp.forward = types.MethodType(forward, mlp)
+
+
+def patched_below_by_a_global_name(model):
+    globals()["norm"] = model.model.norm
+    norm.forward = types.MethodType(lambda self, x: norm.weight * x, norm)  # noqa: F821
+
+
+def hooked(model):
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output)
+
+
+def hooked_parameter(model):
+    model.model.layers[1].mlp.up_proj.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (
+            patched_by_closure,
+            r"LlamaForCausalLM\.forward is set on the instance \('patched_by_clos",
+        ),
+        (patched_below_by_closure, r"model\.layers\.2\.mlp\.forward is set .*types\.MethodType"),
+        (patched_below_by_a_global_name, r"model\.norm\.forward is set .*<lambda>"),
+        (hooked, r"model\.layers\.1 has a hook, 'hooked.<locals>.<lambda>' .*handle\.remove"),
+        (hooked_parameter, r"model\.layers\.1\.mlp\.up_proj\.weight has a hook, 'hooked_para"),
+    ],
+)
+def test_code_that_a_copy_would_run_otherwise_is_refused(edit, words):
+    model = tiny("llama")
+    edit(model)
+    with pytest.raises(UnsupportedModelError, match=words):
+        StageModel(model)
+
+
+def test_code_that_follows_the_copy_is_taken_along():
+    model = tiny("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.forward = types.MethodType(lambda self, x: self.down_proj(self.up_proj(x)), mlp)
+    model.model.norm.forward = functools.partial(type(model.model.norm).forward, model.model.norm)
+    model.save_pretrained = lambda folder, plain=model.save_pretrained: plain(folder)
+    model.enable_input_require_grads()
+    globals()["down_proj"] = mlp  # an attribute's name, not what the function reaches
+    copied = StageModel(model)._base
+    assert copied.layers[0].mlp.forward.__self__ is copied.layers[0].mlp
+    assert copied.norm.forward.args == (copied.norm,)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_families_that_keep_sequences_apart_pass_the_probe(family, caplog):
+    model, state = tiny(family), torch.get_rng_state()
+    with caplog.at_level("INFO", logger=packing_probe.__name__):
+        packing_probe.check_packing(model)
+    assert not caplog.records, "the probe was not run"
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Leaking(transformers.LlamaForCausalLM):
+    """A token sees a little of the one before it, whichever sequence that belongs to."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers[0].self_attn.o_proj = self.Mixed(config.hidden_size)
+
+    class Mixed(torch.nn.Linear):
+        def __init__(self, width):
+            super().__init__(width, width, bias=False)
+
+        def forward(self, hidden_BTD):
+            before_BTD = torch.nn.functional.pad(hidden_BTD, (0, 0, 1, 0))[:, :-1]
+            return super().forward(hidden_BTD + 0.1 * before_BTD)
+
+
+class WithoutSmallCopy(Leaking):
+    def __init__(self, config, more):
+        super().__init__(config)
+
+
+def test_families_that_do_not_keep_sequences_apart_are_refused_by_name(caplog):
+    config = transformers.LlamaConfig(**SIZES)
+    with pytest.raises(
+        UnsupportedModelError, match=r"Leaking \(model type 'llama'\) does not .* are off by \d+%"
+    ):
+        packing_probe.check_packing(Leaking(config))
+    settings = SIZES | {"num_experts": 0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    doge = transformers.DogeForCausalLM(transformers.DogeConfig(**settings))
+    with pytest.raises(UnsupportedModelError, match=r"'doge'.*DogeAttention: .*a mask of its own"):
+        packing_probe.check_packing(doge)
+    with caplog.at_level("INFO", logger=packing_probe.__name__):
+        packing_probe.check_packing(WithoutSmallCopy(config, 1))
+    assert "not tried on a tiny WithoutSmallCopy" in caplog.text
+
+
+def test_token_ids_have_a_row_in_embedding_and_head():
+    model = tiny("llama")
+    model.lm_head = torch.nn.Linear(32, VOCAB_SIZE - 2, bias=False)
+    stage_model = StageModel(model)
+    assert (stage_model.vocab_size, stage_model.num_token_ids) == (VOCAB_SIZE, VOCAB_SIZE - 2)
+
+
+class NormedTwice(transformers.LlamaModel):
+    """The final norm is that of the embeddings, too."""
+
+    def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        return super().forward(inputs_embeds=self.norm(inputs_embeds), **kwargs)
+
+
+def test_a_norm_of_several_uses_refuses_stages():
+    model = tiny("llama")
+    model.model.__class__ = NormedTwice
+    stage_model = StageModel(model)
+    stage_model.check_scheme(Scheme(2, 1))
+    with pytest.raises(UnsupportedModelError, match=r"<1,2>.*final norm more than once; use PP 1"):
+        stage_model.check_scheme(Scheme(1, 2))

@@ -1,0 +1,223 @@
+"""Streamed layers: the gradients of one process, equal bits in any order, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from engines import start_hydra
+from faults import die, run_until_end
+from models import VOCAB_SIZE, tiny
+from single_process import random_examples
+from test_engine_parity import assert_parity, check_gradients
+
+from ds_hydra.engine.ranks import shared_memory
+from ds_hydra.engine.ranks.hosts import Hosts
+from ds_hydra.engine.transfer.slices import SlicePool
+from ds_hydra.engine.transfer.stream_plan import check_streams
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy import Scheme, Strategy
+
+STRATEGIES = (
+    "4x<1,1;stream>",
+    "1x<4,1;stream>",
+    "1x<1,3;stream> + 1x<1,1>",
+    "2x<2,1;stream=2>",
+    "1x<2,2;stream=1>",
+    "1x<sp2,1;stream> + 1x<1,2;ckpt=3;stages=3,1;stream=1>",
+    "1x<2,1> + 1x<1,1;stream>",
+)
+
+
+def repeats(text):
+    """Losses and weights of three iterations with and without overlap, in rows of other orders."""
+    found = []
+    for overlap in (True, False, True):
+        engine = start_hydra(tiny("llama_tied"), hydra={"link": {"overlap": overlap}})
+        losses = [
+            float(
+                engine.train_batch(
+                    random_examples((9, 17, 30, 5, 40, 3), VOCAB_SIZE, seed=seed), strategy=text
+                )
+            )
+            for seed in range(3)
+        ]
+        found.append((losses, [p.ds_tensor.clone() for p in engine.hydra.stage_model.params]))
+        engine.destroy()
+    return [
+        losses == found[0][0] and all(map(torch.equal, weights, found[0][1]))
+        for losses, weights in found
+    ]
+
+
+def frozen():
+    """Losses of a model with frozen embedding and first layers, streamed and not, in turn."""
+    model = tiny("llama", num_hidden_layers=4)
+    for param in (*model.model.embed_tokens.parameters(), *model.model.layers[:2].parameters()):
+        param.requires_grad_(False)
+    engine = start_hydra(model)
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    texts = ("4x<1,1;stream>", "1x<2,2>", "2x<2,1;stream>", "1x<2,2>", "4x<1,1>")
+    evaluated = [float(engine.eval_batch(examples, strategy=text)) for text in texts]
+    return evaluated, [float(engine.train_batch(examples, strategy=text)) for text in texts]
+
+
+def memory():
+    """(stated, held by the pool) of streamed strategies and what a rank holds without."""
+    engine = start_hydra(tiny("llama", num_hidden_layers=8))
+    propagator = engine.hydra.propagator
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    found = {}
+    for text in ("4x<1,1>", "4x<1,1;stream>", "2x<2,1;stream>", "2x<1,2;stream=2>"):
+        propagator.pool = SlicePool(torch.device("cpu"), exact=True)
+        engine.train_batch(examples, strategy=text)
+        found[text] = propagator.link_memory(Strategy.parse(text)), propagator.pool.nbytes
+    shared = propagator.home.weight_bytes + propagator.home.sum_bytes
+    return found, shared, propagator.home._adder.nbytes
+
+
+def refusals():
+    """What each rank raises where memory is scarce, or cannot be opened by one rank."""
+    raised = []
+    for name, replacement in (
+        ("available_bytes", lambda: 1000.0),
+        ("_open", functools.partial(_closed_to_rank_2, shared_memory._open)),
+    ):
+        kept = getattr(shared_memory, name)
+        setattr(shared_memory, name, replacement)
+        try:
+            start_hydra(tiny("llama"), hydra={"strategies": ["4x<1,1;stream>"]})
+        except HydraConfigError as error:
+            raised.append(str(error))
+        setattr(shared_memory, name, kept)
+    return raised
+
+
+def _closed_to_rank_2(open_memory, *arguments):
+    if dist.get_rank() != 2:
+        return open_memory(*arguments)
+    return open_memory(1, 1 << 20, *arguments[2:])
+
+
+def checks():
+    parity = {}
+    for family in ("llama_tied", "qwen3"):
+        parity |= check_gradients(family, STRATEGIES)
+    return {
+        "parity": parity,
+        "rows cut": check_gradients(
+            "llama", ("1x<4,1;stream>", "1x<2,2;stream;ckpt=2>"), {"tp_sequence_parallel": True}
+        ),
+        "repeats": repeats("2x<2,1;stream>"),
+        "frozen": frozen(),
+        "memory": memory(),
+        "refusals": refusals(),
+    }
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_distributed(checks, 4, timeout_s=900)
+
+
+@pytest.mark.distributed
+def test_gradients_equal_one_process(results):
+    assert_parity(results[0]["parity"])
+    assert_parity(results[0]["rows cut"])
+
+
+@pytest.mark.distributed
+def test_equal_bits(results):
+    for result in results:
+        assert result["repeats"] == [True] * 3
+
+
+@pytest.mark.distributed
+def test_frozen_layers_and_evaluation(results):
+    for result in results:
+        evaluated, trained = result["frozen"]
+        assert evaluated == pytest.approx([evaluated[0]] * len(evaluated), rel=1e-6)
+        assert trained[0] == pytest.approx(evaluated[0], rel=1e-6)
+        assert trained == sorted(trained, reverse=True), "nothing was trained"
+
+
+@pytest.mark.distributed
+def test_a_rank_holds_its_part_of_the_home_and_two_copied_layers(results):
+    for result in results:
+        found, shared, scratch = result["memory"]
+        whole = found["4x<1,1>"][0]
+        for text, (stated, held) in found.items():
+            home = shared if "stream" in text else 0
+            assert held == stated.slice_bytes + stated.gradient_bytes - home, text
+        streamed, _ = found["4x<1,1;stream>"]
+        kept = whole.slice_bytes + whole.gradient_bytes
+        assert streamed.slice_bytes + streamed.gradient_bytes - scratch < 0.35 * kept
+        assert found["4x<1,1;stream>"][1] == 0
+
+
+@pytest.mark.distributed
+def test_memory_that_cannot_be_shared_is_refused_on_every_rank(results):
+    for rank, result in enumerate(results):
+        scarce, closed = result["refusals"]
+        assert "<1,1;stream>: streamed layers need a home; leave stream out of" in scarce
+        assert "of memory that the ranks of a host share, and 0.00 GB are free" in scarce
+        assert "the memory of rank 0 on the same host cannot be opened" in closed, rank
+        assert "start all ranks of a host as one user in one container" in closed
+
+
+@pytest.mark.parametrize(
+    ("device", "names", "message"),
+    [
+        ("cuda", ("a",), r"<1,1;stream>: streamed layers .* on cuda leave stream out"),
+        ("cpu", ("a", "b"), r"<1,1;stream>: layers stream within one host .* 2 hosts \(a, b\)"),
+    ],
+)
+def test_where_layers_cannot_stream_is_refused(device, names, message):
+    hosts = Hosts(names, tuple(range(len(names))))
+    with pytest.raises(HydraConfigError, match=message):
+        check_streams([Scheme.parse("<1,1;stream>")], device, hosts)
+
+
+def one_rank_dies(folder, where):
+    """Rank 1 is killed the next time it comes to `where`, in the second iteration."""
+    engine = start_hydra(tiny("llama_tied"), hydra={"faults": {"grace_s": 1}})
+    examples = random_examples((9, 5, 14, 7), VOCAB_SIZE, seed=0)
+    engine.train_batch(examples, strategy="3x<1,1;stream>")
+    if dist.get_rank() == 0:
+        Path(folder, "owner").write_text(str(os.getpid()))
+    if dist.get_rank() == 1:
+        home = engine.hydra.propagator.home
+        owner = home._adder if where == "adder" else home
+        setattr(owner, "add" if where == "adder" else where, lambda *_: die(folder))
+    engine.train_batch(examples, strategy="3x<1,1;stream>")
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("where", ["fill", "adder", "collect"])
+def test_a_killed_rank_is_named_and_leaves_no_shared_memory(tmp_path, where):
+    """In the adder it holds a lock that others wait for."""
+    before = set(Path("/dev/shm").iterdir())
+    ended = run_until_end(one_rank_dies, 3, tmp_path, str(tmp_path), where)
+    assert ended[1].exit_code == -signal.SIGKILL
+    for rank in (0, 2):
+        assert ended[rank].exit_code in (1, 75), ended[rank].stderr
+        assert "rank 1" in ended[rank].stderr, ended[rank].stderr
+    name = f"ds_hydra_{(tmp_path / 'owner').read_text()}"
+    left = {file.name for file in set(Path("/dev/shm").iterdir()) - before}
+    assert not [file for file in left if "ds_hydra" in file]
+    assert not any(name in text for text in open_files())
+
+
+def open_files():
+    """What all processes hold open."""
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            yield str(link.readlink())

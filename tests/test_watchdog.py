@@ -1,0 +1,89 @@
+"""The watchdogs of two ranks, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
+
+import pytest
+
+from ds_hydra.engine.ranks import agreement
+from ds_hydra.engine.ranks.watchdog import Watchdog
+from ds_hydra.errors import HydraConfigError, RankLostError
+
+
+@contextlib.contextmanager
+def connected():
+    """Watchdogs of ranks 0 and 1."""
+    told = Queue()
+
+    def make(rank):
+        def exchange(text):
+            if rank == 0:
+                told.put(text)
+            return text or told.get()
+
+        return Watchdog(rank, 2, exchange, places=["", ""], silence_s=60, grace_s=60)
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(make, range(2)))
+    try:
+        yield both
+    finally:
+        for watchdog in both:
+            watchdog.close()
+
+
+@pytest.fixture
+def pair():
+    with connected() as both:
+        yield both
+
+
+def wait_until(is_so):
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_a_rank_that_has_left_is_named_and_nothing_of_it_stays(pair, leaving):
+    pair[leaving].close()
+    other = pair[1 - leaving]
+    wait_until(lambda: other.is_left)
+    named = pytest.raises(RankLostError, match=f"rank {leaving} is gone: its engine was destroyed")
+    with named, other.section("saving"):
+        pass
+
+
+def test_closing_gives_back_descriptors_and_threads():
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        with connected():
+            assert threading.active_count() == before[1] + 2
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+
+
+def test_an_error_that_one_rank_alone_raises_is_told(pair):
+    def fail(watchdog, error):
+        with pytest.raises(type(error)), watchdog.section("loading"):
+            raise error
+
+    shared = HydraConfigError("on all ranks")
+    setattr(shared, agreement._ON_ALL_RANKS, True)
+    with pair[0].section("loading"):
+        fail(pair[1], shared)
+        time.sleep(0.1)
+        assert pair[0]._relevant_verdict() is None
+    with pair[0].section("loading"):
+        fail(pair[1], HydraConfigError("on this rank alone"))
+        wait_until(lambda: pair[0]._relevant_verdict() is not None)
+        verdict = pair[0]._relevant_verdict()
+        assert verdict.text == "failed in loading: HydraConfigError: on this rank alone"
+    with pair[0].section("the next one"):
+        assert not pair[0].is_left
