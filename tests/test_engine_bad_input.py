@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import datasets
@@ -262,6 +263,8 @@ LATER_MISTAKES = {
 
 
 def error_of(action):
+    if dist.get_rank() == 0:
+        time.sleep(0.05)  # rank 1 has raised its own by then, and told it
     try:
         action()
     except Exception as error:

@@ -164,8 +164,17 @@ class HydraEngine(DeepSpeedEngine):
         """
         start = time.perf_counter()
         self._check_trainable()
+        if batch is None and strategy is not None:
+            raise HydraConfigError(
+                "a forced strategy needs a given mini-batch: call train_batch(batch=examples, strategy=...), "
+                "or list the strategies to choose from in hydra.strategies"
+            )
         with self.hydra.section("plan"):
-            iteration = self._plan(batch, strategy)
+            iteration = (
+                self.hydra.next_iteration()
+                if batch is None
+                else self.hydra.plan_examples(batch, strategy, self.global_steps)
+            )
             with self.hydra.section("propagation"):
                 grads_P = self._zero_gradient_shards()
                 outcome = self.hydra.train(iteration, grads_P, self._loss_scale())
@@ -193,7 +202,7 @@ class HydraEngine(DeepSpeedEngine):
         `train_batch`.
         """
         with self.hydra.section("evaluation"):
-            iteration = self._plan_examples(batch, strategy)
+            iteration = self.hydra.plan_examples(batch, strategy, self.global_steps)
             outcome = self.hydra.propagator.evaluate(iteration.plan, iteration.load)
             outcomes = self.hydra.gather_outcomes(outcome).ranks
         loss = sum(o.loss_sum for o in outcomes) / iteration.plan.num_label_tokens
@@ -471,25 +480,6 @@ class HydraEngine(DeepSpeedEngine):
         if getattr(self, "_is_watched", False):
             self._is_watched = False
             leave_watchdog()
-
-    def _plan(
-        self, batch: Sequence[ExampleLike] | None, strategy: str | Strategy | None
-    ) -> Iteration:
-        if batch is None:
-            if strategy is not None:
-                raise HydraConfigError(
-                    "a forced strategy needs a given mini-batch: call train_batch(batch=examples, strategy=...), "
-                    "or list the strategies to choose from in hydra.strategies"
-                )
-            return self.hydra.next_iteration()
-        return self._plan_examples(batch, strategy)
-
-    def _plan_examples(
-        self, batch: Sequence[ExampleLike], strategy: str | Strategy | None
-    ) -> Iteration:
-        if isinstance(strategy, str):
-            strategy = Strategy.parse(strategy)
-        return self.hydra.plan_examples(batch, strategy, self.global_steps)
 
     def _check_trainable(self) -> None:
         """What is trained was fixed at initialisation: in the link plans and in ZeRO-3's own

@@ -238,10 +238,13 @@ class HydraRuntime:
     def next_iteration(self) -> Iteration:
         """The next mini-batch of this engine's own sampler, planned."""
         if self.sampler is None or self._data is None:
-            raise HydraConfigError(
+            error = HydraConfigError(
                 "train_batch() without a batch needs training data: pass training_data=dataset to "
                 "ds_hydra.initialize, or call train_batch(batch=examples)"
             )
+            raise_together(error, self._device)  # what plan_examples begins with, too
+        assert self.sampler is not None
+        assert self._data is not None
         feed = self.start_planning()
         if self._next_iteration is None:
             self._next_iteration = self.sampler.state.iteration
@@ -278,13 +281,17 @@ class HydraRuntime:
         return self._feed
 
     def plan_examples(
-        self, examples: Sequence[ExampleLike], strategy: Strategy | None, iteration: int
+        self, examples: Sequence[ExampleLike], strategy: str | Strategy | None, iteration: int
     ) -> Iteration:
         """A plan for a given global mini-batch, the same list on every rank, optionally of one
         strategy.
         """
+        forced: Strategy | None = None
         tensors, batch, error = [], None, None
         try:
+            if strategy is not None:
+                forced = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+                self._check_strategy(forced)
             self.stage_model.carry_over()
             tensors = [
                 (torch.from_numpy(input_ids), torch.from_numpy(labels))
@@ -295,14 +302,14 @@ class HydraRuntime:
             error = caught
         raise_together(error, self._device)
         assert batch is not None
-        if strategy is None:
+        if forced is None:
             # First: measuring may leave out candidates.
             profile = self._track(self.know_profile()).profile_for(iteration)
             strategies = self.strategies
         else:
-            self.prepare_forced(strategy)
+            self.prepare_forced(forced)
             # Does not wait for a measurement: any cost model can only place sequences in it.
-            profile, strategies = self._profile_for_forced(strategy, iteration), (strategy,)
+            profile, strategies = self._profile_for_forced(forced, iteration), (forced,)
         planned = broadcast_plan(
             lambda: PlanFeed.plan_now(batch, strategies, profile, self.num_ranks, self.config),
             self._device,
