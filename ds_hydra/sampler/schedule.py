@@ -119,11 +119,19 @@ def closed_form_ms(row_ms: FloatArray, num_stages: int) -> float:
 
 @compiled
 def makespan_ms(
-    row_ms: FloatArray, num_stages: int, forward_fraction: float, is_exact: bool
+    row_ms: FloatArray,
+    num_stages: int,
+    forward_fraction: float,
+    is_exact: bool,
+    traffic_ms: float = 0.0,
 ) -> float:
     """Time of one pipeline by the objective in use: the 1F1B recurrence (`is_exact`) or the closed
     form.
+
+    `row_ms` is what rows compute; each takes `traffic_ms` at least, what its layers move.
     """
+    if traffic_ms > 0.0:
+        row_ms = np.maximum(row_ms, traffic_ms)
     if is_exact:
         return one_f_one_b_ms(row_ms, num_stages, forward_fraction)
     return closed_form_ms(row_ms, num_stages)

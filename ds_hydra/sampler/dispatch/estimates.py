@@ -28,6 +28,7 @@ def estimate_ms(
     kind: int,
     num_stages: int,
     constant: float,
+    traffic: float,
     max_len: int,
     ratio: FloatArray,
     is_exact: bool,
@@ -48,7 +49,7 @@ def estimate_ms(
         return float(load_ms + longest_ms * (num_stages - 1))
     min_rows = -(-tokens // max_len)
     if num_stages == 1 and is_exact:
-        return float(load_ms + constant * min_rows)
+        return float(max(load_ms + constant * min_rows, traffic * min_rows))
     centre = MAX_BALANCED_ROWS
     if constant * centre * centre > (num_stages - 1) * load_ms:
         centre = int(np.sqrt((num_stages - 1) * load_ms / constant))
@@ -61,7 +62,7 @@ def estimate_ms(
             value = max(work * row_ratio, around_longest)
         else:
             value = (max(longest_ms, load_ms / num_rows) + constant) * (num_stages - 1 + num_rows)
-        best = min(best, value)
+        best = min(best, max(value, traffic * (num_stages - 1 + num_rows)))
     return float(best)
 
 
@@ -123,5 +124,5 @@ def estimate_after_ms(
         return 0.0
     return estimate_ms(
         load, tokens, problem.sequence_ms[kind, longest], kind, problem.num_stages[kind], problem.constant_ms[kind],
-        problem.max_len_tokens[kind], problem.ratio, problem.is_exact, problem.is_eq2,
+        problem.traffic_ms[kind], problem.max_len_tokens[kind], problem.ratio, problem.is_exact, problem.is_eq2,
     )  # fmt: skip

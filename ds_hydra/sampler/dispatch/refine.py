@@ -30,6 +30,7 @@ def pipeline_cost(problem: DispatchProblem, kind: int) -> PipelineCost:
     return PipelineCost(
         problem.num_stages[kind],
         problem.constant_ms[kind],
+        problem.traffic_ms[kind],
         problem.max_len_tokens[kind],
         problem.forward_fraction,
         problem.is_exact,
@@ -121,6 +122,7 @@ def _row_times_ms(
     times = np.full(rows[members].max() + 1, problem.constant_ms[kind])
     for i in members:
         times[rows[i]] += problem.sequence_ms[kind, i]
+    times[:] = np.maximum(times, problem.traffic_ms[kind])
     return times
 
 

@@ -52,7 +52,9 @@ def improve_rows(
     for i in range(rows.size):
         state.tokens[rows[i]] += lengths[i]
         state.counts[rows[i]] += 1
-    best = makespan_ms(times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+    best = makespan_ms(
+        times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
+    )
     left = num_evaluations
     while left > 0:
         before = best
@@ -79,7 +81,9 @@ def _swap_rows(
             if left <= 0:
                 return best, left
             state.times[a], state.times[b] = state.times[b], state.times[a]
-            value = makespan_ms(state.times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+            value = makespan_ms(
+                state.times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
+            )
             left -= 1
             if value < best * (1 - EPSILON):
                 best = value
@@ -117,7 +121,9 @@ def _move_sequence(
             continue
         state.times[source] -= sequence_ms[i]
         state.times[target] += sequence_ms[i]
-        value = makespan_ms(state.times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+        value = makespan_ms(
+            state.times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
+        )
         left -= 1
         if value < best * (1 - EPSILON):
             best = value
@@ -156,7 +162,9 @@ def _swap_sequence(
         delta = sequence_ms[i] - sequence_ms[j]
         state.times[source] -= delta
         state.times[target] += delta
-        value = makespan_ms(state.times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+        value = makespan_ms(
+            state.times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
+        )
         left -= 1
         if value < best * (1 - EPSILON):
             best = value

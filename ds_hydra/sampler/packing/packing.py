@@ -167,9 +167,11 @@ def pack_rows(
     min_rows = min_num_rows(lengths, cost.max_len_tokens)
     fewest = _fewest_rows(lengths, cost.max_len_tokens, min_rows, effort.num_row_counts, rows)
     times = row_times_ms(sequence_ms, rows, fewest, cost.constant_ms)
-    best = makespan_ms(times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+    best = makespan_ms(
+        times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
+    )
     best_num_rows = fewest
-    if cost.num_stages == 1 and cost.is_exact:
+    if cost.num_stages == 1 and cost.is_exact and times.min() >= cost.traffic_ms:
         return best, fewest
     fullest = rows.copy()
     trial = np.empty_like(rows)
@@ -254,7 +256,13 @@ def pack_sequences(
     )
     balance = balance_rows(num_stages, forward_fraction)
     cost = PipelineCost(
-        num_stages, float(latency.constant_ms), max_len_tokens, forward_fraction, is_exact, balance
+        num_stages,
+        float(latency.constant_ms),
+        float(latency.traffic_ms),
+        max_len_tokens,
+        forward_fraction,
+        is_exact,
+        balance,
     )
     rows = np.zeros_like(descending)
     objective, num_rows = pack_rows(descending, sequence_ms, cost, THOROUGH, rows)
@@ -286,7 +294,9 @@ def solve_packing(
     """
     num_rows = int(rows.max()) + 1
     times = row_times_ms(sequence_ms, rows, num_rows, cost.constant_ms)
-    best = makespan_ms(times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+    best = makespan_ms(
+        times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
+    )
     load, longest = float(sequence_ms.sum()), float(sequence_ms.max())
     bounds = {
         count: row_count_bound_ms(count, load, longest, cost)

@@ -15,6 +15,7 @@ class PipelineCost(NamedTuple):
 
     num_stages: int
     constant_ms: float
+    traffic_ms: float
     max_len_tokens: int
     forward_fraction: float
     is_exact: bool
@@ -57,7 +58,8 @@ def row_count_bound_ms(
     """Lower bound of the objective with `num_rows` rows; sequences cost `load_ms`, the longest
     `longest_ms`.
 
-    Closed form: max(longest, load/V) + c, times PP-1+V. Exact, the largest of three:
+    Closed form: max(longest, load/V) + c, times PP-1+V. Exact, the largest of three. By either, V
+    rows of nothing but traffic take PP-1+V times that.
 
     - No division into V rows beats `RowBalance.ratio`.
     - Some stage is busy with all rows, while the first and the last one also pass the other PP-1
@@ -68,15 +70,17 @@ def row_count_bound_ms(
       (all other rows).
     """
     num_stages, constant = cost.num_stages, cost.constant_ms
+    traffic = (num_stages - 1 + num_rows) * cost.traffic_ms
     if not cost.is_exact:
-        return (max(longest_ms, load_ms / num_rows) + constant) * (num_stages - 1 + num_rows)
+        slowest = max(longest_ms, load_ms / num_rows) + constant
+        return float(max(traffic, slowest * (num_stages - 1 + num_rows)))
     work = load_ms + num_rows * constant
     if num_stages == 1:
-        return work
+        return float(max(traffic, work))
     ratio = 1.0 if num_rows > MAX_BALANCED_ROWS else cost.balance.ratio[num_rows]
     outside = min(cost.forward_fraction, 1.0 - cost.forward_fraction)
     around_longest = (num_stages - outside) * (longest_ms + constant) + outside * work
-    return float(max(work * ratio, work + (num_stages - 1) * constant, around_longest))
+    return float(max(traffic, work * ratio, work + (num_stages - 1) * constant, around_longest))
 
 
 @compiled
