@@ -106,8 +106,8 @@ class Settings:
     drawn apart from those of the comparison, decide about ds_hydra's candidates. `overlap` of pull
     and push with propagation. `num_proposal_rounds`: see `PruningSettings`. `max_communicators`:
     process groups that the candidates may need together, four for each device if None. `space` of
-    ds_hydra: <TP,PP>, SP and streamed layers ("full"), or <TP,PP> ("plain"). `bounds_attention` of
-    T of one rank: see `single_rank_latency`.
+    ds_hydra, where the workload has no strategies: <TP,PP>, SP, streamed and checkpointed layers
+    ("full"), or <TP,PP> ("plain"). `bounds_attention` of T of one rank: see `single_rank_latency`.
     """
 
     iterations: int = 100
@@ -351,7 +351,7 @@ def compare(workload: Workload, cluster: Cluster | None, settings: Settings) -> 
     needs_proposed = {"static", FULL_STATIC} & set(settings.systems) and scenario.statics()
     proposed = _proposed_strategies(workload) if needs_proposed else ()
     full, candidates, schemes = scenario, strategies, plain
-    if settings.space == "full":
+    if settings.space == "full" and not workload.strategies:
         full = extended_scenario(scenario)
         schemes = extended_schemes(full)
         candidates = extended_strategies(
