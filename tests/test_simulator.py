@@ -311,7 +311,7 @@ def test_workloads_without_a_meaning(changes, message):
 
 def test_unknown_system():
     with pytest.raises(
-        HydraConfigError, match="system 'alpa' is not known; choose among given, megatron"
+        HydraConfigError, match="system 'alpa' is not known; choose among plain, given, megatron"
     ):
         Settings(systems=("megatron", "alpa"))
 
