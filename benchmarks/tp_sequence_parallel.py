@@ -1,9 +1,9 @@
-"""What shards of a row inside TP groups save in memory and cost in time: one row with and without
+"""What shards of a micro-batch inside TP groups save in memory and cost in time: one micro-batch with and without
 them, in one run.
 
     deepspeed --num_gpus 4 --no_local_rank benchmarks/tp_sequence_parallel.py
 
-Forward and backward of one row of `--tokens` tokens under `1x<TP,1>` of all ranks, without link and
+Forward and backward of one micro-batch of `--tokens` tokens under `1x<TP,1>` of all ranks, without link and
 optimizer; both settings alternate on the same random weights, medians. Bytes are those of the rank
 that holds most: tensors kept for backward, and the most that was allocated at once, slices left
 out.
@@ -25,7 +25,7 @@ from overlap import MODELS, begin, make_parser, report
 from transformers import LlamaConfig
 
 from ds_hydra.engine.model.random_model import build_random_stage_model
-from ds_hydra.engine.profiling.profile_document import ProbeRow
+from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
 from ds_hydra.engine.profiling.profile_run import DTYPES
 from ds_hydra.engine.profiling.profiler import stage_ms, token_bytes
 from ds_hydra.engine.propagation import Propagator
@@ -49,7 +49,7 @@ def start(model: str, dtype: str, *, checkpointing: bool, is_cut: bool) -> Propa
 
 def measure(model: str, dtype: str, rounds: int, tokens: int) -> Iterator[dict]:
     strategy = Strategy((Scheme(dist.get_world_size(), 1),))
-    row = ProbeRow(tokens)
+    micro_batch = ProbeMicroBatch(tokens)
     for checkpointing in (False, True):
         propagators = [
             start(model, dtype, checkpointing=checkpointing, is_cut=is_cut) for is_cut in SETTINGS

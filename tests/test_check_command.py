@@ -68,7 +68,7 @@ def test_json_is_one_document_and_the_sizes_add_up(tmp_path):
     assert document["ok"] is True
     for row in document["schemes"]:
         assert row["states_bytes"] < row["total_bytes"] <= document["memory_bytes"]
-        assert row["row_tokens"] == min(row["max_len_tokens"], 32768)
+        assert row["micro_batch_tokens"] == min(row["max_len_tokens"], 32768)
     assert document["communicators"]["most_on_one_rank"] >= 2  # pull and push
     assert document["communicators"]["most_on_one_rank"] <= document["communicators"]["total"]
     assert any("zero_optimization.contiguous_gradients" in text for text in document["filled_in"])

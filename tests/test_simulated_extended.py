@@ -20,7 +20,7 @@ from ds_hydra.simulator.extended import (
     with_sequence_parallelism,
 )
 from ds_hydra.simulator.scenario import Scenario, bound_of
-from ds_hydra.simulator.ulysses import balance_rows_by_time
+from ds_hydra.simulator.ulysses import balance_micro_batches_by_time
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -157,8 +157,8 @@ def test_imbalance_of_the_bound_by_hand():
     t = scenario.profile.get_latency(Scheme(2, 1))
     bound = bound_of(scenario, scenario.batches[0], [Scheme(1, 1), Scheme(2, 1)])
     others_ms = 8 * (1e-3 * 25 + 5 + 2 * 5 / 60) / 2
-    assert bound.longest_alone_ms == pytest.approx(t.row_ms([100]))
-    assert bound.imbalance == pytest.approx(t.row_ms([100]) / others_ms - 1)
+    assert bound.longest_alone_ms == pytest.approx(t.micro_batch_ms([100]))
+    assert bound.imbalance == pytest.approx(t.micro_batch_ms([100]) / others_ms - 1)
     alone = make_scenario([100, 5])  # fastest on all four devices: nobody waits for it
     assert bound_of(alone, alone.batches[0], [Scheme(4, 1)]).imbalance == 0
     even = make_scenario([10] * 40)
@@ -180,7 +180,7 @@ def test_context_that_only_checkpointed_layers_hold():
     assert found.get("two_stage") is None
     assert found.get("static").strategy == str(strategy)
     assert np.isfinite(found.planned["ds_hydra"].perfect_balance_ms).all()
-    with pytest.raises(HydraConfigError, match="no scheme holds a row of 300 tokens"):
+    with pytest.raises(HydraConfigError, match="no scheme holds a micro-batch of 300 tokens"):
         compare(dataclasses.replace(workload, profile=profile), None, Settings(iterations=3))
 
 
@@ -220,20 +220,22 @@ def test_streamed_schemes_join_where_they_are_faster(paper):
     assert times[found] < 0.95 * times[given]
 
 
-def test_rows_by_time_are_packed_by_hand():
-    """Two groups, two steps: 6 and 5 begin, 4 joins what ends first, rows hold 9 tokens."""
+def test_micro_batches_by_time_are_packed_by_hand():
+    """Two groups, two steps: 6 and 5 begin, 4 joins what ends first, micro-batches hold 9 tokens."""
     lengths = np.array([6, 5, 4, 3, 2])
-    rows = np.zeros(5, dtype=np.int64)
+    micro_batches = np.zeros(5, dtype=np.int64)
     work = lengths.astype(np.float64)
-    assert balance_rows_by_time(lengths, work, 2, 2, 9, False, rows)
-    np.testing.assert_array_equal(rows, [0, 1, 2, 3, 3])
+    assert balance_micro_batches_by_time(lengths, work, 2, 2, 9, False, micro_batches)
+    np.testing.assert_array_equal(micro_batches, [0, 1, 2, 3, 3])
     # By steps: 4 makes the first step longer by 3 beside the 5, a new one by 4; 3 fits beside the 6
-    assert balance_rows_by_time(lengths, work, 2, 2, 9, True, rows)
-    np.testing.assert_array_equal(rows, [0, 1, 1, 0, 2])
-    assert not balance_rows_by_time(lengths, work, 2, 1, 9, False, rows)  # 20 tokens, room for 18
+    assert balance_micro_batches_by_time(lengths, work, 2, 2, 9, True, micro_batches)
+    np.testing.assert_array_equal(micro_batches, [0, 1, 1, 0, 2])
+    assert not balance_micro_batches_by_time(
+        lengths, work, 2, 1, 9, False, micro_batches
+    )  # 20 tokens, room for 18
 
 
-def test_rows_by_time_are_faster_than_first_fit_rows():
+def test_micro_batches_by_time_are_faster_than_first_fit_micro_batches():
     workload = load_case("paper/commoncrawl-7b-16gpu-f2").workload
     systems = ("deepspeed", "deepspeed_ac", "deepspeed_balanced")
     found = compare(

@@ -33,9 +33,14 @@ def streamed(profile=PROFILE, **more):
     )
 
 
-def test_a_row_takes_its_traffic_at_least():
+def test_a_micro_batch_takes_its_traffic_at_least():
     model = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=5.0, traffic_ms=20.0)
-    assert [model.row_ms(row) for row in ([], [1], [10, 4], [10, 9])] == [0.0, 20.0, 20.0, 24.0]
+    assert [model.micro_batch_ms(micro_batch) for micro_batch in ([], [1], [10, 4], [10, 9])] == [
+        0.0,
+        20.0,
+        20.0,
+        24.0,
+    ]
     assert model.to_json()["traffic_ms"] == 20.0
     assert "traffic_ms" not in replace(model, traffic_ms=0.0).to_json()
     with pytest.raises(HydraConfigError, match="traffic_ms of a scheme is -1"):
@@ -44,7 +49,7 @@ def test_a_row_takes_its_traffic_at_least():
     assert refitted.traffic_ms == 20.0
 
 
-def test_traffic_of_a_row_is_read_twice_and_given_away_once_inside_a_node():
+def test_traffic_of_a_micro_batch_is_read_twice_and_given_away_once_inside_a_node():
     cluster = make_cluster(8, devices_per_node=4)  # 1,000 bytes in a ms
     once = 2 * PARAMS * 3 / 4 / 1e3
     assert cluster.stream_ms(ONE) == pytest.approx(3 * once)
@@ -138,21 +143,21 @@ def test_a_scheme_that_waits_for_its_traffic_does_not_dominate_one_that_does_not
     assert undominated(fast, [plain, two], DEVICES) == (two,)
 
 
-def test_rows_shorter_than_their_traffic_are_charged_as_much_more():
+def test_micro_batches_shorter_than_their_traffic_are_charged_as_much_more():
     settings = ProposalSettings(tokens_per_iteration=DEVICES * 256)
     lengths = np.array([64])
     found = streamed()
     base = charge_ms(found, ONE, lengths, DEVICES, settings)
     latency = found.latency[ONE]
-    row_ms = latency.linear_ms * 256 + latency.constant_ms
-    slow = found.with_latency({ONE: replace(latency, traffic_ms=10 * row_ms)})
+    micro_batch_ms = latency.linear_ms * 256 + latency.constant_ms
+    slow = found.with_latency({ONE: replace(latency, traffic_ms=10 * micro_batch_ms)})
     assert charge_ms(slow, ONE, lengths, DEVICES, settings) == pytest.approx(
-        base * 10 * row_ms / max(row_ms, latency.traffic_ms)
+        base * 10 * micro_batch_ms / max(micro_batch_ms, latency.traffic_ms)
     )
 
 
-def test_plan_and_simulator_agree_on_rows_that_wait():
-    """Two ranks of three rows each; then rows of which each takes its traffic."""
+def test_plan_and_simulator_agree_on_micro_batches_that_wait():
+    """Two ranks of three micro-batches each; then micro-batches of which each takes its traffic."""
     found = streamed()
     strategy = Strategy((ONE,) * 2)
     batch = make_batch([3000] * 6)
@@ -163,10 +168,10 @@ def test_plan_and_simulator_agree_on_rows_that_wait():
         num_devices=2,
         settings=PlannerSettings(max_len_override={ONE: 3000}, solver="none"),
     )
-    rows = [found.latency[ONE].row_ms([3000])] * 3
-    assert plan.makespan_ms == pytest.approx(sum(rows))
-    waits = found.with_latency({ONE: replace(found.latency[ONE], traffic_ms=2 * rows[0])})
-    assert simulate_plan(plan, waits).propagation_ms == pytest.approx(2 * sum(rows))
+    micro_batches = [found.latency[ONE].micro_batch_ms([3000])] * 3
+    assert plan.makespan_ms == pytest.approx(sum(micro_batches))
+    waits = found.with_latency({ONE: replace(found.latency[ONE], traffic_ms=2 * micro_batches[0])})
+    assert simulate_plan(plan, waits).propagation_ms == pytest.approx(2 * sum(micro_batches))
     slower = plan_iteration(
         batch,
         strategies=[strategy],
@@ -174,5 +179,5 @@ def test_plan_and_simulator_agree_on_rows_that_wait():
         num_devices=2,
         settings=PlannerSettings(max_len_override={ONE: 3000}, solver="none"),
     )
-    assert slower.makespan_ms == pytest.approx(2 * sum(rows))
+    assert slower.makespan_ms == pytest.approx(2 * sum(micro_batches))
     assert slower.lower_bound_ms <= slower.makespan_ms

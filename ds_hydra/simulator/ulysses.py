@@ -1,5 +1,5 @@
 """DeepSpeed ZeRO-3 with Ulysses sequence parallelism, with and without activation checkpointing,
-and with rows balanced by time.
+and with micro-batches balanced by time.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from itertools import product
 import numpy as np
 
 from ds_hydra.sampler.schedule import FloatArray, IntArray
-from ds_hydra.simulator.fixed_length import Rows, pack_fixed_length
+from ds_hydra.simulator.fixed_length import MicroBatches, pack_fixed_length
 from ds_hydra.simulator.scenario import (
     Outcome,
     Scenario,
     SystemResult,
     best_of,
-    packed_row_ms,
+    packed_micro_batch_ms,
     summarize,
 )
 from ds_hydra.strategy.compiled import compiled
@@ -37,7 +37,7 @@ def deepspeed_ulysses(
     """ZeRO-3 with groups of ranks that share sequences (Ulysses), tuned over the size of the
     groups.
 
-    Rows are first-fit-decreasing rows of the context, dealt to the groups in turn. T of one rank
+    Micro-batches are first-fit-decreasing micro-batches of the context, dealt to the groups in turn. T of one rank
     (`single_rank_latency`) is divided by the group's size without its constant; attention
     exchanges heads four times per layer and direction. All ranks gather every layer for every
     micro-batch, forward and backward, and reduce its gradients: a micro-batch takes the longer of
@@ -46,32 +46,36 @@ def deepspeed_ulysses(
     of the groups holds the context.
     """
 
-    def place(row: _Row, lengths: IntArray, num_groups: int) -> list[Sequence[Rows]]:
+    def place(
+        micro_batch: _MicroBatch, lengths: IntArray, num_groups: int
+    ) -> list[Sequence[MicroBatches]]:
         return [pack_fixed_length(lengths, scenario.context_length, num_groups)]
 
     return _tuned(scenario, place, [is_checkpointed], name)
 
 
 def balanced_ulysses(scenario: Scenario, *, name: str) -> SystemResult | None:
-    """The same with rows up to the MaxLen of the group that are balanced by time, with activation
+    """The same with micro-batches up to the MaxLen of the group that are balanced by time, with activation
     checkpointing or not.
 
-    Sequences go, longest first, to the row that then ends first, and rows of about the same time
-    run in the same step of all groups; or to the row that makes the steps together least longer.
-    Each mini-batch gets the better of both, with the fewest rows and with one more.
+    Sequences go, longest first, to the micro-batch that then ends first, and micro-batches of about the same time
+    run in the same step of all groups; or to the micro-batch that makes the steps together least longer.
+    Each mini-batch gets the better of both, with the fewest micro-batches and with one more.
     """
 
-    def place(row: _Row, lengths: IntArray, num_groups: int) -> list[Sequence[Rows]]:
-        found: list[Sequence[Rows]] = []
-        work = row.sequences_ms(lengths)
+    def place(
+        micro_batch: _MicroBatch, lengths: IntArray, num_groups: int
+    ) -> list[Sequence[MicroBatches]]:
+        found: list[Sequence[MicroBatches]] = []
+        work = micro_batch.sequences_ms(lengths)
         for by_steps in (False, True):
-            num_steps = max(1, -(-int(lengths.sum()) // (row.max_len * num_groups)))
+            num_steps = max(1, -(-int(lengths.sum()) // (micro_batch.max_len * num_groups)))
             wanted = 2
             while wanted and num_steps <= lengths.size:
-                rows = np.zeros(lengths.size, dtype=np.int64)
-                if balance_rows_by_time(lengths, work, num_groups, num_steps, row.max_len,
-                                        by_steps, rows):  # fmt: skip
-                    found.append(_groups_of(rows, work, num_groups, num_steps, by_steps))
+                micro_batches = np.zeros(lengths.size, dtype=np.int64)
+                if balance_micro_batches_by_time(lengths, work, num_groups, num_steps, micro_batch.max_len,
+                                        by_steps, micro_batches):  # fmt: skip
+                    found.append(_groups_of(micro_batches, work, num_groups, num_steps, by_steps))
                     wanted -= 1
                 num_steps += 1
         return found
@@ -80,8 +84,8 @@ def balanced_ulysses(scenario: Scenario, *, name: str) -> SystemResult | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A row of a group of `size` ranks."""
+class _MicroBatch:
+    """A micro-batch of a group of `size` ranks."""
 
     scenario: Scenario
     single: LatencyModel
@@ -90,21 +94,24 @@ class _Row:
     max_len: int
 
     def sequences_ms(self, lengths: IntArray) -> FloatArray:
-        """What each sequence adds to the time of its row: a l^2 + b l, by rows of two lengths."""
+        """What each sequence adds to the time of its micro-batch: a l^2 + b l, by micro-batches of two lengths."""
         one, two = 1 << 10, 1 << 11
         nothing, once, twice = (
-            self.row_ms(np.array(row, dtype=np.int64)) for row in ([], [one], [two])
+            self.micro_batch_ms(np.array(micro_batch, dtype=np.int64))
+            for micro_batch in ([], [one], [two])
         )
         quadratic = (twice - 2 * once + nothing) / (two**2 - 2 * one**2)
         linear = (once - nothing) / one - quadratic * one
         return np.array((quadratic * lengths + linear) * lengths, dtype=np.float64)
 
-    def row_ms(self, lengths: IntArray) -> float:
-        """T of a row of `lengths`."""
-        return _ulysses_row_ms(self.scenario, self.single, self.size, lengths, self.is_checkpointed)
+    def micro_batch_ms(self, lengths: IntArray) -> float:
+        """T of a micro-batch of `lengths`."""
+        return _ulysses_micro_batch_ms(
+            self.scenario, self.single, self.size, lengths, self.is_checkpointed
+        )
 
 
-_Place = Callable[[_Row, IntArray, int], list[Sequence[Rows]]]
+_Place = Callable[[_MicroBatch, IntArray, int], list[Sequence[MicroBatches]]]
 
 
 def _tuned(
@@ -127,7 +134,7 @@ def _tuned(
         if max_len < scenario.context_length:
             continue
         num_groups = scenario.num_devices // size
-        row = _Row(
+        micro_batch = _MicroBatch(
             scenario=scenario,
             single=single,
             size=size,
@@ -136,7 +143,10 @@ def _tuned(
         )
         outcomes = [
             min(
-                (_ulysses_outcome(row, lengths, rows) for rows in place(row, lengths, num_groups)),
+                (
+                    _ulysses_outcome(micro_batch, lengths, micro_batches)
+                    for micro_batches in place(micro_batch, lengths, num_groups)
+                ),
                 key=lambda outcome: outcome.iteration_ms,
             )
             for lengths in scenario.lengths
@@ -147,40 +157,40 @@ def _tuned(
 
 
 @compiled
-def balance_rows_by_time(
+def balance_micro_batches_by_time(
     lengths: IntArray,
     work_ms: FloatArray,
     num_groups: int,
     num_steps: int,
     max_len: int,
     by_steps: bool,
-    rows: IntArray,
+    micro_batches: IntArray,
 ) -> bool:
-    """Writes the row of each sequence (lengths descending), `num_steps` for each group; False where
+    """Writes the micro-batch of each sequence (lengths descending), `num_steps` for each group; False where
     one fits in none.
 
-    Row r belongs to step r // `num_groups`. To the row that then ends first, or with `by_steps` to
+    Micro-batch r belongs to step r // `num_groups`. To the micro-batch that then ends first, or with `by_steps` to
     the one that makes its step least longer, of equals to the emptiest.
     """
     times, tokens = np.zeros(num_groups * num_steps), np.zeros(num_groups * num_steps)
     step_ms = np.zeros(num_steps)
     for i in range(lengths.size):
         best, best_longer = -1, np.inf
-        for row in range(times.size):
-            if tokens[row] + lengths[i] > max_len:
+        for micro_batch in range(times.size):
+            if tokens[micro_batch] + lengths[i] > max_len:
                 continue
-            longer = max(0.0, times[row] + work_ms[i] - step_ms[row // num_groups])
+            longer = max(0.0, times[micro_batch] + work_ms[i] - step_ms[micro_batch // num_groups])
             if not by_steps:
                 longer = 0.0
             if (
                 best < 0
                 or longer < best_longer
-                or (longer == best_longer and times[row] < times[best])
+                or (longer == best_longer and times[micro_batch] < times[best])
             ):
-                best, best_longer = row, longer
+                best, best_longer = micro_batch, longer
         if best < 0:
             return False
-        rows[i] = best
+        micro_batches[i] = best
         times[best] += work_ms[i]
         tokens[best] += lengths[i]
         step_ms[best // num_groups] = max(step_ms[best // num_groups], times[best])
@@ -188,17 +198,17 @@ def balance_rows_by_time(
 
 
 def _groups_of(
-    rows: IntArray, work_ms: FloatArray, num_groups: int, num_steps: int, by_steps: bool
-) -> list[Rows]:
-    """The rows of each group; the steps hold rows of about the same time, or those they have."""
-    times = np.bincount(rows, weights=work_ms, minlength=num_groups * num_steps)
+    micro_batches: IntArray, work_ms: FloatArray, num_groups: int, num_steps: int, by_steps: bool
+) -> list[MicroBatches]:
+    """The micro-batches of each group; the steps hold micro-batches of about the same time, or those they have."""
+    times = np.bincount(micro_batches, weights=work_ms, minlength=num_groups * num_steps)
     order = np.arange(times.size) if by_steps else np.argsort(-times, kind="stable")
-    members = [np.flatnonzero(rows == row) for row in order]
+    members = [np.flatnonzero(micro_batches == micro_batch) for micro_batch in order]
     return [members[group::num_groups] for group in range(num_groups)]
 
 
 def _ulysses_max_len(scenario: Scenario, size: int, is_checkpointed: bool) -> int:
-    """Tokens of a row on `size` ranks: fully sharded states, two gathered layers and the embedding
+    """Tokens of a micro-batch on `size` ranks: fully sharded states, two gathered layers and the embedding
     beside them.
     """
     memory = scenario.profile.memory
@@ -218,13 +228,17 @@ def _ulysses_max_len(scenario: Scenario, size: int, is_checkpointed: bool) -> in
     return int(size * ((budget - states - gathered) // (hidden * kept)))
 
 
-def _ulysses_outcome(row: _Row, lengths: IntArray, rows: Sequence[Rows]) -> Outcome:
-    scenario = row.scenario
-    num_steps = max(len(group) for group in rows)
-    times = np.zeros((len(rows), num_steps))
-    for group, group_rows in enumerate(rows):
-        for step, members in enumerate(group_rows):
-            times[group, step] = row.row_ms(lengths[members]) if len(members) else 0.0
+def _ulysses_outcome(
+    micro_batch: _MicroBatch, lengths: IntArray, micro_batches: Sequence[MicroBatches]
+) -> Outcome:
+    scenario = micro_batch.scenario
+    num_steps = max(len(group) for group in micro_batches)
+    times = np.zeros((len(micro_batches), num_steps))
+    for group, group_micro_batches in enumerate(micro_batches):
+        for step, members in enumerate(group_micro_batches):
+            times[group, step] = (
+                micro_batch.micro_batch_ms(lengths[members]) if len(members) else 0.0
+            )
     traffic = _zero3_traffic_ms(scenario)
     steps = times.max(axis=0)
     busy = times.sum(axis=1)
@@ -235,14 +249,16 @@ def _ulysses_outcome(row: _Row, lengths: IntArray, rows: Sequence[Rows]) -> Outc
         propagation_ms=propagation,
         iteration_ms=total + (scenario.cluster.step_ms if scenario.cluster else 0.0),
         imbalance=float(used.max() / used.min() - 1) if used.size else 0.0,
-        bubble=1 - float(busy.sum()) / (propagation * len(rows)) if propagation else 0.0,
+        bubble=1 - float(busy.sum()) / (propagation * len(micro_batches)) if propagation else 0.0,
     )
 
 
-def _ulysses_row_ms(
+def _ulysses_micro_batch_ms(
     scenario: Scenario, single: LatencyModel, size: int, lengths: IntArray, is_checkpointed: bool
 ) -> float:
-    compute = (packed_row_ms(single, lengths) - single.constant_ms) / size + single.constant_ms
+    compute = (
+        packed_micro_batch_ms(single, lengths) - single.constant_ms
+    ) / size + single.constant_ms
     compute *= 1 + (RECOMPUTE if is_checkpointed else 0.0)
     cluster = scenario.cluster
     if size == 1 or cluster is None:

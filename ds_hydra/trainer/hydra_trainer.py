@@ -497,7 +497,7 @@ class HydraTrainer(transformers.Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Loss over all label tokens and perplexity, on packed rows; transformers' own loop where
+        """Loss over all label tokens and perplexity, on packed micro-batches; transformers' own loop where
         logits are wanted.
         """
         self._check_used(_say_nothing)

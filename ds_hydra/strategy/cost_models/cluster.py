@@ -5,7 +5,7 @@ Two levels: devices of a node share its links to the other nodes. A slice crosse
 however many of its ranks need it, and spreads inside. All rates are as reached, in one direction;
 transfers of different nodes do not disturb each other. A node's home of streamed layers is filled
 and emptied across nodes once for each iteration, like a slice; inside the node its layers are read
-for every row (`stream_ms`). Left out: casts, launches and the latency of single messages in pull
+for every micro-batch (`stream_ms`). Left out: casts, launches and the latency of single messages in pull
 and push.
 """
 
@@ -37,7 +37,7 @@ GRADIENT_BYTES = 4
 gradients.
 """
 STREAM_BYTES = 3 * PARAM_BYTES
-"""A row reads a parameter of a streamed layer forward and again backward, and gives its gradient
+"""A micro-batch reads a parameter of a streamed layer forward and again backward, and gives its gradient
 away, as it was computed in 16 bit; the home sums in 32.
 """
 EXCHANGES = 8
@@ -97,7 +97,7 @@ class Cluster:
         return min(self.hardware.devices_per_node, self.num_devices)
 
     def stream_ms(self, scheme: Scheme) -> float:
-        """What the streamed layers of a stage move for one row, forward and backward, inside the
+        """What the streamed layers of a stage move for one micro-batch, forward and backward, inside the
         node.
 
         Each rank reads from and adds to the parts of the home that other ranks of the node hold.
@@ -109,7 +109,7 @@ class Cluster:
 
     def with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
         """`latency` of a group without communication, with its exchanges of SP: of S / SP tokens
-        and H / TP of a row every rank sends all but its own share.
+        and H / TP of a micro-batch every rank sends all but its own share.
         """
         if scheme.sp == 1:
             return latency
@@ -148,7 +148,7 @@ class Cluster:
         return max(_needed_share(slices, num_holders, node_size / self.num_devices,
                                  is_fully_sharded) for slices in nodes) * self.num_params  # fmt: skip
 
-    def hop_ms(self, scheme: Scheme, row_tokens: int) -> float:
+    def hop_ms(self, scheme: Scheme, micro_batch_tokens: int) -> float:
         """One activation from a stage to the next; ranks of a node share its links to the next
         node.
         """
@@ -160,22 +160,25 @@ class Cluster:
             else self.hardware.inter_node_rate / node_size
         )
         latency = self.intra_node_latency_ms if is_inside else self.inter_node_latency_ms
-        return latency + 1e3 * row_tokens / scheme.sp * self.shape.hidden_size * PARAM_BYTES / rate
+        return (
+            latency
+            + 1e3 * micro_batch_tokens / scheme.sp * self.shape.hidden_size * PARAM_BYTES / rate
+        )
 
-    def tp_ms(self, scheme: Scheme, row_tokens: int) -> float:
+    def tp_ms(self, scheme: Scheme, micro_batch_tokens: int) -> float:
         """TP collectives in the forward pass of one stage (the backward pass has as many): ring
         all-reduces.
 
-        Two per layer, of 2 (TP-1)/TP times the rank's part of the row each. Profiled T contains
+        Two per layer, of 2 (TP-1)/TP times the rank's part of the micro-batch each. Profiled T contains
         them already.
         """
         if scheme.tp == 1:
             return 0.0
         is_inside = scheme.tp <= self.hardware.devices_per_node
         rate = self.hardware.intra_node_rate if is_inside else self.hardware.inter_node_rate
-        row_bytes = row_tokens / scheme.sp * self.shape.hidden_size * PARAM_BYTES
+        micro_batch_bytes = micro_batch_tokens / scheme.sp * self.shape.hidden_size * PARAM_BYTES
         layers = self.shape.num_layers / scheme.pp
-        return 1e3 * layers * 2 * 2 * (scheme.tp - 1) / scheme.tp * row_bytes / rate
+        return 1e3 * layers * 2 * 2 * (scheme.tp - 1) / scheme.tp * micro_batch_bytes / rate
 
 
 Slice = tuple[int, int, float, float]

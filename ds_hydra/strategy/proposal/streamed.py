@@ -17,9 +17,9 @@ def single_rank_latency(
 ) -> LatencyModel | None:
     """T of the whole model on one rank, or None where the profile has no <1,PP>.
 
-    That of <1,1> where it was measured; else the cheapest PP times T of <1,PP>, for a row of the
+    That of <1,1> where it was measured; else the cheapest PP times T of <1,PP>, for a micro-batch of the
     context. With `bounds_attention` its quadratic part is at least that of the TP schemes, for each
-    device: attention of a profiled <1,PP> was measured on rows shorter than those that SP ranks
+    device: attention of a profiled <1,PP> was measured on micro-batches shorter than those that SP ranks
     hold together, from which its quadratic part does not follow well.
     """
     measured = profile.latency.get(Scheme(1, 1))
@@ -34,7 +34,7 @@ def single_rank_latency(
         for scheme, latency in profile.latency.items()
         if scheme.tp == 1 and scheme.is_plain
     ]
-    single = min(found, key=lambda t: t.row_ms([context_length]), default=None)
+    single = min(found, key=lambda t: t.micro_batch_ms([context_length]), default=None)
     of_tp = [
         scheme.tp * latency.quadratic_ms
         for scheme, latency in profile.latency.items()
@@ -55,14 +55,14 @@ def with_streamed_schemes(
     bounds_attention: bool = True,
 ) -> Profile:
     """`profile` with schemes of one stage whose layers all stream, where it did not measure them,
-    its memory model knows them, and they hold a row.
+    its memory model knows them, and they hold a micro-batch.
 
     - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that.
     - <spN,1;stream> for each N, a power of two up to `num_devices` that divides the heads: T is
-      that of one rank (`single_rank_latency`), of whose row N ranks have a share each, with the
+      that of one rank (`single_rank_latency`), of whose micro-batch N ranks have a share each, with the
       exchanges of SP by the links of `cluster`.
 
-    A row takes `Cluster.stream_ms` at least. The entries are marked as derived or estimated.
+    A micro-batch takes `Cluster.stream_ms` at least. The entries are marked as derived or estimated.
     """
     entries = []
     single = single_rank_latency(profile, context_length, bounds_attention=bounds_attention)
@@ -91,7 +91,7 @@ def with_streamed_schemes(
 
 
 def _shared(single: LatencyModel, num_ranks: int) -> LatencyModel:
-    """T of a row that `num_ranks` ranks share without communication."""
+    """T of a micro-batch that `num_ranks` ranks share without communication."""
     return replace(
         single,
         quadratic_ms=single.quadratic_ms / num_ranks,
