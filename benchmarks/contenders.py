@@ -46,8 +46,8 @@ from ds_hydra.engine.model.attention import attention_per_sequence
 from ds_hydra.engine.ranks.host_memory import keep_freed_memory, process_bytes
 
 PACKED_ATTENTION = "per_sequence"
-"""Name under which the contenders' attention of packed rows is registered: ds_hydra's own, one call
-per sequence.
+"""Name under which the contenders' attention of packed micro-batches is registered: ds_hydra's own,
+one call per sequence.
 """
 
 
@@ -172,8 +172,8 @@ class Stock:
     """A way to run the Trainer on stock DeepSpeed. `parallel`: "data", "ulysses" or "autotp" (all
     ranks, one group).
 
-    `attention` of flattened rows: one call per sequence, or "sdpa" as transformers has it, with a
-    mask of the row.
+    `attention` of flattened micro-batches: one call per sequence, or "sdpa" as transformers has it,
+    with a mask of the micro-batch.
     """
 
     place: Callable[[Batch, Shape], Placement]
@@ -214,8 +214,8 @@ def per_sequence_attention(
     position_ids: Tensor | None = None,
     **_ignored: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a flattened row whose positions restart in every sequence: ds_hydra's own
-    code.
+    """Attention of a flattened micro-batch whose positions restart in every sequence: ds_hydra's
+    own code.
     """
     assert position_ids is not None
     begins = (position_ids[0] == 0).nonzero().flatten().tolist()
@@ -260,8 +260,8 @@ class BenchmarkTrainer(Trainer):
         )
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Under Ulysses the Trainer averages each row; weighing rows by their tokens gives the
-        token mean again.
+        """Under Ulysses the Trainer averages each micro-batch; weighing micro-batches by their
+        tokens gives the token mean again.
         """
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         return loss if self.sequence_weights is None else loss * self.sequence_weights.pop(0)
@@ -277,7 +277,7 @@ def run_stock(task: Task, turns: Turns, *, stock: Stock) -> None:
     transformers.AttentionInterface.register(PACKED_ATTENTION, per_sequence_attention)
     rank, world = dist.get_rank(), dist.get_world_size()
     sequences = Sequences(task)
-    rows, weights = _rows_of(task, stock, len(sequences) - 1)
+    micro_batches, weights = _micro_batches_of(task, stock, len(sequences) - 1)
     model = task.model.build(task.shape.context_length)
     arguments: dict[str, Any] = {}
     if stock.parallel == "ulysses":
@@ -286,7 +286,7 @@ def run_stock(task: Task, turns: Turns, *, stock: Stock) -> None:
         arguments["parallelism_config"] = _ulysses(world)
     uses_sdpa = not stock.packs or stock.parallel == "ulysses"
     model.config._attn_implementation = "sdpa" if uses_sdpa else stock.attention
-    accumulation = len(rows[rank]) // len(task.batches)
+    accumulation = len(micro_batches[rank]) // len(task.batches)
     tp = {"tensor_parallel": {"autotp_size": world}} if stock.parallel == "autotp" else {}
     losses: list[float] = []
     trainer = BenchmarkTrainer(
@@ -317,38 +317,39 @@ def run_stock(task: Task, turns: Turns, *, stock: Stock) -> None:
         callbacks=[_Gate(turns, losses)],
     )
     if stock.parallel == "ulysses":
-        # DeepSpeed's adapter gathers one row of every rank first, which gloo refuses for rows of
-        # unequal length; here the collator cuts rows as the adapter would, without that exchange.
+        # DeepSpeed's adapter gathers one micro-batch of every rank first, which gloo refuses for
+        # micro-batches of unequal length; here the collator cuts micro-batches as the adapter
+        # would, without that exchange.
         trainer.accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: loader
     trainer.losses = losses
-    trainer.micro_batches = rows[rank]
+    trainer.micro_batches = micro_batches[rank]
     trainer.sequence_weights = weights
     trainer.train()
 
 
-def _rows_of(
+def _micro_batches_of(
     task: Task, stock: Stock, filler: int
 ) -> tuple[list[list[list[int]]], list[float] | None]:
-    """[rank][micro-batch] -> indices of sequences, over all mini-batches; and weights of rows under
-    Ulysses.
+    """[rank][micro-batch] -> indices of sequences, over all mini-batches; and weights of
+    micro-batches under Ulysses.
     """
     world = task.shape.num_ranks
-    rows: list[list[list[int]]] = [[] for _ in range(world)]
+    micro_batches: list[list[list[int]]] = [[] for _ in range(world)]
     weights: list[float] | None = [] if stock.parallel == "ulysses" else None
     first = 0
     for batch in task.batches:
         placement = stock.place(batch, task.shape)
         slots = [[[first + i for i in part] or [filler] for part in slot] for slot in placement]
-        if stock.parallel != "data":  # every rank of the one group takes part in every row
+        if stock.parallel != "data":  # every rank of the one group takes part in every micro-batch
             slots = [[part] * world for slot in slots for part in slot]
         for slot in slots:
             for rank, part in enumerate(slot):
-                rows[rank].append(part)
+                micro_batches[rank].append(part)
         if weights is not None:
             labels = [sum(batch[i] - 1 for i in part) for slot in placement for part in slot]
             weights += [len(labels) * n / sum(labels) for n in labels]
         first += len(batch)
-    return rows, weights
+    return micro_batches, weights
 
 
 def _collator(stock: Stock, world: int) -> Callable[[Sequence[dict[str, Any]]], dict[str, Any]]:
@@ -359,14 +360,18 @@ def _collator(stock: Stock, world: int) -> Callable[[Sequence[dict[str, Any]]], 
         return flatten
 
     def shard(features: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """This rank's part of a row; a filler sequence without labels makes rows divisible."""
+        """This rank's part of a micro-batch; a filler sequence without labels makes micro-batches
+        divisible.
+        """
         missing = -sum(len(f["input_ids"]) for f in features) % world
         filler = [{"input_ids": [1] * missing, "labels": [-100] * missing}] if missing else []
-        row = flatten([*features, *filler])
-        row["shift_labels"] = nn.functional.pad(row.pop("labels"), (0, 1), value=-100)[:, 1:]
+        micro_batch = flatten([*features, *filler])
+        micro_batch["shift_labels"] = nn.functional.pad(
+            micro_batch.pop("labels"), (0, 1), value=-100
+        )[:, 1:]
         return {
             key: value.chunk(world, dim=1)[dist.get_rank()].contiguous()
-            for key, value in row.items()
+            for key, value in micro_batch.items()
         }
 
     return shard
@@ -412,7 +417,7 @@ TITLES = {
     "padding": "(1) Trainer, ZeRO-3, padding",
     "packing": "(2) ZeRO-3, first-fit-decreasing packing",
     "packing_compiled": "(2) the same, torch_compile",
-    "packing_sdpa": "(2) the same, attention with a mask of the row (sdpa)",
+    "packing_sdpa": "(2) the same, attention with a mask of the micro-batch (sdpa)",
     "rebalance": "(3) ZeRO-3, batch_rebalance, flattened",
     "rebalance_padding": "(3) ZeRO-3, batch_rebalance, padding",
     "kk_tokens": "(4) ZeRO-3, Karmarkar-Karp on tokens",

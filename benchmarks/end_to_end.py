@@ -188,7 +188,7 @@ def measure_profile(settings: Settings, cores: Sequence[int], path: Path) -> Non
 
 
 def limit_memory(profile: Profile, settings: Settings) -> int:
-    """Bytes with which `<2,1>` just holds a row of the context."""
+    """Bytes with which `<2,1>` just holds a micro-batch of the context."""
     return (
         int(profile.memory.rank_bytes(Scheme(2, 1), settings.num_ranks, settings.context_length))
         + 1

@@ -7,8 +7,8 @@ core, no neighbours.
         --picture docs/images/iteration_profile.png
 
 The first form measures the tree that PYTHONPATH points at (so a checkout of an older commit gives
-the "before"), on rows of one long and of many short sequences; of `--repeats` iterations the
-fastest one counts. The second form draws files that were measured before.
+the "before"), on micro-batches of one long and of many short sequences; of `--repeats` iterations
+the fastest one counts. The second form draws files that were measured before.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ KINDS = {
 activation, optimizer).
 """
 
-ROWS = {"one sequence of 4,096": (4096,), "48 sequences of 85": (85,) * 48}
+MICRO_BATCHES = {"one sequence of 4,096": (4096,), "48 sequences of 85": (85,) * 48}
 COLOURS = ("#2f6f9f", "#6aa5c9", "#d1495b", "#edae49", "#66a182", "#8d6a9f", "#c9c9c9", "#4a4a4a")
 
 
@@ -60,8 +60,8 @@ def kind_of(name: str) -> str:
 
 
 def measure(repeats: int) -> dict[str, dict[str, float]]:
-    """For each kind of row, milliseconds of one iteration by kind of operation; "no operation" is
-    Python.
+    """For each kind of micro-batch, milliseconds of one iteration by kind of operation; "no
+    operation" is Python.
     """
     import deepspeed
     import torch
@@ -88,7 +88,7 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
             model=ModelSize().build(4096), config=ds_config(hydra=section)
         )
         generator = torch.Generator().manual_seed(0)
-        for title, lengths in ROWS.items():
+        for title, lengths in MICRO_BATCHES.items():
             batch = [
                 {"input_ids": torch.randint(1, 2048, (n,), generator=generator)} for n in lengths
             ]
@@ -110,7 +110,7 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
 
 
 def plot(files: Sequence[str], picture: Path) -> None:
-    """Stacked bars, one for each file and kind of row; `files` are NAME=PATH."""
+    """Stacked bars, one for each file and kind of micro-batch; `files` are NAME=PATH."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -120,9 +120,9 @@ def plot(files: Sequence[str], picture: Path) -> None:
         name: json.loads(Path(path).read_text()) for name, path in (f.split("=", 1) for f in files)
     }
     figure, axes = plt.subplots(
-        1, len(ROWS), figsize=(11, 1.5 + 0.7 * len(documents)), squeeze=False
+        1, len(MICRO_BATCHES), figsize=(11, 1.5 + 0.7 * len(documents)), squeeze=False
     )
-    for axis, title in zip(axes[0], ROWS, strict=True):
+    for axis, title in zip(axes[0], MICRO_BATCHES, strict=True):
         names = list(documents)[::-1]
         left = [0.0] * len(names)
         for kind, colour in zip([*KINDS, "other operations", "no operation"], COLOURS, strict=True):

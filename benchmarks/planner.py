@@ -64,8 +64,8 @@ CANDIDATES = {
 }
 TOKENS = {1024: 3_200_000, 16384: 51_000_000}
 
-Rows = list[list[int]]
-"""Packed rows of one pipeline, as sequence lengths."""
+MicroBatches = list[list[int]]
+"""Packed micro-batches of one pipeline, as sequence lengths."""
 
 
 def make_batch(lengths: Sequence[int], iteration: int) -> GlobalBatch:
@@ -166,7 +166,7 @@ def selection(batches: list[list[int]], profile: Profile) -> dict[str, Any]:
             totals[strategy] += milliseconds
         total += chosen
         losses.append(chosen / min(each) - 1)
-        closed_losses.append(exact_ms(plan_rows(closed), profile) / min(each) - 1)
+        closed_losses.append(exact_ms(plan_micro_batches(closed), profile) / min(each) - 1)
     best_static = min(totals, key=lambda strategy: totals[strategy])
     return {
         "mean_loss": float(np.mean(losses)),
@@ -179,21 +179,26 @@ def selection(batches: list[list[int]], profile: Profile) -> dict[str, Any]:
     }
 
 
-def plan_rows(plan: IterationPlan) -> list[tuple[Scheme, Rows]]:
+def plan_micro_batches(plan: IterationPlan) -> list[tuple[Scheme, MicroBatches]]:
     return [
-        (pipeline.scheme, [list(plan.row_lengths(row)) for row in pipeline.micro_batches])
+        (
+            pipeline.scheme,
+            [list(plan.micro_batch_lengths(micro_batch)) for micro_batch in pipeline.micro_batches],
+        )
         for pipeline in plan.pipelines
     ]
 
 
-def exact_ms(pipelines: list[tuple[Scheme, Rows]], profile: Profile) -> float:
-    """Slowest pipeline by the 1F1B recurrence, rows in the order given."""
+def exact_ms(pipelines: list[tuple[Scheme, MicroBatches]], profile: Profile) -> float:
+    """Slowest pipeline by the 1F1B recurrence, micro-batches in the order given."""
     times = []
-    for scheme, rows in pipelines:
+    for scheme, micro_batches in pipelines:
         latency = profile.get_latency(scheme)
         times.append(
             one_f_one_b_ms(
-                np.array([latency.row_ms(row) for row in rows]), scheme.pp, FORWARD_FRACTION
+                np.array([latency.micro_batch_ms(micro_batch) for micro_batch in micro_batches]),
+                scheme.pp,
+                FORWARD_FRACTION,
             )
         )
     return max(times)
@@ -274,21 +279,27 @@ def waiting(batches: list[list[int]], profile: Profile, iteration_s: float) -> d
 
 def fixed_length(
     lengths: Sequence[int], max_len: int, num_pipelines: int, *, is_best_fit: bool
-) -> list[Rows]:
-    """First-fit or best-fit decreasing into rows of `max_len`; rows are dealt out in turn."""
-    rows: Rows = []
+) -> list[MicroBatches]:
+    """First-fit or best-fit decreasing into micro-batches of `max_len`; micro-batches are dealt out
+    in turn.
+    """
+    micro_batches: MicroBatches = []
     for length in sorted(lengths, reverse=True):
-        fitting = [row for row in rows if sum(row) + length <= max_len]
+        fitting = [
+            micro_batch for micro_batch in micro_batches if sum(micro_batch) + length <= max_len
+        ]
         if not fitting:
-            rows.append([length])
+            micro_batches.append([length])
         elif is_best_fit:
             max(fitting, key=sum).append(length)
         else:
             fitting[0].append(length)
-    return [rows[pipeline::num_pipelines] for pipeline in range(num_pipelines)]
+    return [micro_batches[pipeline::num_pipelines] for pipeline in range(num_pipelines)]
 
 
-def karmarkar_karp(lengths: Sequence[int], num_groups: int, weight: Callable[[int], float]) -> Rows:
+def karmarkar_karp(
+    lengths: Sequence[int], num_groups: int, weight: Callable[[int], float]
+) -> MicroBatches:
     """Largest differencing into `num_groups` groups by the sums of `weight`."""
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for number, length in enumerate(lengths):
@@ -307,45 +318,47 @@ def karmarkar_karp(lengths: Sequence[int], num_groups: int, weight: Callable[[in
 
 def balanced(
     lengths: Sequence[int], max_len: int, num_pipelines: int, weight: Callable[[int], float]
-) -> list[Rows]:
-    """Karmarkar-Karp over the pipelines, and again inside each into the fewest rows that hold its
-    share.
+) -> list[MicroBatches]:
+    """Karmarkar-Karp over the pipelines, and again inside each into the fewest micro-batches that
+    hold its share.
     """
     pipelines = []
     for share in karmarkar_karp(lengths, num_pipelines, weight):
-        num_rows = max(1, -(-sum(share) // max_len))
+        num_micro_batches = max(1, -(-sum(share) // max_len))
         while share:
-            rows = karmarkar_karp(share, num_rows, weight)
-            if all(sum(row) <= max_len for row in rows):
+            micro_batches = karmarkar_karp(share, num_micro_batches, weight)
+            if all(sum(micro_batch) <= max_len for micro_batch in micro_batches):
                 break
-            num_rows += 1
-        pipelines.append([row for row in rows if row] if share else [])
+            num_micro_batches += 1
+        pipelines.append(
+            [micro_batch for micro_batch in micro_batches if micro_batch] if share else []
+        )
     return pipelines
 
 
 def batch_rebalance(
-    lengths: Sequence[int], max_len: int, num_pipelines: int, num_rows: int
-) -> list[Rows]:
-    """`train_sampling_strategy="batch_rebalance"` of transformers, rows padded to their longest
-    sequence.
+    lengths: Sequence[int], max_len: int, num_pipelines: int, num_micro_batches: int
+) -> list[MicroBatches]:
+    """`train_sampling_strategy="batch_rebalance"` of transformers, micro-batches padded to their
+    longest sequence.
 
-    It knows no memory limit, so padded rows above `max_len` are divided until they fit.
+    It knows no memory limit, so padded micro-batches above `max_len` are divided until they fit.
     """
     from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-    num_rows = min(num_rows, len(lengths) // num_pipelines)
+    num_micro_batches = min(num_micro_batches, len(lengths) // num_pipelines)
     pipelines = []
     for rank in range(num_pipelines):
         sampler = BatchRebalanceSampler(
-            list(lengths), len(lengths), num_pipelines, num_rows, shuffle=False, rank=rank
+            list(lengths), len(lengths), num_pipelines, num_micro_batches, shuffle=False, rank=rank
         )
-        rows = []
-        for row in sampler:
-            longest = max((lengths[i] for i in row), default=0)
-            while row:
-                rows.append([longest] * min(len(row), max_len // longest))
-                row = row[len(rows[-1]) :]
-        pipelines.append(rows)
+        micro_batches = []
+        for micro_batch in sampler:
+            longest = max((lengths[i] for i in micro_batch), default=0)
+            while micro_batch:
+                micro_batches.append([longest] * min(len(micro_batch), max_len // longest))
+                micro_batch = micro_batch[len(micro_batches[-1]) :]
+        pipelines.append(micro_batches)
     return pipelines
 
 
@@ -353,7 +366,7 @@ def alternatives(batches: list[list[int]], profile: Profile) -> dict[str, Any]:
     """Mean iteration time of ds_hydra and of each alternative with its best homogeneous
     strategy.
     """
-    packers: dict[str, Callable[[Sequence[int], int, int], list[Rows]]] = {
+    packers: dict[str, Callable[[Sequence[int], int, int], list[MicroBatches]]] = {
         "first_fit_decreasing": lambda l, m, n: fixed_length(l, m, n, is_best_fit=False),
         "best_fit_decreasing": lambda l, m, n: fixed_length(l, m, n, is_best_fit=True),
         "karmarkar_karp_tokens": lambda l, m, n: balanced(l, m, n, float),
@@ -363,9 +376,9 @@ def alternatives(batches: list[list[int]], profile: Profile) -> dict[str, Any]:
         import transformers.trainer_pt_utils
 
         if hasattr(transformers.trainer_pt_utils, "BatchRebalanceSampler"):
-            for num_rows in (1, 2, 4, 8):
-                name = f"transformers_batch_rebalance_{num_rows}_rows"
-                packers[name] = partial(batch_rebalance, num_rows=num_rows)
+            for num_micro_batches in (1, 2, 4, 8):
+                name = f"transformers_batch_rebalance_{num_micro_batches}_micro_batches"
+                packers[name] = partial(batch_rebalance, num_micro_batches=num_micro_batches)
     except ImportError:
         print("transformers is not installed: batch_rebalance is left out")
     strategies = parse_strategies(CANDIDATES[64])
@@ -387,7 +400,9 @@ def alternatives(batches: list[list[int]], profile: Profile) -> dict[str, Any]:
         for scheme, count in homogeneous:
             max_len = profile.max_len_tokens(scheme, 64)
             times = [
-                exact_ms([(scheme, rows) for rows in pack(b, max_len, count)], profile)
+                exact_ms(
+                    [(scheme, micro_batches) for micro_batches in pack(b, max_len, count)], profile
+                )
                 for b in batches
             ]
             means.append(float(np.mean(times)))

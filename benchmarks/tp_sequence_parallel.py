@@ -1,12 +1,12 @@
-"""What shards of a row inside TP groups save in memory and cost in time: one row with and without
-them, in one run.
+"""What shards of a micro-batch inside TP groups save in memory and cost in time: one micro-batch
+with and without them, in one run.
 
     deepspeed --num_gpus 4 --no_local_rank benchmarks/tp_sequence_parallel.py
 
-Forward and backward of one row of `--tokens` tokens under `1x<TP,1>` of all ranks, without link and
-optimizer; both settings alternate on the same random weights, medians. Bytes are those of the rank
-that holds most: tensors kept for backward, and the most that was allocated at once, slices left
-out.
+Forward and backward of one micro-batch of `--tokens` tokens under `1x<TP,1>` of all ranks, without
+link and optimizer; both settings alternate on the same random weights, medians. Bytes are those of
+the rank that holds most: tensors kept for backward, and the most that was allocated at once, slices
+left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from overlap import MODELS, begin, make_parser, report
 from transformers import LlamaConfig
 
 from ds_hydra.engine.model.random_model import build_random_stage_model
-from ds_hydra.engine.profiling.profile_document import ProbeRow
+from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
 from ds_hydra.engine.profiling.profile_run import DTYPES
 from ds_hydra.engine.profiling.profiler import stage_ms, token_bytes
 from ds_hydra.engine.propagation import Propagator
@@ -49,7 +49,7 @@ def start(model: str, dtype: str, *, checkpointing: bool, is_cut: bool) -> Propa
 
 def measure(model: str, dtype: str, rounds: int, tokens: int) -> Iterator[dict]:
     strategy = Strategy((Scheme(dist.get_world_size(), 1),))
-    row = ProbeRow(tokens)
+    micro_batch = ProbeMicroBatch(tokens)
     for checkpointing in (False, True):
         propagators = [
             start(model, dtype, checkpointing=checkpointing, is_cut=is_cut) for is_cut in SETTINGS
@@ -58,13 +58,13 @@ def measure(model: str, dtype: str, rounds: int, tokens: int) -> Iterator[dict]:
         for round_ in range(rounds + 1):
             for is_cut in SETTINGS if round_ % 2 else reversed(SETTINGS):
                 propagators[is_cut].prepare([strategy])
-                time_ms = stage_ms(propagators[is_cut], strategy, row)
+                time_ms = stage_ms(propagators[is_cut], strategy, micro_batch)
                 if round_:  # the first round warms up
                     times_ms[is_cut].append(time_ms)
         kept, peak = [], []
         for propagator in propagators:
             kept.append(token_bytes(propagator, strategy, tokens) * tokens)
-            mine = peak_bytes(lambda p=propagator: stage_ms(p, strategy, row))  # type: ignore[misc]
+            mine = peak_bytes(lambda p=propagator: stage_ms(p, strategy, micro_batch))  # type: ignore[misc]
             peak.append(propagator.max_over_ranks(mine))
         ratios = [on / off for off, on in zip(*times_ms, strict=True)]
         yield {

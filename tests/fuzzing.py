@@ -72,7 +72,7 @@ def read_profile(document: Any) -> None:
     """As the engine uses a profile: read it, then ask for times and for memory."""
     profile = Profile.from_json(document)
     for scheme, latency in profile.latency.items():
-        latency.row_ms([3, 5])
+        latency.micro_batch_ms([3, 5])
         profile.max_len_tokens(scheme, 4)
 
 

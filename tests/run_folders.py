@@ -117,7 +117,9 @@ def metrics_line(plan: IterationPlan, timeline: Timeline, loss: float | None) ->
                 "pp": p.scheme.pp,
                 "ranks": list(p.ranks),
                 "num_micro_batches": len(p.micro_batches),
-                "num_tokens": sum(sum(plan.row_lengths(row)) for row in p.micro_batches),
+                "num_tokens": sum(
+                    sum(plan.micro_batch_lengths(micro_batch)) for micro_batch in p.micro_batches
+                ),
                 "predicted_ms": p.makespan_ms,
                 "measured_ms": end,
             }

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_hydra.engine.model import attention
-from ds_hydra.engine.model.attention import PackedRow, hydra_varlen
+from ds_hydra.engine.model.attention import PackedMicroBatch, hydra_varlen
 from ds_hydra.errors import UnsupportedModelError
 
 MODULE = torch.nn.Identity()
@@ -33,15 +33,22 @@ def dense_reference(query, key, value, *, window=None, softcap=None):
     window=st.sampled_from([None, 1, 3, 8]),
     softcap=st.sampled_from([None, 2.0]),
 )
-def test_packed_row_equals_its_sequences(lengths, groups, window, softcap):
+def test_packed_micro_batch_equals_its_sequences(lengths, groups, window, softcap):
     torch.manual_seed(sum(lengths))
     total = sum(lengths)
     query = torch.randn(1, 4, total, 8, requires_grad=True)
     key = torch.randn(1, 4 // groups, total, 8, requires_grad=True)
     value = torch.randn(1, 4 // groups, total, 8, requires_grad=True)
-    row = PackedRow.build(lengths, torch.device("cpu"))
+    micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
     out, _ = hydra_varlen(
-        MODULE, query, key, value, None, packed_row=row, sliding_window=window, softcap=softcap
+        MODULE,
+        query,
+        key,
+        value,
+        None,
+        packed_micro_batch=micro_batch,
+        sliding_window=window,
+        softcap=softcap,
     )
     parts = zip(
         query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
@@ -58,7 +65,7 @@ def test_packed_row_equals_its_sequences(lengths, groups, window, softcap):
 
 
 def scores_computed(monkeypatch, lengths, window=None):
-    """Query-key pairs that reach the attention kernel for a row of `lengths`."""
+    """Query-key pairs that reach the attention kernel for a micro-batch of `lengths`."""
     pairs = []
 
     def counting(query, key, value, **_kwargs):
@@ -66,16 +73,16 @@ def scores_computed(monkeypatch, lengths, window=None):
         return torch.zeros(*query.shape[:-1], value.shape[-1])
 
     monkeypatch.setattr(attention.F, "scaled_dot_product_attention", counting)
-    row = PackedRow.build(lengths, torch.device("cpu"))
-    shape = (1, 2, row.num_tokens, 4)
+    micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
+    shape = (1, 2, micro_batch.num_tokens, 4)
     hydra_varlen(
         MODULE, torch.zeros(shape), torch.zeros(shape), torch.zeros(shape), None,
-        packed_row=row, sliding_window=window,
+        packed_micro_batch=micro_batch, sliding_window=window,
     )  # fmt: skip
     return sum(pairs)
 
 
-def test_cost_of_a_packed_row_is_the_sum_over_its_sequences(monkeypatch):
+def test_cost_of_a_packed_micro_batch_is_the_sum_over_its_sequences(monkeypatch):
     assert scores_computed(monkeypatch, [4096]) == 4096**2
     assert scores_computed(monkeypatch, [128] * 32) == 4096**2 / 32
 
@@ -85,13 +92,13 @@ def test_cost_of_a_window_is_linear_in_the_length(monkeypatch):
 
 
 def test_positions_restart_in_every_sequence():
-    row = PackedRow.build([3, 1, 2], torch.device("cpu"))
-    assert row.position_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
-    assert row.cu_seqlens.tolist() == [0, 3, 4, 6]
+    micro_batch = PackedMicroBatch.build([3, 1, 2], torch.device("cpu"))
+    assert micro_batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert micro_batch.cu_seqlens.tolist() == [0, 3, 4, 6]
 
 
 def test_what_the_kernels_cannot_do_is_refused():
-    row = PackedRow.build([2], torch.device("cpu"))
+    micro_batch = PackedMicroBatch.build([2], torch.device("cpu"))
     heads = torch.zeros(1, 1, 2, 4)
     with pytest.raises(UnsupportedModelError, match="attention_dropout"):
-        hydra_varlen(MODULE, heads, heads, heads, None, packed_row=row, dropout=0.1)
+        hydra_varlen(MODULE, heads, heads, heads, None, packed_micro_batch=micro_batch, dropout=0.1)

@@ -58,7 +58,7 @@ def test_every_sequence_is_placed_once(place, name):
             assert placed == list(range(len(batch)))
 
 
-def test_first_fit_decreasing_fills_rows_of_the_context():
+def test_first_fit_decreasing_fills_micro_batches_of_the_context():
     placement = w.place_first_fit((300, 1000, 700, 20, 900, 100), shape())
     assert placement == [[[1, 3], [4, 5]], [[2, 0], []]]
 
@@ -72,7 +72,7 @@ def test_karmarkar_karp_balances():
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_tiny_run_measures_valid_rows(tmp_path):
+def test_a_tiny_run_measures_valid_micro_batches(tmp_path):
     """Stock ZeRO-3, AutoTP, Ulysses and ds_hydra see the same mini-batches and report the same
     losses.
     """

@@ -40,12 +40,12 @@ def make(lengths, kinds, is_exact=True):
 
 def find_ms(problem):
     """Time of a good plan."""
-    assignment, rows = np.zeros_like(problem.lengths), np.zeros_like(problem.lengths)
+    assignment, micro_batches = np.zeros_like(problem.lengths), np.zeros_like(problem.lengths)
     estimate = dispatch_trials(problem, 4, 0, assignment)
     fit_trials(problem, 0.0, estimate, 8, assignment)
     improve_dispatch(problem, assignment, 0.0, 100, 8)
-    value = pack_pipelines(problem, assignment, rows)
-    return refine_pipelines(problem, assignment, rows, value, 0.0, 100, 8)
+    value = pack_pipelines(problem, assignment, micro_batches)
+    return refine_pipelines(problem, assignment, micro_batches, value, 0.0, 100, 8)
 
 
 @settings(deadline=None, max_examples=300)
@@ -78,7 +78,7 @@ def test_long_sequences_that_cannot_share_need_a_pipeline_each():
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_rows_filled_to_the_last_token_are_possible(is_exact):
+def test_micro_batches_filled_to_the_last_token_are_possible(is_exact):
     latency = LatencyModel(quadratic_ms=0.02, linear_ms=0.5, constant_ms=0.0)
     problem = make([39, 39, 39], [PipelineKind(1, 1, 39, latency)], is_exact)
     assert strategy_bound_ms(problem, MUCH_MS) == pytest.approx(find_ms(problem), rel=1e-3)

@@ -20,7 +20,9 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
 def make_work(forward_ms, backward_ms, *, tp=1, first_rank=0, hop_ms=0.0):
-    """A pipeline whose `forward_ms[stage][row]` and `backward_ms[stage][row]` are given."""
+    """A pipeline whose `forward_ms[stage][micro_batch]` and `backward_ms[stage][micro_batch]` are
+    given.
+    """
     forward = np.array(forward_ms, dtype=float)
     scheme = Scheme(tp, forward.shape[0])
     return PipelineWork(
@@ -38,7 +40,7 @@ def simulate_one(work, **more):
 
 
 def spans(simulation, kind, pipeline=0):
-    """(stage, row, start, end) of the events of one kind."""
+    """(stage, micro-batch, start, end) of the events of one kind."""
     events = simulation.timeline().events
     return [
         (e.stage, e.micro_batch, e.start_ms, e.end_ms)
@@ -48,16 +50,20 @@ def spans(simulation, kind, pipeline=0):
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 8])
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 13])
-def test_equal_rows_take_the_closed_form(num_stages, num_rows):
-    work = make_work(np.full((num_stages, num_rows), 1.0), np.full((num_stages, num_rows), 2.0))
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 5, 13])
+def test_equal_micro_batches_take_the_closed_form(num_stages, num_micro_batches):
+    work = make_work(
+        np.full((num_stages, num_micro_batches), 1.0), np.full((num_stages, num_micro_batches), 2.0)
+    )
     simulation = simulate_one(work)
-    assert simulation.propagation_ms == pytest.approx((num_stages - 1 + num_rows) * 3.0)
-    assert simulation.bubble == pytest.approx((num_stages - 1) / (num_stages - 1 + num_rows))
+    assert simulation.propagation_ms == pytest.approx((num_stages - 1 + num_micro_batches) * 3.0)
+    assert simulation.bubble == pytest.approx(
+        (num_stages - 1) / (num_stages - 1 + num_micro_batches)
+    )
 
 
-def test_two_stages_three_unequal_rows_by_hand():
-    """Rows of 1, 4, 2 ms forward and twice that backward.
+def test_two_stages_three_unequal_micro_batches_by_hand():
+    """Micro-batches of 1, 4, 2 ms forward and twice that backward.
 
     stage 0: F0 0-1 F1 1-5 B0 5-7 F2 7-9 B1 17-25 B2 25-29; stage 1: F0 1-2 B0 2-4 F1 5-9 B1 9-17 F2
     17-19 B2 19-23
@@ -74,13 +80,13 @@ def test_two_stages_three_unequal_rows_by_hand():
 
 
 def test_transfers_delay_the_receiver_only():
-    """One row, two stages, a hop of 10 ms each way: F 0-1, F 11-12, B 12-14, B 24-26."""
+    """One micro-batch, two stages, a hop of 10 ms each way: F 0-1, F 11-12, B 12-14, B 24-26."""
     simulation = simulate_one(make_work([[1]] * 2, [[2]] * 2, hop_ms=10))
     assert spans(simulation, EventKind.P2P) == [(0, 0, 1, 11), (1, 0, 14, 24)]
     assert simulation.propagation_ms == 26
-    # Stage 0 sends row 0 and computes row 1 at once.
-    two_rows = simulate_one(make_work([[1, 1]] * 2, [[2, 2]] * 2, hop_ms=10))
-    assert spans(two_rows, EventKind.FORWARD)[:2] == [(0, 0, 0, 1), (0, 1, 1, 2)]
+    # Stage 0 sends micro-batch 0 and computes micro-batch 1 at once.
+    two_micro_batches = simulate_one(make_work([[1, 1]] * 2, [[2, 2]] * 2, hop_ms=10))
+    assert spans(two_micro_batches, EventKind.FORWARD)[:2] == [(0, 0, 0, 1), (0, 1, 1, 2)]
 
 
 def test_stages_may_differ():
@@ -95,15 +101,15 @@ def test_stages_may_differ():
     st.lists(st.floats(0.1, 50), min_size=1, max_size=12),
     st.integers(1, 6),
 )
-def test_equals_the_planners_recurrence(row_ms, num_stages):
-    rows = np.array(row_ms)
+def test_equals_the_planners_recurrence(micro_batch_ms, num_stages):
+    micro_batches = np.array(micro_batch_ms)
     work = make_work(
-        np.tile(rows * FORWARD_FRACTION, (num_stages, 1)),
-        np.tile(rows * (1 - FORWARD_FRACTION), (num_stages, 1)),
+        np.tile(micro_batches * FORWARD_FRACTION, (num_stages, 1)),
+        np.tile(micro_batches * (1 - FORWARD_FRACTION), (num_stages, 1)),
     )
     simulation = simulate_one(work)
     assert simulation.propagation_ms == pytest.approx(
-        one_f_one_b_ms(rows, num_stages, FORWARD_FRACTION)
+        one_f_one_b_ms(micro_batches, num_stages, FORWARD_FRACTION)
     )
     assert simulation.timeline().propagation_ms == pytest.approx(simulation.propagation_ms)
     assert simulation.timeline().bubble == pytest.approx(simulation.bubble, abs=1e-9)
@@ -152,9 +158,13 @@ def test_overlap_hides_what_a_layerwise_link_can_hide(forward, backward, expecte
     st.floats(0, 60),
     st.floats(0, 60),
 )
-def test_overlap_never_loses_and_never_beats_the_parts(row_ms, num_stages, pull_ms, push_ms):
-    rows = np.array(row_ms)
-    work = make_work(np.tile(rows, (num_stages, 1)), np.tile(2 * rows, (num_stages, 1)))
+def test_overlap_never_loses_and_never_beats_the_parts(
+    micro_batch_ms, num_stages, pull_ms, push_ms
+):
+    micro_batches = np.array(micro_batch_ms)
+    work = make_work(
+        np.tile(micro_batches, (num_stages, 1)), np.tile(2 * micro_batches, (num_stages, 1))
+    )
     links = LinkTimes(pull_ms=pull_ms, push_ms=push_ms, step_ms=1.0)
     without = simulate_one(work, links=links, num_layers=8)
     with_overlap = simulate_one(work, links=links, overlap=True, num_layers=8)
@@ -186,7 +196,7 @@ def test_a_plan_takes_what_the_planner_says():
     assert Timeline.from_json(timeline.to_json()) == timeline
 
 
-def test_an_iteration_without_rows():
+def test_an_iteration_without_micro_batches():
     work = make_work(np.zeros((2, 0)), np.zeros((2, 0)))
     for overlap in (False, True):
         simulation = simulate_one(work, links=LINKS, overlap=overlap)
@@ -199,7 +209,7 @@ def test_an_iteration_without_rows():
 
 
 def test_times_of_another_shape_are_refused():
-    with pytest.raises(HydraConfigError, match=r"expected \[stages, rows\] = \(2, 1\)"):
+    with pytest.raises(HydraConfigError, match=r"expected \[stages, micro-batches\] = \(2, 1\)"):
         PipelineWork(
             scheme=Scheme(1, 2), ranks=(0, 1), forward_ms=np.ones((1, 1)), backward_ms=np.ones((2, 1)),
             hop_ms=np.zeros(1), tp_ms=np.zeros(1),

@@ -128,24 +128,27 @@ def test_stages_are_balanced_by_work():
         st.tuples(st.sampled_from([0, 0.01, 0.02]), st.sampled_from([0.5, 1, 2]), st.sampled_from([0, 1, 5])),
         min_size=4, max_size=4,
     ),
-    rows=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=3),
+    micro_batches=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=3),
 )  # fmt: skip
-def test_a_dominated_scheme_is_never_faster(costs, rows):
-    """On any equal rows that it holds, by 1F1B: (V + PP - 1) T."""
+def test_a_dominated_scheme_is_never_faster(costs, micro_batches):
+    """On any equal micro-batches that it holds, by 1F1B: (V + PP - 1) T."""
     texts = ("<4,1>", "<2,2>", "<1,4>", "<sp2,2,1>")
     profile = make_profile(dict(zip(texts, costs)), max_len=100)
     schemes = tuple(profile.latency)
     kept = undominated(profile, schemes, 4)
     assert kept
 
-    def time_ms(scheme, row, count):
-        return (count + scheme.pp - 1) * profile.latency[scheme].row_ms(row)
+    def time_ms(scheme, micro_batch, count):
+        return (count + scheme.pp - 1) * profile.latency[scheme].micro_batch_ms(micro_batch)
 
     for scheme in set(schemes) - set(kept):
         held = profile.max_len_tokens(scheme, 4)
         better = [k for k in kept if profile.max_len_tokens(k, 4) >= held]
-        for count, row in enumerate((r for r in rows if sum(r) <= held), start=1):
-            assert any(time_ms(k, row, count) <= time_ms(scheme, row, count) + 1e-9 for k in better)
+        for count, micro_batch in enumerate((r for r in micro_batches if sum(r) <= held), start=1):
+            assert any(
+                time_ms(k, micro_batch, count) <= time_ms(scheme, micro_batch, count) + 1e-9
+                for k in better
+            )
 
 
 def test_only_what_is_slower_everywhere_is_dominated():
@@ -154,7 +157,7 @@ def test_only_what_is_slower_everywhere_is_dominated():
         profile = make_profile(times, max_len=100)
         return [str(s) for s in undominated(profile, tuple(profile.latency), 2)]
 
-    # <1,1> is alone on one device; <1,2> takes half the time of a row and two slots more.
+    # <1,1> is alone on one device; <1,2> takes half the time of a micro-batch and two slots more.
     assert kept((0, 1, 1)) == ["<1,2>", "<sp2,1>", "<1,1>"]
     assert kept((0, 1, 2)) == ["<2,1>", "<1,2>", "<sp2,1>", "<1,1>"]
     assert kept((0.0101, 1, 1)) == ["<2,1>", "<1,2>", "<sp2,1>", "<1,1>"]
@@ -215,7 +218,7 @@ def test_a_context_that_only_extended_schemes_hold():
     assert known.max_len_tokens(static.schemes[0], 16) >= CONTEXT
     assert not static.schemes[0].is_plain
     widest = LengthHistogram.from_counts({9_000_000: 1})
-    with pytest.raises(HydraConfigError, match=r"no scheme holds a row of 9000000 tokens"):
+    with pytest.raises(HydraConfigError, match=r"no scheme holds a micro-batch of 9000000 tokens"):
         propose_strategies(
             a800("32b"), widest, num_devices=16, context_length=9_000_000, space="wide"
         )

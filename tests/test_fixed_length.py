@@ -1,4 +1,4 @@
-"""Rows and groups that other systems make, by hand and for random lengths."""
+"""Micro-batches and groups that other systems make, by hand and for random lengths."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def kk_sums(weights, num_groups):
     return sorted(np.bincount(groups, weights=weights, minlength=num_groups).tolist())
 
 
-def test_first_fit_takes_the_first_row_with_room():
-    rows = np.zeros(5, dtype=np.int64)
-    assert first_fit_decreasing(np.array([6, 5, 4, 3, 1]), 9, rows) == 3
-    assert rows.tolist() == [0, 1, 1, 0, 2]
+def test_first_fit_takes_the_first_micro_batch_with_room():
+    micro_batches = np.zeros(5, dtype=np.int64)
+    assert first_fit_decreasing(np.array([6, 5, 4, 3, 1]), 9, micro_batches) == 3
+    assert micro_batches.tolist() == [0, 1, 1, 0, 2]
 
 
 def test_differencing_by_hand():
@@ -39,10 +39,13 @@ def test_differencing_by_hand():
     assert kk_sums([3, 1], 4) == [0, 0, 1, 3]
 
 
-def test_rows_are_dealt_out_in_turn():
+def test_micro_batches_are_dealt_out_in_turn():
     lengths = np.array([9, 8, 7, 6, 5])
     pipelines = pack_fixed_length(lengths, 10, 2)
-    assert [[lengths[row].tolist() for row in rows] for rows in pipelines] == [
+    assert [
+        [lengths[micro_batch].tolist() for micro_batch in micro_batches]
+        for micro_batches in pipelines
+    ] == [
         [[9], [7], [5]],
         [[8], [6]],
     ]
@@ -55,17 +58,23 @@ lengths_strategy = st.lists(st.integers(1, 50), min_size=0, max_size=40).map(
 
 @settings(max_examples=80, deadline=None)
 @given(lengths_strategy, st.integers(1, 6), st.integers(50, 120), st.booleans())
-def test_every_sequence_once_and_no_row_too_long(lengths, num_pipelines, row_tokens, is_balanced):
+def test_every_sequence_once_and_no_micro_batch_too_long(
+    lengths, num_pipelines, micro_batch_tokens, is_balanced
+):
     weights = lengths.astype(float) ** 2
     pipelines = (
-        pack_balanced(lengths, weights, row_tokens, num_pipelines)
+        pack_balanced(lengths, weights, micro_batch_tokens, num_pipelines)
         if is_balanced
-        else pack_fixed_length(lengths, row_tokens, num_pipelines)
+        else pack_fixed_length(lengths, micro_batch_tokens, num_pipelines)
     )
     assert len(pipelines) == num_pipelines
-    rows = list(itertools.chain(*pipelines))
-    assert sorted(itertools.chain(*(row.tolist() for row in rows))) == list(range(lengths.size))
-    assert all(0 < lengths[row].sum() <= row_tokens for row in rows)
+    micro_batches = list(itertools.chain(*pipelines))
+    assert sorted(
+        itertools.chain(*(micro_batch.tolist() for micro_batch in micro_batches))
+    ) == list(range(lengths.size))
+    assert all(
+        0 < lengths[micro_batch].sum() <= micro_batch_tokens for micro_batch in micro_batches
+    )
 
 
 @settings(max_examples=60, deadline=None)

@@ -47,7 +47,10 @@ def train(tracker, iterations, slowdown=2.0):
         plan = plan_of(iteration, used[-1])
         truth = [
             slowdown
-            * sum(PROFILE.latency[p.scheme].row_ms(plan.row_lengths(r)) for r in p.micro_batches)
+            * sum(
+                PROFILE.latency[p.scheme].micro_batch_ms(plan.micro_batch_lengths(r))
+                for r in p.micro_batches
+            )
             for p in plan.pipelines
         ]
         warnings.append(tracker.observe(plan, truth))

@@ -40,14 +40,17 @@ def test_an_example_worked_by_hand():
 @settings(max_examples=80, deadline=None)
 @given(rows_ms, st.sampled_from([1, 2, 4]), times_ms, times_ms, st.booleans())
 def test_the_planner_counts_what_the_simulation_shows(rows, num_stages, pull_ms, push_ms, overlap):
-    row_ms = np.array(rows)
-    work = make_work(np.tile(row_ms / 3, (num_stages, 1)), np.tile(row_ms * 2 / 3, (num_stages, 1)))
+    micro_batch_ms = np.array(rows)
+    work = make_work(
+        np.tile(micro_batch_ms / 3, (num_stages, 1)),
+        np.tile(micro_batch_ms * 2 / 3, (num_stages, 1)),
+    )
     simulation = simulate_iteration(
         [work], num_devices=num_stages, links=LinkTimes(pull_ms=pull_ms, push_ms=push_ms), overlap=overlap,
         num_layers=8,
     )  # fmt: skip
     buckets = 8 // num_stages if overlap else 0
-    assert linked_ms(row_ms, num_stages, 1 / 3, pull_ms, push_ms, buckets) == pytest.approx(
+    assert linked_ms(micro_batch_ms, num_stages, 1 / 3, pull_ms, push_ms, buckets) == pytest.approx(
         simulation.push_end_ms
     )
 
@@ -117,7 +120,7 @@ def test_rows_of_one_stage_end_with_the_longest_and_begin_with_the_second():
         settings=with_links({}),
     )  # fmt: skip
     times = [
-        PROFILE.get_latency(Scheme(1, 1)).row_ms(plan.row_lengths(row))
+        PROFILE.get_latency(Scheme(1, 1)).micro_batch_ms(plan.micro_batch_lengths(row))
         for row in plan.pipelines[0].micro_batches
     ]
     assert len(times) > 2

@@ -1,5 +1,5 @@
-"""Cross entropy of a packed row against torch's own, in one process (parity tests cover the split
-vocabulary).
+"""Cross entropy of a packed micro-batch against torch's own, in one process (parity tests cover the
+split vocabulary).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from ds_hydra.engine.parallel.tensor_parallel import (
 NUM_TOKENS, HIDDEN, VOCABULARY = 37, 8, 11
 
 
-@pytest.fixture(params=[1, 4 * VOCABULARY, 10**6], ids=["row by row", "four rows", "at once"])
+@pytest.fixture(
+    params=[1, 4 * VOCABULARY, 10**6],
+    ids=["micro-batch by micro-batch", "four micro-batches", "at once"],
+)
 def _chunks(request, monkeypatch):
     monkeypatch.setitem(tensor_parallel._CHUNK_ELEMENTS, "cpu", request.param)
 
@@ -109,7 +112,7 @@ def test_no_gradient_is_made_and_nothing_overwritten_without_grad():
     torch.testing.assert_close(loss, F.cross_entropy(logits, targets, reduction="sum"))
 
 
-def test_a_row_without_labels_has_no_loss_and_no_gradient():
+def test_a_micro_batch_without_labels_has_no_loss_and_no_gradient():
     hidden, weight, targets = make_case()
     targets.fill_(IGNORED_LABEL)
     loss, grad, _ = run(

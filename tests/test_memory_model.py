@@ -28,7 +28,7 @@ def test_max_len_is_the_published_formula(model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_max_len_is_within_five_percent_of_the_authors_code_where_rows_are_useful(model):
+def test_max_len_is_within_five_percent_of_the_authors_code_where_micro_batches_are_useful(model):
     """From 4,096 tokens on; below, the few tokens left beside the states make any difference a
     large one.
     """
@@ -117,9 +117,9 @@ def test_a_slice_keeps_less_and_the_whole_stream_stays():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_shards_of_a_row_keep_a_share_of_everything(checkpointing):
-    """Per hidden unit of a share of the row a layer keeps what it keeps without TP, and whole
-    rotary embeddings.
+def test_shards_of_a_micro_batch_keep_a_share_of_everything(checkpointing):
+    """Per hidden unit of a share of the micro-batch a layer keeps what it keeps without TP, and
+    whole rotary embeddings.
     """
     whole = trace_layer_memory(small_llama(), num_tokens=512, checkpointing=checkpointing)
     for tp in (2, 4, 8):
@@ -174,15 +174,15 @@ LAYER = 4096 * 38
     ],
 )
 def test_a_token_of_stages_and_checkpoints_by_hand(text, per_token):
-    """The tightest stage: where rows in flight, whole layers, inputs, one layer run again and
-    logits are most.
+    """The tightest stage: where micro-batches in flight, whole layers, inputs, one layer run again
+    and logits are most.
     """
     memory, scheme = of_7b().memory, Scheme.parse(text)
     long, longer = memory.rank_bytes(scheme, 8, 1 << 20), memory.rank_bytes(scheme, 8, 1 << 21)
     assert (longer - long) / (1 << 20) == pytest.approx(per_token)
 
 
-def test_max_len_is_the_longest_row_that_fits_and_parts_raise_it():
+def test_max_len_is_the_longest_micro_batch_that_fits_and_parts_raise_it():
     profile = of_7b()
     memory = profile.memory
     budget = memory.memory_bytes - memory.reserved_bytes - memory.safety_margin_bytes

@@ -24,7 +24,7 @@ from single_process import random_examples, token_mean_gradients
 from test_faults import raised_by
 
 from ds_hydra.configs.hydra_config import LinkConfig
-from ds_hydra.engine.profiling.profile_document import ProbeRow, scheme_entry
+from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch, scheme_entry
 from ds_hydra.engine.propagation import Propagator, find_ranks_per_node
 from ds_hydra.engine.ranks.hosts import Hosts, ranks_per_node, warn_of_placement
 from ds_hydra.sampler.plan import GlobalBatch
@@ -106,7 +106,7 @@ def choice_on(between_nodes, lengths):
         for tokens in measured:
             shape = LayerShape(hidden_size=1024, num_tokens=tokens)
             parts = StageParts(layer_ms=tokens / 100 / scheme.tp, ends_ms=tokens / 200 / scheme.tp)
-            times[ProbeRow(tokens)] = stage_ms(
+            times[ProbeMicroBatch(tokens)] = stage_ms(
                 scheme, parts, topology.links(), shape, num_layers=8, passes=8
             )
         entries.append(scheme_entry(scheme, times))

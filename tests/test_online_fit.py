@@ -19,9 +19,11 @@ PROFILED = LatencyModel(quadratic_ms=1e-5, linear_ms=0.1, constant_ms=20.0)
 TRUTH = LatencyModel(quadratic_ms=2e-5, linear_ms=0.15, constant_ms=10.0)
 
 
-def pipeline_ms(model: LatencyModel, rows: list[list[int]]) -> float:
-    """A stand-in for the planner: rows one after the other, and a bubble of one slot."""
-    return sum(model.row_ms(row) for row in rows) * (1 + 1 / len(rows))
+def pipeline_ms(model: LatencyModel, micro_batches: list[list[int]]) -> float:
+    """A stand-in for the planner: micro-batches one after the other, and a bubble of one slot."""
+    return sum(model.micro_batch_ms(micro_batch) for micro_batch in micro_batches) * (
+        1 + 1 / len(micro_batches)
+    )
 
 
 def run(
@@ -34,14 +36,21 @@ def run(
     generator = np.random.default_rng(seed)
     errors = []
     for _ in range(num_iterations):
-        rows = [generator.integers(10, 9000, generator.integers(1, 6)).tolist() for _ in range(3)]
+        micro_batches = [
+            generator.integers(10, 9000, generator.integers(1, 6)).tolist() for _ in range(3)
+        ]
         noise = 1 + 0.02 * generator.standard_normal()
         if generator.random() < spikes:
             noise *= 8
         current = fit.models()[SCHEME]
-        predicted, measured = pipeline_ms(current, rows), pipeline_ms(truth, rows) * noise
+        predicted, measured = (
+            pipeline_ms(current, micro_batches),
+            pipeline_ms(truth, micro_batches) * noise,
+        )
         errors.append(
-            fit.observe(SCHEME, rows, predicted_ms=predicted, measured_ms=measured, model=current)
+            fit.observe(
+                SCHEME, micro_batches, predicted_ms=predicted, measured_ms=measured, model=current
+            )
         )
     return errors
 
@@ -52,14 +61,16 @@ def test_a_wrong_profile_is_corrected():
     assert abs(errors[0]) > 0.2
     assert np.median(np.abs(errors[20:])) < 0.04
     found = fit.models()[SCHEME]
-    assert found.row_ms([4000]) == pytest.approx(TRUTH.row_ms([4000]), rel=0.03)
-    assert found.row_ms([9000]) == pytest.approx(TRUTH.row_ms([9000]), rel=0.03)
+    assert found.micro_batch_ms([4000]) == pytest.approx(TRUTH.micro_batch_ms([4000]), rel=0.03)
+    assert found.micro_batch_ms([9000]) == pytest.approx(TRUTH.micro_batch_ms([9000]), rel=0.03)
 
 
 def test_outliers_do_not_move_the_model():
     fit = OnlineFit({SCHEME: PROFILED})
     run(fit, 100, spikes=0.25)
-    assert fit.models()[SCHEME].row_ms([4000]) == pytest.approx(TRUTH.row_ms([4000]), rel=0.03)
+    assert fit.models()[SCHEME].micro_batch_ms([4000]) == pytest.approx(
+        TRUTH.micro_batch_ms([4000]), rel=0.03
+    )
 
 
 def test_half_of_the_times_are_above_the_prediction_however_they_scatter():
@@ -67,11 +78,18 @@ def test_half_of_the_times_are_above_the_prediction_however_they_scatter():
     fit = OnlineFit({SCHEME: PROFILED})
     generator = np.random.default_rng(3)
     for _ in range(200):
-        rows = [generator.integers(500, 4000, 3).tolist()]
-        measured = pipeline_ms(TRUTH, rows) * np.exp(0.5 * generator.standard_normal())
-        fit.observe(SCHEME, rows, predicted_ms=pipeline_ms(PROFILED, rows), measured_ms=measured)
+        micro_batches = [generator.integers(500, 4000, 3).tolist()]
+        measured = pipeline_ms(TRUTH, micro_batches) * np.exp(0.5 * generator.standard_normal())
+        fit.observe(
+            SCHEME,
+            micro_batches,
+            predicted_ms=pipeline_ms(PROFILED, micro_batches),
+            measured_ms=measured,
+        )
     typical = [1500, 2250, 3000]
-    assert fit.models()[SCHEME].row_ms(typical) == pytest.approx(TRUTH.row_ms(typical), rel=0.12)
+    assert fit.models()[SCHEME].micro_batch_ms(typical) == pytest.approx(
+        TRUTH.micro_batch_ms(typical), rel=0.12
+    )
 
 
 def test_memory_is_bounded_and_old_truths_are_forgotten():
@@ -80,18 +98,20 @@ def test_memory_is_bounded_and_old_truths_are_forgotten():
     slow = LatencyModel(quadratic_ms=4e-5, linear_ms=0.3, constant_ms=20.0)
     run(fit, 60, truth=slow, seed=1)
     assert len(fit._samples[SCHEME]) == 30
-    assert fit.models()[SCHEME].row_ms([4000]) == pytest.approx(slow.row_ms([4000]), rel=0.05)
+    assert fit.models()[SCHEME].micro_batch_ms([4000]) == pytest.approx(
+        slow.micro_batch_ms([4000]), rel=0.05
+    )
 
 
 def test_drift_is_warned_of_and_not_before():
     fit = OnlineFit({SCHEME: PROFILED})
-    rows = [[1000, 2000]]
-    predicted = pipeline_ms(PROFILED, rows)
+    micro_batches = [[1000, 2000]]
+    predicted = pipeline_ms(PROFILED, micro_batches)
     for factor in [1.0] * 8:
-        fit.observe(SCHEME, rows, predicted_ms=predicted, measured_ms=factor * predicted)
+        fit.observe(SCHEME, micro_batches, predicted_ms=predicted, measured_ms=factor * predicted)
     assert fit.drift_warning() is None
     for factor in [1.5] * 8:
-        fit.observe(SCHEME, rows, predicted_ms=predicted, measured_ms=factor * predicted)
+        fit.observe(SCHEME, micro_batches, predicted_ms=predicted, measured_ms=factor * predicted)
     assert fit.drift(SCHEME) == pytest.approx(0.5)
     assert "scheme <2,2> are off the predicted ones by +50%" in (fit.drift_warning() or "")
 
@@ -102,7 +122,7 @@ def test_schemes_without_samples_follow_the_level_of_the_others():
     for _ in range(10):
         fit.observe(SCHEME, [[500, 20]], predicted_ms=100.0, measured_ms=120.0)
     found = fit.models()[Scheme(1, 1)]
-    assert found.row_ms([700]) == pytest.approx(1.2 * TRUTH.row_ms([700]))
+    assert found.micro_batch_ms([700]) == pytest.approx(1.2 * TRUTH.micro_batch_ms([700]))
     assert fit.drift(Scheme(1, 1)) is None
 
 

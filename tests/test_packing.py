@@ -13,7 +13,7 @@ from shared_data import shared_json
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.ilp import SolverLimits, make_model
 from ds_hydra.sampler.packing.packing import pack_sequences
-from ds_hydra.sampler.packing.packing_bounds import min_num_rows
+from ds_hydra.sampler.packing.packing_bounds import min_num_micro_batches
 from ds_hydra.sampler.schedule import makespan_ms
 from ds_hydra.strategy.profiles.profile import LatencyModel
 
@@ -31,8 +31,10 @@ def length_lists(size):
     return st.lists(st.integers(1, MAX_LEN), min_size=1, max_size=size)
 
 
-def recompute(rows, lengths, latency, num_stages, is_exact):
-    times = np.array([latency.row_ms(lengths[i] for i in row) for row in rows])
+def recompute(micro_batches, lengths, latency, num_stages, is_exact):
+    times = np.array(
+        [latency.micro_batch_ms(lengths[i] for i in micro_batch) for micro_batch in micro_batches]
+    )
     return makespan_ms(times, num_stages, 1 / 3, is_exact)
 
 
@@ -58,7 +60,10 @@ def brute_force(lengths, latency, num_stages, is_exact):
             orders = itertools.permutations(groups) if is_exact and num_stages > 1 else [groups]
             best = min(
                 best,
-                *(recompute(rows, lengths, latency, num_stages, is_exact) for rows in orders),
+                *(
+                    recompute(micro_batches, lengths, latency, num_stages, is_exact)
+                    for micro_batches in orders
+                ),
                 np.inf,
             )
     return best
@@ -66,15 +71,19 @@ def brute_force(lengths, latency, num_stages, is_exact):
 
 @settings(deadline=None)
 @given(lengths=length_lists(40), **cases)
-def test_rows_are_legal_and_the_objective_can_be_recomputed(lengths, latency, num_stages, is_exact):
+def test_micro_batches_are_legal_and_the_objective_can_be_recomputed(
+    lengths, latency, num_stages, is_exact
+):
     packing = pack_sequences(
         lengths, latency=latency, num_stages=num_stages, max_len_tokens=MAX_LEN, is_exact=is_exact
     )
-    assert sorted(i for row in packing.rows for i in row) == list(range(len(lengths)))
-    assert all(row for row in packing.rows)
-    assert fits(packing.rows, lengths)
+    assert sorted(i for micro_batch in packing.micro_batches for i in micro_batch) == list(
+        range(len(lengths))
+    )
+    assert all(micro_batch for micro_batch in packing.micro_batches)
+    assert fits(packing.micro_batches, lengths)
     assert packing.objective_ms == pytest.approx(
-        recompute(packing.rows, lengths, latency, num_stages, is_exact), rel=1e-12
+        recompute(packing.micro_batches, lengths, latency, num_stages, is_exact), rel=1e-12
     )
     assert packing.lower_bound_ms <= packing.objective_ms
 
@@ -111,22 +120,35 @@ def test_integer_programs_keep_the_bound_valid(lengths, latency, num_stages, is_
 
 
 @given(length_lists(7))
-def test_min_num_rows_is_a_lower_bound(lengths):
+def test_min_num_micro_batches_is_a_lower_bound(lengths):
     fewest = min(
         len(groups) for groups in partitions(list(range(len(lengths)))) if fits(groups, lengths)
     )
-    assert 1 <= min_num_rows(np.array(sorted(lengths, reverse=True)), MAX_LEN) <= fewest
+    assert 1 <= min_num_micro_batches(np.array(sorted(lengths, reverse=True)), MAX_LEN) <= fewest
 
 
-def test_capacity_so_tight_that_only_the_integer_program_finds_the_rows():
-    lengths = [57, 23, 20, 55, 24, 21, 43, 31, 26, 45, 33, 22]  # four rows of 100, filled exactly
+def test_capacity_so_tight_that_only_the_integer_program_finds_the_micro_batches():
+    lengths = [
+        57,
+        23,
+        20,
+        55,
+        24,
+        21,
+        43,
+        31,
+        26,
+        45,
+        33,
+        22,
+    ]  # four micro-batches of 100, filled exactly
     latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=1000.0)
     kwargs = {"latency": latency, "num_stages": 1, "max_len_tokens": 100}
     heuristic = pack_sequences(lengths, **kwargs)
     solved = pack_sequences(lengths, **kwargs, limits=SolverLimits(gap_tolerance=0.0))
-    assert len(heuristic.rows) == 5
+    assert len(heuristic.micro_batches) == 5
     assert not heuristic.is_optimal
-    assert len(solved.rows) == 4
+    assert len(solved.micro_batches) == 4
     assert solved.is_optimal
 
 
@@ -144,15 +166,17 @@ def test_corner_cases(num_stages, is_exact):
             is_exact=is_exact,
         )
 
-    assert pack([]).rows == ()
+    assert pack([]).micro_batches == ()
     assert pack([]).objective_ms == 0.0
     one = pack([7])
-    assert one.rows == ((0,),)
+    assert one.micro_batches == ((0,),)
     assert one.is_optimal
-    assert one.objective_ms == pytest.approx(num_stages * latency.row_ms([7]))
+    assert one.objective_ms == pytest.approx(num_stages * latency.micro_batch_ms([7]))
     full = pack([MAX_LEN] * 5)
-    assert sorted(full.rows) == [(i,) for i in range(5)]
-    assert full.objective_ms == pytest.approx((num_stages - 1 + 5) * latency.row_ms([MAX_LEN]))
+    assert sorted(full.micro_batches) == [(i,) for i in range(5)]
+    assert full.objective_ms == pytest.approx(
+        (num_stages - 1 + 5) * latency.micro_batch_ms([MAX_LEN])
+    )
 
 
 def test_a_sequence_above_max_len_is_refused():

@@ -39,7 +39,9 @@ def plans(draw):
             PipelinePlan(
                 scheme=scheme,
                 ranks=ranks,
-                micro_batches=tuple(tuple(row) for row in (mine[:cut], mine[cut:]) if row),
+                micro_batches=tuple(
+                    tuple(micro_batch) for micro_batch in (mine[:cut], mine[cut:]) if micro_batch
+                ),
                 makespan_ms=draw(times),
                 lower_bound_ms=draw(times),
             )

@@ -67,12 +67,17 @@ def plan(lengths, strategies=STRATEGIES, objective="exact", **changes):
 
 
 def recompute(plan, objective, profile=PROFILE):
-    """Makespan of every pipeline from its rows and the profile alone."""
+    """Makespan of every pipeline from its micro-batches and the profile alone."""
     result = []
     for pipeline in plan.pipelines:
         latency = profile.get_latency(pipeline.scheme)
-        rows = [latency.row_ms(plan.row_lengths(row)) for row in pipeline.micro_batches]
-        result.append(makespan_ms(np.array(rows), pipeline.scheme.pp, 1 / 3, objective == "exact"))
+        micro_batches = [
+            latency.micro_batch_ms(plan.micro_batch_lengths(micro_batch))
+            for micro_batch in pipeline.micro_batches
+        ]
+        result.append(
+            makespan_ms(np.array(micro_batches), pipeline.scheme.pp, 1 / 3, objective == "exact")
+        )
     return result
 
 
@@ -84,8 +89,8 @@ def test_plans_are_legal_and_recomputable(lengths, strategies, objective):
     result = plan(lengths, strategies, objective)
     assert result.strategy in strategies
     for pipeline in result.pipelines:
-        for row in pipeline.micro_batches:
-            assert sum(result.row_lengths(row)) <= MAX_LEN[pipeline.scheme]
+        for micro_batch in pipeline.micro_batches:
+            assert sum(result.micro_batch_lengths(micro_batch)) <= MAX_LEN[pipeline.scheme]
     times = recompute(result, objective)
     assert [p.makespan_ms for p in result.pipelines] == pytest.approx(times, rel=1e-12)
     assert result.makespan_ms == pytest.approx(max(times), rel=1e-12)
@@ -105,16 +110,19 @@ def groupings(items):
 
 
 def fastest_pipeline(lengths, scheme, objective):
-    """Shortest time of one pipeline over all packings and row orders."""
+    """Shortest time of one pipeline over all packings and micro-batch orders."""
     if not lengths:
         return 0.0
     latency = PROFILE.get_latency(scheme)
     best = np.inf
     for groups in groupings(lengths):
         if all(sum(group) <= MAX_LEN[scheme] for group in groups):
-            for rows in itertools.permutations([latency.row_ms(group) for group in groups]):
+            for micro_batches in itertools.permutations(
+                [latency.micro_batch_ms(group) for group in groups]
+            ):
                 best = min(
-                    best, makespan_ms(np.array(rows), scheme.pp, 1 / 3, objective == "exact")
+                    best,
+                    makespan_ms(np.array(micro_batches), scheme.pp, 1 / 3, objective == "exact"),
                 )
     return best
 
@@ -284,11 +292,24 @@ def test_ideal_dispatch_is_legal_and_within_bounds(solver):
     )
 
 
-def test_rows_of_a_tight_pipeline_are_solved_for():
+def test_micro_batches_of_a_tight_pipeline_are_solved_for():
     profile = make_profile({"<1,1>": (0.0, 1.0, 1000.0)}, max_len=100)
-    lengths = [57, 23, 20, 55, 24, 21, 43, 31, 26, 45, 33, 22]  # four rows of 100, filled exactly
+    lengths = [
+        57,
+        23,
+        20,
+        55,
+        24,
+        21,
+        43,
+        31,
+        26,
+        45,
+        33,
+        22,
+    ]  # four micro-batches of 100, filled exactly
 
-    def num_rows(solver):
+    def num_micro_batches(solver):
         result = plan_iteration(
             make_batch(lengths),
             strategies=[Strategy.parse("1x<1,1>")],
@@ -298,6 +319,6 @@ def test_rows_of_a_tight_pipeline_are_solved_for():
         )
         return len(result.pipelines[0].micro_batches)
 
-    assert num_rows("none") == 5
-    assert num_rows("cbc") == 4
-    assert num_rows("highs") == 4
+    assert num_micro_batches("none") == 5
+    assert num_micro_batches("cbc") == 4
+    assert num_micro_batches("highs") == 4

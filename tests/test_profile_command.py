@@ -158,13 +158,17 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
         Scheme(t, p) for t, p in [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
     }
     assert all(len(entry["measured"]["times_ms"]) == 3 for entry in document["schemes"])
-    packed = [row for entry in document["schemes"] for row in entry["measured"]["packed"]]
-    assert [(row["length"], row["num_sequences"]) for row in packed] == [(8, 8)] * 6
-    assert all(row["time_ms"] > 0 for row in packed)
+    packed = [
+        micro_batch for entry in document["schemes"] for micro_batch in entry["measured"]["packed"]
+    ]
+    assert [(micro_batch["length"], micro_batch["num_sequences"]) for micro_batch in packed] == [
+        (8, 8)
+    ] * 6
+    assert all(micro_batch["time_ms"] > 0 for micro_batch in packed)
     assert document["model"]["hidden_size"] == 32
     assert profile.overlap_slowdown == document["hardware"].get("overlap_slowdown")
     assert all(started == waited > 0 for started, waited in (r["waits"] for r in results))
-    # Memory of three TP degrees; six schemes, three lengths and a packed row, two runs
+    # Memory of three TP degrees; six schemes, three lengths and a packed micro-batch, two runs
     num_cases = 3 + 6 * 4 * 2
     assert (first["num_first"], first["found"]) == (9, 9)
     assert first["again"] == num_cases - 9
@@ -181,23 +185,23 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
 @pytest.mark.parametrize(
     ("message_ms", "num_messages", "wanted"), [(1.0, 100, 1.6), (0.001, 4096, 0.0)]
 )
-def test_overlap_slowdown_is_of_a_row_beside_all_reduces_that_take_as_long(
+def test_overlap_slowdown_is_of_a_micro_batch_beside_all_reduces_that_take_as_long(
     monkeypatch, message_ms, num_messages, wanted
 ):
-    """A row of 100 ms, 160 ms with all-reduces beside it, 9 s the first time; or all-reduces too
-    short to tell.
+    """A micro-batch of 100 ms, 160 ms with all-reduces beside it, 9 s the first time; or
+    all-reduces too short to tell.
     """
-    sent, beside_a_row = [], []
+    sent, beside_a_micro_batch = [], []
 
     def all_reduce(message, group, async_op):
         sent.append(message)
         return SimpleNamespace(wait=lambda: None)
 
-    def stage_ms(propagator, strategy, row, beside=tuple):
+    def stage_ms(propagator, strategy, micro_batch, beside=tuple):
         works = list(beside())
         sent.clear()
-        beside_a_row.append(len(works))
-        return 9_000.0 if len(beside_a_row) == 1 else 160.0 if works else 100.0
+        beside_a_micro_batch.append(len(works))
+        return 9_000.0 if len(beside_a_micro_batch) == 1 else 160.0 if works else 100.0
 
     class Clock:
         def __init__(self, device):
@@ -226,7 +230,7 @@ def test_overlap_slowdown_is_of_a_row_beside_all_reduces_that_take_as_long(
     )
     strategy = Strategy.parse("2x<1,1>")
     found = slowdown.measure_overlap_slowdown(propagator, strategy, 64, device=CPU, repeats=3)
-    assert beside_a_row == [0, 0, *[0, num_messages] * 3]
+    assert beside_a_micro_batch == [0, 0, *[0, num_messages] * 3]
     assert found == pytest.approx(wanted)
 
 
@@ -239,15 +243,15 @@ def test_a_slowdown_that_cannot_be_is_refused(value):
 
 
 @pytest.mark.parametrize("compiles", [False, True])
-def test_every_row_is_warmed_up_where_layers_are_compiled_for_its_length(compiles):
+def test_every_micro_batch_is_warmed_up_where_layers_are_compiled_for_its_length(compiles):
     config = HydraConfig.parse(
         {"context_length": 64, "tokens_per_iteration": 64, "compile_layers": compiles}
         | {"profiling": {"repeats": 2, "warmup": 1}}
     )
     cases = [
-        ("a", profiler.ProbeRow(8)),
-        ("a", profiler.ProbeRow(64)),
-        ("b", profiler.ProbeRow(64)),
+        ("a", profiler.ProbeMicroBatch(8)),
+        ("a", profiler.ProbeMicroBatch(64)),
+        ("b", profiler.ProbeMicroBatch(64)),
     ]
     seen = []
     times = profiler.measure_in_rounds(
@@ -333,9 +337,13 @@ def test_the_command_alone_says_what_would_hold_the_context(tmp_path):
     assert code == 0, stderr
     assert json.loads(stdout) == json.loads(out.read_text())
     assert not out.with_name("p.json.partial").exists()
-    for advice in ("no scheme holds a row of 4096 tokens", "lower the context to", "checkpointing"):
+    for advice in (
+        "no scheme holds a micro-batch of 4096 tokens",
+        "lower the context to",
+        "checkpointing",
+    ):
         assert advice in stderr
-    with pytest.raises(AssertionError, match="has memory for rows"):
+    with pytest.raises(AssertionError, match="has memory for micro-batches"):
         run_distributed(run_profile_of, 1, model, 10_000)
 
 

@@ -129,7 +129,7 @@ def test_free_devices_are_filled():
 
 
 @pytest.mark.parametrize("num_devices", [6, 8, 12, 100])
-@pytest.mark.parametrize("charge", ["per_row", "per_sequence"])
+@pytest.mark.parametrize("charge", ["per_micro_batch", "per_sequence"])
 def test_every_proposed_strategy_holds_its_lengths_and_fits(num_devices, charge):
     profile = Profile.load(find_file("profiles", "a800_llama2_7b"))
     histogram = LengthHistogram.load(find_file("lengths", "github"))
@@ -202,8 +202,10 @@ def test_context_that_nothing_holds_is_refused_with_advice_that_works():
     assert propose(int(re.search(r"use (\d+) devices", text)[1]), 32768)
 
 
-def test_bubble_and_constant_are_charged_per_row():
-    """100 tokens in rows of 50 on two stages: (2 + 1) slots of (50 + 10) ms for 100 tokens."""
+def test_bubble_and_constant_are_charged_per_micro_batch():
+    """100 tokens in micro-batches of 50 on two stages: (2 + 1) slots of (50 + 10) ms for 100
+    tokens.
+    """
     profile = make_profile({"<1,2>": (0.0, 1.0, 10.0)}, max_len=50)
     settings_ = ProposalSettings(tokens_per_iteration=100)
     object.__setattr__(profile, "saturation_tokens", {1: 50})

@@ -111,7 +111,9 @@ def test_the_predicted_timeline_is_that_of_the_planner(strategy):
     assert timeline.duration_ms == pytest.approx(plan.makespan_ms)
     for index, pipeline in enumerate(plan.pipelines):
         model = PROFILE.latency[pipeline.scheme]
-        rows = np.array([model.row_ms(plan.row_lengths(row)) for row in pipeline.micro_batches])
+        rows = np.array(
+            [model.micro_batch_ms(plan.micro_batch_lengths(row)) for row in pipeline.micro_batches]
+        )
         wanted = one_f_one_b_ms(rows, pipeline.scheme.pp, 1 / 3)
         events = [e for e in timeline.events if e.pipeline == index]
         assert (
@@ -260,7 +262,7 @@ def test_a_whole_folder(run_dir):
     ]
     longest = max(
         PROFILE.memory.rank_bytes(
-            p.scheme, NUM_RANKS, max(sum(plan.row_lengths(r)) for r in p.micro_batches)
+            p.scheme, NUM_RANKS, max(sum(plan.micro_batch_lengths(r)) for r in p.micro_batches)
         )
         for plan in run.plans.values()
         for p in plan.pipelines
@@ -554,7 +556,7 @@ def test_only_the_visible_part_of_an_overlapped_link_counts():
 def test_blocks_say_what_they_are():
     plan = make_plan(1, "1x<4,1> + 2x<2,1>")
     drawn = draw_gantt([measure(plan)], plan)
-    row = plan.row_lengths(plan.pipelines[0].micro_batches[0])
+    row = plan.micro_batch_lengths(plan.pipelines[0].micro_batches[0])
     assert f"{sum(row):,} tokens in {len(row)} sequences, longest {max(row):,}" in drawn
     for text in ("forward", "backward", "pull", "push", "optimizer step", "idle"):
         assert f"<span>{text}</span>" in drawn

@@ -9,73 +9,79 @@ from hypothesis import strategies as st
 
 from ds_hydra.sampler.schedule import (
     _critical_path,
-    balance_rows,
+    balance_micro_batches,
     closed_form_ms,
     makespan_ms,
     one_f_one_b_ms,
 )
 
-row_lists = st.lists(st.floats(0.1, 100.0), min_size=1, max_size=12)
+micro_batch_lists = st.lists(st.floats(0.1, 100.0), min_size=1, max_size=12)
 stages = st.integers(1, 6)
 fractions = st.sampled_from([0.25, 1 / 3, 0.5])
 
 
-def simulate(row_ms: list[float], num_stages: int, forward_fraction: float) -> float:
+def simulate(micro_batch_ms: list[float], num_stages: int, forward_fraction: float) -> float:
     """1F1B by events: each stage has its list of operations and runs the next one when its input is
     there.
     """
-    num_rows = len(row_ms)
+    num_micro_batches = len(micro_batch_ms)
     todo = []
     for stage in range(num_stages):
-        warm_up = min(num_stages - 1 - stage, num_rows)
+        warm_up = min(num_stages - 1 - stage, num_micro_batches)
         ops = [("F", j) for j in range(warm_up)]
-        for i in range(num_rows - warm_up):
+        for i in range(num_micro_batches - warm_up):
             ops += [("F", warm_up + i), ("B", i)]
-        todo.append(ops + [("B", i) for i in range(num_rows - warm_up, num_rows)])
+        todo.append(ops + [("B", i) for i in range(num_micro_batches - warm_up, num_micro_batches)])
     done: dict[tuple[str, int, int], float] = {}
     clock = [0.0] * num_stages
     while any(todo):
         for stage in range(num_stages):
             while todo[stage]:
-                kind, row = todo[stage][0]
+                kind, micro_batch = todo[stage][0]
                 if kind == "F":
-                    needed = ("F", stage - 1, row) if stage > 0 else None
+                    needed = ("F", stage - 1, micro_batch) if stage > 0 else None
                 else:
-                    needed = ("B", stage + 1, row) if stage < num_stages - 1 else ("F", stage, row)
+                    needed = (
+                        ("B", stage + 1, micro_batch)
+                        if stage < num_stages - 1
+                        else ("F", stage, micro_batch)
+                    )
                 if needed is not None and needed not in done:
                     break
                 start = max(clock[stage], done[needed] if needed else 0.0)
                 share = forward_fraction if kind == "F" else 1 - forward_fraction
-                clock[stage] = start + share * row_ms[row]
-                done[kind, stage, row] = clock[stage]
+                clock[stage] = start + share * micro_batch_ms[micro_batch]
+                done[kind, stage, micro_batch] = clock[stage]
                 todo[stage].pop(0)
     return max(clock)
 
 
-@given(row_lists, stages, fractions)
-def test_recurrence_is_the_event_simulation(rows, num_stages, fraction):
-    assert one_f_one_b_ms(np.array(rows), num_stages, fraction) == pytest.approx(
-        simulate(rows, num_stages, fraction), rel=1e-12
+@given(micro_batch_lists, stages, fractions)
+def test_recurrence_is_the_event_simulation(micro_batches, num_stages, fraction):
+    assert one_f_one_b_ms(np.array(micro_batches), num_stages, fraction) == pytest.approx(
+        simulate(micro_batches, num_stages, fraction), rel=1e-12
     )
 
 
 @given(st.floats(0.1, 100.0), st.integers(1, 12), stages, fractions)
-def test_equal_rows_take_the_closed_form(row, num_rows, num_stages, fraction):
-    rows = np.full(num_rows, row)
-    assert one_f_one_b_ms(rows, num_stages, fraction) == pytest.approx(
-        closed_form_ms(rows, num_stages)
+def test_equal_micro_batches_take_the_closed_form(
+    micro_batch, num_micro_batches, num_stages, fraction
+):
+    micro_batches = np.full(num_micro_batches, micro_batch)
+    assert one_f_one_b_ms(micro_batches, num_stages, fraction) == pytest.approx(
+        closed_form_ms(micro_batches, num_stages)
     )
 
 
-@given(row_lists, stages, fractions)
-def test_closed_form_is_never_faster(rows, num_stages, fraction):
-    rows = np.array(rows)
-    assert one_f_one_b_ms(rows, num_stages, fraction) <= closed_form_ms(rows, num_stages) * (
-        1 + 1e-12
-    )
+@given(micro_batch_lists, stages, fractions)
+def test_closed_form_is_never_faster(micro_batches, num_stages, fraction):
+    micro_batches = np.array(micro_batches)
+    assert one_f_one_b_ms(micro_batches, num_stages, fraction) <= closed_form_ms(
+        micro_batches, num_stages
+    ) * (1 + 1e-12)
 
 
-def test_one_stage_takes_the_sum_of_its_rows():
+def test_one_stage_takes_the_sum_of_its_micro_batches():
     assert one_f_one_b_ms(np.array([5.0, 1.0, 3.0]), 1, 1 / 3) == 9.0
 
 
@@ -84,36 +90,38 @@ def test_example_by_hand():
     assert one_f_one_b_ms(np.array([3.0, 3.0]), 2, 1 / 3) == pytest.approx(9.0)
 
 
-def test_no_rows_take_no_time():
+def test_no_micro_batches_take_no_time():
     assert one_f_one_b_ms(np.zeros(0), 4, 1 / 3) == 0.0
     assert closed_form_ms(np.zeros(0), 4) == 0.0
 
 
 def test_makespan_follows_the_objective():
-    rows = np.array([1.0, 9.0])
-    assert makespan_ms(rows, 2, 1 / 3, False) == 27.0
-    assert makespan_ms(rows, 2, 1 / 3, True) < 27.0
+    micro_batches = np.array([1.0, 9.0])
+    assert makespan_ms(micro_batches, 2, 1 / 3, False) == 27.0
+    assert makespan_ms(micro_batches, 2, 1 / 3, True) < 27.0
 
 
-@given(row_lists, stages, fractions)
-def test_critical_path_is_as_long_as_the_makespan(rows, num_stages, fraction):
-    rows = np.array(rows)
-    path = np.zeros(rows.size)
-    makespan = _critical_path(rows, num_stages, fraction, path)
-    assert makespan == pytest.approx(one_f_one_b_ms(rows, num_stages, fraction))
-    assert path @ rows == pytest.approx(makespan)
+@given(micro_batch_lists, stages, fractions)
+def test_critical_path_is_as_long_as_the_makespan(micro_batches, num_stages, fraction):
+    micro_batches = np.array(micro_batches)
+    path = np.zeros(micro_batches.size)
+    makespan = _critical_path(micro_batches, num_stages, fraction, path)
+    assert makespan == pytest.approx(one_f_one_b_ms(micro_batches, num_stages, fraction))
+    assert path @ micro_batches == pytest.approx(makespan)
 
 
 @settings(deadline=None)
-@given(row_lists, st.integers(2, 5))
-def test_no_division_into_rows_beats_the_balance_ratio(rows, num_stages):
-    rows = np.array(rows)
-    ratio = balance_rows(num_stages).ratio[rows.size]
-    assert one_f_one_b_ms(rows, num_stages, 1 / 3) >= ratio * rows.sum() * (1 - 1e-12)
+@given(micro_batch_lists, st.integers(2, 5))
+def test_no_division_into_micro_batches_beats_the_balance_ratio(micro_batches, num_stages):
+    micro_batches = np.array(micro_batches)
+    ratio = balance_micro_batches(num_stages).ratio[micro_batches.size]
+    assert one_f_one_b_ms(micro_batches, num_stages, 1 / 3) >= ratio * micro_batches.sum() * (
+        1 - 1e-12
+    )
 
 
 @pytest.mark.parametrize(
-    ("num_stages", "num_rows", "optimum"),
+    ("num_stages", "num_micro_batches", "optimum"),
     [
         (2, 2, 22 / 15),
         (2, 3, 23 / 18),
@@ -123,8 +131,10 @@ def test_no_division_into_rows_beats_the_balance_ratio(rows, num_stages):
         (8, 16, 1.3156067),
     ],
 )
-def test_balance_is_near_the_linear_programs_optimum(num_stages, num_rows, optimum):
-    balance = balance_rows(num_stages)
-    reached = one_f_one_b_ms(balance.share[num_rows, :num_rows].copy(), num_stages, 1 / 3)
-    assert optimum * 0.99 <= balance.ratio[num_rows] <= optimum * (1 + 1e-7)
+def test_balance_is_near_the_linear_programs_optimum(num_stages, num_micro_batches, optimum):
+    balance = balance_micro_batches(num_stages)
+    reached = one_f_one_b_ms(
+        balance.share[num_micro_batches, :num_micro_batches].copy(), num_stages, 1 / 3
+    )
+    assert optimum * 0.99 <= balance.ratio[num_micro_batches] <= optimum * (1 + 1e-7)
     assert optimum * (1 - 1e-7) <= reached <= optimum * 1.01

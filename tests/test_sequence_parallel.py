@@ -1,5 +1,5 @@
-"""Pieces of a row on several ranks compute what the whole row does on one: attention, gradients,
-training.
+"""Pieces of a micro-batch on several ranks compute what the whole micro-batch does on one:
+attention, gradients, training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from test_engine_training import batches
 
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
-from ds_hydra.engine.model.attention import PackedRow, hydra_varlen
+from ds_hydra.engine.model.attention import PackedMicroBatch, hydra_varlen
 from ds_hydra.engine.parallel.ulysses import Piece
 from ds_hydra.engine.profiling.profiler import token_bytes
 from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies
@@ -28,7 +28,7 @@ from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 CPU = torch.device("cpu")
 MODULE = torch.nn.Identity()
 
-ROWS = ((33, 5, 17, 8), (1,), (4,), (3, 2), (1, 1, 1, 1), (64,))
+MICRO_BATCHES = ((33, 5, 17, 8), (1,), (4,), (3, 2), (1, 1, 1, 1), (64,))
 """Cut inside sequences, a multiple of the ranks or not, one token per piece, fewer tokens than
 ranks.
 """
@@ -36,10 +36,10 @@ HEADS = ((4, 4), (4, 2), (4, 1), (12, 3), (12, 6))
 """Query and key-value heads: the latter divide by 4 ranks, the ranks by them, or neither."""
 
 
-def attend(row, query, key, value, **options):
+def attend(micro_batch, query, key, value, **options):
     """Output and gradients of a loss that weighs every token differently."""
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    out, _ = hydra_varlen(MODULE, *leaves, None, packed_row=row, **options)
+    out, _ = hydra_varlen(MODULE, *leaves, None, packed_micro_batch=micro_batch, **options)
     return out, leaves
 
 
@@ -52,7 +52,7 @@ def check_attention():
         {"sliding_window": 3},
         {"softcap": 2.0, "sliding_window": 7, "scaling": 0.3},
     ):
-        for lengths in ROWS:
+        for lengths in MICRO_BATCHES:
             for num_heads, num_kv_heads in HEADS:
                 torch.manual_seed(num_heads)
                 padded = -(-sum(lengths) // size) * size
@@ -61,17 +61,17 @@ def check_attention():
                 value = torch.randn(1, num_kv_heads, padded, 6)
                 weight = torch.randn(1, padded, num_heads, 6)
                 weight[:, sum(lengths) :] = 0
-                whole = PackedRow.build(lengths, CPU)
+                whole = PackedMicroBatch.build(lengths, CPU)
                 tokens = whole.num_tokens
                 wanted, leaves = attend(
                     whole, *(x[:, :, :tokens] for x in (query, key, value)), **options
                 )
                 (wanted * weight[:, :tokens]).sum().backward()
                 mine = slice(rank * padded // size, (rank + 1) * padded // size)
-                row = PackedRow.build(lengths, CPU, piece)
-                assert row.num_tokens == padded // size
+                micro_batch = PackedMicroBatch.build(lengths, CPU, piece)
+                assert micro_batch.num_tokens == padded // size
                 got, got_leaves = attend(
-                    row, *(x[:, :, mine] for x in (query, key, value)), **options
+                    micro_batch, *(x[:, :, mine] for x in (query, key, value)), **options
                 )
                 (got * weight[:, mine]).sum().backward()
                 real = len(range(tokens)[mine])
@@ -90,23 +90,31 @@ def check_attention():
 
 
 def check_pieces():
-    """Positions and cuts of a row of 5 + 2 tokens on 4 ranks; 16-bit heads travel as they are."""
+    """Positions and cuts of a micro-batch of 5 + 2 tokens on 4 ranks; 16-bit heads travel as they
+    are.
+    """
     size, rank = dist.get_world_size(), dist.get_rank()
     piece = Piece(dist.new_group(list(range(size))), size, rank)
-    row = PackedRow.build([5, 2], CPU, piece)
+    micro_batch = PackedMicroBatch.build([5, 2], CPU, piece)
     cut = piece.cut(torch.arange(7), fill=-100).tolist()
     query, key = (torch.randn(1, heads, 2, 8, dtype=torch.bfloat16) for heads in (4, 2))
-    out, _ = hydra_varlen(MODULE, query, key, key, None, packed_row=row)
-    return row.position_ids[0].tolist(), cut, row.lengths, row.cu_seqlens.tolist(), str(out.dtype)
+    out, _ = hydra_varlen(MODULE, query, key, key, None, packed_micro_batch=micro_batch)
+    return (
+        micro_batch.position_ids[0].tolist(),
+        cut,
+        micro_batch.lengths,
+        micro_batch.cu_seqlens.tolist(),
+        str(out.dtype),
+    )
 
 
 @pytest.mark.distributed
-def test_attention_over_pieces_equals_attention_over_the_row():
+def test_attention_over_pieces_equals_attention_over_the_micro_batch():
     assert max(run_distributed(check_attention, 4)) < 1e-5
 
 
 @pytest.mark.distributed
-def test_a_row_is_cut_into_equal_pieces():
+def test_a_micro_batch_is_cut_into_equal_pieces():
     positions, cuts, lengths, begins, dtypes = zip(*run_distributed(check_pieces, 4), strict=True)
     assert positions == ([0, 1], [2, 3], [4, 0], [1, 0])
     assert cuts == ([0, 1], [2, 3], [4, 5], [6, -100])
@@ -124,7 +132,7 @@ STRATEGIES = (
     "1x<sp2,1> + 1x<2,1>",
 )
 SHORT_ROWS = (2, 2, 3, 1, 1, 2, 1)
-"""Rows of 2 to 5 tokens: one for each piece, or less."""
+"""Micro-batches of 2 to 5 tokens: one for each piece, or less."""
 LAYER_BY_LAYER = {"activation_checkpointing": True}
 
 PARITY = {
@@ -211,7 +219,7 @@ def test_training_follows_stock_deepspeed_and_repeats_itself():
     assert found["eval"] == pytest.approx(wanted[0], rel=1e-5)
     torch.testing.assert_close(found["bf16"], wanted, rtol=5e-3, atol=0)
     assert found["profiled"] == ["<1,1>", "<sp2,1>", "<sp4,1>"]
-    uncut, cut = found["bytes"]  # of a rank with whole rows, and of one with quarters
+    uncut, cut = found["bytes"]  # of a rank with whole micro-batches, and of one with quarters
     assert uncut / 4 < cut < uncut / 4 * SP_ACTIVATIONS * 1.02
     one, two, four = found["max_len"]
     assert two * SP_ACTIVATIONS == pytest.approx(2 * one, rel=1e-3)
@@ -263,15 +271,17 @@ def test_what_was_not_profiled_is_estimated_between_perfect_scaling_and_tp():
     assert with_estimates(known, strategies[:1]) is known
 
 
-def test_memory_of_a_row_is_shared_and_that_of_states_is_not():
+def test_memory_of_a_micro_batch_is_shared_and_that_of_states_is_not():
     memory = Profile.from_json(PROFILE).memory
     for tp in (1, 2):
-        states, row = (memory.rank_bytes(Scheme(tp, 1), 8, tokens) for tokens in (0, 1000))
-        cut_states, cut_row = (
+        states, micro_batch = (memory.rank_bytes(Scheme(tp, 1), 8, tokens) for tokens in (0, 1000))
+        cut_states, cut_micro_batch = (
             memory.rank_bytes(Scheme(tp, 1, sp=4), 8, tokens) for tokens in (0, 1000)
         )
         assert cut_states == states
-        assert cut_row - states == pytest.approx((row - states) / 4 * SP_ACTIVATIONS)
+        assert cut_micro_batch - states == pytest.approx(
+            (micro_batch - states) / 4 * SP_ACTIVATIONS
+        )
 
 
 def test_roofline_of_sp_shares_work_and_adds_exchanges():

@@ -147,8 +147,8 @@ def test_imbalance_of_the_bound_by_hand():
     t = scenario.profile.get_latency(Scheme(2, 1))
     bound = bound_of(scenario, scenario.batches[0], [Scheme(1, 1), Scheme(2, 1)])
     others_ms = 8 * (1e-3 * 25 + 5 + 2 * 5 / 60) / 2
-    assert bound.longest_alone_ms == pytest.approx(t.row_ms([100]))
-    assert bound.imbalance == pytest.approx(t.row_ms([100]) / others_ms - 1)
+    assert bound.longest_alone_ms == pytest.approx(t.micro_batch_ms([100]))
+    assert bound.imbalance == pytest.approx(t.micro_batch_ms([100]) / others_ms - 1)
     alone = make_scenario([100, 5])  # fastest on all four devices: nobody waits for it
     assert bound_of(alone, alone.batches[0], [Scheme(4, 1)]).imbalance == 0
     even = make_scenario([10] * 40)
@@ -170,7 +170,7 @@ def test_context_that_only_checkpointed_layers_hold():
     assert found.get("two_stage") is None
     assert found.get("static").strategy == str(strategy)
     assert np.isfinite(found.planned["ds_hydra"].perfect_balance_ms).all()
-    with pytest.raises(HydraConfigError, match="no scheme holds a row of 300 tokens"):
+    with pytest.raises(HydraConfigError, match="no scheme holds a micro-batch of 300 tokens"):
         compare(dataclasses.replace(workload, profile=profile), None, Settings(iterations=3))
 
 

@@ -88,11 +88,11 @@ def comparison():
 
 
 def test_megatron_by_hand():
-    """Two replicas <2,1>, rows of 100 tokens: {100}, {60, 40} and {30}, dealt 2 and 1."""
+    """Two replicas <2,1>, micro-batches of 100 tokens: {100}, {60, 40} and {30}, dealt 2 and 1."""
     scenario = make_scenario([40, 100, 60, 30])
     result = fixed_length(scenario, [Strategy.parse("2x<2,1>")], name="megatron")
     t = scenario.profile.get_latency(Scheme(2, 1))
-    slow, fast = t.row_ms([100]) + t.row_ms([30]), t.row_ms([60, 40])
+    slow, fast = t.micro_batch_ms([100]) + t.micro_batch_ms([30]), t.micro_batch_ms([60, 40])
     assert result.propagation_ms == pytest.approx([slow])
     assert result.imbalance == pytest.approx([slow / fast - 1])
     assert result.bubble == pytest.approx([1 - (slow + fast) / (2 * slow)])
@@ -103,8 +103,8 @@ def test_megatron_is_tuned_over_every_scheme_that_holds_the_context():
     tuned = fixed_length(scenario, name="megatron")
     each = [fixed_length(scenario, [Strategy.parse(s)], name="x") for s in ("2x<2,1>", "1x<4,1>")]
     assert tuned.propagation_ms.mean() == min(r.propagation_ms.mean() for r in each)
-    longer_rows = fixed_length(scenario, tunes_rows=True, name="megatron_rows")
-    assert longer_rows.propagation_ms.mean() <= tuned.propagation_ms.mean()
+    longer_micro_batches = fixed_length(scenario, tunes_micro_batches=True, name="megatron_rows")
+    assert longer_micro_batches.propagation_ms.mean() <= tuned.propagation_ms.mean()
 
 
 def test_a_strategy_that_does_not_hold_the_context_is_refused():
@@ -186,7 +186,9 @@ def deepspeed_ulysses_plain(scenario, name):
 
 
 def test_hotspa_runs_intervals_one_after_the_other():
-    """With all sequences in one interval it is Megatron-LM with rows as long as memory allows."""
+    """With all sequences in one interval it is Megatron-LM with micro-batches as long as memory
+    allows.
+    """
     scenario = make_scenario([40, 100, 60, 30])
     assert hotspa(scenario, name="hotspa").propagation_ms == pytest.approx(
         fixed_length(scenario, name="megatron").propagation_ms
@@ -194,16 +196,16 @@ def test_hotspa_runs_intervals_one_after_the_other():
 
 
 def test_ulysses_by_hand():
-    """Groups of 2 hold 120 tokens: rows {100} and {60, 40} in step 1, {30} in step 2; no traffic is
-    known.
+    """Groups of 2 hold 120 tokens: micro-batches {100} and {60, 40} in step 1, {30} in step 2; no
+    traffic is known.
     """
     scenario = make_scenario([40, 100, 60, 30])
     result = deepspeed_ulysses(scenario, is_checkpointed=False, name="deepspeed")
 
-    def row(*lengths):
+    def micro_batch(*lengths):
         return sum(1e-3 * l * l + l for l in lengths) / 2 + 2
 
-    by_two = row(100) + row(30)
+    by_two = micro_batch(100) + micro_batch(30)
     assert result.strategy in ("DP2 SP2", "DP1 SP4")
     assert result.propagation_ms[0] <= by_two
     checkpointed = deepspeed_ulysses(scenario, is_checkpointed=True, name="deepspeed_ac")
@@ -244,12 +246,12 @@ def bound_of_plain(scenario):
 
 
 def test_bound_by_hand():
-    """One sequence of 100 on <2,1> at least; two devices could share the rest, but a row passes as
-    a whole.
+    """One sequence of 100 on <2,1> at least; two devices could share the rest, but a micro-batch
+    passes as a whole.
     """
     scenario = make_scenario([100])
     t = scenario.profile.get_latency(Scheme(4, 1))
-    assert bound_of_plain(scenario).perfect_balance_ms == pytest.approx(t.row_ms([100]))
+    assert bound_of_plain(scenario).perfect_balance_ms == pytest.approx(t.micro_batch_ms([100]))
     many = make_scenario([10] * 40)
     device_ms = 40 * (1e-3 * 100 + 10 + 2 * 10 / 60)
     assert bound_of_plain(many).perfect_balance_ms == pytest.approx(device_ms / 4)
@@ -296,7 +298,7 @@ def test_dynamic_says_how_often_it_chose_what():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context_length": 1000}, "no scheme holds a row of 1000 tokens on 4 devices"),
+        ({"context_length": 1000}, "no scheme holds a micro-batch of 1000 tokens on 4 devices"),
         ({"num_devices": 1}, "use 2 devices"),
         ({"tokens_per_iteration": 50}, "raise --tokens to 100 or more"),
         ({"given": Strategy.parse("2x<4,1>")}, "needs 8 devices, there are 4"),

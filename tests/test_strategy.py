@@ -239,16 +239,16 @@ def test_fit_recovers_the_coefficients_of_exact_times(quadratic, linear, constan
     lengths = [64, 256, 1024, 4096]
     times = [quadratic * n * n + linear * n + constant for n in lengths]
     fit = fit_latency(lengths, times)
-    np.testing.assert_allclose([fit.model.row_ms([n]) for n in lengths], times, rtol=1e-6)
+    np.testing.assert_allclose([fit.model.micro_batch_ms([n]) for n in lengths], times, rtol=1e-6)
     assert max(abs(r) for r in fit.relative_residuals) < 1e-6
     assert min(fit.model.quadratic_ms, fit.model.linear_ms, fit.model.constant_ms) >= 0
 
 
-def test_fit_of_packed_rows_counts_the_constant_once():
+def test_fit_of_packed_micro_batches_counts_the_constant_once():
     model = LatencyModel(quadratic_ms=1e-4, linear_ms=0.2, constant_ms=30.0)
-    rows = [(64, 1), (256, 1), (4096, 1), (256, 16)]
-    times = [model.row_ms([length] * count) for length, count in rows]
-    lengths, counts = zip(*rows, strict=True)
+    micro_batches = [(64, 1), (256, 1), (4096, 1), (256, 16)]
+    times = [model.micro_batch_ms([length] * count) for length, count in micro_batches]
+    lengths, counts = zip(*micro_batches, strict=True)
     fit = fit_latency(lengths, times, counts)
     assert max(abs(r) for r in fit.relative_residuals) < 1e-6
     assert fit.model.constant_ms == pytest.approx(30.0, rel=1e-4)
@@ -275,10 +275,10 @@ def test_saturation_is_where_the_constant_stops_to_matter():
     assert saturation_tokens(model, 10_000) == pytest.approx(531, rel=0.02)
 
 
-def test_packed_row_costs_the_sum_of_its_sequences_and_one_constant():
+def test_packed_micro_batch_costs_the_sum_of_its_sequences_and_one_constant():
     model = LatencyModel(quadratic_ms=0.01, linear_ms=1.0, constant_ms=5.0)
-    assert model.row_ms([10, 20]) == pytest.approx(0.01 * 500 + 30 + 5)
-    assert model.row_ms([]) == 0.0
+    assert model.micro_batch_ms([10, 20]) == pytest.approx(0.01 * 500 + 30 + 5)
+    assert model.micro_batch_ms([]) == 0.0
 
 
 @pytest.mark.parametrize("size", ["7b", "13b", "32b"])

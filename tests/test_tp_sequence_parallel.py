@@ -1,5 +1,5 @@
-"""Shards of a row inside TP groups: same gradients as one process, less memory, profiles that say
-so, bad input.
+"""Shards of a micro-batch inside TP groups: same gradients as one process, less memory, profiles
+that say so, bad input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import nn
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
-from ds_hydra.engine.profiling.profile_document import ProbeRow
+from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
 from ds_hydra.engine.profiling.profiler import stage_ms, token_bytes
 from ds_hydra.engine.runtime import find_unsupported
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
@@ -42,7 +42,7 @@ if HAS_PEFT:
 ON = {"tp_sequence_parallel": True}
 LAYER_BY_LAYER = {**ON, "activation_checkpointing": True}
 SHORT_ROWS = (2, 2, 3, 1, 1, 2, 1)
-"""Rows of 2 to 5 tokens: fewer than ranks, or not a multiple of them."""
+"""Micro-batches of 2 to 5 tokens: fewer than ranks, or not a multiple of them."""
 
 PARITY = [
     ("llama_bias", ("1x<4,1>", "1x<2,1> + 1x<1,2>", "1x<sp2,2,1>"), ON, LENGTHS),
@@ -65,8 +65,8 @@ def families():
 
 
 def adapters():
-    """Errors of loss and gradients of LoRA adapters; the rows that they read are gathered twice,
-    too.
+    """Errors of loss and gradients of LoRA adapters; the micro-batches that they read are gathered
+    twice, too.
     """
     if not HAS_PEFT:
         return {}
@@ -108,7 +108,9 @@ def training():
 
 
 def memory():
-    """(bytes kept for each token, peak bytes of a row) by strategy, without and with shards."""
+    """(bytes kept for each token, peak bytes of a micro-batch) by strategy, without and with
+    shards.
+    """
     found = []
     for is_cut in (False, True):
         model = tiny("llama", hidden_size=64, intermediate_size=176)
@@ -119,7 +121,7 @@ def memory():
             strategy = Strategy.parse(text)
             engine.hydra.prepare_forced(strategy)
             kept = token_bytes(propagator, strategy, 256)
-            run = functools.partial(stage_ms, propagator, strategy, ProbeRow(512))
+            run = functools.partial(stage_ms, propagator, strategy, ProbeMicroBatch(512))
             of_strategies[text] = kept, peak_bytes(run) if "<4,1" in text else None
         found.append(of_strategies)
     return found
@@ -186,8 +188,8 @@ def test_training_follows_stock_deepspeed_and_repeats_itself(results):
 
 @pytest.mark.distributed
 def test_activations_fall_with_tp(results):
-    """What is kept is divided by TP; at the peak gathered rows, and a checkpointed layer as a
-    whole, are there too.
+    """What is kept is divided by TP; at the peak gathered micro-batches, and a checkpointed layer
+    as a whole, are there too.
     """
     off, on = results[0]["memory"]
     for part in ("", ";ckpt=4"):
@@ -269,7 +271,7 @@ def test_collectives_of_a_stage_by_hand():
     )
     shape = LayerShape(hidden_size=64, num_tokens=1000)
 
-    def time_ms(scheme, *, cuts_rows):
+    def time_ms(scheme, *, cuts_micro_batches):
         parts = StageParts(layer_ms=0.0, ends_ms=0.0)
         return composed_stage_ms(
             scheme,
@@ -277,14 +279,20 @@ def test_collectives_of_a_stage_by_hand():
             topology.links(),
             shape,
             num_layers=2,
-            passes=10 if cuts_rows else 8,
-            cuts_rows=cuts_rows,
+            passes=10 if cuts_micro_batches else 8,
+            cuts_micro_batches=cuts_micro_batches,
         )
 
-    whole, cut = (time_ms(Scheme(4, 1), cuts_rows=cuts_rows) for cuts_rows in (False, True))
+    whole, cut = (
+        time_ms(Scheme(4, 1), cuts_micro_batches=cuts_micro_batches)
+        for cuts_micro_batches in (False, True)
+    )
     assert cut / whole == pytest.approx(12.5 / 10)
-    assert time_ms(Scheme(1, 1), cuts_rows=True) == 0
-    hop, cut_hop = (time_ms(Scheme(1, 2), cuts_rows=cuts_rows) for cuts_rows in (False, True))
+    assert time_ms(Scheme(1, 1), cuts_micro_batches=True) == 0
+    hop, cut_hop = (
+        time_ms(Scheme(1, 2), cuts_micro_batches=cuts_micro_batches)
+        for cuts_micro_batches in (False, True)
+    )
     assert hop == cut_hop > 0
 
 
@@ -297,8 +305,8 @@ def test_norms_push_from_every_rank_and_biases_from_one():
     assert changed == {name for name in rules[0] if "norm" in name}
     assert {rules[1][name] for name in changed} == {Slicing.REPLICATED_PARTIAL_GRAD}
     assert rules[1]["model.layers.0.mlp.down_proj.bias"] is Slicing.FIRST_RANK
-    assert cut.tp.row_multiple(4) == 4
-    assert plain.tp.row_multiple(4) == cut.tp.row_multiple(1) == 1
+    assert cut.tp.micro_batch_multiple(4) == 4
+    assert plain.tp.micro_batch_multiple(4) == cut.tp.micro_batch_multiple(1) == 1
 
 
 class Layer(nn.Module):

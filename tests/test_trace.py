@@ -28,8 +28,8 @@ def test_spans_of_a_cpu_rank():
         time.sleep(0.004)
     with recorder.span(EventKind.STEP):
         pass
-    (kind, row, start, end), step = recorder.read()
-    assert (kind, row, step[:2]) == (EventKind.FORWARD, 3, (EventKind.STEP, -1))
+    (kind, micro_batch, start, end), step = recorder.read()
+    assert (kind, micro_batch, step[:2]) == (EventKind.FORWARD, 3, (EventKind.STEP, -1))
     assert start >= 0
     assert start + 4 <= end <= step[2] <= step[3]
     assert recorder.busy_ms == pytest.approx(end - start)

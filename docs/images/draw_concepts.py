@@ -153,8 +153,8 @@ def draw_link() -> None:
 
 
 def draw_packing(profile: Profile, histogram: LengthHistogram) -> None:
-    """The same mini-batch on 8 devices: rows of the context on the one static scheme, and the
-    planner's choice.
+    """The same mini-batch on 8 devices: micro-batches of the context on the one static scheme, and
+    the planner's choice.
     """
     lengths = next(iter(histogram.draw_batches(TOKENS, 1, seed=5)))
     batch = GlobalBatch(
@@ -180,19 +180,21 @@ def draw_packing(profile: Profile, histogram: LengthHistogram) -> None:
         end = max(end, plan.makespan_ms)
     axes[0].set_xlim(0, 1.02 * end)
     axes[1].set_xlabel(
-        "predicted forward + backward, ms (shipped A800 profile); a box is a row, labelled by its sequences"
+        "predicted forward + backward, ms (shipped A800 profile); a box is a micro-batch, labelled by its sequences"
     )
     save(figure, "packing")
 
 
 def draw_plan(axes: Axes, plan: IterationPlan, profile: Profile) -> None:
-    """Rows of every pipeline, one after the other."""
+    """Micro-batches of every pipeline, one after the other."""
     for index, pipeline in enumerate(plan.pipelines):
         start = 0.0
-        for number, row in enumerate(pipeline.micro_batches):
-            time = profile.latency[pipeline.scheme].row_ms([plan.lengths[i] for i in row])
+        for number, micro_batch in enumerate(pipeline.micro_batches):
+            time = profile.latency[pipeline.scheme].micro_batch_ms(
+                [plan.lengths[i] for i in micro_batch]
+            )
             box(
-                axes, start, -index - 0.4, time, 0.8, str(len(row)), fontsize=6,
+                axes, start, -index - 0.4, time, 0.8, str(len(micro_batch)), fontsize=6,
                 facecolor=COLORS[(0, 4)[number % 2]], linewidth=0.5,
             )  # fmt: skip
             start += time
@@ -234,7 +236,9 @@ def draw_proposal(profile: Profile, histogram: LengthHistogram) -> None:
     upper.set_ylim(bottom=0)
     upper.legend(loc="lower left")
     upper.set_title(
-        "LLaMA2 7B on 8 A800, rows packed full with sequences of one length", fontsize=9, loc="left"
+        "LLaMA2 7B on 8 A800, micro-batches packed full with sequences of one length",
+        fontsize=9,
+        loc="left",
     )
     edges = np.geomspace(256, CONTEXT + 1, 29)
     tokens = histogram.counts * histogram.lengths_tokens
@@ -254,12 +258,16 @@ def draw_proposal(profile: Profile, histogram: LengthHistogram) -> None:
 
 
 def rate(profile: Profile, scheme: Scheme, length: int, longest: int) -> float:
-    """Tokens/s of one device when full rows of sequences of one length follow each other without a
-    bubble.
+    """Tokens/s of one device when full micro-batches of sequences of one length follow each other
+    without a bubble.
     """
     count = max(1, longest // length)
     return (
-        1e3 * count * length / profile.latency[scheme].row_ms([length] * count) / scheme.num_devices
+        1e3
+        * count
+        * length
+        / profile.latency[scheme].micro_batch_ms([length] * count)
+        / scheme.num_devices
     )
 
 

@@ -91,13 +91,13 @@ def describe_report(report: ConfigReport) -> str:
         lines.append(f"memory of one rank: {_gib(report.memory_bytes)} usable")
         width = max(8, *(len(row["scheme"]) for row in report.schemes))
         lines.append(
-            f"{'scheme':>{width}} {'MaxLen':>9} {'states':>10} {'with a row of':>14} {'total':>10} {'ms':>9}"
+            f"{'scheme':>{width}} {'MaxLen':>9} {'states':>10} {'micro-batch of':>14} {'total':>10} {'ms':>9}"
         )
         for row in report.schemes:
-            time = "-" if row["row_ms"] is None else f"{row['row_ms']:,.0f}"
+            time = "-" if row["micro_batch_ms"] is None else f"{row['micro_batch_ms']:,.0f}"
             lines.append(
                 f"{row['scheme']:>{width}} {row['max_len_tokens']:>9,} {_gib(row['states_bytes']):>10} "
-                f"{row['row_tokens']:>14,} {_gib(row['total_bytes']):>10} {time:>9}"
+                f"{row['micro_batch_tokens']:>14,} {_gib(row['total_bytes']):>10} {time:>9}"
             )
     if report.strategies:
         shown = ", ".join(report.strategies[:8]) + (", ..." if len(report.strategies) > 8 else "")

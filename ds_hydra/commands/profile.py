@@ -67,7 +67,7 @@ def profile(
     tp_sequence_parallel: Annotated[
         bool,
         typer.Option(
-            help="Hold norms and residual stream by shards of a row under TP, as hydra.tp_sequence_parallel."
+            help="Hold norms and residual stream by shards of a micro-batch under TP, as hydra.tp_sequence_parallel."
         ),
     ] = False,
     tp: Annotated[
@@ -85,7 +85,7 @@ def profile(
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Row lengths to measure, 3 or more; powers of four up to the context if not given."
+            help="Lengths to measure, 3 or more; powers of four up to the context if not given."
         ),
     ] = None,
     repeats: Annotated[
@@ -261,7 +261,7 @@ def _describe(document: dict[str, Any], request: ProfileRequest) -> str:
     for entry in document["schemes"]:
         scheme = Scheme.from_json(entry)
         longest = known.max_len_tokens(scheme, num_devices)
-        time_ms = known.latency[scheme].row_ms([context])
+        time_ms = known.latency[scheme].micro_batch_ms([context])
         rate = context / time_ms * 1e3 / scheme.num_devices
         lines.append(
             f"{scheme!s:>{width}} {max(longest, 0):>10,} {time_ms:>14,.1f} {rate:>16,.0f} {entry['r_squared']:>8.4f}"

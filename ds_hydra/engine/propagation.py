@@ -1,7 +1,7 @@
 """Carries out one iteration plan: pull slices, run 1F1B, push gradients. Decides nothing.
 
 Legend: tensors ending in `_P` are flat ZeRO-3 shards, tensors ending in `_S` flat slices, `_T` one
-value per token of a packed row.
+value per token of a packed micro-batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import LinkConfig
-from ds_hydra.engine.model.attention import PackedRow
+from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo, StageIO, run_1f1b, run_forward_only
@@ -111,7 +111,7 @@ class Role:
 
     @property
     def sp_ranks(self) -> tuple[int, ...]:
-        """The SP group: ranks with the same slices, in the order of their pieces of a row."""
+        """The SP group: ranks with the same slices, in the order of their pieces of it."""
         begin = self.stage * self.scheme.ranks_per_stage
         return self.ranks[begin : begin + self.scheme.ranks_per_stage][
             self.tp_rank :: self.scheme.tp
@@ -145,9 +145,9 @@ class StreamLink:
         role = self.role
         if role is None:
             return []
-        num_rows = len(plan.pipelines[role.pipeline].micro_batches)
+        num_micro_batches = len(plan.pipelines[role.pipeline].micro_batches)
         return self.streams.window.uses(
-            stage_passes(role.scheme.pp, role.stage, num_rows, training=training)
+            stage_passes(role.scheme.pp, role.stage, num_micro_batches, training=training)
         )
 
 
@@ -306,7 +306,11 @@ class Propagator:
         role = Role.find(plan.strategy, self.rank)
         if role is None or 0 < role.stage < role.scheme.pp - 1:
             return []
-        return [position for row in plan.pipelines[role.pipeline].micro_batches for position in row]
+        return [
+            position
+            for micro_batch in plan.pipelines[role.pipeline].micro_batches
+            for position in micro_batch
+        ]
 
     def train(
         self, plan: IterationPlan, load: LoadExample, grads_P: Sequence[Tensor], loss_scale: float
@@ -470,12 +474,12 @@ class Propagator:
             slot_of=link.streams.window.slot_of,
             home=HomeSlices(self.home, specs, link.buckets, link.streams),
         )
-        num_rows = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
+        num_micro_batches = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
         session = StreamSession(
             self._thread,
             self._clock,
             self.home,
-            num_addends=count_addends(plan.strategy, num_rows),
+            num_addends=count_addends(plan.strategy, num_micro_batches),
             uses=link.uses(plan, training=training),
             shards_P=shards_P,
             buckets=link.buckets,
@@ -545,39 +549,49 @@ class Propagator:
         try:
             stage = self._stage_info(role, slices)
             piece = self._piece(role)
-            rows = RowTensors.load(
+            micro_batches = MicroBatchTensors.load(
                 plan, plan.pipelines[role.pipeline], stage, load, self._device, piece
             )
             scale = 1.0 if loss_scale is None else loss_scale / plan.num_label_tokens
 
             def forward(index: int, hidden: Tensor | None) -> Tensor:
-                return self._forward_row(stage, rows[index], hidden, scale)
+                return self._forward_micro_batch(stage, micro_batches[index], hidden, scale)
 
             io = self._stage_io(role)
-            row_tokens = [self.stage_model.tp.shard_tokens(row.packed.num_tokens) for row in rows]
+            micro_batch_tokens = [
+                self.stage_model.tp.shard_tokens(micro_batch.packed.num_tokens)
+                for micro_batch in micro_batches
+            ]
             if loss_scale is None:
-                losses = run_forward_only(stage, io, row_tokens, forward)
+                losses = run_forward_only(stage, io, micro_batch_tokens, forward)
             else:
                 before_last = slices.expect_last_backward
-                losses = run_1f1b(stage, io, row_tokens, forward, self.recorder, before_last)
+                losses = run_1f1b(
+                    stage, io, micro_batch_tokens, forward, self.recorder, before_last
+                )
         finally:
             self.stage_model.unbind()
         if not losses or role.tp_rank > 0:
             return 0.0
         return float(torch.stack(losses).double().sum()) / scale
 
-    def _forward_row(
-        self, stage: StageInfo, row: RowTensors, hidden: Tensor | None, scale: float
+    def _forward_micro_batch(
+        self, stage: StageInfo, micro_batch: MicroBatchTensors, hidden: Tensor | None, scale: float
     ) -> Tensor:
         output = self.stage_model.forward_stage(
-            row.packed, input_ids=row.input_ids_T, hidden=hidden, is_last=stage.is_last
+            micro_batch.packed,
+            input_ids=micro_batch.input_ids_T,
+            hidden=hidden,
+            is_last=stage.is_last,
         )
         if not stage.is_last:
             return output
-        assert row.targets_T is not None
+        assert micro_batch.targets_T is not None
         tp = self.stage_model.tp
         first_column = tp.first_row(self.stage_model.num_logits)
-        return summed_cross_entropy(output.squeeze(0), row.targets_T, tp, scale, first_column)
+        return summed_cross_entropy(
+            output.squeeze(0), micro_batch.targets_T, tp, scale, first_column
+        )
 
     def _enter(self, role: Role, work: Work, slices: Slices) -> None:
         tp = role.scheme.tp
@@ -597,8 +611,8 @@ class Propagator:
         )
 
     def _piece(self, role: Role) -> Piece | None:
-        """What this rank holds of each row, where its pipeline cuts or pads rows."""
-        sp, multiple = role.scheme.sp, self.stage_model.tp.row_multiple(role.scheme.tp)
+        """What this rank holds of each micro-batch, where its pipeline cuts or pads it."""
+        sp, multiple = role.scheme.sp, self.stage_model.tp.micro_batch_multiple(role.scheme.tp)
         if sp == 1 and multiple == 1:
             return None
         group = self.groups.get("sp", role.sp_ranks) if sp > 1 else None
@@ -629,13 +643,13 @@ class Propagator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowTensors:
-    """One packed row, or this rank's piece of it, on the compute device; T are its tokens.
+class MicroBatchTensors:
+    """One packed micro-batch, or this rank's piece of it, on the compute device; T are its tokens.
 
     Tokens only on first stages, targets only on last ones.
     """
 
-    packed: PackedRow
+    packed: PackedMicroBatch
     input_ids_T: Tensor | None
     """[1, T]."""
     targets_T: Tensor | None
@@ -650,14 +664,18 @@ class RowTensors:
         load: LoadExample,
         device: torch.device,
         piece: Piece | None = None,
-    ) -> list[RowTensors]:
-        """The rows of `pipeline` that `stage` needs, cut to `piece` after labels were shifted."""
+    ) -> list[MicroBatchTensors]:
+        """The micro-batches of `pipeline` that `stage` needs, cut to `piece` after labels were
+        shifted.
+        """
 
         def join(parts: list[Tensor], fill: int) -> Tensor:
-            row_T = torch.cat(parts)
-            return to_device(row_T if piece is None else piece.cut(row_T, fill), device)
+            micro_batch_T = torch.cat(parts)
+            return to_device(
+                micro_batch_T if piece is None else piece.cut(micro_batch_T, fill), device
+            )
 
-        rows = []
+        micro_batches = []
         for micro_batch in pipeline.micro_batches:
             ids, targets = None, None
             if stage.is_first or stage.is_last:
@@ -666,9 +684,9 @@ class RowTensors:
                     ids = join([input_ids for input_ids, _ in examples], 0).unsqueeze(0)
                 if stage.is_last:
                     targets = join([shift_labels(labels) for _, labels in examples], IGNORED_LABEL)
-            packed = PackedRow.build(plan.row_lengths(micro_batch), device, piece)
-            rows.append(cls(packed=packed, input_ids_T=ids, targets_T=targets))
-        return rows
+            packed = PackedMicroBatch.build(plan.micro_batch_lengths(micro_batch), device, piece)
+            micro_batches.append(cls(packed=packed, input_ids_T=ids, targets_T=targets))
+        return micro_batches
 
 
 def shift_labels(labels_T: Tensor) -> Tensor:

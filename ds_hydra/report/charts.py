@@ -388,7 +388,7 @@ def _draw_histogram(
         (svg.swatch("f1"), "share of tokens"),
     ]
     if limits:
-        entries.append((svg.stroke("limit"), "MaxLen: the longest packed row of a scheme"))
+        entries.append((svg.stroke("limit"), "MaxLen: the longest packed micro-batch of a scheme"))
     flags = "".join(_flag(scheme, size, x) for scheme, size in limits)
     return (
         Markup(f'<div class="flags">{flags}</div>')

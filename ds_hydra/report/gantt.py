@@ -214,5 +214,5 @@ def _describe(event: Event, text: str, plan: IterationPlan | None) -> str:
     rows = plan.pipelines[event.pipeline].micro_batches
     if event.micro_batch >= len(rows):
         return words
-    lengths = plan.row_lengths(rows[event.micro_batch])
+    lengths = plan.micro_batch_lengths(rows[event.micro_batch])
     return f"{words}; {sum(lengths):,} tokens in {len(lengths)} sequences, longest {max(lengths):,}"

@@ -101,7 +101,7 @@ def render_runs(runs: Sequence[Run]) -> str:
             Section(
                 "lengths",
                 "Lengths of the sequences",
-                "Short sequences are many, long ones hold the tokens; a scheme holds no row above its MaxLen.",
+                "Short sequences are many, long ones hold the tokens; a scheme holds no micro-batch above its MaxLen.",
                 charts.draw_lengths(runs),
             ),
             Section(
@@ -256,7 +256,10 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
             "waited for plans",
             [_share(s.plan_wait, u) for s, u in zip(shares, summaries, strict=True)],
         ),
-        ("rows filled to", [f"{median(p):.0%} of MaxLen" if p else "not measured" for p in packs]),
+        (
+            "micro-batches filled to",
+            [f"{median(p):.0%} of MaxLen" if p else "not measured" for p in packs],
+        ),
     ]
     if len(runs) == 2 and summaries[0].tokens_per_s > 0:
         ratio = summaries[1].tokens_per_s / summaries[0].tokens_per_s

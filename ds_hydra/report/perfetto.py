@@ -162,8 +162,8 @@ def _args(event: Event, plan: IterationPlan | None) -> dict[str, Any]:
     if event.micro_batch >= 0:
         args["micro_batch"] = event.micro_batch
         if plan is not None:
-            rows = plan.pipelines[event.pipeline].micro_batches
-            args["lengths"] = list(plan.row_lengths(rows[event.micro_batch]))
+            micro_batches = plan.pipelines[event.pipeline].micro_batches
+            args["lengths"] = list(plan.micro_batch_lengths(micro_batches[event.micro_batch]))
     return args
 
 

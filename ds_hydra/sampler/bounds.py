@@ -1,9 +1,9 @@
 """How fast a strategy can be at best for one mini-batch: a proven lower bound of the iteration.
 
-Suppose that an iteration ends within M. A sequence can then run on kind k only if a row of it alone
-ends within M there, and a pipeline of kind k with V rows holds at most `load_k(V)` ms and
-`tokens_k(V)` tokens of sequences. Even if sequences may be divided freely between pipelines, for
-all prices w, u >= 0 of time and tokens
+Suppose that an iteration ends within M. A sequence can then run on kind k only if a micro-batch of
+it alone ends within M there, and a pipeline of kind k with V micro-batches holds at most
+`load_k(V)` ms and `tokens_k(V)` tokens of sequences. Even if sequences may be divided freely
+between pipelines, for all prices w, u >= 0 of time and tokens
 
     sum_i min_k (w_k cost_ik + u_k length_i)  <=  sum_pipelines max_V (w_k load_k(V) + u_k
     tokens_k(V))
@@ -21,7 +21,7 @@ import numpy as np
 
 from ds_hydra.sampler.order import EPSILON
 from ds_hydra.sampler.problem import DispatchProblem
-from ds_hydra.sampler.schedule import MAX_BALANCED_ROWS, FloatArray, IntArray
+from ds_hydra.sampler.schedule import MAX_BALANCED_MICRO_BATCHES, FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 
 _NUM_STEPS = 40
@@ -36,12 +36,13 @@ def _capacity(
     most.
 
     `held` is a sequence that is known to be there (-1: none).
-    `first` is the longest sequence allowed there: no row of MaxLen tokens takes longer than one at
-    its time per token, and none is cheaper per token than the linear part of T. How much V rows can
-    do in that time follows from the bounds of one pipeline (`packing.row_count_bound_ms`).
+    `first` is the longest sequence allowed there: no micro-batch of MaxLen tokens takes longer than
+    one at its time per token, and none is cheaper per token than the linear part of T. How much V
+    micro-batches can do in that time follows from the bounds of one pipeline
+    (`packing.micro_batch_count_bound_ms`).
     """
     max_len = problem.max_len_tokens[kind]
-    densest_row_ms = problem.sequence_ms[kind, first] / problem.lengths[first] * max_len
+    densest_micro_batch_ms = problem.sequence_ms[kind, first] / problem.lengths[first] * max_len
     last = problem.lengths.size - 1
     cheapest_token_ms = problem.sequence_ms[kind, last] / problem.lengths[last]
     if problem.is_eq2:
@@ -49,23 +50,27 @@ def _capacity(
     num_stages, constant = problem.num_stages[kind], problem.constant_ms[kind]
     outside = min(problem.forward_fraction, 1.0 - problem.forward_fraction)
     best_load, best_tokens = 0.0, 0.0
-    for num_rows in range(1, problem.lengths.size + 1):
+    for num_micro_batches in range(1, problem.lengths.size + 1):
         if problem.is_exact:
-            ratio = 1.0 if num_rows > MAX_BALANCED_ROWS else problem.ratio[kind, num_rows]
+            ratio = (
+                1.0
+                if num_micro_batches > MAX_BALANCED_MICRO_BATCHES
+                else problem.ratio[kind, num_micro_batches]
+            )
             work = min(limit_ms / ratio, limit_ms - (num_stages - 1) * constant)
             if held >= 0 and num_stages > 1:
                 alone_ms = problem.sequence_ms[kind, held] + constant
                 work = min(work, (limit_ms - (num_stages - outside) * alone_ms) / outside)
         else:
-            work = limit_ms * num_rows / (num_stages - 1 + num_rows)
-        load = min(work - num_rows * constant, num_rows * densest_row_ms)
+            work = limit_ms * num_micro_batches / (num_stages - 1 + num_micro_batches)
+        load = min(work - num_micro_batches * constant, num_micro_batches * densest_micro_batch_ms)
         if load <= 0.0:
             continue
-        tokens = min(float(num_rows * max_len), load / max(cheapest_token_ms, 1e-300))
+        tokens = min(float(num_micro_batches * max_len), load / max(cheapest_token_ms, 1e-300))
         value = prices[0] * load + prices[1] * tokens
         if value > prices[0] * best_load + prices[1] * best_tokens:
             best_load, best_tokens = load, tokens
-        if num_rows * max_len > tokens and num_rows > MAX_BALANCED_ROWS:
+        if num_micro_batches * max_len > tokens and num_micro_batches > MAX_BALANCED_MICRO_BATCHES:
             break
     return best_load, best_tokens
 
@@ -93,7 +98,8 @@ def _pair_ms(problem: DispatchProblem, kind: int, a: int, b: int) -> float:
     """Lower bound of the time of a pipeline of `kind` with sequences `a` and `b`, of which `a` is
     the longer.
 
-    In one row, if they fit, or else in two or more, by `packing.row_count_bound_ms`.
+    In one micro-batch, if they fit, or else in two or more, by
+    `packing.micro_batch_count_bound_ms`.
     """
     num_stages, constant = problem.num_stages[kind], problem.constant_ms[kind]
     longer, shorter = problem.sequence_ms[kind, a], problem.sequence_ms[kind, b]

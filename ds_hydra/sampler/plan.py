@@ -45,7 +45,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """What one pipeline runs: its ranks and its packed rows in 1F1B order.
+    """What one pipeline runs: its ranks and its packed micro-batches in 1F1B order.
 
     `micro_batches[j]` lists positions in `IterationPlan.lengths`; `ranks[(stage * sp + s) * tp +
     t]`.
@@ -80,13 +80,15 @@ class IterationPlan:
                 f"plan of iteration {self.iteration}: {len(self.sample_indices)} sample indices "
                 f"for {len(self.lengths)} lengths"
             )
-        placed = sorted(i for p in self.pipelines for row in p.micro_batches for i in row)
+        placed = sorted(
+            i for p in self.pipelines for micro_batch in p.micro_batches for i in micro_batch
+        )
         if placed != list(range(len(self.lengths))):
             raise InfeasiblePlanError(
                 f"plan of iteration {self.iteration}: places {len(placed)} sequences "
                 f"({len(set(placed))} distinct) of {len(self.lengths)}"
             )
-        if any(not row for p in self.pipelines for row in p.micro_batches):
+        if any(not micro_batch for p in self.pipelines for micro_batch in p.micro_batches):
             raise InfeasiblePlanError(
                 f"plan of iteration {self.iteration}: has a micro-batch without sequences"
             )
@@ -114,8 +116,8 @@ class IterationPlan:
         times = [p.makespan_ms for p in self.pipelines if p.micro_batches]
         return max(times) / min(times) - 1 if times and min(times) > 0 else 0.0
 
-    def row_lengths(self, micro_batch: Sequence[int]) -> tuple[int, ...]:
-        """Lengths of the sequences of one packed row."""
+    def micro_batch_lengths(self, micro_batch: Sequence[int]) -> tuple[int, ...]:
+        """Lengths of the sequences of one packed micro-batch."""
         return tuple(self.lengths[i] for i in micro_batch)
 
     @cached_property
@@ -142,7 +144,7 @@ class IterationPlan:
                     "ranks": list(p.ranks),
                     "makespan_ms": p.makespan_ms,
                     "lower_bound_ms": p.lower_bound_ms,
-                    "micro_batches": [list(row) for row in p.micro_batches],
+                    "micro_batches": [list(micro_batch) for micro_batch in p.micro_batches],
                 }
                 for p in self.pipelines
             ],
@@ -184,13 +186,13 @@ class IterationPlan:
             f"iteration {self.iteration}: {self.strategy}, {len(self.lengths)} sequences, "
             f"{self.num_tokens} tokens, predicted {self.makespan_ms:.1f} ms "
             f"(lower bound {self.lower_bound_ms:.1f} ms)",
-            f"  {'ranks':<12} {'scheme':<8} {'rows':>4} {'tokens':>8} {'longest':>8} {'ms':>9}",
+            f"  {'ranks':<12} {'scheme':<8} {'micro-batches':>13} {'tokens':>8} {'longest':>8} {'ms':>9}",
         ]
         for p in self.pipelines:
-            lengths = [self.lengths[i] for row in p.micro_batches for i in row]
+            lengths = [self.lengths[i] for micro_batch in p.micro_batches for i in micro_batch]
             ranks = f"{p.ranks[0]}-{p.ranks[-1]}" if len(p.ranks) > 1 else f"{p.ranks[0]}"
             lines.append(
-                f"  {ranks:<12} {p.scheme!s:<8} {len(p.micro_batches):>4} {sum(lengths):>8} "
+                f"  {ranks:<12} {p.scheme!s:<8} {len(p.micro_batches):>13} {sum(lengths):>8} "
                 f"{max(lengths, default=0):>8} {p.makespan_ms:>9.1f}"
             )
         return "\n".join(lines)
@@ -202,7 +204,8 @@ def _read_pipeline(document: Mapping[str, Any]) -> PipelinePlan:
         scheme=scheme,
         ranks=read_ranks(document, scheme),
         micro_batches=tuple(
-            check_counts(row, "a micro-batch") for row in read_list(document, "micro_batches")
+            check_counts(micro_batch, "a micro-batch")
+            for micro_batch in read_list(document, "micro_batches")
         ),
         makespan_ms=read_time(document, "makespan_ms"),
         lower_bound_ms=read_time(document, "lower_bound_ms"),

@@ -1,5 +1,5 @@
 """The decision of one iteration: which strategy, which sequences on which pipeline, packed into
-which rows.
+which micro-batches.
 
 `plan_iteration` is a pure function: equal arguments give equal plans, on any machine and in any
 process.
@@ -20,7 +20,7 @@ from ds_hydra.sampler.dispatch.dispatch import dispatch_sequences, dispatch_tria
 from ds_hydra.sampler.dispatch.exchange import improve_dispatch
 from ds_hydra.sampler.dispatch.refine import (
     iteration_ms,
-    order_rows,
+    order_micro_batches,
     pack_pipelines,
     perturb_and_refine,
     pipeline_cost,
@@ -42,19 +42,19 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 class PlannerSettings:
     """How plans are valued and searched for.
 
-    `objective`: "exact" values a pipeline by the 1F1B recurrence over its own rows, "closed_form"
-    by Eq. (1). `dispatch`: "greedy" by Alg. 1, "ideal" starts from the integer program of Eq. (3):
-    seconds, and more. `num_trials`: trials of Alg. 1 for each strategy. `forward_fraction`: part of
-    T that is the forward pass. `max_refine_steps`: exchanges between packed pipelines, 0 for none
-    (the heuristic plan). `num_perturbations`: restarts of the refinement from a disturbed plan,
-    where the bound leaves more than 1%. `enough_gap`: a strategy is not refined further once it is
-    this close to its lower bound. `solver`: for integer programs. The rows of the slowest pipeline
-    of the chosen plan are solved for where their bound leaves more than `solver_gap`, within
-    `solver_max_nodes` and `solver_deadline_s`. `max_len_override`: MaxLen of schemes in tokens, in
-    place of what the memory model says. `link_times`: pull and push of strategies. Among packed
-    strategies the one wins whose iteration, with what pull and push add to it, is shortest; a
-    strategy that is not there adds nothing. `overlaps_links`: layers are pulled and pushed one by
-    one beside propagation.
+    `objective`: "exact" values a pipeline by the 1F1B recurrence over its own micro-batches,
+    "closed_form" by Eq. (1). `dispatch`: "greedy" by Alg. 1, "ideal" starts from the integer
+    program of Eq. (3): seconds, and more. `num_trials`: trials of Alg. 1 for each strategy.
+    `forward_fraction`: part of T that is the forward pass. `max_refine_steps`: exchanges between
+    packed pipelines, 0 for none (the heuristic plan). `num_perturbations`: restarts of the
+    refinement from a disturbed plan, where the bound leaves more than 1%. `enough_gap`: a strategy
+    is not refined further once it is this close to its lower bound. `solver`: for integer programs.
+    The micro-batches of the slowest pipeline of the chosen plan are solved for where their bound
+    leaves more than `solver_gap`, within `solver_max_nodes` and `solver_deadline_s`.
+    `max_len_override`: MaxLen of schemes in tokens, in place of what the memory model says.
+    `link_times`: pull and push of strategies. Among packed strategies the one wins whose iteration,
+    with what pull and push add to it, is shortest; a strategy that is not there adds nothing.
+    `overlaps_links`: layers are pulled and pushed one by one beside propagation.
     """
 
     objective: Literal["exact", "closed_form"] = "exact"
@@ -211,7 +211,7 @@ _NUM_TARGETS = 4
 
 
 _MAX_SOLVED = 4
-"""Pipelines whose rows are solved for in one iteration."""
+"""Pipelines whose micro-batches are solved for in one iteration."""
 
 _PERTURBATION_GAP, _PERTURBATION_REACH = 0.01, 0.05
 """Perturbations are for plans more than 1% above their bound and less than 5% above the best plan
@@ -227,7 +227,7 @@ class _Candidate:
     problem: DispatchProblem
     lower_bound_ms: float
     assignment: IntArray
-    rows: IntArray
+    micro_batches: IntArray
     value: FloatArray
     """Time of each pipeline."""
     link: LinkTimes
@@ -349,7 +349,7 @@ class _BatchPlanner:
 
     def _bound(self, strategy: Strategy) -> _Candidate:
         problem = self._problem(strategy)
-        assignment, rows = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
+        assignment, micro_batches = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
         estimate = dispatch_trials(
             problem, self.settings.num_trials, self.settings.seed, assignment
         )
@@ -357,7 +357,9 @@ class _BatchPlanner:
         value = np.full(len(strategy.schemes), np.inf)
         link = self.settings.link_times.get(strategy, NO_LINKS)
         least = self._least_link_ms(strategy)
-        return _Candidate(strategy, problem, bound, assignment, rows, value, link, least, np.inf)
+        return _Candidate(
+            strategy, problem, bound, assignment, micro_batches, value, link, least, np.inf
+        )
 
     def _least_link_ms(self, strategy: Strategy) -> float:
         link = self.settings.link_times.get(strategy, NO_LINKS)
@@ -374,7 +376,11 @@ class _BatchPlanner:
         """Plans `candidate`; searches longer where it can still beat `best_ms`, the best one so
         far.
         """
-        problem, assignment, rows = candidate.problem, candidate.assignment, candidate.rows
+        problem, assignment, micro_batches = (
+            candidate.problem,
+            candidate.assignment,
+            candidate.micro_batches,
+        )
         num_steps = self.settings.max_refine_steps
         enough_ms = candidate.lower_bound_ms * (1 + self.settings.enough_gap)
         estimate = improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
@@ -383,33 +389,39 @@ class _BatchPlanner:
             improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
         if self.settings.dispatch == "ideal":
             assignment[:] = self._ideal_dispatch(candidate.strategy)
-        value = candidate.value = pack_pipelines(problem, assignment, rows)
-        refine_pipelines(problem, assignment, rows, value, enough_ms, num_steps, _NUM_TARGETS)
+        value = candidate.value = pack_pipelines(problem, assignment, micro_batches)
+        refine_pipelines(
+            problem, assignment, micro_batches, value, enough_ms, num_steps, _NUM_TARGETS
+        )
         worth_ms = candidate.lower_bound_ms * (1 + _PERTURBATION_GAP)
         if num_steps > 0 and worth_ms < value.max() < best_ms * (1 + _PERTURBATION_REACH):
             perturb_and_refine(
                 problem,
                 assignment,
-                rows,
+                micro_batches,
                 value,
                 worth_ms,
                 num_steps,
                 _NUM_TARGETS,
                 self.settings.num_perturbations,
             )
-        self._finish_rows(candidate)
+        self._finish_micro_batches(candidate)
 
-    def _finish_rows(self, candidate: _Candidate) -> None:
-        """Puts the packed rows in the order that hides pull and push, and counts what is left of
-        them.
+    def _finish_micro_batches(self, candidate: _Candidate) -> None:
+        """Puts the packed micro-batches in the order that hides pull and push, and counts what is
+        left of them.
         """
-        problem, assignment, rows = candidate.problem, candidate.assignment, candidate.rows
-        order_rows(problem, assignment, rows)
+        problem, assignment, micro_batches = (
+            candidate.problem,
+            candidate.assignment,
+            candidate.micro_batches,
+        )
+        order_micro_batches(problem, assignment, micro_batches)
         link = candidate.link
         candidate.iteration_ms = iteration_ms(
             problem,
             assignment,
-            rows,
+            micro_batches,
             candidate.value,
             link.pull_ms,
             link.push_ms,
@@ -429,11 +441,11 @@ class _BatchPlanner:
         return np.array(found.assignment, dtype=np.int64)
 
     def _solve_slowest(self, best: _Candidate) -> None:
-        """Solves for the rows of the slowest pipelines of `best` as long as that makes the
+        """Solves for the micro-batches of the slowest pipelines of `best` as long as that makes the
         iteration shorter.
 
         Only where an integer program is exact: by the closed form, and for one stage, whose time is
-        that of the fewest rows.
+        that of the fewest micro-batches.
         """
         limits = self.settings.solver_limits
         for _ in range(_MAX_SOLVED if limits is not None else 0):
@@ -450,13 +462,13 @@ class _BatchPlanner:
                 or best.value[slowest] <= bound * (1 + limits.gap_tolerance)
             ):
                 return
-            rows = best.rows[members]
-            solved_ms, _, _ = solve_packing(lengths, costs, cost, limits, rows)
+            micro_batches = best.micro_batches[members]
+            solved_ms, _, _ = solve_packing(lengths, costs, cost, limits, micro_batches)
             if solved_ms >= best.value[slowest]:
                 return
             best.value[slowest] = solved_ms
-            best.rows[members] = rows
-            self._finish_rows(best)
+            best.micro_batches[members] = micro_batches
+            self._finish_micro_batches(best)
 
     def _finish(self, best: _Candidate) -> IterationPlan:
         batch = self.batch
@@ -486,18 +498,27 @@ class _BatchPlanner:
         kind = best.problem.kind_of[pipeline]
         costs = best.problem.sequence_ms[kind, members]
         cost = pipeline_cost(best.problem, kind)
-        num_rows = int(best.rows[members].max()) + 1 if members.size else 0
-        rows = [members[best.rows[members] == row] for row in range(num_rows)]
+        num_micro_batches = int(best.micro_batches[members].max()) + 1 if members.size else 0
+        micro_batches = [
+            members[best.micro_batches[members] == micro_batch]
+            for micro_batch in range(num_micro_batches)
+        ]
         return PipelinePlan(
             scheme=scheme,
             ranks=ranks,
-            micro_batches=tuple(tuple(self.order[row].tolist()) for row in rows),
-            makespan_ms=self._makespan_ms(best.problem, kind, rows),
+            micro_batches=tuple(
+                tuple(self.order[micro_batch].tolist()) for micro_batch in micro_batches
+            ),
+            makespan_ms=self._makespan_ms(best.problem, kind, micro_batches),
             lower_bound_ms=pipeline_bound_ms(self.lengths[members], costs, cost),
         )
 
-    def _makespan_ms(self, problem: DispatchProblem, kind: int, rows: Sequence[IntArray]) -> float:
-        times: FloatArray = np.array([problem.sequence_ms[kind, row].sum() for row in rows])
+    def _makespan_ms(
+        self, problem: DispatchProblem, kind: int, micro_batches: Sequence[IntArray]
+    ) -> float:
+        times: FloatArray = np.array(
+            [problem.sequence_ms[kind, micro_batch].sum() for micro_batch in micro_batches]
+        )
         return makespan_ms(
             times + problem.constant_ms[kind],
             int(problem.num_stages[kind]),
@@ -514,16 +535,16 @@ def warm_up() -> None:
     for is_exact in (True, False):
         kinds = [PipelineKind(1, 2, 20, latency), PipelineKind(1, 1, 9, latency)]
         problem = make_problem(np.arange(9, 0, -1), kinds, is_exact=is_exact)
-        assignment, rows = np.zeros(9, dtype=np.int64), np.zeros(9, dtype=np.int64)
+        assignment, micro_batches = np.zeros(9, dtype=np.int64), np.zeros(9, dtype=np.int64)
         estimate = dispatch_trials(problem, 1, 0, assignment)
         bound = strategy_bound_ms(problem, estimate)
         fit_trials(problem, bound, estimate, 1, assignment)
         improve_dispatch(problem, assignment, bound, 1, _NUM_TARGETS)
-        value = pack_pipelines(problem, assignment, rows)
-        refine_pipelines(problem, assignment, rows, value, bound, 1, _NUM_TARGETS)
-        perturb_and_refine(problem, assignment, rows, value, bound, 1, _NUM_TARGETS, 1)
-        order_rows(problem, assignment, rows)
-        iteration_ms(problem, assignment, rows, value, 0.0, 0.0, 1)
+        value = pack_pipelines(problem, assignment, micro_batches)
+        refine_pipelines(problem, assignment, micro_batches, value, bound, 1, _NUM_TARGETS)
+        perturb_and_refine(problem, assignment, micro_batches, value, bound, 1, _NUM_TARGETS, 1)
+        order_micro_batches(problem, assignment, micro_batches)
+        iteration_ms(problem, assignment, micro_batches, value, 0.0, 0.0, 1)
         members = np.flatnonzero(assignment == 0)
         costs = problem.sequence_ms[0, members]
         pipeline_bound_ms(problem.lengths[members], costs, pipeline_cost(problem, 0))

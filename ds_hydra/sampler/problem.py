@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.schedule import FloatArray, IntArray, balance_rows
+from ds_hydra.sampler.schedule import FloatArray, IntArray, balance_micro_batches
 from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 
@@ -25,10 +25,10 @@ class DispatchProblem(NamedTuple):
     """Sequences (descending) and pipelines of one strategy.
 
     `kind_of[j]` is the kind of pipeline j; pipelines of one kind are consecutive. `sequence_ms[k,
-    i]` is a l^2 + b l of sequence i on kind k; `ratio[k]` and `share[k]` are its `RowBalance`. A
-    pipeline is valued by Eq. (2) without the constant of T (`is_eq2`), as in Eq. (3), or else by
-    the time that an even packing will take, which is what the planner needs: by the closed form, or
-    nearly by the 1F1B recurrence (`is_exact`).
+    i]` is a l^2 + b l of sequence i on kind k; `ratio[k]` and `share[k]` are its
+    `MicroBatchBalance`. A pipeline is valued by Eq. (2) without the constant of T (`is_eq2`), as in
+    Eq. (3), or else by the time that an even packing will take, which is what the planner needs: by
+    the closed form, or nearly by the 1F1B recurrence (`is_exact`).
     """
 
     lengths: IntArray
@@ -55,7 +55,7 @@ def make_problem(
     """The problem of dispatching `lengths` (descending) to the pipelines of `kinds`."""
     tokens = np.array(lengths, dtype=np.float64)
     latency = [kind.latency for kind in kinds]
-    balance = [balance_rows(kind.num_stages, forward_fraction) for kind in kinds]
+    balance = [balance_micro_batches(kind.num_stages, forward_fraction) for kind in kinds]
     return DispatchProblem(
         lengths=np.array(lengths, dtype=np.int64),
         sequence_ms=np.array([(t.quadratic_ms * tokens + t.linear_ms) * tokens for t in latency]),

@@ -1,10 +1,11 @@
-"""How long one pipeline takes for rows of unequal time: 1F1B, exactly, and the closed form of Eq.
-(1).
+"""How long one pipeline takes for micro-batches of unequal time: 1F1B, exactly, and the closed form
+of Eq. (1).
 
-Times are milliseconds. `row_ms[j]` is T of row j in one stage, forward and backward together (App.
-B.2); every stage of a pipeline has the same T. A fraction `forward_fraction` of it is the forward
-pass: one third, because the backward pass has two matrix products (gradients of inputs and of
-weights) for each one of the forward pass. With activation checkpointing it is one quarter.
+Times are milliseconds. `micro_batch_ms[j]` is T of micro-batch j in one stage, forward and backward
+together (App. B.2); every stage of a pipeline has the same T. A fraction `forward_fraction` of it
+is the forward pass: one third, because the backward pass has two matrix products (gradients of
+inputs and of weights) for each one of the forward pass. With activation checkpointing it is one
+quarter.
 
 Left out: sending activations between stages.
 """
@@ -25,9 +26,9 @@ IntArray = NDArray[np.int64]
 
 
 @compiled
-def one_f_one_b_ms(row_ms: FloatArray, num_stages: int, forward_fraction: float) -> float:
-    """Time from the first forward to the last backward of non-interleaved 1F1B, rows in the given
-    order.
+def one_f_one_b_ms(micro_batch_ms: FloatArray, num_stages: int, forward_fraction: float) -> float:
+    """Time from the first forward to the last backward of non-interleaved 1F1B, micro-batches in
+    the given order.
 
     Stage s runs w = min(PP-1-s, V) warm-up forwards, then one forward and one backward in turn,
     then drains. In wave k it runs F(k) and then B(k-w), so that with waves outside and stages
@@ -36,71 +37,74 @@ def one_f_one_b_ms(row_ms: FloatArray, num_stages: int, forward_fraction: float)
         end F(s,k) = max(end of the stage's last operation, end F(s-1,k)) + f_k
         end B(s,i) = max(end of the stage's last operation, end B(s+1,i)) + b_i,    i = k - (PP-1-s)
 
-    where B(s+1,i) belongs to wave k-1. Example: rows of 3 ms, 2 stages, 2 rows: (2-1+2) * 3 = 9 ms.
+    where B(s+1,i) belongs to wave k-1. Example: micro-batches of 3 ms, 2 stages, 2 micro-batches:
+    (2-1+2) * 3 = 9 ms.
     """
-    num_rows = row_ms.size
-    if num_stages == 1 or num_rows == 0:
-        return float(row_ms.sum())
+    num_micro_batches = micro_batch_ms.size
+    if num_stages == 1 or num_micro_batches == 0:
+        return float(micro_batch_ms.sum())
     stage_end = np.zeros(num_stages)
     backward_end = np.zeros(num_stages + 1)
-    for wave in range(num_rows + num_stages - 1):
+    for wave in range(num_micro_batches + num_stages - 1):
         forward_end = 0.0
         for stage in range(num_stages):
-            if wave < num_rows:
-                forward_end = max(stage_end[stage], forward_end) + forward_fraction * row_ms[wave]
+            if wave < num_micro_batches:
+                forward_end = (
+                    max(stage_end[stage], forward_end) + forward_fraction * micro_batch_ms[wave]
+                )
                 stage_end[stage] = forward_end
-            row = wave - (num_stages - 1 - stage)
-            if 0 <= row < num_rows:
+            micro_batch = wave - (num_stages - 1 - stage)
+            if 0 <= micro_batch < num_micro_batches:
                 start = max(stage_end[stage], backward_end[stage + 1])
-                stage_end[stage] = start + (1.0 - forward_fraction) * row_ms[row]
+                stage_end[stage] = start + (1.0 - forward_fraction) * micro_batch_ms[micro_batch]
                 backward_end[stage] = stage_end[stage]
     return float(stage_end[0])
 
 
 @compiled
 def linked_ms(
-    row_ms: FloatArray,
+    micro_batch_ms: FloatArray,
     num_stages: int,
     forward_fraction: float,
     pull_ms: float,
     push_ms: float,
     num_buckets: int,
 ) -> float:
-    """Time from the start of the pull to the end of the push, both beside 1F1B, rows in the given
-    order.
+    """Time from the start of the pull to the end of the push, both beside 1F1B, micro-batches in
+    the given order.
 
     A stage of K = `num_buckets` layers takes them in its first forward as they arrive, and gives
     gradients away in its last backward as they are complete (Hydraulis, Fig. 8): it begins at pull
     / K, its first forward f ends at pull + f / K or later, the push at (begin of the last backward
     b) + b / K + push or (its end) + push / K, whichever is later. `num_buckets` 0: one after the
-    other, without overlap. 0.0 without rows. Example: one row of 3 ms, one stage, 10 layers, pull
-    2 ms, push 4 ms: the forward ends at 2.1 ms instead of 1 ms, the push at 6.3 ms.
+    other, without overlap. 0.0 without micro-batches. Example: one micro-batch of 3 ms, one stage,
+    10 layers, pull 2 ms, push 4 ms: the forward ends at 2.1 ms instead of 1 ms, the push at 6.3 ms.
     `simulator/events.py` says when each of it happens.
     """
-    num_rows = row_ms.size
-    if num_rows == 0:
+    num_micro_batches = micro_batch_ms.size
+    if num_micro_batches == 0:
         return 0.0
     if num_buckets == 0:
-        return pull_ms + one_f_one_b_ms(row_ms, num_stages, forward_fraction) + push_ms
+        return pull_ms + one_f_one_b_ms(micro_batch_ms, num_stages, forward_fraction) + push_ms
     stage_end = np.full(num_stages, pull_ms / num_buckets)
     backward_end = np.zeros(num_stages + 1)
     push_end = 0.0
-    for wave in range(num_rows + num_stages - 1):
+    for wave in range(num_micro_batches + num_stages - 1):
         forward_end = 0.0
         for stage in range(num_stages):
-            if wave < num_rows:
-                forward_ms = forward_fraction * row_ms[wave]
+            if wave < num_micro_batches:
+                forward_ms = forward_fraction * micro_batch_ms[wave]
                 forward_end = max(stage_end[stage], forward_end) + forward_ms
                 if wave == 0:
                     forward_end = max(forward_end, pull_ms + forward_ms / num_buckets)
                 stage_end[stage] = forward_end
-            row = wave - (num_stages - 1 - stage)
-            if 0 <= row < num_rows:
-                backward_ms = (1.0 - forward_fraction) * row_ms[row]
+            micro_batch = wave - (num_stages - 1 - stage)
+            if 0 <= micro_batch < num_micro_batches:
+                backward_ms = (1.0 - forward_fraction) * micro_batch_ms[micro_batch]
                 start = max(stage_end[stage], backward_end[stage + 1])
                 stage_end[stage] = start + backward_ms
                 backward_end[stage] = stage_end[stage]
-                if row == num_rows - 1:
+                if micro_batch == num_micro_batches - 1:
                     first_gradient = start + backward_ms / num_buckets
                     end = max(first_gradient + push_ms, stage_end[stage] + push_ms / num_buckets)
                     push_end = max(push_end, end)
@@ -108,42 +112,43 @@ def linked_ms(
 
 
 @compiled
-def closed_form_ms(row_ms: FloatArray, num_stages: int) -> float:
-    """(PP - 1 + V) times the slowest row: the objective of Eq. (1), exact where all rows are
-    equal.
+def closed_form_ms(micro_batch_ms: FloatArray, num_stages: int) -> float:
+    """(PP - 1 + V) times the slowest micro-batch: the objective of Eq. (1), exact where all
+    micro-batches are equal.
     """
-    if row_ms.size == 0:
+    if micro_batch_ms.size == 0:
         return 0.0
-    return float((num_stages - 1 + row_ms.size) * row_ms.max())
+    return float((num_stages - 1 + micro_batch_ms.size) * micro_batch_ms.max())
 
 
 @compiled
 def makespan_ms(
-    row_ms: FloatArray, num_stages: int, forward_fraction: float, is_exact: bool
+    micro_batch_ms: FloatArray, num_stages: int, forward_fraction: float, is_exact: bool
 ) -> float:
     """Time of one pipeline by the objective in use: the 1F1B recurrence (`is_exact`) or the closed
     form.
     """
     if is_exact:
-        return one_f_one_b_ms(row_ms, num_stages, forward_fraction)
-    return closed_form_ms(row_ms, num_stages)
+        return one_f_one_b_ms(micro_batch_ms, num_stages, forward_fraction)
+    return closed_form_ms(micro_batch_ms, num_stages)
 
 
-class RowBalance(NamedTuple):
-    """How the time of a 1F1B pipeline is best divided between V rows, for every V up to `ratio.size
+class MicroBatchBalance(NamedTuple):
+    """How the time of a 1F1B pipeline is best divided between V micro-batches, for every V up to
+    `ratio.size
     - 1`.
 
-    `ratio[V]` is a lower bound of makespan / sum of row times over all divisions into V rows, and
-    `share[V, :V]` a division that comes close to it: short rows first and last, because they fill
-    and drain the pipeline. Example: with 2 stages and 3 rows, shares (1, 3, 2) / 6 take 1.278 of
-    the sum, equal rows 1.333.
+    `ratio[V]` is a lower bound of makespan / sum of micro-batch times over all divisions into V
+    micro-batches, and `share[V, :V]` a division that comes close to it: short micro-batches first
+    and last, because they fill and drain the pipeline. Example: with 2 stages and 3 micro-batches,
+    shares (1, 3, 2) / 6 take 1.278 of the sum, equal micro-batches 1.333.
     """
 
     ratio: FloatArray
     share: FloatArray
 
 
-MAX_BALANCED_ROWS = 32
+MAX_BALANCED_MICRO_BATCHES = 32
 _BALANCE_STEPS = 3000
 _BALANCE_RATE = 0.06
 _ROUNDING = 1e-9
@@ -153,103 +158,111 @@ notice.
 
 
 @lru_cache(maxsize=64)
-def balance_rows(num_stages: int, forward_fraction: float = FORWARD_FRACTION) -> RowBalance:
-    """`RowBalance` of a pipeline of `num_stages`, once per process (some 30 ms)."""
-    ratio = np.ones(MAX_BALANCED_ROWS + 1)
-    share = np.zeros((MAX_BALANCED_ROWS + 1, MAX_BALANCED_ROWS))
-    for num_rows in range(1, MAX_BALANCED_ROWS + 1):
+def balance_micro_batches(
+    num_stages: int, forward_fraction: float = FORWARD_FRACTION
+) -> MicroBatchBalance:
+    """`MicroBatchBalance` of a pipeline of `num_stages`, once per process (some 30 ms)."""
+    ratio = np.ones(MAX_BALANCED_MICRO_BATCHES + 1)
+    share = np.zeros((MAX_BALANCED_MICRO_BATCHES + 1, MAX_BALANCED_MICRO_BATCHES))
+    for num_micro_batches in range(1, MAX_BALANCED_MICRO_BATCHES + 1):
         if num_stages == 1:
-            share[num_rows, :num_rows] = 1.0 / num_rows
+            share[num_micro_batches, :num_micro_batches] = 1.0 / num_micro_batches
         else:
-            ratio[num_rows] = _balance(num_stages, forward_fraction, share[num_rows, :num_rows])
-    return RowBalance(ratio, share)
+            ratio[num_micro_batches] = _balance(
+                num_stages, forward_fraction, share[num_micro_batches, :num_micro_batches]
+            )
+    return MicroBatchBalance(ratio, share)
 
 
 @compiled
 def _balance(num_stages: int, forward_fraction: float, share: FloatArray) -> float:
-    """Writes the best division of 1 ms into `share.size` rows; returns a lower bound of its
-    makespan.
+    """Writes the best division of 1 ms into `share.size` micro-batches; returns a lower bound of
+    its makespan.
 
-    The makespan is the longest of many paths through the schedule, each linear in the row times: a
-    matrix game between the division and a mixture of paths. Multiplicative weights: rows on the
-    critical path shrink. If g is the mean of the critical paths' coefficients, then makespan >= g .
-    rows >= min(g) * sum of rows.
+    The makespan is the longest of many paths through the schedule, each linear in the micro-batch
+    times: a matrix game between the division and a mixture of paths. Multiplicative weights: rows
+    on the critical path shrink. If g is the mean of the critical paths' coefficients, then makespan
+    >= g . micro-batches >= min(g) * sum of micro-batches.
     """
-    num_rows = share.size
-    rows = np.full(num_rows, 1.0 / num_rows)
-    mean = np.zeros(num_rows)
-    path = np.zeros(num_rows)
-    path_sum = np.zeros(num_rows)
+    num_micro_batches = share.size
+    micro_batches = np.full(num_micro_batches, 1.0 / num_micro_batches)
+    mean = np.zeros(num_micro_batches)
+    path = np.zeros(num_micro_batches)
+    path_sum = np.zeros(num_micro_batches)
     best, bound = np.inf, 1.0
     for step in range(1, _BALANCE_STEPS + 1):
-        makespan = _critical_path(rows, num_stages, forward_fraction, path)
+        makespan = _critical_path(micro_batches, num_stages, forward_fraction, path)
         if makespan < best:
             best = makespan
-            share[:] = rows
+            share[:] = micro_batches
         path_sum += path
-        mean += rows
+        mean += micro_batches
         if step % 50 == 0:
             bound = max(bound, path_sum.min() / step - _ROUNDING)
             if one_f_one_b_ms(mean / step, num_stages, forward_fraction) < best:
                 best = one_f_one_b_ms(mean / step, num_stages, forward_fraction)
                 share[:] = mean / step
-        rows = np.exp(-_BALANCE_RATE / num_stages * (path_sum + path - path_sum.min()))
-        rows /= rows.sum()
+        micro_batches = np.exp(-_BALANCE_RATE / num_stages * (path_sum + path - path_sum.min()))
+        micro_batches /= micro_batches.sum()
     return bound
 
 
 @compiled
 def _critical_path(
-    row_ms: FloatArray, num_stages: int, forward_fraction: float, path: FloatArray
+    micro_batch_ms: FloatArray, num_stages: int, forward_fraction: float, path: FloatArray
 ) -> float:
-    """Makespan of 1F1B; `path[j]` becomes how often (in units of T) row j lies on its longest path.
+    """Makespan of 1F1B; `path[j]` becomes how often (in units of T) micro-batch j lies on its
+    longest path.
 
     The same recurrence as `one_f_one_b_ms`, which keeps no history, and then a walk back from the
     last backward pass of stage 0: `waited` tells whether an operation waited for its neighbour or
     for its own stage.
     """
-    num_rows = row_ms.size
-    forward_end = np.zeros((num_stages + 1, num_rows))
-    backward_end = np.zeros((num_stages + 1, num_rows))
-    forward_waited = np.zeros((num_stages, num_rows), dtype=np.bool_)
-    backward_waited = np.zeros((num_stages, num_rows), dtype=np.bool_)
+    num_micro_batches = micro_batch_ms.size
+    forward_end = np.zeros((num_stages + 1, num_micro_batches))
+    backward_end = np.zeros((num_stages + 1, num_micro_batches))
+    forward_waited = np.zeros((num_stages, num_micro_batches), dtype=np.bool_)
+    backward_waited = np.zeros((num_stages, num_micro_batches), dtype=np.bool_)
     stage_end = np.zeros(num_stages)
-    for wave in range(num_rows + num_stages - 1):
+    for wave in range(num_micro_batches + num_stages - 1):
         for stage in range(num_stages):
-            if wave < num_rows:
+            if wave < num_micro_batches:
                 arrival = forward_end[stage, wave]
                 forward_waited[stage, wave] = arrival > stage_end[stage]
-                stage_end[stage] = max(arrival, stage_end[stage]) + forward_fraction * row_ms[wave]
-                forward_end[stage + 1, wave] = stage_end[stage]
-            row = wave - (num_stages - 1 - stage)
-            if 0 <= row < num_rows:
-                arrival = backward_end[stage + 1, row]
-                backward_waited[stage, row] = arrival > stage_end[stage]
                 stage_end[stage] = (
-                    max(arrival, stage_end[stage]) + (1.0 - forward_fraction) * row_ms[row]
+                    max(arrival, stage_end[stage]) + forward_fraction * micro_batch_ms[wave]
                 )
-                backward_end[stage, row] = stage_end[stage]
+                forward_end[stage + 1, wave] = stage_end[stage]
+            micro_batch = wave - (num_stages - 1 - stage)
+            if 0 <= micro_batch < num_micro_batches:
+                arrival = backward_end[stage + 1, micro_batch]
+                backward_waited[stage, micro_batch] = arrival > stage_end[stage]
+                stage_end[stage] = (
+                    max(arrival, stage_end[stage])
+                    + (1.0 - forward_fraction) * micro_batch_ms[micro_batch]
+                )
+                backward_end[stage, micro_batch] = stage_end[stage]
     path[:] = 0.0
-    stage, row, is_backward = 0, num_rows - 1, True
-    while stage > 0 or row > 0 or is_backward:
+    stage, micro_batch, is_backward = 0, num_micro_batches - 1, True
+    while stage > 0 or micro_batch > 0 or is_backward:
         warm_up = num_stages - 1 - stage
         if is_backward:
-            path[row] += 1.0 - forward_fraction
-            if backward_waited[stage, row]:
+            path[micro_batch] += 1.0 - forward_fraction
+            if backward_waited[stage, micro_batch]:
                 stage += 1
-            elif row + warm_up < num_rows:
-                row, is_backward = row + warm_up, False
-            elif row > 0:
-                row -= 1
+            elif micro_batch + warm_up < num_micro_batches:
+                micro_batch, is_backward = micro_batch + warm_up, False
+            elif micro_batch > 0:
+                micro_batch -= 1
             else:
-                row, is_backward = num_rows - 1, False
+                micro_batch, is_backward = num_micro_batches - 1, False
         else:
-            path[row] += forward_fraction
-            if forward_waited[stage, row] or row == 0:
+            path[micro_batch] += forward_fraction
+            if forward_waited[stage, micro_batch] or micro_batch == 0:
                 stage -= 1
-            elif row > warm_up:
-                row, is_backward = row - 1 - warm_up, True
+            elif micro_batch > warm_up:
+                micro_batch, is_backward = micro_batch - 1 - warm_up, True
             else:
-                row -= 1
+                micro_batch -= 1
     path[0] += forward_fraction
     return float(stage_end[0])

@@ -35,13 +35,18 @@ HOTSPA_BOUNDARIES_TOKENS = (4096, 16384)
 
 
 def fixed_length(
-    scenario: Scenario, strategies: Sequence[Strategy] = (), *, tunes_rows: bool = False, name: str
+    scenario: Scenario,
+    strategies: Sequence[Strategy] = (),
+    *,
+    tunes_micro_batches: bool = False,
+    name: str,
 ) -> SystemResult:
-    """Megatron-LM: one homogeneous strategy, first-fit-decreasing rows of the context, dealt out in
-    turn.
+    """Megatron-LM: one homogeneous strategy, first-fit-decreasing micro-batches of the context,
+    dealt out in turn.
 
-    `strategies`: the choices, all that hold the context if none is given. `tunes_rows`: rows may
-    also be as long as memory allows, or half way there; Megatron-LM itself has one sequence length.
+    `strategies`: the choices, all that hold the context if none is given. `tunes_micro_batches`:
+    micro-batches may also be as long as memory allows, or half way there; Megatron-LM itself has
+    one sequence length.
     """
     results = []
     for strategy in strategies or scenario.statics():
@@ -52,22 +57,26 @@ def fixed_length(
                 f"{scenario.context_length}; give a strategy that holds it"
             )
         choices = {scenario.context_length}
-        if tunes_rows:
+        if tunes_micro_batches:
             choices |= {(scenario.context_length + longest) // 2, longest}
-        for row_tokens in sorted(choices):
+        for micro_batch_tokens in sorted(choices):
             outcomes = [
-                scenario.run_rows(
-                    strategy, lengths, pack_fixed_length(lengths, row_tokens, len(strategy.schemes))
+                scenario.run_micro_batches(
+                    strategy,
+                    lengths,
+                    pack_fixed_length(lengths, micro_batch_tokens, len(strategy.schemes)),
                 )
                 for lengths in scenario.lengths
             ]
-            results.append(summarize(name, f"{strategy}, rows of {row_tokens}", outcomes))
+            results.append(
+                summarize(name, f"{strategy}, micro-batches of {micro_batch_tokens}", outcomes)
+            )
     return best_of(name, results)
 
 
 def balanced(scenario: Scenario, *, name: str) -> SystemResult:
-    """One homogeneous strategy, Karmarkar-Karp over replicas and rows, by tokens or by time, what
-    is better.
+    """One homogeneous strategy, Karmarkar-Karp over replicas and micro-batches, by tokens or by
+    time, what is better.
     """
     results = []
     for strategy in scenario.statics():
@@ -81,8 +90,8 @@ def balanced(scenario: Scenario, *, name: str) -> SystemResult:
             outcomes = []
             for lengths in scenario.lengths:
                 weight = weigh(lengths.astype(np.float64))
-                rows = pack_balanced(lengths, weight, longest, len(strategy.schemes))
-                outcomes.append(scenario.run_rows(strategy, lengths, rows))
+                micro_batches = pack_balanced(lengths, weight, longest, len(strategy.schemes))
+                outcomes.append(scenario.run_micro_batches(strategy, lengths, micro_batches))
             results.append(summarize(name, f"{strategy}, by {kind}", outcomes))
     return best_of(name, results)
 
@@ -91,10 +100,10 @@ def hotspa(scenario: Scenario, *, name: str) -> SystemResult:
     """Several homogeneous strategies after another in every iteration, each for its interval of
     lengths.
 
-    Tuned over the boundaries of App. F and, for each interval, over the schemes that hold it; rows
-    are as long as memory allows, at most the context. A switch costs the parameters of the new
-    strategy and the gradients of the old one: bytes only, where the paper measured nearly 2 s for
-    7B.
+    Tuned over the boundaries of App. F and, for each interval, over the schemes that hold it;
+    micro-batches are as long as memory allows, at most the context. A switch costs the parameters
+    of the new strategy and the gradients of the old one: bytes only, where the paper measured
+    nearly 2 s for 7B.
     """
     bounds = [b for b in HOTSPA_BOUNDARIES_TOKENS if b < scenario.context_length]
     phases: dict[tuple[int, int], SystemResult] = {}
@@ -119,8 +128,8 @@ def _hotspa_phase(scenario: Scenario, above: int, up_to: int) -> SystemResult:
         longest = min(scenario.context_length, scenario.max_len_tokens(strategy.schemes[0]))
         outcomes = []
         for lengths in parts:
-            rows = pack_fixed_length(lengths, longest, len(strategy.schemes))
-            found = scenario.run_rows(strategy, lengths, rows, overlap=False)
+            micro_batches = pack_fixed_length(lengths, longest, len(strategy.schemes))
+            found = scenario.run_micro_batches(strategy, lengths, micro_batches, overlap=False)
             outcomes.append(found if lengths.size else NO_WORK)
         choices.append(summarize("", str(strategy), outcomes))
     return best_of("", choices)

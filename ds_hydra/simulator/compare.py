@@ -457,7 +457,7 @@ def _run(name: str, scenario: Scenario, workload: Workload) -> SystemResult | No
     if name in NEED_STATIC and not scenario.statics():
         return None
     if name in ("megatron", "megatron_rows"):
-        return fixed_length(scenario, tunes_rows=name == "megatron_rows", name=name)
+        return fixed_length(scenario, tunes_micro_batches=name == "megatron_rows", name=name)
     if name in ("deepspeed", "deepspeed_ac"):
         return deepspeed_ulysses(scenario, is_checkpointed=name == "deepspeed_ac", name=name)
     if name == "hotspa":

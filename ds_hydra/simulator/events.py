@@ -34,12 +34,12 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineWork:
-    """What one pipeline has to do: `forward_ms[stage, row]`, `backward_ms[stage, row]`, rows in
-    1F1B order.
+    """What one pipeline has to do: `forward_ms[stage, micro_batch]`, `backward_ms[stage,
+    micro_batch]`, micro-batches in 1F1B order.
 
-    `hop_ms[row]` is the time of one activation or gradient between neighbouring stages;
-    `tp_ms[row]` the part of one forward, and of one backward, that is TP collectives (contained in
-    them). Nothing begins before `begin_ms`, counted from the start of the pull.
+    `hop_ms[micro_batch]` is the time of one activation or gradient between neighbouring stages;
+    `tp_ms[micro_batch]` the part of one forward, and of one backward, that is TP collectives
+    (contained in them). Nothing begins before `begin_ms`, counted from the start of the pull.
     """
 
     scheme: Scheme
@@ -51,7 +51,7 @@ class PipelineWork:
     begin_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        shape = (self.scheme.pp, self.num_rows)
+        shape = (self.scheme.pp, self.num_micro_batches)
         if (
             self.forward_ms.shape != shape
             or self.backward_ms.shape != shape
@@ -59,20 +59,20 @@ class PipelineWork:
         ):
             raise HydraConfigError(
                 f"pipeline {self.scheme}: forward times have shape {self.forward_ms.shape}, backward times "
-                f"{self.backward_ms.shape}, TP times {self.tp_ms.shape}; expected [stages, rows] = {shape} twice, "
-                f"and [rows]"
+                f"{self.backward_ms.shape}, TP times {self.tp_ms.shape}; expected [stages, micro-batches] = {shape} "
+                "twice, and [micro-batches]"
             )
 
     @property
-    def num_rows(self) -> int:
+    def num_micro_batches(self) -> int:
         """Micro-batches."""
         return int(self.hop_ms.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineRun:
-    """When every pass of one pipeline starts and ends: arrays [stage, row]; pushes of the stages
-    [stage].
+    """When every pass of one pipeline starts and ends: arrays [stage, micro-batch]; pushes of the
+    stages [stage].
     """
 
     work: PipelineWork
@@ -85,13 +85,13 @@ class PipelineRun:
 
     @property
     def end_ms(self) -> float:
-        """End of the last backward; 0.0 without rows."""
-        return float(self.backward_end.max()) if self.work.num_rows else 0.0
+        """End of the last backward; 0.0 without micro-batches."""
+        return float(self.backward_end.max()) if self.work.num_micro_batches else 0.0
 
     @property
     def passes_ms(self) -> float:
-        """From the first time that a pass may begin to `end_ms`; 0.0 without rows."""
-        return self.end_ms - self.work.begin_ms if self.work.num_rows else 0.0
+        """From the first time that a pass may begin to `end_ms`; 0.0 without micro-batches."""
+        return self.end_ms - self.work.begin_ms if self.work.num_micro_batches else 0.0
 
     @property
     def busy_ms(self) -> float:
@@ -112,19 +112,19 @@ def run_passes(
     backward_start: FloatArray,
     backward_end: FloatArray,
 ) -> None:
-    """Fills the starts and ends, [stage, row], of non-interleaved 1F1B.
+    """Fills the starts and ends, [stage, micro-batch], of non-interleaved 1F1B.
 
     In wave k stage s runs F(k) and then B(k - (PP-1-s)), from `begin_ms` on. `num_buckets` 0: the
     pull ends before anything starts; else the first forward of a stage of that many layers takes
     them as they arrive.
     """
-    num_stages, num_rows = forward_ms.shape
+    num_stages, num_micro_batches = forward_ms.shape
     free = np.full(
         num_stages, max(begin_ms, pull_ms if num_buckets == 0 else pull_ms / num_buckets)
     )
-    for wave in range(num_rows + num_stages - 1):
+    for wave in range(num_micro_batches + num_stages - 1):
         for stage in range(num_stages):
-            if wave < num_rows:
+            if wave < num_micro_batches:
                 start = free[stage]
                 if stage > 0:
                     start = max(start, forward_end[stage - 1, wave] + hop_ms[wave])
@@ -134,14 +134,14 @@ def run_passes(
                 forward_start[stage, wave] = start
                 forward_end[stage, wave] = end
                 free[stage] = end
-            row = wave - (num_stages - 1 - stage)
-            if 0 <= row < num_rows:
+            micro_batch = wave - (num_stages - 1 - stage)
+            if 0 <= micro_batch < num_micro_batches:
                 start = free[stage]
                 if stage < num_stages - 1:
-                    start = max(start, backward_end[stage + 1, row] + hop_ms[row])
-                backward_start[stage, row] = start
-                backward_end[stage, row] = start + backward_ms[stage, row]
-                free[stage] = backward_end[stage, row]
+                    start = max(start, backward_end[stage + 1, micro_batch] + hop_ms[micro_batch])
+                backward_start[stage, micro_batch] = start
+                backward_end[stage, micro_batch] = start + backward_ms[stage, micro_batch]
+                free[stage] = backward_end[stage, micro_batch]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,7 +163,7 @@ class Simulation:
     @cached_property
     def push_end_ms(self) -> float:
         """When every gradient has arrived."""
-        ends = [float(run.push_end.max()) for run in self.runs if run.work.num_rows]
+        ends = [float(run.push_end.max()) for run in self.runs if run.work.num_micro_batches]
         return max(ends, default=self.links.pull_ms + self.links.push_ms)
 
     @property
@@ -173,7 +173,7 @@ class Simulation:
 
     @cached_property
     def pipeline_ms(self) -> tuple[float, ...]:
-        """Time of each pipeline with every parameter in place; 0.0 for one without rows."""
+        """Time of each pipeline with every parameter in place; 0.0 without micro-batches."""
         if self.links.pull_ms == 0.0:
             return tuple(run.passes_ms for run in self.runs)
         return tuple(_run(run.work, NO_LINKS, 0).passes_ms for run in self.runs)
@@ -203,8 +203,8 @@ class Simulation:
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
-        """Ranks that run no forward: in no pipeline, or in one without rows."""
-        busy = {rank for run in self.runs if run.work.num_rows for rank in run.work.ranks}
+        """Ranks that run no forward: in no pipeline, or in one without micro-batches."""
+        busy = {rank for run in self.runs if run.work.num_micro_batches for rank in run.work.ranks}
         return tuple(rank for rank in range(self.num_devices) if rank not in busy)
 
     def timeline(self) -> Timeline:
@@ -228,7 +228,7 @@ class Simulation:
                 Track(
                     scheme=run.work.scheme,
                     ranks=run.work.ranks,
-                    num_micro_batches=run.work.num_rows,
+                    num_micro_batches=run.work.num_micro_batches,
                 )
                 for run in self.runs
             ),
@@ -255,10 +255,16 @@ def _pass_events(number: int, run: PipelineRun) -> list[Event]:
     events = []
     last = run.work.scheme.pp - 1
     for stage in range(last + 1):
-        for row in range(run.work.num_rows):
-            hop, tp_ms = float(run.work.hop_ms[row]), float(run.work.tp_ms[row])
-            forward = (float(run.forward_start[stage, row]), float(run.forward_end[stage, row]))
-            backward = (float(run.backward_start[stage, row]), float(run.backward_end[stage, row]))
+        for micro_batch in range(run.work.num_micro_batches):
+            hop, tp_ms = float(run.work.hop_ms[micro_batch]), float(run.work.tp_ms[micro_batch])
+            forward = (
+                float(run.forward_start[stage, micro_batch]),
+                float(run.forward_end[stage, micro_batch]),
+            )
+            backward = (
+                float(run.backward_start[stage, micro_batch]),
+                float(run.backward_end[stage, micro_batch]),
+            )
             spans = [(EventKind.FORWARD, *forward, tp_ms), (EventKind.BACKWARD, *backward, tp_ms)]
             if hop > 0 and stage < last:
                 spans.append((EventKind.P2P, forward[1], forward[1] + hop, 0.0))
@@ -266,7 +272,7 @@ def _pass_events(number: int, run: PipelineRun) -> list[Event]:
                 spans.append((EventKind.P2P, backward[1], backward[1] + hop, 0.0))
             events += [
                 Event(
-                    pipeline=number, stage=stage, kind=kind, micro_batch=row, start_ms=start, end_ms=end,
+                    pipeline=number, stage=stage, kind=kind, micro_batch=micro_batch, start_ms=start, end_ms=end,
                     tp_ms=min(tp, end - start),
                 )
                 for kind, start, end, tp in spans
@@ -323,7 +329,7 @@ def _run(work: PipelineWork, links: LinkTimes, num_buckets: int) -> PipelineRun:
         np.full(shape[0], links.pull_ms),
         np.full(shape[0], links.pull_ms + links.push_ms),
     )
-    if num_buckets and work.num_rows:
+    if num_buckets and work.num_micro_batches:
         first_gradient = times[2][:, -1] + work.backward_ms[:, -1] / num_buckets
         push_start[:] = first_gradient
         push_end[:] = np.maximum(
@@ -368,13 +374,17 @@ def plan_work(
     cluster: Cluster | None,
     forward_fraction: float = FORWARD_FRACTION,
 ) -> list[PipelineWork]:
-    """The work of every pipeline of `plan`: all stages of a pipeline take T of the row."""
+    """The work of every pipeline of `plan`: all stages of a pipeline take T of the micro-batch."""
     works = []
     for pipeline in plan.pipelines:
         scheme, latency = pipeline.scheme, profile.get_latency(pipeline.scheme)
-        rows = [plan.row_lengths(row) for row in pipeline.micro_batches]
-        row_ms = np.array([latency.row_ms(row) for row in rows])
-        tokens = [sum(row) for row in rows]
+        micro_batches = [
+            plan.micro_batch_lengths(micro_batch) for micro_batch in pipeline.micro_batches
+        ]
+        micro_batch_ms = np.array(
+            [latency.micro_batch_ms(micro_batch) for micro_batch in micro_batches]
+        )
+        tokens = [sum(micro_batch) for micro_batch in micro_batches]
         is_linked = cluster is not None and scheme.pp > 1
         hop_ms = [cluster.hop_ms(scheme, n) if cluster and is_linked else 0.0 for n in tokens]
         tp_ms = [cluster.tp_ms(scheme, n) if cluster else 0.0 for n in tokens]
@@ -382,8 +392,8 @@ def plan_work(
             PipelineWork(
                 scheme=scheme,
                 ranks=pipeline.ranks,
-                forward_ms=np.tile(row_ms * forward_fraction, (scheme.pp, 1)),
-                backward_ms=np.tile(row_ms * (1 - forward_fraction), (scheme.pp, 1)),
+                forward_ms=np.tile(micro_batch_ms * forward_fraction, (scheme.pp, 1)),
+                backward_ms=np.tile(micro_batch_ms * (1 - forward_fraction), (scheme.pp, 1)),
                 hop_ms=np.array(hop_ms, dtype=np.float64),
                 tp_ms=np.array(tp_ms, dtype=np.float64),
             )

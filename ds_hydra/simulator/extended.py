@@ -41,7 +41,7 @@ def extended_scenario(scenario: Scenario) -> Scenario:
 
 
 def extended_schemes(scenario: Scenario) -> tuple[Scheme, ...]:
-    """<TP,PP> and <SP,TP,1> that fit the devices and hold a row of one token at least."""
+    """<TP,PP> and <SP,TP,1> that fit the devices and hold a micro-batch of one token at least."""
     return tuple(
         scheme
         for scheme in scenario.profile.latency
@@ -57,8 +57,9 @@ def with_sequence_parallelism(
     """`profile` with an estimate for every <SP,TP,1> on up to `num_devices` ranks, SP a power of
     two.
 
-    Where <SP x TP,1> was profiled, by `estimate_latency`. Where it was not, a row's exchanges count
-    as in `ulysses.py`, by the links of `cluster`; without one such schemes are left out.
+    Where <SP x TP,1> was profiled, by `estimate_latency`. Where it was not, a micro-batch's
+    exchanges count as in `ulysses.py`, by the links of `cluster`; without one such schemes are left
+    out.
     """
     heads = profile.document["model"].get("num_attention_heads", num_devices)
     wanted, exchanged = [], []
@@ -83,8 +84,8 @@ def with_sequence_parallelism(
 
 
 def _with_exchanges(latency: LatencyModel, scheme: Scheme, cluster: Cluster) -> LatencyModel:
-    """T with the exchanges of SP: of S / SP tokens and H / TP of a row every rank sends all but its
-    own share.
+    """T with the exchanges of SP: of S / SP tokens and H / TP of a micro-batch every rank sends all
+    but its own share.
     """
     hardware, shape = cluster.hardware, cluster.shape
     is_inside = scheme.ranks_per_stage <= hardware.devices_per_node

@@ -1,7 +1,8 @@
-"""How others place sequences: first-fit-decreasing rows dealt out evenly, and Karmarkar-Karp
-balance.
+"""How others place sequences: first-fit-decreasing micro-batches dealt out evenly, and
+Karmarkar-Karp balance.
 
-Lengths are given in descending order; results are arrays of row or group numbers in that order.
+Lengths are given in descending order; results are arrays of micro-batch or group numbers in that
+order.
 """
 
 from __future__ import annotations
@@ -13,24 +14,27 @@ from ds_hydra.strategy.compiled import compiled
 
 
 @compiled
-def first_fit_decreasing(lengths: IntArray, row_tokens: int, rows: IntArray) -> int:
-    """Writes the row of each sequence, the first with room for it; returns how many rows there are.
+def first_fit_decreasing(
+    lengths: IntArray, micro_batch_tokens: int, micro_batches: IntArray
+) -> int:
+    """Writes the micro-batch of each sequence, the first with room for it; returns how many
+    micro-batches there are.
 
-    `lengths` descend and none is above `row_tokens`. Example: 6, 5, 4, 3 into rows of 9: rows 0, 1,
-    1, 0.
+    `lengths` descend and none is above `micro_batch_tokens`. Example: 6, 5, 4, 3 into micro-batches
+    of 9: micro-batches 0, 1, 1, 0.
     """
     free = np.empty(lengths.size, dtype=np.int64)
-    num_rows = 0
+    num_micro_batches = 0
     for i in range(lengths.size):
-        row = 0
-        while row < num_rows and free[row] < lengths[i]:
-            row += 1
-        if row == num_rows:
-            free[row] = row_tokens
-            num_rows += 1
-        free[row] -= lengths[i]
-        rows[i] = row
-    return num_rows
+        micro_batch = 0
+        while micro_batch < num_micro_batches and free[micro_batch] < lengths[i]:
+            micro_batch += 1
+        if micro_batch == num_micro_batches:
+            free[micro_batch] = micro_batch_tokens
+            num_micro_batches += 1
+        free[micro_batch] -= lengths[i]
+        micro_batches[i] = micro_batch
+    return num_micro_batches
 
 
 @compiled
@@ -79,55 +83,67 @@ def karmarkar_karp(weights: FloatArray, num_groups: int, groups: IntArray) -> No
             item = following[item]
 
 
-Rows = list[IntArray]
-"""Packed rows of one pipeline, each an array of positions in the descending lengths."""
+MicroBatches = list[IntArray]
+"""Packed micro-batches of one pipeline, each an array of positions in the descending lengths."""
 
 
-def pack_fixed_length(lengths: IntArray, row_tokens: int, num_pipelines: int) -> list[Rows]:
-    """First-fit-decreasing rows of at most `row_tokens`, dealt to the pipelines in turn
-    (Megatron-LM).
+def pack_fixed_length(
+    lengths: IntArray, micro_batch_tokens: int, num_pipelines: int
+) -> list[MicroBatches]:
+    """First-fit-decreasing micro-batches of at most `micro_batch_tokens`, dealt to the pipelines in
+    turn (Megatron-LM).
     """
-    row_of = np.zeros(lengths.size, dtype=np.int64)
-    rows = _members(row_of, first_fit_decreasing(lengths, row_tokens, row_of))
-    return [rows[pipeline::num_pipelines] for pipeline in range(num_pipelines)]
+    micro_batch_of = np.zeros(lengths.size, dtype=np.int64)
+    micro_batches = _members(
+        micro_batch_of, first_fit_decreasing(lengths, micro_batch_tokens, micro_batch_of)
+    )
+    return [micro_batches[pipeline::num_pipelines] for pipeline in range(num_pipelines)]
 
 
 def pack_balanced(
-    lengths: IntArray, weights: FloatArray, row_tokens: int, num_pipelines: int
-) -> list[Rows]:
-    """Karmarkar-Karp by `weights` over the pipelines, and again in each into the fewest rows that
-    it can.
+    lengths: IntArray, weights: FloatArray, micro_batch_tokens: int, num_pipelines: int
+) -> list[MicroBatches]:
+    """Karmarkar-Karp by `weights` over the pipelines, and again in each into the fewest
+    micro-batches that it can.
 
-    A pipeline whose balanced rows do not fit `row_tokens` gets one row more, until first-fit
-    decreasing needs no more.
+    A pipeline whose balanced micro-batches do not fit `micro_batch_tokens` gets one micro-batch
+    more, until first-fit decreasing needs no more.
     """
     group = np.zeros(lengths.size, dtype=np.int64)
     if lengths.size:
         karmarkar_karp(weights, num_pipelines, group)
     return [
-        _balanced_rows(np.flatnonzero(group == pipeline), lengths, weights, row_tokens)
+        _balanced_micro_batches(
+            np.flatnonzero(group == pipeline), lengths, weights, micro_batch_tokens
+        )
         for pipeline in range(num_pipelines)
     ]
 
 
-def _balanced_rows(
-    members: IntArray, lengths: IntArray, weights: FloatArray, row_tokens: int
-) -> Rows:
-    row_of = np.zeros(members.size, dtype=np.int64)
-    most = first_fit_decreasing(lengths[members], row_tokens, row_of)
-    fewest = -(-int(lengths[members].sum()) // row_tokens)
-    balanced = np.zeros_like(row_of)
-    for num_rows in range(max(1, fewest), most + 1):
+def _balanced_micro_batches(
+    members: IntArray, lengths: IntArray, weights: FloatArray, micro_batch_tokens: int
+) -> MicroBatches:
+    micro_batch_of = np.zeros(members.size, dtype=np.int64)
+    most = first_fit_decreasing(lengths[members], micro_batch_tokens, micro_batch_of)
+    fewest = -(-int(lengths[members].sum()) // micro_batch_tokens)
+    balanced = np.zeros_like(micro_batch_of)
+    for num_micro_batches in range(max(1, fewest), most + 1):
         if members.size == 0:
             break
-        karmarkar_karp(weights[members], num_rows, balanced)
-        if np.bincount(balanced, weights=lengths[members]).max() <= row_tokens:
-            return [members[row] for row in _members(balanced, num_rows) if row.size]
-    return [members[row] for row in _members(row_of, most)]
+        karmarkar_karp(weights[members], num_micro_batches, balanced)
+        if np.bincount(balanced, weights=lengths[members]).max() <= micro_batch_tokens:
+            return [
+                members[micro_batch]
+                for micro_batch in _members(balanced, num_micro_batches)
+                if micro_batch.size
+            ]
+    return [members[micro_batch] for micro_batch in _members(micro_batch_of, most)]
 
 
-def _members(row_of: IntArray, num_rows: int) -> Rows:
-    order = np.argsort(row_of, kind="stable")
+def _members(micro_batch_of: IntArray, num_micro_batches: int) -> MicroBatches:
+    order = np.argsort(micro_batch_of, kind="stable")
     return (
-        np.split(order, np.searchsorted(row_of[order], np.arange(1, num_rows))) if num_rows else []
+        np.split(order, np.searchsorted(micro_batch_of[order], np.arange(1, num_micro_batches)))
+        if num_micro_batches
+        else []
     )

@@ -1,7 +1,7 @@
 """What the systems of a comparison have in common, and what each of them is measured by.
 
-All systems see the same mini-batches, the same T, memory model, links and overlap. Rows have varlen
-attention everywhere.
+All systems see the same mini-batches, the same T, memory model, links and overlap. Micro-batches
+have varlen attention everywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.simulator.events import PipelineWork, Simulation, simulate_iteration, simulate_plan
-from ds_hydra.simulator.fixed_length import Rows
+from ds_hydra.simulator.fixed_length import MicroBatches
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import NO_LINKS
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
@@ -111,23 +111,25 @@ class Scenario:
             forward_fraction=self.forward_fraction,
         )
 
-    def run_rows(
+    def run_micro_batches(
         self,
         strategy: Strategy,
         lengths: IntArray,
-        rows: Sequence[Rows],
+        micro_batches: Sequence[MicroBatches],
         *,
         overlap: bool | None = None,
     ) -> Outcome:
-        """A homogeneous strategy whose pipelines run `rows`, states sharded over its replicas."""
+        """A homogeneous strategy whose pipelines run `micro_batches`, states sharded over its
+        replicas.
+        """
         scheme = strategy.schemes[0]
         links = (
             self.cluster.link_times(strategy, is_fully_sharded=False) if self.cluster else NO_LINKS
         )
         simulation = simulate_iteration(
             [
-                self._work(scheme, ranks, lengths, pipeline_rows)
-                for ranks, pipeline_rows in zip(strategy.place(), rows)
+                self._work(scheme, ranks, lengths, pipeline_micro_batches)
+                for ranks, pipeline_micro_batches in zip(strategy.place(), micro_batches)
             ],
             num_devices=self.num_devices,
             links=links,
@@ -137,24 +139,27 @@ class Scenario:
         return outcome_of(simulation)
 
     def _work(
-        self, scheme: Scheme, ranks: tuple[int, ...], lengths: IntArray, rows: Rows
+        self, scheme: Scheme, ranks: tuple[int, ...], lengths: IntArray, micro_batches: MicroBatches
     ) -> PipelineWork:
         latency = self.profile.get_latency(scheme)
-        row_ms = np.array([packed_row_ms(latency, lengths[row]) for row in rows], dtype=np.float64)
+        micro_batch_ms = np.array(
+            [packed_micro_batch_ms(latency, lengths[micro_batch]) for micro_batch in micro_batches],
+            dtype=np.float64,
+        )
         is_linked = self.cluster is not None and scheme.pp > 1
         hops = [
-            self.cluster.hop_ms(scheme, int(lengths[row].sum()))
+            self.cluster.hop_ms(scheme, int(lengths[micro_batch].sum()))
             if self.cluster and is_linked
             else 0.0
-            for row in rows
+            for micro_batch in micro_batches
         ]
         return PipelineWork(
             scheme=scheme,
             ranks=ranks,
-            forward_ms=np.tile(row_ms * self.forward_fraction, (scheme.pp, 1)),
-            backward_ms=np.tile(row_ms * (1 - self.forward_fraction), (scheme.pp, 1)),
+            forward_ms=np.tile(micro_batch_ms * self.forward_fraction, (scheme.pp, 1)),
+            backward_ms=np.tile(micro_batch_ms * (1 - self.forward_fraction), (scheme.pp, 1)),
             hop_ms=np.array(hops, dtype=np.float64),
-            tp_ms=np.zeros(len(rows)),
+            tp_ms=np.zeros(len(micro_batches)),
         )
 
 
@@ -171,8 +176,8 @@ def outcome_of(simulation: Simulation) -> Outcome:
     )
 
 
-def packed_row_ms(latency: LatencyModel, lengths: IntArray) -> float:
-    """T of a packed row of `lengths`, one at least."""
+def packed_micro_batch_ms(latency: LatencyModel, lengths: IntArray) -> float:
+    """T of a packed micro-batch of `lengths`, one at least."""
     tokens = lengths.astype(np.float64)
     return float(
         ((latency.quadratic_ms * tokens + latency.linear_ms) * tokens).sum() + latency.constant_ms
@@ -212,10 +217,11 @@ class Bound:
     """What no strategy of some schemes and no placement can beat.
 
     `perfect_balance_ms`: propagation where every sequence runs on the scheme that uses least device
-    time for it, all devices are always busy, and a row's constant is spread over a full row; or
-    `longest_alone_ms`, if that is longer. `longest_alone_ms`: the longest sequence alone in a row,
-    through all stages of the fastest pipeline that holds it. `imbalance`: of perfect balance, that
-    pipeline against the others, which share the rest evenly; 0.0 where it is not the slowest.
+    time for it, all devices are always busy, and a micro-batch's constant is spread over a full
+    micro-batch; or `longest_alone_ms`, if that is longer. `longest_alone_ms`: the longest sequence
+    alone in a micro-batch, through all stages of the fastest pipeline that holds it. `imbalance`:
+    of perfect balance, that pipeline against the others, which share the rest evenly; 0.0 where it
+    is not the slowest.
     """
 
     perfect_balance_ms: float
@@ -234,7 +240,7 @@ def bound_of(scenario: Scenario, batch: GlobalBatch, schemes: Collection[Scheme]
         work = (t.quadratic_ms * lengths + t.linear_ms) * lengths
         shared = scheme.num_devices * (work + t.constant_ms * lengths / max_len)
         least = np.minimum(least, np.where(lengths <= max_len, shared, np.inf))
-        time_ms = scheme.pp * t.row_ms([longest])
+        time_ms = scheme.pp * t.micro_batch_ms([longest])
         if longest <= max_len and time_ms < alone_ms:
             alone_ms, alone_devices = time_ms, scheme.num_devices
     alone_ms = 0.0 if np.isinf(alone_ms) else alone_ms

@@ -50,9 +50,9 @@ class Event:
 
     `pipeline` and `stage` are positions in `Timeline.pipelines` and in that pipeline; `pipeline` -1
     stands for the ranks in no pipeline, which take part in pull, push and step. `micro_batch` is
-    the packed row of forward, backward and P2P events, -1 for the others. `tp_ms` is the part of it
-    that is spent in TP collectives, 0.0 where that is not known. A pull or push may overlap
-    forwards and backwards.
+    the packed micro-batch of forward, backward and P2P events, -1 for the others. `tp_ms` is the
+    part of it that is spent in TP collectives, 0.0 where that is not known. A pull or push may
+    overlap forwards and backwards.
     """
 
     pipeline: int
@@ -72,7 +72,7 @@ class Event:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
     """One pipeline of a timeline: its scheme, its ranks as `Strategy.place` orders them, its number
-    of packed rows.
+    of packed micro-batches.
     """
 
     scheme: Scheme
@@ -118,9 +118,9 @@ class Timeline:
         )
 
     def follows(self, plan: IterationPlan) -> bool:
-        """Whether this can be what came of `plan`: the same pipelines with as many rows."""
-        rows = [(track.scheme, track.num_micro_batches) for track in self.pipelines]
-        return rows == [(p.scheme, len(p.micro_batches)) for p in plan.pipelines]
+        """Whether this can be what came of `plan`: the same pipelines and micro-batches."""
+        micro_batches = [(track.scheme, track.num_micro_batches) for track in self.pipelines]
+        return micro_batches == [(p.scheme, len(p.micro_batches)) for p in plan.pipelines]
 
     @property
     def propagation_ms(self) -> float:
@@ -173,7 +173,7 @@ class Timeline:
                 for track in self.pipelines
             ],
             "columns": list(_COLUMNS),
-            "events": [_event_row(event) for event in self.events],
+            "events": [_event_micro_batch(event) for event in self.events],
         }
 
     @classmethod
@@ -197,7 +197,7 @@ class Timeline:
                     for track in read_list(document, "pipelines")
                 ),
                 events=tuple(
-                    _events_from_rows(
+                    _events_from_micro_batches(
                         read_list(document, "columns"),
                         read_list(document, "events"),
                     )
@@ -214,7 +214,7 @@ class Timeline:
 _COLUMNS = ("pipeline", "stage", "kind", "micro_batch", "start_ms", "end_ms", "tp_ms")
 
 
-def _event_row(event: Event) -> list[Any]:
+def _event_micro_batch(event: Event) -> list[Any]:
     return [event.kind.value if name == "kind" else getattr(event, name) for name in _COLUMNS]
 
 
@@ -240,9 +240,11 @@ def _read_track(document: Mapping[str, Any]) -> Track:
     )
 
 
-def _events_from_rows(columns: Iterable[Any], rows: Iterable[Any]) -> Iterable[Event]:
-    for row in rows:
-        fields = {"micro_batch": -1, "tp_ms": 0.0, **dict(zip(columns, row, strict=True))}
+def _events_from_micro_batches(
+    columns: Iterable[Any], micro_batches: Iterable[Any]
+) -> Iterable[Event]:
+    for micro_batch in micro_batches:
+        fields = {"micro_batch": -1, "tp_ms": 0.0, **dict(zip(columns, micro_batch, strict=True))}
         yield Event(
             pipeline=read_count(fields, "pipeline", least=-1),
             stage=read_count(fields, "stage"),

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from ds_hydra.sampler.schedule import IntArray
-from ds_hydra.simulator.fixed_length import Rows, pack_fixed_length
+from ds_hydra.simulator.fixed_length import MicroBatches, pack_fixed_length
 from ds_hydra.simulator.scenario import (
     Outcome,
     Scenario,
     SystemResult,
     best_of,
-    packed_row_ms,
+    packed_micro_batch_ms,
     summarize,
 )
 from ds_hydra.strategy.profiles.profile import LatencyModel
@@ -31,13 +31,13 @@ def deepspeed_ulysses(
     """ZeRO-3 with groups of ranks that share sequences (Ulysses), tuned over the size of the
     groups.
 
-    Rows are first-fit-decreasing rows of the context, dealt to the groups in turn. T of one rank is
-    PP times that of a profiled <1,PP>, divided by the group's size without its constant; attention
-    exchanges heads four times per layer and direction. All ranks gather every layer for every
-    micro-batch, forward and backward, and reduce its gradients: a micro-batch takes the longer of
-    its computation and this traffic, which assumes perfect prefetching, and as long as in the
-    slowest group, because gathers are collective. None where the profile has no <1,PP> or no size
-    of the groups holds the context.
+    Micro-batches are first-fit-decreasing micro-batches of the context, dealt to the groups in
+    turn. T of one rank is PP times that of a profiled <1,PP>, divided by the group's size without
+    its constant; attention exchanges heads four times per layer and direction. All ranks gather
+    every layer for every micro-batch, forward and backward, and reduce its gradients: a micro-batch
+    takes the longer of its computation and this traffic, which assumes perfect prefetching, and as
+    long as in the slowest group, because gathers are collective. None where the profile has no
+    <1,PP> or no size of the groups holds the context.
     """
     single = _single_rank_latency(scenario)
     if single is None:
@@ -52,9 +52,9 @@ def deepspeed_ulysses(
         num_groups = scenario.num_devices // size
         outcomes = []
         for lengths in scenario.lengths:
-            rows = pack_fixed_length(lengths, scenario.context_length, num_groups)
+            micro_batches = pack_fixed_length(lengths, scenario.context_length, num_groups)
             outcomes.append(
-                _ulysses_outcome(scenario, single, size, lengths, rows, is_checkpointed)
+                _ulysses_outcome(scenario, single, size, lengths, micro_batches, is_checkpointed)
             )
         results.append(
             summarize(name, f"DP{num_groups} SP{size}{' AC' if is_checkpointed else ''}", outcomes)
@@ -63,7 +63,7 @@ def deepspeed_ulysses(
 
 
 def _single_rank_latency(scenario: Scenario) -> LatencyModel | None:
-    """T of the whole model on one rank: the cheapest PP times T of <1,PP> for a row of the
+    """T of the whole model on one rank: the cheapest PP times T of <1,PP> for a micro-batch of the
     context.
     """
     found = []
@@ -76,12 +76,12 @@ def _single_rank_latency(scenario: Scenario) -> LatencyModel | None:
                     constant_ms=scheme.pp * latency.constant_ms,
                 )
             )
-    return min(found, key=lambda t: t.row_ms([scenario.context_length]), default=None)
+    return min(found, key=lambda t: t.micro_batch_ms([scenario.context_length]), default=None)
 
 
 def _ulysses_max_len(scenario: Scenario, size: int, is_checkpointed: bool) -> int:
-    """Tokens of a row on `size` ranks: fully sharded states, two gathered layers and the embedding
-    beside them.
+    """Tokens of a micro-batch on `size` ranks: fully sharded states, two gathered layers and the
+    embedding beside them.
     """
     memory = scenario.profile.memory
     hidden = memory.hidden_size
@@ -105,15 +105,15 @@ def _ulysses_outcome(
     single: LatencyModel,
     size: int,
     lengths: IntArray,
-    rows: Sequence[Rows],
+    micro_batches: Sequence[MicroBatches],
     is_checkpointed: bool,
 ) -> Outcome:
-    num_steps = max(len(group) for group in rows)
-    times = np.zeros((len(rows), num_steps))
-    for group, group_rows in enumerate(rows):
-        for step, row in enumerate(group_rows):
-            times[group, step] = _ulysses_row_ms(
-                scenario, single, size, lengths[row], is_checkpointed
+    num_steps = max(len(group) for group in micro_batches)
+    times = np.zeros((len(micro_batches), num_steps))
+    for group, group_micro_batches in enumerate(micro_batches):
+        for step, micro_batch in enumerate(group_micro_batches):
+            times[group, step] = _ulysses_micro_batch_ms(
+                scenario, single, size, lengths[micro_batch], is_checkpointed
             )
     traffic = _zero3_traffic_ms(scenario)
     steps = times.max(axis=0)
@@ -125,14 +125,16 @@ def _ulysses_outcome(
         propagation_ms=propagation,
         iteration_ms=total + (scenario.cluster.step_ms if scenario.cluster else 0.0),
         imbalance=float(used.max() / used.min() - 1) if used.size else 0.0,
-        bubble=1 - float(busy.sum()) / (propagation * len(rows)) if propagation else 0.0,
+        bubble=1 - float(busy.sum()) / (propagation * len(micro_batches)) if propagation else 0.0,
     )
 
 
-def _ulysses_row_ms(
+def _ulysses_micro_batch_ms(
     scenario: Scenario, single: LatencyModel, size: int, lengths: IntArray, is_checkpointed: bool
 ) -> float:
-    compute = (packed_row_ms(single, lengths) - single.constant_ms) / size + single.constant_ms
+    compute = (
+        packed_micro_batch_ms(single, lengths) - single.constant_ms
+    ) / size + single.constant_ms
     compute *= 1 + (RECOMPUTE if is_checkpointed else 0.0)
     cluster = scenario.cluster
     if size == 1 or cluster is None:

@@ -497,8 +497,8 @@ class HydraTrainer(transformers.Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Loss over all label tokens and perplexity, on packed rows; transformers' own loop where
-        logits are wanted.
+        """Loss over all label tokens and perplexity, on packed micro-batches; transformers' own
+        loop where logits are wanted.
         """
         self._check_used(_say_nothing)
         with hydra_engine_class(self.hydra_config):  # evaluation before training starts an engine

@@ -69,7 +69,7 @@ class ConfigReport:
     has said.
 
     `schemes` has a row for each scheme: MaxLen, bytes of the states, bytes with a full row of
-    `row_tokens`.
+    `micro_batch_tokens`.
     """
 
     num_devices: int = 0
@@ -298,7 +298,7 @@ class _Budget:
             if is_silent and not hydra.tp_sequence_parallel:
                 report.assumed.append(
                     f"profile {name} does not say whether norms and residual stream were cut under TP, as in the "
-                    "published ones; without hydra.tp_sequence_parallel rows need more memory than it says"
+                    "published ones; without hydra.tp_sequence_parallel micro-batches need more memory than it says"
                 )
             if self._request.device is not None:
                 report.warnings.append(
@@ -356,8 +356,8 @@ class _Budget:
         lengths = hydra.profiling.lengths or default_lengths(hydra.context_length)
         self._report.profiled.append(
             f"hydra.profile is null: {len(runnable)} schemes are measured at the start of every run "
-            f"({', '.join(map(str, runnable))}), rows of {', '.join(map(str, lengths))} tokens as far as they fit, "
-            f"{hydra.profiling.repeats} times each; `ds-hydra profile` does it once"
+            f"({', '.join(map(str, runnable))}), micro-batches of {', '.join(map(str, lengths))} tokens as far as they "
+            f"fit, {hydra.profiling.repeats} times each; `ds-hydra profile` does it once"
         )
 
     def _describe_memory(self, profile: Profile, given: Sequence[Strategy]) -> None:
@@ -376,15 +376,19 @@ class _Budget:
         fitting = [s for s in profile.latency if s.num_devices <= number and self._can_run(s)]
         for scheme in sorted(fitting, key=lambda s: (s.num_devices, s)):
             longest = max(0, profile.max_len_tokens(scheme, number))
-            row = min(longest, context)
+            micro_batch = min(longest, context)
             report.schemes.append(
                 {
                     "scheme": str(scheme),
                     "max_len_tokens": longest,
                     "states_bytes": round(memory.rank_bytes(scheme, number, 0)),
-                    "row_tokens": row,
-                    "total_bytes": round(memory.rank_bytes(scheme, number, row)),
-                    "row_ms": round(profile.latency[scheme].row_ms([row]), 1) if row else None,
+                    "micro_batch_tokens": micro_batch,
+                    "total_bytes": round(memory.rank_bytes(scheme, number, micro_batch)),
+                    "micro_batch_ms": round(
+                        profile.latency[scheme].micro_batch_ms([micro_batch]), 1
+                    )
+                    if micro_batch
+                    else None,
                 }
             )
         if given and self._hydra.planner.space != "measured":
@@ -487,9 +491,9 @@ def estimate_profile(
     """A profile that nobody has measured: roofline of `hardware`, states counted from the dtypes in
     use.
 
-    Activations are 36 + 1.5 TP bytes for each token, layer and hidden unit of 1/TP of a row, which
-    is within 2% of the published A800 profiles. Recomputed layers keep their input, 2 TP (2 with
-    `hydra.tp_sequence_parallel`), and one of L layers is whole at a time.
+    Activations are 36 + 1.5 TP bytes for each token, layer and hidden unit of 1/TP of a
+    micro-batch, which is within 2% of the published A800 profiles. Recomputed layers keep their
+    input, 2 TP (2 with `hydra.tp_sequence_parallel`), and one of L layers is whole at a time.
     """
     config: PretrainedConfig = stage_model.config
     schemes = [s for s in power_of_two_schemes(num_devices) if _check_quietly(stage_model, s)]

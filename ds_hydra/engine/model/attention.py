@@ -1,9 +1,9 @@
-"""Attention over a packed row: each token attends inside its own sequence, at the cost of its own
-sequence.
+"""Attention over a packed micro-batch: each token attends inside its own sequence, at the cost of
+its own sequence.
 
 Registered with transformers' AttentionInterface as `hydra_varlen`; no mask function is registered
-under that name, so transformers builds no mask. Legend: B = 1 packed row, H query heads, K
-key-value heads (after TP slicing), T tokens of the row, D head dimension.
+under that name, so transformers builds no mask. Legend: B = 1 packed micro-batch, H query heads, K
+key-value heads (after TP slicing), T tokens of the micro-batch, D head dimension.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.engine.parallel.ulysses import Piece, gather_row, scatter_row
+from ds_hydra.engine.parallel.ulysses import Piece, gather_micro_batch, scatter_micro_batch
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.errors import UnsupportedModelError
 
@@ -26,26 +26,30 @@ ATTENTION_NAME = "hydra_varlen"
 
 
 @dataclass(frozen=True, slots=True)
-class PackedRow:
-    """Where the sequences of a packed row are; passed through the model's own keyword arguments."""
+class PackedMicroBatch:
+    """Where the sequences of a packed micro-batch are; passed through the model's own keyword
+    arguments.
+    """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
-    """[num_sequences + 1] int32 on the compute device: begin of every sequence, then the row's
-    length.
+    """[num_sequences + 1] int32 on the compute device: begin of every sequence, then the
+    micro-batch's length.
     """
     position_ids: Tensor
     """[1, T] on the compute device: positions that restart at 0 in every sequence; of this rank's
     piece.
     """
     piece: Piece | None = None
-    """What this rank holds of the row where it is cut or padded; lengths are of the padded row."""
+    """What this rank holds of the micro-batch where it is cut or padded; lengths are of the padded
+    micro-batch.
+    """
 
     @classmethod
     def build(
         cls, lengths: Sequence[int], device: torch.device, piece: Piece | None = None
-    ) -> PackedRow:
-        """The row that concatenates sequences of `lengths` tokens, or a piece of it."""
+    ) -> PackedMicroBatch:
+        """The micro-batch that concatenates sequences of `lengths` tokens, or a piece of it."""
         positions = torch.cat([torch.arange(length) for length in lengths])
         if piece is not None:
             padding = piece.num_padding(len(positions))
@@ -61,11 +65,11 @@ class PackedRow:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the row, or of this rank's piece, padding included."""
+        """Tokens of the micro-batch, or of this rank's piece, padding included."""
         return self.position_ids.shape[1]
 
 
-@torch.compiler.disable  # the lengths of a row are not shapes: each row would compile anew
+@torch.compiler.disable  # the lengths of a micro-batch are not shapes: each micro-batch would compile anew
 def hydra_varlen(
     module: nn.Module,
     query_BHTD: Tensor,
@@ -75,13 +79,13 @@ def hydra_varlen(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed_row: PackedRow | None = None,
+    packed_micro_batch: PackedMicroBatch | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_ignored: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of `packed_row`; returns ([1, T, H, D], None).
+    """Causal attention inside each sequence of `packed_micro_batch`; returns ([1, T, H, D], None).
 
     Under sequence parallelism T are the tokens of this rank's piece, and the call is collective
     over the SP group.
@@ -97,37 +101,39 @@ def hydra_varlen(
             f"{type(module).__name__}: attention dropout {dropout} is not supported; set attention_dropout to 0 "
             "in the model's config"
         )
-    if packed_row is None:
+    if packed_micro_batch is None:
         raise UnsupportedModelError(
             f"{type(module).__name__}: the layers around it drop keyword arguments, so it never learns which tokens "
             "belong to one sequence"
         )
     if attention_mask is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__}: the model hands it a mask of its own, and attention over a packed row knows "
-            "causal, windowed and capped attention alone"
+            f"{type(module).__name__}: the model hands it a mask of its own, and attention over a packed micro-batch "
+            "knows causal, windowed and capped attention alone"
         )
-    piece = packed_row.piece
+    piece = packed_micro_batch.piece
     is_cut = piece is not None and piece.size > 1
     if is_cut:
-        query_BHTD, key_BKTD, value_BKTD = gather_row(query_BHTD, key_BKTD, value_BKTD, piece)
+        query_BHTD, key_BKTD, value_BKTD = gather_micro_batch(
+            query_BHTD, key_BKTD, value_BKTD, piece
+        )
     out_BTHD = _attend(
-        query_BHTD, key_BKTD, value_BKTD, packed_row, scaling, sliding_window, softcap
+        query_BHTD, key_BKTD, value_BKTD, packed_micro_batch, scaling, sliding_window, softcap
     )
-    return (scatter_row(out_BTHD, piece) if is_cut else out_BTHD), None
+    return (scatter_micro_batch(out_BTHD, piece) if is_cut else out_BTHD), None
 
 
 def _attend(
     query_BHTD: Tensor,
     key_BKTD: Tensor,
     value_BKTD: Tensor,
-    packed_row: PackedRow,
+    packed_micro_batch: PackedMicroBatch,
     scaling: float | None,
     sliding_window: int | None,
     softcap: float | None,
 ) -> Tensor:
     """[1, T, H, D] of whole sequences, by the best kernel there is."""
-    longest = max(packed_row.lengths)
+    longest = max(packed_micro_batch.lengths)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
     if query_BHTD.is_cuda and query_BHTD.dtype in (torch.float16, torch.bfloat16):
@@ -137,7 +143,7 @@ def _attend(
                 query_BHTD[0].transpose(0, 1),
                 key_BKTD[0].transpose(0, 1),
                 value_BKTD[0].transpose(0, 1),
-                packed_row.cu_seqlens,
+                packed_micro_batch.cu_seqlens,
                 longest,
                 scale,
                 window,
@@ -145,7 +151,7 @@ def _attend(
             )
             return out_THD.unsqueeze(0)
     out_BHTD = attention_per_sequence(
-        query_BHTD, key_BKTD, value_BKTD, packed_row.lengths, scale, window, softcap
+        query_BHTD, key_BKTD, value_BKTD, packed_micro_batch.lengths, scale, window, softcap
     )
     return out_BHTD.transpose(1, 2)
 
@@ -161,10 +167,10 @@ def attention_per_sequence(
 ) -> Tensor:
     """One attention call per sequence: the cost is the sum over sequences, whatever the backend.
 
-    `lengths` of the row's sequences add up to T; returns [1, H, T, D].
+    `lengths` of the micro-batch's sequences add up to T; returns [1, H, T, D].
     """
-    # split's backward is one concatenation; slicing each sequence would zero-fill a whole row per
-    # sequence.
+    # split's backward is one concatenation; slicing each sequence would zero-fill a whole
+    # micro-batch per sequence.
     sequences = zip(
         query_BHTD.split(lengths, dim=2),
         key_BKTD.split(lengths, dim=2),

@@ -2,7 +2,7 @@
 refused by name.
 
 Hooks and patched forwards are the user's code. A copy would run it on slices of weights and packed
-rows, or it would keep the trained model, whose parameters are partitioned.
+micro-batches, or it would keep the trained model, whose parameters are partitioned.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _check_hooks(name: str, hooks: Collection[Any]) -> None:
         if origin.split(".")[0] not in _LIBRARIES or origin == _NOISE:
             raise UnsupportedModelError(
                 f"{name} has a hook, {_name_of(function)} of {origin}: layers run as copies on slices of weights and "
-                "packed rows, where it would see other tensors or none; remove it (handle.remove())"
+                "packed micro-batches, where it would see other tensors or none; remove it (handle.remove())"
             )
 
 

@@ -1,5 +1,6 @@
-"""Whether a family keeps the sequences of a packed row apart, tried on a tiny model of its class
-when the engine starts: two sequences in a row against each alone, values and gradients.
+"""Whether a family keeps the sequences of a packed micro-batch apart, tried on a tiny model of its
+class when the engine starts: two sequences in a micro-batch against each alone, values and
+gradients.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.engine.model.adapters import unwrap_adapters
-from ds_hydra.engine.model.attention import PackedRow
+from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.stage_model import StageModel, check_model
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme
@@ -38,7 +39,8 @@ _verdicts: dict[tuple[type, str], str] = {}
 
 
 def check_packing(model: nn.Module) -> None:
-    """Raise UnsupportedModelError where a row of two sequences is not what each of them is alone.
+    """Raise UnsupportedModelError where a micro-batch of two sequences is not what each of them is
+    alone.
 
     Deterministic, so equal on all ranks; takes tenths of a second, on the CPU. A model whose class
     cannot be built small is let through.
@@ -48,15 +50,18 @@ def check_packing(model: nn.Module) -> None:
     try:
         config = small_config(model.config)
     except Exception as error:  # a configuration may check what is set
-        logger.info("packed rows were not tried on a tiny %s: %s", type(model).__name__, error)
+        logger.info(
+            "packed micro-batches were not tried on a tiny %s: %s", type(model).__name__, error
+        )
         return
     key = (type(model), config.to_json_string())
     if key not in _verdicts:
         _verdicts[key] = _find_problem(type(model), config)
     if _verdicts[key]:
         raise UnsupportedModelError(
-            f"{type(model).__name__} (model type {config.model_type!r}) does not keep the sequences of a packed row "
-            f"apart: {_verdicts[key]}; use a model whose attention goes through transformers' AttentionInterface"
+            f"{type(model).__name__} (model type {config.model_type!r}) does not keep the sequences of a packed "
+            f"micro-batch apart: {_verdicts[key]}; use a model whose attention goes through "
+            f"transformers' AttentionInterface"
         )
 
 
@@ -111,7 +116,9 @@ def _find_problem(kind: type[nn.Module], config: Any) -> str:
             sequences = [_Sequence.draw(length, generator) for length in _LENGTHS]
             alone = _gradients(model, [_run_alone(model, sequence) for sequence in sequences])
         except Exception as error:  # a family's own code, at sizes that it was not written for
-            logger.info("packed rows were not tried on a tiny %s: %s", kind.__name__, error)
+            logger.info(
+                "packed micro-batches were not tried on a tiny %s: %s", kind.__name__, error
+            )
             return ""
         try:
             together = _gradients(model, _run_together(stage_model, sequences))
@@ -158,9 +165,9 @@ def _run_alone(model: nn.Module, sequence: _Sequence) -> Tensor:
 
 def _run_together(stage_model: StageModel, sequences: Sequence[_Sequence]) -> list[Tensor]:
     stage_model.bind(Scheme(1, 1), 0, dict(enumerate(stage_model.params)))
-    row = PackedRow.build(_LENGTHS, torch.device("cpu"))
+    micro_batch = PackedMicroBatch.build(_LENGTHS, torch.device("cpu"))
     input_ids = torch.cat([sequence.input_ids for sequence in sequences], dim=1)
-    logits = stage_model.forward_stage(row, input_ids=input_ids, hidden=None, is_last=True)
+    logits = stage_model.forward_stage(micro_batch, input_ids=input_ids, hidden=None, is_last=True)
     return [logits[0] * torch.cat([sequence.weights for sequence in sequences])]
 
 

@@ -1,9 +1,9 @@
 """Rotary embeddings whose frequencies follow the length of a sequence (`dynamic`, `longrope`): each
-sequence of a packed row has its own.
+sequence of a packed micro-batch has its own.
 
 transformers takes the longest position in sight and, for `dynamic`, remembers it. Here a sequence
 gets what the model gives it alone, wherever it lies and whatever ran before, so that a piece of a
-row is as good as the row.
+micro-batch is as good as the micro-batch.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ds_hydra.engine.model.attention import PackedRow
+from ds_hydra.engine.model.attention import PackedMicroBatch
 
 
-class RowInSight:
-    """The row whose forward runs now."""
+class MicroBatchInSight:
+    """The micro-batch whose forward runs now."""
 
-    row: PackedRow | None = None
+    micro_batch: PackedMicroBatch | None = None
 
 
-def follow_each_sequence(model: nn.Module, sight: RowInSight) -> None:
+def follow_each_sequence(model: nn.Module, sight: MicroBatchInSight) -> None:
     """Let the rotary embeddings of `model` whose frequencies follow from lengths serve packed
-    rows.
+    micro-batches.
     """
     for module in model.modules():
         if _types_by_length(module):
@@ -43,32 +43,34 @@ def _types_by_length(module: nn.Module) -> list[str]:
 def _forward(
     module: nn.Module,
     plain: Callable[..., Any],
-    sight: RowInSight,
+    sight: MicroBatchInSight,
     x: Tensor,
     position_ids: Tensor,
     layer_type: str | None = None,
 ) -> Any:
-    """What `plain` gives each sequence of the row alone; `position_ids` say no more than the row
-    does.
+    """What `plain` gives each sequence of the micro-batch alone; `position_ids` say no more than
+    the micro-batch does.
     """
-    assert sight.row is not None, "rotary embeddings of packed rows are made by the base model"
-    row = sight.row
+    assert sight.micro_batch is not None, (
+        "rotary embeddings of packed micro-batches are made by the base model"
+    )
+    micro_batch = sight.micro_batch
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
     original = _original_length(module, layer_type)
     tables: dict[int, Any] = {}
-    for length in sorted(set(row.lengths), reverse=True):
+    for length in sorted(set(micro_batch.lengths), reverse=True):
         if (key := max(length, original)) not in tables:  # one table for all that are no longer
             _forget_lengths(module, layer_type)
             positions = torch.arange(length, device=x.device).unsqueeze(0)
             tables[key] = plain(x, positions, **kwargs)
     parts = [
         tree_map(lambda table, end=length: table[:, :end], tables[max(length, original)])
-        for length in row.lengths
+        for length in micro_batch.lengths
     ]
     whole = tree_map(lambda *of_sequences: torch.cat(of_sequences, dim=1), *parts)
-    if row.piece is None:
+    if micro_batch.piece is None:
         return whole
-    size, rank = row.piece.size, row.piece.rank
+    size, rank = micro_batch.piece.size, micro_batch.piece.rank
     return tree_map(lambda table: table.chunk(size, dim=1)[rank], whole)
 
 

@@ -27,10 +27,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_hydra.engine.model import attention
 from ds_hydra.engine.model.adapters import SUMMED, is_lora, split_style, unwrap_adapters
-from ds_hydra.engine.model.attention import PackedRow
+from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.compilation import compile_each
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
-from ds_hydra.engine.model.rotary import RowInSight, follow_each_sequence
+from ds_hydra.engine.model.rotary import MicroBatchInSight, follow_each_sequence
 from ds_hydra.engine.parallel.tensor_parallel import (
     TensorParallel,
     hook_block,
@@ -106,7 +106,7 @@ class StageModel:
         attention.register()
         self.params: list[nn.Parameter] = list(model.parameters())
         self.tp = TensorParallel(
-            cuts_rows=tp_sequence_parallel, simulated_tp_size=simulated_tp_size
+            cuts_micro_batches=tp_sequence_parallel, simulated_tp_size=simulated_tp_size
         )
         memo = {
             id(p): nn.Parameter(
@@ -122,7 +122,7 @@ class StageModel:
         self._base = self._model.base_model
         self._base.config._attn_implementation = attention.ATTENTION_NAME
         self._model.train()
-        self._sight = RowInSight()
+        self._sight = MicroBatchInSight()
         follow_each_sequence(self._model, self._sight)
         if activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -388,19 +388,29 @@ class StageModel:
         self.tp.enter(None, 1, 0)
 
     def forward_stage(
-        self, row: PackedRow, *, input_ids: Tensor | None, hidden: Tensor | None, is_last: bool
+        self,
+        micro_batch: PackedMicroBatch,
+        *,
+        input_ids: Tensor | None,
+        hidden: Tensor | None,
+        is_last: bool,
     ) -> Tensor:
         """The model's own forward over the bound stage: hidden states, or this rank's logits on the
         last.
 
         `input_ids` [1, T] on the first stage, else `hidden` [1, T, H] from the stage before; where
-        TP cuts rows hidden states are this rank's shard [1, T / TP, H].
+        TP cuts micro-batches hidden states are this rank's shard [1, T / TP, H].
         """
         inputs = {"input_ids": input_ids} if hidden is None else {"inputs_embeds": hidden}
         model = self._model if is_last else self._base
-        self._sight.row = row
-        output = model(**inputs, position_ids=row.position_ids, use_cache=False, packed_row=row)
-        self._sight.row = None
+        self._sight.micro_batch = micro_batch
+        output = model(
+            **inputs,
+            position_ids=micro_batch.position_ids,
+            use_cache=False,
+            packed_micro_batch=micro_batch,
+        )
+        self._sight.micro_batch = None
         self.tp.forget_input()
         return output.logits if is_last else output.last_hidden_state
 
@@ -429,7 +439,11 @@ class StageModel:
                     continue
                 style, name = styles.get(binding.module, ("replicated", ""))
                 slicing[binding.param] = _slicing_of(
-                    style, name, binding.attribute, self.config, cuts_rows=self.tp.cuts_rows
+                    style,
+                    name,
+                    binding.attribute,
+                    self.config,
+                    cuts_micro_batches=self.tp.cuts_micro_batches,
                 )
         names = {id(p): n for n, p in model.named_parameters()}
         specs = []
@@ -468,7 +482,9 @@ class StageModel:
         hook_colwise(head, self.tp)
 
     def _hook_blocks(self, head: nn.Module) -> str:
-        """Gather rows before attention, MLPs and head; why the model has no such blocks, or ""."""
+        """Gather micro-batches before attention, MLPs and head; why the model has no such blocks,
+        or "".
+        """
         styles = {module: style for module, (style, _) in self._module_styles()}
         try:
             blocks = [block for layer in self._layers for block in find_blocks(layer, styles)]
@@ -519,11 +535,13 @@ class StageModel:
         self._show_layers(range(0), with_norm=False)
         calls: list[None] = []
         counting = self._pass_through.register_forward_hook(lambda *_: calls.append(None))
-        row = PackedRow.build([3, 2], torch.device("cpu"))
+        micro_batch = PackedMicroBatch.build([3, 2], torch.device("cpu"))
         hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
         try:
             with torch.no_grad():
-                output = self.forward_stage(row, input_ids=None, hidden=hidden, is_last=False)
+                output = self.forward_stage(
+                    micro_batch, input_ids=None, hidden=hidden, is_last=False
+                )
             problem = ""
             if not torch.equal(output, hidden):
                 problem = "it changes embeddings outside its embedding module"
@@ -594,11 +612,12 @@ def _unit(name: str, modules: Sequence[nn.Module], index_of: dict[int, int]) -> 
 
 
 def _slicing_of(
-    style: str, name: str, attribute: str, config: Any, *, cuts_rows: bool
+    style: str, name: str, attribute: str, config: Any, *, cuts_micro_batches: bool
 ) -> tuple[Slicing, int]:
     """Slicing rule and number of indivisible blocks of one parameter.
 
-    Where TP `cuts_rows`, parameters that the tp plan does not mention see a shard of the tokens.
+    Where TP `cuts_micro_batches`, parameters that the tp plan does not mention see a shard of the
+    tokens.
     """
     if style == "colwise":
         if name in KEY_VALUE_PROJECTIONS:
@@ -610,7 +629,7 @@ def _slicing_of(
         return Slicing.FIRST_RANK, 0
     if style in ("replicated_with_grad_allreduce", SUMMED):
         return Slicing.REPLICATED_PARTIAL_GRAD, 0
-    return (Slicing.REPLICATED_PARTIAL_GRAD if cuts_rows else Slicing.REPLICATED), 0
+    return (Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED), 0
 
 
 def _num_kv_heads(config: Any) -> int:

@@ -1,4 +1,5 @@
-"""One-forward-one-backward over the packed rows of one pipeline, rows of unequal length allowed.
+"""One-forward-one-backward over the packed micro-batches of one pipeline, micro-batches of unequal
+length allowed.
 
 The order of forwards and backwards is a pure function; the runner adds the sends and receives that
 it implies.
@@ -128,24 +129,26 @@ stage.
 def run_1f1b(
     info: StageInfo,
     io: StageIO,
-    row_tokens: Sequence[int],
+    micro_batch_tokens: Sequence[int],
     forward: StageForward,
     recorder: Recorder,
     before_last_backward: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
-    """Forward and backward of every row through this stage; returns the detached losses (last stage
-    only).
+    """Forward and backward of every micro-batch through this stage; returns the detached losses
+    (last stage only).
 
-    `row_tokens[j]` is the length of row j, so receivers know every shape from the plan. `recorder`
-    gets the span of each pass, without waits for other stages. `before_last_backward` is called
-    before the backward pass that completes the gradients. Collective over the pipeline: all its
-    ranks call it with the same rows.
+    `micro_batch_tokens[j]` is the length of micro-batch j, so receivers know every shape from the
+    plan. `recorder` gets the span of each pass, without waits for other stages.
+    `before_last_backward` is called before the backward pass that completes the gradients.
+    Collective over the pipeline: all its ranks call it with the same micro-batches.
     """
     losses: list[Tensor] = []
     saved: dict[int, tuple[Tensor | None, Tensor]] = {}
-    for pass_, index in one_forward_one_backward(info.num_stages, info.stage, len(row_tokens)):
+    for pass_, index in one_forward_one_backward(
+        info.num_stages, info.stage, len(micro_batch_tokens)
+    ):
         if pass_ is Pass.FORWARD:
-            received = _receive_activation(info, io, row_tokens[index], requires_grad=True)
+            received = _receive_activation(info, io, micro_batch_tokens[index], requires_grad=True)
             with recorder.span(EventKind.FORWARD, index):
                 output = forward(index, received)
             saved[index] = (received, output)
@@ -156,7 +159,7 @@ def run_1f1b(
         else:
             received, output = saved.pop(index)
             grad = None if info.is_last else io.receive_gradient(torch.empty_like(output))
-            if index == len(row_tokens) - 1:
+            if index == len(micro_batch_tokens) - 1:
                 before_last_backward()
             if output.requires_grad:  # false where everything up to here is frozen
                 with recorder.span(EventKind.BACKWARD, index):
@@ -170,12 +173,12 @@ def run_1f1b(
 
 
 def run_forward_only(
-    info: StageInfo, io: StageIO, row_tokens: Sequence[int], forward: StageForward
+    info: StageInfo, io: StageIO, micro_batch_tokens: Sequence[int], forward: StageForward
 ) -> list[Tensor]:
-    """Forward of every row without gradients; returns the losses (last stage only)."""
+    """Forward of every micro-batch without gradients; returns the losses (last stage only)."""
     losses: list[Tensor] = []
     with torch.no_grad():
-        for index, num_tokens in enumerate(row_tokens):
+        for index, num_tokens in enumerate(micro_batch_tokens):
             output = forward(index, _receive_activation(info, io, num_tokens, requires_grad=False))
             if info.is_last:
                 losses.append(output)

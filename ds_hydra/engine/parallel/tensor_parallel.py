@@ -1,8 +1,8 @@
 """Tensor parallel collectives around a Hugging Face model's own modules, from its tp plan.
 
 Hooks read the current group from a `TensorParallel` value when they run, so one set of hooks serves
-every TP degree that strategies choose. Legend: T tokens of the packed row, H hidden, V vocabulary
-rows of this rank.
+every TP degree that strategies choose. Legend: T tokens of the packed micro-batch, H hidden, V
+vocabulary rows of this rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ds_hydra.engine.parallel.tp_sequence_parallel import (
     TokenShards,
     gather_input,
     input_name,
-    linear_of_row,
+    linear_of_micro_batch,
     scatter_sum,
 )
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
@@ -29,21 +29,22 @@ from ds_hydra.sampler.data.examples import IGNORED_LABEL
 class TensorParallel:
     """The TP group in which this rank runs its stage now; size 1 switches every hook off.
 
-    `cuts_rows`: whether ranks of a group have shards of a row between sliced layers ([Note: Shards
-    of a row]). `simulated_tp_size`: TP degree for which a rank without a group stands when slices
-    are measured: it cuts rows as one of so many, and exchanges nothing.
+    `cuts_micro_batches`: whether ranks of a group have shards of a micro-batch between sliced
+    layers ([Note: Shards of a micro-batch]). `simulated_tp_size`: TP degree for which a rank
+    without a group stands when slices are measured: it cuts micro-batches as one of so many, and
+    exchanges nothing.
     """
 
-    def __init__(self, *, cuts_rows: bool = False, simulated_tp_size: int = 1) -> None:
-        self.cuts_rows = cuts_rows
+    def __init__(self, *, cuts_micro_batches: bool = False, simulated_tp_size: int = 1) -> None:
+        self.cuts_micro_batches = cuts_micro_batches
         self._simulated_tp_size = simulated_tp_size
         self.group: dist.ProcessGroup | None = None
         self.size = 1
         self.rank = 0
         self.shards: TokenShards | None = None
-        """Set where rows are cut now."""
+        """Set where micro-batches are cut now."""
         self.block: BlockInput | None = None
-        """What the block that is running reads, where rows are cut."""
+        """What the block that is running reads, where micro-batches are cut."""
         self._shared_input: Tensor | None = None
         self._shared_copy: Tensor | None = None
 
@@ -62,18 +63,20 @@ class TensorParallel:
         """Whether outputs of rowwise layers are parts of a sum, or to be cut."""
         return self.size > 1 or self.shards is not None
 
-    def row_multiple(self, size: int) -> int:
-        """Number of tokens of which rows are padded to a multiple under TP `size`."""
+    def micro_batch_multiple(self, size: int) -> int:
+        """Number of tokens of which micro-batches are padded to a multiple under TP `size`."""
         shards = self._shards(None, size)
         return 1 if shards is None else shards.size
 
     def _shards(self, group: dist.ProcessGroup | None, size: int) -> TokenShards | None:
-        if not self.cuts_rows or max(size, self._simulated_tp_size) == 1:
+        if not self.cuts_micro_batches or max(size, self._simulated_tp_size) == 1:
             return None
         return TokenShards(group, size) if size > 1 else LoneShard(None, self._simulated_tp_size)
 
     def shard_tokens(self, num_tokens: int) -> int:
-        """Tokens of a row of `num_tokens` (padded) that this rank has between sliced layers."""
+        """Tokens of a micro-batch of `num_tokens` (padded) that this rank has between sliced
+        layers.
+        """
         return num_tokens if self.shards is None else num_tokens // self.shards.size
 
     @torch.compiler.disable
@@ -142,9 +145,10 @@ def hook_colwise(module: nn.Module, tp: TensorParallel) -> None:
 
 
 def hook_block(block: nn.Module, tp: TensorParallel) -> None:
-    """Attention, MLP or head: where rows are cut, gathers them for the columnwise layers inside.
+    """Attention, MLP or head: where micro-batches are cut, gathers them for the columnwise layers
+    inside.
 
-    These keep their shard of a row for backward, in place of the row.
+    These keep their shard of a micro-batch for backward, in place of the micro-batch.
     """
     name = input_name(block)
 
@@ -153,7 +157,9 @@ def hook_block(block: nn.Module, tp: TensorParallel) -> None:
             return None
         tp.block = gather_input(args[0] if args else kwargs[name], tp.shards)
         return (
-            ((tp.block.row, *args[1:]), kwargs) if args else (args, {**kwargs, name: tp.block.row})
+            ((tp.block.micro_batch, *args[1:]), kwargs)
+            if args
+            else (args, {**kwargs, name: tp.block.micro_batch})
         )
 
     def after(_module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
@@ -171,9 +177,9 @@ def _keep_shard_only(linear: nn.Linear, tp: TensorParallel) -> None:
 
     @functools.wraps(plain)
     def forward(hidden: Tensor) -> Tensor:
-        if tp.block is None or tp.shards is None or hidden is not tp.block.row:
+        if tp.block is None or tp.shards is None or hidden is not tp.block.micro_batch:
             return plain(hidden)
-        return linear_of_row(linear, tp.block, tp.shards)
+        return linear_of_micro_batch(linear, tp.block, tp.shards)
 
     linear.forward = forward  # type: ignore[method-assign]
 
@@ -222,7 +228,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     """`scale` times the sum of cross entropies; logits may be split over the group by vocabulary.
 
     The gradient is computed in forward, chunk by chunk, and takes the place of the logits where
-    nothing else needs them: of the row's largest tensor there is one copy instead of three.
+    nothing else needs them: of the micro-batch's largest tensor there is one copy instead of three.
     """
 
     @staticmethod
@@ -235,7 +241,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         scale: float,
         reuses_logits: bool,
     ) -> Tensor:
-        chunks = _row_chunks(logits_TV)
+        chunks = _micro_batch_chunks(logits_TV)
         counts_T = targets_T != IGNORED_LABEL
         local_T = targets_T - first_column
         inside_T = counts_T & (local_T >= 0) & (local_T < logits_TV.shape[-1])
@@ -287,7 +293,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return grad_TV, None, None, None, None, None
 
 
-def _row_chunks(logits_TV: Tensor) -> list[slice]:
+def _micro_batch_chunks(logits_TV: Tensor) -> list[slice]:
     """Consecutive rows, as many at a time as are worked on together."""
     num_rows, num_columns = logits_TV.shape
     elements = _CHUNK_ELEMENTS.get(logits_TV.device.type, _LARGE_CHUNK_ELEMENTS)
@@ -308,7 +314,7 @@ _PRODUCTS = {
     "AddmmBackward0",
     "BmmBackward0",
     "LinearBackward0",
-    "_LinearOfRowBackward",
+    "_LinearOfMicroBatchBackward",
 }
 """Autograd nodes of a matrix product; its backward does not read its output."""
 

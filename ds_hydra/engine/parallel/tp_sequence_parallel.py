@@ -1,21 +1,23 @@
-"""Sequence parallelism inside a TP group: between sliced layers each rank has a shard of the row's
-tokens.
+"""Sequence parallelism inside a TP group: between sliced layers each rank has a shard of the
+micro-batch's tokens.
 
-[Note: Shards of a row]
+[Note: Shards of a micro-batch]
 Under `hydra.tp_sequence_parallel` residual stream and norms are not repeated on every rank of a TP
-group: a rank has T / TP tokens of a row, of a piece of it under SP (Korthikanti et al. 2022,
-"Reducing Activation Recomputation in Large Transformer Models", Sec. 4.2.2). Before a block
+group: a rank has T / TP tokens of a micro-batch, of a piece of it under SP (Korthikanti et al.
+2022, "Reducing Activation Recomputation in Large Transformer Models", Sec. 4.2.2). Before a block
 (attention, MLP, head) shards are all-gathered, after it partial outputs are reduce-scattered, where
-TP alone reduces whole rows; in backward the other way round. Parameters outside blocks see the
-tokens of a shard alone, so their gradient is a partial sum on every rank of the group: all of them
-push it, and owners add them up (`Slicing.REPLICATED_PARTIAL_GRAD`). The bias of a row-wise layer is
-added by the first rank to its partial output, and sees the gradient of all tokens. Rows are padded
-to a multiple of TP as in [Note: Pieces of a row]; stages hand on shards.
+TP alone reduces whole micro-batches; in backward the other way round. Parameters outside blocks see
+the tokens of a shard alone, so their gradient is a partial sum on every rank of the group: all of
+them push it, and owners add them up (`Slicing.REPLICATED_PARTIAL_GRAD`). The bias of a row-wise
+layer is added by the first rank to its partial output, and sees the gradient of all tokens.
+Micro-batches are padded to a multiple of TP as in [Note: Pieces of a micro-batch]; stages hand on
+shards.
 
-The gathered row lives in forward alone. Linears that read it keep the shard, and gather once more
-in backward where they have weights to train.
+The gathered micro-batch lives in forward alone. Linears that read it keep the shard, and gather
+once more in backward where they have weights to train.
 
-Legend: B = 1 row, T its tokens, t = T / TP those of a shard, H hidden size, O output features.
+Legend: B = 1 micro-batch, T its tokens, t = T / TP those of a shard, H hidden size, O output
+features.
 """
 
 from __future__ import annotations
@@ -48,14 +50,14 @@ class TokenShards:
 
     def gather(self, shard_BtH: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """[1, T, H] of all shards, valid once the returned function has been called."""
-        row = shard_BtH.new_empty(shard_BtH.shape[1] * self.size, shard_BtH.shape[2])
-        work = _all_gather(row, shard_BtH[0].contiguous(), group=self.group, async_op=True)
-        return row.unsqueeze(0), work.wait
+        micro_batch = shard_BtH.new_empty(shard_BtH.shape[1] * self.size, shard_BtH.shape[2])
+        work = _all_gather(micro_batch, shard_BtH[0].contiguous(), group=self.group, async_op=True)
+        return micro_batch.unsqueeze(0), work.wait
 
     def reduce_scatter(self, partial_BTH: Tensor) -> Tensor:
         """[1, t, H]: this rank's shard of the sum of all ranks' `partial_BTH`."""
         partial = partial_BTH[0].contiguous()
-        # Gloo would reduce whole rows, which takes more than twice as long
+        # Gloo would reduce whole micro-batches, which takes more than twice as long
         if partial.device.type == "cpu":
             parts = torch.empty_like(partial)
             dist.all_to_all_single(parts, partial, group=self.group)
@@ -81,25 +83,25 @@ class LoneShard(TokenShards):
 
 @dataclass(slots=True)
 class GatheredAgain:
-    """The row that the linears of one block share in backward; gathered by the first, dropped after
-    the last.
+    """The micro-batch that the linears of one block share in backward; gathered by the first,
+    dropped after the last.
     """
 
     num_waiting: int = 0
-    row: Tensor | None = None
+    micro_batch: Tensor | None = None
 
     def get(self, shard_BtH: Tensor, shards: TokenShards) -> tuple[Tensor, Callable[[], None]]:
-        """The row, valid once the returned function has been called."""
-        if self.row is not None:
-            return self.row, _nothing
-        self.row, wait = shards.gather(shard_BtH)
-        return self.row, wait
+        """The micro-batch, valid once the returned function has been called."""
+        if self.micro_batch is not None:
+            return self.micro_batch, _nothing
+        self.micro_batch, wait = shards.gather(shard_BtH)
+        return self.micro_batch, wait
 
     def let_go(self) -> None:
         """One of the linears has done its backward pass."""
         self.num_waiting -= 1
         if self.num_waiting <= 0:
-            self.row = None
+            self.micro_batch = None
 
 
 def _nothing() -> None:
@@ -110,7 +112,7 @@ def _nothing() -> None:
 class BlockInput:
     """What a running block reads."""
 
-    row: Tensor
+    micro_batch: Tensor
     """[1, T, H] of all shards."""
     shard: Tensor
     """[1, t, H] of this rank, detached."""
@@ -123,9 +125,9 @@ class _GatherShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, shards: TokenShards) -> Tensor:
         ctx.shards = shards
-        row, wait = shards.gather(shard)
+        micro_batch, wait = shards.gather(shard)
         wait()
-        return row
+        return micro_batch
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -142,18 +144,18 @@ class _ScatterSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        row, wait = ctx.shards.gather(grad)
+        micro_batch, wait = ctx.shards.gather(grad)
         wait()
-        return row, None
+        return micro_batch, None
 
 
-class _LinearOfRow(torch.autograd.Function):
-    """A linear layer of the gathered row that keeps its shard only."""
+class _LinearOfMicroBatch(torch.autograd.Function):
+    """A linear layer of the gathered micro-batch that keeps its shard only."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        row: Tensor,
+        micro_batch: Tensor,
         weight_OH: Tensor,
         bias_O: Tensor | None,
         block: BlockInput,
@@ -166,28 +168,28 @@ class _LinearOfRow(torch.autograd.Function):
         ctx.save_for_backward(
             block.shard if trains_weight else None, weight_OH if needs_grad else None
         )
-        return F.linear(row, weight_OH, bias_O)
+        return F.linear(micro_batch, weight_OH, bias_O)
 
     @staticmethod
     def backward(ctx: Any, grad_BTO: Tensor) -> tuple[Tensor | None, ...]:
         shard, weight_OH = ctx.saved_tensors
-        row, wait = (None, _nothing) if shard is None else ctx.again.get(shard, ctx.shards)
+        micro_batch, wait = (None, _nothing) if shard is None else ctx.again.get(shard, ctx.shards)
         grad_TO = grad_BTO[0]
-        grad_row = None if weight_OH is None else (grad_TO @ weight_OH).unsqueeze(0)
+        grad_micro_batch = None if weight_OH is None else (grad_TO @ weight_OH).unsqueeze(0)
         grad_bias = grad_TO.sum(dim=0) if ctx.needs_input_grad[2] else None
         grad_weight = None
-        if row is not None:
+        if micro_batch is not None:
             wait()
-            grad_weight = grad_TO.T @ row[0]
+            grad_weight = grad_TO.T @ micro_batch[0]
             ctx.again.let_go()
-        return grad_row, grad_weight, grad_bias, None, None
+        return grad_micro_batch, grad_weight, grad_bias, None, None
 
 
 @torch.compiler.disable
 def gather_input(shard_BtH: Tensor, shards: TokenShards) -> BlockInput:
-    """The whole row for a block that is about to run."""
-    row: Tensor = _GatherShards.apply(shard_BtH, shards)
-    return BlockInput(row, shard_BtH.detach(), GatheredAgain())
+    """The whole micro-batch for a block that is about to run."""
+    micro_batch: Tensor = _GatherShards.apply(shard_BtH, shards)
+    return BlockInput(micro_batch, shard_BtH.detach(), GatheredAgain())
 
 
 @torch.compiler.disable
@@ -198,14 +200,16 @@ def scatter_sum(partial_BTH: Tensor, shards: TokenShards) -> Tensor:
 
 
 @torch.compiler.disable
-def linear_of_row(linear: nn.Linear, block: BlockInput, shards: TokenShards) -> Tensor:
-    """What `linear` makes of the row of `block`, without keeping that for backward."""
-    output: Tensor = _LinearOfRow.apply(block.row, linear.weight, linear.bias, block, shards)
+def linear_of_micro_batch(linear: nn.Linear, block: BlockInput, shards: TokenShards) -> Tensor:
+    """What `linear` makes of the micro-batch of `block`, without keeping that for backward."""
+    output: Tensor = _LinearOfMicroBatch.apply(
+        block.micro_batch, linear.weight, linear.bias, block, shards
+    )
     return output
 
 
 def find_blocks(layer: nn.Module, styles: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
-    """The modules of `layer` that read a whole row: parents of column-wise modules.
+    """The modules of `layer` that read a whole micro-batch: parents of column-wise modules.
 
     `styles` are those of the tp plan. Raises ValueError saying what is in the way where the sliced
     modules of `layer` are not in blocks of column-wise modules and one row-wise module, which

@@ -1,17 +1,17 @@
-"""Sequence parallelism: each rank of an SP group has a piece of a row, and all of its tokens for a
-part of the heads.
+"""Sequence parallelism: each rank of an SP group has a piece of a micro-batch, and all of its
+tokens for a part of the heads.
 
-[Note: Pieces of a row]
-The ranks of an SP group hold the same slices. A row is cut into contiguous pieces of equal length,
-wherever its sequences begin; padding, at most SP - 1 tokens, is a sequence of its own without
-labels. Labels are shifted before the cut. Everything in a layer but attention works on single
-tokens, because packed rows demand that anyway. Attention exchanges pieces of all heads for all
-pieces of some heads and back (DeepSpeed-Ulysses, Jacobs et al. 2023, Sec. 3), so its kernel sees
-whole sequences. Each rank pushes the gradient of its own tokens, and owners add them up as they do
-for data parallel pipelines.
+[Note: Pieces of a micro-batch]
+The ranks of an SP group hold the same slices. A micro-batch is cut into contiguous pieces of equal
+length, wherever its sequences begin; padding, at most SP - 1 tokens, is a sequence of its own
+without labels. Labels are shifted before the cut. Everything in a layer but attention works on
+single tokens, because packed micro-batches demand that anyway. Attention exchanges pieces of all
+heads for all pieces of some heads and back (DeepSpeed-Ulysses, Jacobs et al. 2023, Sec. 3), so its
+kernel sees whole sequences. Each rank pushes the gradient of its own tokens, and owners add them up
+as they do for data parallel pipelines.
 
-Legend: P ranks of the group, H query heads, K key-value heads, T tokens of the padded row, t = T /
-P, D head dimension.
+Legend: P ranks of the group, H query heads, K key-value heads, T tokens of the padded micro-batch,
+t = T / P, D head dimension.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Which part of each row this rank holds: piece `rank` of `size`, the others being with the
-    ranks of `group`.
+    """Which part of each micro-batch this rank holds: piece `rank` of `size`, the others being with
+    the ranks of `group`.
 
-    Pieces have a multiple of `multiple` tokens. There is one alone, without a group, where rows are
-    only padded.
+    Pieces have a multiple of `multiple` tokens. There is one alone, without a group, where
+    micro-batches are only padded.
     """
 
     group: dist.ProcessGroup | None
@@ -40,20 +40,20 @@ class Piece:
     multiple: int = 1
 
     def num_padding(self, num_tokens: int) -> int:
-        """Tokens to add to a row of `num_tokens` so that it can be cut evenly."""
+        """Tokens to add to a micro-batch of `num_tokens` so that it can be cut evenly."""
         return -num_tokens % (self.size * self.multiple)
 
-    def cut(self, row_T: Tensor, fill: int = 0) -> Tensor:
-        """[t] of this rank out of one value per token of the row, padded with `fill`."""
-        padding = row_T.new_full((self.num_padding(len(row_T)),), fill)
-        return torch.cat([row_T, padding]).chunk(self.size)[self.rank]
+    def cut(self, micro_batch_T: Tensor, fill: int = 0) -> Tensor:
+        """[t] of this rank out of one value per token of the micro-batch, padded with `fill`."""
+        padding = micro_batch_T.new_full((self.num_padding(len(micro_batch_T)),), fill)
+        return torch.cat([micro_batch_T, padding]).chunk(self.size)[self.rank]
 
 
-def gather_row(
+def gather_micro_batch(
     query_BHtD: Tensor, key_BKtD: Tensor, value_BKtD: Tensor, piece: Piece
 ) -> tuple[Tensor, ...]:
-    """The whole row for this rank's part of the heads: [1, H / P, T, D] queries, their keys and
-    values.
+    """The whole micro-batch for this rank's part of the heads: [1, H / P, T, D] queries, their keys
+    and values.
 
     H divides by P. Key-value heads are repeated where they do not, so that a rank has those of its
     queries and each of them serves as many. One exchange for all three. Collective over the group,
@@ -73,7 +73,7 @@ def gather_row(
     )
 
 
-def scatter_row(out_BThD: Tensor, piece: Piece) -> Tensor:
+def scatter_micro_batch(out_BThD: Tensor, piece: Piece) -> Tensor:
     """This rank's piece of all heads, [1, t, H, D], out of all tokens of its part of the heads, [1,
     T, H / P, D].
 

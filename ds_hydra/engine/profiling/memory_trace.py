@@ -26,7 +26,7 @@ from ds_hydra.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMemory:
-    """Bytes of one layer on one rank for a row of `num_tokens`.
+    """Bytes of one layer on one rank for a micro-batch of `num_tokens`.
 
     `kept_bytes` wait for the backward pass; `peak_bytes` is the most that is alive during forward
     and backward, parameters and their gradients left out.
@@ -106,14 +106,14 @@ def slice_config(
     sliced.intermediate_size = config.intermediate_size // tp
     sliced.num_hidden_layers = num_layers
     sliced.vocab_size = vocab_size
-    sliced.pad_token_id = None  # may be outside the rows that are left
+    sliced.pad_token_id = None  # may be outside the micro-batches that are left
     if getattr(config, "layer_types", None):
         sliced.layer_types = config.layer_types[:num_layers]
     return sliced
 
 
 def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn.Module]:
-    """A layer, which runs on one of `num_shards` shards of a row, and what makes its rotary
+    """A layer, which runs on one of `num_shards` shards of a micro-batch, and what makes its rotary
     embeddings.
     """
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").base_model
@@ -123,12 +123,12 @@ def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn
         )
     layer = model.layers[0]
     if num_shards > 1:
-        _cut_rows(model, layer, num_shards)
+        _cut_micro_batches(model, layer, num_shards)
     return layer, model.rotary_emb
 
 
-def _cut_rows(model: nn.Module, layer: nn.Module, num_shards: int) -> None:
-    tp = TensorParallel(cuts_rows=True, simulated_tp_size=num_shards)
+def _cut_micro_batches(model: nn.Module, layer: nn.Module, num_shards: int) -> None:
+    tp = TensorParallel(cuts_micro_batches=True, simulated_tp_size=num_shards)
     tp.enter(None, 1, 0)
     styles = {module: style for module, (style, _) in module_styles(model)}
     for block in find_blocks(layer, styles):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from ds_hydra.engine.profiling.profile_document import ProbeRow, layer_params
+from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch, layer_params
 from ds_hydra.engine.profiling.profiler import stage_ms
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.transfer.link_session import DeviceClock
@@ -44,11 +44,11 @@ def overlap_slowdown(compute_ms: float, collective_ms: float, both_ms: float) ->
 def measure_overlap_slowdown(
     propagator: Propagator, strategy: Strategy, length: int, *, device: torch.device, repeats: int
 ) -> float:
-    """The slowdown of a row of `length` tokens under `strategy` beside all-reduces of about as many
-    milliseconds.
+    """The slowdown of a micro-batch of `length` tokens under `strategy` beside all-reduces of about
+    as many milliseconds.
 
     Medians of `repeats` rounds that time each alone and both; 0.0 where even thousands of
-    all-reduces are too short beside the row. Collective over all ranks, equal on all. The
+    all-reduces are too short beside the micro-batch. Collective over all ranks, equal on all. The
     all-reduces have a process group of their own, besides those of the propagator, so that they
     wait for nothing else, and one buffer: nobody reads what is in it.
     """
@@ -72,15 +72,18 @@ def measure_overlap_slowdown(
         clock.settle(end)
         return propagator.max_over_ranks(clock.ms_between(begin, end))
 
-    def row_ms(beside: Callable[[], Iterable[dist.Work]] = tuple) -> float:
+    def micro_batch_ms(beside: Callable[[], Iterable[dist.Work]] = tuple) -> float:
         passes = 2 * strategy.schemes[0].pp - 1
-        return passes * stage_ms(propagator, strategy, ProbeRow(length), beside=beside)
+        return passes * stage_ms(propagator, strategy, ProbeMicroBatch(length), beside=beside)
 
     try:
-        row_ms()  # compiles and allocates
+        micro_batch_ms()  # compiles and allocates
         collective_ms()  # connects the ranks
-        count = max(1, min(_MAX_MESSAGES, round(row_ms() / collective_ms())))
-        rounds = [(row_ms(), collective_ms(), row_ms(beside=synchronize)) for _ in range(repeats)]
+        count = max(1, min(_MAX_MESSAGES, round(micro_batch_ms() / collective_ms())))
+        rounds = [
+            (micro_batch_ms(), collective_ms(), micro_batch_ms(beside=synchronize))
+            for _ in range(repeats)
+        ]
     finally:
         dist.destroy_process_group(group)
     return overlap_slowdown(*map(statistics.median, zip(*rounds, strict=True)))

@@ -89,8 +89,8 @@ def describe_model(stage_model: StageModel) -> dict[str, Any]:
     }
 
 
-class ProbeRow(NamedTuple):
-    """A row that is timed: sequences of one length."""
+class ProbeMicroBatch(NamedTuple):
+    """A micro-batch that is timed: sequences of one length."""
 
     length: int
     num_sequences: int = 1
@@ -101,21 +101,28 @@ class ProbeRow(NamedTuple):
         )
 
 
-def scheme_entry(scheme: Scheme, times_ms: Mapping[ProbeRow, float]) -> dict[str, Any]:
+def scheme_entry(scheme: Scheme, times_ms: Mapping[ProbeMicroBatch, float]) -> dict[str, Any]:
     """One entry of the profile's "schemes": coefficients of T, and the measurements that they were
     fitted to.
     """
-    rows = sorted(times_ms, key=lambda row: (row.num_sequences, row.length))
-    times = [times_ms[row] for row in rows]
-    fit = fit_latency([row.length for row in rows], times, [row.num_sequences for row in rows])
-    alone = [row for row in rows if row.num_sequences == 1]
+    micro_batches = sorted(
+        times_ms, key=lambda micro_batch: (micro_batch.num_sequences, micro_batch.length)
+    )
+    times = [times_ms[micro_batch] for micro_batch in micro_batches]
+    fit = fit_latency(
+        [micro_batch.length for micro_batch in micro_batches],
+        times,
+        [micro_batch.num_sequences for micro_batch in micro_batches],
+    )
+    alone = [micro_batch for micro_batch in micro_batches if micro_batch.num_sequences == 1]
     measured: dict[str, Any] = {
-        "lengths": [row.length for row in alone],
-        "times_ms": [round(times_ms[row], 3) for row in alone],
+        "lengths": [micro_batch.length for micro_batch in alone],
+        "times_ms": [round(times_ms[micro_batch], 3) for micro_batch in alone],
     }
-    if packed := rows[len(alone) :]:
+    if packed := micro_batches[len(alone) :]:
         measured["packed"] = [
-            {**row._asdict(), "time_ms": round(times_ms[row], 3)} for row in packed
+            {**micro_batch._asdict(), "time_ms": round(times_ms[micro_batch], 3)}
+            for micro_batch in packed
         ]
     return {
         **scheme.to_json(),
@@ -129,8 +136,8 @@ def scheme_entry(scheme: Scheme, times_ms: Mapping[ProbeRow, float]) -> dict[str
 
 
 def saturation(entries: Sequence[dict[str, Any]], longest: int) -> dict[str, int]:
-    """UtilLen per TP degree, from its smallest SP and PP; of the piece of a row that one rank has
-    under SP.
+    """UtilLen per TP degree, from its smallest SP and PP; of the piece of a micro-batch that one
+    rank has under SP.
     """
     by_tp: dict[int, dict[str, Any]] = {}
     for entry in sorted(entries, key=lambda e: (-e.get("sp", 1), -e["pp"])):

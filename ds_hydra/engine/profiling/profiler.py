@@ -20,7 +20,7 @@ from tqdm import tqdm
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.profile_document import (
-    ProbeRow,
+    ProbeMicroBatch,
     describe_hardware,
     describe_model,
     fit_memory,
@@ -35,7 +35,7 @@ from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, activation_share
 
 _FEWEST_PACKED = 8
-"""Sequences in a packed row that is timed."""
+"""Sequences in a packed micro-batch that is timed."""
 
 _Subject = TypeVar("_Subject")
 """What is timed: a scheme, or a slice of the model."""
@@ -50,33 +50,39 @@ def measure_profile(
     """A profile of every scheme in `strategies`, measured now. Collective over all ranks; equal on
     all.
 
-    Each scheme runs alone on as many pipelines as fit, PP equal rows each, so that neighbours
-    disturb each other as they will in training. The stage time is the makespan over 2 PP - 1
-    (1F1B). Rows are single sequences, and one packed row: many short sequences cost less in one row
-    than T of each alone says, and not in every scheme by as much. What `measurements` knows is not
-    measured again.
+    Each scheme runs alone on as many pipelines as fit, PP equal micro-batches each, so that
+    neighbours disturb each other as they will in training. The stage time is the makespan over 2 PP
+    - 1 (1F1B). Micro-batches are single sequences, and one packed micro-batch: many short sequences
+    cost less in one micro-batch than T of each alone says, and not in every scheme by as much. What
+    `measurements` knows is not measured again.
     """
     known = measurements if measurements is not None else Measurements()
     schemes = sorted({scheme for strategy in strategies for scheme in strategy.schemes})
     homogeneous = {s: _homogeneous(s, propagator.num_ranks) for s in schemes}
     propagator.prepare(homogeneous.values())
     model = _measure_memory(propagator, homogeneous, config, known)
-    rows_of = {
-        scheme: _probe_rows(lengths)
+    micro_batches_of = {
+        scheme: _probe_micro_batches(lengths)
         for scheme, lengths in _lengths_that_fit(propagator, schemes, model, config).items()
     }
     times_ms = measure_in_rounds(
-        [(scheme, row) for scheme, rows in rows_of.items() for row in rows],
-        lambda scheme, row: stage_ms(propagator, homogeneous[scheme], row),
+        [
+            (scheme, micro_batch)
+            for scheme, micro_batches in micro_batches_of.items()
+            for micro_batch in micro_batches
+        ],
+        lambda scheme, micro_batch: stage_ms(propagator, homogeneous[scheme], micro_batch),
         config,
         known,
         show_progress=propagator.rank == 0,
     )
     entries = []
-    for scheme, rows in rows_of.items():
-        entry = scheme_entry(scheme, {row: times_ms[scheme, row] for row in rows})
+    for scheme, micro_batches in micro_batches_of.items():
+        entry = scheme_entry(
+            scheme, {micro_batch: times_ms[scheme, micro_batch] for micro_batch in micro_batches}
+        )
         entries.append(
-            entry | _peak_memory(propagator, homogeneous[scheme], max(rows).length, known)
+            entry | _peak_memory(propagator, homogeneous[scheme], max(micro_batches).length, known)
         )
     return {
         **model,
@@ -86,18 +92,19 @@ def measure_profile(
 
 
 def measure_in_rounds(
-    cases: Sequence[tuple[_Subject, ProbeRow]],
-    measure_ms: Callable[[_Subject, ProbeRow], float],
+    cases: Sequence[tuple[_Subject, ProbeMicroBatch]],
+    measure_ms: Callable[[_Subject, ProbeMicroBatch], float],
     config: HydraConfig,
     known: Measurements,
     *,
     show_progress: bool,
-) -> dict[tuple[_Subject, ProbeRow], float]:
-    """Median over `profiling.repeats` of every (subject, row), after warming up each subject.
+) -> dict[tuple[_Subject, ProbeMicroBatch], float]:
+    """Median over `profiling.repeats` of every (subject, micro-batch), after warming up each
+    subject.
 
     In rounds over all cases, so that a disturbance of some seconds hits every subject alike. Warmed
-    up is the longest row of each subject, whose memory is touched for the first time; every row
-    where layers are compiled for its length.
+    up is the longest micro-batch of each subject, whose memory is touched for the first time; every
+    micro-batch where layers are compiled for its length.
     """
     repeats = range(config.profiling.repeats)
     names = {case: [f"{case[0]} {case[1]} tokens, run {run}" for run in repeats] for case in cases}
@@ -108,15 +115,18 @@ def measure_in_rounds(
     with tqdm(
         total=total, desc="profiling", disable=not show_progress, file=sys.stderr
     ) as progress:
-        for subject, row in warmed_up:
+        for subject, micro_batch in warmed_up:
             progress.set_postfix_str(f"{subject} warm-up")
             for _ in range(config.profiling.warmup):
-                measure_ms(subject, row)
+                measure_ms(subject, micro_batch)
             progress.update()
         for run in repeats:
-            for subject, row in cases:
-                progress.set_postfix_str(f"{subject} {row} tokens")
-                known.get(names[subject, row][run], functools.partial(measure_ms, subject, row))
+            for subject, micro_batch in cases:
+                progress.set_postfix_str(f"{subject} {micro_batch} tokens")
+                known.get(
+                    names[subject, micro_batch][run],
+                    functools.partial(measure_ms, subject, micro_batch),
+                )
                 progress.update()
     return {case: statistics.median(known.value(name) for name in names[case]) for case in cases}
 
@@ -129,8 +139,8 @@ def _measure_memory(
 ) -> dict[str, Any]:
     """The profile without its times: hardware, model, and activation bytes of every TP degree.
 
-    Measured with a short row under the deepest pipeline of each degree, which needs the least
-    memory; without sequence parallelism where there is a choice.
+    Measured with a short micro-batch under the deepest pipeline of each degree, which needs the
+    least memory; without sequence parallelism where there is a choice.
     """
     deepest = {s.tp: s.without_parts() for s in sorted(homogeneous, key=lambda s: (-s.sp, s.pp))}
     length = min(config.context_length, 512)
@@ -149,7 +159,7 @@ def _measure_memory(
         "source": f"measured on {propagator.num_ranks} ranks",
         "hardware": describe_hardware(),
         "model": describe_model(stage_model),
-        "tp_sequence_parallel": stage_model.tp.cuts_rows,
+        "tp_sequence_parallel": stage_model.tp.cuts_micro_batches,
         "activation_checkpointing": config.activation_checkpointing,
         "memory": {
             "activation_source": "peak memory"
@@ -180,7 +190,7 @@ def _lengths_that_fit(
             fitting[scheme] = lengths
     if not fitting:
         raise HydraConfigError(
-            f"no scheme of {', '.join(map(str, schemes))} has memory for rows of {wanted[0]} tokens; raise "
+            f"no scheme of {', '.join(map(str, schemes))} has memory for micro-batches of {wanted[0]} tokens; raise "
             "hydra.memory_limit_bytes, or start more ranks"
         )
     return fitting
@@ -198,34 +208,44 @@ def default_lengths(context_length: int) -> tuple[int, ...]:
     )
 
 
-def _probe_rows(lengths: Sequence[int]) -> list[ProbeRow]:
-    """One sequence of each of `lengths`, and a packed row of as many tokens as the longest.
+def _probe_micro_batches(lengths: Sequence[int]) -> list[ProbeMicroBatch]:
+    """One sequence of each of `lengths`, and a packed micro-batch of as many tokens as the longest.
 
-    >>> rows = _probe_rows((64, 256, 1024, 4096)), _probe_rows((300, 400))
-    >>> [str(row) for row in rows[0]], [str(row) for row in rows[1]]
-    (['64', '256', '1024', '4096', '16 x 256'], ['300', '400'])
+    >>> one = _probe_micro_batches((64, 256, 1024, 4096))
+    >>> [str(micro_batch) for micro_batch in one]
+    ['64', '256', '1024', '4096', '16 x 256']
+    >>> [str(micro_batch) for micro_batch in _probe_micro_batches((300, 400))]
+    ['300', '400']
     """
     longest = max(lengths)
     short = [length for length in lengths if longest // length >= _FEWEST_PACKED]
-    packed = [ProbeRow(max(short), longest // max(short))] if short else []
-    return [*map(ProbeRow, lengths), *packed]
+    packed = [ProbeMicroBatch(max(short), longest // max(short))] if short else []
+    return [*map(ProbeMicroBatch, lengths), *packed]
 
 
 def _homogeneous(scheme: Scheme, num_ranks: int) -> Strategy:
     return Strategy((scheme,) * (num_ranks // scheme.num_devices))
 
 
-def _probe_plan(strategy: Strategy, num_ranks: int, row: ProbeRow) -> IterationPlan:
-    """Every pipeline runs PP times `row`."""
+def _probe_plan(strategy: Strategy, num_ranks: int, micro_batch: ProbeMicroBatch) -> IterationPlan:
+    """Every pipeline runs PP times `micro_batch`."""
     pipelines = []
     count = 0
     for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-        begins = range(count, count + scheme.pp * row.num_sequences, row.num_sequences)
-        rows = tuple(tuple(range(begin, begin + row.num_sequences)) for begin in begins)
-        count += scheme.pp * row.num_sequences
+        begins = range(
+            count, count + scheme.pp * micro_batch.num_sequences, micro_batch.num_sequences
+        )
+        micro_batches = tuple(
+            tuple(range(begin, begin + micro_batch.num_sequences)) for begin in begins
+        )
+        count += scheme.pp * micro_batch.num_sequences
         pipelines.append(
             PipelinePlan(
-                scheme=scheme, ranks=ranks, micro_batches=rows, makespan_ms=0.0, lower_bound_ms=0.0
+                scheme=scheme,
+                ranks=ranks,
+                micro_batches=micro_batches,
+                makespan_ms=0.0,
+                lower_bound_ms=0.0,
             )
         )
     return IterationPlan(
@@ -233,8 +253,8 @@ def _probe_plan(strategy: Strategy, num_ranks: int, row: ProbeRow) -> IterationP
         num_devices=num_ranks,
         strategy=strategy,
         sample_indices=tuple(range(count)),
-        lengths=(row.length,) * count,
-        num_label_tokens=count * (row.length - 1),
+        lengths=(micro_batch.length,) * count,
+        num_label_tokens=count * (micro_batch.length - 1),
         pipelines=tuple(pipelines),
         makespan_ms=0.0,
         lower_bound_ms=0.0,
@@ -249,15 +269,15 @@ def _probe_example(vocab_size: int, length: int) -> Example:
 def stage_ms(
     propagator: Propagator,
     strategy: Strategy,
-    row: ProbeRow,
+    micro_batch: ProbeMicroBatch,
     *,
     beside: Callable[[], Iterable[dist.Work]] = tuple,
 ) -> float:
-    """Milliseconds of a stage, of the slowest rank, for one `row`; `beside` as in
+    """Milliseconds of a stage, of the slowest rank, for one `micro_batch`; `beside` as in
     `Propagator.time_propagation`.
     """
-    plan = _probe_plan(strategy, propagator.num_ranks, row)
-    example = _probe_example(propagator.stage_model.vocab_size, row.length)
+    plan = _probe_plan(strategy, propagator.num_ranks, micro_batch)
+    example = _probe_example(propagator.stage_model.vocab_size, micro_batch.length)
     total_ms = propagator.time_propagation(plan, lambda _: example, beside=beside)
     return total_ms / (2 * strategy.schemes[0].pp - 1)
 
@@ -270,17 +290,18 @@ def has_device_memory() -> bool:
 
 
 def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:
-    """Bytes of activations that one more token of a row costs a rank, embedding and head included.
+    """Bytes of activations that one more token of a micro-batch costs a rank, embedding and head
+    included.
 
-    By the growth of peak memory between rows of `length` / 2 and `length` tokens, which leaves
-    weights out; on a CPU by counting what autograd keeps. Collective, the most of any rank.
+    By the growth of peak memory between micro-batches of `length` / 2 and `length` tokens, which
+    leaves weights out; on a CPU by counting what autograd keeps. Collective, the most of any rank.
     """
     if has_device_memory():
         short = max(1, length // 2)
         grown = _peak_bytes(propagator, strategy, length) - _peak_bytes(propagator, strategy, short)
         return max(1.0, grown / (length - short))
     with _count_saved_bytes() as counted:
-        stage_ms(propagator, strategy, ProbeRow(length))
+        stage_ms(propagator, strategy, ProbeMicroBatch(length))
     # Autograd keeps views of weights, which are not activations.
     for address in propagator.weight_addresses():
         counted.pop(address, None)
@@ -291,14 +312,14 @@ def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
     accelerator = get_accelerator()
     accelerator.empty_cache()
     accelerator.reset_peak_memory_stats()
-    stage_ms(propagator, strategy, ProbeRow(length))
+    stage_ms(propagator, strategy, ProbeMicroBatch(length))
     return propagator.max_over_ranks(float(accelerator.max_memory_allocated()))
 
 
 def _peak_memory(
     propagator: Propagator, strategy: Strategy, length: int, known: Measurements
 ) -> dict[str, int]:
-    """Peak memory of the longest row measured, where the accelerator tells it."""
+    """Peak memory of the longest micro-batch measured, where the accelerator tells it."""
     if not has_device_memory():
         return {}
     name = f"{strategy.schemes[0]} peak bytes at {length} tokens"

@@ -21,7 +21,7 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.memory_trace import slice_config, trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import (
-    ProbeRow,
+    ProbeMicroBatch,
     describe_hardware,
     describe_model,
     saturation,
@@ -45,7 +45,7 @@ from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 
 _MOST_LAYERS = 4
 _MEMORY_SHARE = 0.8
-"""Part of the device's memory that the longest row of a slice may take."""
+"""Part of the device's memory that the longest micro-batch of a slice may take."""
 _ALONE = Strategy((Scheme(1, 1),))
 
 
@@ -60,7 +60,7 @@ class Slice(NamedTuple):
 
 
 class _TokenBytes(NamedTuple):
-    """Activation bytes of one token of a row on a rank."""
+    """Activation bytes of one token of a micro-batch on a rank."""
 
     layer: float
     ends: float
@@ -91,8 +91,8 @@ def profile_slices(
         )
         parts |= {(tp, length): part for length, part in measured.items()}
     links = topology.links()
-    cuts_rows = config.tp_sequence_parallel
-    passes = (12 if config.activation_checkpointing else 8) + (2 if cuts_rows else 0)
+    cuts_micro_batches = config.tp_sequence_parallel
+    passes = (12 if config.activation_checkpointing else 8) + (2 if cuts_micro_batches else 0)
     type_bytes = torch.finfo(dtype).bits // 8
     entries = []
     for scheme in schemes:
@@ -105,9 +105,15 @@ def profile_slices(
             part = parts[scheme.tp, length]
             layers = stage_model.num_layers
             time_ms = composed_stage_ms(
-                scheme, part, links, shape, num_layers=layers, passes=passes, cuts_rows=cuts_rows
+                scheme,
+                part,
+                links,
+                shape,
+                num_layers=layers,
+                passes=passes,
+                cuts_micro_batches=cuts_micro_batches,
             )
-            times[ProbeRow(length)] = time_ms
+            times[ProbeMicroBatch(length)] = time_ms
         entries.append(scheme_entry(scheme, times))
     per_layer = {
         str(tp): (found.layer + found.ends / stage_model.num_layers) * tp / stage_model.hidden_size
@@ -118,7 +124,7 @@ def profile_slices(
         "source": f"compute of TP slices measured on one device, communication computed from {topology.source}",
         "hardware": describe_hardware() | {"devices_per_node": topology.nodes[0].num_devices},
         "model": describe_model(stage_model),
-        "tp_sequence_parallel": cuts_rows,
+        "tp_sequence_parallel": cuts_micro_batches,
         "activation_checkpointing": config.activation_checkpointing,
         "memory": {
             "activation_source": "peak memory"
@@ -141,7 +147,7 @@ def _measure_slice(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[dict[int, StageParts], _TokenBytes]:
-    """Compute of a row by its length, and bytes of a token, on one rank under `tp`."""
+    """Compute of a micro-batch by its length, and bytes of a token, on one rank under `tp`."""
     few, many = _numbers_of_layers(model_config)
     propagators = {}
     for num_layers in {few, many}:
@@ -162,10 +168,10 @@ def _measure_slice(
     try:
         num_bytes = _token_bytes(model_config, propagators, config, known, dtype)
         lengths = _lengths_that_fit(num_bytes, many, config)
-        cases = [(slice_, ProbeRow(length)) for slice_ in propagators for length in lengths]
+        cases = [(slice_, ProbeMicroBatch(length)) for slice_ in propagators for length in lengths]
         times_ms = measure_in_rounds(
             cases,
-            lambda slice_, row: stage_ms(propagators[slice_], _ALONE, row),
+            lambda slice_, micro_batch: stage_ms(propagators[slice_], _ALONE, micro_batch),
             config,
             known,
             show_progress=True,
@@ -175,8 +181,9 @@ def _measure_slice(
             propagator.close()
     parts = {}
     for length in lengths:
-        few_ms, many_ms = (times_ms[Slice(tp, n), ProbeRow(length)] for n in (few, many))
-        # Noise may turn the order of two short rows around; a layer costs no less than nothing.
+        few_ms, many_ms = (times_ms[Slice(tp, n), ProbeMicroBatch(length)] for n in (few, many))
+        # Noise may turn the order of two short micro-batches around; a layer costs no less than
+        # nothing.
         layer_ms = max(0.0, many_ms - few_ms) / (many - few) if many > few else many_ms / many
         parts[length] = StageParts(layer_ms=layer_ms, ends_ms=max(0.0, many_ms - many * layer_ms))
     return parts, num_bytes
@@ -236,7 +243,7 @@ def _lengths_that_fit(num_bytes: _TokenBytes, num_layers: int, config: HydraConf
     lengths = sorted({min(length, longest) for length in wanted})
     if longest < 2 or len(lengths) < 2:
         raise HydraConfigError(
-            f"a slice of {num_layers} layers holds rows of {longest} tokens on this device, expected two "
+            f"a slice of {num_layers} layers holds micro-batches of {longest} tokens on this device, expected two "
             f"different lengths of {', '.join(map(str, wanted))}; lower --context or --lengths, raise "
             "--memory-limit, or turn on --activation-checkpointing"
         )

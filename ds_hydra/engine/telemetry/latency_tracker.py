@@ -63,7 +63,10 @@ class LatencyTracker:
             if pipeline.scheme in planned_with and min(measured, pipeline.makespan_ms) > 0:
                 self._fit.observe(
                     pipeline.scheme,
-                    [plan.row_lengths(row) for row in pipeline.micro_batches],
+                    [
+                        plan.micro_batch_lengths(micro_batch)
+                        for micro_batch in pipeline.micro_batches
+                    ],
                     predicted_ms=pipeline.makespan_ms,
                     measured_ms=measured,
                     model=planned_with[pipeline.scheme],

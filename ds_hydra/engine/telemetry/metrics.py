@@ -84,7 +84,7 @@ class IterationMetrics:
     backwards.
     """
     pack_occupancy: float
-    """Tokens over MaxLen of the rows; NaN where the run has no profile."""
+    """Tokens over MaxLen of the micro-batches; NaN where the run has no profile."""
     lr: float
     grad_norm: float
     planning_ms: float
@@ -177,15 +177,15 @@ def measure_iteration(
 
 
 def pack_occupancy(plan: IterationPlan, profile: Profile) -> float:
-    """Tokens of `plan` over the tokens that its rows could hold; NaN for a scheme without a memory
-    model.
+    """Tokens of `plan` over the tokens that its micro-batches could hold; NaN for a scheme without
+    a memory model.
     """
     capacity = 0
     for pipeline in plan.pipelines:
         if not profile.memory.knows(pipeline.scheme):
             return nan
-        row = profile.max_len_tokens(pipeline.scheme, plan.num_devices)
-        capacity += max(0, row) * len(pipeline.micro_batches)
+        micro_batch = profile.max_len_tokens(pipeline.scheme, plan.num_devices)
+        capacity += max(0, micro_batch) * len(pipeline.micro_batches)
     return plan.num_tokens / capacity if capacity else nan
 
 
@@ -219,7 +219,9 @@ def measure_pipelines(
             scheme=p.scheme,
             ranks=p.ranks,
             num_micro_batches=len(p.micro_batches),
-            num_tokens=sum(sum(plan.row_lengths(row)) for row in p.micro_batches),
+            num_tokens=sum(
+                sum(plan.micro_batch_lengths(micro_batch)) for micro_batch in p.micro_batches
+            ),
             predicted_ms=p.makespan_ms,
             measured_ms=(
                 measured := max(propagate_ms[rank] for rank in p.ranks) if p.micro_batches else 0.0

@@ -125,7 +125,7 @@ class Slices:
     when the bucket is there again. `on_gradient(bucket)`, if set, is called in backward when all
     gradients of a bucket have been accumulated in the micro-batch announced by
     `expect_last_backward`. With a `home`, slices in one piece are views of it, and only the others
-    have memory here; gradients of what streams are added there after every row.
+    have memory here; gradients of what streams are added there after every micro-batch.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Slices:
         self._not_pulled: list[list[Tensor]] = []
         slot_of = slot_of or {}
         owned = buckets if home is None else home.copied
-        self._row_by_row = home.streams.buckets if home is not None else frozenset()
+        self._micro_batch_by_micro_batch = home.streams.buckets if home is not None else frozenset()
         kept = [r for r in range(len(buckets)) if r not in slot_of]
         numels = {("slices", r): slice_numel(specs, owned[r]) for r in kept}
         numels |= {("window", slot): n for slot, n in window_numels(specs, owned, slot_of).items()}
@@ -159,7 +159,7 @@ class Slices:
             numels |= {
                 ("grads", r): gradient_numel(specs, bucket)
                 for r, bucket in enumerate(buckets)
-                if r not in self._row_by_row
+                if r not in self._micro_batch_by_micro_batch
             }
             dtypes["grads"] = torch.float32
         flat = pool.resize(numels, dtypes)
@@ -205,7 +205,7 @@ class Slices:
         self._not_pulled.append([])
         self._missing.append(set())
         self._untouched.append({})
-        adds_rows = len(self._missing) - 1 in self._row_by_row
+        adds_micro_batches = len(self._missing) - 1 in self._micro_batch_by_micro_batch
         for ref in bucket:
             spec = specs[ref.param]
             shape = spec.slice_shape(ref.region)
@@ -224,7 +224,7 @@ class Slices:
                 (flat.data if shares_memory else flat).view(shape), spec.requires_grad
             )
             self.leaves[ref.param] = leaf
-            if adds_rows and leaf.requires_grad:
+            if adds_micro_batches and leaf.requires_grad:
                 self._attach_home(leaf, ref.param)
             if grads_flat is None or not leaf.requires_grad:
                 grads.append(flat.new_empty(0, dtype=torch.float32))
@@ -236,12 +236,14 @@ class Slices:
         self.grad_bucket_S.append(grads)
 
     def has_gradient(self, index: int, param: int) -> bool:
-        """Whether any row has given `param`, of bucket `index`, a gradient that is kept here."""
+        """Whether any micro-batch has given `param`, of bucket `index`, a gradient that is kept
+        here.
+        """
         spec_is_trained = self.leaves[param].requires_grad
         return spec_is_trained and param not in self._untouched[index]
 
     def _attach_home(self, leaf: nn.Parameter, param: int) -> None:
-        """Let the gradient of `leaf` be added to the sums of its home after every row."""
+        """Let the gradient of `leaf` be added to the sums of its home after every micro-batch."""
         home = self.home
         assert home is not None
 

@@ -48,7 +48,7 @@ class Window:
 
     def uses(self, passes: Iterable[Pass]) -> list[int]:
         """Positions of the layers in the order in which `passes` use them; one that is used twice
-        in a row counts once.
+        in a micro-batch counts once.
 
         >>> window = Window(buckets=(1, 2, 3), has_backward=(True,) * 3)
         >>> window.uses([Pass.FORWARD, Pass.BACKWARD])
@@ -65,7 +65,7 @@ class StageStreams:
     """What of a stage's buckets streams, and which slices have to be copied."""
 
     buckets: frozenset[int] = frozenset()
-    """Whose gradients are added after every row."""
+    """Whose gradients are added after every micro-batch."""
     window: Window = field(default_factory=Window)
     """Those among them, without the ones that share a parameter, with slices that are copied."""
     copied: frozenset[int] = frozenset()
@@ -104,16 +104,20 @@ def only_copied(buckets: RankBuckets, copied: frozenset[int]) -> RankBuckets:
     return tuple(tuple(ref for ref in bucket if ref.param in copied) for bucket in buckets)
 
 
-def count_addends(strategy: Strategy, num_rows: Sequence[int]) -> int:
-    """At most how many addends an element gets where pipelines have `num_rows` rows.
+def count_addends(strategy: Strategy, num_micro_batches: Sequence[int]) -> int:
+    """At most how many addends an element gets where pipelines have `num_micro_batches`
+    micro-batches.
 
-    Each rank of a stage adds after every row, or once; tied embeddings are in two stages.
+    Each rank of a stage adds after every micro-batch, or once; tied embeddings are in two stages.
 
     >>> count_addends(Strategy.parse("1x<2,1> + 1x<1,1>"), [3, 4])
     10
     """
-    of_pipelines = zip(strategy.schemes, num_rows, strict=True)
-    return max(1, sum(s.ranks_per_stage * min(s.pp, 2) * rows for s, rows in of_pipelines))
+    of_pipelines = zip(strategy.schemes, num_micro_batches, strict=True)
+    return max(
+        1,
+        sum(s.ranks_per_stage * min(s.pp, 2) * micro_batches for s, micro_batches in of_pipelines),
+    )
 
 
 def stage_passes(

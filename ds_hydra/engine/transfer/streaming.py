@@ -4,14 +4,15 @@
 Nothing here is posted by one rank for another. An iteration begins with every rank's own shards in
 the home and ends with the sums of its own shards; a barrier follows the first and comes before the
 second. In between each rank reads and adds when its own computation is there, so ranks may have
-any rows, or none.
+any micro-batches, or none.
 
 - A slice in one piece is a view of the home. One that is not (columns of a row-wise parameter
   under TP) is copied, and the copies of streamed layers share `STREAM_WINDOW` slots: while one
   layer computes, a thread copies the next one, forward and backward, in the order in which the
   stage will use them (`plan_loads`).
-- The gradient of a streamed parameter is added to the sums after every row and dropped. Layers that
-  do not stream keep their gradients in memory of their own, and add them once, at the end.
+- The gradient of a streamed parameter is added to the sums after every micro-batch and dropped.
+  Layers that do not stream keep their gradients in memory of their own, and add them once, at the
+  end.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ds_hydra.sampler.problem import DispatchProblem
-from ds_hydra.sampler.schedule import MAX_BALANCED_ROWS, FloatArray, IntArray
+from ds_hydra.sampler.schedule import MAX_BALANCED_MICRO_BATCHES, FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 
 
@@ -36,31 +36,39 @@ def estimate_ms(
     """Time of a pipeline of `kind` with sequences of `tokens` and `load_ms` in all, `longest_ms`
     the longest of them.
 
-    The number of rows is the best of those around sqrt((PP-1) load / c), where the closed form has
-    its minimum, and not below tokens / MaxLen. Around a row that is much longer than the others
-    about half of the others' time is hidden (at most 1 - min(phi, 1-phi), see
-    `packing.row_count_bound_ms`).
+    The number of micro-batches is the best of those around sqrt((PP-1) load / c), where the closed
+    form has its minimum, and not below tokens / MaxLen. Around a micro-batch that is much longer
+    than the others about half of the others' time is hidden (at most 1 - min(phi, 1-phi), see
+    `packing.micro_batch_count_bound_ms`).
 
     What follows `kind` is that of the `DispatchProblem`, one by one: counting references to its
     arrays takes ten times as long as the sums here.
     """
     if is_eq2:
         return float(load_ms + longest_ms * (num_stages - 1))
-    min_rows = -(-tokens // max_len)
+    min_micro_batches = -(-tokens // max_len)
     if num_stages == 1 and is_exact:
-        return float(load_ms + constant * min_rows)
-    centre = MAX_BALANCED_ROWS
+        return float(load_ms + constant * min_micro_batches)
+    centre = MAX_BALANCED_MICRO_BATCHES
     if constant * centre * centre > (num_stages - 1) * load_ms:
         centre = int(np.sqrt((num_stages - 1) * load_ms / constant))
     best = np.inf
-    for num_rows in range(max(min_rows, centre - 2, 1), max(min_rows, centre + 1) + 1):
+    for num_micro_batches in range(
+        max(min_micro_batches, centre - 2, 1), max(min_micro_batches, centre + 1) + 1
+    ):
         if is_exact:
-            work = load_ms + num_rows * constant
-            row_ratio = 1.0 if num_rows > MAX_BALANCED_ROWS else ratio[kind, num_rows]
+            work = load_ms + num_micro_batches * constant
+            micro_batch_ratio = (
+                1.0
+                if num_micro_batches > MAX_BALANCED_MICRO_BATCHES
+                else ratio[kind, num_micro_batches]
+            )
             around_longest = (num_stages - 0.5) * (longest_ms + constant) + 0.5 * work
-            value = max(work * row_ratio, around_longest)
+            value = max(work * micro_batch_ratio, around_longest)
         else:
-            value = (max(longest_ms, load_ms / num_rows) + constant) * (num_stages - 1 + num_rows)
+            value = (max(longest_ms, load_ms / num_micro_batches) + constant) * (
+                num_stages - 1 + num_micro_batches
+            )
         best = min(best, value)
     return float(best)
 

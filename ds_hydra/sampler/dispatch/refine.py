@@ -1,8 +1,8 @@
 """How packed pipelines are evened out: sequences change places between the slowest pipeline and
 fast ones.
 
-Dispatch values a pipeline by an estimate; here rows are packed, so times are true, and an exchange
-stays only if both pipelines, packed again, end before the slowest one did.
+Dispatch values a pipeline by an estimate; here micro-batches are packed, so times are true, and an
+exchange stays only if both pipelines, packed again, end before the slowest one did.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ import numpy as np
 from ds_hydra.sampler.dispatch.estimates import count_loads, estimate_after_ms, recount
 from ds_hydra.sampler.dispatch.exchange import apply_exchange, choose_targets, find_exchanges
 from ds_hydra.sampler.order import EPSILON, shuffled_order
-from ds_hydra.sampler.packing.packing import Effort, pack_rows
+from ds_hydra.sampler.packing.packing import Effort, pack_micro_batches
 from ds_hydra.sampler.packing.packing_bounds import PipelineCost
 from ds_hydra.sampler.problem import DispatchProblem
-from ds_hydra.sampler.schedule import FloatArray, IntArray, RowBalance, linked_ms, one_f_one_b_ms
+from ds_hydra.sampler.schedule import (
+    FloatArray,
+    IntArray,
+    MicroBatchBalance,
+    linked_ms,
+    one_f_one_b_ms,
+)
 from ds_hydra.strategy.compiled import compiled
 
 _NUM_EXCHANGES = 8
@@ -33,39 +39,49 @@ def pipeline_cost(problem: DispatchProblem, kind: int) -> PipelineCost:
         problem.max_len_tokens[kind],
         problem.forward_fraction,
         problem.is_exact,
-        RowBalance(problem.ratio[kind], problem.share[kind]),
+        MicroBatchBalance(problem.ratio[kind], problem.share[kind]),
     )
 
 
 @compiled
 def pack_pipeline(
-    problem: DispatchProblem, assignment: IntArray, pipeline: int, effort: Effort, rows: IntArray
+    problem: DispatchProblem,
+    assignment: IntArray,
+    pipeline: int,
+    effort: Effort,
+    micro_batches: IntArray,
 ) -> float:
-    """Packs the sequences of `pipeline`, writes their `rows`, returns the time of the pipeline."""
+    """Packs the sequences of `pipeline`, writes their `micro_batches`, returns the time of the
+    pipeline.
+    """
     members = np.flatnonzero(assignment == pipeline)
     kind = problem.kind_of[pipeline]
     packed = np.zeros(members.size, dtype=np.int64)
     cost = pipeline_cost(problem, kind)
-    time, _ = pack_rows(
+    time, _ = pack_micro_batches(
         problem.lengths[members], problem.sequence_ms[kind][members], cost, effort, packed
     )
-    rows[members] = packed
+    micro_batches[members] = packed
     return time
 
 
 @compiled
-def pack_pipelines(problem: DispatchProblem, assignment: IntArray, rows: IntArray) -> FloatArray:
-    """Packs all pipelines quickly; writes `rows`, returns the time of each pipeline."""
+def pack_pipelines(
+    problem: DispatchProblem, assignment: IntArray, micro_batches: IntArray
+) -> FloatArray:
+    """Packs all pipelines quickly; writes `micro_batches`, returns the time of each pipeline."""
     value = np.zeros(problem.kind_of.size)
     for pipeline in range(value.size):
-        value[pipeline] = pack_pipeline(problem, assignment, pipeline, _FIRST_EFFORT, rows)
+        value[pipeline] = pack_pipeline(problem, assignment, pipeline, _FIRST_EFFORT, micro_batches)
     return value
 
 
 @compiled
-def order_rows(problem: DispatchProblem, assignment: IntArray, rows: IntArray) -> None:
-    """Lets pipelines of one stage run their longest row last and the second longest first; changes
-    `rows`.
+def order_micro_batches(
+    problem: DispatchProblem, assignment: IntArray, micro_batches: IntArray
+) -> None:
+    """Lets pipelines of one stage run their longest micro-batch last and the second longest first;
+    changes `micro_batches`.
 
     Their time is the same in any order, but a pull hides behind the first forward and a push, which
     has more bytes, behind the last backward.
@@ -73,17 +89,19 @@ def order_rows(problem: DispatchProblem, assignment: IntArray, rows: IntArray) -
     for pipeline in range(problem.kind_of.size):
         members = np.flatnonzero(assignment == pipeline)
         if members.size > 0 and problem.num_stages[problem.kind_of[pipeline]] == 1:
-            by_time = np.argsort(-_row_times_ms(problem, members, pipeline, rows), kind="mergesort")
+            by_time = np.argsort(
+                -_micro_batch_times_ms(problem, members, pipeline, micro_batches), kind="mergesort"
+            )
             place = np.empty(by_time.size, dtype=np.int64)
             place[by_time] = (np.arange(by_time.size) - 1) % by_time.size
-            rows[members] = place[rows[members]]
+            micro_batches[members] = place[micro_batches[members]]
 
 
 @compiled
 def iteration_ms(
     problem: DispatchProblem,
     assignment: IntArray,
-    rows: IntArray,
+    micro_batches: IntArray,
     value: FloatArray,
     pull_ms: float,
     push_ms: float,
@@ -101,7 +119,7 @@ def iteration_ms(
     for pipeline in range(value.size):
         members = np.flatnonzero(assignment == pipeline)
         if members.size > 0:
-            times = _row_times_ms(problem, members, pipeline, rows)
+            times = _micro_batch_times_ms(problem, members, pipeline, micro_batches)
             num_stages = problem.num_stages[problem.kind_of[pipeline]]
             buckets = 0 if num_buckets == 0 else max(1, num_buckets // num_stages)
             alone = one_f_one_b_ms(times, num_stages, problem.forward_fraction)
@@ -113,14 +131,14 @@ def iteration_ms(
 
 
 @compiled
-def _row_times_ms(
-    problem: DispatchProblem, members: IntArray, pipeline: int, rows: IntArray
+def _micro_batch_times_ms(
+    problem: DispatchProblem, members: IntArray, pipeline: int, micro_batches: IntArray
 ) -> FloatArray:
-    """T of every row of `pipeline`, which holds the sequences `members`, one at least."""
+    """T of every micro-batch of `pipeline`, which holds the sequences `members`, one at least."""
     kind = problem.kind_of[pipeline]
-    times = np.full(rows[members].max() + 1, problem.constant_ms[kind])
+    times = np.full(micro_batches[members].max() + 1, problem.constant_ms[kind])
     for i in members:
-        times[rows[i]] += problem.sequence_ms[kind, i]
+        times[micro_batches[i]] += problem.sequence_ms[kind, i]
     return times
 
 
@@ -128,7 +146,7 @@ def _row_times_ms(
 def refine_pipelines(
     problem: DispatchProblem,
     assignment: IntArray,
-    rows: IntArray,
+    micro_batches: IntArray,
     value: FloatArray,
     enough_ms: float,
     max_steps: int,
@@ -136,7 +154,7 @@ def refine_pipelines(
 ) -> float:
     """Exchanges sequences until the iteration gets no shorter, or lasts `enough_ms` at most.
 
-    Changes `assignment`, `rows` and `value`; returns the time of the slowest pipeline.
+    Changes `assignment`, `micro_batches` and `value`; returns the time of the slowest pipeline.
     """
     loads = count_loads(problem, assignment)
     is_searched = np.zeros(value.size, dtype=np.bool_)
@@ -150,18 +168,20 @@ def refine_pipelines(
             break
         if not is_searched[slowest]:
             is_searched[slowest] = True
-            old_rows = rows.copy()
-            time = pack_pipeline(problem, assignment, slowest, _SLOWEST_EFFORT, rows)
+            old_micro_batches = micro_batches.copy()
+            time = pack_pipeline(problem, assignment, slowest, _SLOWEST_EFFORT, micro_batches)
             if time < value[slowest]:
                 bias[slowest] += time - value[slowest]
                 value[slowest] = time
                 continue
-            rows[:] = old_rows
+            micro_batches[:] = old_micro_batches
         is_target = choose_targets(problem, value, slowest, num_targets)
         num_found = find_exchanges(
             problem, assignment, loads, value, bias, slowest, is_target, found_ms, found
         )
-        partner = _try_exchanges(problem, assignment, rows, value, slowest, found[:num_found])
+        partner = _try_exchanges(
+            problem, assignment, micro_batches, value, slowest, found[:num_found]
+        )
         if partner < 0:
             break
         recount(problem, assignment, loads, slowest, partner)
@@ -175,7 +195,7 @@ def refine_pipelines(
 def perturb_and_refine(
     problem: DispatchProblem,
     assignment: IntArray,
-    rows: IntArray,
+    micro_batches: IntArray,
     value: FloatArray,
     enough_ms: float,
     max_steps: int,
@@ -185,21 +205,21 @@ def perturb_and_refine(
     """Leaves a local optimum: moves a few sequences off the slowest pipeline, refines, keeps what
     is better.
 
-    Changes `assignment`, `rows` and `value`; returns the time of the slowest pipeline.
+    Changes `assignment`, `micro_batches` and `value`; returns the time of the slowest pipeline.
     """
     for seed in range(num_perturbations):
         best = value.max()
         if best <= enough_ms:
             break
-        new_assignment, new_rows = assignment.copy(), rows.copy()
+        new_assignment, new_micro_batches = assignment.copy(), micro_batches.copy()
         _perturb(problem, new_assignment, int(np.argmax(value)), seed)
-        new_value = pack_pipelines(problem, new_assignment, new_rows)
+        new_value = pack_pipelines(problem, new_assignment, new_micro_batches)
         time = refine_pipelines(
-            problem, new_assignment, new_rows, new_value, enough_ms, max_steps, num_targets
+            problem, new_assignment, new_micro_batches, new_value, enough_ms, max_steps, num_targets
         )
         if time < best * (1 - EPSILON):
             assignment[:] = new_assignment
-            rows[:] = new_rows
+            micro_batches[:] = new_micro_batches
             value[:] = new_value
     return float(value.max())
 
@@ -223,7 +243,7 @@ def _perturb(problem: DispatchProblem, assignment: IntArray, slowest: int, seed:
 def _try_exchanges(
     problem: DispatchProblem,
     assignment: IntArray,
-    rows: IntArray,
+    micro_batches: IntArray,
     value: FloatArray,
     slowest: int,
     exchanges: IntArray,
@@ -231,16 +251,16 @@ def _try_exchanges(
     """Carries out the first of `exchanges` that helps once packed; returns its partner, -1 if none
     does.
     """
-    old_assignment, old_rows = assignment.copy(), rows.copy()
+    old_assignment, old_micro_batches = assignment.copy(), micro_batches.copy()
     for number in range(exchanges.shape[0]):
         partner = int(exchanges[number, 2])
         apply_exchange(assignment, slowest, exchanges[number])
-        here = pack_pipeline(problem, assignment, slowest, _EXCHANGE_EFFORT, rows)
+        here = pack_pipeline(problem, assignment, slowest, _EXCHANGE_EFFORT, micro_batches)
         if here < value[slowest] * (1 - EPSILON):
-            there = pack_pipeline(problem, assignment, partner, _EXCHANGE_EFFORT, rows)
+            there = pack_pipeline(problem, assignment, partner, _EXCHANGE_EFFORT, micro_batches)
             if there < value[slowest] * (1 - EPSILON):
                 value[slowest], value[partner] = here, there
                 return partner
         assignment[:] = old_assignment
-        rows[:] = old_rows
+        micro_batches[:] = old_micro_batches
     return -1

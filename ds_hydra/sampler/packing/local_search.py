@@ -1,4 +1,6 @@
-"""A packing made faster: sequences change rows, rows change places, while the objective falls."""
+"""A packing made faster: sequences change micro-batches, micro-batches change places, while the
+objective falls.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,18 @@ _NUM_PERTURBED = 4
 
 
 @compiled
-def row_times_ms(
-    sequence_ms: FloatArray, rows: IntArray, num_rows: int, constant_ms: float
+def micro_batch_times_ms(
+    sequence_ms: FloatArray, micro_batches: IntArray, num_micro_batches: int, constant_ms: float
 ) -> FloatArray:
-    """T of every row: the constant once, and the costs of its sequences."""
-    times = np.full(num_rows, constant_ms)
-    for i in range(rows.size):
-        times[rows[i]] += sequence_ms[i]
+    """T of every micro-batch: the constant once, and the costs of its sequences."""
+    times = np.full(num_micro_batches, constant_ms)
+    for i in range(micro_batches.size):
+        times[micro_batches[i]] += sequence_ms[i]
     return times
 
 
-class _RowState(NamedTuple):
-    """Rows while they are improved: time, tokens and number of sequences of each."""
+class _MicroBatchState(NamedTuple):
+    """Micro-batches while they are improved: time, tokens and number of sequences of each."""
 
     times: FloatArray
     tokens: IntArray
@@ -34,45 +36,53 @@ class _RowState(NamedTuple):
 
 
 @compiled
-def improve_rows(
+def improve_micro_batches(
     sequence_ms: FloatArray,
     lengths: IntArray,
-    rows: IntArray,
-    num_rows: int,
+    micro_batches: IntArray,
+    num_micro_batches: int,
     cost: PipelineCost,
     num_evaluations: int,
 ) -> float:
-    """Moves and swaps sequences, and swaps rows, while the objective falls; returns it.
+    """Moves and swaps sequences, and swaps micro-batches, while the objective falls; returns it.
 
-    The number of rows stays. In the closed form only sequences of the slowest row are worth looking
-    at, and the order of rows does not count.
+    The number of micro-batches stays. In the closed form only sequences of the slowest micro-batch
+    are worth looking at, and the order of micro-batches does not count.
     """
-    times = row_times_ms(sequence_ms, rows, num_rows, cost.constant_ms)
-    state = _RowState(times, np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64))
-    for i in range(rows.size):
-        state.tokens[rows[i]] += lengths[i]
-        state.counts[rows[i]] += 1
+    times = micro_batch_times_ms(sequence_ms, micro_batches, num_micro_batches, cost.constant_ms)
+    state = _MicroBatchState(
+        times,
+        np.zeros(num_micro_batches, dtype=np.int64),
+        np.zeros(num_micro_batches, dtype=np.int64),
+    )
+    for i in range(micro_batches.size):
+        state.tokens[micro_batches[i]] += lengths[i]
+        state.counts[micro_batches[i]] += 1
     best = makespan_ms(times, cost.num_stages, cost.forward_fraction, cost.is_exact)
     left = num_evaluations
     while left > 0:
         before = best
         if cost.is_exact:
-            best, left = _swap_rows(rows, state, cost, best, left)
-        for i in range(rows.size):
-            if cost.is_exact or state.times[rows[i]] == state.times.max():
-                best, left = _move_sequence(sequence_ms, lengths, rows, i, state, cost, best, left)
-                best, left = _swap_sequence(sequence_ms, lengths, rows, i, state, cost, best, left)
+            best, left = _swap_micro_batches(micro_batches, state, cost, best, left)
+        for i in range(micro_batches.size):
+            if cost.is_exact or state.times[micro_batches[i]] == state.times.max():
+                best, left = _move_sequence(
+                    sequence_ms, lengths, micro_batches, i, state, cost, best, left
+                )
+                best, left = _swap_sequence(
+                    sequence_ms, lengths, micro_batches, i, state, cost, best, left
+                )
         if best == before:
             break
     return best
 
 
 @compiled
-def _swap_rows(
-    rows: IntArray, state: _RowState, cost: PipelineCost, best: float, left: int
+def _swap_micro_batches(
+    micro_batches: IntArray, state: _MicroBatchState, cost: PipelineCost, best: float, left: int
 ) -> tuple[float, int]:
-    """Swaps the places of two rows wherever that helps; returns the objective and evaluations
-    left.
+    """Swaps the places of two micro-batches wherever that helps; returns the objective and
+    evaluations left.
     """
     for a in range(state.times.size):
         for b in range(a + 1, state.times.size):
@@ -85,11 +95,11 @@ def _swap_rows(
                 best = value
                 state.tokens[a], state.tokens[b] = state.tokens[b], state.tokens[a]
                 state.counts[a], state.counts[b] = state.counts[b], state.counts[a]
-                for i in range(rows.size):
-                    if rows[i] == a:
-                        rows[i] = b
-                    elif rows[i] == b:
-                        rows[i] = a
+                for i in range(micro_batches.size):
+                    if micro_batches[i] == a:
+                        micro_batches[i] = b
+                    elif micro_batches[i] == b:
+                        micro_batches[i] = a
             else:
                 state.times[a], state.times[b] = state.times[b], state.times[a]
     return best, left
@@ -99,18 +109,18 @@ def _swap_rows(
 def _move_sequence(
     sequence_ms: FloatArray,
     lengths: IntArray,
-    rows: IntArray,
+    micro_batches: IntArray,
     i: int,
-    state: _RowState,
+    state: _MicroBatchState,
     cost: PipelineCost,
     best: float,
     left: int,
 ) -> tuple[float, int]:
-    """Moves sequence `i` to any row where that helps; returns the objective and evaluations
+    """Moves sequence `i` to any micro-batch where that helps; returns the objective and evaluations
     left.
     """
     for target in range(state.times.size):
-        source = rows[i]
+        source = micro_batches[i]
         if left <= 0 or state.counts[source] == 1:
             break
         if target == source or state.tokens[target] + lengths[i] > cost.max_len_tokens:
@@ -121,7 +131,7 @@ def _move_sequence(
         left -= 1
         if value < best * (1 - EPSILON):
             best = value
-            rows[i] = target
+            micro_batches[i] = target
             state.tokens[source] -= lengths[i]
             state.tokens[target] += lengths[i]
             state.counts[source] -= 1
@@ -136,9 +146,9 @@ def _move_sequence(
 def _swap_sequence(
     sequence_ms: FloatArray,
     lengths: IntArray,
-    rows: IntArray,
+    micro_batches: IntArray,
     i: int,
-    state: _RowState,
+    state: _MicroBatchState,
     cost: PipelineCost,
     best: float,
     left: int,
@@ -146,8 +156,8 @@ def _swap_sequence(
     """Swaps sequence `i` with shorter ones where that helps; returns the objective and evaluations
     left.
     """
-    for j in range(i + 1, rows.size):
-        source, target = rows[i], rows[j]
+    for j in range(i + 1, micro_batches.size):
+        source, target = micro_batches[i], micro_batches[j]
         tokens = lengths[i] - lengths[j]
         if left <= 0:
             break
@@ -160,7 +170,7 @@ def _swap_sequence(
         left -= 1
         if value < best * (1 - EPSILON):
             best = value
-            rows[i], rows[j] = target, source
+            micro_batches[i], micro_batches[j] = target, source
             state.tokens[source] -= tokens
             state.tokens[target] += tokens
         else:
@@ -170,21 +180,23 @@ def _swap_sequence(
 
 
 @compiled
-def perturb(lengths: IntArray, rows: IntArray, num_rows: int, max_len: int, seed: int) -> None:
-    """Moves a few sequences, chosen by `seed`, to other rows that can hold them, out of a local
-    optimum.
+def perturb(
+    lengths: IntArray, micro_batches: IntArray, num_micro_batches: int, max_len: int, seed: int
+) -> None:
+    """Moves a few sequences, chosen by `seed`, to other micro-batches that can hold them, out of a
+    local optimum.
     """
     order = shuffled_order(lengths, 1e6, seed)
     targets = shuffled_order(
         np.ones(min(lengths.size, _NUM_PERTURBED), dtype=np.int64), 1e6, seed + 1
     )
-    tokens = np.zeros(num_rows, dtype=np.int64)
-    for i in range(rows.size):
-        tokens[rows[i]] += lengths[i]
+    tokens = np.zeros(num_micro_batches, dtype=np.int64)
+    for i in range(micro_batches.size):
+        tokens[micro_batches[i]] += lengths[i]
     for k in range(targets.size):
         i = order[k]
-        target = (rows[i] + 1 + targets[k]) % num_rows
+        target = (micro_batches[i] + 1 + targets[k]) % num_micro_batches
         if tokens[target] + lengths[i] <= max_len:
-            tokens[rows[i]] -= lengths[i]
+            tokens[micro_batches[i]] -= lengths[i]
             tokens[target] += lengths[i]
-            rows[i] = target
+            micro_batches[i] = target

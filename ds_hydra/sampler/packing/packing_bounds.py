@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.sampler.schedule import MAX_BALANCED_ROWS, FloatArray, IntArray, RowBalance
+from ds_hydra.sampler.schedule import (
+    MAX_BALANCED_MICRO_BATCHES,
+    FloatArray,
+    IntArray,
+    MicroBatchBalance,
+)
 from ds_hydra.strategy.compiled import compiled
 
 
@@ -18,16 +23,17 @@ class PipelineCost(NamedTuple):
     max_len_tokens: int
     forward_fraction: float
     is_exact: bool
-    balance: RowBalance
+    balance: MicroBatchBalance
 
 
 @compiled
-def min_num_rows(lengths: IntArray, max_len: int) -> int:
-    """Lower bound of the rows that hold `lengths` (descending), each of them at most `max_len`.
+def min_num_micro_batches(lengths: IntArray, max_len: int) -> int:
+    """Lower bound of the micro-batches that hold `lengths` (descending), each of them at most
+    `max_len`.
 
-    Bound L2 of Martello and Toth: for a threshold k, sequences above max_len - k share their row
-    with nothing of k or more, those above max_len / 2 need a row each, the rest fills what these
-    leave free.
+    Bound L2 of Martello and Toth: for a threshold k, sequences above max_len - k share their
+    micro-batch with nothing of k or more, those above max_len / 2 need a micro-batch each, the rest
+    fills what these leave free.
     """
     best = -(-lengths.sum() // max_len)
     for threshold in lengths:
@@ -51,29 +57,35 @@ def min_num_rows(lengths: IntArray, max_len: int) -> int:
 
 
 @compiled
-def row_count_bound_ms(
-    num_rows: int, load_ms: float, longest_ms: float, cost: PipelineCost
+def micro_batch_count_bound_ms(
+    num_micro_batches: int, load_ms: float, longest_ms: float, cost: PipelineCost
 ) -> float:
-    """Lower bound of the objective with `num_rows` rows; sequences cost `load_ms`, the longest
-    `longest_ms`.
+    """Lower bound of the objective with `num_micro_batches` micro-batches; sequences cost
+    `load_ms`, the longest `longest_ms`.
 
     Closed form: max(longest, load/V) + c, times PP-1+V. Exact, the largest of three:
 
-    - No division into V rows beats `RowBalance.ratio`.
-    - Some stage is busy with all rows, while the first and the last one also pass the other PP-1
-      stages.
-    - The row of the longest sequence passes all stages forward and backward. On stage 0 meanwhile,
-      earlier rows may run backward and later ones forward, but the forward passes of the former
-      come before and the backward passes of the latter after it: PP t_longest + min(phi, 1-phi)
-      (all other rows).
+    - No division into V micro-batches beats `MicroBatchBalance.ratio`.
+    - Some stage is busy with all micro-batches, while the first and the last one also pass the
+      other PP-1 stages.
+    - The micro-batch of the longest sequence passes all stages forward and backward. On stage 0
+      meanwhile, earlier micro-batches may run backward and later ones forward, but the forward
+      passes of the former come before and the backward passes of the latter after it: PP t_longest
+      + min(phi, 1-phi) (all other micro-batches).
     """
     num_stages, constant = cost.num_stages, cost.constant_ms
     if not cost.is_exact:
-        return (max(longest_ms, load_ms / num_rows) + constant) * (num_stages - 1 + num_rows)
-    work = load_ms + num_rows * constant
+        return (max(longest_ms, load_ms / num_micro_batches) + constant) * (
+            num_stages - 1 + num_micro_batches
+        )
+    work = load_ms + num_micro_batches * constant
     if num_stages == 1:
         return work
-    ratio = 1.0 if num_rows > MAX_BALANCED_ROWS else cost.balance.ratio[num_rows]
+    ratio = (
+        1.0
+        if num_micro_batches > MAX_BALANCED_MICRO_BATCHES
+        else cost.balance.ratio[num_micro_batches]
+    )
     outside = min(cost.forward_fraction, 1.0 - cost.forward_fraction)
     around_longest = (num_stages - outside) * (longest_ms + constant) + outside * work
     return float(max(work * ratio, work + (num_stages - 1) * constant, around_longest))
@@ -86,6 +98,8 @@ def pipeline_bound_ms(lengths: IntArray, sequence_ms: FloatArray, cost: Pipeline
         return 0.0
     load, longest = sequence_ms.sum(), sequence_ms.max()
     best = np.inf
-    for num_rows in range(min_num_rows(lengths, cost.max_len_tokens), lengths.size + 1):
-        best = min(best, row_count_bound_ms(num_rows, load, longest, cost))
+    for num_micro_batches in range(
+        min_num_micro_batches(lengths, cost.max_len_tokens), lengths.size + 1
+    ):
+        best = min(best, micro_batch_count_bound_ms(num_micro_batches, load, longest, cost))
     return float(best)

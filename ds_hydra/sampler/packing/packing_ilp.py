@@ -1,7 +1,7 @@
 """The integer programs of packing, for the cases where bounds prove that the heuristic may be far
 off.
 
-One program asks for V rows whose slowest is as fast as possible (Eq. 1 for one V).
+One program asks for V micro-batches whose slowest is as fast as possible (Eq. 1 for one V).
 """
 
 from __future__ import annotations
@@ -19,81 +19,82 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RowsSolution:
-    """Rows found for one V (None: none found), and what was proven about the load of the slowest
-    row.
+class MicroBatchesSolution:
+    """Micro-batches found for one V (None: none found), and what was proven about the load of the
+    slowest micro-batch.
     """
 
-    rows: IntArray | None
+    micro_batches: IntArray | None
     load_bound_ms: float
-    """Lower bound of the slowest row's sequence time; inf where V rows cannot hold the
-    sequences.
+    """Lower bound of the slowest micro-batch's sequence time; inf where V micro-batches cannot hold
+    the sequences.
     """
 
 
-def solve_rows(
+def solve_micro_batches(
     lengths: IntArray,
     sequence_ms: FloatArray,
-    num_rows: int,
+    num_micro_batches: int,
     max_len_tokens: int,
     *,
     limits: SolverLimits,
     below_ms: float = np.inf,
     start: IntArray | None = None,
-) -> RowsSolution:
-    """Rows 0..`num_rows`-1 for `lengths` (descending) with the fastest slowest row.
+) -> MicroBatchesSolution:
+    """Micro-batches 0..`num_micro_batches`-1 for `lengths` (descending) with the fastest slowest
+    micro-batch.
 
-    Only solutions faster than `below_ms` are looked for. `start` is a known packing into `num_rows`
-    rows.
+    Only solutions faster than `below_ms` are looked for. `start` is a known packing into
+    `num_micro_batches` micro-batches.
     """
     import mip
 
     model = make_model(limits)
     num_sequences = lengths.size
-    # is_in[i, j]: sequence i is in row j. Rows are alike, so sequence i may as well be in one of
-    # rows 0..i.
+    # is_in[i, j]: sequence i is in micro-batch j. Micro-batches are alike, so sequence i may as
+    # well be in one of micro-batches 0..i.
     is_in = {
         (i, j): model.add_var(var_type=mip.BINARY)
         for i in range(num_sequences)
-        for j in range(min(i + 1, num_rows))
+        for j in range(min(i + 1, num_micro_batches))
     }
-    # slowest: sequence time of the slowest row, between what V rows need at least and what is known
-    # already.
-    lowest = max(float(sequence_ms.max()), float(sequence_ms.sum()) / num_rows)
+    # slowest: sequence time of the slowest micro-batch, between what V micro-batches need at least
+    # and what is known already.
+    lowest = max(float(sequence_ms.max()), float(sequence_ms.sum()) / num_micro_batches)
     slowest = model.add_var(
         lb=lowest, ub=max(lowest, below_ms) if np.isfinite(below_ms) else mip.INF
     )
-    # [Constraint] Every sequence is in one row.
+    # [Constraint] Every sequence is in one micro-batch.
     for i in range(num_sequences):
-        model += mip.xsum(is_in[i, j] for j in range(min(i + 1, num_rows))) == 1
-    for j in range(num_rows):
+        model += mip.xsum(is_in[i, j] for j in range(min(i + 1, num_micro_batches))) == 1
+    for j in range(num_micro_batches):
         members = range(j, num_sequences)
-        # [Constraint] No row is longer than MaxLen.
+        # [Constraint] No micro-batch is longer than MaxLen.
         model += mip.xsum(int(lengths[i]) * is_in[i, j] for i in members) <= max_len_tokens
-        # [Constraint] No row takes longer than the slowest.
+        # [Constraint] No micro-batch takes longer than the slowest.
         model += mip.xsum(float(sequence_ms[i]) * is_in[i, j] for i in members) <= slowest
     model.objective = slowest
     if start is not None:
         model.start = _start_values(is_in, start)
     status = model.optimize(max_seconds=limits.deadline_s, max_nodes=limits.max_nodes)
     if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
-        return RowsSolution(None, below_ms)
+        return MicroBatchesSolution(None, below_ms)
     bound = max(lowest, model.objective_bound) if model.objective_bound is not None else lowest
     if model.num_solutions == 0:
-        return RowsSolution(None, bound)
-    rows = np.zeros(num_sequences, dtype=np.int64)
+        return MicroBatchesSolution(None, bound)
+    micro_batches = np.zeros(num_sequences, dtype=np.int64)
     for (i, j), variable in is_in.items():
         if variable.x > 0.5:
-            rows[i] = j
-    return RowsSolution(rows, bound)
+            micro_batches[i] = j
+    return MicroBatchesSolution(micro_batches, bound)
 
 
 def _start_values(
     is_in: dict[tuple[int, int], mip.Var], start: IntArray
 ) -> list[tuple[mip.Var, float]]:
-    """`start` with its rows renumbered in the order of their first sequences, as the program wants
-    them.
+    """`start` with its micro-batches renumbered in the order of their first sequences, as the
+    program wants them.
     """
     number: dict[int, int] = {}
-    renumbered = [number.setdefault(int(row), len(number)) for row in start]
+    renumbered = [number.setdefault(int(micro_batch), len(number)) for micro_batch in start]
     return [(variable, float(renumbered[i] == j)) for (i, j), variable in is_in.items()]

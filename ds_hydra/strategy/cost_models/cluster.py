@@ -102,7 +102,7 @@ class Cluster:
         return max(_needed_share(slices, num_holders, node_size / self.num_devices,
                                  is_fully_sharded) for slices in nodes) * self.num_params  # fmt: skip
 
-    def hop_ms(self, scheme: Scheme, row_tokens: int) -> float:
+    def hop_ms(self, scheme: Scheme, micro_batch_tokens: int) -> float:
         """One activation from a stage to the next; ranks of a node share its links to the next
         node.
         """
@@ -114,22 +114,25 @@ class Cluster:
             else self.hardware.inter_node_rate / node_size
         )
         latency = self.intra_node_latency_ms if is_inside else self.inter_node_latency_ms
-        return latency + 1e3 * row_tokens / scheme.sp * self.shape.hidden_size * PARAM_BYTES / rate
+        return (
+            latency
+            + 1e3 * micro_batch_tokens / scheme.sp * self.shape.hidden_size * PARAM_BYTES / rate
+        )
 
-    def tp_ms(self, scheme: Scheme, row_tokens: int) -> float:
+    def tp_ms(self, scheme: Scheme, micro_batch_tokens: int) -> float:
         """TP collectives in the forward pass of one stage (the backward pass has as many): ring
         all-reduces.
 
-        Two per layer, of 2 (TP-1)/TP times the rank's part of the row each. Profiled T contains
-        them already.
+        Two per layer, of 2 (TP-1)/TP times the rank's part of the micro-batch each. Profiled T
+        contains them already.
         """
         if scheme.tp == 1:
             return 0.0
         is_inside = scheme.tp <= self.hardware.devices_per_node
         rate = self.hardware.intra_node_rate if is_inside else self.hardware.inter_node_rate
-        row_bytes = row_tokens / scheme.sp * self.shape.hidden_size * PARAM_BYTES
+        micro_batch_bytes = micro_batch_tokens / scheme.sp * self.shape.hidden_size * PARAM_BYTES
         layers = self.shape.num_layers / scheme.pp
-        return 1e3 * layers * 2 * 2 * (scheme.tp - 1) / scheme.tp * row_bytes / rate
+        return 1e3 * layers * 2 * 2 * (scheme.tp - 1) / scheme.tp * micro_batch_bytes / rate
 
 
 Slice = tuple[int, int, float, float]

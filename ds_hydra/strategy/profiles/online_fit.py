@@ -44,14 +44,15 @@ class OnlineFitSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Sums over the rows of one pipeline, and the work of one stage that its time amounts to.
+    """Sums over the micro-batches of one pipeline, and the work of one stage that its time amounts
+    to.
 
     `ratio` is measured over what the profile's model says, so it does not depend on later fits.
     """
 
     squares: float
     tokens: float
-    num_rows: float
+    num_micro_batches: float
     stage_ms: float
     ratio: float
     prediction_error: float
@@ -79,7 +80,7 @@ class OnlineFit:
     def observe(
         self,
         scheme: Scheme,
-        rows: Sequence[Sequence[int]],
+        micro_batches: Sequence[Sequence[int]],
         *,
         predicted_ms: float,
         measured_ms: float,
@@ -87,28 +88,33 @@ class OnlineFit:
     ) -> float:
         """Take in one pipeline of one iteration; returns measured / predicted - 1.
 
-        `rows[j]` are the lengths of packed row j, `predicted_ms` what the plan said of this
-        pipeline, `model` the T that the plan was made with (None: the profile's). The bubble is
-        taken from the plan: a pipeline's time is proportional to T, so the rows' work of one stage
-        is the planned one times measured over predicted. Raises HydraConfigError for a time that
-        cannot be, or a scheme without a profile.
+        `micro_batches[j]` are the lengths of packed micro-batch j, `predicted_ms` what the plan
+        said of this pipeline, `model` the T that the plan was made with (None: the profile's). The
+        bubble is taken from the plan: a pipeline's time is proportional to T, so the micro-batches'
+        work of one stage is the planned one times measured over predicted. Raises HydraConfigError
+        for a time that cannot be, or a scheme without a profile.
         """
-        if not all(isfinite(time) and time > 0 for time in (predicted_ms, measured_ms)) or not rows:
+        if (
+            not all(isfinite(time) and time > 0 for time in (predicted_ms, measured_ms))
+            or not micro_batches
+        ):
             raise HydraConfigError(
-                f"scheme {scheme}: predicted {predicted_ms} ms and measured {measured_ms} ms for {len(rows)} "
-                "rows; expected times above 0 of one row or more"
+                f"scheme {scheme}: predicted {predicted_ms} ms and measured {measured_ms} ms for {len(micro_batches)} "
+                "micro-batches; expected times above 0 of one micro-batch or more"
             )
         if scheme not in self._profiled:
             raise HydraConfigError(f"scheme {scheme} was observed and is not in the profile")
-        lengths = np.array([length for row in rows for length in row], dtype=np.float64)
-        sums = np.array([lengths @ lengths, lengths.sum(), len(rows)])
+        lengths = np.array(
+            [length for micro_batch in micro_batches for length in micro_batch], dtype=np.float64
+        )
+        sums = np.array([lengths @ lengths, lengths.sum(), len(micro_batches)])
         planned_ms = float(sums @ _as_array(model or self._profiled[scheme]))
         stage_ms = planned_ms * measured_ms / predicted_ms
         error = measured_ms / predicted_ms - 1
         ratio = stage_ms / max(float(sums @ _as_array(self._profiled[scheme])), 1e-9)
         samples = self._samples.setdefault(scheme, deque(maxlen=self._settings.window))
-        squares, tokens, num_rows = sums.tolist()
-        samples.append(_Sample(squares, tokens, num_rows, stage_ms, ratio, error))
+        squares, tokens, num_micro_batches = sums.tolist()
+        samples.append(_Sample(squares, tokens, num_micro_batches, stage_ms, ratio, error))
         return error
 
     def models(self) -> dict[Scheme, LatencyModel]:
@@ -168,15 +174,15 @@ class OnlineFit:
         """Non-negative least squares of relative errors, outliers left out, the profile as a prior.
 
         The prior speaks at the sums that were observed: it holds the split between the three terms,
-        which rows of similar shape do not tell, and is scaled by the median ratio, so that it does
-        not hold the level of a device that has become slower.
+        which micro-batches of similar shape do not tell, and is scaled by the median ratio, so that
+        it does not hold the level of a device that has become slower.
         """
         samples = self._samples.get(scheme)
         if not samples:
             return _from_array(_as_array(self._profiled[scheme]) * level)
         ratios = np.array([sample.ratio for sample in samples])
         kept = _without_outliers(ratios)
-        sums = np.array([(s.squares, s.tokens, s.num_rows) for s in samples])[kept]
+        sums = np.array([(s.squares, s.tokens, s.num_micro_batches) for s in samples])[kept]
         times = np.array([s.stage_ms for s in samples])[kept]
         prior = _as_array(self._profiled[scheme]) * float(np.median(ratios[kept]))
         weight = np.sqrt(self._settings.prior_samples / 3)

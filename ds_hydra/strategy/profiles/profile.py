@@ -38,9 +38,10 @@ EMBEDDING_BYTES_PER_ELEMENT = 16
 
 
 SP_ACTIVATIONS = 1.1
-"""Activations of a piece of a row over its share of the row's: attention's output is kept on both
-sides of an exchange, and key-value heads may be repeated. 1.05 without repeated heads, 1.10 with,
-on a Llama of 4 heads."""
+"""Activations of a piece of a micro-batch over its share of the micro-batch's: attention's output
+is kept on both sides of an exchange, and key-value heads may be repeated. 1.05 without repeated
+heads, 1.10 with, on a Llama of 4 heads.
+"""
 
 VOCABULARY_TOLERANCE = 0.05
 """Share by which the vocabulary of a profile may differ from the model's: it only moves MaxLen a
@@ -50,10 +51,11 @@ little.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyModel:
-    """T(l, P) = a l^2 + b l + c (App. B.2): forward + backward of ONE stage, one row of one
+    """T(l, P) = a l^2 + b l + c (App. B.2): forward + backward of ONE stage, one micro-batch of one
     sequence.
 
-    A packed row of lengths l_i costs sum(a l_i^2 + b l_i) + c. Left out: P2P between stages.
+    A packed micro-batch of lengths l_i costs sum(a l_i^2 + b l_i) + c. Left out: P2P between
+    stages.
     """
 
     quadratic_ms: float
@@ -61,7 +63,7 @@ class LatencyModel:
     constant_ms: float
 
     def sequence_ms(self, length_tokens: int) -> float:
-        """a l^2 + b l, the part of T that adds up over the sequences of a packed row."""
+        """a l^2 + b l, the part of T that adds up over the sequences of a packed micro-batch."""
         return (self.quadratic_ms * length_tokens + self.linear_ms) * length_tokens
 
     def __post_init__(self) -> None:
@@ -72,20 +74,21 @@ class LatencyModel:
                 f"{LARGEST:g}, and one must be above 0; fit them again without the measurements that are"
             )
 
-    def row_ms(self, lengths_tokens: Iterable[int]) -> float:
-        """Time of one stage for one packed row; 0.0 for a row without sequences."""
+    def micro_batch_ms(self, lengths_tokens: Iterable[int]) -> float:
+        """Time of one stage for one packed micro-batch; 0.0 for a micro-batch without sequences."""
         total = sum(self.sequence_ms(length) for length in lengths_tokens)
         return total + self.constant_ms if total else 0.0
 
 
 def activation_share(scheme: Scheme) -> float:
-    """What one rank keeps of a row's activations under `scheme`, as a share of A L H S."""
+    """What one rank keeps of a micro-batch's activations under `scheme`, as a share of A L H S."""
     return (SP_ACTIVATIONS if scheme.sp > 1 else 1.0) / scheme.ranks_per_stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
-    """Bytes that one rank needs under <TP,PP> on N devices for a packed row of S tokens (App. B.1).
+    """Bytes that one rank needs under <TP,PP> on N devices for a packed micro-batch of S tokens
+    (App. B.1).
 
     activations  L * (S / SP * H / TP) * A
     states       L * H^2 / N * B * alpha + (L / PP) * (H^2 / TP) * B * (1 - alpha)
@@ -94,7 +97,7 @@ class MemoryModel:
     with L = `num_layers`, H = `hidden_size`, V = `vocab_size`, A = `activation_bytes[tp]`,
     B = `state_bytes`, alpha = `sharded_fraction`, e = 16. Activations do not shrink with PP,
     because a 1F1B stage holds up to PP micro-batches of its L/PP layers. Ours: of SP ranks each has
-    1/SP of every row, which costs `SP_ACTIVATIONS` times its share of the row.
+    1/SP of every micro-batch, which costs `SP_ACTIVATIONS` times its share of the micro-batch.
 
     Ours: where layers stream, with p = s / i parameters per layer and H^2, E = 2 H V of embedding
     and head, and R = `devices_per_node` ranks of a node (N if those are fewer),
@@ -108,7 +111,7 @@ class MemoryModel:
     amount to 17. Other pipelines of the strategy have their share of the home besides.
 
     Stage k of a scheme with `stages` or `ckpt` has n layers, m of them checkpointed, and at most PP
-    - k rows in flight:
+    - k micro-batches in flight:
 
     activations  (PP - k) * ((n - m) * S * H / TP * A + m * S * H * i)
                  + S * H / TP * A where m > 0, the layer that runs again; + S * V / TP * 2 i on the
@@ -171,15 +174,16 @@ class MemoryModel:
         says_slices = self.slice_bytes > 0 or not scheme.stream
         return scheme.tp in self.activation_bytes and says_inputs and says_slices
 
-    def rank_bytes(self, scheme: Scheme, num_devices: int, row_tokens: int) -> float:
+    def rank_bytes(self, scheme: Scheme, num_devices: int, micro_batch_tokens: int) -> float:
         """Bytes of one rank (left side of App. B.1, without reserved and safety margin)."""
         return max(
-            states + row_tokens * per_token
+            states + micro_batch_tokens * per_token
             for states, per_token in self._stages(scheme, num_devices)
         )
 
     def max_len_tokens(self, scheme: Scheme, num_devices: int, home_bytes: float = 0.0) -> int:
-        """MaxLen(P): longest packed row that fits; 0 or less where the states alone do not fit.
+        """MaxLen(P): longest packed micro-batch that fits; 0 or less where the states alone do not
+        fit.
 
         `home_bytes`: what the rank has besides of a home that others read.
         """
@@ -190,7 +194,7 @@ class MemoryModel:
         )
 
     def _stages(self, scheme: Scheme, num_devices: int) -> list[tuple[float, float]]:
-        """Bytes of states and per token of a row of each stage that could be the tightest."""
+        """Bytes of states, and per token, of each stage that could be the tightest."""
         layer = self._layer_bytes_per_token(scheme)
         if not scheme.stages and not scheme.ckpt:
             layers = self.num_layers / scheme.pp
@@ -207,7 +211,9 @@ class MemoryModel:
         stages = []
         for stage in stage_layers(scheme, self.num_layers):
             whole = stage.num_layers - stage.num_checkpointed
-            per_token = stage.rows_in_flight * (whole * layer + stage.num_checkpointed * kept)
+            per_token = stage.micro_batches_in_flight * (
+                whole * layer + stage.num_checkpointed * kept
+            )
             per_token += layer if stage.num_checkpointed else 0.0
             per_token += again if stage.is_last else 0.0
             stages.append((self._state_bytes(scheme, num_devices, stage.num_layers), per_token))

@@ -140,13 +140,13 @@ def _is_cheapest(
     num_devices: int,
     context_length: int,
 ) -> bool:
-    """Whether it needs less device time than each of `others` for the longest row that it holds of
-    the context.
+    """Whether it needs less device time than each of `others` for the longest micro-batch that it
+    holds of the context.
     """
     length = min(context_length, profile.max_len_tokens(scheme, num_devices))
 
     def device_ms(scheme: Scheme) -> float:
-        return scheme.num_devices * profile.get_latency(scheme).row_ms([length])
+        return scheme.num_devices * profile.get_latency(scheme).micro_batch_ms([length])
 
     holding = [s for s in others if profile.max_len_tokens(s, num_devices) >= length]
     return all(device_ms(scheme) < device_ms(other) for other in holding)
@@ -158,10 +158,10 @@ def undominated(
     """`schemes` without those that another one on as many devices makes useless; the first of
     equals stays.
 
-    That is one with at least their MaxLen, and at most their time, of any row they hold and any
-    number of rows: the first row leaves after PP slots of T and a further one after one slot.
-    Lengths enter T / l as a l + b, so both ends of the lengths that they hold decide. Left out:
-    what pull and push take.
+    That is one with at least their MaxLen, and at most their time, of any micro-batch they hold and
+    any number of micro-batches: the first micro-batch leaves after PP slots of T and a further one
+    after one slot. Lengths enter T / l as a l + b, so both ends of the lengths that they hold
+    decide. Left out: what pull and push take.
     """
     if not schemes:
         return ()

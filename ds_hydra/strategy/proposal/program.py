@@ -46,7 +46,7 @@ at."""
 
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 IntArray: TypeAlias = npt.NDArray[np.int64]
-Charge: TypeAlias = Literal["per_sequence", "per_row"]
+Charge: TypeAlias = Literal["per_sequence", "per_micro_batch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +54,14 @@ class ProposalSettings:
     """Steps of the dynamic program, and what a sequence is charged.
 
     `charge`: "per_sequence" is Eq. (4) to the letter, T(x, P) with its constant for each sequence.
-    "per_row" spreads the constant over the sequences that share a packed row and adds the bubble of
-    the pipeline, for mini-batches of `tokens_per_iteration`. `space`: which schemes of the profile
-    may be used.
+    "per_micro_batch" spreads the constant over the sequences that share a packed micro-batch and
+    adds the bubble of the pipeline, for mini-batches of `tokens_per_iteration`. `space`: which
+    schemes of the profile may be used.
     """
 
     device_step: float = 0.1
     length_step: int = 128
-    charge: Charge = "per_row"
+    charge: Charge = "per_micro_batch"
     tokens_per_iteration: int | None = None
     space: Space = "plain"
 
@@ -97,8 +97,8 @@ def default_tokens_per_iteration(num_devices: int, context_length: int) -> int:
 def usable_schemes(
     profile: Profile, num_devices: int, space: Space = "plain"
 ) -> tuple[Scheme, ...]:
-    """Schemes of the profile that fit `num_devices` and hold a row of one token at least, smallest
-    first.
+    """Schemes of the profile that fit `num_devices` and hold a micro-batch of one token at least,
+    smallest first.
 
     `space`: <TP,PP> only ("plain"), every scheme that was measured, or all that the profile has an
     entry for ("wide").
@@ -122,18 +122,20 @@ def check_context(
     *,
     can_run: CanRun | None = None,
 ) -> None:
-    """Raise HydraConfigError if none of `schemes` (None: all profiled ones) holds a row of
+    """Raise HydraConfigError if none of `schemes` (None: all profiled ones) holds a micro-batch of
     `context_length` tokens.
 
     The message says what fits, how many devices would do, and where `can_run` tells which schemes
     the model runs, whether one of the wide space would.
     """
     known = list(profile.latency if schemes is None else schemes)
-    longest = _longest_row(profile, known, num_devices)
+    longest = _longest_micro_batch(profile, known, num_devices)
     if longest >= context_length:
         return
     doublings = _doublings(num_devices)
-    enough = next((n for n in doublings if _longest_row(profile, known, n) >= context_length), None)
+    enough = next(
+        (n for n in doublings if _longest_micro_batch(profile, known, n) >= context_length), None
+    )
     help_texts = [f"lower the context to {longest}"] if longest > 0 else []
     if enough is not None:
         help_texts.append(f"use {enough} devices")
@@ -141,7 +143,7 @@ def check_context(
         extended = with_extended_schemes(
             profile, num_devices=num_devices, context_length=context_length, can_run=can_run
         )
-        most = _longest_row(extended, extended.latency, num_devices)
+        most = _longest_micro_batch(extended, extended.latency, num_devices)
         if most >= context_length:
             help_texts.append(
                 f'set hydra.planner.space to "wide" (--space wide), which holds {most}'
@@ -149,12 +151,12 @@ def check_context(
     help_texts.append("turn on activation checkpointing and profile again")
     help_texts.append("profile schemes with a higher TP degree")
     raise HydraConfigError(
-        f"profile {profile.name!r}: no scheme holds a row of {context_length} tokens on {num_devices} devices, "
+        f"profile {profile.name!r}: no scheme holds a micro-batch of {context_length} tokens on {num_devices} devices, "
         f"the longest that fits has {max(longest, 0)}; {', or '.join(help_texts)}"
     )
 
 
-def _longest_row(profile: Profile, schemes: Iterable[Scheme], num_devices: int) -> int:
+def _longest_micro_batch(profile: Profile, schemes: Iterable[Scheme], num_devices: int) -> int:
     fitting = [s for s in schemes if s.num_devices <= num_devices]
     return max((profile.max_len_tokens(s, num_devices) for s in fitting), default=0)
 
@@ -173,9 +175,9 @@ def charge_ms(
 ) -> FloatArray:
     """What each length is charged on one pipeline of `scheme`, in ms.
 
-    "per_row": a pipeline gets its share of the iteration, U = tokens * N(P) / N, in V equal rows.
-    Its 1F1B time (V + PP - 1) * (W / V + c) is then spread over the U tokens, W being the work
-    without c:
+    "per_micro_batch": a pipeline gets its share of the iteration, U = tokens * N(P) / N, in V equal
+    micro-batches. Its 1F1B time (V + PP - 1) * (W / V + c) is then spread over the U tokens, W
+    being the work without c:
 
         (a x^2 + b x) * (V + PP - 1) / V  +  x / U * c * (V + PP - 1)
 
@@ -188,17 +190,20 @@ def charge_ms(
     if settings.charge == "per_sequence":
         return variable + model.constant_ms
     if settings.tokens_per_iteration is None:
-        raise ValueError("charge 'per_row' needs tokens_per_iteration")
+        raise ValueError("charge 'per_micro_batch' needs tokens_per_iteration")
     share_tokens = max(1.0, settings.tokens_per_iteration * scheme.num_devices / num_devices)
     fewest = max(1, int(np.ceil(share_tokens / profile.max_len_tokens(scheme, num_devices))))
     saturated = profile.saturation_tokens.get(scheme.tp, 1) * scheme.sp
     most = max(fewest, int(share_tokens // saturated))
-    rows = np.unique(np.geomspace(fewest, most, 64).astype(np.int64)).astype(np.float64)
+    micro_batches = np.unique(np.geomspace(fewest, most, 64).astype(np.int64)).astype(np.float64)
     work = model.linear_ms * share_tokens
-    num_rows = rows[np.argmin((rows + scheme.pp - 1) * (work / rows + model.constant_ms))]
-    num_slots = num_rows + scheme.pp - 1
+    num_micro_batches = micro_batches[
+        np.argmin((micro_batches + scheme.pp - 1) * (work / micro_batches + model.constant_ms))
+    ]
+    num_slots = num_micro_batches + scheme.pp - 1
     charged: FloatArray = (
-        variable * (num_slots / num_rows) + lengths / share_tokens * model.constant_ms * num_slots
+        variable * (num_slots / num_micro_batches)
+        + lengths / share_tokens * model.constant_ms * num_slots
     )
     return charged
 

@@ -20,14 +20,14 @@ class StageLayers:
 
     num_layers: int
     num_checkpointed: int
-    rows_in_flight: int
+    micro_batches_in_flight: int
     """Micro-batches whose forward is done and whose backward is not."""
     is_last: bool
 
     @property
     def work(self) -> float:
-        """Time of one row in forwards and backwards of a layer; a checkpointed one also runs
-        forward again.
+        """Time of one micro-batch in forwards and backwards of a layer; a checkpointed one also
+        runs forward again.
         """
         return self.num_layers + self.num_checkpointed * FORWARD_FRACTION
 
@@ -45,7 +45,7 @@ def stage_layers(scheme: Scheme, num_layers: int) -> list[StageLayers]:
         StageLayers(
             num_layers=len(own),
             num_checkpointed=len(range(own.start, min(own.stop, scheme.ckpt))),
-            rows_in_flight=scheme.pp - stage,
+            micro_batches_in_flight=scheme.pp - stage,
             is_last=stage == scheme.pp - 1,
         )
         for stage, own in enumerate(layers)

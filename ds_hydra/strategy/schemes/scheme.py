@@ -138,7 +138,7 @@ class Scheme:
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks that share the rows of one stage."""
+        """Ranks that share the micro-batches of one stage."""
         return self.sp * self.tp
 
     @property

@@ -148,7 +148,7 @@ class SearchInput:
                 f"profile {profile.name!r} does not say model.intermediate_size; add it, or give --layers"
             )
         scheme = min(profile.latency, key=lambda s: (not s.is_plain, s.tp, s.pp))
-        stage_ms = profile.latency[scheme].row_ms([sequence_tokens]) * scheme.num_devices
+        stage_ms = profile.latency[scheme].micro_batch_ms([sequence_tokens]) * scheme.num_devices
         hidden = memory.hidden_size
         weights = 4.0 * hidden**2 + 3.0 * hidden * int(model["intermediate_size"])
         message_mb = 2.0 * sequence_tokens * hidden / MB
