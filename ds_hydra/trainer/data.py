@@ -80,7 +80,9 @@ class Epochs:
 
     def _begin(self, epoch: int) -> int:
         while len(self._ends) <= epoch:
-            self._ends.append(max(_on_first_rank(self._draw_epoch, self._device), self._ends[-1] + 1))
+            self._ends.append(
+                max(_on_first_rank(self._draw_epoch, self._device), self._ends[-1] + 1)
+            )
         return self._ends[epoch]
 
     def _draw_epoch(self) -> int:
