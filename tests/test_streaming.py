@@ -14,7 +14,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
 from faults import die, run_until_end
-from models import VOCAB_SIZE, tiny
+from models import FAMILIES, VOCAB_SIZE, tiny
 from single_process import random_examples
 from test_engine_parity import assert_parity, check_gradients
 
@@ -34,6 +34,20 @@ STRATEGIES = (
     "1x<sp2,1;stream> + 1x<1,2;ckpt=3;stages=3,1;stream=1>",
     "1x<2,1> + 1x<1,1;stream>",
 )
+
+OF_EVERY_FAMILY = ("1x<2,1;stream> + 1x<1,2;stream>", "1x<sp2,1;stream> + 2x<1,1;stream>")
+WITHOUT_TP = ("1x<1,3;stream> + 1x<1,1;stream>",)
+
+
+def families():
+    """Parity of every tested family; phi3 runs with TP 1 alone, and without SP."""
+    return {
+        (family, *case): found
+        for family in FAMILIES
+        for case, found in check_gradients(
+            family, WITHOUT_TP if family == "phi3" else OF_EVERY_FAMILY
+        ).items()
+    }
 
 
 def repeats(text):
@@ -112,6 +126,7 @@ def checks():
         parity |= check_gradients(family, STRATEGIES)
     return {
         "parity": parity,
+        "families": families(),
         "rows cut": check_gradients(
             "llama", ("1x<4,1;stream>", "1x<2,2;stream;ckpt=2>"), {"tp_sequence_parallel": True}
         ),
@@ -130,6 +145,7 @@ def results():
 @pytest.mark.distributed
 def test_gradients_equal_one_process(results):
     assert_parity(results[0]["parity"])
+    assert_parity(results[0]["families"])
     assert_parity(results[0]["rows cut"])
 
 
