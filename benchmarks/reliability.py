@@ -6,10 +6,10 @@ Parts: `kill` (a rank is killed in every phase of an iteration; the others must 
 must give the same curve), `phases` (a rank is killed or stopped in every phase between an engine's
 start and its end; the other one must name it, and nothing may be left behind), `launch` (kills
 under torchrun and deepspeed), `planner` (planning processes killed and stopped), `saves` (a process
-is killed at random times of saving), `leak` (random strategies on 4 ranks), `fuzz`. What was
-measured is recorded in `--state` at once: an interrupted command continues where it was, `--fresh`
-begins anew. Ranks are CPU processes on one machine (gloo); it uses the
-helpers of the tests.
+is killed at random times of saving), `leak` (random strategies on 4 ranks), `folders` (damaged run
+folders are read or refused), `fuzz`. What was measured is recorded in `--state` at once: an
+interrupted command continues where it was, `--fresh` begins anew. Ranks are CPU processes on one
+machine (gloo); it uses the helpers of the tests.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
-from fuzzing import check, fuzz_with_coverage, inputs_like, targets
+from fuzzing import check, fuzz_run_folders, fuzz_with_coverage, inputs_like, targets
 from holdings import STRATEGIES_OF_4, Holdings, train_random_iteration
 from models import tiny
 
@@ -322,6 +322,18 @@ def measure_leak(records: Records, num_iterations: int) -> None:
     )
 
 
+def measure_folders(records: Records, num_folders: int) -> None:
+    """Run folders with damaged files, as `ds-hydra report` reads them; raises where one is neither
+    read nor refused, or is slow.
+    """
+
+    def read() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            return dict(fuzz_run_folders(Path(folder), num_folders))
+
+    records.measure("folders", {"num": num_folders}, read)
+
+
 def measure_fuzz(records: Records, num_inputs: int) -> None:
     """Every reader under hypothesis and under a coverage-guided fuzzer; raises where one crashes,
     or is slow.
@@ -545,6 +557,16 @@ def describe_leak(records: list[dict[str, Any]]) -> str:
     )
 
 
+def describe_folders(records: list[dict[str, Any]]) -> str:
+    record = records[-1]
+    return (
+        f"{record['inputs']:,} run folders with one or two files damaged (values changed, bytes changed, cut, "
+        "replaced), read as `ds-hydra report --perfetto --json` reads them: "
+        f"{record['accepted']} read, {record['refused']} refused, **0 other errors**, the slowest "
+        f"{record['slowest_ms'] / 1e3:.2f} s of CPU time."
+    )  # fmt: skip
+
+
 FUZZERS = ("hypothesis", "coverage")
 
 
@@ -586,6 +608,7 @@ PARTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     "planner": ("A planning process is lost", describe_planner),
     "saves": ("A crash while saving", describe_saves),
     "leak": ("Many iterations", describe_leak),
+    "folders": ("Damaged run folders", describe_folders),
     "fuzz": ("Damaged input", describe_fuzz),
 }
 
@@ -691,6 +714,7 @@ def main() -> None:
     parser.add_argument("--planner-faults", type=int, default=10, help="of each kind")
     parser.add_argument("--saves", type=int, default=100, help="kills while saving")
     parser.add_argument("--iterations", type=int, default=1000, help="of random strategies")
+    parser.add_argument("--folders", type=int, default=1000, help="damaged run folders")
     parser.add_argument("--inputs", type=int, default=100_000, help="per reader and fuzzer")
     options = parser.parse_args()
     if unknown := set(options.parts) - PARTS.keys():
@@ -705,6 +729,7 @@ def main() -> None:
         "planner": lambda: measure_planner(records, options.planner_faults),
         "saves": lambda: measure_saves(records, options.saves),
         "leak": lambda: measure_leak(records, options.iterations),
+        "folders": lambda: measure_folders(records, options.folders),
         "fuzz": lambda: measure_fuzz(records, options.inputs),
     }
     for part in options.parts or PARTS:

@@ -199,7 +199,9 @@ class HydraTrainer(transformers.Trainer):
             seed=config.seed,
             shuffle=config.shuffle,
         )
-        self._epochs = Epochs(sampler, len(tokens), limit=self.args.max_steps)
+        self._epochs = Epochs(
+            sampler, len(tokens), limit=self.args.max_steps, device=self.args.device
+        )
         return IterationLoader(self._epochs)
 
     def _choose_rows(self) -> Any:
