@@ -283,7 +283,7 @@ def train(
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients by name of one iteration without a step."""
     strategy = Strategy.parse(case.strategy)
-    iteration = engine._plan(examples, strategy)
+    iteration = engine.hydra.plan_examples(examples, strategy, engine.global_steps)
     plan, load = iteration.plan, iteration.load
     if case.placement != "planned":
         plan = hand_plan(
