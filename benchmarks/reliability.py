@@ -170,14 +170,19 @@ def lose_a_rank(records: Path, victim: int, where: str, signal_name: str) -> dic
         return {"hangs": True, "text": str(error)[-2000:]}
     other = ended[1 - victim]
     named = f"rank {victim} is gone" in other.stderr or f"rank {victim} is silent" in other.stderr
-    time.sleep(2.0)  # for planning processes to notice
+    end = time.monotonic() + 20  # for planning processes to notice, which may still be starting
+    while time.monotonic() < end and processes_with("DS_HYDRA_RELIABILITY", str(folder)):
+        time.sleep(0.2)
     return {
         "hangs": False,
         "named": named,
         "exit_code": other.exit_code,
         "seconds": other.seconds_after_fault,
-        "processes": len(processes_with("DS_HYDRA_RELIABILITY", str(folder))),
-        "shared_memory": len(set(os.listdir("/dev/shm")) - shared_memory),
+        "processes": [
+            " ".join(psutil.Process(pid).cmdline())
+            for pid in processes_with("DS_HYDRA_RELIABILITY", str(folder))
+        ],
+        "shared_memory": sorted(set(os.listdir("/dev/shm")) - shared_memory),
         "temp": sorted(os.listdir(folder / "tmp")),
         "text": "" if named else other.stderr[-2000:],
     }
