@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 import transformers
-from models import FAMILIES, VOCAB_SIZE, tiny
+from models import FAMILIES, tiny
 
 from ds_hydra.engine.model import packing_probe
 from ds_hydra.engine.model.stage_model import StageModel
