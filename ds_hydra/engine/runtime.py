@@ -589,9 +589,7 @@ class HydraRuntime:
         """Whether this model can run under `scheme` on these devices."""
         try:
             self.stage_model.check_scheme(scheme)
-            check_streams(
-                [scheme] if scheme.stream else [], self._device.type, self.propagator.hosts
-            )
+            check_streams([scheme] if scheme.stream else [], self._device.type)
         except HydraConfigError:
             return False
         return True

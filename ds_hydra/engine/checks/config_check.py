@@ -343,8 +343,8 @@ class _Budget:
         )
         if streaming:
             self._report.warnings.append(
-                f"hydra.strategies have streamed layers ({', '.join(map(str, streaming))}): CPU ranks of one host can "
-                "share them; on accelerators and over several hosts the engine refuses them"
+                f"hydra.strategies have streamed layers ({', '.join(map(str, streaming))}): CPU ranks of a host can "
+                "share them; on accelerators the engine refuses them"
             )
 
     def _say_what_is_profiled(self, given: Sequence[Strategy]) -> None:
