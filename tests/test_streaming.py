@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -273,6 +274,21 @@ def one_rank_dies(folder, where):
         owner = home._adder if where == "adder" else home
         setattr(owner, "add" if where == "adder" else where, lambda *_: die(folder))
     engine.train_batch(examples, strategy="3x<1,1;stream>")
+
+
+def stream_until_killed(folder, strategy, victim, delay_s):
+    """Rank `victim` is killed `delay_s` after the first iteration, whatever it does then."""
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6}
+    engine = start_hydra(tiny("llama_tied", **sizes), hydra={"faults": {"grace_s": 1}})
+    if dist.get_rank() == 0:
+        Path(folder, "owner").write_text(str(os.getpid()))
+    examples = random_examples((60, 50, 90, 70), VOCAB_SIZE, seed=0)
+    engine.train_batch(examples, strategy=strategy)
+    dist.barrier()
+    if dist.get_rank() == victim:
+        threading.Timer(delay_s, die, (folder,)).start()
+    while True:
+        engine.train_batch(examples, strategy=strategy)
 
 
 @pytest.mark.distributed

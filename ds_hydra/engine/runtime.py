@@ -203,7 +203,7 @@ class HydraRuntime:
         """Draw mini-batches from `data` from now on."""
         error: HydraConfigError | None = None
         try:
-            data.check_vocabulary(self.stage_model.num_token_ids)
+            data.check_vocabulary(self.stage_model.vocab_size, self.stage_model.num_logits)
             sampler = TokenBudgetSampler(
                 data.lengths,
                 data.num_label_tokens,
@@ -669,8 +669,9 @@ class HydraRuntime:
                 f"{lengths[index]}"
             )
         for index, (input_ids, labels) in enumerate(tensors):
-            self._check_ids(index, "input_ids", input_ids)
-            self._check_ids(index, "labels", labels[labels != IGNORED_LABEL])
+            self._check_ids(index, "input_ids", input_ids, self.stage_model.vocab_size)
+            labels = labels[labels != IGNORED_LABEL]
+            self._check_ids(index, "labels", labels, self.stage_model.num_logits)
         num_label_tokens = sum(int((labels[1:] != IGNORED_LABEL).sum()) for _, labels in tensors)
         if not num_label_tokens:
             raise HydraConfigError(
@@ -683,8 +684,7 @@ class HydraRuntime:
             num_label_tokens=num_label_tokens,
         )
 
-    def _check_ids(self, index: int, key: str, ids: Tensor) -> None:
-        vocab_size = self.stage_model.num_token_ids
+    def _check_ids(self, index: int, key: str, ids: Tensor, vocab_size: int) -> None:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             outside = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
             raise HydraConfigError(

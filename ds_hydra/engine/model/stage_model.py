@@ -148,8 +148,6 @@ class StageModel:
         """Rows of the embedding."""
         self.num_logits: int = head.weight.shape[0]
         """Rows of the head; one of both may have been resized alone."""
-        self.num_token_ids = min(self.vocab_size, self.num_logits)
-        """Ids that have a row in both."""
         self.units: tuple[Unit, ...] = (
             _unit("embed", [self._embedding], index_of),
             *(_unit(f"layer.{i}", [layer], index_of) for i, layer in enumerate(self._layers)),

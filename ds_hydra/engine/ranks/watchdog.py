@@ -471,7 +471,9 @@ def join_watchdog(faults: FaultsConfig, device: torch.device) -> None:
             if gather_rows(torch.tensor([is_watched], dtype=torch.int64, device=device)).all():
                 return
         _close()
-        _watchdog = _make(faults, device)
+        # All ranks have come here: none is still loading its model.
+        with _ends_after(faults.silence_s):
+            _watchdog = _make(faults, device)
     except (RuntimeError, OSError) as error:
         if isinstance(error, RankLostError):
             raise
@@ -508,25 +510,54 @@ def _make(faults: FaultsConfig, device: torch.device) -> Watchdog:
     )
 
 
-def _describe_missing(error: Exception) -> str:
-    """Which ranks no longer answer in the store, when a collective before the first connection
-    broke.
+@contextlib.contextmanager
+def _ends_after(seconds: float) -> Iterator[None]:
+    """End the process, naming who is missing, where the block takes longer: a rank that stops
+    before the first connection is seen by nobody.
     """
-    rank, missing = dist.get_rank(), set(range(dist.get_world_size()))
+
+    def end() -> None:
+        error = TimeoutError(f"no answer for {seconds:.0f} s")
+        print(f"ds_hydra: {_describe_missing(error)}", file=sys.stderr, flush=True)
+        os._exit(EXIT_CODE)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
     try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"ds_hydra/alive/{_num_starts}/{rank}", "1")
-        end = time.monotonic() + _VERDICT_WAIT_S
-        while missing and time.monotonic() < end:
-            missing = {r for r in missing if not store.check([f"ds_hydra/alive/{_num_starts}/{r}"])}
-            time.sleep(_TICK_S)
-        ranks = ", ".join(map(str, sorted(missing))) or "unknown"
-    except RuntimeError:  # it lives in rank 0's process, unless the launcher keeps it
-        ranks = "0"
+        yield
+    finally:
+        timer.cancel()
+
+
+def _describe_missing(error: Exception) -> str:
+    """Which ranks no longer answer, when a collective before the first connection broke or does
+    not end.
+    """
+    missing = {0}  # the store is in its process, unless the launcher keeps it, and as silent
+    asking = threading.Thread(target=_find_missing, args=(missing,), daemon=True)
+    asking.start()
+    asking.join(2 * _VERDICT_WAIT_S)
+    ranks = ", ".join(map(str, sorted(missing))) or "unknown"
     return (
-        f"rank {ranks} is gone before the engine started ({str(error).strip()[:200]}); rank {rank} cannot go on "
-        "without it. Restart"
+        f"rank {ranks} is gone before the engine started ({str(error).strip()[:200]}); rank {dist.get_rank()} cannot "
+        "go on without it. Restart"
     )
+
+
+def _find_missing(missing: set[int]) -> None:
+    """Put into `missing` the ranks that do not answer in the store; not if it is lost, too."""
+    key = f"ds_hydra/alive/{_num_starts}"
+    silent = set(range(dist.get_world_size()))
+    with contextlib.suppress(RuntimeError):
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{key}/{dist.get_rank()}", "1")
+        end = time.monotonic() + _VERDICT_WAIT_S
+        while silent and time.monotonic() < end:
+            silent = {rank for rank in silent if not store.check([f"{key}/{rank}"])}
+            time.sleep(_TICK_S)
+        missing.clear()
+        missing |= silent
 
 
 @atexit.register
