@@ -32,9 +32,7 @@ def test_every_element_comes_to_a_host_once(link, data):
             outside = np.array(host_of)[owner] != host
             came = np.zeros(spec.numel, dtype=int)
             for ref in refs:
-                came[
-                    ref.region.micro_batch : ref.region.micro_batch + ref.region.num_micro_batches
-                ] += 1
+                came[ref.region.row : ref.region.row + ref.region.num_rows] += 1
             assert came.max(initial=0) <= 1
             assert (came[needed & outside] == 1).all(), "what is needed comes"
             assert not came[~outside].any(), "what the host owns does not come"
@@ -43,19 +41,17 @@ def test_every_element_comes_to_a_host_once(link, data):
 
 
 def needs(spec, param, rank_buckets):
-    """Elements that the ranks of a host read, and all micro-batches between the first and the last
-    of them.
+    """Elements that the ranks of a host read, and all rows between the first and the last of
+    them.
     """
     needed = np.zeros(spec.numel, dtype=bool)
     for ref in (ref for buckets in rank_buckets for bucket in buckets for ref in bucket):
         if ref.param == param:
             crop(spec, needed, ref.region)[...] = True
-    micro_batches = np.flatnonzero(
-        needed.reshape(spec.num_micro_batches, spec.num_cols).any(axis=1)
-    )
-    hull = np.zeros((spec.num_micro_batches, spec.num_cols), dtype=bool)
-    if len(micro_batches):
-        hull[micro_batches[0] : micro_batches[-1] + 1] = True
+    rows = np.flatnonzero(needed.reshape(spec.num_rows, spec.num_cols).any(axis=1))
+    hull = np.zeros((spec.num_rows, spec.num_cols), dtype=bool)
+    if len(rows):
+        hull[rows[0] : rows[-1] + 1] = True
     return needed, hull.ravel()
 
 
@@ -68,5 +64,5 @@ def test_owners_on_other_hosts_are_shared_out():
     specs = [ParamSpec(fqn="w", shape=(8, 3))]
     whole = ((SliceRef(0, Region(0, 8, 0, 3), True),),)
     parts = parts_from_other_hosts(specs, [[0]], [whole] * 4, [0, 0, 1, 1])
-    begins = [[ref.region.micro_batch for bucket in buckets for ref in bucket] for buckets in parts]
+    begins = [[ref.region.row for bucket in buckets for ref in bucket] for buckets in parts]
     assert begins == [[12], [18], [0], [6]]
