@@ -4,7 +4,8 @@ Command: python -m benchmarks.command_lines --count 1000 --seed 1
 
 Valid command lines of every command but `profile`, with one to three words replaced, removed or
 added: numbers out of bounds, text of strategies, files that are damaged, empty, nested too deeply
-or not there. Ends with 1 where one ends in any other exception.
+or not there. Ends with 1 where one ends in any other exception, or would take more than
+`MOST_BYTES` of memory.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import sys
 import tempfile
 import time
@@ -20,6 +22,9 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from run_folders import write_run_folder
 from typer.testing import CliRunner
 
 from ds_hydra.cli import app
@@ -28,14 +33,14 @@ VALID = (
     "plan --profile a800_llama2_7b --strategies good.json --lengths lengths.json",
     "propose --profile a800_llama2_7b --histogram hist.json --devices 4 --context 32 --batches 2",
     "simulate --profile a800_llama2_7b --histogram github --devices 8 --context 2048 --tokens 4096 "
-    "--iterations 1 --systems ds_hydra",
+    "--iterations 1 --systems static",
     "check ds.json --model llama2_7b --devices 8",
     "init --model llama2_7b --device a800 --devices 8 --context 4096 --out out.json",
     "link --strategy 2x<1,1> --model llama2_7b --devices 2",
     "search --profile a800_llama2_7b --devices 4 --memory-gb 80 --max-batch 4",
-    "report nothing",
-    "fit --measured object.json",
-    "lengths --dataset . --tokenizer . --out out.json",
+    "report run",
+    "fit --points points.json",
+    "lengths --dataset . --tokenizer . --out out.json",  # reaches the tokenizer
 )
 
 ODD = (
@@ -45,16 +50,27 @@ ODD = (
 )  # fmt: skip
 
 
+POINTS = [
+    {"setup": {"forward_ms": forward, "params_mi": 7e3, "dp": dp}, "iteration_ms": 4 * forward + dp}
+    for dp in (1, 2, 8)
+    for forward in (10.0, 70.0, 90.0)
+]
+"""Of `ds-hydra fit`."""
+
+MOST_BYTES = 4 << 30
+
+
 def write_files(folder: Path) -> tuple[str, ...]:
     """Good and bad files; returns their names."""
-    strategies = {"schema": "ds_hydra.strategies/1", "num_devices": 2, "strategies": ["2x<1,1>"]}
+    strategies = {"schema": "ds_hydra.strategies/1", "num_devices": 2, "strategies": ["1x<2,1>"]}
     hydra = {"context_length": 4096, "tokens_per_iteration": 8192}
     contents = {
         "good.json": json.dumps(strategies),
-        "lengths.json": "[1024, 77, 311]",
+        "lengths.json": "[300, 77, 31]",
         "hist.json": '{"schema": "ds_hydra.lengths/1", "name": "a", "counts": {"3": 4, "17": 1}}',
         "ds.json": json.dumps({"zero_optimization": {"stage": 3}, "hydra": hydra}),
         "object.json": "{}",
+        "points.json": json.dumps({"points": POINTS}),
         "deep.json": "[" * 50_000 + "]" * 50_000,
         "empty.json": "",
         "null.json": "null",
@@ -63,7 +79,8 @@ def write_files(folder: Path) -> tuple[str, ...]:
     }
     for name, content in contents.items():
         (folder / name).write_text(content, encoding="utf-8", errors="surrogateescape")
-    return tuple(contents)
+    write_run_folder(folder / "run", num_iterations=2)
+    return *contents, "run"
 
 
 def draw(generator: random.Random, words: list[str], odd: tuple[str, ...]) -> list[str]:
@@ -89,13 +106,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     generator = random.Random(arguments.seed)
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     codes: Counter[int] = Counter()
     foreign, slowest = 0, (0.0, "")
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         odd = (*ODD, *write_files(Path(folder)))
         for command in VALID:  # modules are imported once
-            CliRunner().invoke(app, command.split())
+            code = CliRunner().invoke(app, command.split()).exit_code
+            if code and not command.startswith("lengths"):
+                sys.exit(f"ds-hydra {command}: exit code {code}, expected 0")
         for _ in range(arguments.count):
             words = draw(generator, generator.choice(VALID).split(), odd)
             start = time.process_time()
@@ -105,7 +125,7 @@ def main() -> None:
             if result.exception is not None and not isinstance(result.exception, SystemExit):
                 foreign += 1
                 print(f"ds-hydra {' '.join(words)!r}", file=sys.stderr)
-                traceback.print_exception(*result.exc_info)
+                traceback.print_exception(*result.exc_info, limit=-8)
         os.chdir("/")
     print(f"{arguments.count} command lines: exit codes {dict(codes)}, {foreign} foreign errors")
     print(f"slowest: {slowest[0]:.1f} s of CPU time, ds-hydra {slowest[1][:160]}")

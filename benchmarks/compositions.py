@@ -67,6 +67,11 @@ FROZEN = (None, None, None, "layers.0.", "embed_tokens", "lm_head", "norm", "mlp
 LABELS = ("all", "all", "none", "last", "first", "half", "completion")
 TIMEOUT_S = 2400
 
+MOST_OWN_ERRORS = 8
+"""Two roundings of a gradient that is 0 in exact arithmetic (queries of a first token, which sees
+itself alone) have differed by 4.5 times what one is off.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
@@ -283,7 +288,7 @@ def train(
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients by name of one iteration without a step."""
     strategy = Strategy.parse(case.strategy)
-    iteration = engine._plan(examples, strategy)
+    iteration = engine.hydra.plan_examples(examples, strategy, engine.global_steps)
     plan, load = iteration.plan, iteration.load
     if case.placement != "planned":
         plan = hand_plan(
@@ -311,8 +316,7 @@ def worst_errors(
 ) -> dict[str, Any]:
     """Relative error of the loss, and the largest one of a gradient with its name.
 
-    Where gradients cancel, one process in fp32 is itself off what it is in fp64; four times that is
-    allowed.
+    Where gradients cancel, one process in fp32 is itself off what it is in fp64: `own_error`.
     """
     wanted_loss, wanted = one_process(reference, examples)
     names = sorted(gradients)
@@ -340,7 +344,7 @@ def is_wrong(record: dict[str, Any]) -> bool:
     """Whether loss or a gradient is off by more than rounding explains."""
     if "error" not in record:
         return False
-    allowed = max(RELATIVE_TOLERANCE, 4 * record.get("own_error", 0.0))
+    allowed = max(RELATIVE_TOLERANCE, MOST_OWN_ERRORS * record.get("own_error", 0.0))
     return not (record["error"] <= allowed and record["loss_error"] <= RELATIVE_TOLERANCE)
 
 

@@ -46,8 +46,8 @@ from ds_hydra.engine.model.attention import attention_per_sequence
 from ds_hydra.engine.ranks.host_memory import keep_freed_memory, process_bytes
 
 PACKED_ATTENTION = "per_sequence"
-"""Name under which the contenders' attention of packed micro-batches is registered: ds_hydra's own, one call
-per sequence.
+"""Name under which the contenders' attention of packed micro-batches is registered: ds_hydra's own,
+one call per sequence.
 """
 
 
@@ -172,8 +172,8 @@ class Stock:
     """A way to run the Trainer on stock DeepSpeed. `parallel`: "data", "ulysses" or "autotp" (all
     ranks, one group).
 
-    `attention` of flattened micro-batches: one call per sequence, or "sdpa" as transformers has it, with a
-    mask of the micro-batch.
+    `attention` of flattened micro-batches: one call per sequence, or "sdpa" as transformers has it,
+    with a mask of the micro-batch.
     """
 
     place: Callable[[Batch, Shape], Placement]
@@ -214,8 +214,8 @@ def per_sequence_attention(
     position_ids: Tensor | None = None,
     **_ignored: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a flattened micro-batch whose positions restart in every sequence: ds_hydra's own
-    code.
+    """Attention of a flattened micro-batch whose positions restart in every sequence: ds_hydra's
+    own code.
     """
     assert position_ids is not None
     begins = (position_ids[0] == 0).nonzero().flatten().tolist()
@@ -260,8 +260,8 @@ class BenchmarkTrainer(Trainer):
         )
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Under Ulysses the Trainer averages each micro-batch; weighing micro-batches by their tokens gives the
-        token mean again.
+        """Under Ulysses the Trainer averages each micro-batch; weighing micro-batches by their
+        tokens gives the token mean again.
         """
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         return loss if self.sequence_weights is None else loss * self.sequence_weights.pop(0)
@@ -317,8 +317,9 @@ def run_stock(task: Task, turns: Turns, *, stock: Stock) -> None:
         callbacks=[_Gate(turns, losses)],
     )
     if stock.parallel == "ulysses":
-        # DeepSpeed's adapter gathers one micro-batch of every rank first, which gloo refuses for micro-batches of
-        # unequal length; here the collator cuts micro-batches as the adapter would, without that exchange.
+        # DeepSpeed's adapter gathers one micro-batch of every rank first, which gloo refuses for
+        # micro-batches of unequal length; here the collator cuts micro-batches as the adapter
+        # would, without that exchange.
         trainer.accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: loader
     trainer.losses = losses
     trainer.micro_batches = micro_batches[rank]
@@ -329,8 +330,8 @@ def run_stock(task: Task, turns: Turns, *, stock: Stock) -> None:
 def _micro_batches_of(
     task: Task, stock: Stock, filler: int
 ) -> tuple[list[list[list[int]]], list[float] | None]:
-    """[rank][micro-batch] -> indices of sequences, over all mini-batches; and weights of micro-batches under
-    Ulysses.
+    """[rank][micro-batch] -> indices of sequences, over all mini-batches; and weights of
+    micro-batches under Ulysses.
     """
     world = task.shape.num_ranks
     micro_batches: list[list[list[int]]] = [[] for _ in range(world)]
@@ -359,7 +360,9 @@ def _collator(stock: Stock, world: int) -> Callable[[Sequence[dict[str, Any]]], 
         return flatten
 
     def shard(features: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """This rank's part of a micro-batch; a filler sequence without labels makes micro-batches divisible."""
+        """This rank's part of a micro-batch; a filler sequence without labels makes micro-batches
+        divisible.
+        """
         missing = -sum(len(f["input_ids"]) for f in features) % world
         filler = [{"input_ids": [1] * missing, "labels": [-100] * missing}] if missing else []
         micro_batch = flatten([*features, *filler])

@@ -68,6 +68,18 @@ STRATEGIES = {
 }
 
 
+SAVING_MEMORY = {
+    2: (
+        "2x<1,1;stream>",
+        "2x<1,1;stream;ckpt=2>",
+        "1x<1,1;stream> + 1x<1,1;stream;ckpt=4>",
+        "1x<sp2,1;stream>",
+    ),
+    4: (),
+}
+"""Further candidates of workloads that limit memory."""
+
+
 class ContenderError(Exception):
     """A contender does not run here; says why."""
 
@@ -181,14 +193,14 @@ def measure_profile(settings: Settings, cores: Sequence[int], path: Path) -> Non
         shape=settings.shape(),
         model=settings.model,
         profile=str(path),
-        strategies=STRATEGIES[settings.num_ranks],
+        strategies=STRATEGIES[settings.num_ranks] + SAVING_MEMORY[settings.num_ranks],
     )
     with Group("profile", task, cores) as group:
         group.answers()
 
 
 def limit_memory(profile: Profile, settings: Settings) -> int:
-    """Bytes with which `<2,1>` just holds a row of the context."""
+    """Bytes with which `<2,1>` just holds a micro-batch of the context."""
     return (
         int(profile.memory.rank_bytes(Scheme(2, 1), settings.num_ranks, settings.context_length))
         + 1
@@ -207,6 +219,9 @@ def run_workload(
     num = settings.warmup + settings.iterations
     limit = limit_memory(profile, settings) if workload.limits_memory else None
     all_ranks = f"1x<{settings.num_ranks},1>"
+    strategies = STRATEGIES[settings.num_ranks]
+    if workload.limits_memory:
+        strategies += SAVING_MEMORY[settings.num_ranks]
     task = Task(
         workload=workload.name,
         batches=workload.batches(settings.context_length, settings.tokens_per_iteration, num + 1),
@@ -214,7 +229,7 @@ def run_workload(
         model=settings.model,
         profile=str(profile_path),
         memory_limit_bytes=limit,
-        strategies=STRATEGIES[settings.num_ranks],
+        strategies=strategies,
         static_strategy=all_ranks if workload.limits_memory else f"{settings.num_ranks}x<1,1>",
     )
     load_before = os.getloadavg()[0]
@@ -528,7 +543,7 @@ def main() -> None:
     model = replace(ModelSize(), num_layers=args.layers)
     if args.quick:
         args.context, args.iterations, args.warmup = 256, 2, 1
-        model = ModelSize(hidden_size=64, intermediate_size=128, num_layers=2, vocab_size=256)
+        model = ModelSize(hidden_size=64, intermediate_size=128, num_layers=4, vocab_size=256)
     settings = Settings(
         num_ranks=args.ranks,
         context_length=args.context,

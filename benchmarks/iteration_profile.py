@@ -7,8 +7,8 @@ core, no neighbours.
         --picture docs/images/iteration_profile.png
 
 The first form measures the tree that PYTHONPATH points at (so a checkout of an older commit gives
-the "before"), on micro-batches of one long and of many short sequences; of `--repeats` iterations the
-fastest one counts. The second form draws files that were measured before.
+the "before"), on micro-batches of one long and of many short sequences; of `--repeats` iterations
+the fastest one counts. The second form draws files that were measured before.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def kind_of(name: str) -> str:
 
 
 def measure(repeats: int) -> dict[str, dict[str, float]]:
-    """For each kind of micro-batch, milliseconds of one iteration by kind of operation; "no operation" is
-    Python.
+    """For each kind of micro-batch, milliseconds of one iteration by kind of operation; "no
+    operation" is Python.
     """
     import deepspeed
     import torch

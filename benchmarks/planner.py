@@ -280,7 +280,9 @@ def waiting(batches: list[list[int]], profile: Profile, iteration_s: float) -> d
 def fixed_length(
     lengths: Sequence[int], max_len: int, num_pipelines: int, *, is_best_fit: bool
 ) -> list[MicroBatches]:
-    """First-fit or best-fit decreasing into micro-batches of `max_len`; micro-batches are dealt out in turn."""
+    """First-fit or best-fit decreasing into micro-batches of `max_len`; micro-batches are dealt out
+    in turn.
+    """
     micro_batches: MicroBatches = []
     for length in sorted(lengths, reverse=True):
         fitting = [
@@ -317,8 +319,8 @@ def karmarkar_karp(
 def balanced(
     lengths: Sequence[int], max_len: int, num_pipelines: int, weight: Callable[[int], float]
 ) -> list[MicroBatches]:
-    """Karmarkar-Karp over the pipelines, and again inside each into the fewest micro-batches that hold its
-    share.
+    """Karmarkar-Karp over the pipelines, and again inside each into the fewest micro-batches that
+    hold its share.
     """
     pipelines = []
     for share in karmarkar_karp(lengths, num_pipelines, weight):
@@ -337,8 +339,8 @@ def balanced(
 def batch_rebalance(
     lengths: Sequence[int], max_len: int, num_pipelines: int, num_micro_batches: int
 ) -> list[MicroBatches]:
-    """`train_sampling_strategy="batch_rebalance"` of transformers, micro-batches padded to their longest
-    sequence.
+    """`train_sampling_strategy="batch_rebalance"` of transformers, micro-batches padded to their
+    longest sequence.
 
     It knows no memory limit, so padded micro-batches above `max_len` are divided until they fit.
     """

@@ -4,12 +4,13 @@
 
 Parts: `kill` (a rank is killed in every phase of an iteration; the others must name it, restarts
 must give the same curve), `phases` (a rank is killed or stopped in every phase between an engine's
-start and its end; the other one must name it, and nothing may be left behind), `launch` (kills
+start and its end; the other one must name it, and nothing may be left behind), `stream` (a rank is
+killed at random times while layers stream), `launch` (kills
 under torchrun and deepspeed), `planner` (planning processes killed and stopped), `saves` (a process
-is killed at random times of saving), `leak` (random strategies on 4 ranks), `fuzz`. What was
-measured is recorded in `--state` at once: an interrupted command continues where it was, `--fresh`
-begins anew. Ranks are CPU processes on one machine (gloo); it uses the
-helpers of the tests.
+is killed at random times of saving), `leak` (random strategies on 4 ranks), `folders` (damaged run
+folders are read or refused), `fuzz`. What was measured is recorded in `--state` at once: an
+interrupted command continues where it was, `--fresh` begins anew. Ranks are CPU processes on one
+machine (gloo); it uses the helpers of the tests.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ import test_background
 import test_checkpoint_files
 import test_faults
 import test_restarts
+import test_streaming
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
-from fuzzing import check, fuzz_with_coverage, inputs_like, targets
+from fuzzing import check, fuzz_run_folders, fuzz_with_coverage, inputs_like, targets
 from holdings import STRATEGIES_OF_4, Holdings, train_random_iteration
 from models import tiny
 
@@ -57,6 +59,8 @@ LAUNCHES = (
     ("torchrun", "1:3:forward"), ("deepspeed", "1:5:backward"), ("torchrun", "0:5:push"), ("deepspeed", "0:4:pull"),
 )  # fmt: skip
 """Launcher, and rank:iteration:phase of the kill."""
+
+STREAMED = ("3x<1,1;stream>", "1x<2,1;stream> + 1x<1,1;stream>", "1x<1,3;stream=1>")
 
 HYPOTHESIS_PIECE = 10_000
 """Inputs after which hypothesis starts anew with another seed; a piece is what an interruption
@@ -170,17 +174,69 @@ def lose_a_rank(records: Path, victim: int, where: str, signal_name: str) -> dic
         return {"hangs": True, "text": str(error)[-2000:]}
     other = ended[1 - victim]
     named = f"rank {victim} is gone" in other.stderr or f"rank {victim} is silent" in other.stderr
-    time.sleep(2.0)  # for planning processes to notice
+    end = time.monotonic() + 20  # for planning processes to notice, which may still be starting
+    while time.monotonic() < end and processes_with("DS_HYDRA_RELIABILITY", str(folder)):
+        time.sleep(0.2)
     return {
         "hangs": False,
         "named": named,
         "exit_code": other.exit_code,
         "seconds": other.seconds_after_fault,
-        "processes": len(processes_with("DS_HYDRA_RELIABILITY", str(folder))),
-        "shared_memory": len(set(os.listdir("/dev/shm")) - shared_memory),
+        "processes": [
+            " ".join(psutil.Process(pid).cmdline())
+            for pid in processes_with("DS_HYDRA_RELIABILITY", str(folder))
+        ],
+        "shared_memory": sorted(set(os.listdir("/dev/shm")) - shared_memory),
         "temp": sorted(os.listdir(folder / "tmp")),
         "text": "" if named else other.stderr[-2000:],
     }
+
+
+def measure_streams(records: Records, num_kills: int) -> None:
+    """A rank of three is killed at a random time while layers stream."""
+    faults.HANG_S = 300
+    generator = random.Random(1)
+    for number in range(num_kills):
+        delay_s = generator.uniform(0.0, 2.0)
+        strategy, victim = STREAMED[number % len(STREAMED)], number // 2 % 3
+        keys = {"number": number, "strategy": strategy, "victim": victim}
+        arguments = (records.folder / "stream", strategy, victim, delay_s)
+        records.measure("stream", keys, lambda a=arguments: kill_while_layers_stream(*a))
+
+
+def kill_while_layers_stream(
+    folder: Path, strategy: str, victim: int, delay_s: float
+) -> dict[str, Any]:
+    """What the other ranks of three did, and what is left of the home and in /dev/shm."""
+    shutil.rmtree(folder, ignore_errors=True)
+    before = set(os.listdir("/dev/shm"))
+    function = test_streaming.stream_until_killed
+    ended = faults.run_until_end(function, 3, folder, str(folder), strategy, victim, delay_s)
+    others = [rank for index, rank in enumerate(ended) if index != victim]
+    in_use = " ".join(what_processes_hold())
+    left = [name for name in set(os.listdir("/dev/shm")) - before if name not in in_use]
+    return {
+        "delay_s": delay_s,
+        "num_named": sum(
+            f"rank {victim}" in rank.stderr and rank.exit_code != 0 for rank in others
+        ),
+        "seconds": max(rank.seconds_after_fault for rank in others),
+        "homes": in_use.count(f"memfd:ds_hydra_{(folder / 'owner').read_text()} "),
+        "shared_memory": left,
+    }
+
+
+def what_processes_hold() -> list[str]:
+    """Files that any process has open or mapped."""
+    held = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            held.append((process / "maps").read_text())
+        with contextlib.suppress(OSError):
+            for link in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    held.append(str(link.readlink()))
+    return held
 
 
 def processes_with(name: str, value: str) -> list[int]:
@@ -322,6 +378,18 @@ def measure_leak(records: Records, num_iterations: int) -> None:
     )
 
 
+def measure_folders(records: Records, num_folders: int) -> None:
+    """Run folders with damaged files, as `ds-hydra report` reads them; raises where one is neither
+    read nor refused, or is slow.
+    """
+
+    def read() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            return dict(fuzz_run_folders(Path(folder), num_folders))
+
+    records.measure("folders", {"num": num_folders}, read)
+
+
 def measure_fuzz(records: Records, num_inputs: int) -> None:
     """Every reader under hypothesis and under a coverage-guided fuzzer; raises where one crashes,
     or is slow.
@@ -427,6 +495,35 @@ def describe_phases(records: list[dict[str, Any]]) -> str:
             ),
         ]
     )
+
+
+def describe_streams(records: list[dict[str, Any]]) -> str:
+    rows = []
+    for strategy in dict.fromkeys(r["strategy"] for r in records):
+        mine = [r for r in records if r["strategy"] == strategy]
+        seconds = [r["seconds"] for r in mine]
+        rows.append(
+            [
+                f"`{strategy}`",
+                len(mine),
+                f"{sum(r['num_named'] for r in mine)} of {2 * len(mine)}",
+                f"{statistics.median(seconds):.2f}",
+                f"{max(seconds):.2f}",
+                sum(r["homes"] for r in mine),
+                sum(len(r["shared_memory"]) for r in mine),
+            ]
+        )
+    return "\n\n".join(
+        [
+            f"SIGKILL of one rank of three, {len(records)} times, 0 to 2 s after the first of many iterations in which "
+            "layers stream; the victims alternate. Seconds: from the kill until the last of the others has ended. "
+            "Homes: processes that still hold one; files: what is new in /dev/shm and held by no process.",
+            table(
+                ["strategy", "kills", "others that ended naming it", "median s", "worst s", "homes left", "files left"],
+                rows,
+            ),
+        ]
+    )  # fmt: skip
 
 
 def describe_launches(records: list[dict[str, Any]]) -> str:
@@ -545,6 +642,16 @@ def describe_leak(records: list[dict[str, Any]]) -> str:
     )
 
 
+def describe_folders(records: list[dict[str, Any]]) -> str:
+    record = records[-1]
+    return (
+        f"{record['inputs']:,} run folders with one or two files damaged (values changed, bytes changed, cut, "
+        "replaced), read as `ds-hydra report --perfetto --json` reads them: "
+        f"{record['accepted']} read, {record['refused']} refused, **0 other errors**, the slowest "
+        f"{record['slowest_ms'] / 1e3:.2f} s of CPU time."
+    )  # fmt: skip
+
+
 FUZZERS = ("hypothesis", "coverage")
 
 
@@ -582,10 +689,12 @@ def describe_fuzz(records: list[dict[str, Any]]) -> str:
 PARTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     "kill": ("A rank is lost", describe_kills),
     "phases": ("A rank is lost, from the start to the end", describe_phases),
+    "stream": ("A rank is lost while layers stream", describe_streams),
     "launch": ("Restarts under launchers", describe_launches),
     "planner": ("A planning process is lost", describe_planner),
     "saves": ("A crash while saving", describe_saves),
     "leak": ("Many iterations", describe_leak),
+    "folders": ("Damaged run folders", describe_folders),
     "fuzz": ("Damaged input", describe_fuzz),
 }
 
@@ -594,6 +703,11 @@ TESTED = (
         "SIGKILL of a rank in pull, forward, backward, push, step, save",
         "the others end with an error naming it; a restart gives the same curve",
         "test_faults, test_restarts",
+    ),
+    (
+        "SIGKILL of a rank while layers stream, with a lock of the sums held, too",
+        "the others end with an error naming it; no memory of a home stays",
+        "test_streaming",
     ),
     (
         "a rank stopped or failed, Ctrl-C on one rank",
@@ -688,9 +802,11 @@ def main() -> None:
     )
     parser.add_argument("--fresh", action="store_true", help="forget what is measured so far")
     parser.add_argument("--kills", type=int, default=5, help="rounds of kills, one per phase each")
+    parser.add_argument("--stream-kills", type=int, default=20, help="while layers stream")
     parser.add_argument("--planner-faults", type=int, default=10, help="of each kind")
     parser.add_argument("--saves", type=int, default=100, help="kills while saving")
     parser.add_argument("--iterations", type=int, default=1000, help="of random strategies")
+    parser.add_argument("--folders", type=int, default=1000, help="damaged run folders")
     parser.add_argument("--inputs", type=int, default=100_000, help="per reader and fuzzer")
     options = parser.parse_args()
     if unknown := set(options.parts) - PARTS.keys():
@@ -701,10 +817,12 @@ def main() -> None:
     measures: dict[str, Callable[[], None]] = {
         "kill": lambda: measure_kills(records, options.kills),
         "phases": lambda: measure_phases(records),
+        "stream": lambda: measure_streams(records, options.stream_kills),
         "launch": lambda: measure_launches(records),
         "planner": lambda: measure_planner(records, options.planner_faults),
         "saves": lambda: measure_saves(records, options.saves),
         "leak": lambda: measure_leak(records, options.iterations),
+        "folders": lambda: measure_folders(records, options.folders),
         "fuzz": lambda: measure_fuzz(records, options.inputs),
     }
     for part in options.parts or PARTS:

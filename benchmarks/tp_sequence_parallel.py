@@ -1,12 +1,12 @@
-"""What shards of a micro-batch inside TP groups save in memory and cost in time: one micro-batch with and without
-them, in one run.
+"""What shards of a micro-batch inside TP groups save in memory and cost in time: one micro-batch
+with and without them, in one run.
 
     deepspeed --num_gpus 4 --no_local_rank benchmarks/tp_sequence_parallel.py
 
-Forward and backward of one micro-batch of `--tokens` tokens under `1x<TP,1>` of all ranks, without link and
-optimizer; both settings alternate on the same random weights, medians. Bytes are those of the rank
-that holds most: tensors kept for backward, and the most that was allocated at once, slices left
-out.
+Forward and backward of one micro-batch of `--tokens` tokens under `1x<TP,1>` of all ranks, without
+link and optimizer; both settings alternate on the same random weights, medians. Bytes are those of
+the rank that holds most: tensors kept for backward, and the most that was allocated at once, slices
+left out.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def measure(model: str, dtype: str, rounds: int, tokens: int) -> Iterator[dict]:
         for round_ in range(rounds + 1):
             for is_cut in SETTINGS if round_ % 2 else reversed(SETTINGS):
                 propagators[is_cut].prepare([strategy])
-                time_ms = stage_ms(propagators[is_cut], strategy, row)
+                time_ms = stage_ms(propagators[is_cut], strategy, micro_batch)
                 if round_:  # the first round warms up
                     times_ms[is_cut].append(time_ms)
         kept, peak = [], []
         for propagator in propagators:
             kept.append(token_bytes(propagator, strategy, tokens) * tokens)
-            mine = peak_bytes(lambda p=propagator: stage_ms(p, strategy, row))  # type: ignore[misc]
+            mine = peak_bytes(lambda p=propagator: stage_ms(p, strategy, micro_batch))  # type: ignore[misc]
             peak.append(propagator.max_over_ranks(mine))
         ratios = [on / off for off, on in zip(*times_ms, strict=True)]
         yield {

@@ -28,8 +28,9 @@ Batch = tuple[int, ...]
 class Workload:
     """One line of the benchmark: where lengths come from, and who takes part.
 
-    `limits_memory`: a rank may use no more than one rank of `<2,1>` needs for a micro-batch of the context,
-    so that long sequences run on groups only. `contenders` are names of `contenders.CONTENDERS`.
+    `limits_memory`: a rank may use no more than one rank of `<2,1>` needs for a micro-batch of the
+    context, so that long sequences run on groups only. `contenders` are names of
+    `contenders.CONTENDERS`.
     """
 
     name: str
@@ -137,8 +138,8 @@ class Shape:
 
     @property
     def num_slots(self) -> int:
-        """Micro-batches of every rank (gradient accumulation): as many micro-batches of the context as the
-        budget needs.
+        """Micro-batches of every rank (gradient accumulation): as many micro-batches of the context
+        as the budget needs.
         """
         return ceil(self.tokens_per_iteration / (self.num_ranks * self.context_length))
 
@@ -158,8 +159,8 @@ def place_evenly(batch: Batch, shape: Shape) -> Placement:
 
 
 def place_first_fit(batch: Batch, shape: Shape) -> Placement:
-    """First-fit decreasing into micro-batches of the context length; what fits nowhere goes to the emptiest
-    micro-batch.
+    """First-fit decreasing into micro-batches of the context length; what fits nowhere goes to the
+    emptiest micro-batch.
     """
     micro_batches: list[list[int]] = [[] for _ in range(shape.num_slots * shape.num_ranks)]
     tokens = [0] * len(micro_batches)

@@ -56,7 +56,8 @@ def plan(
     strategies: Annotated[Path, typer.Option(help="Candidate strategies, ds_hydra.strategies/1.")],
     lengths: Annotated[Path, typer.Option(help="JSON list of sequence lengths in tokens.")],
     objective: Annotated[
-        Objective, typer.Option(help="1F1B recurrence over the rows, or (PP-1+V) x slowest row.")
+        Objective,
+        typer.Option(help="1F1B recurrence over micro-batches, or (PP-1+V) x the slowest."),
     ] = Objective.EXACT,
     seed: Annotated[int, typer.Option(help="Seed of the dispatch trials.")] = 0,
     as_json: Annotated[

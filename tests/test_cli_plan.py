@@ -66,7 +66,7 @@ def test_table_names_every_pipeline(files):
     assert result.exit_code == 0
     assert result.stdout.startswith("iteration 0: ")
     header, *pipelines = result.stdout.splitlines()[1:-1]
-    assert header.split() == ["ranks", "scheme", "rows", "tokens", "longest", "ms"]
+    assert header.split() == ["ranks", "scheme", "micro-batches", "tokens", "longest", "ms"]
     assert sum(int(line.split()[3]) for line in pipelines) == sum(LENGTHS)
     assert "planned in" in result.stdout
 

@@ -222,11 +222,22 @@ def test_the_first_token_outside_the_vocabulary_is_named(monkeypatch, column):
     rows[column][2] = [5, 64]
     rows[column][3] = [99, 8]
     dataset = TokenDataset.from_dataset(Dataset.from_dict(rows), context_length=8)
-    dataset.check_vocabulary(100)
+    sizes = {"input_ids": 64, "labels": 64}
     with pytest.raises(
         HydraConfigError, match=f"row 2 of the dataset has 64 in its {column}.* has 64 tokens"
     ):
-        dataset.check_vocabulary(64)
+        dataset.check_vocabulary(*sizes.values())
+    sizes[column] = 100  # embedding and head may have other numbers of rows
+    dataset.check_vocabulary(*sizes.values())
+
+
+def test_what_is_input_and_label_has_to_be_in_both_vocabularies():
+    dataset = TokenDataset.from_dataset(
+        Dataset.from_dict({"input_ids": [[1, 64]]}), context_length=8
+    )
+    with pytest.raises(HydraConfigError, match="row 0 of the dataset has 64"):
+        dataset.check_vocabulary(100, 64)
+    dataset.check_vocabulary(100, 65)
 
 
 text = Dataset.from_dict({"text": ["a b"], "title": ["t"]})

@@ -20,7 +20,9 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
 def make_work(forward_ms, backward_ms, *, tp=1, first_rank=0, hop_ms=0.0):
-    """A pipeline whose `forward_ms[stage][micro_batch]` and `backward_ms[stage][micro_batch]` are given."""
+    """A pipeline whose `forward_ms[stage][micro_batch]` and `backward_ms[stage][micro_batch]` are
+    given.
+    """
     forward = np.array(forward_ms, dtype=float)
     scheme = Scheme(tp, forward.shape[0])
     return PipelineWork(

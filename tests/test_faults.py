@@ -203,7 +203,12 @@ def whole_life(folder, where=None, victim=None, number=signal.SIGKILL):
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize(
     ("where", "number"),
-    [("join", signal.SIGKILL), ("profile", signal.SIGSTOP), ("save 16 bit", signal.SIGKILL)],
+    [
+        ("join", signal.SIGKILL),
+        ("profile", signal.SIGSTOP),
+        ("save 16 bit", signal.SIGKILL),
+        ("destroy", signal.SIGKILL),
+    ],
 )
 def test_a_rank_lost_outside_an_iteration_is_named(tmp_path, where, number):
     other, _ = run_until_end(whole_life, 2, tmp_path, str(tmp_path), where, 1, number, victim=1)

@@ -56,6 +56,16 @@ def test_a_sequence_longer_than_the_budget_is_a_batch_of_its_own():
     assert [batch.tolist() for batch in histogram.draw_batches(10, 3, seed=0)] == [[50]] * 3
 
 
+def test_more_sequences_than_memory_holds_are_refused_with_what_would_do():
+    histogram = LengthHistogram.from_counts({10: 1})
+    with pytest.raises(HydraConfigError, match="draw 381300 mini-batches"):
+        next(histogram.draw_batches(100, 10**30, seed=0))
+    next(histogram.draw_batches(100, 381300, seed=0))
+    with pytest.raises(HydraConfigError, match="lower the tokens of one to 20971520"):
+        next(histogram.draw_batches(10**9, 1, seed=0))
+    next(histogram.draw_batches(20971520, 1, seed=0))
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [

@@ -162,7 +162,7 @@ def test_four_ranks_propose_once_and_agree(tmp_path):
     for result in results:
         for message in result[3]:
             assert (
-                "no scheme holds a row of 128 tokens on 4 devices, the longest that fits has"
+                "no scheme holds a micro-batch of 128 tokens on 4 devices, the longest that fits has"
                 in message
             )
             assert "activation checkpointing" in message

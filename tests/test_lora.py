@@ -28,6 +28,16 @@ from ds_hydra.zero_link.layout import Slicing
 
 peft = pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
 
+STRATEGIES = (
+    "4x<1,1>",
+    "1x<4,1>",
+    "1x<1,2> + 1x<2,1>",
+    "1x<sp2,2,1>",
+    "1x<1,2;stream> + 1x<2,1;stream>",
+    "1x<sp2,2,1;stream>",
+    "1x<2,2;stream=1>",
+)
+
 
 def adapted(family="llama", **settings):
     """A tiny model with adapters whose B is not zero, so that A has a gradient."""
@@ -49,7 +59,7 @@ def gradients(engine, model, examples, strategy):
     """Loss and gradients of one iteration, without a step."""
     from deepspeed.utils import safe_get_full_grad
 
-    iteration = engine._plan(examples, strategy)
+    iteration = engine.hydra.plan_examples(examples, strategy, 0)
     grads_P = engine._zero_gradient_shards()
     outcomes = engine.hydra.gather_outcomes(engine.hydra.train(iteration, grads_P, 1.0))
     engine._deposit(grads_P)
@@ -74,7 +84,7 @@ def parity():
         trained = [p for p in model.parameters() if p.requires_grad]
         num_states = sum(group.numel() for group in engine.optimizer.fp32_partitioned_groups_flat)
         assert num_states == sum(p.ds_tensor.numel() for p in trained)
-        for strategy in ("4x<1,1>", "1x<4,1>", "1x<1,2> + 1x<2,1>", "1x<sp2,2,1>"):
+        for strategy in STRATEGIES:
             got, grads = gradients(engine, model, examples, strategy)
             worst = max(
                 float((mine - theirs).norm() / theirs.norm().clamp_min(1e-12))

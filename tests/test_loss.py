@@ -1,5 +1,5 @@
-"""Cross entropy of a packed micro-batch against torch's own, in one process (parity tests cover the split
-vocabulary).
+"""Cross entropy of a packed micro-batch against torch's own, in one process (parity tests cover the
+split vocabulary).
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def test_a_slice_keeps_less_and_the_whole_stream_stays():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_shards_of_a_micro_batch_keep_a_share_of_everything(checkpointing):
-    """Per hidden unit of a share of the micro-batch a layer keeps what it keeps without TP, and whole
-    rotary embeddings.
+    """Per hidden unit of a share of the micro-batch a layer keeps what it keeps without TP, and
+    whole rotary embeddings.
     """
     whole = trace_layer_memory(small_llama(), num_tokens=512, checkpointing=checkpointing)
     for tp in (2, 4, 8):
@@ -174,8 +174,8 @@ LAYER = 4096 * 38
     ],
 )
 def test_a_token_of_stages_and_checkpoints_by_hand(text, per_token):
-    """The tightest stage: where micro-batches in flight, whole layers, inputs, one layer run again and
-    logits are most.
+    """The tightest stage: where micro-batches in flight, whole layers, inputs, one layer run again
+    and logits are most.
     """
     memory, scheme = of_7b().memory, Scheme.parse(text)
     long, longer = memory.rank_bytes(scheme, 8, 1 << 20), memory.rank_bytes(scheme, 8, 1 << 21)

@@ -188,8 +188,8 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
 def test_overlap_slowdown_is_of_a_micro_batch_beside_all_reduces_that_take_as_long(
     monkeypatch, message_ms, num_messages, wanted
 ):
-    """A micro-batch of 100 ms, 160 ms with all-reduces beside it, 9 s the first time; or all-reduces too
-    short to tell.
+    """A micro-batch of 100 ms, 160 ms with all-reduces beside it, 9 s the first time; or
+    all-reduces too short to tell.
     """
     sent, beside_a_micro_batch = [], []
 

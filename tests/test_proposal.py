@@ -203,7 +203,9 @@ def test_context_that_nothing_holds_is_refused_with_advice_that_works():
 
 
 def test_bubble_and_constant_are_charged_per_micro_batch():
-    """100 tokens in micro-batches of 50 on two stages: (2 + 1) slots of (50 + 10) ms for 100 tokens."""
+    """100 tokens in micro-batches of 50 on two stages: (2 + 1) slots of (50 + 10) ms for 100
+    tokens.
+    """
     profile = make_profile({"<1,2>": (0.0, 1.0, 10.0)}, max_len=50)
     settings_ = ProposalSettings(tokens_per_iteration=100)
     object.__setattr__(profile, "saturation_tokens", {1: 50})

@@ -18,7 +18,9 @@ from ds_hydra.strategy.schemes.scheme import Scheme
 
 
 def make_timeline():
-    """Three pipelines, one without micro-batches, every pass of another length; one device is in none."""
+    """Three pipelines, one without micro-batches, every pass of another length; one device is in
+    none.
+    """
     random = np.random.default_rng(3)
     works = [
         make_work(random.uniform(1, 9, (3, 5)), random.uniform(1, 9, (3, 5))),

@@ -1,5 +1,5 @@
-"""Pieces of a micro-batch on several ranks compute what the whole micro-batch does on one: attention, gradients,
-training.
+"""Pieces of a micro-batch on several ranks compute what the whole micro-batch does on one:
+attention, gradients, training.
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ def check_attention():
 
 
 def check_pieces():
-    """Positions and cuts of a micro-batch of 5 + 2 tokens on 4 ranks; 16-bit heads travel as they are."""
+    """Positions and cuts of a micro-batch of 5 + 2 tokens on 4 ranks; 16-bit heads travel as they
+    are.
+    """
     size, rank = dist.get_world_size(), dist.get_rank()
     piece = Piece(dist.new_group(list(range(size))), size, rank)
     micro_batch = PackedMicroBatch.build([5, 2], CPU, piece)

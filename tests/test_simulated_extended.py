@@ -221,7 +221,7 @@ def test_streamed_schemes_join_where_they_are_faster(paper):
 
 
 def test_micro_batches_by_time_are_packed_by_hand():
-    """Two groups, two steps: 6 and 5 begin, 4 joins what ends first, micro-batches hold 9 tokens."""
+    """Two groups, two steps, room for 9 tokens: each goes to what then ends first."""
     lengths = np.array([6, 5, 4, 3, 2])
     micro_batches = np.zeros(5, dtype=np.int64)
     work = lengths.astype(np.float64)

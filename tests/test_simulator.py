@@ -186,7 +186,9 @@ def deepspeed_ulysses_plain(scenario, name):
 
 
 def test_hotspa_runs_intervals_one_after_the_other():
-    """With all sequences in one interval it is Megatron-LM with micro-batches as long as memory allows."""
+    """With all sequences in one interval it is Megatron-LM with micro-batches as long as memory
+    allows.
+    """
     scenario = make_scenario([40, 100, 60, 30])
     assert hotspa(scenario, name="hotspa").propagation_ms == pytest.approx(
         fixed_length(scenario, name="megatron").propagation_ms
@@ -194,8 +196,8 @@ def test_hotspa_runs_intervals_one_after_the_other():
 
 
 def test_ulysses_by_hand():
-    """Groups of 2 hold 120 tokens: micro-batches {100} and {60, 40} in step 1, {30} in step 2; no traffic is
-    known.
+    """Groups of 2 hold 120 tokens: micro-batches {100} and {60, 40} in step 1, {30} in step 2; no
+    traffic is known.
     """
     scenario = make_scenario([40, 100, 60, 30])
     result = deepspeed_ulysses(scenario, is_checkpointed=False, name="deepspeed")
@@ -245,8 +247,8 @@ def bound_of_plain(scenario):
 
 
 def test_bound_by_hand():
-    """One sequence of 100 on <2,1> at least; two devices could share the rest, but a micro-batch passes as
-    a whole.
+    """One sequence of 100 on <2,1> at least; two devices could share the rest, but a micro-batch
+    passes as a whole.
     """
     scenario = make_scenario([100])
     t = scenario.profile.get_latency(Scheme(4, 1))

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 import transformers
-from models import FAMILIES, VOCAB_SIZE, tiny
+from models import FAMILIES, tiny
 
 from ds_hydra.engine.model import packing_probe
 from ds_hydra.engine.model.stage_model import StageModel
@@ -236,13 +236,6 @@ def test_families_that_do_not_keep_sequences_apart_are_refused_by_name(caplog):
     with caplog.at_level("INFO", logger=packing_probe.__name__):
         packing_probe.check_packing(WithoutSmallCopy(config, 1))
     assert "not tried on a tiny WithoutSmallCopy" in caplog.text
-
-
-def test_token_ids_have_a_row_in_embedding_and_head():
-    model = tiny("llama")
-    model.lm_head = torch.nn.Linear(32, VOCAB_SIZE - 2, bias=False)
-    stage_model = StageModel(model)
-    assert (stage_model.vocab_size, stage_model.num_token_ids) == (VOCAB_SIZE, VOCAB_SIZE - 2)
 
 
 class NormedTwice(transformers.LlamaModel):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
 from faults import die, run_until_end
-from models import VOCAB_SIZE, tiny
+from models import FAMILIES, VOCAB_SIZE, tiny
+from nodes import hosts_or_skip, run_on_hosts
 from single_process import random_examples
-from test_engine_parity import assert_parity, check_gradients
+from test_engine_parity import RELATIVE_TOLERANCE, assert_parity, check_gradients
+from test_nodes import own_counters
 
 from ds_hydra.engine.ranks import shared_memory
-from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.transfer.slices import SlicePool
 from ds_hydra.engine.transfer.stream_plan import check_streams
 from ds_hydra.errors import HydraConfigError
@@ -34,6 +36,20 @@ STRATEGIES = (
     "1x<sp2,1;stream> + 1x<1,2;ckpt=3;stages=3,1;stream=1>",
     "1x<2,1> + 1x<1,1;stream>",
 )
+
+OF_EVERY_FAMILY = ("1x<2,1;stream> + 1x<1,2;stream>", "1x<sp2,1;stream> + 2x<1,1;stream>")
+WITHOUT_TP = ("1x<1,3;stream> + 1x<1,1;stream>",)
+
+
+def families():
+    """Parity of every tested family; phi3 runs with TP 1 alone, and without SP."""
+    return {
+        (family, *case): found
+        for family in FAMILIES
+        for case, found in check_gradients(
+            family, WITHOUT_TP if family == "phi3" else OF_EVERY_FAMILY
+        ).items()
+    }
 
 
 def repeats(text):
@@ -112,6 +128,7 @@ def checks():
         parity |= check_gradients(family, STRATEGIES)
     return {
         "parity": parity,
+        "families": families(),
         "rows cut": check_gradients(
             "llama", ("1x<4,1;stream>", "1x<2,2;stream;ckpt=2>"), {"tp_sequence_parallel": True}
         ),
@@ -130,6 +147,7 @@ def results():
 @pytest.mark.distributed
 def test_gradients_equal_one_process(results):
     assert_parity(results[0]["parity"])
+    assert_parity(results[0]["families"])
     assert_parity(results[0]["rows cut"])
 
 
@@ -142,10 +160,13 @@ def test_equal_bits(results):
 @pytest.mark.distributed
 def test_frozen_layers_and_evaluation(results):
     for result in results:
-        evaluated, trained = result["frozen"]
-        assert evaluated == pytest.approx([evaluated[0]] * len(evaluated), rel=1e-6)
-        assert trained[0] == pytest.approx(evaluated[0], rel=1e-6)
-        assert trained == sorted(trained, reverse=True), "nothing was trained"
+        check_frozen(*result["frozen"])
+
+
+def check_frozen(evaluated, trained):
+    assert evaluated == pytest.approx([evaluated[0]] * len(evaluated), rel=1e-6)
+    assert trained[0] == pytest.approx(evaluated[0], rel=1e-6)
+    assert trained == sorted(trained, reverse=True), "nothing was trained"
 
 
 @pytest.mark.distributed
@@ -172,17 +193,73 @@ def test_memory_that_cannot_be_shared_is_refused_on_every_rank(results):
         assert "start all ranks of a host as one user in one container" in closed
 
 
-@pytest.mark.parametrize(
-    ("device", "names", "message"),
-    [
-        ("cuda", ("a",), r"<1,1;stream>: streamed layers .* on cuda leave stream out"),
-        ("cpu", ("a", "b"), r"<1,1;stream>: layers stream within one host .* 2 hosts \(a, b\)"),
-    ],
+def test_an_accelerator_is_refused():
+    with pytest.raises(HydraConfigError, match=r"<1,1;stream>: streamed .* on cuda leave stream"):
+        check_streams([Scheme.parse("<1,1;stream>")], "cuda")
+
+
+ON_TWO_HOSTS = (
+    "4x<1,1;stream>",
+    "1x<2,2;stream=1>",
+    "1x<2,1;stream> + 1x<1,2;stream=1>",
+    "1x<4,1;stream>",
+    "1x<sp2,1;stream> + 1x<1,1>",
 )
-def test_where_layers_cannot_stream_is_refused(device, names, message):
-    hosts = Hosts(names, tuple(range(len(names))))
-    with pytest.raises(HydraConfigError, match=message):
-        check_streams([Scheme.parse("<1,1;stream>")], device, hosts)
+
+
+def counted_bytes(engine, text):
+    """Bytes that this host receives in one iteration, by its interface."""
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    for _ in range(2):  # the first makes connections
+        dist.barrier()
+        before = own_counters()
+        dist.barrier()
+        engine.train_batch(examples, strategy=text)
+        dist.barrier()
+        counted = own_counters() - before
+    return counted.received_bytes - 66 * counted.received_packets
+
+
+def as_on_one_host(count):
+    """Parity, repeats, and bytes that arrived at this host with a home and without one."""
+    found = {
+        "errors": {
+            f"{family} {case}": [error, loss_error]
+            for family in ("llama_tied", "qwen3")
+            for case, (error, _, loss_error) in check_gradients(family, ON_TWO_HOSTS).items()
+        },
+        "repeats": repeats("1x<2,1;stream> + 2x<1,1;stream>"),
+        "frozen": frozen(),
+    }
+    if count:
+        engine = start_hydra(tiny("llama", hidden_size=128, intermediate_size=352))
+        found["bytes"] = {
+            text: counted_bytes(engine, text) for text in ("4x<1,1>", "4x<1,1;stream>")
+        }
+        found["numel"] = sum(spec.numel for spec in engine.hydra.stage_model.specs)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ranks_on", [(2, 2), (2, 1, 1)])
+def test_homes_of_several_hosts(tmp_path, ranks_on):
+    """Gradients of one process, equal bits again and again, and every byte enters a host once."""
+    with hosts_or_skip(len(ranks_on)) as hosts:
+        ended = run_on_hosts(as_on_one_host, hosts, ranks_on, tmp_path, len(ranks_on) == 2)
+    for rank in ended:
+        assert rank.exit_code == 0, rank.stderr
+        assert rank.value["repeats"] == [True] * 3
+    assert len(ended[0].value["errors"]) == 4 * len(ON_TWO_HOSTS)
+    check_frozen(*ended[0].value["frozen"])
+    for case, errors in ended[0].value["errors"].items():
+        assert max(errors) <= RELATIVE_TOLERANCE, case
+    for first in (ended[0].value, ended[2].value):
+        if "bytes" in first:
+            least = 4 * first["numel"]  # half of the weights and half of the gradients, in fp32
+            for text, received in first["bytes"].items():
+                assert least <= received <= 1.1 * least, text
 
 
 def one_rank_dies(folder, where):
@@ -197,6 +274,21 @@ def one_rank_dies(folder, where):
         owner = home._adder if where == "adder" else home
         setattr(owner, "add" if where == "adder" else where, lambda *_: die(folder))
     engine.train_batch(examples, strategy="3x<1,1;stream>")
+
+
+def stream_until_killed(folder, strategy, victim, delay_s):
+    """Rank `victim` is killed `delay_s` after the first iteration, whatever it does then."""
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6}
+    engine = start_hydra(tiny("llama_tied", **sizes), hydra={"faults": {"grace_s": 1}})
+    if dist.get_rank() == 0:
+        Path(folder, "owner").write_text(str(os.getpid()))
+    examples = random_examples((60, 50, 90, 70), VOCAB_SIZE, seed=0)
+    engine.train_batch(examples, strategy=strategy)
+    dist.barrier()
+    if dist.get_rank() == victim:
+        threading.Timer(delay_s, die, (folder,)).start()
+    while True:
+        engine.train_batch(examples, strategy=strategy)
 
 
 @pytest.mark.distributed

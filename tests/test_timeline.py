@@ -12,7 +12,9 @@ from ds_hydra.strategy.schemes.scheme import Scheme
 
 
 def make_timeline(**changes):
-    """<2,1> runs one micro-batch in 6 ms, <1,2> one micro-batch in 2 x 2 ms, one device is in no pipeline."""
+    """<2,1> runs one micro-batch in 6 ms, <1,2> one micro-batch in 2 x 2 ms, one device is in no
+    pipeline.
+    """
     passes = [
         (0, 0, EventKind.FORWARD, 1, 3), (0, 0, EventKind.BACKWARD, 3, 7),
         (1, 0, EventKind.FORWARD, 1, 2), (1, 1, EventKind.FORWARD, 2, 3),

@@ -1,5 +1,5 @@
-"""Shards of a micro-batch inside TP groups: same gradients as one process, less memory, profiles that say
-so, bad input.
+"""Shards of a micro-batch inside TP groups: same gradients as one process, less memory, profiles
+that say so, bad input.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def families():
 
 
 def adapters():
-    """Errors of loss and gradients of LoRA adapters; the micro-batches that they read are gathered twice,
-    too.
+    """Errors of loss and gradients of LoRA adapters; the micro-batches that they read are gathered
+    twice, too.
     """
     if not HAS_PEFT:
         return {}
@@ -108,7 +108,9 @@ def training():
 
 
 def memory():
-    """(bytes kept for each token, peak bytes of a micro-batch) by strategy, without and with shards."""
+    """(bytes kept for each token, peak bytes of a micro-batch) by strategy, without and with
+    shards.
+    """
     found = []
     for is_cut in (False, True):
         model = tiny("llama", hidden_size=64, intermediate_size=176)
@@ -186,8 +188,8 @@ def test_training_follows_stock_deepspeed_and_repeats_itself(results):
 
 @pytest.mark.distributed
 def test_activations_fall_with_tp(results):
-    """What is kept is divided by TP; at the peak gathered micro-batches, and a checkpointed layer as a
-    whole, are there too.
+    """What is kept is divided by TP; at the peak gathered micro-batches, and a checkpointed layer
+    as a whole, are there too.
     """
     off, on = results[0]["memory"]
     for part in ("", ";ckpt=4"):

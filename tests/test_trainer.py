@@ -34,6 +34,8 @@ from distributed import run_distributed
 from engines import ds_config, small_profile
 from models import VOCAB_SIZE, tiny
 
+from ds_hydra.sampler.data.batches import epoch_order
+
 BUDGET = 64
 PER_BATCH = 4
 NUM_BATCHES = 6
@@ -333,6 +335,7 @@ def resumed(folder):
     import ds_hydra
 
     data = prepare(folder)
+    epoch_order.cache_clear()
 
     def start(run, seed=0, **settings):
         args = training_arguments(
@@ -373,14 +376,17 @@ def resumed(folder):
         epochs,
         (drawn.epoch, drawn.position),
         error,
+        epoch_order.cache_info().misses,
     )
 
 
 @pytest.mark.distributed
 def test_a_resumed_run_continues_the_very_same_curve(tmp_path):
     results = run_distributed(resumed, 2, str(tmp_path))
-    history, curves, epochs, drawn, error = results[0]
+    history, curves, epochs, drawn, error, _ = results[0]
     assert history == results[1][0]
+    *_, num_orders_of_rank_1 = results[1]
+    assert num_orders_of_rank_1 == 0, "orders of whole epochs belong on the rank that plans"
     num_steps = sum(epochs)
     for step, curve in curves.items():
         assert 0 < step < num_steps

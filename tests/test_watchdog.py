@@ -61,6 +61,37 @@ def test_a_rank_that_has_left_is_named_and_nothing_of_it_stays(pair, leaving):
         pass
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_leaves_waits_for_the_others(pair, late):
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(pair[1 - late].leave)
+        wait_until(lambda: pair[late].is_left)
+        time.sleep(0.2)
+        assert not early.done()
+        pair[late].leave()
+        early.result(30)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_is_lost_while_the_others_leave_is_named(pair, lost, monkeypatch):
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(pair[1 - lost].leave)
+        wait_until(lambda: pair[lost].is_left)
+        monkeypatch.setattr(pair[lost], "_tell", lambda verdict: None)
+        pair[lost].close()  # without a word, as a process that is killed
+        with pytest.raises(RankLostError, match=f"rank {lost} is gone: its process ended"):
+            other.result(30)
+
+
+def test_a_loss_that_was_raised_is_not_raised_again_when_leaving(pair, monkeypatch):
+    monkeypatch.setattr(pair[1], "_tell", lambda verdict: None)
+    pair[1].close()
+    wait_until(lambda: pair[0]._relevant_verdict() is not None)
+    with pytest.raises(RankLostError), pair[0].section("saving"):
+        pass
+    pair[0].leave()
+
+
 def test_closing_gives_back_descriptors_and_threads():
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):

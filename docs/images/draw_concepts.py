@@ -153,8 +153,8 @@ def draw_link() -> None:
 
 
 def draw_packing(profile: Profile, histogram: LengthHistogram) -> None:
-    """The same mini-batch on 8 devices: micro-batches of the context on the one static scheme, and the
-    planner's choice.
+    """The same mini-batch on 8 devices: micro-batches of the context on the one static scheme, and
+    the planner's choice.
     """
     lengths = next(iter(histogram.draw_batches(TOKENS, 1, seed=5)))
     batch = GlobalBatch(
@@ -258,8 +258,8 @@ def draw_proposal(profile: Profile, histogram: LengthHistogram) -> None:
 
 
 def rate(profile: Profile, scheme: Scheme, length: int, longest: int) -> float:
-    """Tokens/s of one device when full micro-batches of sequences of one length follow each other without a
-    bubble.
+    """Tokens/s of one device when full micro-batches of sequences of one length follow each other
+    without a bubble.
     """
     count = max(1, longest // length)
     return (

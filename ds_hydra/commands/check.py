@@ -91,7 +91,7 @@ def describe_report(report: ConfigReport) -> str:
         lines.append(f"memory of one rank: {_gib(report.memory_bytes)} usable")
         width = max(8, *(len(row["scheme"]) for row in report.schemes))
         lines.append(
-            f"{'scheme':>{width}} {'MaxLen':>9} {'states':>10} {'with a row of':>14} {'total':>10} {'ms':>9}"
+            f"{'scheme':>{width}} {'MaxLen':>9} {'states':>10} {'micro-batch of':>14} {'total':>10} {'ms':>9}"
         )
         for row in report.schemes:
             time = "-" if row["micro_batch_ms"] is None else f"{row['micro_batch_ms']:,.0f}"

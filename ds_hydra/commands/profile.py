@@ -67,7 +67,7 @@ def profile(
     tp_sequence_parallel: Annotated[
         bool,
         typer.Option(
-            help="Hold norms and residual stream by shards of a row under TP, as hydra.tp_sequence_parallel."
+            help="Hold norms and residual stream by shards of a micro-batch under TP, as hydra.tp_sequence_parallel."
         ),
     ] = False,
     tp: Annotated[
@@ -85,7 +85,7 @@ def profile(
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Row lengths to measure, 3 or more; powers of four up to the context if not given."
+            help="Lengths to measure, 3 or more; powers of four up to the context if not given."
         ),
     ] = None,
     repeats: Annotated[

@@ -104,8 +104,8 @@ class PlannerConfig(_Section):
     """
 
     objective: Literal["exact", "closed_form"] = "exact"
-    """Time of a pipeline: event by event through 1F1B, exact for unequal micro-batches, or the formula of
-    Eq. 1.
+    """Time of a pipeline: event by event through 1F1B, exact for unequal micro-batches, or the
+    formula of Eq. 1.
     """
 
     num_trials: Count = 4
@@ -236,9 +236,11 @@ class HydraConfig(_Section):
     """Candidate strategies as a list of text forms, or a `ds_hydra.strategies/1` file; null
     proposes them.
 
-    A pipeline is `<TP,PP>`, or `<spN,TP,PP>` (`<spN,PP>`) where N ranks share its micro-batches by sequence
-    parallelism. Parts may follow: `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers, layers of
-    each stage), `<2,2;stream=8>` or `<1,1;stream>` (layers of each stage that stream, or all). """
+    A pipeline is `<TP,PP>`, or `<spN,TP,PP>` (`<spN,PP>`) where N ranks share its micro-batches by
+    sequence parallelism. Parts may follow: `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers,
+    layers of each stage), `<2,2;stream=8>` or `<1,1;stream>` (layers of each stage that stream, or
+    all).
+    """
 
     profile: Text | None = None
     """A `ds_hydra.profile/1` file or the name of a shipped one; null measures this machine at the
@@ -281,8 +283,9 @@ class HydraConfig(_Section):
     """Hold residual stream and norms by shards of a micro-batch inside TP groups, as Megatron's
     `--sequence-parallel`.
 
-    Activations per rank then fall with TP; one more gather for each block in backward. Off: micro-batches
-    are never padded. """
+    Activations per rank then fall with TP; one more gather for each block in backward. Off:
+    micro-batches are never padded.
+    """
 
     run_dir: Text | None = None
     """Folder for `metrics.jsonl` and the plans; null writes nothing."""

@@ -12,6 +12,7 @@ import functools
 import math
 import os
 import secrets
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -471,15 +472,25 @@ class HydraEngine(DeepSpeedEngine):
         return [str(common_model_file(Path(checkpoints_path, tag), self.global_rank))]
 
     def destroy(self) -> None:
-        """Stop planning processes, files, process groups and, with the last engine, the watchdog;
-        then DeepSpeed's own clean-up.
+        """Stop planning processes, files, process groups; DeepSpeed's own clean-up; with the last
+        engine of a process wait for the other ranks to come here, and end the watchdog.
+
+        Raises RankLostError where one of them is lost. In an `except` or `finally` that an error
+        has led to, no rank is waited for.
         """
+        self._end(waits=sys.exc_info()[0] is None)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # it may be half made
+            self._end(waits=False)  # garbage is collected when each rank likes
+
+    def _end(self, *, waits: bool) -> None:
         if getattr(self, "_hydra", None) is not None:
             self.hydra.close()
         super().destroy()
         if getattr(self, "_is_watched", False):
             self._is_watched = False
-            leave_watchdog()
+            leave_watchdog(waits=waits)
 
     def _check_trainable(self) -> None:
         """What is trained was fixed at initialisation: in the link plans and in ZeRO-3's own

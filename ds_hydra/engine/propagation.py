@@ -37,7 +37,7 @@ from ds_hydra.engine.transfer.stream_plan import (
     only_copied,
     stage_passes,
 )
-from ds_hydra.engine.transfer.streaming import HomeSlices, StreamSession
+from ds_hydra.engine.transfer.streaming import AcrossHosts, HomeSlices, StreamSession
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
@@ -45,6 +45,7 @@ from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link
+from ds_hydra.zero_link.home_parts import flat_specs, parts_from_other_hosts
 
 Example = tuple[Tensor, Tensor]
 """(input_ids [l], labels [l]) of one sequence, int64; labels not yet shifted."""
@@ -111,7 +112,7 @@ class Role:
 
     @property
     def sp_ranks(self) -> tuple[int, ...]:
-        """The SP group: ranks with the same slices, in the order of their pieces of a micro-batch."""
+        """The SP group: ranks with the same slices, in the order of their pieces of it."""
         begin = self.stage * self.scheme.ranks_per_stage
         return self.ranks[begin : begin + self.scheme.ranks_per_stage][
             self.tp_rank :: self.scheme.tp
@@ -133,11 +134,12 @@ class StrategyLink:
 
 @dataclass(frozen=True, slots=True)
 class StreamLink:
-    """This rank's part of a strategy in which layers stream: no message is sent."""
+    """This rank's part of a strategy in which layers stream."""
 
     role: Role | None
     buckets: RankBuckets
     streams: StageStreams
+    across: AcrossHosts
     memory: LinkMemory
 
     def uses(self, plan: IterationPlan, *, training: bool) -> list[int]:
@@ -271,11 +273,12 @@ class Propagator:
         streaming = sorted(
             {scheme for strategy in strategies for scheme in strategy.schemes if scheme.stream}
         )
-        check_streams(streaming, self._device.type, self.hosts)
+        check_streams(streaming, self._device.type)
         if streaming and self.home is None:
             purpose = f"scheme {streaming[0]}: streamed layers need a home; leave stream out of hydra.strategies"
+            dtype = self._shards_P()[0].dtype
             self.home = SharedMemoryHome(
-                self.stage_model.specs, self._shards_P()[0].dtype, self._device, purpose
+                self.stage_model.specs, dtype, self._device, self.hosts, purpose
             )
         self.groups.ensure(strategies)
 
@@ -422,9 +425,7 @@ class Propagator:
         `grads_P`.
         """
         link = self._link_of(strategy)
-        self.buffers.forget_failed()
-        self._pull_link.forget_failed()
-        self._push_link.forget_failed()
+        self._forget_failed()
         skip_frozen = self._frozen is not None and self._frozen.may_skip(strategy)
         if self._frozen is not None and not skip_frozen:
             self._frozen.pulled(strategy)
@@ -447,6 +448,11 @@ class Propagator:
         )
         return slices, session
 
+    def _forget_failed(self) -> None:
+        self.buffers.forget_failed()
+        self._pull_link.forget_failed()
+        self._push_link.forget_failed()
+
     def _open_plan(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
     ) -> tuple[Slices, LinkSession | StreamSession, Work]:
@@ -465,6 +471,7 @@ class Propagator:
         specs, shards_P = self.stage_model.specs, self._shards_P()
         if self._frozen is not None:
             self._frozen.forget()  # what is copied takes the pool's memory
+        self._forget_failed()
         slices = Slices(
             specs,
             link.buckets,
@@ -479,6 +486,7 @@ class Propagator:
             self._thread,
             self._clock,
             self.home,
+            across=link.across,
             num_addends=count_addends(plan.strategy, num_micro_batches),
             uses=link.uses(plan, training=training),
             shards_P=shards_P,
@@ -495,7 +503,9 @@ class Propagator:
         return slices, session, Work(link.role, session.await_bucket, before_backward)
 
     def _stream_link_of(self, strategy: Strategy) -> StreamLink:
-        """This rank's part of a strategy with streamed layers; not collective."""
+        """This rank's part of a strategy with streamed layers; with several hosts collective the
+        first time, because ranks compare their link plans.
+        """
         if strategy not in self._stream_links:
             role = Role.find(strategy, self.rank)
             buckets, streams = (), StageStreams()
@@ -503,22 +513,53 @@ class Propagator:
                 place = role.scheme, role.stage, role.tp_rank
                 buckets = self.stage_model.buckets(*place)
                 streams = self.stage_model.stage_streams(*place)
-            memory = self._stream_memory_of(buckets, streams)
-            self._stream_links[strategy] = StreamLink(role, buckets, streams, memory)
+            across = self._across_hosts(strategy) if len(self.hosts.names) > 1 else AcrossHosts()
+            memory = self._stream_memory_of(buckets, streams, across)
+            self._stream_links[strategy] = StreamLink(role, buckets, streams, across, memory)
         return self._stream_links[strategy]
 
-    def _stream_memory_of(self, buckets: RankBuckets, streams: StageStreams) -> LinkMemory:
+    def _across_hosts(self, strategy: Strategy) -> AcrossHosts:
+        """How homes of several hosts are filled for `strategy`. Collective over all ranks."""
+        specs = self.stage_model.specs
+        brought = parts_from_other_hosts(
+            specs,
+            [[b.param for b in unit.bindings] for unit in self.stage_model.units],
+            self.stage_model.strategy_buckets(strategy, self.num_ranks),
+            self.hosts.of_rank,
+        )
+        pull, push = (
+            plan_link(flat_specs(specs), brought, self.rank, gradients=gradients)
+            for gradients in (False, True)
+        )
+        check_link_plans(strategy, (pull, push), self._device)
+        return AcrossHosts(
+            brought=brought[self.rank],
+            pull=(self._pull_link, pull),
+            push=(self._push_link, push),
+        )
+
+    def _stream_memory_of(
+        self, buckets: RankBuckets, streams: StageStreams, across: AcrossHosts
+    ) -> LinkMemory:
         assert self.home is not None
         specs, itemsize = self.stage_model.specs, self.stage_model.params[0].ds_tensor.itemsize
         copied = only_copied(buckets, streams.copied)
         kept = [bucket for r, bucket in enumerate(buckets) if r not in streams.buckets]
         copies = held_numel(specs, copied, streams.window.slot_of) * itemsize
+        window_bytes = 0
+        if across.pull is not None and across.push is not None:
+            window_bytes = self._window_bytes(across.pull[1], across.push[1])
         return LinkMemory(
             slice_bytes=self.home.weight_bytes + copies,
             gradient_bytes=self.home.sum_bytes + sum(gradient_numel(specs, b) for b in kept) * 4,
-            window_bytes=0,
+            window_bytes=window_bytes,
             relayed_bytes=0,
         )
+
+    def _window_bytes(self, pull: LinkPlan, push: LinkPlan) -> int:
+        itemsize = self.stage_model.params[0].ds_tensor.itemsize
+        of_pull = pull.buffer_elements * itemsize
+        return 4 * max(of_pull, push.buffer_elements * self._gradient_dtype.itemsize)
 
     def _shards_P(self) -> list[Tensor]:
         return [p.ds_tensor.detach() for p in self.stage_model.params]
@@ -611,7 +652,7 @@ class Propagator:
         )
 
     def _piece(self, role: Role) -> Piece | None:
-        """What this rank holds of each micro-batch, where its pipeline cuts or pads micro-batches."""
+        """What this rank holds of each micro-batch, where its pipeline cuts or pads it."""
         sp, multiple = role.scheme.sp, self.stage_model.tp.micro_batch_multiple(role.scheme.tp)
         if sp == 1 and multiple == 1:
             return None
@@ -630,14 +671,11 @@ class Propagator:
 
     def _memory_of(self, buckets: RankBuckets, pull: LinkPlan, push: LinkPlan) -> LinkMemory:
         specs = self.stage_model.specs
-        itemsize = self.stage_model.params[0].ds_tensor.dtype.itemsize
-        largest = max(
-            pull.buffer_elements * itemsize, push.buffer_elements * self._gradient_dtype.itemsize
-        )
+        itemsize = self.stage_model.params[0].ds_tensor.itemsize
         return LinkMemory(
             slice_bytes=held_numel(specs, buckets, {}) * itemsize,
             gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in buckets) * 4,
-            window_bytes=4 * largest,
+            window_bytes=self._window_bytes(pull, push),
             relayed_bytes=max(pull.relayed_elements * itemsize, push.relayed_elements * 4),
         )
 
@@ -665,7 +703,9 @@ class MicroBatchTensors:
         device: torch.device,
         piece: Piece | None = None,
     ) -> list[MicroBatchTensors]:
-        """The micro-batches of `pipeline` that `stage` needs, cut to `piece` after labels were shifted."""
+        """The micro-batches of `pipeline` that `stage` needs, cut to `piece` after labels were
+        shifted.
+        """
 
         def join(parts: list[Tensor], fill: int) -> Tensor:
             micro_batch_T = torch.cat(parts)

@@ -203,7 +203,7 @@ class HydraRuntime:
         """Draw mini-batches from `data` from now on."""
         error: HydraConfigError | None = None
         try:
-            data.check_vocabulary(self.stage_model.num_token_ids)
+            data.check_vocabulary(self.stage_model.vocab_size, self.stage_model.num_logits)
             sampler = TokenBudgetSampler(
                 data.lengths,
                 data.num_label_tokens,
@@ -353,7 +353,9 @@ class HydraRuntime:
         return self.strategies.index(strategy) if strategy in self.strategies else -1
 
     def pack_occupancy(self, plan: IterationPlan) -> float:
-        """Tokens of `plan` over what its rows could hold; NaN without a profile. Not collective."""
+        """Tokens of `plan` over what its micro-batches could hold; NaN without a profile. Not
+        collective.
+        """
         return math.nan if self._profile is None else pack_occupancy(plan, self._profile)
 
     def write_log(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
@@ -410,9 +412,9 @@ class HydraRuntime:
         self._warn_of_changes(state)
         self.close_feed()
         same_ranks = state.get("num_ranks", self.num_ranks) == self.num_ranks
-        cut_rows = state.get("config", {}).get("tp_sequence_parallel", False)
+        was_cut = state.get("config", {}).get("tp_sequence_parallel", False)
         profile = state.get("cost_model", {}).get("profile")
-        same_times = same_ranks and cut_rows == self.config.tp_sequence_parallel
+        same_times = same_ranks and was_cut == self.config.tp_sequence_parallel
         same_times = same_times and not has_re_pulls(profile or {})
         self._tracker, self._tracked = None, state.get("latency", {}) if same_times else {}
         if self.sampler is not None and "sampler" in state:
@@ -437,7 +439,7 @@ class HydraRuntime:
     def _use_measured(self, document: Mapping[str, Any]) -> None:
         """Plan with a measured profile, and with the candidates that it knows."""
         self._profile = fit_memory(document, self.config)
-        if self.config.strategies is None:  # schemes that hold no row were left out
+        if self.config.strategies is None:  # schemes that hold no micro-batch were left out
             known = self._profile.latency
             self.strategies = tuple(s for s in self._at_start if all(x in known for x in s.schemes))
 
@@ -589,9 +591,7 @@ class HydraRuntime:
         """Whether this model can run under `scheme` on these devices."""
         try:
             self.stage_model.check_scheme(scheme)
-            check_streams(
-                [scheme] if scheme.stream else [], self._device.type, self.propagator.hosts
-            )
+            check_streams([scheme] if scheme.stream else [], self._device.type)
         except HydraConfigError:
             return False
         return True
@@ -669,8 +669,9 @@ class HydraRuntime:
                 f"{lengths[index]}"
             )
         for index, (input_ids, labels) in enumerate(tensors):
-            self._check_ids(index, "input_ids", input_ids)
-            self._check_ids(index, "labels", labels[labels != IGNORED_LABEL])
+            self._check_ids(index, "input_ids", input_ids, self.stage_model.vocab_size)
+            labels = labels[labels != IGNORED_LABEL]
+            self._check_ids(index, "labels", labels, self.stage_model.num_logits)
         num_label_tokens = sum(int((labels[1:] != IGNORED_LABEL).sum()) for _, labels in tensors)
         if not num_label_tokens:
             raise HydraConfigError(
@@ -683,8 +684,7 @@ class HydraRuntime:
             num_label_tokens=num_label_tokens,
         )
 
-    def _check_ids(self, index: int, key: str, ids: Tensor) -> None:
-        vocab_size = self.stage_model.num_token_ids
+    def _check_ids(self, index: int, key: str, ids: Tensor, vocab_size: int) -> None:
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             outside = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
             raise HydraConfigError(

@@ -269,7 +269,7 @@ def rank_memory(run: Run) -> list[RankMemory]:
 
 
 def _expected_bytes(run: Run, last: int | None) -> Iterator[tuple[int, float]]:
-    """(rank, bytes of App. B.1) of the longest micro-batch that each rank has run in each scheme."""
+    """(rank, bytes of App. B.1) of the longest micro-batch of each rank in each scheme."""
     if run.profile is None:
         return
     longest: dict[int, dict[Scheme, int]] = {}
@@ -285,12 +285,12 @@ def _expected_bytes(run: Run, last: int | None) -> Iterator[tuple[int, float]]:
                 default=0,
             )
             for rank in pipeline.ranks:
-                rows = longest.setdefault(rank, {})
-                rows[pipeline.scheme] = max(tokens, rows.get(pipeline.scheme, 0))
-    for rank, rows in longest.items():
+                tokens_of = longest.setdefault(rank, {})
+                tokens_of[pipeline.scheme] = max(tokens, tokens_of.get(pipeline.scheme, 0))
+    for rank, tokens_of in longest.items():
         sizes = [
             run.profile.memory.rank_bytes(scheme, run.num_ranks, tokens)
-            for scheme, tokens in rows.items()
+            for scheme, tokens in tokens_of.items()
             if run.profile.memory.knows(scheme)
         ]
         if sizes:

@@ -1,9 +1,9 @@
 """How fast a strategy can be at best for one mini-batch: a proven lower bound of the iteration.
 
-Suppose that an iteration ends within M. A sequence can then run on kind k only if a micro-batch of it alone
-ends within M there, and a pipeline of kind k with V micro-batches holds at most `load_k(V)` ms and
-`tokens_k(V)` tokens of sequences. Even if sequences may be divided freely between pipelines, for
-all prices w, u >= 0 of time and tokens
+Suppose that an iteration ends within M. A sequence can then run on kind k only if a micro-batch of
+it alone ends within M there, and a pipeline of kind k with V micro-batches holds at most
+`load_k(V)` ms and `tokens_k(V)` tokens of sequences. Even if sequences may be divided freely
+between pipelines, for all prices w, u >= 0 of time and tokens
 
     sum_i min_k (w_k cost_ik + u_k length_i)  <=  sum_pipelines max_V (w_k load_k(V) + u_k
     tokens_k(V))
@@ -36,9 +36,10 @@ def _capacity(
     most.
 
     `held` is a sequence that is known to be there (-1: none).
-    `first` is the longest sequence allowed there: no micro-batch of MaxLen tokens takes longer than one at
-    its time per token, and none is cheaper per token than the linear part of T. How much V micro-batches can
-    do in that time follows from the bounds of one pipeline (`packing.micro_batch_count_bound_ms`).
+    `first` is the longest sequence allowed there: no micro-batch of MaxLen tokens takes longer than
+    one at its time per token, and none is cheaper per token than the linear part of T. How much V
+    micro-batches can do in that time follows from the bounds of one pipeline
+    (`packing.micro_batch_count_bound_ms`).
     """
     max_len = problem.max_len_tokens[kind]
     densest_micro_batch_ms = problem.sequence_ms[kind, first] / problem.lengths[first] * max_len
@@ -102,7 +103,8 @@ def _pair_ms(problem: DispatchProblem, kind: int, a: int, b: int) -> float:
     """Lower bound of the time of a pipeline of `kind` with sequences `a` and `b`, of which `a` is
     the longer.
 
-    In one micro-batch, if they fit, or else in two or more, by `packing.micro_batch_count_bound_ms`.
+    In one micro-batch, if they fit, or else in two or more, by
+    `packing.micro_batch_count_bound_ms`.
     """
     num_stages, constant = problem.num_stages[kind], problem.constant_ms[kind]
     longer, shorter = problem.sequence_ms[kind, a], problem.sequence_ms[kind, b]

@@ -197,7 +197,7 @@ def proposes(profile: Profile, settings: CandidateSettings) -> bool:
 
 
 def check_longest(profile: Profile, settings: CandidateSettings) -> None:
-    """Raise HydraConfigError where no scheme of any candidate holds a micro-batch of the context."""
+    """Raise HydraConfigError where no scheme of any candidate holds a sequence of the context."""
     schemes = {scheme for strategy in settings.given for scheme in strategy.schemes}
     known = with_schemes_of(profile, settings.given)
     if proposes(profile, settings):

@@ -186,13 +186,13 @@ class IterationPlan:
             f"iteration {self.iteration}: {self.strategy}, {len(self.lengths)} sequences, "
             f"{self.num_tokens} tokens, predicted {self.makespan_ms:.1f} ms "
             f"(lower bound {self.lower_bound_ms:.1f} ms)",
-            f"  {'ranks':<12} {'scheme':<8} {'micro_batches':>4} {'tokens':>8} {'longest':>8} {'ms':>9}",
+            f"  {'ranks':<12} {'scheme':<8} {'micro-batches':>13} {'tokens':>8} {'longest':>8} {'ms':>9}",
         ]
         for p in self.pipelines:
             lengths = [self.lengths[i] for micro_batch in p.micro_batches for i in micro_batch]
             ranks = f"{p.ranks[0]}-{p.ranks[-1]}" if len(p.ranks) > 1 else f"{p.ranks[0]}"
             lines.append(
-                f"  {ranks:<12} {p.scheme!s:<8} {len(p.micro_batches):>4} {sum(lengths):>8} "
+                f"  {ranks:<12} {p.scheme!s:<8} {len(p.micro_batches):>13} {sum(lengths):>8} "
                 f"{max(lengths, default=0):>8} {p.makespan_ms:>9.1f}"
             )
         return "\n".join(lines)

@@ -42,19 +42,19 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 class PlannerSettings:
     """How plans are valued and searched for.
 
-    `objective`: "exact" values a pipeline by the 1F1B recurrence over its own micro-batches, "closed_form"
-    by Eq. (1). `dispatch`: "greedy" by Alg. 1, "ideal" starts from the integer program of Eq. (3):
-    seconds, and more. `num_trials`: trials of Alg. 1 for each strategy. `forward_fraction`: part of
-    T that is the forward pass. `max_refine_steps`: exchanges between packed pipelines, 0 for none
-    (the heuristic plan). `num_perturbations`: restarts of the refinement from a disturbed plan,
-    where the bound leaves more than 1%. `enough_gap`: a strategy is not refined further once it is
-    this close to its lower bound. `solver`: for integer programs. The micro-batches of the slowest pipeline
-    of the chosen plan are solved for where their bound leaves more than `solver_gap`, within
-    `solver_max_nodes` and `solver_deadline_s`. `max_len_override`: MaxLen of schemes in tokens, in
-    place of what the memory model says. `link_times`: pull and push of strategies. Among packed
-    strategies the one wins whose iteration, with what pull and push add to it, is shortest; a
-    strategy that is not there adds nothing. `overlaps_links`: layers are pulled and pushed one by
-    one beside propagation.
+    `objective`: "exact" values a pipeline by the 1F1B recurrence over its own micro-batches,
+    "closed_form" by Eq. (1). `dispatch`: "greedy" by Alg. 1, "ideal" starts from the integer
+    program of Eq. (3): seconds, and more. `num_trials`: trials of Alg. 1 for each strategy.
+    `forward_fraction`: part of T that is the forward pass. `max_refine_steps`: exchanges between
+    packed pipelines, 0 for none (the heuristic plan). `num_perturbations`: restarts of the
+    refinement from a disturbed plan, where the bound leaves more than 1%. `enough_gap`: a strategy
+    is not refined further once it is this close to its lower bound. `solver`: for integer programs.
+    The micro-batches of the slowest pipeline of the chosen plan are solved for where their bound
+    leaves more than `solver_gap`, within `solver_max_nodes` and `solver_deadline_s`.
+    `max_len_override`: MaxLen of schemes in tokens, in place of what the memory model says.
+    `link_times`: pull and push of strategies. Among packed strategies the one wins whose iteration,
+    with what pull and push add to it, is shortest; a strategy that is not there adds nothing.
+    `overlaps_links`: layers are pulled and pushed one by one beside propagation.
     """
 
     objective: Literal["exact", "closed_form"] = "exact"
@@ -408,8 +408,8 @@ class _BatchPlanner:
         self._finish_micro_batches(candidate)
 
     def _finish_micro_batches(self, candidate: _Candidate) -> None:
-        """Puts the packed micro-batches in the order that hides pull and push, and counts what is left of
-        them.
+        """Puts the packed micro-batches in the order that hides pull and push, and counts what is
+        left of them.
         """
         problem, assignment, micro_batches = (
             candidate.problem,

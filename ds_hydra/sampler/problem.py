@@ -25,11 +25,11 @@ class DispatchProblem(NamedTuple):
     """Sequences (descending) and pipelines of one strategy.
 
     `kind_of[j]` is the kind of pipeline j; pipelines of one kind are consecutive. `sequence_ms[k,
-    i]` is a l^2 + b l of sequence i on kind k; no micro_batch takes less than `traffic_ms[k]`; `ratio[k]`
-    and `share[k]` are its `MicroBatchBalance`. A
-    pipeline is valued by Eq. (2) without the constant of T (`is_eq2`), as in Eq. (3), or else by
-    the time that an even packing will take, which is what the planner needs: by the closed form, or
-    nearly by the 1F1B recurrence (`is_exact`).
+    i]` is a l^2 + b l of sequence i on kind k; no micro-batch takes less than `traffic_ms[k]`;
+    `ratio[k]` and `share[k]` are its `MicroBatchBalance`. A pipeline is valued by Eq. (2) without
+    the constant of T (`is_eq2`), as in Eq. (3), or else by the time that an even packing will take,
+    which is what the planner needs: by the closed form, or nearly by the 1F1B recurrence
+    (`is_exact`).
     """
 
     lengths: IntArray

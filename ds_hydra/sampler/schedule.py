@@ -1,10 +1,11 @@
-"""How long one pipeline takes for micro-batches of unequal time: 1F1B, exactly, and the closed form of Eq.
-(1).
+"""How long one pipeline takes for micro-batches of unequal time: 1F1B, exactly, and the closed form
+of Eq. (1).
 
-Times are milliseconds. `micro_batch_ms[j]` is T of micro-batch j in one stage, forward and backward together (App.
-B.2); every stage of a pipeline has the same T. A fraction `forward_fraction` of it is the forward
-pass: one third, because the backward pass has two matrix products (gradients of inputs and of
-weights) for each one of the forward pass. With activation checkpointing it is one quarter.
+Times are milliseconds. `micro_batch_ms[j]` is T of micro-batch j in one stage, forward and backward
+together (App. B.2); every stage of a pipeline has the same T. A fraction `forward_fraction` of it
+is the forward pass: one third, because the backward pass has two matrix products (gradients of
+inputs and of weights) for each one of the forward pass. With activation checkpointing it is one
+quarter.
 
 Left out: sending activations between stages.
 """
@@ -26,8 +27,8 @@ IntArray = NDArray[np.int64]
 
 @compiled
 def one_f_one_b_ms(micro_batch_ms: FloatArray, num_stages: int, forward_fraction: float) -> float:
-    """Time from the first forward to the last backward of non-interleaved 1F1B, micro-batches in the given
-    order.
+    """Time from the first forward to the last backward of non-interleaved 1F1B, micro-batches in
+    the given order.
 
     Stage s runs w = min(PP-1-s, V) warm-up forwards, then one forward and one backward in turn,
     then drains. In wave k it runs F(k) and then B(k-w), so that with waves outside and stages
@@ -36,7 +37,8 @@ def one_f_one_b_ms(micro_batch_ms: FloatArray, num_stages: int, forward_fraction
         end F(s,k) = max(end of the stage's last operation, end F(s-1,k)) + f_k
         end B(s,i) = max(end of the stage's last operation, end B(s+1,i)) + b_i,    i = k - (PP-1-s)
 
-    where B(s+1,i) belongs to wave k-1. Example: micro-batches of 3 ms, 2 stages, 2 micro-batches: (2-1+2) * 3 = 9 ms.
+    where B(s+1,i) belongs to wave k-1. Example: micro-batches of 3 ms, 2 stages, 2 micro-batches:
+    (2-1+2) * 3 = 9 ms.
     """
     num_micro_batches = micro_batch_ms.size
     if num_stages == 1 or num_micro_batches == 0:
@@ -68,15 +70,15 @@ def linked_ms(
     push_ms: float,
     num_buckets: int,
 ) -> float:
-    """Time from the start of the pull to the end of the push, both beside 1F1B, micro-batches in the given
-    order.
+    """Time from the start of the pull to the end of the push, both beside 1F1B, micro-batches in
+    the given order.
 
     A stage of K = `num_buckets` layers takes them in its first forward as they arrive, and gives
     gradients away in its last backward as they are complete (Hydraulis, Fig. 8): it begins at pull
     / K, its first forward f ends at pull + f / K or later, the push at (begin of the last backward
     b) + b / K + push or (its end) + push / K, whichever is later. `num_buckets` 0: one after the
-    other, without overlap. 0.0 without micro-batches. Example: one micro-batch of 3 ms, one stage, 10 layers, pull
-    2 ms, push 4 ms: the forward ends at 2.1 ms instead of 1 ms, the push at 6.3 ms.
+    other, without overlap. 0.0 without micro-batches. Example: one micro-batch of 3 ms, one stage,
+    10 layers, pull 2 ms, push 4 ms: the forward ends at 2.1 ms instead of 1 ms, the push at 6.3 ms.
     `simulator/events.py` says when each of it happens.
     """
     num_micro_batches = micro_batch_ms.size
@@ -111,8 +113,8 @@ def linked_ms(
 
 @compiled
 def closed_form_ms(micro_batch_ms: FloatArray, num_stages: int) -> float:
-    """(PP - 1 + V) times the slowest micro-batch: the objective of Eq. (1), exact where all micro-batches are
-    equal.
+    """(PP - 1 + V) times the slowest micro-batch: the objective of Eq. (1), exact where all
+    micro-batches are equal.
     """
     if micro_batch_ms.size == 0:
         return 0.0
@@ -130,7 +132,8 @@ def makespan_ms(
     """Time of one pipeline by the objective in use: the 1F1B recurrence (`is_exact`) or the closed
     form.
 
-    `micro_batch_ms` is what micro-batches compute; each takes `traffic_ms` at least, what its layers move.
+    `micro_batch_ms` is what micro-batches compute; each takes `traffic_ms` at least, what its
+    layers move.
     """
     if traffic_ms > 0.0:
         micro_batch_ms = np.maximum(micro_batch_ms, traffic_ms)
@@ -140,13 +143,14 @@ def makespan_ms(
 
 
 class MicroBatchBalance(NamedTuple):
-    """How the time of a 1F1B pipeline is best divided between V micro-batches, for every V up to `ratio.size
+    """How the time of a 1F1B pipeline is best divided between V micro-batches, for every V up to
+    `ratio.size
     - 1`.
 
-    `ratio[V]` is a lower bound of makespan / sum of micro-batch times over all divisions into V micro-batches, and
-    `share[V, :V]` a division that comes close to it: short micro-batches first and last, because they fill
-    and drain the pipeline. Example: with 2 stages and 3 micro-batches, shares (1, 3, 2) / 6 take 1.278 of
-    the sum, equal micro-batches 1.333.
+    `ratio[V]` is a lower bound of makespan / sum of micro-batch times over all divisions into V
+    micro-batches, and `share[V, :V]` a division that comes close to it: short micro-batches first
+    and last, because they fill and drain the pipeline. Example: with 2 stages and 3 micro-batches,
+    shares (1, 3, 2) / 6 take 1.278 of the sum, equal micro-batches 1.333.
     """
 
     ratio: FloatArray
@@ -181,13 +185,13 @@ def balance_micro_batches(
 
 @compiled
 def _balance(num_stages: int, forward_fraction: float, share: FloatArray) -> float:
-    """Writes the best division of 1 ms into `share.size` micro-batches; returns a lower bound of its
-    makespan.
+    """Writes the best division of 1 ms into `share.size` micro-batches; returns a lower bound of
+    its makespan.
 
-    The makespan is the longest of many paths through the schedule, each linear in the micro-batch times: a
-    matrix game between the division and a mixture of paths. Multiplicative weights: rows on the
-    critical path shrink. If g is the mean of the critical paths' coefficients, then makespan >= g .
-    micro-batches >= min(g) * sum of micro-batches.
+    The makespan is the longest of many paths through the schedule, each linear in the micro-batch
+    times: a matrix game between the division and a mixture of paths. Multiplicative weights: rows
+    on the critical path shrink. If g is the mean of the critical paths' coefficients, then makespan
+    >= g . micro-batches >= min(g) * sum of micro-batches.
     """
     num_micro_batches = share.size
     micro_batches = np.full(num_micro_batches, 1.0 / num_micro_batches)
@@ -216,7 +220,8 @@ def _balance(num_stages: int, forward_fraction: float, share: FloatArray) -> flo
 def _critical_path(
     micro_batch_ms: FloatArray, num_stages: int, forward_fraction: float, path: FloatArray
 ) -> float:
-    """Makespan of 1F1B; `path[j]` becomes how often (in units of T) micro-batch j lies on its longest path.
+    """Makespan of 1F1B; `path[j]` becomes how often (in units of T) micro-batch j lies on its
+    longest path.
 
     The same recurrence as `one_f_one_b_ms`, which keeps no history, and then a walk back from the
     last backward pass of stage 0: `waited` tells whether an operation waited for its neighbour or

@@ -41,11 +41,12 @@ def fixed_length(
     tunes_micro_batches: bool = False,
     name: str,
 ) -> SystemResult:
-    """Megatron-LM: one homogeneous strategy, first-fit-decreasing micro-batches of the context, dealt out in
-    turn.
+    """Megatron-LM: one homogeneous strategy, first-fit-decreasing micro-batches of the context,
+    dealt out in turn.
 
-    `strategies`: the choices, all that hold the context if none is given. `tunes_micro_batches`: micro-batches may
-    also be as long as memory allows, or half way there; Megatron-LM itself has one sequence length.
+    `strategies`: the choices, all that hold the context if none is given. `tunes_micro_batches`:
+    micro-batches may also be as long as memory allows, or half way there; Megatron-LM itself has
+    one sequence length.
     """
     results = []
     for strategy in strategies or scenario.statics():
@@ -74,8 +75,8 @@ def fixed_length(
 
 
 def balanced(scenario: Scenario, *, name: str) -> SystemResult:
-    """One homogeneous strategy, Karmarkar-Karp over replicas and micro-batches, by tokens or by time, what
-    is better.
+    """One homogeneous strategy, Karmarkar-Karp over replicas and micro-batches, by tokens or by
+    time, what is better.
     """
     results = []
     for strategy in scenario.statics():
@@ -99,10 +100,10 @@ def hotspa(scenario: Scenario, *, name: str) -> SystemResult:
     """Several homogeneous strategies after another in every iteration, each for its interval of
     lengths.
 
-    Tuned over the boundaries of App. F and, for each interval, over the schemes that hold it; micro-batches
-    are as long as memory allows, at most the context. A switch costs the parameters of the new
-    strategy and the gradients of the old one: bytes only, where the paper measured nearly 2 s for
-    7B.
+    Tuned over the boundaries of App. F and, for each interval, over the schemes that hold it;
+    micro-batches are as long as memory allows, at most the context. A switch costs the parameters
+    of the new strategy and the gradients of the old one: bytes only, where the paper measured
+    nearly 2 s for 7B.
     """
     bounds = [b for b in HOTSPA_BOUNDARIES_TOKENS if b < scenario.context_length]
     phases: dict[tuple[int, int], SystemResult] = {}

@@ -34,12 +34,12 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineWork:
-    """What one pipeline has to do: `forward_ms[stage, micro_batch]`, `backward_ms[stage, micro_batch]`, micro-batches in
-    1F1B order.
+    """What one pipeline has to do: `forward_ms[stage, micro_batch]`, `backward_ms[stage,
+    micro_batch]`, micro-batches in 1F1B order.
 
     `hop_ms[micro_batch]` is the time of one activation or gradient between neighbouring stages;
-    `tp_ms[micro_batch]` the part of one forward, and of one backward, that is TP collectives (contained in
-    them). Nothing begins before `begin_ms`, counted from the start of the pull.
+    `tp_ms[micro_batch]` the part of one forward, and of one backward, that is TP collectives
+    (contained in them). Nothing begins before `begin_ms`, counted from the start of the pull.
     """
 
     scheme: Scheme
@@ -59,8 +59,8 @@ class PipelineWork:
         ):
             raise HydraConfigError(
                 f"pipeline {self.scheme}: forward times have shape {self.forward_ms.shape}, backward times "
-                f"{self.backward_ms.shape}, TP times {self.tp_ms.shape}; expected [stages, micro-batches] = {shape} twice, "
-                f"and [micro-batches]"
+                f"{self.backward_ms.shape}, TP times {self.tp_ms.shape}; expected [stages, micro-batches] = {shape} "
+                "twice, and [micro-batches]"
             )
 
     @property
@@ -71,8 +71,8 @@ class PipelineWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PipelineRun:
-    """When every pass of one pipeline starts and ends: arrays [stage, micro-batch]; pushes of the stages
-    [stage].
+    """When every pass of one pipeline starts and ends: arrays [stage, micro-batch]; pushes of the
+    stages [stage].
     """
 
     work: PipelineWork
@@ -173,7 +173,7 @@ class Simulation:
 
     @cached_property
     def pipeline_ms(self) -> tuple[float, ...]:
-        """Time of each pipeline with every parameter in place; 0.0 for one without micro-batches."""
+        """Time of each pipeline with every parameter in place; 0.0 without micro-batches."""
         if self.links.pull_ms == 0.0:
             return tuple(run.passes_ms for run in self.runs)
         return tuple(_run(run.work, NO_LINKS, 0).passes_ms for run in self.runs)

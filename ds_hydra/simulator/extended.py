@@ -53,9 +53,9 @@ def extended_scenario(scenario: Scenario) -> Scenario:
 
 
 def extended_schemes(scenario: Scenario) -> tuple[Scheme, ...]:
-    """Schemes that fit the devices and hold a micro-batch of one token at least, without those that another
-    one makes useless: <TP,PP>, SP, streamed layers, and checkpointed ones where that holds longer
-    micro-batches with less device time.
+    """Schemes that fit the devices and hold a micro-batch of one token at least, without those that
+    another one makes useless: <TP,PP>, SP, streamed layers, and checkpointed ones where that holds
+    longer micro-batches with less device time.
     """
     return stretched_schemes(
         scenario.profile,
@@ -70,8 +70,9 @@ def with_sequence_parallelism(
     """`profile` with an estimate for every <SP,TP,1> on up to `num_devices` ranks, SP a power of
     two.
 
-    Where <SP x TP,1> was profiled, by `estimate_latency`. Where it was not, a micro-batch's exchanges count
-    as in `ulysses.py`, by the links of `cluster`; without one such schemes are left out.
+    Where <SP x TP,1> was profiled, by `estimate_latency`. Where it was not, a micro-batch's
+    exchanges count as in `ulysses.py`, by the links of `cluster`; without one such schemes are left
+    out.
     """
     heads = profile.document["model"].get("num_attention_heads", num_devices)
     wanted, exchanged = [], []

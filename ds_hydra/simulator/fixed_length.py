@@ -1,7 +1,8 @@
-"""How others place sequences: first-fit-decreasing micro-batches dealt out evenly, and Karmarkar-Karp
-balance.
+"""How others place sequences: first-fit-decreasing micro-batches dealt out evenly, and
+Karmarkar-Karp balance.
 
-Lengths are given in descending order; results are arrays of micro-batch or group numbers in that order.
+Lengths are given in descending order; results are arrays of micro-batch or group numbers in that
+order.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from ds_hydra.strategy.compiled import compiled
 def first_fit_decreasing(
     lengths: IntArray, micro_batch_tokens: int, micro_batches: IntArray
 ) -> int:
-    """Writes the micro-batch of each sequence, the first with room for it; returns how many micro-batches there are.
+    """Writes the micro-batch of each sequence, the first with room for it; returns how many
+    micro-batches there are.
 
-    `lengths` descend and none is above `micro_batch_tokens`. Example: 6, 5, 4, 3 into micro-batches of 9: micro-batches 0, 1,
-    1, 0.
+    `lengths` descend and none is above `micro_batch_tokens`. Example: 6, 5, 4, 3 into micro-batches
+    of 9: micro-batches 0, 1, 1, 0.
     """
     free = np.empty(lengths.size, dtype=np.int64)
     num_micro_batches = 0
@@ -88,22 +90,24 @@ MicroBatches = list[IntArray]
 def pack_fixed_length(
     lengths: IntArray, micro_batch_tokens: int, num_pipelines: int
 ) -> list[MicroBatches]:
-    """First-fit-decreasing micro-batches of at most `micro_batch_tokens`, dealt to the pipelines in turn
-    (Megatron-LM).
+    """First-fit-decreasing micro-batches of at most `micro_batch_tokens`, dealt to the pipelines in
+    turn (Megatron-LM).
     """
-    row_of = np.zeros(lengths.size, dtype=np.int64)
-    micro_batches = _members(row_of, first_fit_decreasing(lengths, micro_batch_tokens, row_of))
+    micro_batch_of = np.zeros(lengths.size, dtype=np.int64)
+    micro_batches = _members(
+        micro_batch_of, first_fit_decreasing(lengths, micro_batch_tokens, micro_batch_of)
+    )
     return [micro_batches[pipeline::num_pipelines] for pipeline in range(num_pipelines)]
 
 
 def pack_balanced(
     lengths: IntArray, weights: FloatArray, micro_batch_tokens: int, num_pipelines: int
 ) -> list[MicroBatches]:
-    """Karmarkar-Karp by `weights` over the pipelines, and again in each into the fewest micro-batches that
-    it can.
+    """Karmarkar-Karp by `weights` over the pipelines, and again in each into the fewest
+    micro-batches that it can.
 
-    A pipeline whose balanced micro-batches do not fit `micro_batch_tokens` gets one micro-batch more, until first-fit
-    decreasing needs no more.
+    A pipeline whose balanced micro-batches do not fit `micro_batch_tokens` gets one micro-batch
+    more, until first-fit decreasing needs no more.
     """
     group = np.zeros(lengths.size, dtype=np.int64)
     if lengths.size:
@@ -119,10 +123,10 @@ def pack_balanced(
 def _balanced_micro_batches(
     members: IntArray, lengths: IntArray, weights: FloatArray, micro_batch_tokens: int
 ) -> MicroBatches:
-    row_of = np.zeros(members.size, dtype=np.int64)
-    most = first_fit_decreasing(lengths[members], micro_batch_tokens, row_of)
+    micro_batch_of = np.zeros(members.size, dtype=np.int64)
+    most = first_fit_decreasing(lengths[members], micro_batch_tokens, micro_batch_of)
     fewest = -(-int(lengths[members].sum()) // micro_batch_tokens)
-    balanced = np.zeros_like(row_of)
+    balanced = np.zeros_like(micro_batch_of)
     for num_micro_batches in range(max(1, fewest), most + 1):
         if members.size == 0:
             break
@@ -133,13 +137,13 @@ def _balanced_micro_batches(
                 for micro_batch in _members(balanced, num_micro_batches)
                 if micro_batch.size
             ]
-    return [members[micro_batch] for micro_batch in _members(row_of, most)]
+    return [members[micro_batch] for micro_batch in _members(micro_batch_of, most)]
 
 
-def _members(row_of: IntArray, num_micro_batches: int) -> MicroBatches:
-    order = np.argsort(row_of, kind="stable")
+def _members(micro_batch_of: IntArray, num_micro_batches: int) -> MicroBatches:
+    order = np.argsort(micro_batch_of, kind="stable")
     return (
-        np.split(order, np.searchsorted(row_of[order], np.arange(1, num_micro_batches)))
+        np.split(order, np.searchsorted(micro_batch_of[order], np.arange(1, num_micro_batches)))
         if num_micro_batches
         else []
     )

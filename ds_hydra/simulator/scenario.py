@@ -1,7 +1,7 @@
 """What the systems of a comparison have in common, and what each of them is measured by.
 
-All systems see the same mini-batches, the same T, memory model, links and overlap. Micro-batches have varlen
-attention everywhere.
+All systems see the same mini-batches, the same T, memory model, links and overlap. Micro-batches
+have varlen attention everywhere.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ class Scenario:
         *,
         overlap: bool | None = None,
     ) -> Outcome:
-        """A homogeneous strategy whose pipelines run `micro_batches`, states sharded over its replicas."""
+        """A homogeneous strategy whose pipelines run `micro_batches`, states sharded over its
+        replicas.
+        """
         scheme = strategy.schemes[0]
         links = (
             self.cluster.link_times(strategy, is_fully_sharded=False) if self.cluster else NO_LINKS
@@ -222,10 +224,11 @@ class Bound:
     """What no strategy of some schemes and no placement can beat.
 
     `perfect_balance_ms`: propagation where every sequence runs on the scheme that uses least device
-    time for it, all devices are always busy, and a micro-batch's constant is spread over a full micro-batch; or
-    `longest_alone_ms`, if that is longer. `longest_alone_ms`: the longest sequence alone in a micro-batch,
-    through all stages of the fastest pipeline that holds it. `imbalance`: of perfect balance, that
-    pipeline against the others, which share the rest evenly; 0.0 where it is not the slowest.
+    time for it, all devices are always busy, and a micro-batch's constant is spread over a full
+    micro-batch; or `longest_alone_ms`, if that is longer. `longest_alone_ms`: the longest sequence
+    alone in a micro-batch, through all stages of the fastest pipeline that holds it. `imbalance`:
+    of perfect balance, that pipeline against the others, which share the rest evenly; 0.0 where it
+    is not the slowest.
     """
 
     perfect_balance_ms: float

@@ -50,9 +50,9 @@ class Event:
 
     `pipeline` and `stage` are positions in `Timeline.pipelines` and in that pipeline; `pipeline` -1
     stands for the ranks in no pipeline, which take part in pull, push and step. `micro_batch` is
-    the packed micro-batch of forward, backward and P2P events, -1 for the others. `tp_ms` is the part of it
-    that is spent in TP collectives, 0.0 where that is not known. A pull or push may overlap
-    forwards and backwards.
+    the packed micro-batch of forward, backward and P2P events, -1 for the others. `tp_ms` is the
+    part of it that is spent in TP collectives, 0.0 where that is not known. A pull or push may
+    overlap forwards and backwards.
     """
 
     pipeline: int
@@ -118,7 +118,7 @@ class Timeline:
         )
 
     def follows(self, plan: IterationPlan) -> bool:
-        """Whether this can be what came of `plan`: the same pipelines with as many micro-batches."""
+        """Whether this can be what came of `plan`: the same pipelines and micro-batches."""
         micro_batches = [(track.scheme, track.num_micro_batches) for track in self.pipelines]
         return micro_batches == [(p.scheme, len(p.micro_batches)) for p in plan.pipelines]
 

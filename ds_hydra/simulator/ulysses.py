@@ -37,13 +37,13 @@ def deepspeed_ulysses(
     """ZeRO-3 with groups of ranks that share sequences (Ulysses), tuned over the size of the
     groups.
 
-    Micro-batches are first-fit-decreasing micro-batches of the context, dealt to the groups in turn. T of one rank
-    (`single_rank_latency`) is divided by the group's size without its constant; attention
-    exchanges heads four times per layer and direction. All ranks gather every layer for every
-    micro-batch, forward and backward, and reduce its gradients: a micro-batch takes the longer of
-    its computation and this traffic, which assumes perfect prefetching, and as long as in the
-    slowest group, because gathers are collective. None where the profile has no <1,PP> or no size
-    of the groups holds the context.
+    Micro-batches are first-fit-decreasing micro-batches of the context, dealt to the groups in
+    turn. T of one rank (`single_rank_latency`) is divided by the group's size without its constant;
+    attention exchanges heads four times per layer and direction. All ranks gather every layer for
+    every micro-batch, forward and backward, and reduce its gradients: a micro-batch takes the
+    longer of its computation and this traffic, which assumes perfect prefetching, and as long as in
+    the slowest group, because gathers are collective. None where the profile has no <1,PP> or no
+    size of the groups holds the context.
     """
 
     def place(
@@ -55,12 +55,13 @@ def deepspeed_ulysses(
 
 
 def balanced_ulysses(scenario: Scenario, *, name: str) -> SystemResult | None:
-    """The same with micro-batches up to the MaxLen of the group that are balanced by time, with activation
-    checkpointing or not.
+    """The same with micro-batches up to the MaxLen of the group that are balanced by time, with
+    activation checkpointing or not.
 
-    Sequences go, longest first, to the micro-batch that then ends first, and micro-batches of about the same time
-    run in the same step of all groups; or to the micro-batch that makes the steps together least longer.
-    Each mini-batch gets the better of both, with the fewest micro-batches and with one more.
+    Sequences go, longest first, to the micro-batch that then ends first, and micro-batches of about
+    the same time run in the same step of all groups; or to the micro-batch that makes the steps
+    together least longer. Each mini-batch gets the better of both, with the fewest micro-batches
+    and with one more.
     """
 
     def place(
@@ -94,7 +95,9 @@ class _MicroBatch:
     max_len: int
 
     def sequences_ms(self, lengths: IntArray) -> FloatArray:
-        """What each sequence adds to the time of its micro-batch: a l^2 + b l, by micro-batches of two lengths."""
+        """What each sequence adds to the time of its micro-batch: a l^2 + b l, by micro-batches of
+        two lengths.
+        """
         one, two = 1 << 10, 1 << 11
         nothing, once, twice = (
             self.micro_batch_ms(np.array(micro_batch, dtype=np.int64))
@@ -166,11 +169,11 @@ def balance_micro_batches_by_time(
     by_steps: bool,
     micro_batches: IntArray,
 ) -> bool:
-    """Writes the micro-batch of each sequence (lengths descending), `num_steps` for each group; False where
-    one fits in none.
+    """Writes the micro-batch of each sequence (lengths descending), `num_steps` for each group;
+    False where one fits in none.
 
-    Micro-batch r belongs to step r // `num_groups`. To the micro-batch that then ends first, or with `by_steps` to
-    the one that makes its step least longer, of equals to the emptiest.
+    Micro-batch r belongs to step r // `num_groups`. To the micro-batch that then ends first, or
+    with `by_steps` to the one that makes its step least longer, of equals to the emptiest.
     """
     times, tokens = np.zeros(num_groups * num_steps), np.zeros(num_groups * num_steps)
     step_ms = np.zeros(num_steps)
@@ -200,7 +203,9 @@ def balance_micro_batches_by_time(
 def _groups_of(
     micro_batches: IntArray, work_ms: FloatArray, num_groups: int, num_steps: int, by_steps: bool
 ) -> list[MicroBatches]:
-    """The micro-batches of each group; the steps hold micro-batches of about the same time, or those they have."""
+    """The micro-batches of each group; the steps hold micro-batches of about the same time, or
+    those they have.
+    """
     times = np.bincount(micro_batches, weights=work_ms, minlength=num_groups * num_steps)
     order = np.arange(times.size) if by_steps else np.argsort(-times, kind="stable")
     members = [np.flatnonzero(micro_batches == micro_batch) for micro_batch in order]
@@ -208,8 +213,8 @@ def _groups_of(
 
 
 def _ulysses_max_len(scenario: Scenario, size: int, is_checkpointed: bool) -> int:
-    """Tokens of a micro-batch on `size` ranks: fully sharded states, two gathered layers and the embedding
-    beside them.
+    """Tokens of a micro-batch on `size` ranks: fully sharded states, two gathered layers and the
+    embedding beside them.
     """
     memory = scenario.profile.memory
     hidden = memory.hidden_size

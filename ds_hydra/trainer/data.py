@@ -5,7 +5,7 @@ batches.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import datasets
@@ -26,6 +26,10 @@ class Epochs:
     """Iterations of each epoch of a sampler, found by drawing ahead; not more than `limit` of them
     (0: no limit).
 
+    The first rank draws, the others hear the count: methods are collective over all ranks where
+    they reach an epoch for the first time, which an instance does with the first one when it is
+    made.
+
     A mini-batch runs on from one epoch into the next, and counts for the one in which it begins; so
     epochs may differ by an iteration. An epoch has at least one, even if a mini-batch holds the
     whole dataset. Where the limit comes first, the length of the epoch is extrapolated.
@@ -36,12 +40,21 @@ class Epochs:
     ([3, 3, 3], 5, (1, 1))
     """
 
-    def __init__(self, sampler: TokenBudgetSampler, num_sequences: int, *, limit: int = 0):
+    def __init__(
+        self,
+        sampler: TokenBudgetSampler,
+        num_sequences: int,
+        *,
+        limit: int = 0,
+        device: torch.device | None = None,
+    ):
         self.num_sequences = num_sequences
         self._sampler = sampler
         self._limit = limit
+        self._device = device
         self._state = SamplerState()
         self._ends = [0]
+        self.num_iterations(0)
 
     def num_iterations(self, epoch: int) -> int:
         """Iterations of `epoch`, counted from 0."""
@@ -67,7 +80,9 @@ class Epochs:
 
     def _begin(self, epoch: int) -> int:
         while len(self._ends) <= epoch:
-            self._ends.append(max(self._draw_epoch(), self._ends[-1] + 1))
+            self._ends.append(
+                max(_on_first_rank(self._draw_epoch, self._device), self._ends[-1] + 1)
+            )
         return self._ends[epoch]
 
     def _draw_epoch(self) -> int:
@@ -80,6 +95,15 @@ class Epochs:
             _, state = self._sampler.draw(state)
             self._state = state
         return state.iteration
+
+
+def _on_first_rank(count: Callable[[], int], device: torch.device | None) -> int:
+    """What `count`, which raises nothing, returns on rank 0. Collective over all ranks."""
+    if not dist.is_initialized():
+        return count()
+    counted = torch.tensor(count() if dist.get_rank() == 0 else 0, device=device)
+    dist.broadcast(counted, src=0)
+    return int(counted)
 
 
 class IterationLoader(DataLoader):

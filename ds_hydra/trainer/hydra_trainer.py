@@ -199,7 +199,9 @@ class HydraTrainer(transformers.Trainer):
             seed=config.seed,
             shuffle=config.shuffle,
         )
-        self._epochs = Epochs(sampler, len(tokens), limit=self.args.max_steps)
+        self._epochs = Epochs(
+            sampler, len(tokens), limit=self.args.max_steps, device=self.args.device
+        )
         return IterationLoader(self._epochs)
 
     def _choose_rows(self) -> Any:
@@ -497,8 +499,8 @@ class HydraTrainer(transformers.Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Loss over all label tokens and perplexity, on packed micro-batches; transformers' own loop where
-        logits are wanted.
+        """Loss over all label tokens and perplexity, on packed micro-batches; transformers' own
+        loop where logits are wanted.
         """
         self._check_used(_say_nothing)
         with hydra_engine_class(self.hydra_config):  # evaluation before training starts an engine

@@ -343,8 +343,8 @@ class _Budget:
         )
         if streaming:
             self._report.warnings.append(
-                f"hydra.strategies have streamed layers ({', '.join(map(str, streaming))}): CPU ranks of one host can "
-                "share them; on accelerators and over several hosts the engine refuses them"
+                f"hydra.strategies have streamed layers ({', '.join(map(str, streaming))}): CPU ranks of a host can "
+                "share them; on accelerators the engine refuses them"
             )
 
     def _say_what_is_profiled(self, given: Sequence[Strategy]) -> None:
@@ -356,8 +356,8 @@ class _Budget:
         lengths = hydra.profiling.lengths or default_lengths(hydra.context_length)
         self._report.profiled.append(
             f"hydra.profile is null: {len(runnable)} schemes are measured at the start of every run "
-            f"({', '.join(map(str, runnable))}), micro-batches of {', '.join(map(str, lengths))} tokens as far as they fit, "
-            f"{hydra.profiling.repeats} times each; `ds-hydra profile` does it once"
+            f"({', '.join(map(str, runnable))}), micro-batches of {', '.join(map(str, lengths))} tokens as far as they "
+            f"fit, {hydra.profiling.repeats} times each; `ds-hydra profile` does it once"
         )
 
     def _describe_memory(self, profile: Profile, given: Sequence[Strategy]) -> None:
@@ -491,9 +491,9 @@ def estimate_profile(
     """A profile that nobody has measured: roofline of `hardware`, states counted from the dtypes in
     use.
 
-    Activations are 36 + 1.5 TP bytes for each token, layer and hidden unit of 1/TP of a micro-batch, which
-    is within 2% of the published A800 profiles. Recomputed layers keep their input, 2 TP (2 with
-    `hydra.tp_sequence_parallel`), and one of L layers is whole at a time.
+    Activations are 36 + 1.5 TP bytes for each token, layer and hidden unit of 1/TP of a
+    micro-batch, which is within 2% of the published A800 profiles. Recomputed layers keep their
+    input, 2 TP (2 with `hydra.tp_sequence_parallel`), and one of L layers is whole at a time.
     """
     config: PretrainedConfig = stage_model.config
     schemes = [s for s in power_of_two_schemes(num_devices) if _check_quietly(stage_model, s)]

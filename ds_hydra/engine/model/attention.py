@@ -1,5 +1,5 @@
-"""Attention over a packed micro-batch: each token attends inside its own sequence, at the cost of its own
-sequence.
+"""Attention over a packed micro-batch: each token attends inside its own sequence, at the cost of
+its own sequence.
 
 Registered with transformers' AttentionInterface as `hydra_varlen`; no mask function is registered
 under that name, so transformers builds no mask. Legend: B = 1 packed micro-batch, H query heads, K
@@ -27,19 +27,23 @@ ATTENTION_NAME = "hydra_varlen"
 
 @dataclass(frozen=True, slots=True)
 class PackedMicroBatch:
-    """Where the sequences of a packed micro-batch are; passed through the model's own keyword arguments."""
+    """Where the sequences of a packed micro-batch are; passed through the model's own keyword
+    arguments.
+    """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
-    """[num_sequences + 1] int32 on the compute device: begin of every sequence, then the micro-batch's
-    length.
+    """[num_sequences + 1] int32 on the compute device: begin of every sequence, then the
+    micro-batch's length.
     """
     position_ids: Tensor
     """[1, T] on the compute device: positions that restart at 0 in every sequence; of this rank's
     piece.
     """
     piece: Piece | None = None
-    """What this rank holds of the micro-batch where it is cut or padded; lengths are of the padded micro-batch."""
+    """What this rank holds of the micro-batch where it is cut or padded; lengths are of the padded
+    micro-batch.
+    """
 
     @classmethod
     def build(
@@ -104,8 +108,8 @@ def hydra_varlen(
         )
     if attention_mask is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__}: the model hands it a mask of its own, and attention over a packed micro-batch knows "
-            "causal, windowed and capped attention alone"
+            f"{type(module).__name__}: the model hands it a mask of its own, and attention over a packed micro-batch "
+            "knows causal, windowed and capped attention alone"
         )
     piece = packed_micro_batch.piece
     is_cut = piece is not None and piece.size > 1
@@ -165,8 +169,8 @@ def attention_per_sequence(
 
     `lengths` of the micro-batch's sequences add up to T; returns [1, H, T, D].
     """
-    # split's backward is one concatenation; slicing each sequence would zero-fill a whole micro-batch per
-    # sequence.
+    # split's backward is one concatenation; slicing each sequence would zero-fill a whole
+    # micro-batch per sequence.
     sequences = zip(
         query_BHTD.split(lengths, dim=2),
         key_BKTD.split(lengths, dim=2),

@@ -1,10 +1,10 @@
 """`hydra.compile_layers`: torch.compile around each decoder layer.
 
-Attention over a packed micro-batch and TP collectives stay outside (`torch.compiler.disable` where they are
-defined): a micro-batch's sequence lengths are no shapes, and collectives keep the order that the schedule
-gives them. What is left of a layer compiles for each TP degree and kind of pass, with the tokens of
-a micro-batch as a symbolic dimension: norms, rotary embedding, activation and residuals become few loops
-beside the matrix products.
+Attention over a packed micro-batch and TP collectives stay outside (`torch.compiler.disable` where
+they are defined): a micro-batch's sequence lengths are no shapes, and collectives keep the order
+that the schedule gives them. What is left of a layer compiles for each TP degree and kind of pass,
+with the tokens of a micro-batch as a symbolic dimension: norms, rotary embedding, activation and
+residuals become few loops beside the matrix products.
 """
 
 from __future__ import annotations

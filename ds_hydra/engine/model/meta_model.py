@@ -21,10 +21,11 @@ def load_model_config(name: str) -> PretrainedConfig:
         return LlamaConfig(**load_model_preset(name))
     try:
         return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a file may hold anything
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise HydraConfigError(
             f"--model is {name!r}, which is neither a shipped preset ({', '.join(list_files('models'))}), nor a "
-            f"folder with a config.json, nor a readable model of the hub: {str(error).splitlines()[0]}"
+            f"folder with a config.json, nor a readable model of the hub: {first_line}"
         ) from error
 
 

@@ -1,5 +1,6 @@
-"""Whether a family keeps the sequences of a packed micro-batch apart, tried on a tiny model of its class
-when the engine starts: two sequences in a micro-batch against each alone, values and gradients.
+"""Whether a family keeps the sequences of a packed micro-batch apart, tried on a tiny model of its
+class when the engine starts: two sequences in a micro-batch against each alone, values and
+gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _verdicts: dict[tuple[type, str], str] = {}
 
 
 def check_packing(model: nn.Module) -> None:
-    """Raise UnsupportedModelError where a micro-batch of two sequences is not what each of them is alone.
+    """Raise UnsupportedModelError where a micro-batch of two sequences is not what each of them is
+    alone.
 
     Deterministic, so equal on all ranks; takes tenths of a second, on the CPU. A model whose class
     cannot be built small is let through.
@@ -57,8 +59,9 @@ def check_packing(model: nn.Module) -> None:
         _verdicts[key] = _find_problem(type(model), config)
     if _verdicts[key]:
         raise UnsupportedModelError(
-            f"{type(model).__name__} (model type {config.model_type!r}) does not keep the sequences of a packed micro-batch "
-            f"apart: {_verdicts[key]}; use a model whose attention goes through transformers' AttentionInterface"
+            f"{type(model).__name__} (model type {config.model_type!r}) does not keep the sequences of a packed "
+            f"micro-batch apart: {_verdicts[key]}; use a model whose attention goes through "
+            f"transformers' AttentionInterface"
         )
 
 

@@ -48,8 +48,8 @@ def _forward(
     position_ids: Tensor,
     layer_type: str | None = None,
 ) -> Any:
-    """What `plain` gives each sequence of the micro-batch alone; `position_ids` say no more than the micro-batch
-    does.
+    """What `plain` gives each sequence of the micro-batch alone; `position_ids` say no more than
+    the micro-batch does.
     """
     assert sight.micro_batch is not None, (
         "rotary embeddings of packed micro-batches are made by the base model"

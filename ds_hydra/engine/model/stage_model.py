@@ -148,8 +148,6 @@ class StageModel:
         """Rows of the embedding."""
         self.num_logits: int = head.weight.shape[0]
         """Rows of the head; one of both may have been resized alone."""
-        self.num_token_ids = min(self.vocab_size, self.num_logits)
-        """Ids that have a row in both."""
         self.units: tuple[Unit, ...] = (
             _unit("embed", [self._embedding], index_of),
             *(_unit(f"layer.{i}", [layer], index_of) for i, layer in enumerate(self._layers)),
@@ -482,7 +480,9 @@ class StageModel:
         hook_colwise(head, self.tp)
 
     def _hook_blocks(self, head: nn.Module) -> str:
-        """Gather micro-batches before attention, MLPs and head; why the model has no such blocks, or ""."""
+        """Gather micro-batches before attention, MLPs and head; why the model has no such blocks,
+        or "".
+        """
         styles = {module: style for module, (style, _) in self._module_styles()}
         try:
             blocks = [block for layer in self._layers for block in find_blocks(layer, styles)]
@@ -614,7 +614,8 @@ def _slicing_of(
 ) -> tuple[Slicing, int]:
     """Slicing rule and number of indivisible blocks of one parameter.
 
-    Where TP `cuts_micro_batches`, parameters that the tp plan does not mention see a shard of the tokens.
+    Where TP `cuts_micro_batches`, parameters that the tp plan does not mention see a shard of the
+    tokens.
     """
     if style == "colwise":
         if name in KEY_VALUE_PROJECTIONS:

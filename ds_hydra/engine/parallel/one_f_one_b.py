@@ -1,4 +1,5 @@
-"""One-forward-one-backward over the packed micro-batches of one pipeline, micro-batches of unequal length allowed.
+"""One-forward-one-backward over the packed micro-batches of one pipeline, micro-batches of unequal
+length allowed.
 
 The order of forwards and backwards is a pure function; the runner adds the sends and receives that
 it implies.
@@ -133,13 +134,13 @@ def run_1f1b(
     recorder: Recorder,
     before_last_backward: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
-    """Forward and backward of every micro-batch through this stage; returns the detached losses (last stage
-    only).
+    """Forward and backward of every micro-batch through this stage; returns the detached losses
+    (last stage only).
 
-    `micro_batch_tokens[j]` is the length of micro-batch j, so receivers know every shape from the plan. `recorder`
-    gets the span of each pass, without waits for other stages. `before_last_backward` is called
-    before the backward pass that completes the gradients. Collective over the pipeline: all its
-    ranks call it with the same micro-batches.
+    `micro_batch_tokens[j]` is the length of micro-batch j, so receivers know every shape from the
+    plan. `recorder` gets the span of each pass, without waits for other stages.
+    `before_last_backward` is called before the backward pass that completes the gradients.
+    Collective over the pipeline: all its ranks call it with the same micro-batches.
     """
     losses: list[Tensor] = []
     saved: dict[int, tuple[Tensor | None, Tensor]] = {}

@@ -1,8 +1,8 @@
 """Tensor parallel collectives around a Hugging Face model's own modules, from its tp plan.
 
 Hooks read the current group from a `TensorParallel` value when they run, so one set of hooks serves
-every TP degree that strategies choose. Legend: T tokens of the packed micro-batch, H hidden, V vocabulary
-rows of this rank.
+every TP degree that strategies choose. Legend: T tokens of the packed micro-batch, H hidden, V
+vocabulary rows of this rank.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from ds_hydra.sampler.data.examples import IGNORED_LABEL
 class TensorParallel:
     """The TP group in which this rank runs its stage now; size 1 switches every hook off.
 
-    `cuts_micro_batches`: whether ranks of a group have shards of a micro-batch between sliced layers ([Note: Shards
-    of a micro-batch]). `simulated_tp_size`: TP degree for which a rank without a group stands when slices
-    are measured: it cuts micro-batches as one of so many, and exchanges nothing.
+    `cuts_micro_batches`: whether ranks of a group have shards of a micro-batch between sliced
+    layers ([Note: Shards of a micro-batch]). `simulated_tp_size`: TP degree for which a rank
+    without a group stands when slices are measured: it cuts micro-batches as one of so many, and
+    exchanges nothing.
     """
 
     def __init__(self, *, cuts_micro_batches: bool = False, simulated_tp_size: int = 1) -> None:
@@ -73,7 +74,9 @@ class TensorParallel:
         return TokenShards(group, size) if size > 1 else LoneShard(None, self._simulated_tp_size)
 
     def shard_tokens(self, num_tokens: int) -> int:
-        """Tokens of a micro-batch of `num_tokens` (padded) that this rank has between sliced layers."""
+        """Tokens of a micro-batch of `num_tokens` (padded) that this rank has between sliced
+        layers.
+        """
         return num_tokens if self.shards is None else num_tokens // self.shards.size
 
     @torch.compiler.disable
@@ -142,7 +145,8 @@ def hook_colwise(module: nn.Module, tp: TensorParallel) -> None:
 
 
 def hook_block(block: nn.Module, tp: TensorParallel) -> None:
-    """Attention, MLP or head: where micro-batches are cut, gathers them for the columnwise layers inside.
+    """Attention, MLP or head: where micro-batches are cut, gathers them for the columnwise layers
+    inside.
 
     These keep their shard of a micro-batch for backward, in place of the micro-batch.
     """

@@ -1,21 +1,23 @@
-"""Sequence parallelism inside a TP group: between sliced layers each rank has a shard of the micro-batch's
-tokens.
+"""Sequence parallelism inside a TP group: between sliced layers each rank has a shard of the
+micro-batch's tokens.
 
 [Note: Shards of a micro-batch]
 Under `hydra.tp_sequence_parallel` residual stream and norms are not repeated on every rank of a TP
-group: a rank has T / TP tokens of a micro-batch, of a piece of it under SP (Korthikanti et al. 2022,
-"Reducing Activation Recomputation in Large Transformer Models", Sec. 4.2.2). Before a block
+group: a rank has T / TP tokens of a micro-batch, of a piece of it under SP (Korthikanti et al.
+2022, "Reducing Activation Recomputation in Large Transformer Models", Sec. 4.2.2). Before a block
 (attention, MLP, head) shards are all-gathered, after it partial outputs are reduce-scattered, where
-TP alone reduces whole micro-batches; in backward the other way round. Parameters outside blocks see the
-tokens of a shard alone, so their gradient is a partial sum on every rank of the group: all of them
-push it, and owners add them up (`Slicing.REPLICATED_PARTIAL_GRAD`). The bias of a row-wise layer is
-added by the first rank to its partial output, and sees the gradient of all tokens. Micro-batches are padded
-to a multiple of TP as in [Note: Pieces of a micro-batch]; stages hand on shards.
+TP alone reduces whole micro-batches; in backward the other way round. Parameters outside blocks see
+the tokens of a shard alone, so their gradient is a partial sum on every rank of the group: all of
+them push it, and owners add them up (`Slicing.REPLICATED_PARTIAL_GRAD`). The bias of a row-wise
+layer is added by the first rank to its partial output, and sees the gradient of all tokens.
+Micro-batches are padded to a multiple of TP as in [Note: Pieces of a micro-batch]; stages hand on
+shards.
 
-The gathered micro-batch lives in forward alone. Linears that read it keep the shard, and gather once more
-in backward where they have weights to train.
+The gathered micro-batch lives in forward alone. Linears that read it keep the shard, and gather
+once more in backward where they have weights to train.
 
-Legend: B = 1 micro-batch, T its tokens, t = T / TP those of a shard, H hidden size, O output features.
+Legend: B = 1 micro-batch, T its tokens, t = T / TP those of a shard, H hidden size, O output
+features.
 """
 
 from __future__ import annotations
@@ -81,8 +83,8 @@ class LoneShard(TokenShards):
 
 @dataclass(slots=True)
 class GatheredAgain:
-    """The micro-batch that the linears of one block share in backward; gathered by the first, dropped after
-    the last.
+    """The micro-batch that the linears of one block share in backward; gathered by the first,
+    dropped after the last.
     """
 
     num_waiting: int = 0

@@ -1,17 +1,17 @@
-"""Sequence parallelism: each rank of an SP group has a piece of a micro-batch, and all of its tokens for a
-part of the heads.
+"""Sequence parallelism: each rank of an SP group has a piece of a micro-batch, and all of its
+tokens for a part of the heads.
 
 [Note: Pieces of a micro-batch]
-The ranks of an SP group hold the same slices. A micro-batch is cut into contiguous pieces of equal length,
-wherever its sequences begin; padding, at most SP - 1 tokens, is a sequence of its own without
-labels. Labels are shifted before the cut. Everything in a layer but attention works on single
-tokens, because packed micro-batches demand that anyway. Attention exchanges pieces of all heads for all
-pieces of some heads and back (DeepSpeed-Ulysses, Jacobs et al. 2023, Sec. 3), so its kernel sees
-whole sequences. Each rank pushes the gradient of its own tokens, and owners add them up as they do
-for data parallel pipelines.
+The ranks of an SP group hold the same slices. A micro-batch is cut into contiguous pieces of equal
+length, wherever its sequences begin; padding, at most SP - 1 tokens, is a sequence of its own
+without labels. Labels are shifted before the cut. Everything in a layer but attention works on
+single tokens, because packed micro-batches demand that anyway. Attention exchanges pieces of all
+heads for all pieces of some heads and back (DeepSpeed-Ulysses, Jacobs et al. 2023, Sec. 3), so its
+kernel sees whole sequences. Each rank pushes the gradient of its own tokens, and owners add them up
+as they do for data parallel pipelines.
 
-Legend: P ranks of the group, H query heads, K key-value heads, T tokens of the padded micro-batch, t = T /
-P, D head dimension.
+Legend: P ranks of the group, H query heads, K key-value heads, T tokens of the padded micro-batch,
+t = T / P, D head dimension.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Which part of each micro-batch this rank holds: piece `rank` of `size`, the others being with the
-    ranks of `group`.
+    """Which part of each micro-batch this rank holds: piece `rank` of `size`, the others being with
+    the ranks of `group`.
 
-    Pieces have a multiple of `multiple` tokens. There is one alone, without a group, where micro-batches are
-    only padded.
+    Pieces have a multiple of `multiple` tokens. There is one alone, without a group, where
+    micro-batches are only padded.
     """
 
     group: dist.ProcessGroup | None
@@ -52,8 +52,8 @@ class Piece:
 def gather_micro_batch(
     query_BHtD: Tensor, key_BKtD: Tensor, value_BKtD: Tensor, piece: Piece
 ) -> tuple[Tensor, ...]:
-    """The whole micro-batch for this rank's part of the heads: [1, H / P, T, D] queries, their keys and
-    values.
+    """The whole micro-batch for this rank's part of the heads: [1, H / P, T, D] queries, their keys
+    and values.
 
     H divides by P. Key-value heads are repeated where they do not, so that a rank has those of its
     queries and each of them serves as many. One exchange for all three. Collective over the group,

@@ -44,8 +44,8 @@ def overlap_slowdown(compute_ms: float, collective_ms: float, both_ms: float) ->
 def measure_overlap_slowdown(
     propagator: Propagator, strategy: Strategy, length: int, *, device: torch.device, repeats: int
 ) -> float:
-    """The slowdown of a micro-batch of `length` tokens under `strategy` beside all-reduces of about as many
-    milliseconds.
+    """The slowdown of a micro-batch of `length` tokens under `strategy` beside all-reduces of about
+    as many milliseconds.
 
     Medians of `repeats` rounds that time each alone and both; 0.0 where even thousands of
     all-reduces are too short beside the micro-batch. Collective over all ranks, equal on all. The

@@ -136,8 +136,8 @@ def scheme_entry(scheme: Scheme, times_ms: Mapping[ProbeMicroBatch, float]) -> d
 
 
 def saturation(entries: Sequence[dict[str, Any]], longest: int) -> dict[str, int]:
-    """UtilLen per TP degree, from its smallest SP and PP; of the piece of a micro-batch that one rank has
-    under SP.
+    """UtilLen per TP degree, from its smallest SP and PP; of the piece of a micro-batch that one
+    rank has under SP.
     """
     by_tp: dict[int, dict[str, Any]] = {}
     for entry in sorted(entries, key=lambda e: (-e.get("sp", 1), -e["pp"])):

@@ -140,8 +140,8 @@ def _profile_ranks(
 def _overlap_slowdown(
     propagator: Propagator, document: Mapping[str, Any], config: HydraConfig, device: torch.device
 ) -> float:
-    """Of the scheme with the fewest ranks, and its longest measured micro-batch that leaves memory for the
-    all-reduces.
+    """Of the scheme with the fewest ranks, and its longest measured micro-batch that leaves memory
+    for the all-reduces.
     """
     entry = min(document["schemes"], key=lambda e: Scheme.from_json(e).num_devices)
     scheme, lengths = Scheme.from_json(entry), entry["measured"]["lengths"]

@@ -50,11 +50,11 @@ def measure_profile(
     """A profile of every scheme in `strategies`, measured now. Collective over all ranks; equal on
     all.
 
-    Each scheme runs alone on as many pipelines as fit, PP equal micro-batches each, so that neighbours
-    disturb each other as they will in training. The stage time is the makespan over 2 PP - 1
-    (1F1B). Micro-batches are single sequences, and one packed micro-batch: many short sequences cost less in one micro-batch
-    than T of each alone says, and not in every scheme by as much. What `measurements` knows is not
-    measured again.
+    Each scheme runs alone on as many pipelines as fit, PP equal micro-batches each, so that
+    neighbours disturb each other as they will in training. The stage time is the makespan over 2 PP
+    - 1 (1F1B). Micro-batches are single sequences, and one packed micro-batch: many short sequences
+    cost less in one micro-batch than T of each alone says, and not in every scheme by as much. What
+    `measurements` knows is not measured again.
     """
     known = measurements if measurements is not None else Measurements()
     schemes = sorted({scheme for strategy in strategies for scheme in strategy.schemes})
@@ -99,11 +99,12 @@ def measure_in_rounds(
     *,
     show_progress: bool,
 ) -> dict[tuple[_Subject, ProbeMicroBatch], float]:
-    """Median over `profiling.repeats` of every (subject, micro-batch), after warming up each subject.
+    """Median over `profiling.repeats` of every (subject, micro-batch), after warming up each
+    subject.
 
     In rounds over all cases, so that a disturbance of some seconds hits every subject alike. Warmed
-    up is the longest micro-batch of each subject, whose memory is touched for the first time; every micro-batch
-    where layers are compiled for its length.
+    up is the longest micro-batch of each subject, whose memory is touched for the first time; every
+    micro-batch where layers are compiled for its length.
     """
     repeats = range(config.profiling.repeats)
     names = {case: [f"{case[0]} {case[1]} tokens, run {run}" for run in repeats] for case in cases}
@@ -138,8 +139,8 @@ def _measure_memory(
 ) -> dict[str, Any]:
     """The profile without its times: hardware, model, and activation bytes of every TP degree.
 
-    Measured with a short micro-batch under the deepest pipeline of each degree, which needs the least
-    memory; without sequence parallelism where there is a choice.
+    Measured with a short micro-batch under the deepest pipeline of each degree, which needs the
+    least memory; without sequence parallelism where there is a choice.
     """
     deepest = {s.tp: s.without_parts() for s in sorted(homogeneous, key=lambda s: (-s.sp, s.pp))}
     length = min(config.context_length, 512)
@@ -210,9 +211,11 @@ def default_lengths(context_length: int) -> tuple[int, ...]:
 def _probe_micro_batches(lengths: Sequence[int]) -> list[ProbeMicroBatch]:
     """One sequence of each of `lengths`, and a packed micro-batch of as many tokens as the longest.
 
-    >>> micro_batches = _probe_micro_batches((64, 256, 1024, 4096)), _probe_micro_batches((300, 400))
-    >>> [str(micro_batch) for micro_batch in micro_batches[0]], [str(micro_batch) for micro_batch in micro_batches[1]]
-    (['64', '256', '1024', '4096', '16 x 256'], ['300', '400'])
+    >>> one = _probe_micro_batches((64, 256, 1024, 4096))
+    >>> [str(micro_batch) for micro_batch in one]
+    ['64', '256', '1024', '4096', '16 x 256']
+    >>> [str(micro_batch) for micro_batch in _probe_micro_batches((300, 400))]
+    ['300', '400']
     """
     longest = max(lengths)
     short = [length for length in lengths if longest // length >= _FEWEST_PACKED]
@@ -287,10 +290,11 @@ def has_device_memory() -> bool:
 
 
 def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:
-    """Bytes of activations that one more token of a micro-batch costs a rank, embedding and head included.
+    """Bytes of activations that one more token of a micro-batch costs a rank, embedding and head
+    included.
 
-    By the growth of peak memory between micro-batches of `length` / 2 and `length` tokens, which leaves
-    weights out; on a CPU by counting what autograd keeps. Collective, the most of any rank.
+    By the growth of peak memory between micro-batches of `length` / 2 and `length` tokens, which
+    leaves weights out; on a CPU by counting what autograd keeps. Collective, the most of any rank.
     """
     if has_device_memory():
         short = max(1, length // 2)

@@ -182,7 +182,8 @@ def _measure_slice(
     parts = {}
     for length in lengths:
         few_ms, many_ms = (times_ms[Slice(tp, n), ProbeMicroBatch(length)] for n in (few, many))
-        # Noise may turn the order of two short micro-batches around; a layer costs no less than nothing.
+        # Noise may turn the order of two short micro-batches around; a layer costs no less than
+        # nothing.
         layer_ms = max(0.0, many_ms - few_ms) / (many - few) if many > few else many_ms / many
         parts[length] = StageParts(layer_ms=layer_ms, ends_ms=max(0.0, many_ms - many * layer_ms))
     return parts, num_bytes

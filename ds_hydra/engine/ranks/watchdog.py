@@ -10,8 +10,8 @@ ever. Messages are fixed records and a short text; nothing in them is unpickled,
 has to begin with a random token that went through the process group.
 
 It begins with a process' first engine, before anything else is exchanged, and ends with the last
-one's `destroy`. A rank that is lost before all are connected is named by the store that the ranks
-met in.
+one's `destroy`, in which each rank waits until all have come to theirs. A rank that is lost before
+all are connected is named by the store that the ranks met in.
 """
 
 from __future__ import annotations
@@ -107,7 +107,10 @@ class Watchdog:
         self._deadline: float | None = None
         self._changed = threading.Condition()
         self._peers: dict[int, _Peer] = {}
+        self._is_leaving = False
         self._is_closing = False
+        self._has_raised = False
+        """Whether the loss of a rank has been raised here."""
         self._selector = selectors.DefaultSelector()
         for peer, connection in self._connect(num_ranks, exchange_text):
             self._peers[peer] = _Peer(peer, connection)
@@ -135,7 +138,7 @@ class Watchdog:
             self._is_inside = True
         try:
             if verdict is not None:
-                raise RankLostError(self._describe(verdict))
+                raise self._error_of(verdict)
             yield
         except (Exception, KeyboardInterrupt) as error:
             if is_raised_on_all(error):
@@ -161,7 +164,7 @@ class Watchdog:
                 )
                 verdict = self._relevant_verdict()
         if verdict is not None:
-            return RankLostError(self._describe(verdict))
+            return self._error_of(verdict)
         text = f"failed in {self._phase}: {type(error).__name__}: {str(error).strip()[:500]}"
         self._tell(Verdict(self._rank, text, self._section))
         return None
@@ -170,6 +173,10 @@ class Watchdog:
         verdict = self._verdict
         is_relevant = verdict is not None and verdict.section in (None, self._section)
         return verdict if is_relevant and verdict.rank != self._rank else None  # type: ignore[union-attr]
+
+    def _error_of(self, verdict: Verdict) -> RankLostError:
+        self._has_raised = True
+        return RankLostError(self._describe(verdict))
 
     def _describe(self, verdict: Verdict) -> str:
         return (
@@ -182,9 +189,37 @@ class Watchdog:
         """Whether another rank has told that it leaves."""
         return self._verdict is not None and self._verdict.is_orderly
 
-    def close(self) -> None:
-        """Tell the others that this rank leaves, and end."""
+    def leave(self) -> None:
+        """Wait until all ranks have come to leave, and end. Collective over all ranks.
+
+        Raises RankLostError for a rank that is lost before it has come, unless that has been raised
+        here already. A rank that lives and does not come is waited for `silence_s + grace_s`.
+        """
+        self._is_leaving, self._phase = True, "destroy"
         self._tell(Verdict(self._rank, _ENGINE_DESTROYED, is_orderly=True))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._have_all_left() or self._find_loss() is not None,
+                self._silence_s + self._grace_s,
+            )
+            loss = self._find_loss()
+        self.close()
+        if loss is not None and not self._has_raised:
+            raise self._error_of(loss)
+
+    def _have_all_left(self) -> bool:
+        """Rank 0 knows of all; it ends last, which the others see."""
+        peers = list(self._peers.values())
+        return not peers or (self._rank == 0 and all(peer.has_left for peer in peers))
+
+    def _find_loss(self) -> Verdict | None:
+        is_loss = self._verdict is not None and self._verdict.kind == _LOST
+        return self._verdict if is_loss else None
+
+    def close(self) -> None:
+        """Tell the others that this rank leaves, and end without waiting for them."""
+        if not self._is_leaving:
+            self._tell(Verdict(self._rank, _ENGINE_DESTROYED, is_orderly=True))
         self._is_closing = True
         if threading.current_thread() is not self._thread:  # which may collect garbage, too
             self._thread.join(4 * _TICK_S)
@@ -245,17 +280,19 @@ class Watchdog:
         peer.last_seen = time.monotonic()
         peer.buffer += data
         for kind, rank, section, text in peer.take_records():
-            if kind == _LEFT and rank == peer.rank:
-                self._drop(peer, text, is_orderly=True)
-            elif kind != _ALIVE:
+            peer.has_left |= kind == _LEFT and rank == peer.rank
+            if kind != _ALIVE:
                 section_told = section if kind == _FAILED else None
                 self._hear(Verdict(rank, text, section_told, is_orderly=kind == _LEFT))
 
-    def _drop(self, peer: _Peer, text: str, *, is_orderly: bool = False) -> None:
+    def _drop(self, peer: _Peer, text: str) -> None:
         self._selector.unregister(peer.connection)
         peer.connection.close()
         del self._peers[peer.rank]
-        self._hear(Verdict(peer.rank, text, is_orderly=is_orderly))
+        if not peer.has_left:
+            self._hear(Verdict(peer.rank, text))
+        with self._changed:
+            self._changed.notify_all()
 
     def _hear(self, verdict: Verdict) -> None:
         """Keep the first loss (others follow from it), and tell the others if this is rank 0.
@@ -268,19 +305,19 @@ class Watchdog:
             self._tell(verdict)
         with self._changed:
             current = self._relevant_verdict()
-            follows = (
-                current is not None and current.section is not None and current.rank == verdict.rank
-            )
-            if current is None or follows:
-                self._verdict = (
-                    Verdict(current.rank, current.text) if current is not None else verdict
-                )
-                if self._is_inside and self._relevant_verdict() is not None:
-                    self._deadline = time.monotonic() + self._grace_s
-                    # The others may be about to end, or to raise the same: said where they do not.
-                    if verdict.kind == _LOST:
-                        logger.error("%s", self._describe(verdict))
+            if current is None or (self._is_leaving and current.is_orderly):
+                self._keep(verdict)
+            elif current.section is not None and current.rank == verdict.rank:
+                self._keep(Verdict(current.rank, current.text))
             self._changed.notify_all()
+
+    def _keep(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        if self._is_inside and self._relevant_verdict() is not None:
+            self._deadline = time.monotonic() + self._grace_s
+            # The others may be about to end, or to raise the same: said where they do not.
+            if verdict.kind == _LOST:
+                logger.error("%s", self._describe(verdict))
 
     def _tell(self, verdict: Verdict) -> None:
         for peer in list(self._peers.values()):
@@ -332,6 +369,7 @@ class _Peer:
     last_seen: float = 0.0
     last_told: float = 0.0
     buffer: bytes = b""
+    has_left: bool = False
     lock: threading.Lock = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -433,18 +471,25 @@ def join_watchdog(faults: FaultsConfig, device: torch.device) -> None:
             if gather_rows(torch.tensor([is_watched], dtype=torch.int64, device=device)).all():
                 return
         _close()
-        _watchdog = _make(faults, device)
+        # All ranks have come here: none is still loading its model.
+        with _ends_after(faults.silence_s):
+            _watchdog = _make(faults, device)
     except (RuntimeError, OSError) as error:
         if isinstance(error, RankLostError):
             raise
         raise RankLostError(_describe_missing(error)) from error
 
 
-def leave_watchdog() -> None:
-    """An engine ends; with the last one the watchdog does. Not collective."""
-    global _num_engines
+def leave_watchdog(*, waits: bool) -> None:
+    """An engine ends; with the last one the watchdog does, after all ranks have come here where it
+    `waits`. Collective over all ranks then; raises RankLostError for one that does not come.
+    """
+    global _num_engines, _watchdog
     _num_engines -= 1
-    if _num_engines == 0:
+    if _num_engines == 0 and waits and _watchdog is not None:
+        watchdog, _watchdog = _watchdog, None
+        watchdog.leave()
+    elif _num_engines == 0:
         _close()
 
 
@@ -465,25 +510,54 @@ def _make(faults: FaultsConfig, device: torch.device) -> Watchdog:
     )
 
 
-def _describe_missing(error: Exception) -> str:
-    """Which ranks no longer answer in the store, when a collective before the first connection
-    broke.
+@contextlib.contextmanager
+def _ends_after(seconds: float) -> Iterator[None]:
+    """End the process, naming who is missing, where the block takes longer: a rank that stops
+    before the first connection is seen by nobody.
     """
-    rank, missing = dist.get_rank(), set(range(dist.get_world_size()))
+
+    def end() -> None:
+        error = TimeoutError(f"no answer for {seconds:.0f} s")
+        print(f"ds_hydra: {_describe_missing(error)}", file=sys.stderr, flush=True)
+        os._exit(EXIT_CODE)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
     try:
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"ds_hydra/alive/{_num_starts}/{rank}", "1")
-        end = time.monotonic() + _VERDICT_WAIT_S
-        while missing and time.monotonic() < end:
-            missing = {r for r in missing if not store.check([f"ds_hydra/alive/{_num_starts}/{r}"])}
-            time.sleep(_TICK_S)
-        ranks = ", ".join(map(str, sorted(missing))) or "unknown"
-    except RuntimeError:  # it lives in rank 0's process, unless the launcher keeps it
-        ranks = "0"
+        yield
+    finally:
+        timer.cancel()
+
+
+def _describe_missing(error: Exception) -> str:
+    """Which ranks no longer answer, when a collective before the first connection broke or does
+    not end.
+    """
+    missing = {0}  # the store is in its process, unless the launcher keeps it, and as silent
+    asking = threading.Thread(target=_find_missing, args=(missing,), daemon=True)
+    asking.start()
+    asking.join(2 * _VERDICT_WAIT_S)
+    ranks = ", ".join(map(str, sorted(missing))) or "unknown"
     return (
-        f"rank {ranks} is gone before the engine started ({str(error).strip()[:200]}); rank {rank} cannot go on "
-        "without it. Restart"
+        f"rank {ranks} is gone before the engine started ({str(error).strip()[:200]}); rank {dist.get_rank()} cannot "
+        "go on without it. Restart"
     )
+
+
+def _find_missing(missing: set[int]) -> None:
+    """Put into `missing` the ranks that do not answer in the store; not if it is lost, too."""
+    key = f"ds_hydra/alive/{_num_starts}"
+    silent = set(range(dist.get_world_size()))
+    with contextlib.suppress(RuntimeError):
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{key}/{dist.get_rank()}", "1")
+        end = time.monotonic() + _VERDICT_WAIT_S
+        while silent and time.monotonic() < end:
+            silent = {rank for rank in silent if not store.check([f"{key}/{rank}"])}
+            time.sleep(_TICK_S)
+        missing.clear()
+        missing |= silent
 
 
 @atexit.register

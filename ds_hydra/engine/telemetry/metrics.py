@@ -177,8 +177,8 @@ def measure_iteration(
 
 
 def pack_occupancy(plan: IterationPlan, profile: Profile) -> float:
-    """Tokens of `plan` over the tokens that its micro-batches could hold; NaN for a scheme without a memory
-    model.
+    """Tokens of `plan` over the tokens that its micro-batches could hold; NaN for a scheme without
+    a memory model.
     """
     capacity = 0
     for pipeline in plan.pipelines:

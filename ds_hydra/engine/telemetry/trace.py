@@ -63,7 +63,7 @@ class Recorder:
         of it.
         """
         return [
-            (kind, row, self._ms(start), self._ms(end)) for kind, row, start, end in self._spans
+            (kind, index, self._ms(start), self._ms(end)) for kind, index, start, end in self._spans
         ]
 
     @property

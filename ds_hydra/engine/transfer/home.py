@@ -3,7 +3,8 @@
 [Note: Home]
 A home holds every parameter whole, in memory that the ranks of the host share, so a rank reads the
 weights of a layer where they are, and adds its gradients there, without another rank doing
-anything for it. Ranks share the cost: `itemsize + 8` bytes a parameter, divided by their number.
+anything for it. The ranks of the host share the cost: `itemsize + 8` bytes a parameter, divided by
+their number.
 
 ZeRO-3 cuts every parameter into a shard for each rank, and DeepSpeed's optimizer wants the shards
 of a rank in one piece. So a parameter is never in one piece among the shards, and they cannot be
@@ -12,6 +13,11 @@ the home themselves: at the beginning of an iteration each rank copies its shard
 
 Sums are those of `exact_sums.py`. Of each, the upper half lies where the fp32 gradients of the
 shards lie, which an engine has anyway and which `collect` replaces by the sums.
+
+With several hosts each has a home. `fill`, `begin_sums` and `collect` then also take the runs of
+other hosts' shards that this rank brings and takes away ([Note: Homes of several hosts]): the
+caller receives weights into `weight_runs` and sends `sum_runs`, which hold fp32 values after
+`collect`.
 """
 
 from __future__ import annotations
@@ -24,9 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.ranks.shared_memory import SharedMemory
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
-from ds_hydra.zero_link import ParamSpec, Region
+from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, Region
 
 PIECE_NUMEL = 1 << 17
 """Elements that are added under one lock: about half a millisecond."""
@@ -44,7 +51,7 @@ class Home(Protocol):
     def fill(self, shards_P: Sequence[Tensor]) -> None:
         """Take over this rank's shards of all parameters."""
 
-    def begin_sums(self, num_addends: int) -> None:
+    def begin_sums(self, num_addends: int, brought: RankBuckets = ()) -> None:
         """Set this rank's part of the sums to zero; every element gets at most `num_addends`."""
 
     def read(self, param: int, region: Region) -> Tensor | None:
@@ -56,8 +63,16 @@ class Home(Protocol):
     def add(self, param: int, region: Region, grad: Tensor) -> None:
         """Add `grad`, any shape, to the sums of `region`; waits only for adds to the same rows."""
 
-    def collect(self, grads_P: Sequence[Tensor]) -> None:
-        """Put the sums of this rank's shards of trained parameters into `grads_P`."""
+    def collect(self, grads_P: Sequence[Tensor], brought: RankBuckets = ()) -> None:
+        """Put the sums of this rank's shards of trained parameters into `grads_P`, and those of
+        what it brought into `sum_runs`.
+        """
+
+    def weight_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
+        """Where the weights belong that this rank brings of other hosts."""
+
+    def sum_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
+        """Where `collect` puts the sums of what this rank brought, fp32."""
 
 
 class _Sums(NamedTuple):
@@ -69,7 +84,7 @@ class _Sums(NamedTuple):
 
 
 class SharedMemoryHome:
-    """A home in memory of the host; its ranks are all ranks of the run. Collective over all ranks.
+    """A home in memory of the host, for its ranks. Collective over all ranks of the run.
 
     `close` lets go of it.
     """
@@ -79,11 +94,13 @@ class SharedMemoryHome:
         specs: Sequence[ParamSpec],
         dtype: torch.dtype,
         device: torch.device,
+        hosts: Hosts,
         purpose: str,
     ):
         self._specs = specs
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        everyone = tuple(range(self._num_ranks))
+        beside = hosts.ranks_beside(self._rank)
+        self._place, self._num_beside = beside.index(self._rank), len(beside)
         layout = _Layout()
         padded = [spec.shard_numel(self._num_ranks) * self._num_ranks for spec in specs]
         trained = [spec.requires_grad for spec in specs]
@@ -94,7 +111,7 @@ class SharedMemoryHome:
             layout.place(spec.num_rows * t, torch.int32)
             for spec, t in zip(specs, trained, strict=True)
         ]
-        self._memory = SharedMemory(everyone, layout.nbytes, purpose, device)
+        self._memory = SharedMemory(beside, layout.nbytes, purpose, device)
         bytes_ = self._memory.bytes
         self._weights = [take(bytes_) for take in weights]
         self._high, self._low, self._top = (
@@ -111,9 +128,10 @@ class SharedMemoryHome:
         self._width = 0
         rows = [spec.num_rows for spec in specs if spec.requires_grad]
         owned = sum(spec.shard_numel(self._num_ranks) for spec in specs if spec.requires_grad)
-        self.weight_bytes = sum(padded) // self._num_ranks * dtype.itemsize
+        self.weight_bytes = sum(padded) * dtype.itemsize // self._num_beside
         """This rank's part of the weights."""
-        self.sum_bytes = 4 * owned + 4 * sum(rows) // self._num_ranks + self._adder.nbytes
+        summed = 8 * owned * self._num_ranks + 4 * sum(rows)
+        self.sum_bytes = summed // self._num_beside - 4 * owned + self._adder.nbytes
         """This rank's part of the sums, without the memory of `grads_P`."""
 
     def fill(self, shards_P: Sequence[Tensor]) -> None:
@@ -121,15 +139,14 @@ class SharedMemoryHome:
         for spec, weights, shard_P in zip(self._specs, self._weights, shards_P, strict=True):
             weights[self._shard(spec)].copy_(shard_P)
 
-    def begin_sums(self, num_addends: int) -> None:
+    def begin_sums(self, num_addends: int, brought: RankBuckets = ()) -> None:
         """Set this rank's part of the sums to zero; every element gets at most `num_addends`."""
         self._width = digit_width(num_addends)
-        for param, spec in enumerate(self._specs):
-            if spec.requires_grad:
-                self._high[param][self._shard(spec)].zero_()
-                self._low[param][self._shard(spec)].zero_()
-                if param % self._num_ranks == self._rank:
-                    self._top[param].zero_()
+        for param, run in self._parts(brought):
+            self._high[param][run].zero_()
+            self._low[param][run].zero_()
+        for param in range(self._place, len(self._specs), self._num_beside):
+            self._top[param].zero_()
 
     def read(self, param: int, region: Region) -> Tensor | None:
         """The weights in `region`, flat, where they are; None where they are not in one piece."""
@@ -165,18 +182,27 @@ class SharedMemoryHome:
                     self._width,
                 )
 
-    def collect(self, grads_P: Sequence[Tensor]) -> None:
-        """Put the sums of this rank's shards of trained parameters into `grads_P`."""
+    def collect(self, grads_P: Sequence[Tensor], brought: RankBuckets = ()) -> None:
+        """Put the sums of this rank's shards of trained parameters into `grads_P`, and those of
+        what it brought into `sum_runs`.
+        """
         for param, (spec, grad_P) in enumerate(zip(self._specs, grads_P, strict=True)):
-            if not spec.requires_grad:
-                continue
-            sums = self._sums(param)
-            shard = self._shard(spec)
-            for rows, cols in _rectangles(shard.start, min(shard.stop, spec.numel), spec.num_cols):
-                high, low = sums.high[rows, cols], sums.low[rows, cols]
-                value = value_of(high, low, sums.top[rows], self._width)
-                begin = rows.start * spec.num_cols + cols.start - shard.start
-                grad_P[begin : begin + value.numel()].copy_(value.flatten())
+            if spec.requires_grad:
+                self._evaluate(param, self._shard(spec), grad_P)
+        for bucket in brought:
+            for ref, values in zip(bucket, self._sum_runs(bucket), strict=True):
+                if ref.pushes_gradient:
+                    self._evaluate(ref.param, _run_of(ref.region), values)
+
+    def weight_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
+        """Where the weights belong that this rank brings of other hosts."""
+        return [[self._weights[ref.param][_run_of(ref.region)] for ref in b] for b in brought]
+
+    def sum_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
+        """Where `collect` puts the sums of what this rank brought, fp32: in place of the sums'
+        upper half.
+        """
+        return [self._sum_runs(bucket) for bucket in brought]
 
     @property
     def address(self) -> int:
@@ -190,6 +216,32 @@ class SharedMemoryHome:
     def _shard(self, spec: ParamSpec) -> slice:
         numel = spec.shard_numel(self._num_ranks)
         return slice(self._rank * numel, (self._rank + 1) * numel)
+
+    def _parts(self, brought: RankBuckets) -> Iterator[tuple[int, slice]]:
+        """Runs of trained parameters that are the business of this rank: its shards, and what it
+        brought of other hosts' shards.
+        """
+        yield from ((p, self._shard(s)) for p, s in enumerate(self._specs) if s.requires_grad)
+        for ref in (ref for bucket in brought for ref in bucket if ref.pushes_gradient):
+            yield ref.param, _run_of(ref.region)
+
+    def _sum_runs(self, bucket: Bucket) -> list[Tensor]:
+        nothing = self._high[0].new_empty(0, dtype=torch.float32)
+        return [
+            self._high[ref.param].view(torch.float32)[_run_of(ref.region)]
+            if ref.pushes_gradient
+            else nothing
+            for ref in bucket
+        ]
+
+    def _evaluate(self, param: int, run: slice, values: Tensor) -> None:
+        """Put the sums of `run` into `values`, which may lie in place of their upper half."""
+        spec, sums = self._specs[param], self._sums(param)
+        for rows, cols in _rectangles(run.start, min(run.stop, spec.numel), spec.num_cols):
+            high, low = sums.high[rows, cols], sums.low[rows, cols]
+            value = value_of(high, low, sums.top[rows], self._width)
+            begin = rows.start * spec.num_cols + cols.start - run.start
+            values[begin : begin + value.numel()].copy_(value.flatten())
 
     def _matrix(self, flats: Sequence[Tensor], param: int) -> Tensor:
         spec = self._specs[param]
@@ -206,7 +258,7 @@ class SharedMemoryHome:
         step = max(1, PIECE_NUMEL // max(region.num_cols, 1))
         count = -(-region.num_rows // step)
         for index in range(count):
-            begin = (index + self._rank * count // self._num_ranks) % count * step
+            begin = (index + self._place * count // self._num_beside) % count * step
             yield begin, min(begin + step, region.num_rows)
 
 
@@ -221,6 +273,11 @@ class _Layout:
         begin = self.nbytes
         self.nbytes += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         return functools.partial(_cut, begin=begin, numel=numel, dtype=dtype)
+
+
+def _run_of(region: Region) -> slice:
+    """The elements of a region of a flat parameter."""
+    return slice(region.row, region.row + region.num_rows)
 
 
 def _cut(memory: Tensor, *, begin: int, numel: int, dtype: torch.dtype) -> Tensor:

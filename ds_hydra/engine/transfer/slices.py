@@ -236,7 +236,9 @@ class Slices:
         self.grad_bucket_S.append(grads)
 
     def has_gradient(self, index: int, param: int) -> bool:
-        """Whether any micro-batch has given `param`, of bucket `index`, a gradient that is kept here."""
+        """Whether any micro-batch has given `param`, of bucket `index`, a gradient that is kept
+        here.
+        """
         spec_is_trained = self.leaves[param].requires_grad
         return spec_is_trained and param not in self._untouched[index]
 

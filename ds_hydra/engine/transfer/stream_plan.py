@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from ds_hydra.engine.parallel.one_f_one_b import Pass, one_forward_one_backward
-from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import ParamSpec, RankBuckets, Region
@@ -72,7 +71,7 @@ class StageStreams:
     """Parameters that are copied: their slices are not in one piece."""
 
 
-def check_streams(schemes: Sequence[Scheme], device_type: str, hosts: Hosts) -> None:
+def check_streams(schemes: Sequence[Scheme], device_type: str) -> None:
     """Raise HydraConfigError where the layers of `schemes`, which all have some, cannot stream."""
     if not schemes:
         return
@@ -80,11 +79,6 @@ def check_streams(schemes: Sequence[Scheme], device_type: str, hosts: Hosts) -> 
         raise HydraConfigError(
             f"scheme {schemes[0]}: streamed layers are read from memory that CPU ranks share; on {device_type} leave "
             "stream out of hydra.strategies, and let ckpt, or more TP or PP, save the memory"
-        )
-    if len(hosts.names) > 1:
-        raise HydraConfigError(
-            f"scheme {schemes[0]}: layers stream within one host only, and the ranks are on {len(hosts.names)} hosts "
-            f"({', '.join(hosts.names[:4])}); leave stream out of hydra.strategies"
         )
 
 
@@ -105,7 +99,8 @@ def only_copied(buckets: RankBuckets, copied: frozenset[int]) -> RankBuckets:
 
 
 def count_addends(strategy: Strategy, num_micro_batches: Sequence[int]) -> int:
-    """At most how many addends an element gets where pipelines have `num_micro_batches` micro-batches.
+    """At most how many addends an element gets where pipelines have `num_micro_batches`
+    micro-batches.
 
     Each rank of a stage adds after every micro-batch, or once; tied embeddings are in two stages.
 

@@ -1,23 +1,26 @@
 """Layers that stream: weights are read from the node's home, gradients are added there.
 
 [Note: Streaming]
-Nothing here is posted by one rank for another. An iteration begins with every rank's own shards in
-the home and ends with the sums of its own shards; a barrier follows the first and comes before the
-second. In between each rank reads and adds when its own computation is there, so ranks may have
-any rows, or none.
+An iteration begins with every rank's own shards in the home and ends with the sums of its own
+shards; a barrier follows the first and comes before the second. Of several hosts each has a home,
+so that shards of other hosts come in before the first barrier, and sums for them go out after the
+second, in the rounds of a link. In between nothing is posted by one rank for another: each reads
+and adds when its own computation is there, so ranks may have any micro-batches, or none.
 
 - A slice in one piece is a view of the home. One that is not (columns of a row-wise parameter
   under TP) is copied, and the copies of streamed layers share `STREAM_WINDOW` slots: while one
   layer computes, a thread copies the next one, forward and backward, in the order in which the
   stage will use them (`plan_loads`).
-- The gradient of a streamed parameter is added to the sums after every row and dropped. Layers that
-  do not stream keep their gradients in memory of their own, and add them once, at the end.
+- The gradient of a streamed parameter is added to the sums after every micro-batch and dropped.
+  Layers that do not stream keep their gradients in memory of their own, and add them once, at the
+  end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -36,7 +39,8 @@ from ds_hydra.engine.transfer.link_session import (
 from ds_hydra.engine.transfer.slices import Slices
 from ds_hydra.engine.transfer.stream_plan import Load, StageStreams, only_copied, plan_loads
 from ds_hydra.simulator.timeline import EventKind
-from ds_hydra.zero_link import ParamSpec, RankBuckets, SliceRef
+from ds_hydra.zero_link import LinkPlan, ParamSpec, RankBuckets, SliceRef
+from ds_hydra.zero_link.exchange import Link
 
 
 class HomeSlices:
@@ -72,6 +76,33 @@ class HomeSlices:
             self._home.copy(ref.param, ref.region, into)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcrossHosts:
+    """How this rank takes part in filling the homes of all hosts, and in emptying them."""
+
+    brought: RankBuckets = ()
+    """Runs of other hosts' shards that this rank brings to the home of its host."""
+    pull: tuple[Link, LinkPlan] | None = None
+    push: tuple[Link, LinkPlan] | None = None
+    """None where there is one host."""
+
+    def fill(self, home: Home, shards_P: Sequence[Tensor]) -> None:
+        """Bring weights to all homes. Collective over all ranks."""
+        if self.pull is not None:
+            link, plan = self.pull
+            link.pull(plan, shards_P, home.weight_runs(self.brought))
+
+    def empty(self, home: Home, grads_P: Sequence[Tensor]) -> None:
+        """Add to the sums of this rank's shards, collected in `grads_P`, those of other homes.
+
+        Collective over all ranks. They are added in the order of ranks, so the bits of sums do not
+        depend on who is early.
+        """
+        if self.push is not None:
+            link, plan = self.push
+            link.push(plan, home.sum_runs(self.brought), grads_P)
+
+
 class StreamSession:
     """One iteration on a home. A context manager; every rank runs it, with work or without.
 
@@ -87,6 +118,7 @@ class StreamSession:
         clock: DeviceClock,
         home: Home,
         *,
+        across: AcrossHosts,
         num_addends: int,
         uses: Sequence[int],
         shards_P: Sequence[Tensor],
@@ -99,6 +131,7 @@ class StreamSession:
         self._thread = thread
         self._clock = clock
         self._home = home
+        self._across = across
         self._num_addends = num_addends
         self._uses = uses
         self._shards_P = shards_P
@@ -122,8 +155,9 @@ class StreamSession:
     def __enter__(self) -> StreamSession:
         begin = self._clock.stamp()
         self._home.fill(self._shards_P)
+        self._across.fill(self._home, self._shards_P)
         if self._with_gradients:
-            self._home.begin_sums(self._num_addends)
+            self._home.begin_sums(self._num_addends, self._across.brought)
         dist.barrier()
         end = self._clock.stamp()
         self._work.append((begin, end))
@@ -179,7 +213,8 @@ class StreamSession:
             self._add_kept()
         dist.barrier()  # everyone has read and added
         if self._grads_P is not None:
-            self._home.collect(self._grads_P)
+            self._home.collect(self._grads_P, self._across.brought)
+            self._across.empty(self._home, self._grads_P)
         end = self._clock.stamp()
         push_ms = self._clock.ms_between(begin, end) if self._grads_P is not None else 0.0
         return LinkTimes(

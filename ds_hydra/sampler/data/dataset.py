@@ -166,13 +166,18 @@ class TokenDataset:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise HydraConfigError naming the first row with a token id or label outside it."""
-        if self.max_token_id < vocab_size:
+    def check_vocabulary(self, num_inputs: int, num_labels: int) -> None:
+        """Raise HydraConfigError naming the first row with a token id or label outside of the rows
+        of the embedding and of the head.
+        """
+        if self.max_token_id < min(num_inputs, num_labels):
             return
+        sizes = {"input_ids": num_inputs, "labels": num_labels}
+        if "labels" not in self._rows.column_names:
+            sizes["input_ids"] = min(num_inputs, num_labels)  # they are predicted, too
         first_row = 0
         for table in _read_tables(self._rows, _TOKEN_COLUMNS):
-            _check_token_ids(table, first_row, vocab_size)
+            _check_token_ids(table, first_row, sizes)
             first_row += len(table)
 
     def __getitem__(self, index: int) -> dict[str, IntArray]:
@@ -318,15 +323,18 @@ def _measure(dataset: datasets.Dataset, context_length: int) -> tuple[SizeArray,
     return np.concatenate(lengths), np.concatenate(num_label_tokens), max_token_id
 
 
-def _check_token_ids(table: pa.Table, first_row: int, vocab_size: int = 2**63) -> int:
+def _check_token_ids(
+    table: pa.Table, first_row: int, sizes: Mapping[str, int] | None = None
+) -> int:
     """The largest token id or label. Raises HydraConfigError naming the first row that holds one
-    outside the vocabulary.
+    outside of its column's vocabulary.
     """
     largest = 0
     for name in _present(table, _TOKEN_COLUMNS):
         offsets, ids = _flatten(table[name], name)
         if not ids.size:
             continue
+        vocab_size = 2**63 if sizes is None else sizes[name]
         # Data without -100 that are right need no temporaries.
         if ids.min() < 0 or ids.max() >= vocab_size:
             is_wrong = (ids < 0) | (ids >= vocab_size)

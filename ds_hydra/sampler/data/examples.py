@@ -31,7 +31,7 @@ _REFUSED_COLUMNS = {
             "seq_lengths", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens",
             "max_length_q", "max_length_k", "seq_idx", "document_ids", "segment_ids", "sequence_ids",
         ),
-        "rows are packed here: give each sequence as an example of its own, without this column",
+        "sequences are packed here: give each sequence as an example of its own, without this column",
     ),
     **dict.fromkeys(
         ("loss_mask", "label_mask", "loss_weights", "loss_weight", "sample_weight", "sample_weights",

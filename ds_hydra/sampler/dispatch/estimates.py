@@ -37,9 +37,9 @@ def estimate_ms(
     """Time of a pipeline of `kind` with sequences of `tokens` and `load_ms` in all, `longest_ms`
     the longest of them.
 
-    The number of micro-batches is the best of those around sqrt((PP-1) load / c), where the closed form has
-    its minimum, and not below tokens / MaxLen. Around a micro-batch that is much longer than the others
-    about half of the others' time is hidden (at most 1 - min(phi, 1-phi), see
+    The number of micro-batches is the best of those around sqrt((PP-1) load / c), where the closed
+    form has its minimum, and not below tokens / MaxLen. Around a micro-batch that is much longer
+    than the others about half of the others' time is hidden (at most 1 - min(phi, 1-phi), see
     `packing.micro_batch_count_bound_ms`).
 
     What follows `kind` is that of the `DispatchProblem`, one by one: counting references to its

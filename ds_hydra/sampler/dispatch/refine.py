@@ -1,8 +1,8 @@
 """How packed pipelines are evened out: sequences change places between the slowest pipeline and
 fast ones.
 
-Dispatch values a pipeline by an estimate; here micro-batches are packed, so times are true, and an exchange
-stays only if both pipelines, packed again, end before the slowest one did.
+Dispatch values a pipeline by an estimate; here micro-batches are packed, so times are true, and an
+exchange stays only if both pipelines, packed again, end before the slowest one did.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def pack_pipeline(
     effort: Effort,
     micro_batches: IntArray,
 ) -> float:
-    """Packs the sequences of `pipeline`, writes their `micro_batches`, returns the time of the pipeline."""
+    """Packs the sequences of `pipeline`, writes their `micro_batches`, returns the time of the
+    pipeline.
+    """
     members = np.flatnonzero(assignment == pipeline)
     kind = problem.kind_of[pipeline]
     packed = np.zeros(members.size, dtype=np.int64)
@@ -79,8 +81,8 @@ def pack_pipelines(
 def order_micro_batches(
     problem: DispatchProblem, assignment: IntArray, micro_batches: IntArray
 ) -> None:
-    """Lets pipelines of one stage run their longest micro-batch last and the second longest first; changes
-    `micro_batches`.
+    """Lets pipelines of one stage run their longest micro-batch last and the second longest first;
+    changes `micro_batches`.
 
     Their time is the same in any order, but a pull hides behind the first forward and a push, which
     has more bytes, behind the last backward.

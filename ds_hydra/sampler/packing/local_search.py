@@ -1,4 +1,6 @@
-"""A packing made faster: sequences change micro-batches, micro-batches change places, while the objective falls."""
+"""A packing made faster: sequences change micro-batches, micro-batches change places, while the
+objective falls.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ def improve_micro_batches(
 ) -> float:
     """Moves and swaps sequences, and swaps micro-batches, while the objective falls; returns it.
 
-    The number of micro-batches stays. In the closed form only sequences of the slowest micro-batch are worth looking
-    at, and the order of micro-batches does not count.
+    The number of micro-batches stays. In the closed form only sequences of the slowest micro-batch
+    are worth looking at, and the order of micro-batches does not count.
     """
     times = micro_batch_times_ms(sequence_ms, micro_batches, num_micro_batches, cost.constant_ms)
     state = _MicroBatchState(
@@ -81,8 +83,8 @@ def improve_micro_batches(
 def _swap_micro_batches(
     micro_batches: IntArray, state: _MicroBatchState, cost: PipelineCost, best: float, left: int
 ) -> tuple[float, int]:
-    """Swaps the places of two micro-batches wherever that helps; returns the objective and evaluations
-    left.
+    """Swaps the places of two micro-batches wherever that helps; returns the objective and
+    evaluations left.
     """
     for a in range(state.times.size):
         for b in range(a + 1, state.times.size):
@@ -189,8 +191,8 @@ def _swap_sequence(
 def perturb(
     lengths: IntArray, micro_batches: IntArray, num_micro_batches: int, max_len: int, seed: int
 ) -> None:
-    """Moves a few sequences, chosen by `seed`, to other micro-batches that can hold them, out of a local
-    optimum.
+    """Moves a few sequences, chosen by `seed`, to other micro-batches that can hold them, out of a
+    local optimum.
     """
     order = shuffled_order(lengths, 1e6, seed)
     targets = shuffled_order(

@@ -1,9 +1,9 @@
-"""How the sequences of one pipeline are packed into micro-batches, and in which order the micro-batches run (Eq. 1,
-App. C).
+"""How the sequences of one pipeline are packed into micro-batches, and in which order the
+micro-batches run (Eq. 1, App. C).
 
-The number of micro-batches V is not limited by UtilLen (App. C), because the constant of T already charges
-for micro-batches that are too short, and a limit can leave a feasible pipeline without a packing. Values of
-V are tried in the order of their lower bound until none can win.
+The number of micro-batches V is not limited by UtilLen (App. C), because the constant of T already
+charges for micro-batches that are too short, and a limit can leave a feasible pipeline without a
+packing. Values of V are tried in the order of their lower bound until none can win.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ THOROUGH = Effort(12, 10_000, 40)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """Micro-batches of one pipeline in 1F1B order; `micro_batches[j]` lists positions in the given lengths."""
+    """Micro-batches of one pipeline in 1F1B order; `micro_batches[j]` lists positions in the given
+    lengths.
+    """
 
     micro_batches: tuple[tuple[int, ...], ...]
     objective_ms: float
@@ -77,7 +79,9 @@ class Packing:
 def _fill_micro_batches(
     order: IntArray, lengths: IntArray, max_len: int, micro_batches: IntArray
 ) -> int:
-    """Best-fit of the sequences in `order`; writes `micro_batches`, returns how many micro-batches are used."""
+    """Best-fit of the sequences in `order`; writes `micro_batches`, returns how many micro-batches
+    are used.
+    """
     tokens = np.zeros(lengths.size, dtype=np.int64)
     num_micro_batches = 0
     for i in order:
@@ -98,7 +102,9 @@ def _fill_micro_batches(
 def _fewest_micro_batches(
     lengths: IntArray, max_len: int, lower_bound: int, num_tries: int, micro_batches: IntArray
 ) -> int:
-    """Writes a packing into few micro-batches: best-fit decreasing, then with nearly decreasing orders."""
+    """Writes a packing into few micro-batches: best-fit decreasing, then with nearly decreasing
+    orders.
+    """
     order = np.arange(lengths.size)
     best = _fill_micro_batches(order, lengths, max_len, micro_batches)
     trial = np.empty_like(micro_batches)
@@ -122,7 +128,8 @@ def _fill_targets(
     max_len: int,
     micro_batches: IntArray,
 ) -> bool:
-    """Gives each sequence, longest first, to the micro-batch furthest below its target where it fits.
+    """Gives each sequence, longest first, to the micro-batch furthest below its target where it
+    fits.
 
     Changes `target_ms` to what is left of it. False if some sequence fits in no micro-batch.
     """
@@ -143,7 +150,9 @@ def _fill_targets(
 
 @compiled
 def _balanced_targets(num_micro_batches: int, load_ms: float, cost: PipelineCost) -> FloatArray:
-    """Time of sequences that each micro-batch should get, in 1F1B order, so that the pipeline is fast."""
+    """Time of sequences that each micro-batch should get, in 1F1B order, so that the pipeline is
+    fast.
+    """
     if not cost.is_exact or num_micro_batches > MAX_BALANCED_MICRO_BATCHES:
         return np.full(num_micro_batches, load_ms / num_micro_batches)
     work = load_ms + num_micro_batches * cost.constant_ms
@@ -156,8 +165,8 @@ def _balanced_targets(num_micro_batches: int, load_ms: float, cost: PipelineCost
 
 @compiled
 def _drop_empty_micro_batches(micro_batches: IntArray) -> int:
-    """Renumbers micro-batches so that each holds a sequence, their order kept; returns how many there
-    are.
+    """Renumbers micro-batches so that each holds a sequence, their order kept; returns how many
+    there are.
     """
     new_number = np.zeros(micro_batches.max() + 1, dtype=np.int64)
     for micro_batch in micro_batches:
@@ -177,8 +186,8 @@ def pack_micro_batches(
     effort: Effort,
     micro_batches: IntArray,
 ) -> tuple[float, int]:
-    """Writes the micro-batch of every sequence (lengths descending); returns objective and number of
-    micro-batches.
+    """Writes the micro-batch of every sequence (lengths descending); returns objective and number
+    of micro-batches.
     """
     if lengths.size == 0:
         return 0.0, 0
@@ -242,8 +251,8 @@ def pack_micro_batches(
 def _split_micro_batches(
     lengths: IntArray, micro_batches: IntArray, num_micro_batches: int, wanted_micro_batches: int
 ) -> None:
-    """Divides fullest micro-batches until there are `wanted_micro_batches`, so that a packing by capacity has enough
-    micro-batches.
+    """Divides fullest micro-batches until there are `wanted_micro_batches`, so that a packing by
+    capacity has enough micro-batches.
     """
     while num_micro_batches < wanted_micro_batches:
         tokens = np.zeros(num_micro_batches, dtype=np.int64)
@@ -325,9 +334,9 @@ def solve_packing(
     """Improves `micro_batches` with integer programs, one for each V whose bound is below the best
     objective.
 
-    Returns objective, number of micro-batches and lower bound. By the closed form a program also raises the
-    bound of its V; by the recurrence it shows only which V are possible, and its micro-batches are a start
-    for the search.
+    Returns objective, number of micro-batches and lower bound. By the closed form a program also
+    raises the bound of its V; by the recurrence it shows only which V are possible, and its
+    micro-batches are a start for the search.
     """
     num_micro_batches = int(micro_batches.max()) + 1
     times = micro_batch_times_ms(sequence_ms, micro_batches, num_micro_batches, cost.constant_ms)

@@ -29,11 +29,12 @@ class PipelineCost(NamedTuple):
 
 @compiled
 def min_num_micro_batches(lengths: IntArray, max_len: int) -> int:
-    """Lower bound of the micro-batches that hold `lengths` (descending), each of them at most `max_len`.
+    """Lower bound of the micro-batches that hold `lengths` (descending), each of them at most
+    `max_len`.
 
-    Bound L2 of Martello and Toth: for a threshold k, sequences above max_len - k share their micro-batch
-    with nothing of k or more, those above max_len / 2 need a micro-batch each, the rest fills what these
-    leave free.
+    Bound L2 of Martello and Toth: for a threshold k, sequences above max_len - k share their
+    micro-batch with nothing of k or more, those above max_len / 2 need a micro-batch each, the rest
+    fills what these leave free.
     """
     best = -(-lengths.sum() // max_len)
     for threshold in lengths:
@@ -60,19 +61,19 @@ def min_num_micro_batches(lengths: IntArray, max_len: int) -> int:
 def micro_batch_count_bound_ms(
     num_micro_batches: int, load_ms: float, longest_ms: float, cost: PipelineCost
 ) -> float:
-    """Lower bound of the objective with `num_micro_batches` micro-batches; sequences cost `load_ms`, the longest
-    `longest_ms`.
+    """Lower bound of the objective with `num_micro_batches` micro-batches; sequences cost
+    `load_ms`, the longest `longest_ms`.
 
     Closed form: max(longest, load/V) + c, times PP-1+V. Exact, the largest of three. By either, V
     micro-batches of nothing but traffic take PP-1+V times that.
 
     - No division into V micro-batches beats `MicroBatchBalance.ratio`.
-    - Some stage is busy with all micro-batches, while the first and the last one also pass the other PP-1
-      stages.
-    - The micro-batch of the longest sequence passes all stages forward and backward. On stage 0 meanwhile,
-      earlier micro-batches may run backward and later ones forward, but the forward passes of the former
-      come before and the backward passes of the latter after it: PP t_longest + min(phi, 1-phi)
-      (all other micro-batches).
+    - Some stage is busy with all micro-batches, while the first and the last one also pass the
+      other PP-1 stages.
+    - The micro-batch of the longest sequence passes all stages forward and backward. On stage 0
+      meanwhile, earlier micro-batches may run backward and later ones forward, but the forward
+      passes of the former come before and the backward passes of the latter after it: PP t_longest
+      + min(phi, 1-phi) (all other micro-batches).
     """
     num_stages, constant = cost.num_stages, cost.constant_ms
     traffic = (num_stages - 1 + num_micro_batches) * cost.traffic_ms

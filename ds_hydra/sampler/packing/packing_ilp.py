@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchesSolution:
-    """Micro-batches found for one V (None: none found), and what was proven about the load of the slowest
-    micro-batch.
+    """Micro-batches found for one V (None: none found), and what was proven about the load of the
+    slowest micro-batch.
     """
 
     micro_batches: IntArray | None
     load_bound_ms: float
-    """Lower bound of the slowest micro-batch's sequence time; inf where V micro-batches cannot hold the
-    sequences.
+    """Lower bound of the slowest micro-batch's sequence time; inf where V micro-batches cannot hold
+    the sequences.
     """
 
 
@@ -41,24 +41,25 @@ def solve_micro_batches(
     below_ms: float = np.inf,
     start: IntArray | None = None,
 ) -> MicroBatchesSolution:
-    """Micro-batches 0..`num_micro_batches`-1 for `lengths` (descending) with the fastest slowest micro-batch.
+    """Micro-batches 0..`num_micro_batches`-1 for `lengths` (descending) with the fastest slowest
+    micro-batch.
 
-    Only solutions faster than `below_ms` are looked for. `start` is a known packing into `num_micro_batches`
-    micro-batches.
+    Only solutions faster than `below_ms` are looked for. `start` is a known packing into
+    `num_micro_batches` micro-batches.
     """
     import mip
 
     model = make_model(limits)
     num_sequences = lengths.size
-    # is_in[i, j]: sequence i is in micro-batch j. Micro-batches are alike, so sequence i may as well be in one of
-    # micro-batches 0..i.
+    # is_in[i, j]: sequence i is in micro-batch j. Micro-batches are alike, so sequence i may as
+    # well be in one of micro-batches 0..i.
     is_in = {
         (i, j): model.add_var(var_type=mip.BINARY)
         for i in range(num_sequences)
         for j in range(min(i + 1, num_micro_batches))
     }
-    # slowest: sequence time of the slowest micro-batch, between what V micro-batches need at least and what is known
-    # already.
+    # slowest: sequence time of the slowest micro-batch, between what V micro-batches need at least
+    # and what is known already.
     lowest = max(float(sequence_ms.max()), float(sequence_ms.sum()) / num_micro_batches)
     slowest = model.add_var(
         lb=lowest, ub=max(lowest, below_ms) if np.isfinite(below_ms) else mip.INF
@@ -91,8 +92,8 @@ def solve_micro_batches(
 def _start_values(
     is_in: dict[tuple[int, int], mip.Var], start: IntArray
 ) -> list[tuple[mip.Var, float]]:
-    """`start` with its micro-batches renumbered in the order of their first sequences, as the program wants
-    them.
+    """`start` with its micro-batches renumbered in the order of their first sequences, as the
+    program wants them.
     """
     number: dict[int, int] = {}
     renumbered = [number.setdefault(int(micro_batch), len(number)) for micro_batch in start]

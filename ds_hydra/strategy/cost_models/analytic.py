@@ -109,8 +109,8 @@ class ModelShape:
 def predict_latency(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> LatencyModel:
     """T(l, scheme) by the roofline. The stage has L / PP layers and its share of the head.
 
-    SP ranks share the micro-batch and exchange queries, keys, values and outputs of attention, forward and
-    backward.
+    SP ranks share the micro-batch and exchange queries, keys, values and outputs of attention,
+    forward and backward.
     """
     tp, sp, hidden = scheme.tp, scheme.sp, shape.hidden_size
     layers = shape.num_layers / scheme.pp

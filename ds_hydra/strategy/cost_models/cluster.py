@@ -5,8 +5,8 @@ Two levels: devices of a node share its links to the other nodes. A slice crosse
 however many of its ranks need it, and spreads inside. All rates are as reached, in one direction;
 transfers of different nodes do not disturb each other. A node's home of streamed layers is filled
 and emptied across nodes once for each iteration, like a slice; inside the node its layers are read
-for every micro-batch (`stream_ms`). Left out: casts, launches and the latency of single messages in pull
-and push.
+for every micro-batch (`stream_ms`). Left out: casts, launches and the latency of single messages in
+pull and push.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ GRADIENT_BYTES = 4
 gradients.
 """
 STREAM_BYTES = 3 * PARAM_BYTES
-"""A micro-batch reads a parameter of a streamed layer forward and again backward, and gives its gradient
-away, as it was computed in 16 bit; the home sums in 32.
+"""A micro-batch reads a parameter of a streamed layer forward and again backward, and gives its
+gradient away, as it was computed in 16 bit; the home sums in 32.
 """
 EXCHANGES = 8
 """All-to-alls of a layer under sequence parallelism: four tensors, forward and backward."""
@@ -97,8 +97,8 @@ class Cluster:
         return min(self.hardware.devices_per_node, self.num_devices)
 
     def stream_ms(self, scheme: Scheme) -> float:
-        """What the streamed layers of a stage move for one micro-batch, forward and backward, inside the
-        node.
+        """What the streamed layers of a stage move for one micro-batch, forward and backward,
+        inside the node.
 
         Each rank reads from and adds to the parts of the home that other ranks of the node hold.
         """
@@ -169,8 +169,8 @@ class Cluster:
         """TP collectives in the forward pass of one stage (the backward pass has as many): ring
         all-reduces.
 
-        Two per layer, of 2 (TP-1)/TP times the rank's part of the micro-batch each. Profiled T contains
-        them already.
+        Two per layer, of 2 (TP-1)/TP times the rank's part of the micro-batch each. Profiled T
+        contains them already.
         """
         if scheme.tp == 1:
             return 0.0

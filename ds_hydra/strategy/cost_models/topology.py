@@ -142,8 +142,8 @@ def _read_rate(entry: Mapping[str, Any]) -> LinkRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageParts:
-    """What one micro-batch costs on one device of a scheme, in ms: the compute of a layer, and of embedding
-    and head.
+    """What one micro-batch costs on one device of a scheme, in ms: the compute of a layer, and of
+    embedding and head.
     """
 
     layer_ms: float
@@ -166,10 +166,10 @@ def stage_ms(
     `scheme`: `passes` / 2 all-reduces of the activations for each layer (Eq. 1 of HexiScale App. B;
     8 passes, 12 with activation checkpointing), one after the embedding, one before the head's
     input, and a send and a receive between the same ranks of neighbouring stages (Eq. 3 without its
-    broadcast). Where TP `cuts_micro_batches`, an all-gather and a reduce-scatter are the two passes of an
-    all-reduce, each block gathers once more in backward (10 or 14 passes for a layer, one more
-    before the head), and stages hand on 1 / TP of a micro-batch. Stages have unequal work, so T is what the
-    profiler measures: the time of PP micro-batches through 1F1B over 2 PP - 1.
+    broadcast). Where TP `cuts_micro_batches`, an all-gather and a reduce-scatter are the two passes
+    of an all-reduce, each block gathers once more in backward (10 or 14 passes for a layer, one
+    more before the head), and stages hand on 1 / TP of a micro-batch. Stages have unequal work, so
+    T is what the profiler measures: the time of PP micro-batches through 1F1B over 2 PP - 1.
     """
     reduce_ms = 1e3 * _slowest_all_reduce_s(links, scheme, shape)
     handed_on = (
@@ -190,7 +190,7 @@ def stage_ms(
 
 
 def _slowest_all_reduce_s(links: ClusterLinks, scheme: Scheme, shape: LayerShape) -> float:
-    """One all-reduce of a micro-batch's activations, two passes of Eq. 1, in the slowest TP group."""
+    """One all-reduce of a micro-batch, two passes of Eq. 1, in the slowest TP group."""
     if scheme.tp == 1:
         return 0.0
     groups = {

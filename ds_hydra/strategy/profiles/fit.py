@@ -16,7 +16,8 @@ from ds_hydra.strategy.profiles.profile import LatencyModel
 FloatArray = npt.NDArray[np.float64]
 
 SATURATION = 0.85
-"""UtilLen(P) is the micro-batch length at which P reaches this share of its best tokens/s (App. C)."""
+"""UtilLen(P) is the micro-batch length at which P reaches this share of its best tokens/s (App. C).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +35,11 @@ def fit_latency(
     times_ms: Sequence[float],
     num_sequences: Sequence[int] | None = None,
 ) -> LatencyFit:
-    """Coefficients >= 0 that minimise the squared relative error of T for the measured micro-batches.
+    """Coefficients >= 0 that minimise the squared relative error of T for the measured
+    micro-batches.
 
-    Micro-batch i packs `num_sequences[i]` sequences (1 if not given) of `lengths_tokens[i]` tokens each.
+    Micro-batch i packs `num_sequences[i]` sequences (1 if not given) of `lengths_tokens[i]` tokens
+    each.
 
     Relative, because a plan is made of micro-batches of all lengths. With three unknowns the exact
     non-negative optimum is the best unconstrained fit over all subsets of terms whose coefficients
@@ -85,8 +88,8 @@ def solve_non_negative(terms: FloatArray, target: FloatArray) -> FloatArray:
 
 
 def saturation_tokens(model: LatencyModel, longest_tokens: int) -> int:
-    """UtilLen: shortest micro-batch of one sequence, up to `longest_tokens`, at 85% of the best tokens/s in
-    range.
+    """UtilLen: shortest micro-batch of one sequence, up to `longest_tokens`, at 85% of the best
+    tokens/s in range.
     """
     lengths = np.unique(np.geomspace(1, max(longest_tokens, 1), 512).astype(np.int64))
     times = model.quadratic_ms * lengths**2 + model.linear_ms * lengths + model.constant_ms

@@ -44,7 +44,8 @@ class OnlineFitSettings:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Sums over the micro-batches of one pipeline, and the work of one stage that its time amounts to.
+    """Sums over the micro-batches of one pipeline, and the work of one stage that its time amounts
+    to.
 
     `ratio` is measured over what the profile's model says, so it does not depend on later fits.
     """
@@ -87,11 +88,11 @@ class OnlineFit:
     ) -> float:
         """Take in one pipeline of one iteration; returns measured / predicted - 1.
 
-        `micro_batches[j]` are the lengths of packed micro-batch j, `predicted_ms` what the plan said of this
-        pipeline, `model` the T that the plan was made with (None: the profile's). The bubble is
-        taken from the plan: a pipeline's time is proportional to T, so the micro-batches' work of one stage
-        is the planned one times measured over predicted. Raises HydraConfigError for a time that
-        cannot be, or a scheme without a profile.
+        `micro_batches[j]` are the lengths of packed micro-batch j, `predicted_ms` what the plan
+        said of this pipeline, `model` the T that the plan was made with (None: the profile's). The
+        bubble is taken from the plan: a pipeline's time is proportional to T, so the micro-batches'
+        work of one stage is the planned one times measured over predicted. Raises HydraConfigError
+        for a time that cannot be, or a scheme without a profile.
         """
         if (
             not all(isfinite(time) and time > 0 for time in (predicted_ms, measured_ms))
@@ -173,8 +174,8 @@ class OnlineFit:
         """Non-negative least squares of relative errors, outliers left out, the profile as a prior.
 
         The prior speaks at the sums that were observed: it holds the split between the three terms,
-        which micro-batches of similar shape do not tell, and is scaled by the median ratio, so that it does
-        not hold the level of a device that has become slower.
+        which micro-batches of similar shape do not tell, and is scaled by the median ratio, so that
+        it does not hold the level of a device that has become slower.
         """
         samples = self._samples.get(scheme)
         traffic_ms = self._profiled[scheme].traffic_ms

@@ -39,9 +39,10 @@ EMBEDDING_BYTES_PER_ELEMENT = 16
 
 
 SP_ACTIVATIONS = 1.1
-"""Activations of a piece of a micro-batch over its share of the micro-batch's: attention's output is kept on both
-sides of an exchange, and key-value heads may be repeated. 1.05 without repeated heads, 1.10 with,
-on a Llama of 4 heads."""
+"""Activations of a piece of a micro-batch over its share of the micro-batch's: attention's output
+is kept on both sides of an exchange, and key-value heads may be repeated. 1.05 without repeated
+heads, 1.10 with, on a Llama of 4 heads.
+"""
 
 VOCABULARY_TOLERANCE = 0.05
 """Share by which the vocabulary of a profile may differ from the model's: it only moves MaxLen a
@@ -54,8 +55,9 @@ class LatencyModel:
     """T(l, P) = a l^2 + b l + c (App. B.2): forward + backward of ONE stage, one micro-batch of one
     sequence.
 
-    A packed micro-batch of lengths l_i costs sum(a l_i^2 + b l_i) + c, and `traffic_ms` at least: what the
-    layers that stream move for every micro-batch, beside its computation. Left out: P2P between stages.
+    A packed micro-batch of lengths l_i costs sum(a l_i^2 + b l_i) + c, and `traffic_ms` at least:
+    what the layers that stream move for every micro-batch, beside its computation. Left out: P2P
+    between stages.
     """
 
     quadratic_ms: float
@@ -100,7 +102,8 @@ def activation_share(scheme: Scheme) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
-    """Bytes that one rank needs under <TP,PP> on N devices for a packed micro-batch of S tokens (App. B.1).
+    """Bytes that one rank needs under <TP,PP> on N devices for a packed micro-batch of S tokens
+    (App. B.1).
 
     activations  L * (S / SP * H / TP) * A
     states       L * H^2 / N * B * alpha + (L / PP) * (H^2 / TP) * B * (1 - alpha)
@@ -195,7 +198,8 @@ class MemoryModel:
         )
 
     def max_len_tokens(self, scheme: Scheme, num_devices: int, home_bytes: float = 0.0) -> int:
-        """MaxLen(P): longest packed micro-batch that fits; 0 or less where the states alone do not fit.
+        """MaxLen(P): longest packed micro-batch that fits; 0 or less where the states alone do not
+        fit.
 
         `home_bytes`: what the rank has besides of a home that others read.
         """
@@ -206,7 +210,7 @@ class MemoryModel:
         )
 
     def _stages(self, scheme: Scheme, num_devices: int) -> list[tuple[float, float]]:
-        """Bytes of states and per token of a micro-batch of each stage that could be the tightest."""
+        """Bytes of states, and per token, of each stage that could be the tightest."""
         layer = self._layer_bytes_per_token(scheme)
         if not scheme.stages and not scheme.ckpt:
             layers = self.num_layers / scheme.pp

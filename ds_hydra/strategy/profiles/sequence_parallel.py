@@ -12,12 +12,12 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 def estimate_latency(profile: Profile, scheme: Scheme) -> LatencyModel | None:
     """T of `scheme` from those of the same PP without SP, or None where <TP,PP> was not measured.
 
-    SP ranks share what a micro-batch computes, its tokens and in attention its heads: a / SP and b / SP of
-    <TP,PP>. What <SP x TP,PP> takes beyond that for each token is communication, of which n = SP
-    ranks need 1 / n: a layer exchanges four tensors of S H / n elements, where TP reduces two of S
-    H in rings, which sends twice as much. The constant is the larger one of both, because neither
-    launches nor collectives get fewer. Where <SP x TP,PP> was not measured, communication counts
-    nothing.
+    SP ranks share what a micro-batch computes, its tokens and in attention its heads: a / SP and b
+    / SP of <TP,PP>. What <SP x TP,PP> takes beyond that for each token is communication, of which n
+    = SP ranks need 1 / n: a layer exchanges four tensors of S H / n elements, where TP reduces two
+    of S H in rings, which sends twice as much. The constant is the larger one of both, because
+    neither launches nor collectives get fewer. Where <SP x TP,PP> was not measured, communication
+    counts nothing.
     """
     base = profile.latency.get(replace(scheme, sp=1))
     wide = profile.latency.get(replace(scheme, sp=1, tp=scheme.ranks_per_stage))

@@ -169,8 +169,8 @@ def _is_cheapest(
     num_devices: int,
     context_length: int,
 ) -> bool:
-    """Whether it needs less device time than each of `others` for the longest micro-batch that it holds of
-    the context.
+    """Whether it needs less device time than each of `others` for the longest micro-batch that it
+    holds of the context.
     """
     length = min(context_length, profile.max_len_tokens(scheme, num_devices))
 
@@ -187,10 +187,10 @@ def undominated(
     """`schemes` without those that another one on as many devices makes useless; the first of
     equals stays.
 
-    That is one with at least their MaxLen, and at most their time, of any micro-batch they hold and any
-    number of micro-batches: the first micro-batch leaves after PP slots of T and a further one after one slot.
-    Lengths enter T / l as a l + b, so both ends of the lengths that they hold decide. Left out:
-    what pull and push take.
+    That is one with at least their MaxLen, and at most their time, of any micro-batch they hold and
+    any number of micro-batches: the first micro-batch leaves after PP slots of T and a further one
+    after one slot. Lengths enter T / l as a l + b, so both ends of the lengths that they hold
+    decide. Left out: what pull and push take.
     """
     if not schemes:
         return ()

@@ -15,6 +15,9 @@ from ds_hydra.errors import HydraConfigError
 
 LENGTHS_SCHEMA = "ds_hydra.lengths/1"
 
+MAX_DRAWN_SEQUENCES = 1 << 22
+"""Of mini-batches that are drawn: some hundred bytes each while they are planned."""
+
 IntArray: TypeAlias = npt.NDArray[np.int64]
 OverLength: TypeAlias = Literal["truncate", "drop", "split"]
 
@@ -81,7 +84,9 @@ class LengthHistogram:
         budget.
 
         As the sampler does, a batch takes sequences while they fit the budget and one at least.
+        Raises HydraConfigError for more than `MAX_DRAWN_SEQUENCES` in all, about.
         """
+        self._check_amount(tokens_per_iteration, num_batches)
         generator = np.random.Generator(np.random.PCG64(seed))
         mean = self.num_tokens / self.num_sequences
         at_once = int(2 * tokens_per_iteration / mean) + 16
@@ -97,6 +102,17 @@ class LengthHistogram:
             )
             yield waiting[:stop]
             waiting = waiting[stop:]
+
+    def _check_amount(self, tokens_per_iteration: int, num_batches: int) -> None:
+        per_batch = tokens_per_iteration * self.num_sequences // self.num_tokens + 1
+        if per_batch * num_batches > MAX_DRAWN_SEQUENCES:
+            most = MAX_DRAWN_SEQUENCES // per_batch
+            tokens = MAX_DRAWN_SEQUENCES // 2 * self.num_tokens // self.num_sequences
+            raise HydraConfigError(
+                f"{num_batches} mini-batches of {tokens_per_iteration} tokens are about {per_batch * num_batches} "
+                f"sequences of histogram {self.name!r}, more than {MAX_DRAWN_SEQUENCES}; "
+                + (f"draw {most} mini-batches" if most else f"lower the tokens of one to {tokens}")
+            )
 
     @classmethod
     def from_counts(cls, counts: Mapping[int, int], *, name: str = "lengths") -> LengthHistogram:

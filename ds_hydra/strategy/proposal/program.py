@@ -55,9 +55,9 @@ class ProposalSettings:
     """Steps of the dynamic program, and what a sequence is charged.
 
     `charge`: "per_sequence" is Eq. (4) to the letter, T(x, P) with its constant for each sequence.
-    "per_micro_batch" spreads the constant over the sequences that share a packed micro-batch and adds the bubble of
-    the pipeline, for mini-batches of `tokens_per_iteration`. `space`: which schemes of the profile
-    may be used.
+    "per_micro_batch" spreads the constant over the sequences that share a packed micro-batch and
+    adds the bubble of the pipeline, for mini-batches of `tokens_per_iteration`. `space`: which
+    schemes of the profile may be used.
     """
 
     device_step: float = 0.1
@@ -98,8 +98,8 @@ def default_tokens_per_iteration(num_devices: int, context_length: int) -> int:
 def usable_schemes(
     profile: Profile, num_devices: int, space: Space = "plain"
 ) -> tuple[Scheme, ...]:
-    """Schemes of the profile that fit `num_devices` and hold a micro-batch of one token at least, smallest
-    first.
+    """Schemes of the profile that fit `num_devices` and hold a micro-batch of one token at least,
+    smallest first.
 
     `space`: <TP,PP> only ("plain"), every scheme that was measured, or all that the profile has an
     entry for ("wide").
@@ -176,15 +176,15 @@ def charge_ms(
 ) -> FloatArray:
     """What each length is charged on one pipeline of `scheme`, in ms.
 
-    "per_micro_batch": a pipeline gets its share of the iteration, U = tokens * N(P) / N, in V equal micro-batches.
-    Its 1F1B time (V + PP - 1) * (W / V + c) is then spread over the U tokens, W being the work
-    without c:
+    "per_micro_batch": a pipeline gets its share of the iteration, U = tokens * N(P) / N, in V equal
+    micro-batches. Its 1F1B time (V + PP - 1) * (W / V + c) is then spread over the U tokens, W
+    being the work without c:
 
         (a x^2 + b x) * (V + PP - 1) / V  +  x / U * c * (V + PP - 1)
 
     with the V that minimises it for a dataset of the mean cost b, between U / MaxLen and U /
-    UtilLen. Where even these micro-batches are shorter than the traffic of their layers, all is charged as
-    much more as they wait.
+    UtilLen. Where even these micro-batches are shorter than the traffic of their layers, all is
+    charged as much more as they wait.
     """
     model = profile.get_latency(scheme)
     lengths = lengths_tokens.astype(np.float64)

@@ -17,10 +17,10 @@ def single_rank_latency(
 ) -> LatencyModel | None:
     """T of the whole model on one rank, or None where the profile has no <1,PP>.
 
-    That of <1,1> where it was measured; else the cheapest PP times T of <1,PP>, for a micro-batch of the
-    context. With `bounds_attention` its quadratic part is at least that of the TP schemes, for each
-    device: attention of a profiled <1,PP> was measured on micro-batches shorter than those that SP ranks
-    hold together, from which its quadratic part does not follow well.
+    That of <1,1> where it was measured; else the cheapest PP times T of <1,PP>, for a micro-batch
+    of the context. With `bounds_attention` its quadratic part is at least that of the TP schemes,
+    for each device: attention of a profiled <1,PP> was measured on micro-batches shorter than those
+    that SP ranks hold together, from which its quadratic part does not follow well.
     """
     measured = profile.latency.get(Scheme(1, 1))
     if measured is not None and Scheme(1, 1) not in profile.assumed:
@@ -59,10 +59,11 @@ def with_streamed_schemes(
 
     - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that.
     - <spN,1;stream> for each N, a power of two up to `num_devices` that divides the heads: T is
-      that of one rank (`single_rank_latency`), of whose micro-batch N ranks have a share each, with the
-      exchanges of SP by the links of `cluster`.
+      that of one rank (`single_rank_latency`), of whose micro-batch N ranks have a share each, with
+      the exchanges of SP by the links of `cluster`.
 
-    A micro-batch takes `Cluster.stream_ms` at least. The entries are marked as derived or estimated.
+    A micro-batch takes `Cluster.stream_ms` at least. The entries are marked as derived or
+    estimated.
     """
     entries = []
     single = single_rank_latency(profile, context_length, bounds_attention=bounds_attention)

@@ -26,8 +26,8 @@ class StageLayers:
 
     @property
     def work(self) -> float:
-        """Time of one micro-batch in forwards and backwards of a layer; a checkpointed one also runs
-        forward again.
+        """Time of one micro-batch in forwards and backwards of a layer; a checkpointed one also
+        runs forward again.
         """
         return self.num_layers + self.num_checkpointed * FORWARD_FRACTION
 
