@@ -28,7 +28,7 @@ from ds_hydra.strategy.proposal.candidates import enumerate_strategies, power_of
 from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import check_context, usable_schemes
-from ds_hydra.strategy.proposal.streamed import CanRun
+from ds_hydra.strategy.proposal.streamed import CanRun, with_streams_of
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 MAX_ENUMERATED_RANKS = 8
@@ -182,9 +182,8 @@ def with_schemes_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile
     """`profile` with what follows from it for the schemes of `strategies` that it has no entry
     for.
     """
-    return with_estimates(profile, strategies).with_schemes(
-        scheme for strategy in strategies for scheme in strategy.schemes
-    )
+    known = with_streams_of(with_estimates(profile, strategies), strategies)
+    return known.with_schemes(scheme for strategy in strategies for scheme in strategy.schemes)
 
 
 def proposes(profile: Profile, settings: CandidateSettings) -> bool:

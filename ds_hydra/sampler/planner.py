@@ -156,24 +156,6 @@ def plan_with_time(
     return planner.plan(_check_strategies(strategies, num_devices))
 
 
-def estimate_iterations(
-    batch: GlobalBatch,
-    *,
-    strategies: Sequence[Strategy],
-    profile: Profile,
-    num_devices: int,
-    settings: PlannerSettings = DEFAULT_SETTINGS,
-) -> FloatArray:
-    """What Alg. 1 makes of `batch` under each of `strategies`, in ms, inf where a sequence does not
-    fit.
-
-    Without packing, in a tenth of the time of a bound: to tell which of many strategies are worth a
-    plan.
-    """
-    planner = _BatchPlanner(batch, profile, num_devices, settings)
-    return np.array([planner.estimate_ms(strategy) for strategy in strategies], dtype=np.float64)
-
-
 def bound_iterations(
     batch: GlobalBatch,
     *,
@@ -281,18 +263,6 @@ class _BatchPlanner:
         self._solve_slowest(best)
         return self._finish(best), best.iteration_ms
 
-    def estimate_ms(self, strategy: Strategy) -> float:
-        """Time of the slowest pipeline after the trials of Alg. 1, with what pull and push add at
-        least.
-        """
-        if self.lengths.size and self.lengths[0] > self.longest(strategy):
-            return np.inf
-        settings, assignment = self.settings, np.zeros_like(self.lengths)
-        estimate = dispatch_trials(
-            self._problem(strategy), settings.num_trials, settings.seed, assignment
-        )
-        return estimate + self._least_link_ms(strategy)
-
     def least_ms(self, strategy: Strategy) -> tuple[float, float]:
         """Lower bounds of propagation, and of the iteration with what pull and push add at
         least.
@@ -363,9 +333,8 @@ class _BatchPlanner:
 
     def _least_link_ms(self, strategy: Strategy) -> float:
         link = self.settings.link_times.get(strategy, NO_LINKS)
-        return (link.pull_ms + link.push_ms) / max(
-            1, self._num_buckets // min(s.pp for s in strategy.schemes)
-        )
+        num_stages = min(scheme.pp for scheme in dict.fromkeys(strategy.schemes))
+        return (link.pull_ms + link.push_ms) / max(1, self._num_buckets // num_stages)
 
     @property
     def _num_buckets(self) -> int:

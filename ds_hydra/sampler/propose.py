@@ -18,8 +18,9 @@ import numpy as np
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import PlannerSettings, estimate_iterations, plan_with_time
+from ds_hydra.sampler.planner import PlannerSettings, plan_with_time
 from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.sampler.screening import Screen
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
@@ -43,6 +44,8 @@ Progress = Callable[[int, int], None]
 
 
 HEURISTIC = PlannerSettings().heuristic()
+_REACH = 0.05
+"""Strategies are planned for a mini-batch whose estimate is at most so much above the best one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +53,8 @@ class PruningSettings:
     """How candidates are tried out.
 
     `num_rounds`: how often the strategies one step away from the winners are tried too.
-    `max_planned`: strategies that are planned for a mini-batch; of more, those that one greedy
-    dispatch likes best. `tolerance`: how much slower, on average over the sampled mini-batches, the
+    `max_planned`: strategies that are planned for a mini-batch; of more, those among the best of
+    one greedy dispatch. `tolerance`: how much slower, on average over the sampled mini-batches, the
     set that stays may be than the set of all candidates; `extended_tolerance` the same where
     strategies of extended schemes come on top: each costs communicators. `max_communicators`:
     process groups that the set may need at most. `links_of`: pull and push of a strategy, which
@@ -340,25 +343,26 @@ class _Trial:
         `share`: of the mini-batches that are looked at, rounded up.
         """
         won: Counter[Strategy] = Counter()
+        screen = None
+        if len(strategies) > self._pruning.max_planned:
+            screen = Screen(
+                strategies,
+                self.profile,
+                self.num_devices,
+                num_trials=self._pruning.planner.num_trials,
+                seed=self._pruning.planner.seed,
+            )
         for done, batch in enumerate(self._batches[: ceil(share * len(self._batches))], start=1):
-            won[self._plan(batch, self._promising(batch, strategies))[0]] += 1
+            tried = strategies
+            if screen is not None:
+                estimates = screen.estimates_ms(batch)
+                best = np.argsort(estimates, kind="stable")[: self._pruning.max_planned]
+                near = best[estimates[best] <= (1 + _REACH) * estimates[best[0]]]
+                tried = [strategies[index] for index in np.sort(near)]
+            won[self._plan(batch, tried)[0]] += 1
             if progress is not None:
                 progress(done, len(self._batches))
         return tuple(strategy for strategy, _ in won.most_common())
-
-    def _promising(self, batch: GlobalBatch, strategies: Sequence[Strategy]) -> Sequence[Strategy]:
-        """`strategies`, of many the `max_planned` that one greedy dispatch likes best."""
-        if len(strategies) <= self._pruning.max_planned:
-            return strategies
-        estimates = estimate_iterations(
-            batch,
-            strategies=strategies,
-            profile=self.profile,
-            num_devices=self.num_devices,
-            settings=self._settings(strategies),
-        )
-        best = np.argsort(estimates, kind="stable")[: self._pruning.max_planned]
-        return [strategies[index] for index in np.sort(best)]
 
     def _plan(self, batch: GlobalBatch, strategies: Sequence[Strategy]) -> tuple[Strategy, float]:
         plan, time_ms = plan_with_time(

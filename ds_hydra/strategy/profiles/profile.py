@@ -315,8 +315,9 @@ class Profile:
 
         Raises HydraConfigError naming the schemes that were profiled.
         """
-        plain = scheme.without_parts()
-        if scheme not in self.latency and self.has_latency(scheme):
+        if scheme in self.latency:
+            return self.latency[scheme]
+        if self.has_latency(scheme):
             ratio = slowest_stage_ratio(scheme, self.memory.num_layers)
             base = self.latency[self._base(scheme)]
             return LatencyModel(
@@ -325,18 +326,15 @@ class Profile:
                 constant_ms=ratio * base.constant_ms,
                 traffic_ms=base.traffic_ms,
             )
-        if scheme not in self.latency:
-            wanted = (
-                scheme
-                if scheme == plain
-                else f"{scheme}, and {plain} from which it could be derived,"
-            )
-            raise HydraConfigError(
-                f"scheme {wanted} is not in profile {self.name!r}, which has "
-                f"{', '.join(str(known) for known in sorted(self.latency))}; profile it or remove it from "
-                "hydra.strategies"
-            )
-        return self.latency[scheme]
+        plain = scheme.without_parts()
+        wanted = (
+            scheme if scheme == plain else f"{scheme}, and {plain} from which it could be derived,"
+        )
+        raise HydraConfigError(
+            f"scheme {wanted} is not in profile {self.name!r}, which has "
+            f"{', '.join(str(known) for known in sorted(self.latency))}; profile it or remove it from "
+            "hydra.strategies"
+        )
 
     @property
     def assumed(self) -> frozenset[Scheme]:
