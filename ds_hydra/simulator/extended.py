@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import plan_with_time
+from ds_hydra.sampler.planner import heuristic_times
 from ds_hydra.sampler.propose import count_communicators
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.sampler.screening import Screen
@@ -133,19 +133,16 @@ def _planned_ms(
     scenario: Scenario, strategy: Strategy, batches: Iterable[GlobalBatch]
 ) -> FloatArray:
     """Times with pull and push by the planner's heuristic, inf where a sequence fits nowhere."""
-    longest = scenario.longest(strategy)
-    settings = scenario.linked_settings([strategy]).heuristic()
-    return np.array(
+    settings = scenario.linked_settings([strategy])
+    return np.concatenate(
         [
-            plan_with_time(
+            heuristic_times(
                 batch,
                 strategies=[strategy],
                 profile=scenario.profile,
                 num_devices=scenario.num_devices,
                 settings=settings,
-            )[1]
-            if max(batch.lengths) <= longest
-            else np.inf
+            )
             for batch in batches
         ]
     )

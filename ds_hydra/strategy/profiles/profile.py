@@ -394,6 +394,18 @@ class Profile:
             {**self.document, "schemes": [*self.document["schemes"], *entries]}
         )
 
+    def with_entries(self, other: Profile, schemes: Iterable[Scheme]) -> Profile:
+        """This profile with the entries that `other` has for those of `schemes` that it has none
+        for.
+        """
+        missing = set(schemes) - self.latency.keys()
+        entries = [e for e in other.document["schemes"] if Scheme.from_json(e) in missing]
+        if not entries:
+            return self
+        return Profile.from_json(
+            {**self.document, "schemes": [*self.document["schemes"], *entries]}
+        )
+
     def with_latency(self, latency: Mapping[Scheme, LatencyModel]) -> Profile:
         """This profile with the coefficients of `latency` in place of its own, in the document as
         well.

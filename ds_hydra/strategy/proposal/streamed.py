@@ -97,7 +97,7 @@ def with_streams_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile
     it has no T of; as it is where nothing is known of its links.
     """
     wanted = {replace(s, stages=(), ckpt=0) for x in strategies for s in x.schemes if s.streams_all}
-    wanted = {scheme for scheme in wanted if not profile.has_latency(scheme)}
+    wanted -= profile.latency.keys()
     if not wanted:
         return profile
     num_devices = max(strategy.num_devices for strategy in strategies)
