@@ -27,6 +27,7 @@ kinds = st.builds(
         quadratic_ms=st.sampled_from([0.0, 0.02]),
         linear_ms=st.sampled_from([0.5, 1.0, 2.0]),
         constant_ms=st.sampled_from([0.0, 1.0, 8.0]),
+        traffic_ms=st.sampled_from([0.0, 20.0]),
     ),
 )
 kind_lists = st.lists(kinds, min_size=1, max_size=3)

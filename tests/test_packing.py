@@ -23,6 +23,7 @@ latencies = st.builds(
     quadratic_ms=st.sampled_from([0.0, 0.05, 0.5]),
     linear_ms=st.sampled_from([0.5, 1.0]),
     constant_ms=st.sampled_from([0.0, 1.0, 10.0]),
+    traffic_ms=st.sampled_from([0.0, 25.0]),
 )
 cases = {"latency": latencies, "num_stages": st.integers(1, 4), "is_exact": st.booleans()}
 

@@ -8,6 +8,7 @@ import itertools
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,6 +32,10 @@ PROFILE = make_profile(
         "<2,2>": (0.003, 0.3, 2.5),
         "<1,3>": (0.003, 0.3, 2.0),
     }
+)
+TRAFFIC_MS = {Scheme(1, 1): 12.0, Scheme(1, 2): 9.0}
+PROFILE = PROFILE.with_latency(
+    {scheme: replace(PROFILE.latency[scheme], traffic_ms=ms) for scheme, ms in TRAFFIC_MS.items()}
 )
 MAX_LEN = {
     Scheme(1, 1): 20,

@@ -68,30 +68,30 @@ def test_all_iterations_become_a_page_with_strip_and_gantt(files):
     assert escape(timelines[0].strategy) in html
 
 
-def test_timeline_of_the_extended_space(files):
+def test_timeline_of_both_spaces(files):
     """Its iterations differ from those of ds_hydra as soon as one of them has a scheme with SP."""
     lengths = files / "long.json"
     lengths.write_text(
         json.dumps(LengthHistogram.from_counts({5: 400, 200: 60}, name="long").to_json())
     )
-    options = [*arguments(files, context=200), "--histogram", lengths, "--systems", "wider"]
+    options = [*arguments(files, context=200), "--histogram", lengths, "--systems", "plain"]
     found = {}
-    for system in ("ds_hydra", "wider"):
+    for system in ("ds_hydra", "plain"):
         path = files / f"{system}.jsonl"
         result = invoke(*options, "--timeline", path, "--timeline-of", system)
         assert result.exit_code == 0, result.stderr
-        assert "ds_hydra with SP (extended space)" in result.stdout
-        assert "T under SP is estimated" in result.stdout
+        assert "ds_hydra, <TP,PP> alone" in result.stdout
+        assert "T under SP and of streamed layers is estimated" in result.stdout
         found[system] = [
             Timeline.from_json(json.loads(line)) for line in path.read_text().splitlines()
         ]
-    assert not any("sp" in timeline.strategy for timeline in found["ds_hydra"])
-    assert any("<sp" in timeline.strategy for timeline in found["wider"])
+    assert not any("sp" in timeline.strategy for timeline in found["plain"])
+    assert any("<sp" in timeline.strategy for timeline in found["ds_hydra"])
     assert (
         "it is not among --systems megatron"
-        in invoke(*arguments(files), "--systems", "megatron", "--timeline-of", "wider").stderr
+        in invoke(*arguments(files), "--systems", "megatron", "--timeline-of", "plain").stderr
     )
-    assert "choose ds_hydra or wider" in invoke(*arguments(files), "--timeline-of", "static").stderr
+    assert "choose ds_hydra or plain" in invoke(*arguments(files), "--timeline-of", "static").stderr
 
 
 def test_strategies_with_checkpointed_layers_hold_what_no_other_scheme_does(files):

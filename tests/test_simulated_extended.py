@@ -1,4 +1,4 @@
-"""ds_hydra with sequence parallelism in the simulator: schemes, estimates, candidates, bounds."""
+"""The full space of ds_hydra in the simulator: schemes, estimates, candidates, bounds."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from test_cluster import SHAPE, make_cluster
 from test_simulator import checkpointing_document, make_scenario, make_workload, small_profile
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.simulator.cases import load_case
 from ds_hydra.simulator.compare import Settings, compare
 from ds_hydra.simulator.extended import (
     extended_scenario,
@@ -18,7 +19,9 @@ from ds_hydra.simulator.extended import (
     extended_strategies,
     with_sequence_parallelism,
 )
-from ds_hydra.simulator.scenario import bound_of
+from ds_hydra.simulator.scenario import Scenario, bound_of
+from ds_hydra.simulator.ulysses import balance_micro_batches_by_time
+from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -30,7 +33,7 @@ LONG = LengthHistogram.from_counts({5: 400, 20: 200, 200: 30}, name="long")
 @pytest.fixture(scope="module")
 def comparison():
     workload = make_workload(histogram=LONG, context_length=200, tokens_per_iteration=400)
-    systems = ("deepspeed", "static", "wider", "extended_static")
+    systems = ("plain", "deepspeed", "static", "full_static")
     return compare(workload, None, Settings(iterations=12, systems=systems))
 
 
@@ -89,13 +92,14 @@ def test_sequence_parallelism_joins_where_a_long_sequence_decides():
 
 
 def test_the_extended_space_is_faster_and_its_strategies_are_named(comparison):
-    ours, extended = comparison.planned["ds_hydra"], comparison.planned["wider"]
+    ours, extended = comparison.planned["plain"], comparison.planned["ds_hydra"]
     assert extended.strategies[: len(ours.strategies)] == ours.strategies
-    assert comparison.get("wider") is extended.result
+    assert comparison.results[0] is extended.result
+    assert comparison.get("plain") is ours.result
     assert (extended.result.propagation_ms <= ours.result.propagation_ms * 1.001).all()
     assert extended.result.propagation_ms.sum() < 0.95 * ours.result.propagation_ms.sum()
     assert (
-        comparison.get("extended_static").propagation_ms.sum()
+        comparison.get("full_static").propagation_ms.sum()
         >= 0.999 * extended.result.propagation_ms.sum()
     )
     assert "<sp" in extended.result.strategy
@@ -106,36 +110,42 @@ def test_document_names_the_space_and_keeps_the_rest_as_it_was(comparison):
     document = comparison.to_json()
     assert [s["name"] for s in document["systems"]] == [
         "ds_hydra",
+        "plain",
         "deepspeed",
         "static",
-        "wider",
-        "extended_static",
+        "full_static",
     ]
     assert document["strategies"] == [str(s) for s in comparison.planned["ds_hydra"].strategies]
-    assert document["wider"]["strategies"] == [
-        str(s) for s in comparison.planned["wider"].strategies
+    assert document["plain"]["strategies"] == [
+        str(s) for s in comparison.planned["plain"].strategies
     ]
-    assert document["wider"]["perfect_balance_ms"] < document["perfect_balance_ms"]
-    assert document["wider"]["distance_to_bound"] >= 0
+    assert document["plain"]["perfect_balance_ms"] > document["perfect_balance_ms"]
+    assert document["plain"]["distance_to_bound"] >= 0
+    assert (document["space"], document["attention"]) == ("full", "bounded")
     without = compare(make_workload(), None, Settings(iterations=2, systems=("static",))).to_json()
-    assert "wider" not in without
+    assert "plain" not in without
 
 
 def test_other_systems_do_not_see_the_extended_space(comparison):
     alone = compare(
-        comparison.workload, None, Settings(iterations=12, systems=("deepspeed", "static"))
+        comparison.workload,
+        None,
+        Settings(iterations=12, systems=("deepspeed", "static"), space="plain"),
     )
-    for name in ("ds_hydra", "deepspeed", "static"):
+    for name in ("deepspeed", "static"):
         np.testing.assert_array_equal(
             alone.get(name).propagation_ms, comparison.get(name).propagation_ms
         )
+    np.testing.assert_array_equal(
+        alone.get("ds_hydra").propagation_ms, comparison.get("plain").propagation_ms
+    )
 
 
 def test_events_of_both_planned_systems(comparison):
-    for system in ("ds_hydra", "wider"):
+    for system in ("ds_hydra", "plain"):
         found = [comparison.simulate(i, system).propagation_ms for i in range(3)]
         assert found == pytest.approx(comparison.get(system).propagation_ms[:3])
-    used = {s for plan in comparison.planned["wider"].plans for s in plan.strategy.schemes}
+    used = {s for plan in comparison.planned["ds_hydra"].plans for s in plan.strategy.schemes}
     assert any(scheme.sp > 1 for scheme in used)
 
 
@@ -174,9 +184,80 @@ def test_context_that_only_checkpointed_layers_hold():
         compare(dataclasses.replace(workload, profile=profile), None, Settings(iterations=3))
 
 
-def test_schemes_of_the_extended_space_have_no_parts():
-    scenario = make_scenario()
-    profile = scenario.profile.with_schemes([Scheme(2, 1, stages=(1,))])
-    extended = extended_scenario(dataclasses.replace(scenario, profile=profile))
-    assert Scheme(2, 1, stages=(1,)) not in extended_schemes(extended)
-    assert Scheme(1, 1, sp=4) in extended_schemes(extended)
+@pytest.fixture(scope="module")
+def paper():
+    """LLaMA 32B on 64 A800: the scenario in the full space."""
+    workload = load_case("paper/commoncrawl-32b-64gpu-f1").workload
+    profile, number = workload.profile, workload.num_devices
+    return extended_scenario(
+        Scenario(
+            profile=profile,
+            num_devices=number,
+            context_length=workload.context_length,
+            batches=(make_batch([16000, 9000, 4000, *[700] * 200]),),
+            cluster=find_cluster(profile, number),
+        )
+    )
+
+
+def test_the_full_space_has_what_was_not_published(paper):
+    schemes = extended_schemes(paper)
+    assert any(s.streams_all and s.sp == 8 and not s.ckpt for s in schemes)
+    assert any(s.streams_all and s.tp > 1 for s in schemes)
+    few = dataclasses.replace(paper, num_devices=32, cluster=find_cluster(paper.profile, 32))
+    assert any(s.streams_all and s.ckpt for s in extended_schemes(few))
+    assert not any(s.stream for s in extended_schemes(make_scenario()))  # no links
+    assert all(paper.profile.has_latency(scheme) for scheme in schemes)
+
+
+def test_streamed_schemes_join_where_they_are_faster(paper):
+    given = (Strategy.parse("4x<16,1>"), Strategy.parse("1x<8,1> + 14x<4,1>"))
+    found = extended_strategies(paper, given, paper.batches, max_communicators=256)
+    assert found[:2] == given
+    assert any(scheme.stream for strategy in found[2:] for scheme in strategy.schemes)
+    times = {strategies: paper.plan(paper.batches[0], strategies).makespan_ms
+             for strategies in (given, found)}  # fmt: skip
+    assert times[found] < 0.95 * times[given]
+
+
+def test_micro_batches_by_time_are_packed_by_hand():
+    """Two groups, two steps, room for 9 tokens: each goes to what then ends first."""
+    lengths = np.array([6, 5, 4, 3, 2])
+    micro_batches = np.zeros(5, dtype=np.int64)
+    work = lengths.astype(np.float64)
+    assert balance_micro_batches_by_time(lengths, work, 2, 2, 9, False, micro_batches)
+    np.testing.assert_array_equal(micro_batches, [0, 1, 2, 3, 3])
+    # By steps: 4 makes the first step longer by 3 beside the 5, a new one by 4; 3 fits beside the 6
+    assert balance_micro_batches_by_time(lengths, work, 2, 2, 9, True, micro_batches)
+    np.testing.assert_array_equal(micro_batches, [0, 1, 1, 0, 2])
+    assert not balance_micro_batches_by_time(
+        lengths, work, 2, 1, 9, False, micro_batches
+    )  # 20 tokens, room for 18
+
+
+def test_micro_batches_by_time_are_faster_than_first_fit_micro_batches():
+    workload = load_case("paper/commoncrawl-7b-16gpu-f2").workload
+    systems = ("deepspeed", "deepspeed_ac", "deepspeed_balanced")
+    found = compare(
+        workload,
+        find_cluster(workload.profile, workload.num_devices),
+        Settings(iterations=4, systems=systems, space="plain"),
+    )
+    first_fit, checkpointed, by_time = (found.get(name).iteration_ms for name in systems)
+    assert (by_time < np.minimum(first_fit, checkpointed)).all()
+
+
+def test_attention_of_one_rank_is_bounded_for_all_that_use_it():
+    workload = load_case("paper/github-32b-32gpu-f1").workload
+    cluster = find_cluster(workload.profile, workload.num_devices)
+    systems = ("deepspeed", "deepspeed_balanced", "megatron")
+    bounded, free = (
+        compare(workload, cluster, Settings(iterations=2, systems=systems, bounds_attention=b))
+        for b in (True, False)
+    )
+    for name in ("deepspeed", "deepspeed_balanced", "ds_hydra"):
+        assert free.get(name).propagation_ms.sum() < bounded.get(name).propagation_ms.sum()
+    np.testing.assert_array_equal(
+        free.get("megatron").propagation_ms, bounded.get("megatron").propagation_ms
+    )
+    assert free.to_json()["attention"] == "extrapolated"

@@ -234,7 +234,8 @@ def test_what_a_profile_knows_of_sp_changes_neither_baselines_nor_proposals():
 def test_bound_holds_for_every_system(comparison):
     for result in comparison.results:
         if "deepspeed" not in result.name:  # Ulysses is none of the profile's schemes
-            space = comparison.planned["wider" if "wider" in result.name else "ds_hydra"]
+            is_full = result.name in ("ds_hydra", "full_static")
+            space = comparison.planned["ds_hydra" if is_full else "plain"]
             assert (result.propagation_ms >= space.perfect_balance_ms - 1e-9).all()
     assert all(planned.distance_to_bound >= 0 for planned in comparison.planned.values())
 
@@ -312,7 +313,7 @@ def test_workloads_without_a_meaning(changes, message):
 
 def test_unknown_system():
     with pytest.raises(
-        HydraConfigError, match="system 'alpa' is not known; choose among given, megatron"
+        HydraConfigError, match="system 'alpa' is not known; choose among plain, given, megatron"
     ):
         Settings(systems=("megatron", "alpa"))
 

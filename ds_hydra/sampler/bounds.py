@@ -48,9 +48,12 @@ def _capacity(
     if problem.is_eq2:
         return limit_ms, limit_ms / max(cheapest_token_ms, 1e-300)
     num_stages, constant = problem.num_stages[kind], problem.constant_ms[kind]
+    traffic = problem.traffic_ms[kind]
     outside = min(problem.forward_fraction, 1.0 - problem.forward_fraction)
     best_load, best_tokens = 0.0, 0.0
     for num_micro_batches in range(1, problem.lengths.size + 1):
+        if (num_stages - 1 + num_micro_batches) * traffic > limit_ms:
+            break
         if problem.is_exact:
             ratio = (
                 1.0
@@ -86,7 +89,9 @@ def _first_allowed(problem: DispatchProblem, limit_ms: float) -> IntArray:
         first = 0
         while first < problem.lengths.size and (
             problem.lengths[first] > problem.max_len_tokens[kind]
-            or num_stages * (problem.sequence_ms[kind, first] + constant) > limit_ms
+            or num_stages
+            * max(problem.sequence_ms[kind, first] + constant, problem.traffic_ms[kind])
+            > limit_ms
         ):
             first += 1
         first_allowed[kind] = first
@@ -221,8 +226,9 @@ def strategy_bound_ms(problem: DispatchProblem, upper_ms: float) -> float:
         alone = np.inf
         for kind in range(problem.num_stages.size):
             if problem.lengths[i] <= problem.max_len_tokens[kind]:
-                time = problem.num_stages[kind] * (
-                    problem.sequence_ms[kind, i] + problem.constant_ms[kind]
+                time = problem.num_stages[kind] * max(
+                    problem.sequence_ms[kind, i] + problem.constant_ms[kind],
+                    problem.traffic_ms[kind],
                 )
                 alone = min(alone, time)
         low = max(low, alone)

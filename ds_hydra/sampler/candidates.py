@@ -25,9 +25,10 @@ from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies, power_of_two_schemes
-from ds_hydra.strategy.proposal.extended import CanRun, with_extended_schemes
+from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import check_context, usable_schemes
+from ds_hydra.strategy.proposal.streamed import CanRun
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 MAX_ENUMERATED_RANKS = 8
@@ -170,6 +171,7 @@ def decide_candidates(
             max_communicators=settings.max_groups - settings.num_other_groups,
             links_of=settings.links_of,
         ),
+        cluster=settings.cluster,
         progress=progress,
     )
     known = with_schemes_of(profile, proposal.strategies)
@@ -259,6 +261,7 @@ def _extended(profile: Profile, settings: CandidateSettings) -> Profile:
         num_devices=settings.num_devices,
         context_length=settings.context_length,
         can_run=settings.can_run,
+        cluster=settings.cluster,
     )
 
 

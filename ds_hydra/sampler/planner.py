@@ -445,7 +445,7 @@ class _BatchPlanner:
         iteration shorter.
 
         Only where an integer program is exact: by the closed form, and for one stage, whose time is
-        that of the fewest micro-batches.
+        that of the fewest micro-batches where no micro-batch waits for its traffic.
         """
         limits = self.settings.solver_limits
         for _ in range(_MAX_SOLVED if limits is not None else 0):
@@ -455,7 +455,7 @@ class _BatchPlanner:
             cost = pipeline_cost(best.problem, kind)
             lengths, costs = self.lengths[members], best.problem.sequence_ms[kind, members]
             bound = pipeline_bound_ms(lengths, costs, cost)
-            is_solvable = cost.num_stages == 1 or not cost.is_exact
+            is_solvable = not cost.is_exact or (cost.num_stages == 1 and cost.traffic_ms == 0.0)
             if (
                 limits is None
                 or not is_solvable
@@ -524,6 +524,7 @@ class _BatchPlanner:
             int(problem.num_stages[kind]),
             problem.forward_fraction,
             problem.is_exact,
+            problem.traffic_ms[kind],
         )
 
 

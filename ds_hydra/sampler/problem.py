@@ -25,10 +25,11 @@ class DispatchProblem(NamedTuple):
     """Sequences (descending) and pipelines of one strategy.
 
     `kind_of[j]` is the kind of pipeline j; pipelines of one kind are consecutive. `sequence_ms[k,
-    i]` is a l^2 + b l of sequence i on kind k; `ratio[k]` and `share[k]` are its
-    `MicroBatchBalance`. A pipeline is valued by Eq. (2) without the constant of T (`is_eq2`), as in
-    Eq. (3), or else by the time that an even packing will take, which is what the planner needs: by
-    the closed form, or nearly by the 1F1B recurrence (`is_exact`).
+    i]` is a l^2 + b l of sequence i on kind k; no micro-batch takes less than `traffic_ms[k]`;
+    `ratio[k]` and `share[k]` are its `MicroBatchBalance`. A pipeline is valued by Eq. (2) without
+    the constant of T (`is_eq2`), as in Eq. (3), or else by the time that an even packing will take,
+    which is what the planner needs: by the closed form, or nearly by the 1F1B recurrence
+    (`is_exact`).
     """
 
     lengths: IntArray
@@ -36,6 +37,7 @@ class DispatchProblem(NamedTuple):
     kind_of: IntArray
     num_stages: IntArray
     constant_ms: FloatArray
+    traffic_ms: FloatArray
     max_len_tokens: IntArray
     ratio: FloatArray
     share: FloatArray
@@ -62,6 +64,7 @@ def make_problem(
         kind_of=np.repeat(np.arange(len(kinds)), [kind.num_pipelines for kind in kinds]),
         num_stages=np.array([kind.num_stages for kind in kinds], dtype=np.int64),
         constant_ms=np.array([0.0 if is_eq2 else t.constant_ms for t in latency], dtype=np.float64),
+        traffic_ms=np.array([0.0 if is_eq2 else t.traffic_ms for t in latency], dtype=np.float64),
         max_len_tokens=np.array([kind.max_len_tokens for kind in kinds], dtype=np.int64),
         ratio=np.array([b.ratio for b in balance]),
         share=np.array([b.share for b in balance]),

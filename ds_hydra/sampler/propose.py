@@ -20,10 +20,11 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import PlannerSettings, estimate_iterations, plan_with_time
 from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.candidates import STRATEGIES_SCHEMA
-from ds_hydra.strategy.proposal.extended import CanRun, with_extended_schemes
+from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
@@ -33,6 +34,7 @@ from ds_hydra.strategy.proposal.program import (
     propose_from_histogram,
     usable_schemes,
 )
+from ds_hydra.strategy.proposal.streamed import CanRun
 from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -165,6 +167,7 @@ def propose_strategies(
     can_run: CanRun = lambda _: True,
     given: Sequence[Strategy] = (),
     pruning: PruningSettings = PruningSettings(),
+    cluster: Cluster | None = None,
     progress: Progress | None = None,
 ) -> Proposal:
     """The smallest candidate set found that is as fast as all candidates on sampled mini-batches.
@@ -173,7 +176,8 @@ def propose_strategies(
     sequence of the context has a place and the set is never slower than static training. Or the
     strategies `given`, in its place. Then strategies of the extended schemes of `space` come on top
     where they make the sampled mini-batches faster; a planner that chooses from more is never
-    slower. Schemes that are derived for it must pass `can_run`.
+    slower. Schemes that are derived for it must pass `can_run`; streamed ones are where `cluster`
+    says how fast layers stream.
 
     Raises HydraConfigError if no scheme of the space holds the context, or if the best static
     strategy alone needs more communicators than allowed.
@@ -182,7 +186,11 @@ def propose_strategies(
     histogram = histogram.limit(context_length)
     if space == "wide":
         profile = with_extended_schemes(
-            profile, num_devices=num_devices, context_length=context_length, can_run=can_run
+            profile,
+            num_devices=num_devices,
+            context_length=context_length,
+            can_run=can_run,
+            cluster=cluster,
         )
     is_extended = not all(scheme.is_plain for scheme in usable_schemes(profile, num_devices, space))
     plain_holds = (
@@ -279,22 +287,16 @@ class _Trial:
     ) -> None:
         self.profile, self.num_devices, self.context_length = profile, num_devices, context_length
         self._batches, self._pruning = batches, pruning
-        # Once, not for every strategy and mini-batch.
-        longest = {
-            s: max(0, profile.max_len_tokens(s, num_devices))
-            for s in profile.latency
-            if profile.memory.knows(s)
-        }
-        self._planner = replace(
-            pruning.planner, max_len_override=longest | dict(pruning.planner.max_len_override)
-        )
 
     def holds_context(self, strategy: Strategy) -> bool:
         """Whether a sequence of the context has a place in `strategy`."""
         return self._longest(strategy) >= self.context_length
 
     def _longest(self, strategy: Strategy) -> int:
-        return max(self.profile.max_len_tokens(s, self.num_devices) for s in set(strategy.schemes))
+        return max(
+            self.profile.max_len_tokens(s, self.num_devices, strategy)
+            for s in dict.fromkeys(strategy.schemes)
+        )
 
     def best_static(self, space: Space) -> tuple[Strategy, FloatArray]:
         """The fastest strategy of one scheme that holds the context, on average, and its times."""
@@ -375,7 +377,7 @@ class _Trial:
             if links_of is not None
             else {}
         )
-        return replace(self._planner, link_times=times)
+        return replace(self._pruning.planner, link_times=times)
 
 
 def _sample_batches(

@@ -123,11 +123,20 @@ def closed_form_ms(micro_batch_ms: FloatArray, num_stages: int) -> float:
 
 @compiled
 def makespan_ms(
-    micro_batch_ms: FloatArray, num_stages: int, forward_fraction: float, is_exact: bool
+    micro_batch_ms: FloatArray,
+    num_stages: int,
+    forward_fraction: float,
+    is_exact: bool,
+    traffic_ms: float = 0.0,
 ) -> float:
     """Time of one pipeline by the objective in use: the 1F1B recurrence (`is_exact`) or the closed
     form.
+
+    `micro_batch_ms` is what micro-batches compute; each takes `traffic_ms` at least, what its
+    layers move.
     """
+    if traffic_ms > 0.0:
+        micro_batch_ms = np.maximum(micro_batch_ms, traffic_ms)
     if is_exact:
         return one_f_one_b_ms(micro_batch_ms, num_stages, forward_fraction)
     return closed_form_ms(micro_batch_ms, num_stages)

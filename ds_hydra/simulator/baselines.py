@@ -190,11 +190,7 @@ def heterogeneous_static(
     """`two_stage` with those of `candidates` that hold the context, and every homogeneous strategy
     that does.
     """
-    holding = [
-        s
-        for s in candidates
-        if max(map(scenario.max_len_tokens, s.schemes)) >= scenario.context_length
-    ]
+    holding = [s for s in candidates if scenario.longest(s) >= scenario.context_length]
     return two_stage(scenario, tuple(dict.fromkeys((*holding, *scenario.statics()))), name=name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from ds_hydra.simulator.baselines import (
 from ds_hydra.simulator.events import Simulation
 from ds_hydra.simulator.extended import extended_scenario, extended_schemes, extended_strategies
 from ds_hydra.simulator.scenario import Bound, Scenario, SystemResult, bound_of
-from ds_hydra.simulator.ulysses import deepspeed_ulysses
+from ds_hydra.simulator.ulysses import balanced_ulysses, deepspeed_ulysses
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -40,27 +40,29 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 SIMULATION_SCHEMA = "ds_hydra.simulation/1"
 
 DS_HYDRA = "ds_hydra"
+PLAIN = "plain"
 LABELS = {
     DS_HYDRA: "ds_hydra",
+    PLAIN: "ds_hydra, <TP,PP> alone",
     "given": "Megatron-LM, given strategy",
     "megatron": "Megatron-LM, tuned",
     "megatron_rows": "Megatron-LM, row length tuned too",
     "deepspeed": "DeepSpeed ZeRO-3 + Ulysses",
     "deepspeed_ac": "DeepSpeed ZeRO-3 + Ulysses + AC",
+    "deepspeed_balanced": "DeepSpeed + Ulysses, rows by time",
     "hotspa": "HotSPa",
     "balanced": "balanced DP (Karmarkar-Karp)",
     "two_stage": "homogeneous, two-stage",
     "static": "heterogeneous static",
-    "wider": "ds_hydra with SP (extended space)",
-    "extended_static": "heterogeneous static with SP",
+    "full_static": "heterogeneous static, full space",
 }
 """Systems in the order they are shown, with what users see."""
 NEED_STATIC = ("megatron", "megatron_rows", "hotspa", "balanced", "two_stage")
 """Systems that run <TP,PP> which hold the context, and are left out where only schemes with parts
 do.
 """
-EXTENDED = "wider"
-PLANNED = (DS_HYDRA, EXTENDED)
+FULL_STATIC = "full_static"
+PLANNED = (DS_HYDRA, PLAIN)
 """Systems whose plans a comparison keeps."""
 STATIC_SYSTEMS = (
     "given",
@@ -68,6 +70,7 @@ STATIC_SYSTEMS = (
     "megatron_rows",
     "deepspeed",
     "deepspeed_ac",
+    "deepspeed_balanced",
     "balanced",
     "two_stage",
     "static",
@@ -102,7 +105,9 @@ class Settings:
     """How it is simulated. `systems` other than ds_hydra; `num_proposal_batches` mini-batches,
     drawn apart from those of the comparison, decide about ds_hydra's candidates. `overlap` of pull
     and push with propagation. `num_proposal_rounds`: see `PruningSettings`. `max_communicators`:
-    process groups that the candidates may need together, four for each device if None.
+    process groups that the candidates may need together, four for each device if None. `space` of
+    ds_hydra, where the workload has no strategies: <TP,PP>, SP, streamed and checkpointed layers
+    ("full"), or <TP,PP> ("plain"). `bounds_attention` of T of one rank: see `single_rank_latency`.
     """
 
     iterations: int = 100
@@ -112,6 +117,8 @@ class Settings:
     num_proposal_batches: int = 32
     num_proposal_rounds: int = 1
     max_communicators: int | None = None
+    space: Literal["full", "plain"] = "full"
+    bounds_attention: bool = True
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.systems if name not in LABELS or name == DS_HYDRA]
@@ -215,7 +222,7 @@ class Comparison:
 
     @property
     def ours(self) -> Planned:
-        """ds_hydra with <TP,PP> schemes."""
+        """ds_hydra in the space of the settings."""
         return self.planned[DS_HYDRA]
 
     @property
@@ -292,7 +299,9 @@ class Comparison:
             "communication": self.cluster.hardware.name if self.cluster else None,
             **self.ours.to_json(),
             "systems": [self._system(result, price_per_gpu_hour) for result in self.results],
-            **({EXTENDED: self.planned[EXTENDED].to_json()} if EXTENDED in self.planned else {}),
+            "space": self.settings.space,
+            "attention": "bounded" if self.settings.bounds_attention else "extrapolated",
+            **({PLAIN: self.planned[PLAIN].to_json()} if PLAIN in self.planned else {}),
         }
 
     def _system(self, result: SystemResult, price: float | None) -> dict[str, Any]:
@@ -335,17 +344,18 @@ def compare(workload: Workload, cluster: Cluster | None, settings: Settings) -> 
         ),
         cluster=cluster,
         overlap=settings.overlap,
+        bounds_attention=settings.bounds_attention,
     )
     strategies = workload.strategies or _propose(workload, cluster, settings)
     plain = usable_schemes(workload.profile, workload.num_devices)
-    planned = {DS_HYDRA: _plan(DS_HYDRA, scenario, strategies, plain)}
-    needs_proposed = {"static", "extended_static"} & set(settings.systems) and scenario.statics()
+    needs_proposed = {"static", FULL_STATIC} & set(settings.systems) and scenario.statics()
     proposed = _proposed_strategies(workload) if needs_proposed else ()
-    extended, extended_candidates = scenario, strategies
-    if {EXTENDED, "extended_static"} & set(settings.systems):
-        extended = extended_scenario(scenario)
-        extended_candidates = extended_strategies(
-            extended,
+    full, candidates, schemes = scenario, strategies, plain
+    if settings.space == "full" and not workload.strategies:
+        full = extended_scenario(scenario)
+        schemes = extended_schemes(full)
+        candidates = extended_strategies(
+            full,
             strategies,
             draw_batches(
                 histogram,
@@ -355,17 +365,14 @@ def compare(workload: Workload, cluster: Cluster | None, settings: Settings) -> 
             ),
             max_communicators=_max_communicators(workload, settings),
         )
+    planned = {DS_HYDRA: _plan(DS_HYDRA, full, candidates, schemes)}
     results: list[SystemResult | None] = []
     for name in settings.systems:
-        if name == EXTENDED:
-            planned[EXTENDED] = _plan(
-                EXTENDED, extended, extended_candidates, extended_schemes(extended)
-            )
-            results.append(planned[EXTENDED].result)
-        elif name == "extended_static":
-            results.append(
-                heterogeneous_static(extended, (*extended_candidates, *proposed), name=name)
-            )
+        if name == PLAIN:
+            planned[PLAIN] = _plan(PLAIN, scenario, strategies, plain)
+            results.append(planned[PLAIN].result)
+        elif name == FULL_STATIC:
+            results.append(heterogeneous_static(full, (*candidates, *proposed), name=name))
         elif name == "static":
             results.append(heterogeneous_static(scenario, (*strategies, *proposed), name=name))
         else:
@@ -458,6 +465,8 @@ def _run(name: str, scenario: Scenario, workload: Workload) -> SystemResult | No
         return None
     if name in ("megatron", "megatron_rows"):
         return fixed_length(scenario, tunes_micro_batches=name == "megatron_rows", name=name)
+    if name == "deepspeed_balanced":
+        return balanced_ulysses(scenario, name=name)
     if name in ("deepspeed", "deepspeed_ac"):
         return deepspeed_ulysses(scenario, is_checkpointed=name == "deepspeed_ac", name=name)
     if name == "hotspa":

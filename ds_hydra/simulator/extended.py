@@ -1,5 +1,5 @@
-"""ds_hydra with sequence parallelism beside <TP,PP>: which schemes there are, and which strategies
-it gets.
+"""The full space of ds_hydra, sequence parallelism and streamed layers beside <TP,PP>: which
+schemes there are, and which strategies it gets.
 
 Nobody has published T of such schemes, and the paper has no such system, so every time here is an
 estimate.
@@ -8,7 +8,7 @@ estimate.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,13 +20,13 @@ from ds_hydra.sampler.propose import count_communicators
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.simulator.scenario import Scenario
 from ds_hydra.strategy.cost_models.cluster import Cluster
-from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.proposal.extended import stretched_schemes
+from ds_hydra.strategy.proposal.streamed import with_streamed_schemes
 from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
-EXCHANGES = 8
-"""All-to-alls of a layer under sequence parallelism: four tensors, forward and backward."""
 TOLERANCE = 0.002
 """A strategy joins the set if it makes the sampled mini-batches faster by this share on average."""
 
@@ -35,19 +35,32 @@ _NUM_SCREENED, _NUM_TRIED = 16, 24
 
 
 def extended_scenario(scenario: Scenario) -> Scenario:
-    """`scenario` with a profile that knows schemes with SP."""
-    profile = with_sequence_parallelism(scenario.profile, scenario.num_devices, scenario.cluster)
-    return replace(scenario, profile=profile)
+    """`scenario` with a profile that knows schemes with SP, and where there is a cluster those
+    whose layers stream.
+    """
+    cluster = scenario.cluster
+    profile = with_sequence_parallelism(scenario.profile, scenario.num_devices, cluster)
+    if cluster is not None:
+        profile = with_streamed_schemes(
+            profile,
+            num_devices=scenario.num_devices,
+            context_length=scenario.context_length,
+            cluster=cluster,
+            bounds_attention=scenario.bounds_attention,
+        )
+    scenario = replace(scenario, profile=profile)
+    return replace(scenario, profile=profile.with_schemes(extended_schemes(scenario)))
 
 
 def extended_schemes(scenario: Scenario) -> tuple[Scheme, ...]:
-    """<TP,PP> and <SP,TP,1> that fit the devices and hold a micro-batch of one token at least."""
-    return tuple(
-        scheme
-        for scheme in scenario.profile.latency
-        if scheme == scheme.without_parts()
-        and scheme.num_devices <= scenario.num_devices
-        and scenario.max_len_tokens(scheme) > 0
+    """Schemes that fit the devices and hold a micro-batch of one token at least, without those that
+    another one makes useless: <TP,PP>, SP, streamed layers, and checkpointed ones where that holds
+    longer micro-batches with less device time.
+    """
+    return stretched_schemes(
+        scenario.profile,
+        num_devices=scenario.num_devices,
+        context_length=scenario.context_length,
     )
 
 
@@ -79,27 +92,8 @@ def with_sequence_parallelism(
     if cluster is None or not exchanged:
         return known
     return known.with_latency(
-        {s: _with_exchanges(known.get_latency(s), s, cluster) for s in exchanged}
+        {s: cluster.with_exchanges(known.get_latency(s), s) for s in exchanged}
     )
-
-
-def _with_exchanges(latency: LatencyModel, scheme: Scheme, cluster: Cluster) -> LatencyModel:
-    """T with the exchanges of SP: of S / SP tokens and H / TP of a micro-batch every rank sends all
-    but its own share.
-    """
-    hardware, shape = cluster.hardware, cluster.shape
-    is_inside = scheme.ranks_per_stage <= hardware.devices_per_node
-    rate = (
-        hardware.intra_node_rate
-        if is_inside
-        else hardware.inter_node_rate / hardware.devices_per_node
-    )
-    once = 2 * shape.hidden_size / scheme.ranks_per_stage * (1 - 1 / scheme.sp) / rate
-    count = EXCHANGES * shape.num_layers
-    terms = asdict(latency)
-    terms["linear_ms"] += 1e3 * count * once
-    terms["constant_ms"] += count * hardware.collective_overhead_ms
-    return LatencyModel(**terms)
 
 
 def extended_strategies(
@@ -109,7 +103,7 @@ def extended_strategies(
     *,
     max_communicators: int,
 ) -> tuple[Strategy, ...]:
-    """`strategies`, and those with SP that make `batches` faster beside them.
+    """`strategies`, and those of other schemes that make `batches` faster beside them.
 
     `scenario.profile` knows the schemes. Tried are strategies in which pipelines of one scheme of a
     strategy have given way to another scheme on the same devices, and of the best of them again:
@@ -119,8 +113,10 @@ def extended_strategies(
     schemes = extended_schemes(scenario)
     screened: dict[Strategy, FloatArray] = {}
     chosen = list(strategies)
+    alike = [Strategy((s,) * (scenario.num_devices // s.num_devices)) for s in schemes]
     for _ in range(_NUM_ROUNDS):
         near = dict.fromkeys(n for s in chosen for n in (s, *neighbour_strategies(s, schemes)))
+        near |= dict.fromkeys(alike)
         for strategy in near:
             if strategy not in screened:
                 screened[strategy] = np.array(
@@ -138,7 +134,10 @@ def _estimate_ms(scenario: Scenario, strategy: Strategy, batch: GlobalBatch) -> 
     counts = {scheme: strategy.schemes.count(scheme) for scheme in dict.fromkeys(strategy.schemes)}
     kinds = [
         PipelineKind(
-            count, s.pp, max(0, scenario.max_len_tokens(s)), scenario.profile.get_latency(s)
+            count,
+            s.pp,
+            max(0, scenario.max_len_tokens(s, strategy)),
+            scenario.profile.get_latency(s),
         )
         for s, count in counts.items()
     ]
@@ -153,7 +152,7 @@ def _planned_ms(
     scenario: Scenario, strategy: Strategy, batches: Iterable[GlobalBatch]
 ) -> FloatArray:
     """Times with pull and push by the planner's heuristic, inf where a sequence fits nowhere."""
-    longest = max(map(scenario.max_len_tokens, strategy.schemes))
+    longest = scenario.longest(strategy)
     settings = scenario.linked_settings([strategy]).heuristic()
     return np.array(
         [

@@ -1,8 +1,9 @@
 """The figures of the paper beside ours: what a case's `metric` names mean, and the document of all
 cases.
 
-A metric is a name and systems, e.g. `imbalance.ds_hydra` or `gain.two_stage.static`;
-`PAPER_BASELINES` are the systems that the paper compares with.
+A metric is a name and systems, e.g. `imbalance.plain` or `gain.two_stage.static`;
+`PAPER_BASELINES` are the systems that the paper compares with, and ours is ds_hydra with <TP,PP>
+alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy as np
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.simulator.compare import Comparison
+from ds_hydra.simulator.compare import PLAIN, Comparison
 from ds_hydra.simulator.events import Simulation, simulate_plan
 from ds_hydra.simulator.scenario import SystemResult
 
@@ -35,12 +36,12 @@ def our_figure(comparison: Comparison, metric: str) -> str:
 
 
 def _over_best(comparison: Comparison, systems: list[str]) -> str:
-    found = {name: comparison.speedup(name) for name in PAPER_BASELINES}
-    known = {name: ratio for name, ratio in found.items() if ratio is not None}
-    if not known:
+    ours, found = comparison.get(PLAIN), map(comparison.get, PAPER_BASELINES)
+    known = {result.name: float(result.iteration_ms.sum()) for result in found if result}
+    if not known or ours is None:
         return "not simulated"
-    best = min(known, key=lambda name: known[name].value)
-    return f"{known[best].value:.2f} over {best}"
+    best = min(known, key=lambda name: known[name])
+    return f"{known[best] / float(ours.iteration_ms.sum()):.2f} over {best}"
 
 
 def _imbalance(comparison: Comparison, systems: list[str]) -> str:
@@ -77,7 +78,8 @@ def _link_s(comparison: Comparison, systems: list[str]) -> str:
 
 
 def _exposed_link_s(comparison: Comparison, systems: list[str]) -> str:
-    exposed = [comparison.simulate(i).exposed_link_ms for i in range(len(comparison.plans))]
+    count = len(comparison.planned[systems[0]].plans)
+    exposed = [comparison.simulate(i, systems[0]).exposed_link_ms for i in range(count)]
     return f"{float(np.mean(exposed)) / 1e3:.2f} s"
 
 
@@ -87,10 +89,11 @@ def _step_s(comparison: Comparison, systems: list[str]) -> str:
 
 def _serial(comparison: Comparison, system: str, value: Callable[[Simulation], float]) -> float:
     """Mean `value` of the iterations of a planned system when nothing overlaps, in s."""
-    plans = comparison.plans if system == "ds_hydra" else _homogeneous_plans(comparison, system)
+    planned = comparison.planned.get(system)
+    plans = planned.plans if planned else _homogeneous_plans(comparison, system)
+    profile = planned.profile if planned else comparison.workload.profile
     found = [
-        value(simulate_plan(plan, comparison.workload.profile, comparison.cluster, overlap=False))
-        for plan in plans
+        value(simulate_plan(plan, profile, comparison.cluster, overlap=False)) for plan in plans
     ]
     return float(np.mean(found)) / 1e3
 

@@ -55,7 +55,10 @@ class SystemResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What all systems have in common: the mini-batches and where they run."""
+    """What all systems have in common: the mini-batches and where they run.
+
+    `bounds_attention`: of T of one rank, which nobody has published (`single_rank_latency`).
+    """
 
     profile: Profile
     num_devices: int
@@ -63,6 +66,7 @@ class Scenario:
     batches: tuple[GlobalBatch, ...]
     cluster: Cluster | None = None
     overlap: bool = True
+    bounds_attention: bool = True
     forward_fraction: float = FORWARD_FRACTION
     settings: PlannerSettings = WITHOUT_PROGRAMS
     _sorted: list[IntArray] = field(default_factory=list, init=False, compare=False)
@@ -76,9 +80,13 @@ class Scenario:
             )
         return self._sorted
 
-    def max_len_tokens(self, scheme: Scheme) -> int:
-        """MaxLen of `scheme` here."""
-        return self.profile.max_len_tokens(scheme, self.num_devices)
+    def max_len_tokens(self, scheme: Scheme, beside: Strategy | None = None) -> int:
+        """MaxLen of `scheme` here, as a pipeline of `beside`."""
+        return self.profile.max_len_tokens(scheme, self.num_devices, beside)
+
+    def longest(self, strategy: Strategy) -> int:
+        """Largest MaxLen of the pipelines of `strategy`."""
+        return max(self.max_len_tokens(s, strategy) for s in dict.fromkeys(strategy.schemes))
 
     def statics(self) -> tuple[Strategy, ...]:
         """Homogeneous strategies of <TP,PP> that hold the context."""
@@ -179,9 +187,8 @@ def outcome_of(simulation: Simulation) -> Outcome:
 def packed_micro_batch_ms(latency: LatencyModel, lengths: IntArray) -> float:
     """T of a packed micro-batch of `lengths`, one at least."""
     tokens = lengths.astype(np.float64)
-    return float(
-        ((latency.quadratic_ms * tokens + latency.linear_ms) * tokens).sum() + latency.constant_ms
-    )
+    work = ((latency.quadratic_ms * tokens + latency.linear_ms) * tokens).sum()
+    return float(max(work + latency.constant_ms, latency.traffic_ms))
 
 
 def summarize(name: str, strategy: str, outcomes: Sequence[Outcome]) -> SystemResult:

@@ -60,11 +60,14 @@ def sweep(
 
 
 def _settings_of(point: Workload, settings: Settings) -> Settings:
-    """`settings` with as many mini-batches as a point of this size gets."""
+    """`settings` with as many mini-batches as a point of this size gets, and <TP,PP> alone: on
+    thousands of devices a search among all schemes takes long.
+    """
     most = max(2, TOKENS_PER_POINT // point.tokens_per_iteration)
     most_proposal = max(1, PROPOSAL_TOKENS_PER_POINT // point.tokens_per_iteration)
     return replace(
         settings,
+        space="plain",
         iterations=min(settings.iterations, most),
         num_proposal_batches=min(settings.num_proposal_batches, most_proposal),
         num_proposal_rounds=settings.num_proposal_rounds if most_proposal > 1 else 0,

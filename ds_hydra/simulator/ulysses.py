@@ -1,12 +1,16 @@
-"""DeepSpeed ZeRO-3 with Ulysses sequence parallelism, with and without activation checkpointing."""
+"""DeepSpeed ZeRO-3 with Ulysses sequence parallelism, with and without activation checkpointing,
+and with micro-batches balanced by time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
-from ds_hydra.sampler.schedule import IntArray
+from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.simulator.fixed_length import MicroBatches, pack_fixed_length
 from ds_hydra.simulator.scenario import (
     Outcome,
@@ -16,7 +20,9 @@ from ds_hydra.simulator.scenario import (
     packed_micro_batch_ms,
     summarize,
 )
+from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.profiles.profile import LatencyModel
+from ds_hydra.strategy.proposal.streamed import single_rank_latency
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 
 LAYER_INPUT_BYTES = 2
@@ -32,51 +38,178 @@ def deepspeed_ulysses(
     groups.
 
     Micro-batches are first-fit-decreasing micro-batches of the context, dealt to the groups in
-    turn. T of one rank is PP times that of a profiled <1,PP>, divided by the group's size without
-    its constant; attention exchanges heads four times per layer and direction. All ranks gather
-    every layer for every micro-batch, forward and backward, and reduce its gradients: a micro-batch
-    takes the longer of its computation and this traffic, which assumes perfect prefetching, and as
-    long as in the slowest group, because gathers are collective. None where the profile has no
-    <1,PP> or no size of the groups holds the context.
+    turn. T of one rank (`single_rank_latency`) is divided by the group's size without its constant;
+    attention exchanges heads four times per layer and direction. All ranks gather every layer for
+    every micro-batch, forward and backward, and reduce its gradients: a micro-batch takes the
+    longer of its computation and this traffic, which assumes perfect prefetching, and as long as in
+    the slowest group, because gathers are collective. None where the profile has no <1,PP> or no
+    size of the groups holds the context.
     """
-    single = _single_rank_latency(scenario)
+
+    def place(
+        micro_batch: _MicroBatch, lengths: IntArray, num_groups: int
+    ) -> list[Sequence[MicroBatches]]:
+        return [pack_fixed_length(lengths, scenario.context_length, num_groups)]
+
+    return _tuned(scenario, place, [is_checkpointed], name)
+
+
+def balanced_ulysses(scenario: Scenario, *, name: str) -> SystemResult | None:
+    """The same with micro-batches up to the MaxLen of the group that are balanced by time, with
+    activation checkpointing or not.
+
+    Sequences go, longest first, to the micro-batch that then ends first, and micro-batches of about
+    the same time run in the same step of all groups; or to the micro-batch that makes the steps
+    together least longer. Each mini-batch gets the better of both, with the fewest micro-batches
+    and with one more.
+    """
+
+    def place(
+        micro_batch: _MicroBatch, lengths: IntArray, num_groups: int
+    ) -> list[Sequence[MicroBatches]]:
+        found: list[Sequence[MicroBatches]] = []
+        work = micro_batch.sequences_ms(lengths)
+        for by_steps in (False, True):
+            num_steps = max(1, -(-int(lengths.sum()) // (micro_batch.max_len * num_groups)))
+            wanted = 2
+            while wanted and num_steps <= lengths.size:
+                micro_batches = np.zeros(lengths.size, dtype=np.int64)
+                if balance_micro_batches_by_time(lengths, work, num_groups, num_steps, micro_batch.max_len,
+                                        by_steps, micro_batches):  # fmt: skip
+                    found.append(_groups_of(micro_batches, work, num_groups, num_steps, by_steps))
+                    wanted -= 1
+                num_steps += 1
+        return found
+
+    return _tuned(scenario, place, [False, True], name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MicroBatch:
+    """A micro-batch of a group of `size` ranks."""
+
+    scenario: Scenario
+    single: LatencyModel
+    size: int
+    is_checkpointed: bool
+    max_len: int
+
+    def sequences_ms(self, lengths: IntArray) -> FloatArray:
+        """What each sequence adds to the time of its micro-batch: a l^2 + b l, by micro-batches of
+        two lengths.
+        """
+        one, two = 1 << 10, 1 << 11
+        nothing, once, twice = (
+            self.micro_batch_ms(np.array(micro_batch, dtype=np.int64))
+            for micro_batch in ([], [one], [two])
+        )
+        quadratic = (twice - 2 * once + nothing) / (two**2 - 2 * one**2)
+        linear = (once - nothing) / one - quadratic * one
+        return np.array((quadratic * lengths + linear) * lengths, dtype=np.float64)
+
+    def micro_batch_ms(self, lengths: IntArray) -> float:
+        """T of a micro-batch of `lengths`."""
+        return _ulysses_micro_batch_ms(
+            self.scenario, self.single, self.size, lengths, self.is_checkpointed
+        )
+
+
+_Place = Callable[[_MicroBatch, IntArray, int], list[Sequence[MicroBatches]]]
+
+
+def _tuned(
+    scenario: Scenario, place: _Place, checkpointing: Sequence[bool], name: str
+) -> SystemResult | None:
+    """The best size of the groups, and the best of `place` for each mini-batch."""
+    single = single_rank_latency(
+        scenario.profile, scenario.context_length, bounds_attention=scenario.bounds_attention
+    )
     if single is None:
         return None
     results = []
     heads = scenario.profile.document["model"].get("num_attention_heads", scenario.num_devices)
-    for size in (2**i for i in range(scenario.num_devices.bit_length())):
+    for size, is_checkpointed in product(
+        (2**i for i in range(scenario.num_devices.bit_length())), checkpointing
+    ):
         if scenario.num_devices % size or heads % size:
             continue
-        if _ulysses_max_len(scenario, size, is_checkpointed) < scenario.context_length:
+        max_len = _ulysses_max_len(scenario, size, is_checkpointed)
+        if max_len < scenario.context_length:
             continue
         num_groups = scenario.num_devices // size
-        outcomes = []
-        for lengths in scenario.lengths:
-            micro_batches = pack_fixed_length(lengths, scenario.context_length, num_groups)
-            outcomes.append(
-                _ulysses_outcome(scenario, single, size, lengths, micro_batches, is_checkpointed)
-            )
-        results.append(
-            summarize(name, f"DP{num_groups} SP{size}{' AC' if is_checkpointed else ''}", outcomes)
+        micro_batch = _MicroBatch(
+            scenario=scenario,
+            single=single,
+            size=size,
+            is_checkpointed=is_checkpointed,
+            max_len=max_len,
         )
+        outcomes = [
+            min(
+                (
+                    _ulysses_outcome(micro_batch, lengths, micro_batches)
+                    for micro_batches in place(micro_batch, lengths, num_groups)
+                ),
+                key=lambda outcome: outcome.iteration_ms,
+            )
+            for lengths in scenario.lengths
+        ]
+        text = f"DP{num_groups} SP{size}{' AC' if is_checkpointed else ''}"
+        results.append(summarize(name, text, outcomes))
     return best_of(name, results) if results else None
 
 
-def _single_rank_latency(scenario: Scenario) -> LatencyModel | None:
-    """T of the whole model on one rank: the cheapest PP times T of <1,PP> for a micro-batch of the
-    context.
+@compiled
+def balance_micro_batches_by_time(
+    lengths: IntArray,
+    work_ms: FloatArray,
+    num_groups: int,
+    num_steps: int,
+    max_len: int,
+    by_steps: bool,
+    micro_batches: IntArray,
+) -> bool:
+    """Writes the micro-batch of each sequence (lengths descending), `num_steps` for each group;
+    False where one fits in none.
+
+    Micro-batch r belongs to step r // `num_groups`. To the micro-batch that then ends first, or
+    with `by_steps` to the one that makes its step least longer, of equals to the emptiest.
     """
-    found = []
-    for scheme, latency in scenario.profile.latency.items():
-        if scheme.tp == 1 and scheme.is_plain:
-            found.append(
-                LatencyModel(
-                    quadratic_ms=scheme.pp * latency.quadratic_ms,
-                    linear_ms=scheme.pp * latency.linear_ms,
-                    constant_ms=scheme.pp * latency.constant_ms,
-                )
-            )
-    return min(found, key=lambda t: t.micro_batch_ms([scenario.context_length]), default=None)
+    times, tokens = np.zeros(num_groups * num_steps), np.zeros(num_groups * num_steps)
+    step_ms = np.zeros(num_steps)
+    for i in range(lengths.size):
+        best, best_longer = -1, np.inf
+        for micro_batch in range(times.size):
+            if tokens[micro_batch] + lengths[i] > max_len:
+                continue
+            longer = max(0.0, times[micro_batch] + work_ms[i] - step_ms[micro_batch // num_groups])
+            if not by_steps:
+                longer = 0.0
+            if (
+                best < 0
+                or longer < best_longer
+                or (longer == best_longer and times[micro_batch] < times[best])
+            ):
+                best, best_longer = micro_batch, longer
+        if best < 0:
+            return False
+        micro_batches[i] = best
+        times[best] += work_ms[i]
+        tokens[best] += lengths[i]
+        step_ms[best // num_groups] = max(step_ms[best // num_groups], times[best])
+    return True
+
+
+def _groups_of(
+    micro_batches: IntArray, work_ms: FloatArray, num_groups: int, num_steps: int, by_steps: bool
+) -> list[MicroBatches]:
+    """The micro-batches of each group; the steps hold micro-batches of about the same time, or
+    those they have.
+    """
+    times = np.bincount(micro_batches, weights=work_ms, minlength=num_groups * num_steps)
+    order = np.arange(times.size) if by_steps else np.argsort(-times, kind="stable")
+    members = [np.flatnonzero(micro_batches == micro_batch) for micro_batch in order]
+    return [members[group::num_groups] for group in range(num_groups)]
 
 
 def _ulysses_max_len(scenario: Scenario, size: int, is_checkpointed: bool) -> int:
@@ -101,19 +234,15 @@ def _ulysses_max_len(scenario: Scenario, size: int, is_checkpointed: bool) -> in
 
 
 def _ulysses_outcome(
-    scenario: Scenario,
-    single: LatencyModel,
-    size: int,
-    lengths: IntArray,
-    micro_batches: Sequence[MicroBatches],
-    is_checkpointed: bool,
+    micro_batch: _MicroBatch, lengths: IntArray, micro_batches: Sequence[MicroBatches]
 ) -> Outcome:
+    scenario = micro_batch.scenario
     num_steps = max(len(group) for group in micro_batches)
     times = np.zeros((len(micro_batches), num_steps))
     for group, group_micro_batches in enumerate(micro_batches):
-        for step, micro_batch in enumerate(group_micro_batches):
-            times[group, step] = _ulysses_micro_batch_ms(
-                scenario, single, size, lengths[micro_batch], is_checkpointed
+        for step, members in enumerate(group_micro_batches):
+            times[group, step] = (
+                micro_batch.micro_batch_ms(lengths[members]) if len(members) else 0.0
             )
     traffic = _zero3_traffic_ms(scenario)
     steps = times.max(axis=0)

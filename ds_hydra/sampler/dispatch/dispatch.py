@@ -49,9 +49,10 @@ def dispatch_greedily(problem: DispatchProblem, order: IntArray, assignment: Int
         problem.max_len_tokens,
         problem.ratio,
     )
-    num_stages, constant, is_exact, is_eq2 = (
+    num_stages, constant, traffic, is_exact, is_eq2 = (
         problem.num_stages,
         problem.constant_ms,
+        problem.traffic_ms,
         problem.is_exact,
         problem.is_eq2,
     )
@@ -64,7 +65,7 @@ def dispatch_greedily(problem: DispatchProblem, order: IntArray, assignment: Int
             top = i if longest[pipeline] < 0 else min(i, longest[pipeline])
             ms = estimate_ms(
                 load[pipeline] + sequence_ms[kind, i], tokens[pipeline] + lengths[i], sequence_ms[kind, top],
-                kind, num_stages[kind], constant[kind], max_len[kind], ratio, is_exact, is_eq2,
+                kind, num_stages[kind], constant[kind], traffic[kind], max_len[kind], ratio, is_exact, is_eq2,
             )  # fmt: skip
             if ms < best:
                 best_kind, best = kind, ms
@@ -121,9 +122,10 @@ def fit_within(
         problem.max_len_tokens,
         problem.ratio,
     )
-    num_stages, constant, is_exact, is_eq2 = (
+    num_stages, constant, traffic, is_exact, is_eq2 = (
         problem.num_stages,
         problem.constant_ms,
+        problem.traffic_ms,
         problem.is_exact,
         problem.is_eq2,
     )
@@ -138,7 +140,7 @@ def fit_within(
                 new_load = load[pipeline] + sequence_ms[kind, i]
                 ms = estimate_ms(
                     new_load, tokens[pipeline] + lengths[i], sequence_ms[kind, top],
-                    kind, num_stages[kind], constant[kind], max_len[kind], ratio, is_exact, is_eq2,
+                    kind, num_stages[kind], constant[kind], traffic[kind], max_len[kind], ratio, is_exact, is_eq2,
                 )  # fmt: skip
                 if ms <= limit_ms:
                     chosen = pipeline

@@ -28,6 +28,7 @@ def estimate_ms(
     kind: int,
     num_stages: int,
     constant: float,
+    traffic: float,
     max_len: int,
     ratio: FloatArray,
     is_exact: bool,
@@ -48,7 +49,7 @@ def estimate_ms(
         return float(load_ms + longest_ms * (num_stages - 1))
     min_micro_batches = -(-tokens // max_len)
     if num_stages == 1 and is_exact:
-        return float(load_ms + constant * min_micro_batches)
+        return float(max(load_ms + constant * min_micro_batches, traffic * min_micro_batches))
     centre = MAX_BALANCED_MICRO_BATCHES
     if constant * centre * centre > (num_stages - 1) * load_ms:
         centre = int(np.sqrt((num_stages - 1) * load_ms / constant))
@@ -69,7 +70,7 @@ def estimate_ms(
             value = (max(longest_ms, load_ms / num_micro_batches) + constant) * (
                 num_stages - 1 + num_micro_batches
             )
-        best = min(best, value)
+        best = min(best, max(value, traffic * (num_stages - 1 + num_micro_batches)))
     return float(best)
 
 
@@ -131,5 +132,5 @@ def estimate_after_ms(
         return 0.0
     return estimate_ms(
         load, tokens, problem.sequence_ms[kind, longest], kind, problem.num_stages[kind], problem.constant_ms[kind],
-        problem.max_len_tokens[kind], problem.ratio, problem.is_exact, problem.is_eq2,
+        problem.traffic_ms[kind], problem.max_len_tokens[kind], problem.ratio, problem.is_exact, problem.is_eq2,
     )  # fmt: skip

@@ -70,6 +70,7 @@ def find_exchanges(
         problem.ratio,
     )
     num_stages, constant, max_len = problem.num_stages, problem.constant_ms, problem.max_len_tokens
+    traffic = problem.traffic_ms
     is_exact, is_eq2 = problem.is_exact, problem.is_eq2
     load_ms, tokens, first, second = loads.load_ms, loads.tokens, loads.first, loads.second
     slow_kind = kind_of[slowest]
@@ -100,7 +101,8 @@ def find_exchanges(
                 here_ms = bias_ms[slowest] + estimate_ms(
                     left_ms + sequence_ms[slow_kind, j], left_tokens + lengths[j],
                     sequence_ms[slow_kind, j if left_first < 0 else min(left_first, j)],
-                    slow_kind, num_stages[slow_kind], constant[slow_kind], max_len[slow_kind], ratio, is_exact, is_eq2,
+                    slow_kind, num_stages[slow_kind], constant[slow_kind], traffic[slow_kind], max_len[slow_kind],
+                    ratio, is_exact, is_eq2,
                 )  # fmt: skip
                 new_ms -= sequence_ms[kind, j]
                 new_tokens -= lengths[j]
@@ -110,7 +112,7 @@ def find_exchanges(
             there_ms = bias_ms[target] + estimate_ms(
                 new_ms + sequence_ms[kind, i], new_tokens + lengths[i],
                 sequence_ms[kind, i if longest < 0 else min(longest, i)],
-                kind, num_stages[kind], constant[kind], max_len[kind], ratio, is_exact, is_eq2,
+                kind, num_stages[kind], constant[kind], traffic[kind], max_len[kind], ratio, is_exact, is_eq2,
             )  # fmt: skip
             worse_ms = max(here_ms, there_ms)
             if worse_ms >= found_ms[max_found - 1]:

@@ -36,6 +36,7 @@ def pipeline_cost(problem: DispatchProblem, kind: int) -> PipelineCost:
     return PipelineCost(
         problem.num_stages[kind],
         problem.constant_ms[kind],
+        problem.traffic_ms[kind],
         problem.max_len_tokens[kind],
         problem.forward_fraction,
         problem.is_exact,
@@ -139,6 +140,7 @@ def _micro_batch_times_ms(
     times = np.full(micro_batches[members].max() + 1, problem.constant_ms[kind])
     for i in members:
         times[micro_batches[i]] += problem.sequence_ms[kind, i]
+    times[:] = np.maximum(times, problem.traffic_ms[kind])
     return times
 
 

@@ -58,7 +58,9 @@ def improve_micro_batches(
     for i in range(micro_batches.size):
         state.tokens[micro_batches[i]] += lengths[i]
         state.counts[micro_batches[i]] += 1
-    best = makespan_ms(times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+    best = makespan_ms(
+        times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
+    )
     left = num_evaluations
     while left > 0:
         before = best
@@ -89,7 +91,9 @@ def _swap_micro_batches(
             if left <= 0:
                 return best, left
             state.times[a], state.times[b] = state.times[b], state.times[a]
-            value = makespan_ms(state.times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+            value = makespan_ms(
+                state.times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
+            )
             left -= 1
             if value < best * (1 - EPSILON):
                 best = value
@@ -127,7 +131,9 @@ def _move_sequence(
             continue
         state.times[source] -= sequence_ms[i]
         state.times[target] += sequence_ms[i]
-        value = makespan_ms(state.times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+        value = makespan_ms(
+            state.times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
+        )
         left -= 1
         if value < best * (1 - EPSILON):
             best = value
@@ -166,7 +172,9 @@ def _swap_sequence(
         delta = sequence_ms[i] - sequence_ms[j]
         state.times[source] -= delta
         state.times[target] += delta
-        value = makespan_ms(state.times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+        value = makespan_ms(
+            state.times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
+        )
         left -= 1
         if value < best * (1 - EPSILON):
             best = value

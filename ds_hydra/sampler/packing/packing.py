@@ -200,9 +200,11 @@ def pack_micro_batches(
         micro_batches,
     )
     times = micro_batch_times_ms(sequence_ms, micro_batches, fewest, cost.constant_ms)
-    best = makespan_ms(times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+    best = makespan_ms(
+        times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
+    )
     best_num_micro_batches = fewest
-    if cost.num_stages == 1 and cost.is_exact:
+    if cost.num_stages == 1 and cost.is_exact and times.min() >= cost.traffic_ms:
         return best, fewest
     fullest = micro_batches.copy()
     trial = np.empty_like(micro_batches)
@@ -295,7 +297,13 @@ def pack_sequences(
     )
     balance = balance_micro_batches(num_stages, forward_fraction)
     cost = PipelineCost(
-        num_stages, float(latency.constant_ms), max_len_tokens, forward_fraction, is_exact, balance
+        num_stages,
+        float(latency.constant_ms),
+        float(latency.traffic_ms),
+        max_len_tokens,
+        forward_fraction,
+        is_exact,
+        balance,
     )
     micro_batches = np.zeros_like(descending)
     objective, num_micro_batches = pack_micro_batches(
@@ -332,7 +340,9 @@ def solve_packing(
     """
     num_micro_batches = int(micro_batches.max()) + 1
     times = micro_batch_times_ms(sequence_ms, micro_batches, num_micro_batches, cost.constant_ms)
-    best = makespan_ms(times, cost.num_stages, cost.forward_fraction, cost.is_exact)
+    best = makespan_ms(
+        times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
+    )
     load, longest = float(sequence_ms.sum()), float(sequence_ms.max())
     bounds = {
         count: micro_batch_count_bound_ms(count, load, longest, cost)

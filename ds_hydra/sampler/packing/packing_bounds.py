@@ -20,6 +20,7 @@ class PipelineCost(NamedTuple):
 
     num_stages: int
     constant_ms: float
+    traffic_ms: float
     max_len_tokens: int
     forward_fraction: float
     is_exact: bool
@@ -63,7 +64,8 @@ def micro_batch_count_bound_ms(
     """Lower bound of the objective with `num_micro_batches` micro-batches; sequences cost
     `load_ms`, the longest `longest_ms`.
 
-    Closed form: max(longest, load/V) + c, times PP-1+V. Exact, the largest of three:
+    Closed form: max(longest, load/V) + c, times PP-1+V. Exact, the largest of three. By either, V
+    micro-batches of nothing but traffic take PP-1+V times that.
 
     - No division into V micro-batches beats `MicroBatchBalance.ratio`.
     - Some stage is busy with all micro-batches, while the first and the last one also pass the
@@ -74,13 +76,13 @@ def micro_batch_count_bound_ms(
       + min(phi, 1-phi) (all other micro-batches).
     """
     num_stages, constant = cost.num_stages, cost.constant_ms
+    traffic = (num_stages - 1 + num_micro_batches) * cost.traffic_ms
     if not cost.is_exact:
-        return (max(longest_ms, load_ms / num_micro_batches) + constant) * (
-            num_stages - 1 + num_micro_batches
-        )
+        slowest = max(longest_ms, load_ms / num_micro_batches) + constant
+        return float(max(traffic, slowest * (num_stages - 1 + num_micro_batches)))
     work = load_ms + num_micro_batches * constant
     if num_stages == 1:
-        return work
+        return float(max(traffic, work))
     ratio = (
         1.0
         if num_micro_batches > MAX_BALANCED_MICRO_BATCHES
@@ -88,7 +90,7 @@ def micro_batch_count_bound_ms(
     )
     outside = min(cost.forward_fraction, 1.0 - cost.forward_fraction)
     around_longest = (num_stages - outside) * (longest_ms + constant) + outside * work
-    return float(max(work * ratio, work + (num_stages - 1) * constant, around_longest))
+    return float(max(traffic, work * ratio, work + (num_stages - 1) * constant, around_longest))
 
 
 @compiled

@@ -3,8 +3,10 @@ the optimizer.
 
 Two levels: devices of a node share its links to the other nodes. A slice crosses into a node once,
 however many of its ranks need it, and spreads inside. All rates are as reached, in one direction;
-transfers of different nodes do not disturb each other. Left out: casts, launches and the latency of
-single messages in pull and push.
+transfers of different nodes do not disturb each other. A node's home of streamed layers is filled
+and emptied across nodes once for each iteration, like a slice; inside the node its layers are read
+for every micro-batch (`stream_ms`). Left out: casts, launches and the latency of single messages in
+pull and push.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ds_hydra.configs.files import read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape
 from ds_hydra.strategy.profiles.link_times import LinkTimes
-from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,12 @@ GRADIENT_BYTES = 4
 """A gradient is pushed in 32 bit, as the engine does, and as Megatron-LM reduces its main
 gradients.
 """
+STREAM_BYTES = 3 * PARAM_BYTES
+"""A micro-batch reads a parameter of a streamed layer forward and again backward, and gives its
+gradient away, as it was computed in 16 bit; the home sums in 32.
+"""
+EXCHANGES = 8
+"""All-to-alls of a layer under sequence parallelism: four tensors, forward and backward."""
 STEP_BYTES = 30
 """AdamW reads fp32 parameter, gradient and two moments, writes all but the gradient, and the 16-bit
 copy.
@@ -74,13 +82,51 @@ class Cluster:
         elements = self._node_elements(strategy, is_fully_sharded)
         layers = self.shape.num_layers
         widest = (
-            max(_widest_slice(scheme, layers) for scheme in set(strategy.schemes)) * self.num_params
+            max(_widest_slice(s, layers, self._ranks_per_node) for s in set(strategy.schemes))
+            * self.num_params
         )
         inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
         across = elements / self.hardware.inter_node_rate
         slowest = 1e3 * max(inside, across)
         return LinkTimes(
             pull_ms=PARAM_BYTES * slowest, push_ms=GRADIENT_BYTES * slowest, step_ms=self.step_ms
+        )
+
+    @property
+    def _ranks_per_node(self) -> int:
+        return min(self.hardware.devices_per_node, self.num_devices)
+
+    def stream_ms(self, scheme: Scheme) -> float:
+        """What the streamed layers of a stage move for one micro-batch, forward and backward,
+        inside the node.
+
+        Each rank reads from and adds to the parts of the home that other ranks of the node hold.
+        """
+        layers = self.shape.num_layers
+        streamed = max(_streamed_share(scheme, layers)) / scheme.tp * self.num_params
+        elements = streamed * (1 - 1 / self._ranks_per_node)
+        return 1e3 * STREAM_BYTES * elements / self.hardware.intra_node_rate
+
+    def with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
+        """`latency` of a group without communication, with its exchanges of SP: of S / SP tokens
+        and H / TP of a micro-batch every rank sends all but its own share.
+        """
+        if scheme.sp == 1:
+            return latency
+        hardware = self.hardware
+        is_inside = scheme.ranks_per_stage <= hardware.devices_per_node
+        rate = (
+            hardware.intra_node_rate
+            if is_inside
+            else hardware.inter_node_rate / hardware.devices_per_node
+        )
+        once = PARAM_BYTES * self.shape.hidden_size / scheme.ranks_per_stage
+        once *= (1 - 1 / scheme.sp) / rate
+        count = EXCHANGES * self.shape.num_layers
+        return replace(
+            latency,
+            linear_ms=latency.linear_ms + 1e3 * count * once,
+            constant_ms=latency.constant_ms + count * hardware.collective_overhead_ms,
         )
 
     def pushing(self, share: float) -> Callable[[Strategy], LinkTimes]:
@@ -154,11 +200,23 @@ def _stages(scheme: Scheme, num_layers: int) -> list[tuple[float, float]]:
     return list(zip([0.0, *ends], ends))
 
 
-def _widest_slice(scheme: Scheme, num_layers: int) -> float:
-    """Share of the model that a rank of the largest stage pulls; ranks of an SP group hold the
-    same.
+def _streamed_share(scheme: Scheme, num_layers: int) -> list[float]:
+    """Share of the model that streams through each stage; all of a stage brings its share of
+    embedding and head.
     """
-    return max(end - begin for begin, end in _stages(scheme, num_layers)) / scheme.tp
+    stages = _stages(scheme, num_layers)
+    if scheme.streams_all or not scheme.stream:
+        return [(end - begin) * bool(scheme.stream) for begin, end in stages]
+    return [min(scheme.stream / num_layers, end - begin) for begin, end in stages]
+
+
+def _widest_slice(scheme: Scheme, num_layers: int, ranks_per_node: int) -> float:
+    """Share of the model that a rank of the largest stage pulls: what stays with it, and where
+    layers stream its part of the home; ranks of an SP group hold the same.
+    """
+    stages, streamed = _stages(scheme, num_layers), _streamed_share(scheme, num_layers)
+    kept = max(end - begin - s for (begin, end), s in zip(stages, streamed)) / scheme.tp
+    return kept + sum(streamed) / ranks_per_node
 
 
 def _slices_of_nodes(strategy: Strategy, node_size: int, num_layers: int) -> set[tuple[Slice, ...]]:

@@ -178,8 +178,9 @@ class OnlineFit:
         it does not hold the level of a device that has become slower.
         """
         samples = self._samples.get(scheme)
+        traffic_ms = self._profiled[scheme].traffic_ms
         if not samples:
-            return _from_array(_as_array(self._profiled[scheme]) * level)
+            return _from_array(_as_array(self._profiled[scheme]) * level, traffic_ms)
         ratios = np.array([sample.ratio for sample in samples])
         kept = _without_outliers(ratios)
         sums = np.array([(s.squares, s.tokens, s.num_micro_batches) for s in samples])[kept]
@@ -194,12 +195,14 @@ class OnlineFit:
         found = solve_non_negative(terms, target)
         # Squared relative errors weigh slow samples least; the level is where half of them are
         # slower.
-        return _from_array(found * float(np.median(times / (sums @ found))))
+        return _from_array(found * float(np.median(times / (sums @ found))), traffic_ms)
 
 
-def _from_array(terms: FloatArray) -> LatencyModel:
+def _from_array(terms: FloatArray, traffic_ms: float) -> LatencyModel:
     quadratic, linear, constant = terms.tolist()
-    return LatencyModel(quadratic_ms=quadratic, linear_ms=linear, constant_ms=constant)
+    return LatencyModel(
+        quadratic_ms=quadratic, linear_ms=linear, constant_ms=constant, traffic_ms=traffic_ms
+    )
 
 
 def _as_array(model: LatencyModel) -> FloatArray:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -54,13 +55,15 @@ class LatencyModel:
     """T(l, P) = a l^2 + b l + c (App. B.2): forward + backward of ONE stage, one micro-batch of one
     sequence.
 
-    A packed micro-batch of lengths l_i costs sum(a l_i^2 + b l_i) + c. Left out: P2P between
-    stages.
+    A packed micro-batch of lengths l_i costs sum(a l_i^2 + b l_i) + c, and `traffic_ms` at least:
+    what the layers that stream move for every micro-batch, beside its computation. Left out: P2P
+    between stages.
     """
 
     quadratic_ms: float
     linear_ms: float
     constant_ms: float
+    traffic_ms: float = 0.0
 
     def sequence_ms(self, length_tokens: int) -> float:
         """a l^2 + b l, the part of T that adds up over the sequences of a packed micro-batch."""
@@ -73,11 +76,23 @@ class LatencyModel:
                 f"latency coefficients {terms} of l^2, l and 1: none may be negative, NaN or above "
                 f"{LARGEST:g}, and one must be above 0; fit them again without the measurements that are"
             )
+        if not 0 <= self.traffic_ms <= LARGEST:
+            raise HydraConfigError(
+                f"traffic_ms of a scheme is {self.traffic_ms}, expected 0 (nothing that computation does not "
+                f"hide) to {LARGEST:g}"
+            )
 
     def micro_batch_ms(self, lengths_tokens: Iterable[int]) -> float:
         """Time of one stage for one packed micro-batch; 0.0 for a micro-batch without sequences."""
         total = sum(self.sequence_ms(length) for length in lengths_tokens)
-        return total + self.constant_ms if total else 0.0
+        return max(total + self.constant_ms, self.traffic_ms) if total else 0.0
+
+    def to_json(self) -> dict[str, float]:
+        """The coefficients by name, `traffic_ms` where there is any."""
+        document = asdict(self)
+        if not self.traffic_ms:
+            del document["traffic_ms"]
+        return document
 
 
 def activation_share(scheme: Scheme) -> float:
@@ -102,13 +117,14 @@ class MemoryModel:
     Ours: where layers stream, with p = s / i parameters per layer and H^2, E = 2 H V of embedding
     and head, and R = `devices_per_node` ranks of a node (N if those are fewer),
 
-    states       (L H^2 p + E) / N * (i + 20)                     shards
+    states       (L H^2 B + H V e) / N * alpha                    shards, as above
                  + (L H^2 p + E) / R * (i + 4)                    home of weights and sums
-                 + (two layers, or twice the head) / TP * (i + 4) window
+                 + (two layers, or twice the head) / TP * 2 i     window, with its gradients
                  + (parameters of the stage that stay) / TP * (i + 4)
 
-    which is what the engine holds: 28 bytes a parameter in 16 bit, where the published constants
-    amount to 17. Other pipelines of the strategy have their share of the home besides.
+    A profile that the engine measured says i + 20 bytes a parameter for the shards: with the home
+    28 in 16 bit, which is what the engine holds. The published constants have 12.5 there. Other
+    pipelines of the same node have their share of the home besides.
 
     Stage k of a scheme with `stages` or `ckpt` has n layers, m of them checkpointed, and at most PP
     - k micro-batches in flight:
@@ -247,28 +263,32 @@ class MemoryModel:
     def _streaming_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
         """States of a rank of a stage of `num_layers`, of which some stream."""
         layer, ends = self._num_params()
-        sharded = (self.num_layers * layer + ends) / num_devices
         streamed = min(scheme.stream, num_layers)
         window, kept = layer, (num_layers - streamed) * layer
         if scheme.streams_all:
             window = max(layer, ends / 2)
         else:
             kept += ends
-        held = (kept + min(STREAM_WINDOW, streamed) * window) / scheme.tp
+        passing = min(STREAM_WINDOW, streamed) * window
         return (
-            sharded * (self.input_bytes + OPTIMIZER_BYTES)
-            + held * (self.input_bytes + GRADIENT_BYTES)
+            self._all_state_bytes() / num_devices * self.sharded_fraction
+            + kept / scheme.tp * (self.input_bytes + GRADIENT_BYTES)
+            + passing / scheme.tp * 2 * self.input_bytes
             + self.home_bytes(num_devices)
         )
 
     def _state_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
         if scheme.stream:
             return self._streaming_bytes(scheme, num_devices, num_layers)
-        hidden_2 = self.hidden_size**2
-        embedding = self.hidden_size * self.vocab_size * EMBEDDING_BYTES_PER_ELEMENT
-        sharded = (self.num_layers * hidden_2 * self.state_bytes + embedding) / num_devices
-        held = (num_layers * hidden_2 * self.state_bytes + embedding) / scheme.tp
+        sharded = self._all_state_bytes() / num_devices
+        held = self._all_state_bytes(num_layers) / scheme.tp
         return sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
+
+    def _all_state_bytes(self, num_layers: float | None = None) -> float:
+        """States of so many layers, all if None, with those of the embedding."""
+        layers = self.num_layers if num_layers is None else num_layers
+        embedding = self.hidden_size * self.vocab_size * EMBEDDING_BYTES_PER_ELEMENT
+        return layers * self.hidden_size**2 * self.state_bytes + embedding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +305,9 @@ class Profile:
     """How many times as long computation and gradient synchronisation take beside each other; None:
     not measured.
     """
+    _max_len: dict[tuple[Scheme, int, bool], int] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def get_latency(self, scheme: Scheme) -> LatencyModel:
         """T(., scheme), that of a scheme with parts derived from <TP,PP> where nobody has measured
@@ -293,10 +316,15 @@ class Profile:
         Raises HydraConfigError naming the schemes that were profiled.
         """
         plain = scheme.without_parts()
-        if scheme not in self.latency and plain in self.latency:
+        if scheme not in self.latency and self.has_latency(scheme):
             ratio = slowest_stage_ratio(scheme, self.memory.num_layers)
-            coefficients = asdict(self.latency[plain])
-            return LatencyModel(**{name: ratio * value for name, value in coefficients.items()})
+            base = self.latency[self._base(scheme)]
+            return LatencyModel(
+                quadratic_ms=ratio * base.quadratic_ms,
+                linear_ms=ratio * base.linear_ms,
+                constant_ms=ratio * base.constant_ms,
+                traffic_ms=base.traffic_ms,
+            )
         if scheme not in self.latency:
             wanted = (
                 scheme
@@ -320,19 +348,33 @@ class Profile:
 
     def has_latency(self, scheme: Scheme) -> bool:
         """Whether `get_latency` has an answer."""
-        return scheme in self.latency or scheme.without_parts() in self.latency
+        return scheme in self.latency or self._base(scheme) in self.latency
+
+    def _base(self, scheme: Scheme) -> Scheme:
+        """What T of `scheme` is derived from: even stages without checkpoints, streamed where the
+        profile has that.
+        """
+        streamed = replace(scheme, stages=(), ckpt=0)
+        return streamed if streamed in self.latency else scheme.without_parts()
 
     def max_len_tokens(
         self, scheme: Scheme, num_devices: int, beside: Strategy | None = None
     ) -> int:
         """MaxLen(scheme) on a cluster of `num_devices`, as a pipeline of the strategy `beside`.
 
-        Where another pipeline of it streams, each rank has its share of the home.
+        Where another pipeline of it streams on the same node, each rank has its share of the home.
         """
-        home = 0.0
-        if beside is not None and not scheme.stream and any(s.stream for s in beside.schemes):
-            home = self.memory.home_bytes(num_devices)
-        return self.memory.max_len_tokens(scheme, num_devices, home)
+        has_home = (
+            beside is not None
+            and not scheme.stream
+            and any(s.stream for s in beside.schemes)
+            and scheme in _schemes_with_home(beside, self.memory.devices_per_node)
+        )
+        key = (scheme, num_devices, has_home)
+        if key not in self._max_len:
+            home = self.memory.home_bytes(num_devices) if has_home else 0.0
+            self._max_len[key] = self.memory.max_len_tokens(scheme, num_devices, home)
+        return self._max_len[key]
 
     def with_schemes(self, schemes: Iterable[Scheme]) -> Profile:
         """This profile with an entry for each of `schemes` that it has none for, derived from
@@ -348,8 +390,8 @@ class Profile:
             model = self.get_latency(scheme)
             # Whatever it is: raises where it is not known
             self.max_len_tokens(scheme, scheme.num_devices)
-            derived_from = str(scheme.without_parts())
-            entries.append({**scheme.to_json(), **asdict(model), "derived_from": derived_from})
+            derived_from = str(self._base(scheme))
+            entries.append({**scheme.to_json(), **model.to_json(), "derived_from": derived_from})
         return Profile.from_json(
             {**self.document, "schemes": [*self.document["schemes"], *entries]}
         )
@@ -426,6 +468,7 @@ class Profile:
                         quadratic_ms=float(entry["quadratic_ms"]),
                         linear_ms=float(entry["linear_ms"]),
                         constant_ms=float(entry["constant_ms"]),
+                        traffic_ms=float(entry.get("traffic_ms", 0)),
                     )
                     for entry in document["schemes"]
                 },
@@ -462,6 +505,17 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         """The profile in the JSON file `path`."""
         return cls.from_json(read_json_object(path), source=str(path))
+
+
+@lru_cache(maxsize=4096)
+def _schemes_with_home(strategy: Strategy, devices_per_node: int) -> frozenset[Scheme]:
+    """The schemes of `strategy` of which a pipeline has ranks on a node where layers stream."""
+    nodes: list[tuple[Scheme, set[int]]] = [
+        (scheme, {rank // devices_per_node for rank in ranks})
+        for scheme, ranks in zip(strategy.schemes, strategy.place())
+    ]
+    streaming = set().union(*(at for scheme, at in nodes if scheme.stream))
+    return frozenset(scheme for scheme, at in nodes if at & streaming)
 
 
 def _read_slowdown(value: Any) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -49,7 +49,7 @@ def with_estimates(profile: Profile, strategies: Iterable[Strategy]) -> Profile:
     for scheme in sorted(wanted - profile.latency.keys()):
         model = estimate_latency(profile, scheme)
         if model is not None:
-            entries.append({**scheme.to_json(), **asdict(model), "estimated": True})
+            entries.append({**scheme.to_json(), **model.to_json(), "estimated": True})
     if not entries:
         return profile
     return Profile.from_json(

@@ -4,12 +4,15 @@ uneven stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.proposal.streamed import CanRun, with_streamed_schemes
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -19,42 +22,68 @@ NUM_CKPT_STEPS = 16
 NUM_LENGTH_CLASSES = 4
 """Lengths, each half the next and the last one the context, that a scheme is stretched to hold."""
 
-CanRun = Callable[[Scheme], bool]
-
 
 def with_extended_schemes(
-    profile: Profile, *, num_devices: int, context_length: int, can_run: CanRun = lambda _: True
+    profile: Profile,
+    *,
+    num_devices: int,
+    context_length: int,
+    can_run: CanRun = lambda _: True,
+    cluster: Cluster | None = None,
 ) -> Profile:
     """`profile` with every scheme beside those it measured that may make an iteration shorter on
     `num_devices`.
 
     - <SP,TP,PP> where <TP,PP> and <SP x TP,PP> were measured (`with_estimates`), so that the heads
       divide.
+    - <SP,TP,1;stream> where `cluster` says how fast layers stream (`with_streamed_schemes`).
     - Checkpointed layers and uneven stages, where they let a scheme hold a class of lengths that it
       does not hold without, with less device time than every scheme that does; the fewest layers
       that are enough.
 
     Left out is what another scheme on as many devices dominates (`undominated`), and what `can_run`
-    refuses, which is asked for nothing else. Re-pulled layers are never derived: nobody has
-    measured what they would add to T. Entries that `profile` has of such schemes already are made
-    anew, so a second call changes nothing.
+    refuses, which is asked for nothing else. Entries that `profile` has of such schemes already are
+    made anew, so a second call changes nothing.
     """
     measured = profile.only(profile.latency.keys() - profile.assumed)
     found = list(_with_sequence_parallelism(measured, num_devices, can_run))
     known = with_estimates(measured, (Strategy((scheme,)) for scheme in found))
-    whole = _that_fit(known, known.latency, num_devices)
+    if cluster is not None:
+        known = with_streamed_schemes(
+            known,
+            num_devices=num_devices,
+            context_length=context_length,
+            cluster=cluster,
+            can_run=can_run,
+        )
+    kept = stretched_schemes(
+        known, num_devices=num_devices, context_length=context_length, can_run=can_run
+    )
+    # What one is derived from may be left out
+    return known.with_schemes(kept).only({*measured.latency, *kept})
+
+
+def stretched_schemes(
+    profile: Profile,
+    *,
+    num_devices: int,
+    context_length: int,
+    can_run: CanRun = lambda _: True,
+) -> tuple[Scheme, ...]:
+    """The schemes of `profile` that fit, and those with checkpointed layers or uneven stages that
+    hold more with less device time; without what another one dominates.
+    """
+    whole = _that_fit(profile, profile.latency, num_devices)
     # All layers of a profile measured with activation checkpointing are checkpointed already.
     stretchable = [] if profile.document.get("activation_checkpointing") else whole
     stretched = [
         extended
         for scheme in stretchable
-        if scheme == scheme.without_parts()
-        for extended in _stretch(known, scheme, num_devices, context_length, can_run)
-        if _is_cheapest(known, extended, whole, num_devices, context_length)
+        if not (scheme.ckpt or scheme.stages)
+        for extended in _stretch(profile, scheme, num_devices, context_length, can_run)
+        if _is_cheapest(profile, extended, whole, num_devices, context_length)
     ]
-    kept = undominated(known, [*whole, *dict.fromkeys(stretched)], num_devices)
-    # What one is derived from may be left out
-    return known.with_schemes(kept).only({*measured.latency, *kept})
+    return undominated(profile, [*whole, *dict.fromkeys(stretched)], num_devices)
 
 
 def _with_sequence_parallelism(
@@ -109,10 +138,10 @@ def _stretch(
 def _variants(scheme: Scheme, num_layers: int) -> Iterator[Scheme]:
     steps = sorted({-(-num_layers * k // NUM_CKPT_STEPS) for k in range(1, NUM_CKPT_STEPS + 1)})
     for ckpt in steps:
-        yield Scheme(scheme.tp, scheme.pp, sp=scheme.sp, ckpt=ckpt)
+        yield replace(scheme, ckpt=ckpt)
         if 1 < scheme.pp <= num_layers:
             stages = balanced_stages(num_layers, scheme.pp, ckpt)
-            yield Scheme(scheme.tp, scheme.pp, sp=scheme.sp, ckpt=ckpt, stages=stages)
+            yield replace(scheme, ckpt=ckpt, stages=stages)
 
 
 def balanced_stages(num_layers: int, num_stages: int, ckpt: int) -> tuple[int, ...]:
@@ -170,7 +199,9 @@ def undominated(
     held = np.array(
         [profile.max_len_tokens(scheme, num_devices) for scheme in schemes], dtype=np.float64
     )
-    a, b, c = np.array([[x.quadratic_ms, x.linear_ms, x.constant_ms] for x in latencies]).T
+    a, b, c, traffic = np.array(
+        [[x.quadratic_ms, x.linear_ms, x.constant_ms, x.traffic_ms] for x in latencies]
+    ).T
     slots = np.array([scheme.pp for scheme in schemes], dtype=np.float64)
     is_better = (devices[:, None] == devices) & (held[:, None] >= held)
     for weight in (np.ones_like(slots), slots):
@@ -178,6 +209,7 @@ def undominated(
         is_better &= at_end <= weight * (a * held + b)
         is_better &= (weight * b)[:, None] <= weight * b
         is_better &= (weight * c)[:, None] <= weight * c
+        is_better &= (weight * traffic)[:, None] <= weight * traffic
     is_equal = is_better & is_better.T
     earlier = np.arange(len(schemes))[:, None] < np.arange(len(schemes))
     loses = (is_better & ~is_equal) | (is_equal & earlier)

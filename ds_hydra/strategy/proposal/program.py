@@ -32,8 +32,9 @@ from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.proposal.extended import CanRun, undominated, with_extended_schemes
+from ds_hydra.strategy.proposal.extended import undominated, with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.streamed import CanRun
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 PRECISION = 1e-3
@@ -182,7 +183,8 @@ def charge_ms(
         (a x^2 + b x) * (V + PP - 1) / V  +  x / U * c * (V + PP - 1)
 
     with the V that minimises it for a dataset of the mean cost b, between U / MaxLen and U /
-    UtilLen.
+    UtilLen. Where even these micro-batches are shorter than the traffic of their layers, all is
+    charged as much more as they wait.
     """
     model = profile.get_latency(scheme)
     lengths = lengths_tokens.astype(np.float64)
@@ -197,15 +199,19 @@ def charge_ms(
     most = max(fewest, int(share_tokens // saturated))
     micro_batches = np.unique(np.geomspace(fewest, most, 64).astype(np.int64)).astype(np.float64)
     work = model.linear_ms * share_tokens
-    num_micro_batches = micro_batches[
-        np.argmin((micro_batches + scheme.pp - 1) * (work / micro_batches + model.constant_ms))
-    ]
+    slots_ms = np.maximum(work / micro_batches + model.constant_ms, model.traffic_ms)
+    num_micro_batches = micro_batches[np.argmin((micro_batches + scheme.pp - 1) * slots_ms)]
     num_slots = num_micro_batches + scheme.pp - 1
     charged: FloatArray = (
         variable * (num_slots / num_micro_batches)
         + lengths / share_tokens * model.constant_ms * num_slots
     )
-    return charged
+    micro_batch_ms = work / num_micro_batches + model.constant_ms
+    return (
+        charged * (model.traffic_ms / micro_batch_ms)
+        if model.traffic_ms > micro_batch_ms
+        else charged
+    )
 
 
 @compiled

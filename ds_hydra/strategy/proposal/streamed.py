@@ -1,0 +1,100 @@
+"""What a profile says of schemes that stream and that it did not measure: <spN,1;stream>."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.schemes.scheme import ALL_LAYERS, Scheme
+
+CanRun = Callable[[Scheme], bool]
+
+
+def single_rank_latency(
+    profile: Profile, context_length: int, *, bounds_attention: bool = True
+) -> LatencyModel | None:
+    """T of the whole model on one rank, or None where the profile has no <1,PP>.
+
+    That of <1,1> where it was measured; else the cheapest PP times T of <1,PP>, for a micro-batch
+    of the context. With `bounds_attention` its quadratic part is at least that of the TP schemes,
+    for each device: attention of a profiled <1,PP> was measured on micro-batches shorter than those
+    that SP ranks hold together, from which its quadratic part does not follow well.
+    """
+    measured = profile.latency.get(Scheme(1, 1))
+    if measured is not None and Scheme(1, 1) not in profile.assumed:
+        return measured
+    found = [
+        LatencyModel(
+            quadratic_ms=scheme.pp * latency.quadratic_ms,
+            linear_ms=scheme.pp * latency.linear_ms,
+            constant_ms=scheme.pp * latency.constant_ms,
+        )
+        for scheme, latency in profile.latency.items()
+        if scheme.tp == 1 and scheme.is_plain
+    ]
+    single = min(found, key=lambda t: t.micro_batch_ms([context_length]), default=None)
+    of_tp = [
+        scheme.tp * latency.quadratic_ms
+        for scheme, latency in profile.latency.items()
+        if scheme.is_plain and scheme.tp > 1 and scheme.pp == 1
+    ]
+    if single is None or not bounds_attention or not of_tp:
+        return single
+    return replace(single, quadratic_ms=max(single.quadratic_ms, min(of_tp)))
+
+
+def with_streamed_schemes(
+    profile: Profile,
+    *,
+    num_devices: int,
+    context_length: int,
+    cluster: Cluster,
+    can_run: CanRun = lambda _: True,
+    bounds_attention: bool = True,
+) -> Profile:
+    """`profile` with schemes of one stage whose layers all stream, where it did not measure them,
+    its memory model knows them, and they hold a micro-batch.
+
+    - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that.
+    - <spN,1;stream> for each N, a power of two up to `num_devices` that divides the heads: T is
+      that of one rank (`single_rank_latency`), of whose micro-batch N ranks have a share each, with
+      the exchanges of SP by the links of `cluster`.
+
+    A micro-batch takes `Cluster.stream_ms` at least. The entries are marked as derived or
+    estimated.
+    """
+    entries = []
+    single = single_rank_latency(profile, context_length, bounds_attention=bounds_attention)
+    heads = profile.document["model"].get("num_attention_heads", num_devices)
+    wide = [Scheme(1, 1, sp=1 << exponent) for exponent in range(num_devices.bit_length())]
+    wide = [scheme for scheme in wide if single is not None and heads % scheme.sp == 0]
+    known = [s for s in profile.latency if s.pp == 1 and s == s.without_parts()]
+    for plain in dict.fromkeys([*known, *wide]):
+        scheme = replace(plain, stream=ALL_LAYERS)
+        is_open = scheme not in profile.latency and profile.memory.knows(scheme)
+        fits = is_open and profile.max_len_tokens(scheme, num_devices) > 0
+        if not fits or scheme.num_devices > num_devices or not can_run(scheme):
+            continue
+        if single is not None and plain.tp == 1:
+            model = cluster.with_exchanges(_shared(single, plain.sp), plain)
+            source: dict[str, object] = {"estimated": True}
+        else:
+            model, source = profile.latency[plain], {"derived_from": str(plain)}
+        model = replace(model, traffic_ms=cluster.stream_ms(scheme))
+        entries.append({**scheme.to_json(), **model.to_json(), **source})
+    if not entries:
+        return profile
+    return Profile.from_json(
+        {**profile.document, "schemes": [*profile.document["schemes"], *entries]}
+    )
+
+
+def _shared(single: LatencyModel, num_ranks: int) -> LatencyModel:
+    """T of a micro-batch that `num_ranks` ranks share without communication."""
+    return replace(
+        single,
+        quadratic_ms=single.quadratic_ms / num_ranks,
+        linear_ms=single.linear_ms / num_ranks,
+    )

@@ -1,0 +1,183 @@
+"""What follows from a profile for schemes whose layers stream: T, its traffic, links, memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from reference import make_batch
+from test_cluster import PARAMS, make_cluster
+
+from ds_hydra.configs import find_file
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
+from ds_hydra.simulator.events import simulate_plan
+from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.profiles.online_fit import OnlineFit
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.proposal.extended import undominated, with_extended_schemes
+from ds_hydra.strategy.proposal.program import ProposalSettings, charge_ms
+from ds_hydra.strategy.proposal.streamed import single_rank_latency, with_streamed_schemes
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+DEVICES, CONTEXT = 16, 32768
+PROFILE = Profile.load(find_file("profiles", "a800_llama2_13b"))
+CLUSTER = find_cluster(PROFILE, DEVICES)
+ONE, FOUR = Scheme.parse("<1,1;stream>"), Scheme.parse("<sp4,1;stream>")
+
+
+def streamed(profile=PROFILE, **more):
+    return with_streamed_schemes(
+        profile, num_devices=DEVICES, context_length=CONTEXT, cluster=CLUSTER, **more
+    )
+
+
+def test_a_micro_batch_takes_its_traffic_at_least():
+    model = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=5.0, traffic_ms=20.0)
+    assert [model.micro_batch_ms(micro_batch) for micro_batch in ([], [1], [10, 4], [10, 9])] == [
+        0.0,
+        20.0,
+        20.0,
+        24.0,
+    ]
+    assert model.to_json()["traffic_ms"] == 20.0
+    assert "traffic_ms" not in replace(model, traffic_ms=0.0).to_json()
+    with pytest.raises(HydraConfigError, match="traffic_ms of a scheme is -1"):
+        replace(model, traffic_ms=-1.0)
+    refitted = OnlineFit({ONE: model}).models()[ONE]
+    assert refitted.traffic_ms == 20.0
+
+
+def test_traffic_of_a_micro_batch_is_read_twice_and_given_away_once_inside_a_node():
+    cluster = make_cluster(8, devices_per_node=4)  # 1,000 bytes in a ms
+    once = 2 * PARAMS * 3 / 4 / 1e3
+    assert cluster.stream_ms(ONE) == pytest.approx(3 * once)
+    assert cluster.stream_ms(FOUR) == cluster.stream_ms(ONE)  # each rank needs all of a layer
+    assert cluster.stream_ms(Scheme.parse("<2,1;stream>")) == pytest.approx(1.5 * once)
+    assert cluster.stream_ms(Scheme.parse("<1,2;stream=2>")) == pytest.approx(3 * once * 2 / 10)
+    assert cluster.stream_ms(Scheme(1, 1)) == 0.0
+
+
+def test_the_home_is_filled_across_nodes_once_whatever_streams():
+    """Inside a node each of 4 ranks fills a quarter of the home, where <1,1> pulls all."""
+    cluster = make_cluster(8, devices_per_node=4)
+    pull = {
+        text: cluster.link_times(Strategy.parse(text)).pull_ms
+        for text in ("8x<1,1>", "8x<1,1;stream>", "2x<sp4,1;stream>")
+    }
+    across = 2 * PARAMS / 2 / 1e2
+    assert list(pull.values()) == pytest.approx([across] * 3)
+    alone = make_cluster(4, devices_per_node=4)
+    inside = {
+        text: alone.link_times(Strategy.parse(text)).pull_ms
+        for text in ("4x<1,1>", "4x<1,1;stream>")
+    }
+    assert inside["4x<1,1;stream>"] == pytest.approx(inside["4x<1,1>"] / 4)
+
+
+def test_one_rank_takes_pp_times_as_long_and_attention_no_less_than_under_tp():
+    profile = Profile.load(find_file("profiles", "a800_llama2_32b"))
+    free = single_rank_latency(profile, CONTEXT, bounds_attention=False)
+    bounded = single_rank_latency(profile, CONTEXT)
+    latency = profile.latency
+    assert free.linear_ms in [s.pp * latency[s].linear_ms for s in latency if s.tp == 1]
+    least = min(s.tp * latency[s].quadratic_ms for s in latency if s.tp > 1 and s.pp == 1)
+    assert bounded == replace(free, quadratic_ms=max(free.quadratic_ms, least))
+    assert bounded.quadratic_ms > free.quadratic_ms
+    measured = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
+    entry = {"tp": 1, "pp": 1, **measured.to_json()}
+    known = {**PROFILE.document, "schemes": [*PROFILE.document["schemes"], entry]}
+    assert single_rank_latency(Profile.from_json(known), CONTEXT) == measured
+    assert single_rank_latency(PROFILE.only([Scheme(2, 1)]), CONTEXT) is None
+
+
+def test_streamed_schemes_are_estimated_and_marked():
+    found = streamed()
+    new = found.latency.keys() - PROFILE.latency.keys()
+    assert new <= found.assumed
+    # 40 heads: 8 ranks at most; TP 2 to 16 on 16 devices
+    assert {str(s) for s in new} == {
+        *("<1,1;stream>", "<sp2,1;stream>", "<sp4,1;stream>", "<sp8,1;stream>"),
+        *("<2,1;stream>", "<4,1;stream>", "<8,1;stream>"),
+        *(f"<{s.tp},1;stream>" for s in PROFILE.latency if s.tp == 16 and s.pp == 1),
+    }
+    single, four = single_rank_latency(PROFILE, CONTEXT), found.latency[FOUR]
+    assert four.quadratic_ms == pytest.approx(single.quadratic_ms / 4)
+    assert four.linear_ms > single.linear_ms / 4  # exchanges
+    assert four.traffic_ms == found.latency[ONE].traffic_ms == CLUSTER.stream_ms(ONE) > 0
+    two = Scheme.parse("<2,1;stream>")
+    assert replace(found.latency[two], traffic_ms=0.0) == PROFILE.latency[Scheme(2, 1)]
+    assert streamed(found).document == found.document
+    assert Profile.from_json(found.document).latency == found.latency
+    assert streamed(can_run=lambda scheme: False) is PROFILE
+
+
+def test_checkpointed_layers_of_a_streamed_scheme_cost_computation_and_no_traffic():
+    found, base = streamed(), FOUR
+    more = replace(base, ckpt=PROFILE.memory.num_layers)
+    model = found.get_latency(more)
+    assert model.linear_ms == pytest.approx(4 / 3 * found.latency[base].linear_ms)
+    assert model.traffic_ms == found.latency[base].traffic_ms
+    assert found.max_len_tokens(more, DEVICES) > found.max_len_tokens(base, DEVICES)
+    entry = found.with_schemes([more]).document["schemes"][-1]
+    assert entry["derived_from"] == "<sp4,1;stream>"
+
+
+def test_the_wide_space_streams_only_where_links_are_known():
+    options = {"num_devices": DEVICES, "context_length": CONTEXT}
+    wide = with_extended_schemes(PROFILE, **options, cluster=CLUSTER)
+    assert any(scheme.stream for scheme in wide.latency)
+    assert not any(s.stream for s in with_extended_schemes(PROFILE, **options).latency)
+    again = with_extended_schemes(wide, **options, cluster=CLUSTER)
+    assert again.latency == wide.latency
+
+
+def test_a_scheme_that_waits_for_its_traffic_does_not_dominate_one_that_does_not():
+    # Same T and devices, more memory; what decides is the traffic
+    slow = streamed()
+    plain, two = Scheme(2, 1), Scheme.parse("<2,1;stream>")
+    assert slow.max_len_tokens(two, DEVICES) > slow.max_len_tokens(plain, DEVICES)
+    assert undominated(slow, [plain, two], DEVICES) == (plain, two)
+    fast = slow.with_latency({two: replace(slow.latency[two], traffic_ms=0.0)})
+    assert undominated(fast, [plain, two], DEVICES) == (two,)
+
+
+def test_micro_batches_shorter_than_their_traffic_are_charged_as_much_more():
+    settings = ProposalSettings(tokens_per_iteration=DEVICES * 256)
+    lengths = np.array([64])
+    found = streamed()
+    base = charge_ms(found, ONE, lengths, DEVICES, settings)
+    latency = found.latency[ONE]
+    micro_batch_ms = latency.linear_ms * 256 + latency.constant_ms
+    slow = found.with_latency({ONE: replace(latency, traffic_ms=10 * micro_batch_ms)})
+    assert charge_ms(slow, ONE, lengths, DEVICES, settings) == pytest.approx(
+        base * 10 * micro_batch_ms / max(micro_batch_ms, latency.traffic_ms)
+    )
+
+
+def test_plan_and_simulator_agree_on_micro_batches_that_wait():
+    """Two ranks of three micro-batches each; then micro-batches of which each takes its traffic."""
+    found = streamed()
+    strategy = Strategy((ONE,) * 2)
+    batch = make_batch([3000] * 6)
+    plan = plan_iteration(
+        batch,
+        strategies=[strategy],
+        profile=found,
+        num_devices=2,
+        settings=PlannerSettings(max_len_override={ONE: 3000}, solver="none"),
+    )
+    micro_batches = [found.latency[ONE].micro_batch_ms([3000])] * 3
+    assert plan.makespan_ms == pytest.approx(sum(micro_batches))
+    waits = found.with_latency({ONE: replace(found.latency[ONE], traffic_ms=2 * micro_batches[0])})
+    assert simulate_plan(plan, waits).propagation_ms == pytest.approx(2 * sum(micro_batches))
+    slower = plan_iteration(
+        batch,
+        strategies=[strategy],
+        profile=waits,
+        num_devices=2,
+        settings=PlannerSettings(max_len_override={ONE: 3000}, solver="none"),
+    )
+    assert slower.makespan_ms == pytest.approx(2 * sum(micro_batches))
+    assert slower.lower_bound_ms <= slower.makespan_ms
