@@ -10,6 +10,7 @@ from reference import make_profile
 from typer.testing import CliRunner
 
 from ds_hydra.cli import app
+from ds_hydra.commands.check import describe_report
 from ds_hydra.configs import find_file, list_files, load_model_preset
 from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -375,6 +376,16 @@ def test_schemes_with_sp_are_estimated_where_the_profile_lacks_them_and_refused_
     )
 
 
+def check_home(home, nodes):
+    """Of LLaMA 7B in bf16 on nodes of 8; half of the weights and sums of two nodes cross."""
+    numel = 6_738_415_616
+    assert home["ranks"] == 8
+    assert home["weight_bytes"] == pytest.approx(2 * numel / 8, rel=1e-3)
+    assert home["sum_bytes"] == pytest.approx(8 * numel / 8 - 4 * numel / (8 * nodes), rel=1e-3)
+    assert home["in_bytes"] == pytest.approx(2 * numel * (1 - 1 / nodes))
+    assert home["out_bytes"] == pytest.approx(4 * numel * (1 - 1 / nodes))
+
+
 def test_schemes_with_parts_are_checked_and_derived():
     given = ["1x<1,2;ckpt=8> + 3x<1,2>", "4x<1,2;stream=8>"]
     config = changed(hydra={"strategies": given, "context_length": 16384})
@@ -385,6 +396,12 @@ def test_schemes_with_parts_are_checked_and_derived():
     assert any(
         "<1,2;stream=8>" in warning and "accelerator" in warning for warning in report.warnings
     )
+    check_home(report.home, nodes=1)
+    given = ["8x<1,2;stream=8>"]
+    config = changed(hydra={"strategies": given, "context_length": 16384})
+    report = check_config(CheckRequest(config=config, model="llama2_7b", num_devices=16))
+    check_home(report.home, nodes=2)
+    assert "each has 1.6 GiB of the weights and 4.7 GiB of the sums" in describe_report(report)
     for texts, words in (
         (["4x<1,2;stages=14,17>"], "stages have 31 layers, the model has 32; make them sum to 32"),
         (

@@ -223,7 +223,7 @@ class WithoutSmallCopy(Leaking):
         super().__init__(config)
 
 
-def test_families_that_do_not_keep_sequences_apart_are_refused_by_name(caplog):
+def test_families_that_do_not_keep_sequences_apart_are_refused_by_name():
     config = transformers.LlamaConfig(**SIZES)
     with pytest.raises(
         UnsupportedModelError, match=r"Leaking \(model type 'llama'\) does not .* are off by \d+%"
@@ -233,9 +233,27 @@ def test_families_that_do_not_keep_sequences_apart_are_refused_by_name(caplog):
     doge = transformers.DogeForCausalLM(transformers.DogeConfig(**settings))
     with pytest.raises(UnsupportedModelError, match=r"'doge'.*DogeAttention: .*a mask of its own"):
         packing_probe.check_packing(doge)
-    with caplog.at_level("INFO", logger=packing_probe.__name__):
-        packing_probe.check_packing(WithoutSmallCopy(config, 1))
-    assert "not tried on a tiny WithoutSmallCopy" in caplog.text
+
+
+def test_families_that_cannot_be_tried_are_refused_by_name():
+    """A class that no small model can be made of, a configuration that does not run, one that
+    checks what is set.
+    """
+    with pytest.raises(
+        UnsupportedModelError, match=r"WithoutSmallCopy cannot be tried .*TypeError"
+    ):
+        packing_probe.check_packing(WithoutSmallCopy(transformers.LlamaConfig(**SIZES), 1))
+    latent = SIZES | {"num_key_value_heads": 1, "num_attention_heads": 4}
+    latent |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+    model = transformers.MiniCPM3ForCausalLM(transformers.MiniCPM3Config(**latent, v_head_dim=4))
+    with pytest.raises(
+        UnsupportedModelError, match=r"MiniCPM3ForCausalLM cannot be tried .*size of"
+    ):
+        packing_probe.check_packing(model)
+    settings = SIZES | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
+    model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**settings))
+    with pytest.raises(UnsupportedModelError, match=r"parameters outside embedding.*per_layer"):
+        packing_probe.check_packing(model)
 
 
 class NormedTwice(transformers.LlamaModel):

@@ -13,6 +13,8 @@ from ds_hydra.configs.files import MAX_DEVICES, find_file
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
+    from ds_hydra.engine.model.stage_model import StageModel
+    from ds_hydra.strategy import Strategy
     from ds_hydra.strategy.cost_models.alpha_beta import ClusterLinks
     from ds_hydra.zero_link.traffic import LinkAccounts, LinkTraffic
 
@@ -110,6 +112,7 @@ def _account(
     ranks_per_node, links, name = _read_links(topology, num_devices, devices_per_node)
 
     from ds_hydra.engine.model.meta_model import load_stage_model
+    from ds_hydra.zero_link.home_parts import flat_specs, parts_from_other_hosts
     from ds_hydra.zero_link.plan import plan_link
     from ds_hydra.zero_link.traffic import LinkAccounts
 
@@ -117,6 +120,13 @@ def _account(
     for scheme in set(strategy.schemes):
         stage_model.check_scheme(scheme)
     rank_buckets = stage_model.strategy_buckets(strategy, num_devices)
+    specs, asked, routed = stage_model.specs, rank_buckets, ranks_per_node
+    streams = any(scheme.stream for scheme in strategy.schemes)
+    if streams:  # what is sent are the parts of homes, straight to where they belong
+        node_of = [rank // ranks_per_node for rank in range(num_devices)]
+        rounds = [[b.param for b in unit.bindings] for unit in stage_model.units]
+        asked, routed = parts_from_other_hosts(specs, rounds, rank_buckets, node_of), None
+        specs = tuple(flat_specs(specs))
     document: dict[str, Any] = {
         "strategy": str(strategy),
         "model": model,
@@ -124,16 +134,17 @@ def _account(
         "devices_per_node": ranks_per_node,
         "topology": name,
         "parameters": sum(spec.numel for spec in stage_model.specs),
-        "rounds": max(map(len, rank_buckets)),
+        "rounds": max(map(len, asked)),
     }
+    if streams:
+        document["home"] = _describe_home(
+            stage_model, strategy, itemsize["pull"], num_devices, ranks_per_node
+        )
     for direction, size in itemsize.items():
         gradients = direction == "push"
-        accounts = LinkAccounts(
-            stage_model.specs, rank_buckets, ranks_per_node, gradients=gradients
-        )
-        plan = plan_link(
-            stage_model.specs, rank_buckets, 0, gradients=gradients, ranks_per_node=ranks_per_node
-        )
+        accounts = LinkAccounts(specs, asked, ranks_per_node, gradients=gradients)
+        needed = LinkAccounts(stage_model.specs, rank_buckets, ranks_per_node, gradients=gradients)
+        plan = plan_link(specs, asked, 0, gradients=gradients, ranks_per_node=routed)
         document[direction] = {
             "bytes_per_element": size,
             "digest": f"{plan.digest:016x}",
@@ -145,11 +156,44 @@ def _account(
                 }
                 for case in accounts.special_cases()
             ],
-            "least_bytes_across_nodes": accounts.least_across_nodes() * size,
+            "least_bytes_across_nodes": needed.least_across_nodes() * size,
             "direct": _routes(accounts, accounts.direct(links, size), size),
             "node_aware": _routes(accounts, accounts.node_aware(links, size), size),
         }
     return document
+
+
+def _describe_home(
+    stage_model: StageModel,
+    strategy: Strategy,
+    itemsize: int,
+    num_devices: int,
+    ranks_per_node: int,
+) -> dict[str, Any]:
+    """Bytes of the home, and what a rank of each scheme moves inside its node for a micro-batch."""
+    from ds_hydra.engine.transfer.stream_plan import only_copied
+    from ds_hydra.zero_link.home_parts import home_bytes
+
+    specs = stage_model.specs
+    own = home_bytes(specs, itemsize, num_devices, min(ranks_per_node, num_devices))
+    stages = []
+    for scheme in sorted({scheme for scheme in strategy.schemes if scheme.stream}):
+        for stage in range(scheme.pp):
+            buckets = stage_model.buckets(scheme, stage, 0)
+            streams = stage_model.stage_streams(scheme, stage, 0)
+            refs = [ref for index in streams.buckets for ref in buckets[index]]
+            copied = only_copied(buckets, streams.copied)
+            stages.append(
+                {
+                    "scheme": str(scheme),
+                    "stage": stage,
+                    "read_bytes": itemsize * sum(ref.region.numel for ref in refs),
+                    "copied_bytes": itemsize
+                    * sum(ref.region.numel for index in streams.buckets for ref in copied[index]),
+                    "added_bytes": 4 * sum(r.region.numel for r in refs if r.pushes_gradient),
+                }
+            )
+    return {"weight_bytes": own.weights, "sum_bytes": own.sums, "stages": stages}
 
 
 def _routes(accounts: LinkAccounts, traffic: LinkTraffic, size: int) -> dict[str, Any]:
@@ -233,9 +277,24 @@ def _describe(document: dict[str, Any]) -> str:
         f"{num_devices} devices in {num_nodes} node{'s' * (num_nodes > 1)}, {document['rounds']} rounds; "
         f"times of {document['topology']}"
     ]
+    if "home" in document:
+        lines += ["", *_describe_home_lines(document["home"], min(per_node, num_devices))]
     for direction in ("pull", "push"):
         lines += ["", *_describe_direction(direction, document[direction], num_devices, per_node)]
     return "\n".join(lines)
+
+
+def _describe_home_lines(home: dict[str, Any], num_sharing: int) -> list[str]:
+    lines = [
+        f"home of streamed layers, shared by {num_sharing} ranks: each has {_size(home['weight_bytes'])} of the "
+        f"weights and {_size(home['sum_bytes'])} of the sums; pull and push below fill and empty it once an iteration",
+        f"  {'a rank of':<24} {'stage':>6} {'reads':>12} {'of it copied':>14} {'adds':>12}  for a micro-batch",
+    ]
+    return lines + [
+        f"  {stage['scheme']:<24} {stage['stage']:>6} {_size(stage['read_bytes']):>12} "
+        f"{_size(stage['copied_bytes']):>14} {_size(stage['added_bytes']):>12}"
+        for stage in home["stages"]
+    ]
 
 
 def _describe_direction(

@@ -21,6 +21,31 @@ from ds_hydra.zero_link.layout import ParamSpec, Region, Slicing
 from ds_hydra.zero_link.messages import RankBuckets, SliceRef
 
 
+class HomeBytes(NamedTuple):
+    """What one rank has of a home: its part of the weights, and of the sums beside the fp32
+    gradient shards that every engine has.
+    """
+
+    weights: int
+    sums: int
+
+
+def home_bytes(
+    specs: Sequence[ParamSpec], itemsize: int, num_ranks: int, ranks_of_host: int
+) -> HomeBytes:
+    """Of a home that `ranks_of_host` of `num_ranks` ranks share; sums take 8 bytes an element and
+    4 a row of a parameter.
+
+    >>> home_bytes([ParamSpec(fqn="w", shape=(8, 4))], 2, 4, 2)
+    HomeBytes(weights=32, sums=112)
+    """
+    padded = [spec.shard_numel(num_ranks) * num_ranks for spec in specs]
+    summed = [(n, s.num_rows) for n, s in zip(padded, specs, strict=True) if s.requires_grad]
+    owned = sum(numel for numel, _ in summed) // num_ranks
+    sums = sum(8 * numel + 4 * rows for numel, rows in summed) // ranks_of_host - 4 * owned
+    return HomeBytes(sum(padded) * itemsize // ranks_of_host, sums)
+
+
 class Need(NamedTuple):
     """Elements [begin, end) of a flat parameter that ranks of a host read, and whether one of them
     adds gradients.

@@ -26,6 +26,7 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import groups_of
 from ds_hydra.engine.profiling.profile_document import fit_memory, state_memory
 from ds_hydra.engine.profiling.profiler import default_lengths
+from ds_hydra.engine.propagation import GRADIENT_DTYPES
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.sampler.candidates import (
     MAX_ENUMERATED_RANKS,
@@ -41,6 +42,7 @@ from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.zero_link.home_parts import home_bytes
 
 CHECK_SCHEMA = "ds_hydra.check/1"
 DEFAULT_DEVICES = 8
@@ -86,6 +88,10 @@ class ConfigReport:
     strategies: list[str] = field(default_factory=list)
     strategies_source: str = ""
     communicators: dict[str, int] = field(default_factory=dict)
+    home: dict[str, int] = field(default_factory=dict)
+    """Of streamed layers: ranks that share it, bytes of each, bytes that enter and leave a node in
+    an iteration.
+    """
 
     def to_json(self) -> dict[str, Any]:
         """The `ds_hydra.check/1` document."""
@@ -192,6 +198,7 @@ class _Budget:
         self._profile = self._find_profile(given)
         self._estimate_sequence_parallel(given)
         self._say_which_need_cpus(given)
+        self._describe_home(given)
         if self._profile is not None:
             self._describe_memory(self._profile, given)
         strategies = self._candidates(given)
@@ -346,6 +353,25 @@ class _Budget:
                 f"hydra.strategies have streamed layers ({', '.join(map(str, streaming))}): CPU ranks of a host can "
                 "share them; on accelerators the engine refuses them"
             )
+
+    def _describe_home(self, given: Sequence[Strategy]) -> None:
+        streams = any(scheme.stream for strategy in given for scheme in strategy.schemes)
+        if not streams or self._stage_model is None:
+            return
+        specs, number = self._stage_model.specs, self._report.num_devices
+        sharing = min(self._hydra.link.devices_per_node or DEFAULT_DEVICES, number)
+        own = home_bytes(specs, self._dtype.itemsize, number, sharing)
+        outside = 1 - sharing / number
+        trained = sum(spec.numel for spec in specs if spec.requires_grad)
+        self._report.home = {
+            "ranks": sharing,
+            "weight_bytes": own.weights,
+            "sum_bytes": own.sums,
+            "in_bytes": round(sum(spec.numel for spec in specs) * self._dtype.itemsize * outside),
+            "out_bytes": round(
+                trained * GRADIENT_DTYPES[self._hydra.link.gradient_dtype].itemsize * outside
+            ),
+        }
 
     def _say_what_is_profiled(self, given: Sequence[Strategy]) -> None:
         hydra = self._hydra

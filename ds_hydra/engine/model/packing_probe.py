@@ -6,7 +6,6 @@ gradients.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +18,6 @@ from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.stage_model import StageModel, check_model
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme
-
-logger = logging.getLogger(__name__)
 
 _LENGTHS = (7, 4)
 _WINDOW = 3
@@ -40,29 +37,30 @@ _verdicts: dict[tuple[type, str], str] = {}
 
 def check_packing(model: nn.Module) -> None:
     """Raise UnsupportedModelError where a micro-batch of two sequences is not what each of them is
-    alone.
+    alone, or where that cannot be tried on a small model of the class.
 
-    Deterministic, so equal on all ranks; takes tenths of a second, on the CPU. A model whose class
-    cannot be built small is let through.
+    Deterministic, so equal on all ranks; takes tenths of a second, on the CPU.
     """
     model = unwrap_adapters(model)
     check_model(model)
     try:
         config = small_config(model.config)
     except Exception as error:  # a configuration may check what is set
-        logger.info(
-            "packed micro-batches were not tried on a tiny %s: %s", type(model).__name__, error
-        )
-        return
+        StageModel(model)  # which may have a better reason
+        raise UnsupportedModelError(_describe_untried(type(model), error)) from error
     key = (type(model), config.to_json_string())
     if key not in _verdicts:
         _verdicts[key] = _find_problem(type(model), config)
     if _verdicts[key]:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} (model type {config.model_type!r}) does not keep the sequences of a packed "
-            f"micro-batch apart: {_verdicts[key]}; use a model whose attention goes through "
-            f"transformers' AttentionInterface"
-        )
+        raise UnsupportedModelError(_verdicts[key])
+
+
+def _describe_untried(kind: type[nn.Module], error: Exception) -> str:
+    return (
+        f"{kind.__name__} cannot be tried on a small model of its class ({type(error).__name__}: {error}), and "
+        "whether it keeps the sequences of a packed micro-batch apart would not be known; its class has to take a "
+        "configuration alone, and its configuration to be one that runs"
+    )
 
 
 def small_config(config: Any) -> Any:
@@ -115,17 +113,21 @@ def _find_problem(kind: type[nn.Module], config: Any) -> str:
             stage_model = StageModel(model)
             sequences = [_Sequence.draw(length, generator) for length in _LENGTHS]
             alone = _gradients(model, [_run_alone(model, sequence) for sequence in sequences])
+        except UnsupportedModelError as error:
+            return str(error)
         except Exception as error:  # a family's own code, at sizes that it was not written for
-            logger.info(
-                "packed micro-batches were not tried on a tiny %s: %s", kind.__name__, error
-            )
-            return ""
+            return _describe_untried(kind, error)
         try:
             together = _gradients(model, _run_together(stage_model, sequences))
+            names = ["values", *(f"gradients of {name}" for name, _ in model.named_parameters())]
+            problem = _compare(names, together, alone)
         except Exception as error:
-            return f"it cannot run one ({type(error).__name__}: {error})"
-    names = ["values", *(f"gradients of {name}" for name, _ in model.named_parameters())]
-    return _compare(names, together, alone)
+            problem = f"it cannot run one ({type(error).__name__}: {error})"
+    return problem and (
+        f"{kind.__name__} (model type {config.model_type!r}) does not keep the sequences of a packed "
+        f"micro-batch apart: {problem}; use a model whose attention goes through "
+        "transformers' AttentionInterface"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.ranks.shared_memory import SharedMemory
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
 from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, Region
+from ds_hydra.zero_link.home_parts import home_bytes
 
 PIECE_NUMEL = 1 << 17
 """Elements that are added under one lock: about half a millisecond."""
@@ -126,12 +127,10 @@ class SharedMemoryHome:
         widest = max(spec.num_cols for spec in specs)
         self._adder = Adder(max(PIECE_NUMEL, widest))
         self._width = 0
-        rows = [spec.num_rows for spec in specs if spec.requires_grad]
-        owned = sum(spec.shard_numel(self._num_ranks) for spec in specs if spec.requires_grad)
-        self.weight_bytes = sum(padded) * dtype.itemsize // self._num_beside
+        own = home_bytes(specs, dtype.itemsize, self._num_ranks, self._num_beside)
+        self.weight_bytes = own.weights
         """This rank's part of the weights."""
-        summed = 8 * owned * self._num_ranks + 4 * sum(rows)
-        self.sum_bytes = summed // self._num_beside - 4 * owned + self._adder.nbytes
+        self.sum_bytes = own.sums + self._adder.nbytes
         """This rank's part of the sums, without the memory of `grads_P`."""
 
     def fill(self, shards_P: Sequence[Tensor]) -> None:
