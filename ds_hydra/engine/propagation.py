@@ -220,7 +220,7 @@ class Propagator:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self._device = device
-        self.groups = GroupPool(max_groups)
+        self.groups = GroupPool(max_groups, device)
         everyone = tuple(range(self.num_ranks))
         self.hosts = find_hosts(device)
         if self.rank == 0 and link_config.devices_per_node is None:
