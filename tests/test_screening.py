@@ -1,4 +1,4 @@
-"""Estimates of many strategies at once, heuristic times without plans, and proposals that stream."""
+"""Estimates of many strategies at once, heuristic times without plans, proposals that stream."""
 
 from __future__ import annotations
 
