@@ -23,6 +23,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils import logger, safe_get_local_grad, safe_set_local_grad
 from torch import Tensor, nn
 
@@ -147,8 +148,9 @@ class HydraEngine(DeepSpeedEngine):
 
     @property
     def hydra(self) -> HydraRuntime:
-        """The collaborator that holds everything of ds_hydra."""
-        assert self._hydra is not None
+        """The collaborator that holds everything of ds_hydra. Raises HydraError after `destroy`."""
+        if self._hydra is None:
+            raise HydraError("this engine was destroyed; make a new one with ds_hydra.initialize")
         return self._hydra
 
     def train_batch(
@@ -487,7 +489,15 @@ class HydraEngine(DeepSpeedEngine):
     def _end(self, *, waits: bool) -> None:
         if getattr(self, "_hydra", None) is not None:
             self.hydra.close()
+            # The model has hooks of DeepSpeed that hold the engine
+            self._hydra, self._grads_P = None, []
         super().destroy()
+        # Never taken away, so that DeepSpeed would keep every model, and its engine, for ever
+        parameter_offload.FWD_MODULE_STACK[:] = [
+            module
+            for module in parameter_offload.FWD_MODULE_STACK
+            if module is not getattr(self, "module", None)
+        ]
         if getattr(self, "_is_watched", False):
             self._is_watched = False
             leave_watchdog(waits=waits)
