@@ -381,7 +381,7 @@ def measure_leak(records: Records, num_iterations: int) -> None:
 
 
 def train_in_shared_memory() -> dict[str, Any]:
-    """Losses of an iteration of each of `STRATEGIES_OF_2`, and the most bytes that /dev/shm held."""
+    """Losses of an iteration of each of `STRATEGIES_OF_2`; the most bytes that /dev/shm held."""
     engine = start_hydra(tiny("llama_tied"))
     losses, used = [], []
     for iteration, strategy in enumerate(STRATEGIES_OF_2):
