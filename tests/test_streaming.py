@@ -220,6 +220,30 @@ def counted_bytes(engine, text):
     return counted.received_bytes - 66 * counted.received_packets
 
 
+def bytes_beside_frozen():
+    """Bytes that this host receives in an iteration in which the last layer alone is trained: as
+    ever, and after an edit of a frozen weight; and the losses with those of one that pulls all.
+    """
+    found, losses = [], []
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    for keep in (True, False):
+        model = tiny("llama", hidden_size=128, intermediate_size=352)
+        for param in model.parameters():
+            param.requires_grad_(False)
+        for param in model.model.layers[-1].parameters():
+            param.requires_grad_(True)
+        engine = start_hydra(model, hydra={"link": {"keep_frozen": keep}})
+        text = "4x<1,1;stream>"
+        found.append(counted_bytes(engine, text))
+        before = own_counters()
+        engine.hydra.stage_model.params[3].ds_tensor.data.mul_(1.5)
+        losses.append(float(engine.train_batch(examples, strategy=text)))
+        found.append((own_counters() - before).received_bytes)
+        losses.append(float(engine.train_batch(examples, strategy="4x<1,1>")))
+        engine.destroy()
+    return found, losses
+
+
 def as_on_one_host(count):
     """Parity, repeats, and bytes that arrived at this host with a home and without one."""
     found = {
@@ -237,6 +261,7 @@ def as_on_one_host(count):
             text: counted_bytes(engine, text) for text in ("4x<1,1>", "4x<1,1;stream>")
         }
         found["numel"] = sum(spec.numel for spec in engine.hydra.stage_model.specs)
+        found["frozen bytes"] = bytes_beside_frozen()
     return found
 
 
@@ -257,6 +282,10 @@ def test_homes_of_several_hosts(tmp_path, ranks_on):
         assert max(errors) <= RELATIVE_TOLERANCE, case
     for first in (ended[0].value, ended[2].value):
         if "bytes" in first:
+            (kept, edited, *pulled), losses = first["frozen bytes"]
+            assert kept < 0.5 * min(edited, *pulled)
+            assert losses[:2] == losses[2:]
+            assert losses[1] < losses[0]
             least = 4 * first["numel"]  # half of the weights and half of the gradients, in fp32
             for text, received in first["bytes"].items():
                 assert least <= received <= 1.1 * least, text

@@ -1,7 +1,7 @@
-"""Draws the pictures of docs/concepts.md: python docs/images/draw_concepts.py
+"""Draws the pictures of docs/concepts.md and docs/streaming.md: python docs/images/draw_concepts.py
 
-Packing and proposal are computed from the shipped profile and histogram; link and iteration are
-schemes without scale.
+Packing and proposal are computed from the shipped profile and histogram; link, iteration and
+streaming are schemes without scale.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ NUM_DEVICES, CONTEXT, TOKENS = 8, 32768, 131_072
 
 
 def main() -> None:
-    """Write the four pictures next to this file."""
+    """Write the pictures next to this file."""
     rcParams.update({"svg.hashsalt": "ds_hydra", "font.size": 9, "svg.fonttype": "path"})
     profile = Profile.load(find_file("profiles", "a800_llama2_7b"))
     histogram = LengthHistogram.load(find_file("lengths", "github")).limit(CONTEXT)
     draw_iteration()
     draw_link()
+    draw_streaming()
     draw_packing(profile, histogram)
     draw_proposal(profile, histogram)
 
@@ -150,6 +151,60 @@ def draw_link() -> None:
     axes.set_ylim(-1.1, 4.1)
     axes.axis("off")
     save(figure, "link")
+
+
+def draw_streaming() -> None:
+    """Homes of two hosts of two ranks: what moves once in an iteration, what for each
+    micro-batch.
+    """
+    figure = Figure(figsize=(9, 4.8), layout="constrained")
+    axes = figure.subplots()
+    lefts = (0.0, 7.4)
+    for host, left in enumerate(lefts):
+        axes.add_patch(Rectangle((left, -0.2), 6.2, 5.7, facecolor="#f4f4f4", edgecolor=GREY))
+        axes.text(left + 0.1, 5.56, f"host {host}", fontsize=9)
+    shards_at = [lefts[rank // 2] + 0.3 + 3.0 * (rank % 2) for rank in range(4)]
+    for host, left in enumerate(lefts):
+        home = Rectangle((left + 0.2, 2.1), 5.8, 1.1, facecolor="white", edgecolor="black")
+        axes.add_patch(home)
+        axes.text(left + 3.1, 2.65, "home", ha="center", va="center", fontsize=9, weight="bold")
+        for begin, title in ((0.35, "weights"), (3.75, "sums of gradients")):
+            for owner in range(4):
+                x = left + begin + 0.53 * owner
+                box(axes, x, 2.2, 0.5, 0.6, facecolor=COLORS[owner])
+            axes.text(left + begin + 1.05, 2.88, title, ha="center", fontsize=8)
+        for place in range(2):
+            rank, x = 2 * host + place, left + 0.3 + 3.0 * place
+            box(axes, x, 4.5, 2.6, 0.8, f"rank {rank} computes a layer")
+            box(axes, x, 0.0, 2.6, 0.7, f"shards of rank {rank}", facecolor=COLORS[rank])
+            arrow(axes, (left + 1.1 + 0.6 * place, 3.22), (x + 0.5, 4.48), "black", linewidth=2)
+            arrow(axes, (x + 2.1, 4.48), (left + 4.5 + 0.6 * place, 3.22), "black", linewidth=2)
+        for owner, x in enumerate(shards_at):
+            style = {"linestyle": "-" if owner // 2 == host else (0, (4, 2)), "zorder": 3}
+            shift = 0.0 if owner // 2 == host else 0.35
+            weights, sums = (left + begin + 0.53 * owner for begin in (0.6, 4.0))
+            arrow(axes, (x + 0.5 + shift, 0.72), (weights, 2.18), COLORS[owner], **style)
+            arrow(axes, (sums, 2.18), (x + 2.1 - shift, 0.72), COLORS[owner], **style)
+    notes = (
+        "thick, for every micro-batch: weights are read where they are, gradients are added.   "
+        "thin, once an iteration: shards are\ncopied in, sums are collected.   "
+        "dashed: the same across hosts, sent by pull and push, each element once for each host"
+    )
+    axes.text(6.8, -0.45, notes, ha="center", va="top", fontsize=8)
+    axes.set_xlim(-0.1, 13.7)
+    axes.set_ylim(-1.2, 5.9)
+    axes.axis("off")
+    save(figure, "streaming")
+
+
+def arrow(
+    axes: Axes, begin: tuple[float, float], end: tuple[float, float], color: str, **style: Any
+) -> None:
+    """An arrow from one place to another."""
+    style = {"linewidth": 1, **style}
+    axes.add_patch(
+        FancyArrowPatch(begin, end, arrowstyle="-|>", mutation_scale=8, color=color, **style)
+    )
 
 
 def draw_packing(profile: Profile, histogram: LengthHistogram) -> None:

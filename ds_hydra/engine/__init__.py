@@ -2,6 +2,7 @@
 state.
 """
 
-from ds_hydra.engine.hydra_engine import HydraEngine, hydra_engine_class, initialize
+from ds_hydra.engine.hydra_engine import HydraEngine
+from ds_hydra.engine.initialize import hydra_engine_class, initialize
 
 __all__ = ["HydraEngine", "hydra_engine_class", "initialize"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -220,7 +220,7 @@ class Propagator:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self._device = device
-        self.groups = GroupPool(max_groups)
+        self.groups = GroupPool(max_groups, device)
         everyone = tuple(range(self.num_ranks))
         self.hosts = find_hosts(device)
         if self.rank == 0 and link_config.devices_per_node is None:
@@ -238,10 +238,12 @@ class Propagator:
         self._clock = DeviceClock(device)
         self._thread = LinkThread(device, overlap=link_config.overlap)
         self._frozen: FrozenKeeper | None = None
+        self._frozen_at_home: FrozenKeeper | None = None
+        """The same of what homes of several hosts got from each other."""
         if link_config.keep_frozen and not all(spec.requires_grad for spec in stage_model.specs):
-            self._frozen = FrozenKeeper(
-                self._frozen_P, lambda changed: self.max_over_ranks(float(changed)) > 0
-            )
+            self._frozen = self._keep_frozen()
+            if len(self.hosts.names) > 1:
+                self._frozen_at_home = self._keep_frozen()
         self._links: dict[Strategy, StrategyLink] = {}
         self._stream_links: dict[Strategy, StreamLink] = {}
         self.home: SharedMemoryHome | None = None
@@ -472,6 +474,7 @@ class Propagator:
         if self._frozen is not None:
             self._frozen.forget()  # what is copied takes the pool's memory
         self._forget_failed()
+        across = self._skip_frozen(plan.strategy, link.across)
         slices = Slices(
             specs,
             link.buckets,
@@ -486,7 +489,7 @@ class Propagator:
             self._thread,
             self._clock,
             self.home,
-            across=link.across,
+            across=across,
             num_addends=count_addends(plan.strategy, num_micro_batches),
             uses=link.uses(plan, training=training),
             shards_P=shards_P,
@@ -527,16 +530,32 @@ class Propagator:
             self.stage_model.strategy_buckets(strategy, self.num_ranks),
             self.hosts.of_rank,
         )
+        flat = flat_specs(specs)
         pull, push = (
-            plan_link(flat_specs(specs), brought, self.rank, gradients=gradients)
-            for gradients in (False, True)
+            plan_link(flat, brought, self.rank, gradients=gradients) for gradients in (False, True)
         )
-        check_link_plans(strategy, (pull, push), self._device)
+        pull_trained = pull
+        if self._frozen_at_home is not None:
+            pull_trained = plan_link(flat, without_frozen(flat, brought), self.rank)
+        check_link_plans(strategy, (pull, pull_trained, push), self._device)
         return AcrossHosts(
             brought=brought[self.rank],
             pull=(self._pull_link, pull),
+            pull_trained=(self._pull_link, pull_trained),
             push=(self._push_link, push),
         )
+
+    def _skip_frozen(self, strategy: Strategy, across: AcrossHosts) -> AcrossHosts:
+        """`across` without what homes have already got of other hosts. Collective over all
+        ranks.
+        """
+        keeper = self._frozen_at_home
+        if keeper is None:
+            return across
+        if keeper.may_skip(strategy):
+            return replace(across, pull=across.pull_trained)
+        keeper.pulled(strategy)
+        return across
 
     def _stream_memory_of(
         self, buckets: RankBuckets, streams: StageStreams, across: AcrossHosts
@@ -563,6 +582,9 @@ class Propagator:
 
     def _shards_P(self) -> list[Tensor]:
         return [p.ds_tensor.detach() for p in self.stage_model.params]
+
+    def _keep_frozen(self) -> FrozenKeeper:
+        return FrozenKeeper(self._frozen_P, lambda changed: self.max_over_ranks(float(changed)) > 0)
 
     def _frozen_P(self) -> list[Tensor]:
         specs = self.stage_model.specs

@@ -7,7 +7,6 @@ collaborator.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,12 @@ from torch import Tensor
 
 from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.examples import (
+    check_examples,
+    check_same_data,
+    fetch_examples,
+    fingerprint_tensors,
+)
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
 from ds_hydra.engine.profiling.profile_document import fit_memory, nominal_profile
@@ -42,9 +47,7 @@ from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_tim
 from ds_hydra.engine.transfer.stream_plan import check_streams
 from ds_hydra.errors import (
     HydraConfigError,
-    HydraDataError,
     InfeasiblePlanError,
-    PlanMismatchError,
     UnsupportedModelError,
 )
 from ds_hydra.sampler.background import PlannedIteration
@@ -58,8 +61,8 @@ from ds_hydra.sampler.candidates import (
 )
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
-from ds_hydra.sampler.data.examples import IGNORED_LABEL, to_examples
-from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.data.examples import to_examples
+from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.propose import count_communicators
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import try_cluster
@@ -214,26 +217,9 @@ class HydraRuntime:
         except HydraConfigError as caught:
             error = caught
         raise_together(error, self._device)
-        self._check_same_data(sampler)
+        check_same_data(sampler, self._device)
         self.close_feed()
         self._data, self.sampler = data, sampler
-
-    def _check_same_data(self, sampler: TokenBudgetSampler) -> None:
-        """Raise PlanMismatchError where a rank has other data: rank 0 alone draws from now on."""
-        identity = sampler.identity
-        mine = [identity[key] for key in ("num_sequences", "num_tokens", "num_label_tokens")]
-        mine.append(int(identity["data_digest"], 16) >> 1)
-        rows = gather_rows(torch.tensor(mine, dtype=torch.int64, device=self._device)).tolist()
-        for rank, row in enumerate(rows):
-            if row != rows[0]:
-                described = [
-                    f"{row[0]} sequences of {row[1]} tokens, {row[2]} predicted (digest {row[3]:015x})"
-                    for row in (rows[0], row)
-                ]
-                raise PlanMismatchError(
-                    f"the dataset has {described[0]} on rank 0 and {described[1]} on rank {rank}; give every rank "
-                    "the same dataset, whole"
-                )
 
     def next_iteration(self) -> Iteration:
         """The next mini-batch of this engine's own sampler, planned."""
@@ -256,7 +242,7 @@ class HydraRuntime:
         examples: dict[int, Example] = {}
         try:
             self.stage_model.carry_over()
-            examples = self._fetch(self._data, plan)
+            examples = fetch_examples(self._data, plan, self.propagator.positions_needed(plan))
         except Exception as caught:  # whatever the user's data raise, the other ranks wait
             problem = caught
         self.propagator.check_plan(plan, problem=problem)
@@ -297,7 +283,13 @@ class HydraRuntime:
                 (torch.from_numpy(input_ids), torch.from_numpy(labels))
                 for input_ids, labels in to_examples(examples)
             ]
-            batch = self._check_examples(tensors, iteration)
+            batch = check_examples(
+                tensors,
+                iteration,
+                context_length=self.config.context_length,
+                vocab_size=self.stage_model.vocab_size,
+                num_logits=self.stage_model.num_logits,
+            )
         except HydraConfigError as caught:
             error = caught
         raise_together(error, self._device)
@@ -653,70 +645,3 @@ class HydraRuntime:
             if all(profile.has_latency(s) and profile.memory.knows(s) for s in strategy.schemes):
                 return profile.with_schemes(strategy.schemes)
         return Profile.from_json(nominal_profile(self.stage_model, strategy.schemes))
-
-    def _check_examples(self, tensors: Sequence[Example], iteration: int) -> GlobalBatch:
-        if not tensors:
-            raise HydraConfigError(
-                "the global mini-batch is empty: train_batch(batch=examples) got 0 examples; give every rank the "
-                "whole list of {'input_ids': [...]}, at least one with 2 tokens"
-            )
-        lengths = tuple(len(input_ids) for input_ids, _ in tensors)
-        if max(lengths) > self.config.context_length:
-            index = int(np.argmax(lengths))
-            raise HydraConfigError(
-                f"example {index} of the mini-batch has {lengths[index]} tokens, more than "
-                f"hydra.context_length {self.config.context_length}; cut it, or set hydra.context_length to "
-                f"{lengths[index]}"
-            )
-        for index, (input_ids, labels) in enumerate(tensors):
-            self._check_ids(index, "input_ids", input_ids, self.stage_model.vocab_size)
-            labels = labels[labels != IGNORED_LABEL]
-            self._check_ids(index, "labels", labels, self.stage_model.num_logits)
-        num_label_tokens = sum(int((labels[1:] != IGNORED_LABEL).sum()) for _, labels in tensors)
-        if not num_label_tokens:
-            raise HydraConfigError(
-                "no example of the mini-batch has a token to predict (labels are all -100)"
-            )
-        return GlobalBatch(
-            iteration=iteration,
-            sample_indices=tuple(range(len(tensors))),
-            lengths=lengths,
-            num_label_tokens=num_label_tokens,
-        )
-
-    def _check_ids(self, index: int, key: str, ids: Tensor, vocab_size: int) -> None:
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            outside = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
-            raise HydraConfigError(
-                f"example {index} of the mini-batch has {outside} in its {key}, the model's vocabulary has "
-                f"{vocab_size} tokens; use the model's tokenizer or call model.resize_token_embeddings"
-            )
-
-    def _fetch(self, data: TokenDataset, plan: IterationPlan) -> dict[int, Example]:
-        """The sequences that this rank needs, by position in the plan. Raises HydraDataError naming
-        the row.
-        """
-        examples = {}
-        for position in self.propagator.positions_needed(plan):
-            index = plan.sample_indices[position]
-            try:
-                example = data[index]
-            except Exception as error:
-                raise HydraDataError(
-                    f"iteration {plan.iteration}: example {index} of the training data raised "
-                    f"{type(error).__name__}: {error}; mend or remove it, and resume from the last checkpoint"
-                ) from error
-            examples[position] = (
-                torch.from_numpy(example["input_ids"]),
-                torch.from_numpy(example["labels"]),
-            )
-        return examples
-
-
-def fingerprint_tensors(tensors: Sequence[Example]) -> int:
-    """63-bit fingerprint of a mini-batch's tokens and labels."""
-    digest = hashlib.blake2b(digest_size=8)
-    for example in tensors:
-        for tensor in example:
-            digest.update(tensor.cpu().numpy().tobytes())
-    return int.from_bytes(digest.digest(), "big") >> 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 
 from ds_hydra.errors import HydraConfigError
@@ -81,8 +82,9 @@ class GroupPool:
     over all ranks.
     """
 
-    def __init__(self, max_groups: int):
+    def __init__(self, max_groups: int, device: torch.device):
         self._max_groups = max_groups
+        self._device = device
         self._groups: dict[GroupKey, dist.ProcessGroup | None] = {}
 
     def __len__(self) -> int:
@@ -101,7 +103,11 @@ class GroupPool:
         self.create(wanted)
 
     def create(self, keys: Iterable[GroupKey]) -> None:
-        """Create the groups `keys`, in the given order, equal on all ranks."""
+        """Create the groups `keys`, in the given order, equal on all ranks.
+
+        Their ranks meet here: NCCL connects a communicator at its first collective, and one of
+        point-to-point messages that not all of them join is undefined.
+        """
         keys = list(keys)
         total = len(self._groups) + len(keys)
         if total > self._max_groups:
@@ -114,6 +120,8 @@ class GroupPool:
             group = dist.new_group(list(ranks))
             # Ranks outside a group get a sentinel: nothing to communicate with.
             self._groups[purpose, ranks] = group if dist.get_rank() in ranks else None
+            if dist.get_rank() in ranks:
+                dist.all_reduce(torch.zeros(1, device=self._device), group=group)
 
     def get(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The group of `ranks` for `purpose`; this rank must be a member."""

@@ -6,9 +6,10 @@ itself wait for that round. One thread per rank posts every round of the iterati
 equal on all ranks: the pull's rounds forwards, then the push's backwards.
 
 - A pull round waits only for the round before the last (a window of two), never for computation.
-- A push round also waits until this rank's own gradients of that bucket are complete. Computation
-  never waits for a push before its own end, and all pulls it does wait for have been posted before
-  any push.
+- A push round also waits until this rank's own gradients of that bucket are complete, one in which
+  it has no bucket until those of its last bucket are: a receive that is posted before the rank
+  computes would occupy an accelerator all the while. Computation never waits for a push before its
+  own end, and all pulls it does wait for have been posted before any push.
 
 Ranks without a pipeline run the same thread. Since rounds, and the order of sums inside a round,
 are the same as without the thread, results are bit-identical.
@@ -371,14 +372,14 @@ class LinkSession:
         under_way: RoundUnderWay | None = None
         try:
             for index in reversed(range(len(self._push_plan.rounds))):
-                has_bucket = index < len(self._gradients)
-                if under_way is not None and has_bucket and not self._gradients.is_raised(index):
-                    self._finish_push(under_way)
-                    under_way = None
-                if has_bucket:
-                    self._gradients.wait(index)
+                own = min(index, len(self._gradients) - 1)  # -1: this rank is in no pipeline
+                if own >= 0:
+                    if under_way is not None and not self._gradients.is_raised(own):
+                        self._finish_push(under_way)
+                        under_way = None
+                    self._gradients.wait(own)
                 begin = self._clock.stamp()
-                bucket = self._slices.grad_bucket_S[index] if has_bucket else ()
+                bucket = self._slices.grad_bucket_S[index] if own == index else ()
                 posted = self._push_link.begin_push(self._push_plan, index, bucket, self._grads_P)
                 self._push_work.append((begin, self._clock.stamp()))
                 if under_way is not None:

@@ -83,8 +83,10 @@ class AcrossHosts:
     brought: RankBuckets = ()
     """Runs of other hosts' shards that this rank brings to the home of its host."""
     pull: tuple[Link, LinkPlan] | None = None
+    pull_trained: tuple[Link, LinkPlan] | None = None
+    """The pull without frozen parameters."""
     push: tuple[Link, LinkPlan] | None = None
-    """None where there is one host."""
+    """None, as the others, where there is one host."""
 
     def fill(self, home: Home, shards_P: Sequence[Tensor]) -> None:
         """Bring weights to all homes. Collective over all ranks."""

@@ -1,0 +1,290 @@
+"""Checkpoints of a DeepSpeed engine that survive a crash: saving and loading, agreed on by all
+ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from ds_hydra.engine.checkpointing.files import (
+    HydraCheckpointEngine,
+    Saving,
+    check_folder_name,
+    check_new_tag,
+    find_tag,
+    only_weights,
+    read_tensors,
+    resolve_tag,
+    verify,
+)
+from ds_hydra.engine.checkpointing.reshard import (
+    common_model_file,
+    read_model_states,
+    read_optimizer_states,
+)
+from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together
+from ds_hydra.engine.ranks.watchdog import watch
+from ds_hydra.errors import CheckpointError, HydraError
+
+if TYPE_CHECKING:
+    from ds_hydra.engine.runtime import HydraRuntime
+
+CLIENT_STATE_KEY = "ds_hydra"
+"""Where a checkpoint's client state keeps what belongs to ds_hydra."""
+
+_LOSS_SCALE_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
+"""What a ZeRO-3 optimizer keeps when only weights are loaded."""
+
+
+class CheckpointingEngine(DeepSpeedEngine):
+    """DeepSpeed's saving and loading, whole or not at all, from and to any number of ranks.
+
+    Methods are collective: all ranks call them with the same arguments.
+    """
+
+    @property
+    def hydra(self) -> HydraRuntime:
+        """The collaborator whose state goes into the checkpoint beside DeepSpeed's own."""
+        raise NotImplementedError
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """DeepSpeed's checkpoint, written aside and put in its place whole (see
+        engine/checkpointing/files.py).
+
+        Its client state also holds the position in the data, the cost model and the configuration.
+        Raises CheckpointError on all ranks where one of them could not write, was given other
+        arguments, or another job is saving to `save_dir`; then the checkpoint before it stays.
+        """
+        with self.hydra.section("saving"):
+            self._save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        return True
+
+    def _save(
+        self,
+        save_dir: str,
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        save_latest: bool,
+        exclude_frozen_parameters: bool,
+    ) -> None:
+        tag = f"global_step{self.global_steps}" if tag is None else tag
+        saving = Saving(save_dir, tag, self._agree_on_saving(save_dir, tag))
+        state = {**(client_state or {}), CLIENT_STATE_KEY: self.hydra.state_dict()}
+        commits = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
+        commit = functools.partial(
+            saving.commit,
+            world_size=deepspeed.comm.get_world_size(),
+            save_latest=save_latest,
+            ranks=self._ranks_sharing_a_folder(),
+        )
+        try:
+            self._together(saving.begin if commits else None)
+            folder = str(saving.folder)
+            super().save_checkpoint(folder, tag, state, False, exclude_frozen_parameters)
+            self.checkpoint_engine.write_digests(saving.folder, self.global_rank)
+            raise_together(self.checkpoint_engine.take_error(), self.device)
+            self._together(commit if commits else None)
+        except CheckpointError:
+            if commits:
+                saving.abort()
+            raise
+        finally:
+            saving.unlock()
+
+    def _agree_on_saving(self, save_dir: Any, tag: Any) -> str:
+        """The id of a saving whose arguments are valid and equal on all ranks."""
+
+        def check() -> None:
+            check_folder_name("save_dir", save_dir)
+            check_new_tag(tag)
+
+        self._together(check)
+        mine = [os.fspath(save_dir), tag]
+        *first, saving_id = broadcast_text([*mine, secrets.token_hex(4)], 0, self.device)
+
+        def compare() -> None:
+            # Storage of each node may have another name on each.
+            if tag != first[1] or (mine != first and not self.use_node_local_storage()):
+                raise CheckpointError(
+                    f"save_checkpoint got save_dir {mine[0]!r} and tag {tag!r} on rank {self.global_rank}, and "
+                    f"{first[0]!r} and {first[1]!r} on rank 0; pass the same on all ranks"
+                )
+
+        self._together(compare)
+        return saving_id
+
+    def _ranks_sharing_a_folder(self) -> Sequence[int]:
+        """All ranks, those of this host where each has storage of its own."""
+        if self.use_node_local_storage():
+            return self.hydra.propagator.hosts.ranks_beside(self.global_rank)
+        return range(deepspeed.comm.get_world_size())
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> Any:
+        """DeepSpeed's `load_checkpoint`; training continues with the mini-batch after the
+        checkpoint.
+
+        The checkpoint may have been saved by another number of ranks, or by stock DeepSpeed. Files
+        that are not as they were written are refused by name (CheckpointError, on all ranks), and
+        nothing but tensors and plain values is unpickled. With `load_module_only` only weights are
+        loaded: the position in the data, the step count and the optimizer stay as they are.
+        """
+        options = (
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states,
+            load_module_only,
+        )
+        with self.hydra.section("loading"):
+            return self._load(load_dir, tag, *options, custom_load_fn)
+
+    def _load(
+        self,
+        load_dir: str,
+        tag: str | None,
+        load_module_strict: bool,
+        load_optimizer_states: bool,
+        load_lr_scheduler_states: bool,
+        load_module_only: bool,
+        custom_load_fn: Callable[..., Any] | None,
+    ) -> Any:
+        universal = self.load_universal_checkpoint()
+        tag = self._agree_on_tag(load_dir, tag, "latest_universal" if universal else "latest")
+        if tag is None:
+            return super().load_checkpoint(load_dir, None)  # which says what is missing
+        folder = Path(load_dir, tag)
+        rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+        readers = self._ranks_sharing_a_folder()
+        self._together(
+            functools.partial(verify, folder, reader=readers.index(rank), num_readers=len(readers))
+        )
+        if not universal:
+            self._together(functools.partial(self._read_checkpoint, folder, load_optimizer_states))
+        # Else what was read stands in for it
+        with_optimizer = load_optimizer_states if universal else True
+        options = (load_module_strict, with_optimizer, load_lr_scheduler_states, load_module_only)
+        try:
+            with only_weights():
+                path, client_state = super().load_checkpoint(
+                    load_dir, tag, *options, custom_load_fn
+                )
+            if load_module_only and not universal:
+                states = self.checkpoint_engine.handed["_optim_states.pt"]["optimizer_state_dict"]
+                scaler = {key: getattr(self.optimizer, key) for key in _LOSS_SCALE_KEYS}
+                self.optimizer.load_state_dict(
+                    [states | scaler] * world_size, load_optimizer_states=False
+                )
+        finally:
+            self.checkpoint_engine.handed = {}
+        state = (client_state or {}).pop(CLIENT_STATE_KEY, {})
+        if not load_module_only:  # new data may start from another run's weights
+            self.hydra.load_state_dict(state)
+        return path, client_state
+
+    def _read_checkpoint(self, folder: Path, load_optimizer_states: bool) -> None:
+        """Read what this rank needs, whatever number of ranks has saved it, before anything is
+        changed.
+        """
+        rank, world_size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+        model = read_model_states(folder, rank, world_size)
+        old_world = read_tensors(common_model_file(folder, rank), mmap=True)["dp_world_size"]
+        if self.use_node_local_storage() and old_world != world_size:
+            raise CheckpointError(
+                f"{folder} was saved by {old_world} ranks on storage of each node, and there are {world_size}; "
+                f"resume on {old_world} ranks, or copy the files of all nodes to a folder that all share and remove "
+                "checkpoint.use_node_local_storage"
+            )
+        handed = {"_model_states.pt": model}
+        if self.zero_nvme_offload_optimizer():
+            if old_world != world_size:
+                raise CheckpointError(
+                    f"{folder} was saved by {old_world} ranks with the optimizer on NVMe, and there are "
+                    f"{world_size}; resume on {old_world} ranks, or convert it to a universal checkpoint"
+                )
+        else:
+            groups = self._get_zero_param_shapes()
+            optim = read_optimizer_states(
+                folder, model["param_shapes"], old_world, groups, rank, world_size
+            )
+            if not load_optimizer_states:
+                optim["optimizer_state_dict"]["optimizer_state_dict"] = self.optimizer.state_dict()[
+                    "optimizer_state_dict"
+                ]
+            handed["_optim_states.pt"] = optim
+        self.checkpoint_engine.handed = handed
+
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """DeepSpeed's, with an error of writing raised on all ranks."""
+        with watch("saving"):
+            is_saved = super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+            raise_together(self.checkpoint_engine.take_error(), self.device)
+        return is_saved
+
+    def _agree_on_tag(self, load_dir: str, tag: str | None, latest: str) -> str | None:
+        """The folder of the given checkpoint, or of the one that rank 0 sees as the last; None
+        without one.
+        """
+        found: list[str] = []
+
+        def look() -> None:
+            check_folder_name("load_dir", load_dir)
+            wanted = find_tag(Path(load_dir), latest) if tag is None else tag
+            found.append("" if wanted is None else resolve_tag(Path(load_dir), wanted))
+
+        self._together(look if self.global_rank == 0 else None)
+        return broadcast_text(found or [""], 0, self.device)[0] or None
+
+    def _together(self, action: Callable[[], Any] | None) -> None:
+        """Run what this rank has to do with files, if anything; an error is raised on all ranks."""
+        error: Exception | None = None
+        try:
+            if action is not None:
+                action()
+        except HydraError as caught:
+            error = caught
+        except OSError as caught:
+            error = CheckpointError(f"{caught}; the checkpoint before it, if any, is as it was")
+        raise_together(error, self.device)
+
+    def _configure_checkpointing(self) -> None:
+        super()._configure_checkpointing()
+        self.checkpoint_engine = HydraCheckpointEngine()
+
+    def _copy_recovery_script(self, save_path: str) -> None:
+        self.checkpoint_engine.copy_recovery_script(
+            functools.partial(super()._copy_recovery_script, save_path)
+        )
+
+    def _get_all_ckpt_names(self, checkpoints_path: str, tag: str) -> list[str]:
+        # DeepSpeed looks for the file of this very rank, which a smaller world has not written.
+        if self.load_universal_checkpoint():
+            return super()._get_all_ckpt_names(checkpoints_path, tag)
+        return [str(common_model_file(Path(checkpoints_path, tag), self.global_rank))]

@@ -1,0 +1,180 @@
+"""What the user trains on, as the engine takes it: a dataset, or the examples of one mini-batch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed.utils import logger
+from torch import Tensor
+
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.propagation import Example
+from ds_hydra.engine.ranks.agreement import gather_rows, raise_together, run_together
+from ds_hydra.errors import HydraConfigError, HydraDataError, PlanMismatchError
+from ds_hydra.sampler.data.batches import TokenBudgetSampler
+from ds_hydra.sampler.data.dataset import TokenDataset
+from ds_hydra.sampler.data.examples import IGNORED_LABEL
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+
+
+def local_rank() -> int:
+    """This rank's number on its node, as the launcher says."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def read_data(dataset: Any, config: HydraConfig, device: torch.device) -> TokenDataset:
+    """Token lengths of `dataset`; rank 0 of each node tokenises, the others find its cache.
+
+    Collective over all ranks; what one rank's data or tokenizer raise is raised on all.
+    """
+    read = functools.partial(
+        TokenDataset.from_dataset,
+        dataset,
+        context_length=config.context_length,
+        over_length=config.over_length,
+        text_column=config.text_column,
+        tokenize=run_together(functools.partial(_load_tokenizer, config.tokenizer), device),
+    )
+    data, error = None, None
+    with _first_on_node():
+        try:
+            data = read()
+        except Exception as caught:  # whatever the user's data raise, the other ranks wait
+            error = caught
+    raise_together(error, device)
+    assert data is not None
+    if deepspeed.comm.get_rank() == 0:
+        logger.info(f"ds_hydra training data: {data.report}")
+    return data
+
+
+def check_same_data(sampler: TokenBudgetSampler, device: torch.device) -> None:
+    """Raise PlanMismatchError where a rank has other data: rank 0 alone draws from now on.
+
+    Collective over all ranks.
+    """
+    identity = sampler.identity
+    mine = [identity[key] for key in ("num_sequences", "num_tokens", "num_label_tokens")]
+    mine.append(int(identity["data_digest"], 16) >> 1)
+    of_ranks = gather_rows(torch.tensor(mine, dtype=torch.int64, device=device)).tolist()
+    for rank, found in enumerate(of_ranks):
+        if found != of_ranks[0]:
+            first, other = (
+                f"{sequences} sequences of {tokens} tokens, {predicted} predicted (digest {digest:015x})"
+                for sequences, tokens, predicted, digest in (of_ranks[0], found)
+            )
+            raise PlanMismatchError(
+                f"the dataset has {first} on rank 0 and {other} on rank {rank}; give every rank the same dataset, "
+                "whole"
+            )
+
+
+def check_examples(
+    tensors: Sequence[Example],
+    iteration: int,
+    *,
+    context_length: int,
+    vocab_size: int,
+    num_logits: int,
+) -> GlobalBatch:
+    """The mini-batch of `tensors`. Raises HydraConfigError for what the model cannot train on."""
+    if not tensors:
+        raise HydraConfigError(
+            "the global mini-batch is empty: train_batch(batch=examples) got 0 examples; give every rank the "
+            "whole list of {'input_ids': [...]}, at least one with 2 tokens"
+        )
+    lengths = tuple(len(input_ids) for input_ids, _ in tensors)
+    if max(lengths) > context_length:
+        index = int(np.argmax(lengths))
+        raise HydraConfigError(
+            f"example {index} of the mini-batch has {lengths[index]} tokens, more than hydra.context_length "
+            f"{context_length}; cut it, or set hydra.context_length to {lengths[index]}"
+        )
+    for index, (input_ids, labels) in enumerate(tensors):
+        _check_ids(index, "input_ids", input_ids, vocab_size)
+        _check_ids(index, "labels", labels[labels != IGNORED_LABEL], num_logits)
+    num_label_tokens = sum(int((labels[1:] != IGNORED_LABEL).sum()) for _, labels in tensors)
+    if not num_label_tokens:
+        raise HydraConfigError(
+            "no example of the mini-batch has a token to predict (labels are all -100)"
+        )
+    return GlobalBatch(
+        iteration=iteration,
+        sample_indices=tuple(range(len(tensors))),
+        lengths=lengths,
+        num_label_tokens=num_label_tokens,
+    )
+
+
+def fetch_examples(
+    data: TokenDataset, plan: IterationPlan, positions: Iterable[int]
+) -> dict[int, Example]:
+    """The sequences at `positions` of `plan`. Raises HydraDataError naming the example."""
+    examples = {}
+    for position in positions:
+        index = plan.sample_indices[position]
+        try:
+            example = data[index]
+        except Exception as error:
+            raise HydraDataError(
+                f"iteration {plan.iteration}: example {index} of the training data raised "
+                f"{type(error).__name__}: {error}; mend or remove it, and resume from the last checkpoint"
+            ) from error
+        examples[position] = (
+            torch.from_numpy(example["input_ids"]),
+            torch.from_numpy(example["labels"]),
+        )
+    return examples
+
+
+def fingerprint_tensors(tensors: Sequence[Example]) -> int:
+    """63-bit fingerprint of a mini-batch's tokens and labels."""
+    digest = hashlib.blake2b(digest_size=8)
+    for example in tensors:
+        for tensor in example:
+            digest.update(tensor.cpu().numpy().tobytes())
+    return int.from_bytes(digest.digest(), "big") >> 1
+
+
+def _check_ids(index: int, key: str, ids: Tensor, vocab_size: int) -> None:
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        outside = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
+        raise HydraConfigError(
+            f"example {index} of the mini-batch has {outside} in its {key}, the model's vocabulary has "
+            f"{vocab_size} tokens; use the model's tokenizer or call model.resize_token_embeddings"
+        )
+
+
+def _load_tokenizer(name: str | None) -> Any:
+    if name is None:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise HydraConfigError(
+            f"hydra.tokenizer is {name!r}, which cannot be loaded; give a folder with tokenizer.json or a hub id "
+            f"({error})"
+        ) from error
+
+
+@contextlib.contextmanager
+def _first_on_node() -> Iterator[None]:
+    """Rank 0 of each node runs the block first, the other ranks after it. Collective."""
+    is_first = local_rank() == 0
+    try:
+        if not is_first:
+            deepspeed.comm.barrier()
+        yield
+    finally:
+        if is_first:
+            deepspeed.comm.barrier()

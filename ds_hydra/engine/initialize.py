@@ -1,0 +1,125 @@
+"""`ds_hydra.initialize`: `deepspeed.initialize` that builds a HydraEngine."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger
+from torch import nn
+
+from ds_hydra.configs.ds_config import read_ds_config
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.hydra_engine import HydraEngine, check_model
+from ds_hydra.engine.ranks.accelerator_settings import set_accelerator_environment
+from ds_hydra.errors import HydraConfigError
+
+
+@contextlib.contextmanager
+def hydra_engine_class(hydra_config: HydraConfig) -> Iterator[None]:
+    """While open, `deepspeed.initialize` builds a HydraEngine, wherever it is called from."""
+    _set_environment()
+    original = deepspeed.DeepSpeedEngine
+    # A class, not a partial: accelerate asks isinstance(model, deepspeed.DeepSpeedEngine)
+    # meanwhile.
+    init = functools.partialmethod(HydraEngine.__init__, hydra_config=hydra_config)
+    deepspeed.DeepSpeedEngine = type(HydraEngine.__name__, (HydraEngine,), {"__init__": init})
+    try:
+        yield
+    finally:
+        deepspeed.DeepSpeedEngine = original
+
+
+def _set_environment() -> None:
+    if get_accelerator().device_name() != "cuda":
+        return
+    late = set_accelerator_environment(os.environ, is_started=torch.cuda.is_initialized())
+    if late:
+        logger.warning(f"the device was used before ds_hydra; start with {' '.join(late)}")
+
+
+def _refuse_hydra_section(init: Callable[..., None]) -> Callable[..., None]:
+    """DeepSpeed's own engine, which would train plain ZeRO-3 and ignore the "hydra" section."""
+
+    @functools.wraps(init)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
+        ds_config = getattr(kwargs.get("config_class"), "_param_dict", None) or {}
+        if "hydra" in ds_config and not isinstance(self, HydraEngine):
+            raise HydraConfigError(
+                'the DeepSpeed config has a "hydra" section, and deepspeed.initialize (which transformers.Trainer, '
+                "TRL and accelerate call) would ignore it; use ds_hydra.initialize or ds_hydra.HydraTrainer, or remove "
+                "the section to train with plain ZeRO-3"
+            )
+        init(self, *args, **kwargs)
+
+    return guarded
+
+
+# For good, and for this process only: nothing else sees that the section stays without effect.
+DeepSpeedEngine.__init__ = _refuse_hydra_section(DeepSpeedEngine.__init__)
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: str | Path | dict[str, Any] | None = None,
+    mesh_param: Any = None,
+    config_params: str | Path | dict[str, Any] | None = None,
+) -> tuple[HydraEngine, Any, Any, Any]:
+    """A HydraEngine, its optimizer, an iterator of mini-batches, its scheduler:
+    `deepspeed.initialize` otherwise.
+
+    `config` (or `args.deepspeed_config`) is the DeepSpeed JSON with a "hydra" section.
+    `training_data` is a `datasets.Dataset` with `input_ids`, or with a text column and
+    `hydra.tokenizer`. Collective over all ranks. Raises HydraConfigError, on all ranks, for what
+    must be edited.
+    """
+    from_args = getattr(args, "deepspeed_config", None)
+    given = (
+        config if config is not None else config_params if config_params is not None else from_args
+    )
+    if given is None:
+        raise HydraConfigError(
+            "no configuration: pass config= or start with --deepspeed_config FILE"
+        )
+    if from_args is not None:
+        args = copy.copy(args)  # the caller's stays as it is
+        args.deepspeed_config = None  # DeepSpeed would read the file again, "hydra" section and all
+    if model is None:
+        raise HydraConfigError("no model: pass model=, e.g. a LlamaForCausalLM")
+    check_model(model)
+    ds_config, hydra_config = read_ds_config(given)
+    if model_parameters is None and optimizer is None:
+        model_parameters = [p for p in model.parameters() if p.requires_grad]
+    with hydra_engine_class(hydra_config):
+        return deepspeed.initialize(
+            args=args,
+            model=model,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            distributed_port=distributed_port,
+            mpu=mpu,
+            dist_init_required=dist_init_required,
+            collate_fn=collate_fn,
+            config=ds_config,
+            mesh_param=mesh_param,
+        )
