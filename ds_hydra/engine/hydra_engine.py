@@ -46,7 +46,7 @@ from ds_hydra.engine.ranks.watchdog import (
 from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration
 from ds_hydra.engine.telemetry.metrics import IterationMetrics, measure_iteration
 from ds_hydra.engine.telemetry.trace import MemoryWatch
-from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.simulator.timeline import EventKind
 from ds_hydra.strategy import Strategy
 
