@@ -117,7 +117,7 @@ class HydraEngine(CheckpointingEngine):
         super().__init__(args, model, *engine_args, **engine_kwargs)
         _modules_of_engines.update(model.modules())
         run_together(functools.partial(self._check_partitions, stage_model), self.device)
-        self._complete_optimizer(stage_model)
+        run_together(functools.partial(self._complete_optimizer, stage_model), self.device)
         self._hydra = HydraRuntime(config, stage_model, self.device, memory)
 
     @property
