@@ -758,6 +758,16 @@ TESTED = (
         "test_streaming",
     ),
     (
+        "SIGKILL or SIGSTOP from the first collective of a start to the last `destroy`",
+        "named by the others, nothing stays behind",
+        "test_faults, test_watchdog",
+    ),
+    (
+        "engines one after another in a process",
+        "open files and threads stay constant, none stays alive",
+        "test_engine_training",
+    ),
+    (
         "a rank stopped or failed, Ctrl-C on one rank",
         "named by the others, which end",
         "test_faults",
