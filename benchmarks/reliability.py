@@ -5,12 +5,12 @@
 Parts: `kill` (a rank is killed in every phase of an iteration; the others must name it, restarts
 must give the same curve), `phases` (a rank is killed or stopped in every phase between an engine's
 start and its end; the other one must name it, and nothing may be left behind), `stream` (a rank is
-killed at random times while layers stream), `launch` (kills
-under torchrun and deepspeed), `planner` (planning processes killed and stopped), `saves` (a process
-is killed at random times of saving), `leak` (random strategies on 4 ranks), `folders` (damaged run
-folders are read or refused), `fuzz`. What was measured is recorded in `--state` at once: an
-interrupted command continues where it was, `--fresh` begins anew. Ranks are CPU processes on one
-machine (gloo); it uses the helpers of the tests.
+killed at random times while layers stream), `launch` (kills under torchrun and deepspeed),
+`planner` (planning processes killed and stopped), `saves` (a process is killed at random times of
+saving), `leak` (random strategies on 4 ranks), `shm` (a /dev/shm of 64 MB, mounted as root),
+`folders` (damaged run folders are read or refused), `fuzz`. What was measured is recorded in
+`--state` at once: an interrupted command continues where it was, `--fresh` begins anew. Ranks are
+CPU processes on one machine (gloo); it uses the helpers of the tests.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import random
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -60,6 +61,7 @@ LAUNCHES = (
 )  # fmt: skip
 """Launcher, and rank:iteration:phase of the kill."""
 
+STRATEGIES_OF_2 = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "2x<1,1;stream>", "1x<2,1;stream>")
 STREAMED = ("3x<1,1;stream>", "1x<2,1;stream> + 1x<1,1;stream>", "1x<1,3;stream=1>")
 
 HYPOTHESIS_PIECE = 10_000
@@ -378,6 +380,40 @@ def measure_leak(records: Records, num_iterations: int) -> None:
     )
 
 
+def train_in_shared_memory() -> dict[str, Any]:
+    """Losses of an iteration of each of `STRATEGIES_OF_2`; the most bytes that /dev/shm held."""
+    engine = start_hydra(tiny("llama_tied"))
+    losses, used = [], []
+    for iteration, strategy in enumerate(STRATEGIES_OF_2):
+        losses.append(float(engine.train_batch(test_faults.data_of(iteration), strategy=strategy)))
+        room = shutil.disk_usage("/dev/shm")
+        used.append(room.used)
+    engine.destroy()
+    return {"losses": losses, "most_bytes": max(used), "room_bytes": room.total}
+
+
+def print_training() -> None:
+    """What `measure_shared_memory` starts where /dev/shm is small."""
+    ranks = run_distributed(train_in_shared_memory, 2)
+    print(json.dumps({"ranks": ranks, "left": sorted(os.listdir("/dev/shm"))}))
+
+
+def measure_shared_memory(records: Records) -> None:
+    """Two ranks train, layers streamed too, with /dev/shm as it is and with one of 64 MB."""
+    mount = "mount -t tmpfs -o size=64m tmpfs /dev/shm && "
+    for name, prepare in (("whole", ""), ("64 MB", mount)):
+        shell = f'{prepare}exec "$0" -c "import reliability; reliability.print_training()"'
+        command = ["unshare", "--mount", "sh", "-c", shell, sys.executable]
+        folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+
+        def train(command: list[str] = command, folders: list[str] = folders) -> dict[str, Any]:
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+            return dict(json.loads(done.stdout.splitlines()[-1]))
+
+        records.measure("shm", {"name": name}, train)
+
+
 def measure_folders(records: Records, num_folders: int) -> None:
     """Run folders with damaged files, as `ds-hydra report` reads them; raises where one is neither
     read nor refused, or is slow.
@@ -642,6 +678,17 @@ def describe_leak(records: list[dict[str, Any]]) -> str:
     )
 
 
+def describe_shared_memory(records: list[dict[str, Any]]) -> str:
+    whole, small = (next(r for r in records if r["name"] == name) for name in ("whole", "64 MB"))
+    is_same = [r["losses"] for r in whole["ranks"]] == [r["losses"] for r in small["ranks"]]
+    most = max(rank["most_bytes"] for rank in small["ranks"])
+    return (
+        f"Two ranks train under {', '.join(f'`{s}`' for s in STRATEGIES_OF_2)} in a mount namespace of their own with "
+        f"`mount -t tmpfs -o size=64m tmpfs /dev/shm`: losses {'equal' if is_same else 'differ from'} those with the "
+        f"machine's /dev/shm, bit for bit; at most {most:,} bytes in it, {len(small['left'])} files left."
+    )
+
+
 def describe_folders(records: list[dict[str, Any]]) -> str:
     record = records[-1]
     return (
@@ -694,6 +741,7 @@ PARTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     "planner": ("A planning process is lost", describe_planner),
     "saves": ("A crash while saving", describe_saves),
     "leak": ("Many iterations", describe_leak),
+    "shm": ("A small /dev/shm", describe_shared_memory),
     "folders": ("Damaged run folders", describe_folders),
     "fuzz": ("Damaged input", describe_fuzz),
 }
@@ -708,6 +756,16 @@ TESTED = (
         "SIGKILL of a rank while layers stream, with a lock of the sums held, too",
         "the others end with an error naming it; no memory of a home stays",
         "test_streaming",
+    ),
+    (
+        "SIGKILL or SIGSTOP from the first collective of a start to the last `destroy`",
+        "named by the others, nothing stays behind",
+        "test_faults, test_watchdog",
+    ),
+    (
+        "engines one after another in a process",
+        "open files and threads stay constant, none stays alive",
+        "test_engine_training",
     ),
     (
         "a rank stopped or failed, Ctrl-C on one rank",
@@ -822,6 +880,7 @@ def main() -> None:
         "planner": lambda: measure_planner(records, options.planner_faults),
         "saves": lambda: measure_saves(records, options.saves),
         "leak": lambda: measure_leak(records, options.iterations),
+        "shm": lambda: measure_shared_memory(records),
         "folders": lambda: measure_folders(records, options.folders),
         "fuzz": lambda: measure_fuzz(records, options.inputs),
     }

@@ -85,13 +85,13 @@ def _plan(
 ) -> tuple[IterationPlan, float]:
     """The plan, and the time that planning took without loading compiled code."""
     from ds_hydra.configs.files import find_profile
+    from ds_hydra.sampler.candidates import with_schemes_of
     from ds_hydra.sampler.plan import GlobalBatch
     from ds_hydra.sampler.planner import PlannerSettings, plan_iteration, warm_up
     from ds_hydra.strategy.profiles.profile import Profile
-    from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 
     strategies, num_devices = _read_strategies(strategies_path)
-    profile = with_estimates(Profile.load(find_profile(profile_name)), strategies)
+    profile = with_schemes_of(Profile.load(find_profile(profile_name)), strategies)
     lengths = _read_lengths(lengths_path)
     warm_up()
     start = time.perf_counter()

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import json
+import os
 import random
+import weakref
 from pathlib import Path
 
 import pytest
@@ -452,7 +455,6 @@ def what_is_held():
     """Rows of logits that reach the loss under TP 4; slices alive after a good iteration and after
     a failing one; what a rank holds before and after 40 iterations of random strategies.
     """
-    import gc
     import weakref
 
     from ds_hydra.engine import propagation
@@ -509,6 +511,41 @@ def test_logits_stay_split_and_nothing_of_an_iteration_stays():
             "after a good iteration without the garbage collector, after a failed one"
         )
         assert after == before, "open files, process groups, threads, tensors"
+
+
+def engines_one_after_another(folder):
+    """Open files and threads after each of three engines, and how many engines are alive."""
+    import datasets
+
+    rows = [{"input_ids": e["input_ids"].tolist()} for b in batches(2) for e in b]
+    examples = random_examples([9, 5, 7], VOCAB_SIZE, seed=1)
+    held, engines = [], weakref.WeakSet()
+    for number in range(3):
+        own = {
+            "context_length": 32,
+            "tokens_per_iteration": 100,
+            "run_dir": f"{folder}/{number}",
+            "profiling": {"repeats": 1, "warmup": 0},
+        }
+        data = datasets.Dataset.from_list(rows)
+        engine = start_hydra(tiny("llama_tied"), hydra=own, training_data=data)
+        engine.train_batch()
+        for strategy in ("1x<2,1>", "1x<1,2>", "2x<1,1;stream>"):
+            engine.train_batch(examples, strategy=strategy)
+        engine.destroy()
+        engines.add(engine)
+        del engine
+        gc.collect()
+        dist.barrier()  # the other rank has closed its connections, too
+        held.append([len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")])
+    return held, len(engines)
+
+
+@pytest.mark.distributed
+def test_a_destroyed_engine_gives_back_files_threads_and_memory(tmp_path):
+    for held, num_alive in run_distributed(engines_one_after_another, 2, str(tmp_path)):
+        assert held == [held[0]] * 3, "open files, threads"
+        assert num_alive == 0
 
 
 def train_without_a_scheme():

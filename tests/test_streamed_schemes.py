@@ -28,9 +28,7 @@ ONE, FOUR = Scheme.parse("<1,1;stream>"), Scheme.parse("<sp4,1;stream>")
 
 
 def streamed(profile=PROFILE, **more):
-    return with_streamed_schemes(
-        profile, num_devices=DEVICES, context_length=CONTEXT, cluster=CLUSTER, **more
-    )
+    return with_streamed_schemes(profile, num_devices=DEVICES, cluster=CLUSTER, **more)
 
 
 def test_a_micro_batch_takes_its_traffic_at_least():
@@ -78,8 +76,8 @@ def test_the_home_is_filled_across_nodes_once_whatever_streams():
 
 def test_one_rank_takes_pp_times_as_long_and_attention_no_less_than_under_tp():
     profile = Profile.load(find_file("profiles", "a800_llama2_32b"))
-    free = single_rank_latency(profile, CONTEXT, bounds_attention=False)
-    bounded = single_rank_latency(profile, CONTEXT)
+    free = single_rank_latency(profile, bounds_attention=False)
+    bounded = single_rank_latency(profile)
     latency = profile.latency
     assert free.linear_ms in [s.pp * latency[s].linear_ms for s in latency if s.tp == 1]
     least = min(s.tp * latency[s].quadratic_ms for s in latency if s.tp > 1 and s.pp == 1)
@@ -88,8 +86,8 @@ def test_one_rank_takes_pp_times_as_long_and_attention_no_less_than_under_tp():
     measured = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
     entry = {"tp": 1, "pp": 1, **measured.to_json()}
     known = {**PROFILE.document, "schemes": [*PROFILE.document["schemes"], entry]}
-    assert single_rank_latency(Profile.from_json(known), CONTEXT) == measured
-    assert single_rank_latency(PROFILE.only([Scheme(2, 1)]), CONTEXT) is None
+    assert single_rank_latency(Profile.from_json(known)) == measured
+    assert single_rank_latency(PROFILE.only([Scheme(2, 1)])) is None
 
 
 def test_streamed_schemes_are_estimated_and_marked():
@@ -102,7 +100,7 @@ def test_streamed_schemes_are_estimated_and_marked():
         *("<2,1;stream>", "<4,1;stream>", "<8,1;stream>"),
         *(f"<{s.tp},1;stream>" for s in PROFILE.latency if s.tp == 16 and s.pp == 1),
     }
-    single, four = single_rank_latency(PROFILE, CONTEXT), found.latency[FOUR]
+    single, four = single_rank_latency(PROFILE), found.latency[FOUR]
     assert four.quadratic_ms == pytest.approx(single.quadratic_ms / 4)
     assert four.linear_ms > single.linear_ms / 4  # exchanges
     assert four.traffic_ms == found.latency[ONE].traffic_ms == CLUSTER.stream_ms(ONE) > 0

@@ -211,10 +211,10 @@ def _workload(
 ) -> tuple[Workload, Axes]:
     from ds_hydra.configs import find_file
     from ds_hydra.configs.files import find_profile
+    from ds_hydra.sampler.candidates import with_schemes_of
     from ds_hydra.simulator.compare import Workload
     from ds_hydra.simulator.sweep import Axes
     from ds_hydra.strategy.profiles.profile import Profile
-    from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
     from ds_hydra.strategy.proposal.candidates import load_strategies
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
     from ds_hydra.strategy.schemes.scheme import Strategy
@@ -240,10 +240,10 @@ def _workload(
     candidates = load_strategies(str(strategies)) if strategies else ()
     given_strategy = Strategy.parse(baseline) if baseline else None
     named = (*candidates, *([given_strategy] if given_strategy else []))
-    known = with_estimates(Profile.load(find_profile(profile)), named)
+    known = with_schemes_of(Profile.load(find_profile(profile)), named)
     workload = Workload(
         name=f"{profile}, {histogram}",
-        profile=known.with_schemes(scheme for strategy in named for scheme in strategy.schemes),
+        profile=known,
         histogram=LengthHistogram.load(find_file("lengths", histogram)),
         num_devices=num_devices,
         context_length=context_length,

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils import logger, safe_get_local_grad, safe_set_local_grad
 from torch import Tensor, nn
 
@@ -45,7 +46,7 @@ from ds_hydra.engine.ranks.watchdog import (
 from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration
 from ds_hydra.engine.telemetry.metrics import IterationMetrics, measure_iteration
 from ds_hydra.engine.telemetry.trace import MemoryWatch
-from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.simulator.timeline import EventKind
 from ds_hydra.strategy import Strategy
 
@@ -116,13 +117,14 @@ class HydraEngine(CheckpointingEngine):
         super().__init__(args, model, *engine_args, **engine_kwargs)
         _modules_of_engines.update(model.modules())
         run_together(functools.partial(self._check_partitions, stage_model), self.device)
-        self._complete_optimizer(stage_model)
+        run_together(functools.partial(self._complete_optimizer, stage_model), self.device)
         self._hydra = HydraRuntime(config, stage_model, self.device, memory)
 
     @property
     def hydra(self) -> HydraRuntime:
-        """The collaborator that holds everything of ds_hydra."""
-        assert self._hydra is not None
+        """The collaborator that holds everything of ds_hydra. Raises HydraError after `destroy`."""
+        if self._hydra is None:
+            raise HydraError("this engine was destroyed; make a new one with ds_hydra.initialize")
         return self._hydra
 
     def train_batch(
@@ -227,7 +229,15 @@ class HydraEngine(CheckpointingEngine):
     def _end(self, *, waits: bool) -> None:
         if getattr(self, "_hydra", None) is not None:
             self.hydra.close()
+            # The model has hooks of DeepSpeed that hold the engine
+            self._hydra, self._grads_P = None, []
         super().destroy()
+        # Never taken away, so that DeepSpeed would keep every model, and its engine, for ever
+        parameter_offload.FWD_MODULE_STACK[:] = [
+            module
+            for module in parameter_offload.FWD_MODULE_STACK
+            if module is not getattr(self, "module", None)
+        ]
         if getattr(self, "_is_watched", False):
             self._is_watched = False
             leave_watchdog(waits=waits)

@@ -539,12 +539,7 @@ class HydraRuntime:
         profile, settings = self.know_profile(), self._settings()
         if self._proposed_with is profile:
             settings = replace(settings, given=self.strategies)
-        try:
-            check_longest(profile, settings)
-        except HydraConfigError as error:
-            raise InfeasiblePlanError(
-                f"training data: {error}, or raise hydra.memory_limit_bytes"
-            ) from error
+        run_together(lambda: _check_longest(profile, settings), self._device)
         if proposes(profile, settings):
             candidates, error = None, None
             try:
@@ -645,3 +640,13 @@ class HydraRuntime:
             if all(profile.has_latency(s) and profile.memory.knows(s) for s in strategy.schemes):
                 return profile.with_schemes(strategy.schemes)
         return Profile.from_json(nominal_profile(self.stage_model, strategy.schemes))
+
+
+def _check_longest(profile: Profile, settings: CandidateSettings) -> None:
+    """Raise InfeasiblePlanError where nothing holds the longest sequence of the data."""
+    try:
+        check_longest(profile, settings)
+    except HydraConfigError as error:
+        raise InfeasiblePlanError(
+            f"training data: {error}, or raise hydra.memory_limit_bytes"
+        ) from error

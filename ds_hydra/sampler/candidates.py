@@ -18,7 +18,7 @@ from ds_hydra.sampler.propose import (
     Proposal,
     PruningSettings,
     count_communicators,
-    propose_strategies,
+    propose_among,
 )
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import LinkTimes
@@ -28,7 +28,7 @@ from ds_hydra.strategy.proposal.candidates import enumerate_strategies, power_of
 from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import check_context, usable_schemes
-from ds_hydra.strategy.proposal.streamed import CanRun
+from ds_hydra.strategy.proposal.streamed import CanRun, with_streams_of
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 MAX_ENUMERATED_RANKS = 8
@@ -149,16 +149,19 @@ def decide_candidates(
     Raises HydraConfigError where nothing holds the longest of the lengths, or the model runs no
     scheme.
     """
+    extended = None if profile is None or settings.given else _extended(profile, settings)
     if profile is not None and histogram is not None:
-        check_longest(profile, settings)
+        check_longest(profile, settings, extended)
     if settings.given:
         known = profile and with_schemes_of(profile, settings.given)
         return Candidates(strategies=settings.given, profile=known)
     start = _without_lengths(profile, settings)
-    if profile is None or histogram is None or not proposes(profile, settings):
+    if extended is None or profile is None or histogram is None:
         return Candidates(strategies=start, profile=profile)
-    proposal = propose_strategies(
-        _usable(profile, settings),
+    if not proposes(profile, settings, extended):
+        return Candidates(strategies=start, profile=profile)
+    proposal = propose_among(
+        extended,
         histogram,
         num_devices=settings.num_devices,
         context_length=settings.context_length,
@@ -171,10 +174,10 @@ def decide_candidates(
             max_communicators=settings.max_groups - settings.num_other_groups,
             links_of=settings.links_of,
         ),
-        cluster=settings.cluster,
         progress=progress,
     )
-    known = with_schemes_of(profile, proposal.strategies)
+    used = {scheme for strategy in proposal.strategies for scheme in strategy.schemes}
+    known = with_schemes_of(profile.with_entries(extended, used), proposal.strategies)
     return Candidates(strategies=proposal.strategies, profile=known, proposal=proposal)
 
 
@@ -182,26 +185,33 @@ def with_schemes_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile
     """`profile` with what follows from it for the schemes of `strategies` that it has no entry
     for.
     """
-    return with_estimates(profile, strategies).with_schemes(
-        scheme for strategy in strategies for scheme in strategy.schemes
-    )
+    known = with_streams_of(with_estimates(profile, strategies), strategies)
+    return known.with_schemes(scheme for strategy in strategies for scheme in strategy.schemes)
 
 
-def proposes(profile: Profile, settings: CandidateSettings) -> bool:
+def proposes(
+    profile: Profile, settings: CandidateSettings, extended: Profile | None = None
+) -> bool:
     """Whether the lengths of the data decide: on many devices, or where there are schemes beside
-    <TP,PP>.
+    <TP,PP>. `extended`: `profile` with all that a proposal may derive, where that is known.
     """
     if settings.given:
         return False
-    return not settings.is_enumerated or not all(s.is_plain for s in _allowed(profile, settings))
+    if not settings.is_enumerated:
+        return True
+    return not all(s.is_plain for s in _allowed(extended or _extended(profile, settings), settings))
 
 
-def check_longest(profile: Profile, settings: CandidateSettings) -> None:
+def check_longest(
+    profile: Profile, settings: CandidateSettings, extended: Profile | None = None
+) -> None:
     """Raise HydraConfigError where no scheme of any candidate holds a sequence of the context."""
     schemes = {scheme for strategy in settings.given for scheme in strategy.schemes}
     known = with_schemes_of(profile, settings.given)
-    if proposes(profile, settings):
-        known, schemes = _extended(profile, settings), set(_allowed(profile, settings))
+    if not settings.given:
+        extended = extended or _extended(profile, settings)
+    if extended is not None and proposes(profile, settings, extended):
+        known, schemes = extended, set(_allowed(extended, settings))
     elif not settings.given:
         schemes = set(_usable(profile, settings).latency)
     check_context(
@@ -265,5 +275,5 @@ def _extended(profile: Profile, settings: CandidateSettings) -> Profile:
     )
 
 
-def _allowed(profile: Profile, settings: CandidateSettings) -> tuple[Scheme, ...]:
-    return usable_schemes(_extended(profile, settings), settings.num_devices, settings.space)
+def _allowed(extended: Profile, settings: CandidateSettings) -> tuple[Scheme, ...]:
+    return usable_schemes(extended, settings.num_devices, settings.space)

@@ -156,7 +156,7 @@ def plan_with_time(
     return planner.plan(_check_strategies(strategies, num_devices))
 
 
-def estimate_iterations(
+def heuristic_times(
     batch: GlobalBatch,
     *,
     strategies: Sequence[Strategy],
@@ -164,14 +164,14 @@ def estimate_iterations(
     num_devices: int,
     settings: PlannerSettings = DEFAULT_SETTINGS,
 ) -> FloatArray:
-    """What Alg. 1 makes of `batch` under each of `strategies`, in ms, inf where a sequence does not
-    fit.
+    """What `batch` takes under each of `strategies` by a heuristic plan, with pull and push:
+    [strategy], ms; inf where a sequence does not fit.
 
-    Without packing, in a tenth of the time of a bound: to tell which of many strategies are worth a
-    plan.
+    The times of `plan_with_time` with `settings.heuristic()`, without plans and their bounds, which
+    take longer than such a plan.
     """
-    planner = _BatchPlanner(batch, profile, num_devices, settings)
-    return np.array([planner.estimate_ms(strategy) for strategy in strategies], dtype=np.float64)
+    planner = _BatchPlanner(batch, profile, num_devices, settings.heuristic())
+    return np.array([planner.time_ms(strategy) for strategy in strategies], dtype=np.float64)
 
 
 def bound_iterations(
@@ -281,17 +281,13 @@ class _BatchPlanner:
         self._solve_slowest(best)
         return self._finish(best), best.iteration_ms
 
-    def estimate_ms(self, strategy: Strategy) -> float:
-        """Time of the slowest pipeline after the trials of Alg. 1, with what pull and push add at
-        least.
-        """
+    def time_ms(self, strategy: Strategy) -> float:
+        """Time with pull and push of a plan that is not compared with its bound."""
         if self.lengths.size and self.lengths[0] > self.longest(strategy):
             return np.inf
-        settings, assignment = self.settings, np.zeros_like(self.lengths)
-        estimate = dispatch_trials(
-            self._problem(strategy), settings.num_trials, settings.seed, assignment
-        )
-        return estimate + self._least_link_ms(strategy)
+        candidate, _ = self._start(strategy)
+        self._search(candidate, np.inf)
+        return candidate.iteration_ms
 
     def least_ms(self, strategy: Strategy) -> tuple[float, float]:
         """Lower bounds of propagation, and of the iteration with what pull and push add at
@@ -348,24 +344,29 @@ class _BatchPlanner:
         ]
 
     def _bound(self, strategy: Strategy) -> _Candidate:
+        candidate, estimate = self._start(strategy)
+        candidate.lower_bound_ms = strategy_bound_ms(candidate.problem, 1.5 * estimate)
+        return candidate
+
+    def _start(self, strategy: Strategy) -> tuple[_Candidate, float]:
+        """`strategy` dispatched, without a bound; and the estimate of its time."""
         problem = self._problem(strategy)
         assignment, micro_batches = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
         estimate = dispatch_trials(
             problem, self.settings.num_trials, self.settings.seed, assignment
         )
-        bound = strategy_bound_ms(problem, 1.5 * estimate)
         value = np.full(len(strategy.schemes), np.inf)
         link = self.settings.link_times.get(strategy, NO_LINKS)
         least = self._least_link_ms(strategy)
-        return _Candidate(
-            strategy, problem, bound, assignment, micro_batches, value, link, least, np.inf
+        candidate = _Candidate(
+            strategy, problem, 0.0, assignment, micro_batches, value, link, least, np.inf
         )
+        return candidate, estimate
 
     def _least_link_ms(self, strategy: Strategy) -> float:
         link = self.settings.link_times.get(strategy, NO_LINKS)
-        return (link.pull_ms + link.push_ms) / max(
-            1, self._num_buckets // min(s.pp for s in strategy.schemes)
-        )
+        num_stages = min(scheme.pp for scheme in dict.fromkeys(strategy.schemes))
+        return (link.pull_ms + link.push_ms) / max(1, self._num_buckets // num_stages)
 
     @property
     def _num_buckets(self) -> int:

@@ -18,8 +18,9 @@ import numpy as np
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import PlannerSettings, estimate_iterations, plan_with_time
+from ds_hydra.sampler.planner import PlannerSettings, heuristic_times
 from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.sampler.screening import Screen
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
@@ -43,6 +44,8 @@ Progress = Callable[[int, int], None]
 
 
 HEURISTIC = PlannerSettings().heuristic()
+_REACH = 0.05
+"""Strategies are planned for a mini-batch whose estimate is at most so much above the best one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +53,8 @@ class PruningSettings:
     """How candidates are tried out.
 
     `num_rounds`: how often the strategies one step away from the winners are tried too.
-    `max_planned`: strategies that are planned for a mini-batch; of more, those that one greedy
-    dispatch likes best. `tolerance`: how much slower, on average over the sampled mini-batches, the
+    `max_planned`: strategies that are planned for a mini-batch; of more, those among the best of
+    one greedy dispatch. `tolerance`: how much slower, on average over the sampled mini-batches, the
     set that stays may be than the set of all candidates; `extended_tolerance` the same where
     strategies of extended schemes come on top: each costs communicators. `max_communicators`:
     process groups that the set may need at most. `links_of`: pull and push of a strategy, which
@@ -170,20 +173,9 @@ def propose_strategies(
     cluster: Cluster | None = None,
     progress: Progress | None = None,
 ) -> Proposal:
-    """The smallest candidate set found that is as fast as all candidates on sampled mini-batches.
-
-    First of strategies of <TP,PP>: the best static one stays in it whatever it wins, so that every
-    sequence of the context has a place and the set is never slower than static training. Or the
-    strategies `given`, in its place. Then strategies of the extended schemes of `space` come on top
-    where they make the sampled mini-batches faster; a planner that chooses from more is never
-    slower. Schemes that are derived for it must pass `can_run`; streamed ones are where `cluster`
-    says how fast layers stream.
-
-    Raises HydraConfigError if no scheme of the space holds the context, or if the best static
-    strategy alone needs more communicators than allowed.
+    """`propose_among` the schemes of `profile`, and in the wide space what follows from it;
+    streamed ones where `cluster` says how fast layers stream.
     """
-    tokens = tokens_per_iteration or default_tokens_per_iteration(num_devices, context_length)
-    histogram = histogram.limit(context_length)
     if space == "wide":
         profile = with_extended_schemes(
             profile,
@@ -192,6 +184,46 @@ def propose_strategies(
             can_run=can_run,
             cluster=cluster,
         )
+    return propose_among(
+        profile,
+        histogram,
+        num_devices=num_devices,
+        context_length=context_length,
+        tokens_per_iteration=tokens_per_iteration,
+        space=space,
+        can_run=can_run,
+        given=given,
+        pruning=pruning,
+        progress=progress,
+    )
+
+
+def propose_among(
+    profile: Profile,
+    histogram: LengthHistogram,
+    *,
+    num_devices: int,
+    context_length: int,
+    tokens_per_iteration: int | None = None,
+    space: Space = "measured",
+    can_run: CanRun = lambda _: True,
+    given: Sequence[Strategy] = (),
+    pruning: PruningSettings = PruningSettings(),
+    progress: Progress | None = None,
+) -> Proposal:
+    """The smallest candidate set found that is as fast as all candidates on sampled mini-batches.
+
+    First of strategies of <TP,PP>: the best static one stays in it whatever it wins, so that every
+    sequence of the context has a place and the set is never slower than static training. Or the
+    strategies `given`, in its place. Then strategies of the extended schemes of `space` come on top
+    where they make the sampled mini-batches faster; a planner that chooses from more is never
+    slower.
+
+    Raises HydraConfigError if no scheme of the space holds the context, or if the best static
+    strategy alone needs more communicators than allowed.
+    """
+    tokens = tokens_per_iteration or default_tokens_per_iteration(num_devices, context_length)
+    histogram = histogram.limit(context_length)
     is_extended = not all(scheme.is_plain for scheme in usable_schemes(profile, num_devices, space))
     plain_holds = (
         bool(homogeneous_strategies(profile, num_devices, context_length)) or not is_extended
@@ -287,6 +319,8 @@ class _Trial:
     ) -> None:
         self.profile, self.num_devices, self.context_length = profile, num_devices, context_length
         self._batches, self._pruning = batches, pruning
+        self._numbers = range(len(batches))
+        self._known: list[dict[Strategy, float]] = [{} for _ in batches]
 
     def holds_context(self, strategy: Strategy) -> bool:
         """Whether a sequence of the context has a place in `strategy`."""
@@ -321,16 +355,23 @@ class _Trial:
         return {strategy: self.times_ms(strategy) for strategy in winners}
 
     def times_ms(self, strategy: Strategy) -> FloatArray:
-        """Planned time of every mini-batch with `strategy` alone, inf where a sequence does not
-        fit.
-        """
-        longest = self._longest(strategy)
-        return np.array(
-            [
-                self._plan(batch, [strategy])[1] if max(batch.lengths) <= longest else np.inf
-                for batch in self._batches
-            ]
-        )
+        """Time of every mini-batch with `strategy` alone, inf where a sequence does not fit."""
+        return np.array([self._times_ms(number, [strategy])[0] for number in self._numbers])
+
+    def _times_ms(self, number: int, strategies: Sequence[Strategy]) -> FloatArray:
+        """Time of one mini-batch with each of `strategies`; each is planned once."""
+        known = self._known[number]
+        missing = [strategy for strategy in strategies if strategy not in known]
+        if missing:
+            times = heuristic_times(
+                self._batches[number],
+                strategies=missing,
+                profile=self.profile,
+                num_devices=self.num_devices,
+                settings=self._settings(missing),
+            )
+            known.update(zip(missing, times.tolist()))
+        return np.array([known[strategy] for strategy in strategies])
 
     def winners(
         self, strategies: Sequence[Strategy], progress: Progress | None, share: float = 1.0
@@ -340,35 +381,26 @@ class _Trial:
         `share`: of the mini-batches that are looked at, rounded up.
         """
         won: Counter[Strategy] = Counter()
-        for done, batch in enumerate(self._batches[: ceil(share * len(self._batches))], start=1):
-            won[self._plan(batch, self._promising(batch, strategies))[0]] += 1
+        screen = None
+        if len(strategies) > self._pruning.max_planned:
+            screen = Screen(
+                strategies,
+                self.profile,
+                self.num_devices,
+                num_trials=self._pruning.planner.num_trials,
+                seed=self._pruning.planner.seed,
+            )
+        for number in self._numbers[: ceil(share * len(self._batches))]:
+            tried = strategies
+            if screen is not None:
+                estimates = screen.estimates_ms(self._batches[number])
+                best = np.argsort(estimates, kind="stable")[: self._pruning.max_planned]
+                near = best[estimates[best] <= (1 + _REACH) * estimates[best[0]]]
+                tried = [strategies[index] for index in np.sort(near)]
+            won[tried[int(np.argmin(self._times_ms(number, tried)))]] += 1
             if progress is not None:
-                progress(done, len(self._batches))
+                progress(number + 1, len(self._batches))
         return tuple(strategy for strategy, _ in won.most_common())
-
-    def _promising(self, batch: GlobalBatch, strategies: Sequence[Strategy]) -> Sequence[Strategy]:
-        """`strategies`, of many the `max_planned` that one greedy dispatch likes best."""
-        if len(strategies) <= self._pruning.max_planned:
-            return strategies
-        estimates = estimate_iterations(
-            batch,
-            strategies=strategies,
-            profile=self.profile,
-            num_devices=self.num_devices,
-            settings=self._settings(strategies),
-        )
-        best = np.argsort(estimates, kind="stable")[: self._pruning.max_planned]
-        return [strategies[index] for index in np.sort(best)]
-
-    def _plan(self, batch: GlobalBatch, strategies: Sequence[Strategy]) -> tuple[Strategy, float]:
-        plan, time_ms = plan_with_time(
-            batch,
-            strategies=strategies,
-            profile=self.profile,
-            num_devices=self.num_devices,
-            settings=self._settings(strategies),
-        )
-        return plan.strategy, time_ms
 
     def _settings(self, strategies: Sequence[Strategy]) -> PlannerSettings:
         links_of = self._pruning.links_of

@@ -12,12 +12,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import plan_with_time
-from ds_hydra.sampler.problem import PipelineKind, make_problem
+from ds_hydra.sampler.planner import heuristic_times
 from ds_hydra.sampler.propose import count_communicators
 from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.sampler.screening import Screen
 from ds_hydra.simulator.scenario import Scenario
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
@@ -27,11 +26,11 @@ from ds_hydra.strategy.proposal.streamed import with_streamed_schemes
 from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
-TOLERANCE = 0.002
+TOLERANCE = 0.001
 """A strategy joins the set if it makes the sampled mini-batches faster by this share on average."""
 
-_NUM_ROUNDS = 4
-_NUM_SCREENED, _NUM_TRIED = 16, 24
+_NUM_ROUNDS = 5
+_NUM_SCREENED, _NUM_TRIED = 24, 40
 
 
 def extended_scenario(scenario: Scenario) -> Scenario:
@@ -44,7 +43,6 @@ def extended_scenario(scenario: Scenario) -> Scenario:
         profile = with_streamed_schemes(
             profile,
             num_devices=scenario.num_devices,
-            context_length=scenario.context_length,
             cluster=cluster,
             bounds_attention=scenario.bounds_attention,
         )
@@ -117,54 +115,34 @@ def extended_strategies(
     for _ in range(_NUM_ROUNDS):
         near = dict.fromkeys(n for s in chosen for n in (s, *neighbour_strategies(s, schemes)))
         near |= dict.fromkeys(alike)
-        for strategy in near:
-            if strategy not in screened:
-                screened[strategy] = np.array(
-                    [_estimate_ms(scenario, strategy, batch) for batch in batches[:_NUM_SCREENED]]
-                )
+        new = [strategy for strategy in near if strategy not in screened]
+        screen = Screen(
+            new,
+            scenario.profile,
+            scenario.num_devices,
+            forward_fraction=scenario.forward_fraction,
+        )
+        times = [screen.estimates_ms(batch) for batch in batches[:_NUM_SCREENED]]
+        screened |= dict(zip(new, np.array(times).T))
         chosen = _faster_together(screened, strategies, max_communicators, _NUM_TRIED)
     planned = {strategy: _planned_ms(scenario, strategy, batches) for strategy in chosen}
     return tuple(_faster_together(planned, strategies, max_communicators, len(planned)))
-
-
-def _estimate_ms(scenario: Scenario, strategy: Strategy, batch: GlobalBatch) -> float:
-    """Time of the slowest pipeline by the estimate of one greedy dispatch, inf where a sequence
-    fits nowhere.
-    """
-    counts = {scheme: strategy.schemes.count(scheme) for scheme in dict.fromkeys(strategy.schemes)}
-    kinds = [
-        PipelineKind(
-            count,
-            s.pp,
-            max(0, scenario.max_len_tokens(s, strategy)),
-            scenario.profile.get_latency(s),
-        )
-        for s, count in counts.items()
-    ]
-    lengths = np.sort(np.array(batch.lengths, dtype=np.int64))[::-1]
-    if lengths[0] > max(kind.max_len_tokens for kind in kinds):
-        return np.inf
-    problem = make_problem(lengths, kinds, forward_fraction=scenario.forward_fraction)
-    return dispatch_trials(problem, 1, 0, np.zeros_like(lengths))
 
 
 def _planned_ms(
     scenario: Scenario, strategy: Strategy, batches: Iterable[GlobalBatch]
 ) -> FloatArray:
     """Times with pull and push by the planner's heuristic, inf where a sequence fits nowhere."""
-    longest = scenario.longest(strategy)
-    settings = scenario.linked_settings([strategy]).heuristic()
-    return np.array(
+    settings = scenario.linked_settings([strategy])
+    return np.concatenate(
         [
-            plan_with_time(
+            heuristic_times(
                 batch,
                 strategies=[strategy],
                 profile=scenario.profile,
                 num_devices=scenario.num_devices,
                 settings=settings,
-            )[1]
-            if max(batch.lengths) <= longest
-            else np.inf
+            )
             for batch in batches
         ]
     )

@@ -121,9 +121,7 @@ def _tuned(
     scenario: Scenario, place: _Place, checkpointing: Sequence[bool], name: str
 ) -> SystemResult | None:
     """The best size of the groups, and the best of `place` for each mini-batch."""
-    single = single_rank_latency(
-        scenario.profile, scenario.context_length, bounds_attention=scenario.bounds_attention
-    )
+    single = single_rank_latency(scenario.profile, bounds_attention=scenario.bounds_attention)
     if single is None:
         return None
     results = []

@@ -315,8 +315,9 @@ class Profile:
 
         Raises HydraConfigError naming the schemes that were profiled.
         """
-        plain = scheme.without_parts()
-        if scheme not in self.latency and self.has_latency(scheme):
+        if scheme in self.latency:
+            return self.latency[scheme]
+        if self.has_latency(scheme):
             ratio = slowest_stage_ratio(scheme, self.memory.num_layers)
             base = self.latency[self._base(scheme)]
             return LatencyModel(
@@ -325,18 +326,15 @@ class Profile:
                 constant_ms=ratio * base.constant_ms,
                 traffic_ms=base.traffic_ms,
             )
-        if scheme not in self.latency:
-            wanted = (
-                scheme
-                if scheme == plain
-                else f"{scheme}, and {plain} from which it could be derived,"
-            )
-            raise HydraConfigError(
-                f"scheme {wanted} is not in profile {self.name!r}, which has "
-                f"{', '.join(str(known) for known in sorted(self.latency))}; profile it or remove it from "
-                "hydra.strategies"
-            )
-        return self.latency[scheme]
+        plain = scheme.without_parts()
+        wanted = (
+            scheme if scheme == plain else f"{scheme}, and {plain} from which it could be derived,"
+        )
+        raise HydraConfigError(
+            f"scheme {wanted} is not in profile {self.name!r}, which has "
+            f"{', '.join(str(known) for known in sorted(self.latency))}; profile it or remove it from "
+            "hydra.strategies"
+        )
 
     @property
     def assumed(self) -> frozenset[Scheme]:
@@ -392,6 +390,18 @@ class Profile:
             self.max_len_tokens(scheme, scheme.num_devices)
             derived_from = str(self._base(scheme))
             entries.append({**scheme.to_json(), **model.to_json(), "derived_from": derived_from})
+        return Profile.from_json(
+            {**self.document, "schemes": [*self.document["schemes"], *entries]}
+        )
+
+    def with_entries(self, other: Profile, schemes: Iterable[Scheme]) -> Profile:
+        """This profile with the entries that `other` has for those of `schemes` that it has none
+        for.
+        """
+        missing = set(schemes) - self.latency.keys()
+        entries = [e for e in other.document["schemes"] if Scheme.from_json(e) in missing]
+        if not entries:
+            return self
         return Profile.from_json(
             {**self.document, "schemes": [*self.document["schemes"], *entries]}
         )

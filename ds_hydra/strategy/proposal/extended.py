@@ -52,7 +52,6 @@ def with_extended_schemes(
         known = with_streamed_schemes(
             known,
             num_devices=num_devices,
-            context_length=context_length,
             cluster=cluster,
             can_run=can_run,
         )

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
-from ds_hydra.strategy.schemes.scheme import ALL_LAYERS, Scheme
+from ds_hydra.strategy.schemes.scheme import ALL_LAYERS, Scheme, Strategy
 
 CanRun = Callable[[Scheme], bool]
 
 
-def single_rank_latency(
-    profile: Profile, context_length: int, *, bounds_attention: bool = True
-) -> LatencyModel | None:
+REFERENCE_TOKENS = 32768
+"""Length for which the cheapest <1,PP> is looked for."""
+
+
+def single_rank_latency(profile: Profile, *, bounds_attention: bool = True) -> LatencyModel | None:
     """T of the whole model on one rank, or None where the profile has no <1,PP>.
 
     That of <1,1> where it was measured; else the cheapest PP times T of <1,PP>, for a micro-batch
-    of the context. With `bounds_attention` its quadratic part is at least that of the TP schemes,
-    for each device: attention of a profiled <1,PP> was measured on micro-batches shorter than those
-    that SP ranks hold together, from which its quadratic part does not follow well.
+    of `REFERENCE_TOKENS`. With `bounds_attention` its quadratic part is at least that of the TP
+    schemes, for each device: attention of a profiled <1,PP> was measured on micro-batches shorter
+    than those that SP ranks hold together, from which its quadratic part does not follow well.
     """
     measured = profile.latency.get(Scheme(1, 1))
     if measured is not None and Scheme(1, 1) not in profile.assumed:
@@ -34,7 +36,7 @@ def single_rank_latency(
         for scheme, latency in profile.latency.items()
         if scheme.tp == 1 and scheme.is_plain
     ]
-    single = min(found, key=lambda t: t.micro_batch_ms([context_length]), default=None)
+    single = min(found, key=lambda t: t.micro_batch_ms([REFERENCE_TOKENS]), default=None)
     of_tp = [
         scheme.tp * latency.quadratic_ms
         for scheme, latency in profile.latency.items()
@@ -49,7 +51,6 @@ def with_streamed_schemes(
     profile: Profile,
     *,
     num_devices: int,
-    context_length: int,
     cluster: Cluster,
     can_run: CanRun = lambda _: True,
     bounds_attention: bool = True,
@@ -66,7 +67,7 @@ def with_streamed_schemes(
     estimated.
     """
     entries = []
-    single = single_rank_latency(profile, context_length, bounds_attention=bounds_attention)
+    single = single_rank_latency(profile, bounds_attention=bounds_attention)
     heads = profile.document["model"].get("num_attention_heads", num_devices)
     wide = [Scheme(1, 1, sp=1 << exponent) for exponent in range(num_devices.bit_length())]
     wide = [scheme for scheme in wide if single is not None and heads % scheme.sp == 0]
@@ -89,6 +90,22 @@ def with_streamed_schemes(
     return Profile.from_json(
         {**profile.document, "schemes": [*profile.document["schemes"], *entries]}
     )
+
+
+def with_streams_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
+    """`profile` with what `with_streamed_schemes` says of the streamed schemes of `strategies` that
+    it has no T of; as it is where nothing is known of its links.
+    """
+    wanted = {replace(s, stages=(), ckpt=0) for x in strategies for s in x.schemes if s.streams_all}
+    wanted -= profile.latency.keys()
+    if not wanted:
+        return profile
+    num_devices = max(strategy.num_devices for strategy in strategies)
+    cluster = try_cluster(profile, num_devices)
+    if cluster is None:
+        return profile
+    known = with_streamed_schemes(profile, num_devices=num_devices, cluster=cluster)
+    return known.only({*profile.latency, *wanted})
 
 
 def _shared(single: LatencyModel, num_ranks: int) -> LatencyModel:

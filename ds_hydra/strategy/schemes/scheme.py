@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
@@ -54,6 +54,8 @@ class Scheme:
     whose gradients are added there, instead of staying with the rank; `ALL_LAYERS` streams all of
     them, the embedding and the head. `"all"` in JSON documents, `stream` without a number in text.
     """
+    _hash: int = field(init=False, repr=False, compare=False)
+    """Schemes are looked up often."""
 
     def __post_init__(self) -> None:
         degrees = (self.sp, self.tp, self.pp)
@@ -82,6 +84,11 @@ class Scheme:
             raise HydraConfigError(
                 f"scheme {str(self)[:80]} has {len(self.stages)} numbers of layers for PP {self.pp}; give one per stage"
             )
+        degrees_and_parts = (self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream)
+        object.__setattr__(self, "_hash", hash(degrees_and_parts))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
@@ -282,6 +289,8 @@ class Strategy:
     """
 
     schemes: tuple[Scheme, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+    """That of `schemes`, which are many: strategies are looked up often."""
 
     def __post_init__(self) -> None:
         if not self.schemes:
@@ -290,6 +299,10 @@ class Strategy:
         object.__setattr__(
             self, "schemes", tuple(scheme for scheme, count in runs for _ in range(count))
         )
+        object.__setattr__(self, "_hash", hash(tuple(_runs(self.schemes))))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @classmethod
     def parse(cls, text: str) -> Strategy:

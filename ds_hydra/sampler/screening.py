@@ -1,0 +1,99 @@
+"""Which of many strategies are worth a plan: what one greedy dispatch makes of a mini-batch under
+each of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
+from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
+from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.strategy.compiled import compiled
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+
+class Screen:
+    """Strategies as the arrays that compiled code works on; their mini-batches come one by one."""
+
+    def __init__(
+        self,
+        strategies: Sequence[Strategy],
+        profile: Profile,
+        num_devices: int,
+        *,
+        num_trials: int = 1,
+        seed: int = 0,
+        forward_fraction: float = FORWARD_FRACTION,
+        is_exact: bool = True,
+    ) -> None:
+        self._num_trials, self._seed = num_trials, seed
+        self._forward_fraction, self._is_exact = forward_fraction, is_exact
+        placed = dict.fromkeys(scheme for strategy in strategies for scheme in strategy.schemes)
+        schemes: list[Scheme] = list(Strategy(tuple(placed)).schemes) if placed else []
+        column = {scheme: k for k, scheme in enumerate(schemes)}
+        self._counts = np.zeros((len(strategies), len(schemes)), dtype=np.int64)
+        self._max_len = np.zeros((len(strategies), len(schemes)), dtype=np.int64)
+        for row, strategy in enumerate(strategies):
+            for scheme, count in Counter(strategy.schemes).items():
+                self._counts[row, column[scheme]] = count
+                longest = profile.max_len_tokens(scheme, num_devices, strategy)
+                self._max_len[row, column[scheme]] = max(0, longest)
+        self._kinds = [
+            PipelineKind(1, scheme.pp, 1, profile.get_latency(scheme)) for scheme in schemes
+        ]
+
+    def estimates_ms(self, batch: GlobalBatch) -> FloatArray:
+        """Time of the slowest pipeline of each strategy after the trials of Alg. 1, without
+        packing; inf where a sequence does not fit.
+        """
+        lengths = np.sort(np.array(batch.lengths, dtype=np.int64))[::-1]
+        found = np.zeros(self._counts.shape[0])
+        if lengths.size and found.size:
+            every = make_problem(
+                lengths,
+                self._kinds,
+                forward_fraction=self._forward_fraction,
+                is_exact=self._is_exact,
+            )
+            _screen(every, self._counts, self._max_len, self._num_trials, self._seed, found)
+        return found
+
+
+@compiled
+def _screen(
+    every: DispatchProblem,
+    counts: IntArray,
+    max_len: IntArray,
+    num_trials: int,
+    seed: int,
+    found: FloatArray,
+) -> None:
+    """Writes the estimate of each strategy; `every` has one pipeline of each kind there is."""
+    assignment = np.zeros(every.lengths.size, dtype=np.int64)
+    for row in range(counts.shape[0]):
+        kinds = np.flatnonzero(counts[row])
+        if max_len[row].max() < every.lengths[0]:
+            found[row] = np.inf
+            continue
+        problem = DispatchProblem(
+            every.lengths,
+            every.sequence_ms[kinds],
+            np.repeat(np.arange(kinds.size), counts[row][kinds]),
+            every.num_stages[kinds],
+            every.constant_ms[kinds],
+            every.traffic_ms[kinds],
+            max_len[row][kinds],
+            every.ratio[kinds],
+            every.share[kinds],
+            every.forward_fraction,
+            every.is_exact,
+            every.is_eq2,
+        )
+        found[row] = dispatch_trials(problem, num_trials, seed, assignment)

@@ -1,0 +1,105 @@
+"""Estimates of many strategies at once, heuristic times without plans, proposals that stream."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from reference import make_batch
+
+from ds_hydra.configs import find_file
+from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, with_schemes_of
+from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
+from ds_hydra.sampler.planner import PlannerSettings, heuristic_times, plan_with_time
+from ds_hydra.sampler.problem import PipelineKind, make_problem
+from ds_hydra.sampler.propose import PruningSettings
+from ds_hydra.sampler.screening import Screen
+from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.streamed import with_streamed_schemes
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
+
+NUM_DEVICES = 16
+CLUSTER = find_cluster(Profile.load(find_file("profiles", "a800_llama2_7b")), NUM_DEVICES)
+PROFILE = with_streamed_schemes(
+    Profile.load(find_file("profiles", "a800_llama2_7b")), num_devices=NUM_DEVICES, cluster=CLUSTER
+)
+STRATEGIES = parse_strategies(
+    [
+        "2x<8,1>",
+        "1x<8,1> + 2x<2,2>",
+        "1x<8,1> + 1x<sp4,1;stream> + 4x<1,1;stream>",
+        "1x<4,1> + 1x<2,2> + 8x<1,1;stream>",
+        "16x<1,1;stream>",
+    ]
+)
+BATCH = make_batch([15000, 9000, 6000, *[800 + 37 * i for i in range(60)]])
+
+
+def estimate_ms(strategy):
+    """The greedy dispatch of one strategy alone."""
+    counts = {s: strategy.schemes.count(s) for s in dict.fromkeys(strategy.schemes)}
+    kinds = [
+        PipelineKind(
+            count,
+            s.pp,
+            PROFILE.max_len_tokens(s, NUM_DEVICES, strategy),
+            PROFILE.get_latency(s),
+        )
+        for s, count in counts.items()
+    ]
+    lengths = np.sort(BATCH.lengths)[::-1]
+    return dispatch_trials(make_problem(lengths, kinds), 1, 0, np.zeros_like(lengths))
+
+
+def test_all_at_once_as_one_by_one():
+    found = Screen(STRATEGIES, PROFILE, NUM_DEVICES).estimates_ms(BATCH)
+    assert found[:-1] == pytest.approx([estimate_ms(s) for s in STRATEGIES[:-1]])
+    assert np.isinf(found[-1])  # no micro-batch of 15,000 tokens on one rank
+    assert Screen((), PROFILE, NUM_DEVICES).estimates_ms(BATCH).size == 0
+
+
+def test_heuristic_times_are_those_of_the_plans():
+    options = {"profile": PROFILE, "num_devices": NUM_DEVICES}
+    links = {s: CLUSTER.link_times(s) for s in STRATEGIES}
+    settings = PlannerSettings(link_times=links).heuristic()
+    found = heuristic_times(BATCH, strategies=STRATEGIES, settings=settings, **options)
+    one_by_one = [
+        plan_with_time(BATCH, strategies=[s], settings=settings, **options)[1]
+        for s in STRATEGIES[:-1]
+    ]
+    assert found[:-1] == pytest.approx(one_by_one)
+    assert np.isinf(found[-1])
+    together = plan_with_time(BATCH, strategies=STRATEGIES[:-1], settings=settings, **options)
+    assert together[1] == pytest.approx(found.min())
+
+
+def test_a_wide_proposal_streams_and_its_profile_knows_every_scheme():
+    profile = Profile.load(find_file("profiles", "a800_llama2_7b"))
+    histogram = LengthHistogram.load(find_file("lengths", "commoncrawl"))
+    settings = CandidateSettings(
+        num_devices=8,
+        context_length=16384,
+        tokens_per_iteration=100_000,
+        space="wide",
+        cluster=find_cluster(profile, 8),
+        max_enumerated=0,
+        pruning=PruningSettings(num_batches=6),
+    )
+    found = decide_candidates(profile, histogram, settings)
+    streamed = [s for x in found.strategies for s in x.schemes if s.stream]
+    assert streamed
+    assert set(streamed) <= set(found.assumed)
+    assert all(found.profile.latency[scheme].traffic_ms > 0 for scheme in streamed)
+    assert found.proposal.kept_ms < found.proposal.plain_ms
+    # A plan of the proposed strategies alone, as of a file, has the same times
+    again = with_schemes_of(profile, found.strategies)
+    for scheme in streamed:
+        assert again.get_latency(scheme) == found.profile.get_latency(scheme)
+
+
+def test_equal_schemes_and_strategies_have_equal_hashes():
+    assert hash(Scheme.parse("<sp2,1;stream>")) == hash(Scheme.parse("<sp2,1,1;stream>"))
+    mixed = Strategy.parse("1x<1,1> + 1x<2,1> + 1x<1,1>")
+    assert hash(mixed) == hash(Strategy.parse("1x<2,1> + 2x<1,1>"))
+    assert len({mixed, Strategy.parse("2x<1,1> + 1x<2,1>")}) == 1
