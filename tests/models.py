@@ -13,10 +13,10 @@ VOCAB_SIZE = 251  # not divisible by 2, 3 or 4
 
 
 def tiny(family: str, seed: int = 0, **overrides: Any) -> nn.Module:
-    """An untrained model of `family` (see FAMILIES) with fp32 weights."""
+    """An untrained model of `family` (see BUILDERS) with fp32 weights."""
     torch.manual_seed(seed)
     transformers.logging.set_verbosity_error()
-    return FAMILIES[family](**overrides)
+    return BUILDERS[family](**overrides)
 
 
 def _builder(model_class: str, config_class: str, **defaults: Any) -> Callable[..., nn.Module]:
@@ -53,3 +53,47 @@ FAMILIES = {
     "gemma3": _builder("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8, sliding_window=7),
     "phi3": _builder("Phi3ForCausalLM", "Phi3Config"),
 }
+
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+
+MIXTURES_OF_EXPERTS = {
+    "mixtral": _builder("MixtralForCausalLM", "MixtralConfig", num_local_experts=4),
+    "qwen2_moe": _builder(
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=24,
+    ),
+    "qwen3_moe": _builder(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        num_experts=16,  # more than the tokens of some micro-batches reach
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        head_dim=8,
+    ),
+    "deepseek_v3": _builder("DeepseekV3ForCausalLM", "DeepseekV3Config", **_ROUTED, **_LATENT),
+    "glm4_moe": _builder("Glm4MoeForCausalLM", "Glm4MoeConfig", **_ROUTED, head_dim=8),
+    "dots1": _builder("Dots1ForCausalLM", "Dots1Config", **_ROUTED, head_dim=8),
+}
+"""Which run with TP 1."""
+
+BUILDERS = FAMILIES | MIXTURES_OF_EXPERTS

@@ -53,7 +53,11 @@ def mixtral():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
-            **sizes, num_attention_heads=2, num_key_value_heads=2, num_local_experts=4
+            **sizes,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            output_router_logits=True,
         )
     )
 
@@ -107,10 +111,10 @@ MISTAKES = {
         UnsupportedModelError,
         ("gpt2", "tp_plan"),
     ),
-    "mixture of experts": (
+    "loss of balance": (
         lambda: initialize(mixtral()),
         UnsupportedModelError,
-        ("mixtral", "experts"),
+        ("mixtral", "output_router_logits"),
     ),
     "dropout": (
         lambda: initialize(tiny("llama", attention_dropout=0.1)),

@@ -101,7 +101,7 @@ REFUSALS = (
     Refusal(
         "sequence_parallel_size", "sequence parallelism is not supported yet", "1", _is_above(1)
     ),
-    Refusal("expert_parallel.enabled", "mixtures of experts are not supported yet"),
+    Refusal("expert_parallel.enabled", "mixtures of experts run with whole experts on every rank"),
     Refusal("torch_autocast.enabled", _OWN_EXECUTION + '; use "bf16": {"enabled": true}'),
     Refusal("compile.deepcompile", _OWN_EXECUTION),
     Refusal("hybrid_engine.enabled", _OWN_EXECUTION),

@@ -120,7 +120,8 @@ def hydra_varlen(
     out_BTHD = _attend(
         query_BHTD, key_BKTD, value_BKTD, packed_micro_batch, scaling, sliding_window, softcap
     )
-    return (scatter_micro_batch(out_BTHD, piece) if is_cut else out_BTHD), None
+    out_BTHD = scatter_micro_batch(out_BTHD, piece) if is_cut else out_BTHD
+    return out_BTHD.contiguous(), None  # some families view it
 
 
 def _attend(

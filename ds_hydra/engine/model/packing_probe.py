@@ -84,10 +84,18 @@ def small_config(config: Any) -> Any:
 
 
 def _layers_of_each_kind(config: Any) -> list[int]:
-    """Two layers, or the first of each of more kinds, in their order."""
-    kinds = list(getattr(config, "layer_types", None) or [""] * config.num_hidden_layers)
+    """Two layers, or the first of each of more kinds, in their order; a kind is what the lists of
+    the configuration with an entry for each layer say of it.
+    """
+    num_layers = config.num_hidden_layers
+    of_layers = [
+        value
+        for value in vars(config).values()
+        if isinstance(value, list | tuple) and len(value) == num_layers
+    ]
+    kinds = [tuple(map(str, kind)) for kind in zip(*of_layers)] or [()] * num_layers
     first = {kinds.index(kind) for kind in kinds}
-    return sorted(first | set(range(min(2, len(kinds)))))
+    return sorted(first | set(range(min(2, num_layers))))
 
 
 def _small_widths(config: Any) -> dict[str, int]:
@@ -100,6 +108,9 @@ def _small_widths(config: Any) -> dict[str, int]:
         "num_key_value_heads": small_heads if kv_heads == heads else 1,
         "hidden_size": small_heads * head_dim,
         "intermediate_size": _WIDTH,
+        "moe_intermediate_size": _WIDTH,
+        "shared_expert_intermediate_size": _WIDTH,
+        "first_k_dense_replace": min(1, getattr(config, "first_k_dense_replace", None) or 0),
         "vocab_size": _VOCABULARY,
         "sliding_window": _WINDOW,
     }

@@ -661,10 +661,14 @@ def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
     missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(base, part)]
     if missing or model.get_output_embeddings() is None:
         yield f"has no {', '.join(missing) or 'output head'} where ds_hydra looks for it"
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if (getattr(base_config, key, 0) or 0) > 1:
-            yield f"mixture of experts ({key} = {getattr(base_config, key)}) is not supported; use a dense model"
+    if getattr(config, "output_router_logits", False):
+        yield (
+            "output_router_logits is true, and the loss of balance that comes with it is over the micro-batch and "
+            "would depend on the strategy; set model.config.output_router_logits to false"
+        )
     for key, value in vars(base_config).items():
+        if "jitter" in key and value:
+            yield f"{key} = {value}: noise in the router would depend on the strategy; set it to 0 in model.config"
         if (
             ("dropout" in key or key.endswith("_pdrop"))
             and isinstance(value, int | float)
