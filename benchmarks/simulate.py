@@ -39,7 +39,7 @@ TARGETS = {
     "commoncrawl": {"plain": (1.11, None), "deepspeed_balanced": (1.10, None)},
     "github": {"plain": (1.14, None), "deepspeed_balanced": (1.05, None)},
 }
-"""Of the full space: propagation over <TP,PP> alone, whole iterations over rows by time."""
+"""Of the full space: propagation over <TP,PP> alone, whole iterations over Ulysses by time."""
 TWO_STAGE = ("two_stage", "static")
 OURS, PLAIN = "ds_hydra", "plain"
 NOISE = {OURS: 0.002, PLAIN: 0.001}
@@ -91,14 +91,14 @@ def geometric_mean(values: list[float]) -> float:
 
 def case_table(cases: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| case | propagation, ms | over Table 3 | over tuned | over tuned rows | over KK | over homogeneous two-stage "
+        "| case | propagation, ms | over Table 3 | over tuned | over tuned length | over KK | over homogeneous two-stage "
         "| over static two-stage | iteration over tuned | imbalance | above the bound |",
         "|---" * 11 + "|",
     ]
     for case in cases:
         ours, ratio = planned(case, PLAIN), speedups(case, "speedup_of_propagation", PLAIN)
         error = ours["propagation_ms_standard_error"]
-        names = ("given", "megatron", "megatron_rows", "balanced", "two_stage", "static")
+        names = ("given", "megatron", "megatron_lengths", "balanced", "two_stage", "static")
         cells = [
             case["name"].removeprefix("paper/"),
             f"{ours['propagation_ms']:,.0f} ± {error:,.0f}",
@@ -115,7 +115,7 @@ def full_table(cases: list[dict[str, Any]]) -> list[str]:
     """What sequence parallelism and streamed layers change, case by case."""
     lines = [
         "| case | propagation, ms | over <TP,PP> alone | over tuned | over static two-stage "
-        "| over static, full space | iteration over Ulysses | over Ulysses, rows by time | imbalance "
+        "| over static, full space | iteration over Ulysses | over Ulysses by time | imbalance "
         "| of the bound | above the bound |",
         "|---" * 11 + "|",
     ]

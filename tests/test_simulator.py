@@ -103,7 +103,7 @@ def test_megatron_is_tuned_over_every_scheme_that_holds_the_context():
     tuned = fixed_length(scenario, name="megatron")
     each = [fixed_length(scenario, [Strategy.parse(s)], name="x") for s in ("2x<2,1>", "1x<4,1>")]
     assert tuned.propagation_ms.mean() == min(r.propagation_ms.mean() for r in each)
-    longer_micro_batches = fixed_length(scenario, tunes_micro_batches=True, name="megatron_rows")
+    longer_micro_batches = fixed_length(scenario, tunes_micro_batches=True, name="megatron_lengths")
     assert longer_micro_batches.propagation_ms.mean() <= tuned.propagation_ms.mean()
 
 

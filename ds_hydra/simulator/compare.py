@@ -46,10 +46,10 @@ LABELS = {
     PLAIN: "ds_hydra, <TP,PP> alone",
     "given": "Megatron-LM, given strategy",
     "megatron": "Megatron-LM, tuned",
-    "megatron_rows": "Megatron-LM, row length tuned too",
+    "megatron_lengths": "Megatron-LM, length tuned too",
     "deepspeed": "DeepSpeed ZeRO-3 + Ulysses",
     "deepspeed_ac": "DeepSpeed ZeRO-3 + Ulysses + AC",
-    "deepspeed_balanced": "DeepSpeed + Ulysses, rows by time",
+    "deepspeed_balanced": "DeepSpeed + Ulysses, by time",
     "hotspa": "HotSPa",
     "balanced": "balanced DP (Karmarkar-Karp)",
     "two_stage": "homogeneous, two-stage",
@@ -57,7 +57,7 @@ LABELS = {
     "full_static": "heterogeneous static, full space",
 }
 """Systems in the order they are shown, with what users see."""
-NEED_STATIC = ("megatron", "megatron_rows", "hotspa", "balanced", "two_stage")
+NEED_STATIC = ("megatron", "megatron_lengths", "hotspa", "balanced", "two_stage")
 """Systems that run <TP,PP> which hold the context, and are left out where only schemes with parts
 do.
 """
@@ -67,7 +67,7 @@ PLANNED = (DS_HYDRA, PLAIN)
 STATIC_SYSTEMS = (
     "given",
     "megatron",
-    "megatron_rows",
+    "megatron_lengths",
     "deepspeed",
     "deepspeed_ac",
     "deepspeed_balanced",
@@ -463,8 +463,8 @@ def _run(name: str, scenario: Scenario, workload: Workload) -> SystemResult | No
         return fixed_length(scenario, [workload.given], name=name) if workload.given else None
     if name in NEED_STATIC and not scenario.statics():
         return None
-    if name in ("megatron", "megatron_rows"):
-        return fixed_length(scenario, tunes_micro_batches=name == "megatron_rows", name=name)
+    if name in ("megatron", "megatron_lengths"):
+        return fixed_length(scenario, tunes_micro_batches=name == "megatron_lengths", name=name)
     if name == "deepspeed_balanced":
         return balanced_ulysses(scenario, name=name)
     if name in ("deepspeed", "deepspeed_ac"):
