@@ -36,7 +36,7 @@ $(DEVELOPED): $(INSTALLED)
 	@touch $(DEVELOPED)
 
 demo: $(INSTALLED)  ## train a small LLaMA on the standard library's source with 4 CPU ranks
-	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --num_gpus 4 --no_local_rank examples/stdlib/train.py
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --log_level error --num_gpus 4 --no_local_rank examples/stdlib/train.py
 
 test: $(DEVELOPED)  ## run the tests of some minutes
 	$(TEST) -n 2 -m "not distributed and not slow"

@@ -78,7 +78,7 @@ def main() -> None:
     # Of torch, about names that DeepSpeed uses
     warnings.filterwarnings("ignore", category=FutureWarning)
     transformers.logging.set_verbosity_error()
-    deepspeed.utils.logger.setLevel("WARNING")
+    deepspeed.utils.logger.setLevel("ERROR")
     with contextlib.redirect_stdout(io.StringIO()):  # which DeepSpeed tells what it has loaded
         deepspeed.init_distributed()
     is_first_rank = dist.get_rank() == 0
