@@ -91,8 +91,8 @@ def geometric_mean(values: list[float]) -> float:
 
 def case_table(cases: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| case | propagation, ms | over Table 3 | over tuned | over tuned length | over KK | over homogeneous two-stage "
-        "| over static two-stage | iteration over tuned | imbalance | above the bound |",
+        "| case | propagation, ms | over Table 3 | over tuned | over tuned length | over KK | "
+        "over homogeneous two-stage | over static two-stage | iteration over tuned | imbalance | above the bound |",
         "|---" * 11 + "|",
     ]
     for case in cases:
