@@ -91,8 +91,8 @@ def _plan(
     from ds_hydra.strategy.profiles.profile import Profile
 
     strategies, num_devices = _read_strategies(strategies_path)
-    profile = with_schemes_of(Profile.load(find_profile(profile_name)), strategies)
     lengths = _read_lengths(lengths_path)
+    profile = with_schemes_of(Profile.load(find_profile(profile_name)), strategies)
     warm_up()
     start = time.perf_counter()
     result = plan_iteration(
