@@ -26,9 +26,10 @@ import ds_hydra
 from ds_hydra import errors
 from ds_hydra.sampler._worker import read_message, write_message
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner import DEFAULT_SETTINGS, PlannerSettings, plan_iteration
+from ds_hydra.sampler.planner import DEFAULT_SETTINGS, PlannerSettings
+from ds_hydra.sampler.planning_task import PlanningTask, batch_to_json
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.schemes.scheme import Strategy, parse_strategies
+from ds_hydra.strategy.schemes.scheme import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -41,65 +42,6 @@ _START_S = 60.0
 """Longest that a planning process may take to start and to plan for the first time before it counts
 as hung.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanningTask:
-    """Everything about planning that is the same for all iterations."""
-
-    strategies: tuple[Strategy, ...]
-    profile: Profile
-    num_devices: int
-    settings: PlannerSettings
-
-    def plan(self, batch: GlobalBatch) -> IterationPlan:
-        """`plan_iteration` of `batch`."""
-        return plan_iteration(
-            batch,
-            strategies=self.strategies,
-            profile=self.profile,
-            num_devices=self.num_devices,
-            settings=self.settings,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """The task as a JSON document."""
-        return {
-            "strategies": [str(strategy) for strategy in self.strategies],
-            "profile": self.profile.document,
-            "num_devices": self.num_devices,
-            "settings": self.settings.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> PlanningTask:
-        """The task in a document written by `to_json`."""
-        return cls(
-            strategies=parse_strategies(document["strategies"]),
-            profile=Profile.from_json(document["profile"]),
-            num_devices=document["num_devices"],
-            settings=PlannerSettings.from_json(document["settings"]),
-        )
-
-
-def batch_to_json(batch: GlobalBatch) -> dict[str, Any]:
-    """`batch` as a JSON document; `batch_from_json` restores it."""
-    return {
-        "iteration": batch.iteration,
-        "sample_indices": batch.sample_indices,
-        "lengths": batch.lengths,
-        "num_label_tokens": batch.num_label_tokens,
-    }
-
-
-def batch_from_json(document: Mapping[str, Any]) -> GlobalBatch:
-    """The batch in a document written by `batch_to_json`."""
-    return GlobalBatch(
-        iteration=document["iteration"],
-        sample_indices=tuple(document["sample_indices"]),
-        lengths=tuple(document["lengths"]),
-        num_label_tokens=document["num_label_tokens"],
-    )
 
 
 class _Job(NamedTuple):
