@@ -5,10 +5,14 @@ from distributed import run_distributed
 from models import MIXTURES_OF_EXPERTS, tiny
 from test_engine_parity import assert_parity, check_gradients
 
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.checks.config_check import estimate_profile, load_hardware
 from ds_hydra.engine.model.packing_probe import check_packing
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
+
+CONFIG = HydraConfig(context_length=64, tokens_per_iteration=64)
 
 STRATEGIES = (
     "4x<1,1>",
@@ -39,6 +43,13 @@ def test_the_probe_lets_them_pass_and_tp_is_refused_by_name(family):
     check_packing(model)
     with pytest.raises(UnsupportedModelError, match=r"styles that ds_hydra does not run.*use TP 1"):
         StageModel(model).check_scheme(Scheme(2, 1))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_the_roofline_of_dense_layers_is_not_given_for_them(family):
+    stage_model = StageModel(tiny(family))
+    with pytest.raises(HydraConfigError, match=r"mixture of experts .* = \d+.*ds-hydra profile"):
+        estimate_profile(stage_model, load_hardware("a800"), 8, CONFIG, name="estimate")
 
 
 @pytest.mark.parametrize(

@@ -511,6 +511,9 @@ def load_hardware(name: str) -> Hardware:
     return Hardware.from_json(read_json_object(path), source=str(path))
 
 
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
 def estimate_profile(
     stage_model: StageModel, hardware: Hardware, num_devices: int, hydra: HydraConfig, *, name: str
 ) -> Profile:
@@ -520,8 +523,15 @@ def estimate_profile(
     Activations are 36 + 1.5 TP bytes for each token, layer and hidden unit of 1/TP of a
     micro-batch, which is within 2% of the published A800 profiles. Recomputed layers keep their
     input, 2 TP (2 with `hydra.tp_sequence_parallel`), and one of L layers is whole at a time.
+
+    Raises HydraConfigError for a mixture of experts, whose tokens use a part of the weights.
     """
     config: PretrainedConfig = stage_model.config
+    if key := next((key for key in _EXPERT_KEYS if (getattr(config, key, 0) or 0) > 1), None):
+        raise HydraConfigError(
+            f"{config.model_type} is a mixture of experts ({key} = {getattr(config, key)}), and the estimate for "
+            "--device knows dense layers alone; measure it (`ds-hydra profile`) and give hydra.profile"
+        )
     schemes = [s for s in power_of_two_schemes(num_devices) if _check_quietly(stage_model, s)]
     layers = stage_model.num_layers
     heads = config.num_attention_heads
