@@ -324,6 +324,7 @@ def results(tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_gradients_sent_in_bf16_differ_by_rounding_only(results):
     for case, (error, name, loss_error) in results[0]["bf16"].items():
@@ -333,12 +334,14 @@ def test_gradients_sent_in_bf16_differ_by_rounding_only(results):
         assert loss_error <= RELATIVE_TOLERANCE, case
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_overlap_changes_no_bit_of_200_random_sequences_of_strategies(results):
     for rank, result in enumerate(results):
         assert result["different"] == [], f"rank {rank}"
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_an_exchange_holds_what_the_plan_states_and_soon_allocates_nothing(results):
     for rank, result in enumerate(results):
@@ -352,12 +355,14 @@ def test_an_exchange_holds_what_the_plan_states_and_soon_allocates_nothing(resul
         assert result["exchanges"]["4x<1,1>"][3][0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_iterations_reuse_the_memory_of_the_ones_before(results):
     for result in results:
         assert result["held"][2] == result["held"][3]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_frozen_slices_stay_until_strategy_or_weights_change(results):
     for result in results:
@@ -379,6 +384,7 @@ def test_frozen_slices_stay_until_strategy_or_weights_change(results):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_errors_of_the_link_reach_the_caller(results):
     for result in results:

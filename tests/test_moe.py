@@ -32,6 +32,7 @@ def of_every_family():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_gradients_equal_one_process():
     assert_parity(run_distributed(of_every_family, 4)[0])
