@@ -37,6 +37,7 @@ from ds_hydra.strategy.proposal.program import (
 )
 from ds_hydra.strategy.proposal.streamed import CanRun
 from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
+from ds_hydra.strategy.schemes.placement import count_groups
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 Progress = Callable[[int, int], None]
@@ -279,33 +280,6 @@ def _in_turn(progress: Progress | None, turn: int, num_turns: int) -> Progress |
     return lambda done, total: progress(turn * total + done, num_turns * total)
 
 
-def count_communicators(strategies: Sequence[Strategy]) -> int:
-    """Process groups that `strategies` need together: one per TP or SP group, two per pipeline of
-    several stages.
-
-    Strategies share the groups that have the same ranks, which placement in blocks makes frequent.
-    """
-    return len(set().union(*(_communicators(strategy) for strategy in strategies)))
-
-
-def _communicators(strategy: Strategy) -> set[tuple[str, int, int, int]]:
-    """Groups by purpose, first rank, size, and distance of their ranks."""
-    groups = set()
-    for scheme, ranks in zip(strategy.schemes, strategy.place()):
-        if scheme.tp > 1:
-            groups |= {("tp", start, scheme.tp, 1) for start in ranks[:: scheme.tp]}
-        if scheme.sp > 1:
-            stages = ranks[:: scheme.ranks_per_stage]
-            groups |= {
-                ("sp", start + t, scheme.sp, scheme.tp)
-                for start in stages
-                for t in range(scheme.tp)
-            }
-        if scheme.pp > 1:
-            groups |= {("down", ranks[0], len(ranks), 1), ("up", ranks[0], len(ranks), 1)}
-    return groups
-
-
 class _Trial:
     """Plans the same mini-batches with different candidates."""
 
@@ -428,7 +402,7 @@ def _sample_batches(
 
 
 def _check_communicators(static: Strategy, pruning: PruningSettings) -> None:
-    needed = count_communicators([static])
+    needed = count_groups([static])
     if needed > pruning.max_communicators:
         raise HydraConfigError(
             f"the best static strategy {static} needs {needed} communicators, more than "
@@ -452,9 +426,7 @@ def _grow(
     chosen, times = list(start), np.min([table[strategy] for strategy in start], axis=0)
     open_ = [strategy for strategy in table if strategy not in chosen]
     while open_ and times.mean() > goal_ms:
-        affordable = [
-            s for s in open_ if count_communicators([*chosen, s]) <= pruning.max_communicators
-        ]
+        affordable = [s for s in open_ if count_groups([*chosen, s]) <= pruning.max_communicators]
         gains = [float((times - np.minimum(times, table[s])).mean()) for s in affordable]
         if not affordable or max(gains) <= 0:
             break
@@ -495,7 +467,7 @@ def _describe(
         tokens_per_iteration=tokens_per_iteration,
         kept=tuple(sorted(kept, key=lambda k: -k.share_won)),
         num_candidates=len(proposed),
-        num_communicators=count_communicators(chosen),
+        num_communicators=count_groups(chosen),
         assumed=tuple(sorted({s for c in chosen for s in c.schemes} & trial.profile.assumed)),
         kept_ms=float(times.min(axis=0).mean()),
         plain_ms=plain_ms if np.isfinite(plain_ms) else None,

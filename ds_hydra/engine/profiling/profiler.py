@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.profile_document import (
     ProbeMicroBatch,
@@ -28,7 +29,7 @@ from ds_hydra.engine.profiling.profile_document import (
     scheme_entry,
     state_memory,
 )
-from ds_hydra.engine.propagation import Example, Propagator
+from ds_hydra.engine.propagation import Propagator
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
@@ -303,7 +304,7 @@ def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
     with _count_saved_bytes() as counted:
         stage_ms(propagator, strategy, ProbeMicroBatch(length))
     # Autograd keeps views of weights, which are not activations.
-    for address in propagator.weight_addresses():
+    for address in propagator.links.weight_addresses():
         counted.pop(address, None)
     return propagator.max_over_ranks(sum(counted.values())) / length
 
