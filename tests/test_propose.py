@@ -11,7 +11,8 @@ from reference import make_batch, make_profile
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.propose import PruningSettings, propose_strategies
+from ds_hydra.sampler.propose import propose_strategies
+from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies, strategies_from_json
 from ds_hydra.strategy.proposal.histogram import LengthHistogram

@@ -12,13 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from ds_hydra.configs.hydra_config import HydraConfig, Space
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.propose import (
-    KeptStrategy,
-    Progress,
-    Proposal,
-    PruningSettings,
-    propose_among,
-)
+from ds_hydra.sampler.propose import KeptStrategy, Proposal, propose_among
+from ds_hydra.sampler.trial import Progress, PruningSettings
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile

@@ -33,7 +33,8 @@ from ds_hydra.engine.propagation import Propagator
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, activation_share
+from ds_hydra.strategy.profiles.memory_model import activation_share
+from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 
 _FEWEST_PACKED = 8
 """Sequences in a packed micro-batch that is timed."""
