@@ -27,7 +27,7 @@ import numpy as np
 from ds_hydra.sampler.planner import PlannerSettings, plan_iteration, warm_up
 from ds_hydra.sampler.propose import PruningSettings, propose_strategies
 from ds_hydra.simulator.cases import list_cases, load_case
-from ds_hydra.simulator.compare import Workload, draw_batches
+from ds_hydra.simulator.workload import Workload, draw_batches
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 

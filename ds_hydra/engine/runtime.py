@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.examples import (
     check_examples,
@@ -68,6 +67,7 @@ from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.profile import has_re_pulls
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import parse_strategies
@@ -477,7 +477,7 @@ class HydraRuntime:
         collective.
         """
         if self.config.profile is not None:
-            document = Profile.load(find_profile(self.config.profile)).document
+            document = load_profile(self.config.profile).document
             self._profile = fit_memory(document, self.config)
             self._profile.check_model(
                 num_layers=self.stage_model.num_layers,
@@ -621,7 +621,7 @@ class HydraRuntime:
         """
         known = self._profile
         if self.config.profile is not None:  # as given: the memory limit is in run.json
-            known = with_estimates(Profile.load(find_profile(self.config.profile)), self.strategies)
+            known = with_estimates(load_profile(self.config.profile), self.strategies)
         assert known is not None
         log.write_profile(known.document)
 

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from ds_hydra.configs import HydraConfig, find_file, read_ds_config
 from ds_hydra.configs.ds_config import FILL_INS, find_key
-from ds_hydra.configs.files import find_profile, read_json_object
+from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.checks.deepspeed_section import find_auto_keys, find_deepspeed_problems
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.model.random_model import build_random_stage_model
@@ -40,6 +40,7 @@ from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_profile
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.zero_link.home_parts import home_bytes
@@ -289,7 +290,7 @@ class _Budget:
         report, hydra = self._report, self._hydra
         name = self._request.profile or hydra.profile
         if name is not None:
-            known = Profile.load(find_profile(name))
+            known = load_profile(name)
             report.profile = f"{name}: {known.document.get('source', 'of unknown source')}"
             if self._stage_model is not None:
                 shape = self._stage_model
