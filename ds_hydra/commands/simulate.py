@@ -283,7 +283,7 @@ def _compare(workload: Workload, settings: Settings, hardware: str | None) -> Co
     optional = ("given", "paper")
     left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
     if left_out:
-        log(f"left out, because nothing that they run holds the context: {', '.join(left_out)}")
+        log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")
     return found
 
 

@@ -113,7 +113,7 @@ def _ours(workload: Workload, own: Scenario, settings: Settings) -> Planned:
 
 
 def _plain(name: str, workload: Workload, scenario: Scenario, settings: Settings) -> Planned | None:
-    """ds_hydra with <TP,PP> alone, None where that does not hold the context."""
+    """ds_hydra with <TP,PP> alone, None where that does not fit the context."""
     if not workload.strategies and not scenario.statics():
         return None
     strategies = workload.strategies or _propose(workload, scenario, settings)

@@ -23,7 +23,7 @@ def deepspeed_ulysses(
 
     Micro-batches are first-fit-decreasing micro-batches of the context, dealt to the groups in
     turn; each lasts as long as in the slowest group, because gathers are collective. None where the
-    profile has no <1,PP> or no size of the groups holds the context.
+    profile has no <1,PP> or no size of the groups fits the context.
     """
 
     def place(group: ShardedGroup, lengths: IntArray) -> list[Sequence[MicroBatches]]:

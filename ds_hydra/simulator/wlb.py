@@ -22,7 +22,7 @@ def wlb(scenario: Scenario, *, delays: bool, name: str) -> SystemResult | None:
     Tuned over TP, PP and CP. Karmarkar-Karp by time in place of the paper's greedy, so no worse.
     With `delays` long documents wait until every pipeline can have one of them, at most to the end
     of the run: other mini-batches than those of all other systems, with the same documents in all.
-    None where nothing holds the context.
+    None where nothing fits the context.
     """
     results = []
     for pipelines in context_parallel(scenario):

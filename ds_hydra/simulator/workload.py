@@ -31,7 +31,7 @@ class Workload:
 
 
 def check_workload(workload: Workload) -> None:
-    """Raise HydraConfigError for a context that nothing holds, or a strategy that has no place in
+    """Raise HydraConfigError for a context that nothing fits, or a strategy that has no place in
     the cluster.
     """
     check_context(workload.profile, workload.num_devices, workload.context_length)

@@ -159,7 +159,9 @@ def layer_params(stage_model: StageModel) -> float:
 
 
 def state_memory(stage_model: StageModel) -> dict[str, float]:
-    """B and alpha of App. B.1, and what schemes with parts need, counted from the dtypes in use."""
+    """B and alpha of App. B.1, and what schemes with options need, counted from the dtypes in
+    use.
+    """
     element = torch.finfo(stage_model.params[0].dtype).bits // 8
     return engine_states(layer_params(stage_model) / stage_model.hidden_size**2, element)
 
