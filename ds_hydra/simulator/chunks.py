@@ -30,7 +30,7 @@ def chunked(scenario: Scenario, *, name: str) -> SystemResult | None:
         strategy = Strategy((scheme,) * (scenario.num_devices // scheme.num_devices))
         max_len = scenario.max_len_tokens(scheme)
         chunk = longest = min(scenario.context_length, max_len)
-        while chunk >= min(SMALLEST_CHUNK_TOKENS, longest):
+        while chunk >= min(SMALLEST_CHUNK_TOKENS, max(1, longest // 4)):
             kept = kept_chunks(scenario, scheme, chunk)
             if kept >= scheme.pp:
                 outcomes = [_run(scenario, strategy, own, chunk, kept) for own in scenario.lengths]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
-from ds_hydra.sampler.propose import HEURISTIC, PruningSettings
+from ds_hydra.sampler.trial import HEURISTIC, PruningSettings
 from ds_hydra.simulator.baselines import dynamic
 from ds_hydra.simulator.comparison import Comparison, Planned
 from ds_hydra.simulator.extended import extended_scenario, extended_schemes, extended_strategies

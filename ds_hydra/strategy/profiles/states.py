@@ -7,7 +7,8 @@ account: 16-bit shards and slices, fp32 master, moments and gradients.
 from __future__ import annotations
 
 from ds_hydra.configs.files import find_profile
-from ds_hydra.strategy.profiles.profile import GRADIENT_BYTES, OPTIMIZER_BYTES, Profile
+from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
+from ds_hydra.strategy.profiles.profile import Profile
 
 STATES = "states"
 PUBLISHED = "published"
