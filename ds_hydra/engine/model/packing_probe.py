@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ds_hydra.engine.model.adapters import unwrap_adapters
 from ds_hydra.engine.model.attention import PackedMicroBatch
-from ds_hydra.engine.model.stage_model import StageModel, check_model
+from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.model.supported import check_model
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme
 

@@ -14,23 +14,33 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_hydra.engine.model import attention
-from ds_hydra.engine.model.adapters import SUMMED, is_lora, split_style, unwrap_adapters
+from ds_hydra.engine.model.adapters import is_lora, unwrap_adapters
 from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.compilation import compile_each
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
 from ds_hydra.engine.model.rotary import MicroBatchInSight, follow_each_sequence
+from ds_hydra.engine.model.scheme_support import (
+    check_checkpointing,
+    check_sequence_parallel,
+    check_tensor_parallel,
+)
+from ds_hydra.engine.model.supported import check_model
+from ds_hydra.engine.model.tp_plan import (
+    find_unplanned,
+    module_styles,
+    parameter_styles,
+    slicing_of,
+)
+from ds_hydra.engine.model.units import PassThrough, Unit, shape_of, unit_of
 from ds_hydra.engine.parallel.tensor_parallel import (
     TensorParallel,
     hook_block,
@@ -40,48 +50,9 @@ from ds_hydra.engine.parallel.tensor_parallel import (
 )
 from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
 from ds_hydra.engine.transfer.stream_plan import StageStreams, Window, copied_params
-from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, SliceRef, Slicing
-
-SUPPORTED_STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
-"""Styles of transformers' tp plans that run on pulled slices."""
-
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-KEY_VALUE_PROJECTIONS = {"k_proj", "v_proj"}
-QUERY_PROJECTIONS = {"q_proj"}
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """Where one parameter lives in the stage model: `module._parameters[attribute]`."""
-
-    module: nn.Module
-    attribute: str
-    param: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Parameters that travel together: the embedding, one decoder layer, or norm and head."""
-
-    name: str
-    modules: tuple[nn.Module, ...]
-    bindings: tuple[Binding, ...]
-
-
-class PassThrough(nn.Module):
-    """Stands in for a layer of another stage, or for the final norm: returns the hidden state."""
-
-    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        """`hidden_states`, untouched."""
-        return hidden_states
-
-
-def shape_of(param: nn.Parameter) -> torch.Size:
-    """Full shape, also of a parameter that `deepspeed.zero.Init` has already partitioned."""
-    return param.ds_shape if hasattr(param, "ds_shape") else param.shape
 
 
 class StageModel:
@@ -149,9 +120,9 @@ class StageModel:
         self.num_logits: int = head.weight.shape[0]
         """Rows of the head; one of both may have been resized alone."""
         self.units: tuple[Unit, ...] = (
-            _unit("embed", [self._embedding], index_of),
-            *(_unit(f"layer.{i}", [layer], index_of) for i, layer in enumerate(self._layers)),
-            _unit("head", [self._norm, head], index_of),
+            unit_of("embed", [self._embedding], index_of),
+            *(unit_of(f"layer.{i}", [layer], index_of) for i, layer in enumerate(self._layers)),
+            unit_of("head", [self._norm, head], index_of),
         )
         self._check_all_params_have_a_unit(model)
         self._await_unit: dict[nn.Module, Callable[[], None]] = {}
@@ -162,7 +133,12 @@ class StageModel:
         for layer in self._layers:
             layer.register_forward_hook(self._after_layer)
         self.specs = self._build_specs(model, head)
-        self._unplanned = self._find_unplanned()
+        fqn_of = {
+            (b.module, b.attribute): self.specs[b.param].fqn
+            for unit in self.units
+            for b in unit.bindings
+        }
+        self._unplanned = find_unplanned(self._base, fqn_of)
         self._hook(head)
         self._uncut_because = self._hook_blocks(head) if tp_sequence_parallel else ""
         self._pass_through = PassThrough()
@@ -190,83 +166,20 @@ class StageModel:
         work.
         """
         scheme.check_layers(self.num_layers)
-        self._check_checkpointing(scheme)
+        name = type(self._model).__name__
+        if scheme.ckpt:
+            check_checkpointing(scheme, self._layers, name, always=any(self._always_checkpointed))
         if scheme.pp > 1 and self._no_pp_because:
             raise UnsupportedModelError(
-                f"scheme {scheme}: the layers of {type(self._model).__name__} cannot be split into stages, because "
+                f"scheme {scheme}: the layers of {name} cannot be split into stages, because "
                 f"{self._no_pp_because}; use PP 1 in hydra.strategies"
             )
         if scheme.tp > 1:
-            self._check_tensor_parallel(scheme)
+            check_tensor_parallel(
+                scheme, self._model, unplanned=self._unplanned, uncut_because=self._uncut_because
+            )
         if scheme.sp > 1:
-            self._check_sequence_parallel(scheme)
-
-    def _check_sequence_parallel(self, scheme: Scheme) -> None:
-        """Refuse degrees that do not divide the heads."""
-        heads = self._base.config.num_attention_heads
-        if heads % (scheme.sp * scheme.tp):
-            works = [d for d in range(1, heads + 1) if heads % (d * scheme.tp) == 0]
-            raise HydraConfigError(
-                f"scheme {scheme}: SP {scheme.sp} x TP {scheme.tp} = {scheme.sp * scheme.tp} does not divide the "
-                f"model's {heads} attention heads; use SP {', '.join(map(str, works))} with TP {scheme.tp} in "
-                "hydra.strategies"
-            )
-
-    def _check_tensor_parallel(self, scheme: Scheme) -> None:
-        """Refuse degrees that do not divide the heads, and layers that the tp plan does not
-        slice.
-        """
-        config = self._base.config
-        heads, kv_heads = config.num_attention_heads, _num_kv_heads(config)
-        if heads % scheme.tp:
-            works = [d for d in range(1, heads + 1) if heads % d == 0]
-            raise HydraConfigError(
-                f"scheme {scheme}: TP {scheme.tp} does not divide the model's {heads} attention heads; "
-                f"use TP {', '.join(map(str, works))} in hydra.strategies"
-            )
-        if kv_heads % scheme.tp and scheme.tp % kv_heads:
-            works = [
-                d
-                for d in range(1, heads + 1)
-                if heads % d == 0 and (kv_heads % d == 0 or d % kv_heads == 0)
-            ]
-            raise HydraConfigError(
-                f"scheme {scheme}: TP {scheme.tp} and the model's {kv_heads} key-value heads do not divide "
-                f"each other; use TP {', '.join(map(str, works))} in hydra.strategies"
-            )
-        if self._unplanned:
-            raise UnsupportedModelError(
-                f"scheme {scheme}: parameters {', '.join(self._unplanned[:3])} are used between sliced layers, but "
-                f"the tp plan of {type(self._model).__name__} does not say how; use TP 1 in hydra.strategies"
-            )
-        refused = [
-            f"{m} ({s})" for m, s in _tp_plan(self._model).items() if s not in SUPPORTED_STYLES
-        ]
-        if refused:
-            raise UnsupportedModelError(
-                f"scheme {scheme}: the tp plan of {type(self._model).__name__} has styles that ds_hydra does not run, "
-                f"as for fused weights: {', '.join(refused)}; use TP 1 in hydra.strategies"
-            )
-        if self._uncut_because:
-            raise UnsupportedModelError(
-                f"scheme {scheme}: hydra.tp_sequence_parallel wants column-wise layers in blocks (attention, MLP) that "
-                f"end in one row-wise layer, and in {type(self._model).__name__} {self._uncut_because}; set "
-                "hydra.tp_sequence_parallel to false, or use TP 1 in hydra.strategies"
-            )
-
-    def _check_checkpointing(self, scheme: Scheme) -> None:
-        if not scheme.ckpt:
-            return
-        if any(self._always_checkpointed):
-            raise HydraConfigError(
-                f"scheme {scheme}: hydra.activation_checkpointing, or the model's own gradient checkpointing, "
-                "checkpoints layers under every scheme; turn it off, or leave ckpt out of hydra.strategies"
-            )
-        if not all(isinstance(layer, GradientCheckpointingLayer) for layer in self._layers):
-            raise UnsupportedModelError(
-                f"scheme {scheme}: transformers cannot checkpoint the layers of {type(self._model).__name__}; leave "
-                "ckpt out of hydra.strategies"
-            )
+            check_sequence_parallel(scheme, self.config)
 
     def stage_layers(self, scheme: Scheme, stage: int) -> range:
         """Decoder layers of `stage`."""
@@ -424,7 +337,7 @@ class StageModel:
                     module._buffers[name] = buffer.to(device)
 
     def _build_specs(self, model: nn.Module, head: nn.Module) -> tuple[ParamSpec, ...]:
-        styles = dict(self._parameter_styles())
+        styles = dict(parameter_styles(self._base))
         slicing: dict[int, tuple[Slicing, int]] = {}
         for unit in self.units:
             for binding in unit.bindings:
@@ -436,7 +349,7 @@ class StageModel:
                     slicing[binding.param] = (Slicing.COLWISE, 0)
                     continue
                 style, name = styles.get(binding.module, ("replicated", ""))
-                slicing[binding.param] = _slicing_of(
+                slicing[binding.param] = slicing_of(
                     style,
                     name,
                     binding.attribute,
@@ -458,20 +371,8 @@ class StageModel:
             )
         return tuple(specs)
 
-    def _module_styles(self) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
-        """(module, (style, last name part)) of every module that the tp plan mentions."""
-        return module_styles(self._base)
-
-    def _parameter_styles(self) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
-        """As `_module_styles`, of the modules that hold the parameters (the parts of a LoRA
-        layer).
-        """
-        for module, (style, name) in self._module_styles():
-            for part, part_style in split_style(module, style):
-                yield part, (part_style, name)
-
     def _hook(self, head: nn.Module) -> None:
-        for module, (style, _) in self._module_styles():
+        for module, (style, _) in module_styles(self._base):
             if style == "colwise":
                 hook_colwise(module, self.tp)
             elif style == "rowwise":
@@ -483,7 +384,7 @@ class StageModel:
         """Gather micro-batches before attention, MLPs and head; why the model has no such blocks,
         or "".
         """
-        styles = {module: style for module, (style, _) in self._module_styles()}
+        styles = {module: style for module, (style, _) in module_styles(self._base)}
         try:
             blocks = [block for layer in self._layers for block in find_blocks(layer, styles)]
         except ValueError as error:
@@ -551,31 +452,6 @@ class StageModel:
         self._show_layers(range(self.num_layers), with_norm=True)
         return problem
 
-    def _find_unplanned(self) -> list[str]:
-        """Parameters beside colwise layers (same parent module) whose own module the tp plan does
-        not mention.
-
-        Their gradient would be partial on each rank of a TP group, or not; only the plan can say.
-        """
-        styles = {module: style for module, (style, _) in self._module_styles()}
-        planned = styles.keys() | dict(self._parameter_styles()).keys()
-        parents = [
-            module
-            for layer in self._layers
-            for module in layer.modules()
-            if any(styles.get(child) == "colwise" for child in module.children())
-        ]
-        param_of = {(b.module, b.attribute): b.param for unit in self.units for b in unit.bindings}
-        found = {
-            self.specs[param_of[module, attribute]].fqn
-            for parent in parents
-            for module in parent.modules()
-            if module not in planned
-            for attribute, param in module._parameters.items()
-            if param is not None
-        }
-        return sorted(found)
-
     def _check_all_params_have_a_unit(self, model: nn.Module) -> None:
         covered = {binding.param for unit in self.units for binding in unit.bindings}
         missing = [n for i, (n, _) in enumerate(model.named_parameters()) if i not in covered]
@@ -584,105 +460,3 @@ class StageModel:
                 f"{type(model).__name__} has parameters outside embedding, layers, norm and head: "
                 f"{', '.join(missing[:4])}; ds_hydra does not propagate through them"
             )
-
-
-def module_styles(base: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
-    """(module, (style, last name part)) of every module of `base` that its tp plan mentions."""
-    patterns = [
-        (re.compile(pattern.replace(".", r"\.").replace("*", r"\d+")), style)
-        for pattern, style in _tp_plan(base).items()
-    ]
-    for name, module in base.named_modules():
-        for pattern, style in patterns:
-            if pattern.fullmatch(name):
-                yield module, (style, name.rsplit(".", 1)[-1])
-
-
-def _unit(name: str, modules: Sequence[nn.Module], index_of: dict[int, int]) -> Unit:
-    bindings = [
-        Binding(module, attribute, index_of[id(param)])
-        for root in modules
-        for module in root.modules()
-        for attribute, param in module._parameters.items()
-        if param is not None
-    ]
-    return Unit(name, tuple(modules), tuple(bindings))
-
-
-def _slicing_of(
-    style: str, name: str, attribute: str, config: Any, *, cuts_micro_batches: bool
-) -> tuple[Slicing, int]:
-    """Slicing rule and number of indivisible blocks of one parameter.
-
-    Where TP `cuts_micro_batches`, parameters that the tp plan does not mention see a shard of the
-    tokens.
-    """
-    if style == "colwise":
-        if name in KEY_VALUE_PROJECTIONS:
-            return Slicing.COLWISE, _num_kv_heads(config)
-        return Slicing.COLWISE, config.num_attention_heads if name in QUERY_PROJECTIONS else 0
-    if style == "rowwise":
-        return (Slicing.FIRST_RANK if attribute == "bias" else Slicing.ROWWISE), 0
-    if style == SUMMED and attribute == "bias":
-        return Slicing.FIRST_RANK, 0
-    if style in ("replicated_with_grad_allreduce", SUMMED):
-        return Slicing.REPLICATED_PARTIAL_GRAD, 0
-    return (Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED), 0
-
-
-def _num_kv_heads(config: Any) -> int:
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-
-
-def _tp_plan(model: nn.Module) -> dict[str, str]:
-    return dict(model.base_model.config.base_model_tp_plan or {})
-
-
-def check_model(model: nn.Module) -> None:
-    """Raise UnsupportedModelError naming the first part of `model` that ds_hydra cannot train."""
-    name = type(model).__name__
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "base_model"):
-        raise UnsupportedModelError(
-            f"{name} is not a Hugging Face causal language model; pass e.g. a LlamaForCausalLM"
-        )
-    base_config = model.base_model.config
-    for problem in _problems(model, config, base_config):
-        raise UnsupportedModelError(f"{name} (model type {config.model_type!r}): {problem}")
-
-
-def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
-    for plan in ("base_model_tp_plan", "base_model_pp_plan"):
-        if not getattr(base_config, plan, None):
-            yield f"transformers ships no {plan} for it; ds_hydra needs one to slice or split the model"
-    if getattr(config, "is_encoder_decoder", False):
-        yield "encoder-decoder models are not supported; use a decoder-only model"
-    base = model.base_model
-    missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(base, part)]
-    if missing or model.get_output_embeddings() is None:
-        yield f"has no {', '.join(missing) or 'output head'} where ds_hydra looks for it"
-    if getattr(config, "output_router_logits", False):
-        yield (
-            "output_router_logits is true, and the loss of balance that comes with it is over the micro-batch and "
-            "would depend on the strategy; set model.config.output_router_logits to false"
-        )
-    for key, value in vars(base_config).items():
-        if "jitter" in key and value:
-            yield f"{key} = {value}: noise in the router would depend on the strategy; set it to 0 in model.config"
-        if (
-            ("dropout" in key or key.endswith("_pdrop"))
-            and isinstance(value, int | float)
-            and value
-        ):
-            yield f"{key} = {value}: dropout would depend on the strategy; set it to 0 in the model's config"
-    layer_types = set(getattr(base_config, "layer_types", None) or ())
-    if layer_types - SUPPORTED_LAYER_TYPES:
-        yield f"layer types {sorted(layer_types - SUPPORTED_LAYER_TYPES)} are not supported"
-    if getattr(base_config, "use_bidirectional_attention", False):
-        yield "bidirectional attention is not supported; set use_bidirectional_attention to false"
-    sinks = [name for name, _ in model.named_parameters() if name.endswith("sinks")]
-    if sinks:
-        yield f"attention sinks ({sinks[0]}) are not supported"
-    if len({p.dtype for p in model.parameters()}) > 1:
-        dtypes = sorted({str(p.dtype) for p in model.parameters()})
-        yield f"parameters of several dtypes ({', '.join(dtypes)}); cast the model to one, e.g. model.float()"

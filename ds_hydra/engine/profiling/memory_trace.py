@@ -18,7 +18,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ds_hydra.engine.model.stage_model import module_styles
+from ds_hydra.engine.model.tp_plan import module_styles
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_block, hook_rowwise
 from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
 from ds_hydra.errors import UnsupportedModelError

@@ -1,0 +1,89 @@
+"""Which schemes a model can run under: what heads, tp plan and layers allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ds_hydra.engine.model.tp_plan import SUPPORTED_STYLES, num_kv_heads, tp_plan
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.strategy import Scheme
+
+
+def check_sequence_parallel(scheme: Scheme, config: Any) -> None:
+    """Raise HydraConfigError for degrees that do not divide the heads."""
+    heads = config.num_attention_heads
+    if heads % (scheme.sp * scheme.tp):
+        works = [d for d in range(1, heads + 1) if heads % (d * scheme.tp) == 0]
+        raise HydraConfigError(
+            f"scheme {scheme}: SP {scheme.sp} x TP {scheme.tp} = {scheme.sp * scheme.tp} does not divide the "
+            f"model's {heads} attention heads; use SP {', '.join(map(str, works))} with TP {scheme.tp} in "
+            "hydra.strategies"
+        )
+
+
+def check_tensor_parallel(
+    scheme: Scheme, model: nn.Module, *, unplanned: Sequence[str], uncut_because: str
+) -> None:
+    """Raise for degrees that do not divide the heads (HydraConfigError), and for layers that the tp
+    plan does not slice (UnsupportedModelError).
+
+    `unplanned`: parameters of which the plan should tell; `uncut_because`: why micro-batches cannot
+    be cut.
+    """
+    _check_heads(scheme, model.base_model.config)
+    name = type(model).__name__
+    if unplanned:
+        raise UnsupportedModelError(
+            f"scheme {scheme}: parameters {', '.join(unplanned[:3])} are used between sliced layers, but "
+            f"the tp plan of {name} does not say how; use TP 1 in hydra.strategies"
+        )
+    refused = [f"{m} ({s})" for m, s in tp_plan(model).items() if s not in SUPPORTED_STYLES]
+    if refused:
+        raise UnsupportedModelError(
+            f"scheme {scheme}: the tp plan of {name} has styles that ds_hydra does not run, "
+            f"as for fused weights: {', '.join(refused)}; use TP 1 in hydra.strategies"
+        )
+    if uncut_because:
+        raise UnsupportedModelError(
+            f"scheme {scheme}: hydra.tp_sequence_parallel wants column-wise layers in blocks (attention, MLP) that "
+            f"end in one row-wise layer, and in {name} {uncut_because}; set "
+            "hydra.tp_sequence_parallel to false, or use TP 1 in hydra.strategies"
+        )
+
+
+def _check_heads(scheme: Scheme, config: Any) -> None:
+    heads, kv_heads = config.num_attention_heads, num_kv_heads(config)
+    divisors = [d for d in range(1, heads + 1) if heads % d == 0]
+    if heads % scheme.tp:
+        raise HydraConfigError(
+            f"scheme {scheme}: TP {scheme.tp} does not divide the model's {heads} attention heads; "
+            f"use TP {', '.join(map(str, divisors))} in hydra.strategies"
+        )
+    if kv_heads % scheme.tp and scheme.tp % kv_heads:
+        works = [d for d in divisors if kv_heads % d == 0 or d % kv_heads == 0]
+        raise HydraConfigError(
+            f"scheme {scheme}: TP {scheme.tp} and the model's {kv_heads} key-value heads do not divide "
+            f"each other; use TP {', '.join(map(str, works))} in hydra.strategies"
+        )
+
+
+def check_checkpointing(
+    scheme: Scheme, layers: Sequence[nn.Module], name: str, *, always: bool
+) -> None:
+    """Raise where `ckpt` says nothing because layers are `always` checkpointed (HydraConfigError),
+    or `layers` of the class `name` cannot be (UnsupportedModelError).
+    """
+    if always:
+        raise HydraConfigError(
+            f"scheme {scheme}: hydra.activation_checkpointing, or the model's own gradient checkpointing, "
+            "checkpoints layers under every scheme; turn it off, or leave ckpt out of hydra.strategies"
+        )
+    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+        raise UnsupportedModelError(
+            f"scheme {scheme}: transformers cannot checkpoint the layers of {name}; leave "
+            "ckpt out of hydra.strategies"
+        )

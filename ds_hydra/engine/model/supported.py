@@ -1,0 +1,62 @@
+"""Which causal language models ds_hydra trains, by what their configuration and modules say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ds_hydra.errors import UnsupportedModelError
+
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise UnsupportedModelError naming the first part of `model` that ds_hydra cannot train."""
+    name = type(model).__name__
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "base_model"):
+        raise UnsupportedModelError(
+            f"{name} is not a Hugging Face causal language model; pass e.g. a LlamaForCausalLM"
+        )
+    base_config = model.base_model.config
+    for problem in _problems(model, config, base_config):
+        raise UnsupportedModelError(f"{name} (model type {config.model_type!r}): {problem}")
+
+
+def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
+    for plan in ("base_model_tp_plan", "base_model_pp_plan"):
+        if not getattr(base_config, plan, None):
+            yield f"transformers ships no {plan} for it; ds_hydra needs one to slice or split the model"
+    if getattr(config, "is_encoder_decoder", False):
+        yield "encoder-decoder models are not supported; use a decoder-only model"
+    base = model.base_model
+    missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(base, part)]
+    if missing or model.get_output_embeddings() is None:
+        yield f"has no {', '.join(missing) or 'output head'} where ds_hydra looks for it"
+    if getattr(config, "output_router_logits", False):
+        yield (
+            "output_router_logits is true, and the loss of balance that comes with it is over the micro-batch and "
+            "would depend on the strategy; set model.config.output_router_logits to false"
+        )
+    for key, value in vars(base_config).items():
+        if "jitter" in key and value:
+            yield f"{key} = {value}: noise in the router would depend on the strategy; set it to 0 in model.config"
+        if (
+            ("dropout" in key or key.endswith("_pdrop"))
+            and isinstance(value, int | float)
+            and value
+        ):
+            yield f"{key} = {value}: dropout would depend on the strategy; set it to 0 in the model's config"
+    layer_types = set(getattr(base_config, "layer_types", None) or ())
+    if layer_types - SUPPORTED_LAYER_TYPES:
+        yield f"layer types {sorted(layer_types - SUPPORTED_LAYER_TYPES)} are not supported"
+    if getattr(base_config, "use_bidirectional_attention", False):
+        yield "bidirectional attention is not supported; set use_bidirectional_attention to false"
+    sinks = [name for name, _ in model.named_parameters() if name.endswith("sinks")]
+    if sinks:
+        yield f"attention sinks ({sinks[0]}) are not supported"
+    if len({p.dtype for p in model.parameters()}) > 1:
+        dtypes = sorted({str(p.dtype) for p in model.parameters()})
+        yield f"parameters of several dtypes ({', '.join(dtypes)}); cast the model to one, e.g. model.float()"
