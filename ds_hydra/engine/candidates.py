@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import fit_memory, nominal_profile
@@ -46,6 +45,7 @@ from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.profile import has_re_pulls
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.placement import count_groups
@@ -171,7 +171,7 @@ class EngineCandidates:
         collective.
         """
         if self.config.profile is not None:
-            document = Profile.load(find_profile(self.config.profile)).document
+            document = load_profile(self.config.profile).document
             self.profile = fit_memory(document, self.config)
             self.profile.check_model(
                 num_layers=self.stage_model.num_layers,
@@ -294,7 +294,7 @@ class EngineCandidates:
         """
         known = self.profile
         if self.config.profile is not None:  # as given: the memory limit is in run.json
-            known = with_estimates(Profile.load(find_profile(self.config.profile)), self.strategies)
+            known = with_estimates(load_profile(self.config.profile), self.strategies)
         assert known is not None
         log.write_profile(known.document)
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ds_hydra.configs import HydraConfig, find_file, read_ds_config
-from ds_hydra.configs.files import find_profile
 from ds_hydra.engine.checks.deepspeed_section import (
     check_deepspeed,
     dtype_of,
@@ -39,6 +38,7 @@ from ds_hydra.sampler.candidates import (
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.placement import count_groups, groups_of
@@ -207,7 +207,7 @@ class _Budget:
         report, hydra = self._report, self._hydra
         name = self._request.profile or hydra.profile
         if name is not None:
-            known = Profile.load(find_profile(name))
+            known = load_profile(name)
             report.profile = f"{name}: {known.document.get('source', 'of unknown source')}"
             if self._stage_model is not None:
                 shape = self._stage_model
