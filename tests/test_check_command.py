@@ -23,6 +23,7 @@ BASE = {
         "context_length": 32768,
         "tokens_per_iteration": 200_000,
         "profile": "a800_llama2_7b",
+        "tp_sequence_parallel": True,
     },
 }
 
@@ -54,8 +55,12 @@ def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp
         for line in result.stdout.splitlines()
         if line.strip()[0] == "<"
     }
-    assert rows["<1,2>"] == "9,669"  # App. B.1, worked out in test_presets
-    assert rows["<8,1>"] == "75,238"
+    # What the engine holds; 9,669 and 75,238 by the published bytes, worked out in test_presets
+    assert rows["<1,2>"] == "4,862"
+    assert rows["<8,1>"] == "59,608"
+    published = invoke("check", path, "--devices", 8)  # nothing is counted without a model
+    assert "9,669" in published.stdout
+    assert "75,238" in published.stdout
     assert "communicators: " in result.stdout
     assert "max_position_embeddings of 4096" in result.stdout
 
@@ -388,17 +393,17 @@ def check_home(home, nodes):
 
 def test_schemes_with_parts_are_checked_and_derived():
     given = ["1x<1,2;ckpt=8> + 3x<1,2>", "4x<1,2;stream=8>"]
-    config = changed(hydra={"strategies": given, "context_length": 16384})
+    config = changed(hydra={"strategies": given, "context_length": 6000})
     report = check_config(CheckRequest(config=config, model="llama2_7b", num_devices=8))
     assert report.problems == []
     longest = {row["scheme"]: row["max_len_tokens"] for row in report.schemes}
-    assert longest["<1,2>"] < 16384 < longest["<1,2;ckpt=8>"]
+    assert longest["<1,2>"] < 6000 < longest["<1,2;ckpt=8>"]
     assert any(
         "<1,2;stream=8>" in warning and "accelerator" in warning for warning in report.warnings
     )
     check_home(report.home, nodes=1)
     given = ["8x<1,2;stream=8>"]
-    config = changed(hydra={"strategies": given, "context_length": 16384})
+    config = changed(hydra={"strategies": given, "context_length": 6000})
     report = check_config(CheckRequest(config=config, model="llama2_7b", num_devices=16))
     check_home(report.home, nodes=2)
     assert "each has 1.6 GiB of the weights and 4.7 GiB of the sums" in describe_report(report)

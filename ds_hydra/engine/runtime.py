@@ -29,6 +29,7 @@ from ds_hydra.engine.examples import (
 from ds_hydra.engine.model.micro_batches import Example, LoadExample
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
+from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
 from ds_hydra.engine.profiling.profile_document import fit_memory, nominal_profile
 from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.propagation import Outcome, Propagator
@@ -486,6 +487,9 @@ class HydraRuntime:
                 vocab_size=self.stage_model.vocab_size,
             )
             self._profile.check_tp_sequence_parallel(self.config.tp_sequence_parallel)
+            self._profile = as_the_engine_needs(
+                self._profile, self.stage_model, self.config, self.num_ranks
+            )
         self._given = self._read_strategies()
         candidates = self._decide(None)
         self._profile = candidates.profile

@@ -331,7 +331,10 @@ class StageModel:
         self._state.carry_over()
 
     def to_device(self, device: torch.device) -> None:
-        """Move buffers (rotary frequencies) to the compute device."""
+        """Move buffers (rotary frequencies) to the compute device. Raises UnsupportedModelError for
+        attention that no kernel of that device computes.
+        """
+        attention.check_kernels(self.config, device, self.params[0].dtype)
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:

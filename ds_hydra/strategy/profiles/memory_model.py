@@ -54,6 +54,8 @@ class MemoryModel:
     because a 1F1B stage holds up to PP micro-batches of its L/PP layers. Ours: of SP ranks each has
     1/SP of every micro-batch, which costs `SP_ACTIVATIONS` times its share of the micro-batch.
 
+    Ours: `exchange_bytes` / TP of packed exchange buffers, where they are counted.
+
     Ours: where layers stream, with p = s / i parameters per layer and H^2, E = 2 H V of embedding
     and head, and R = `devices_per_node` ranks of a node (N if those are fewer),
 
@@ -93,6 +95,7 @@ class MemoryModel:
     input_bytes: float = 0.0
     tp_sequence_parallel: bool = False
     devices_per_node: int = 8
+    exchange_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         counts = (self.num_layers, self.hidden_size, self.vocab_size)
@@ -118,6 +121,8 @@ class MemoryModel:
             raise HydraConfigError(
                 f"tp_sequence_parallel is {self.tp_sequence_parallel!r}, expected true or false"
             )
+        if not 0 <= self.exchange_bytes <= _LARGEST_BYTES:
+            raise HydraConfigError(f"exchange bytes are {self.exchange_bytes}, expected 0 or more")
         for name, value in (("slice", self.slice_bytes), ("input", self.input_bytes)):
             if not 0 <= value <= _LARGEST_COUNT:
                 raise HydraConfigError(f"{name} bytes are {value}, expected 0 or more")
@@ -222,7 +227,8 @@ class MemoryModel:
             return self._streaming_bytes(scheme, num_devices, num_layers)
         sharded = self._all_state_bytes() / num_devices
         held = self._all_state_bytes(num_layers) / scheme.tp
-        return sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
+        states = sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
+        return states + self.exchange_bytes / scheme.tp
 
     def _all_state_bytes(self, num_layers: float | None = None) -> float:
         """States of so many layers, all if None, with those of the embedding."""

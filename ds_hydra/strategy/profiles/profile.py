@@ -281,6 +281,7 @@ class Profile:
                     input_bytes=float(memory.get("input_bytes_per_token_per_layer_per_hidden", 0)),
                     tp_sequence_parallel=document.get("tp_sequence_parallel", False),
                     devices_per_node=int(hardware.get("devices_per_node", 8)),
+                    exchange_bytes=float(memory.get("exchange_bytes", 0)),
                 ),
                 saturation_tokens={
                     int(tp): int(tokens)
