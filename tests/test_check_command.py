@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from ds_hydra.cli import app
 from ds_hydra.commands.check import describe_report
 from ds_hydra.configs import find_file, list_files, load_model_preset
-from ds_hydra.engine.checks.config_check import CheckRequest, check_config
+from ds_hydra.engine.checks.config_check import check_config
+from ds_hydra.engine.checks.report import CheckRequest
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 BASE = {
@@ -55,12 +56,12 @@ def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp
         for line in result.stdout.splitlines()
         if line.strip()[0] == "<"
     }
-    # What the engine holds; 9,669 and 75,238 by the published bytes, worked out in test_presets
+    # With the engine's states and all else that it holds; 9,669 and 75,238 by App. B.1
     assert rows["<1,2>"] == "4,862"
     assert rows["<8,1>"] == "59,608"
-    published = invoke("check", path, "--devices", 8)  # nothing is counted without a model
-    assert "9,669" in published.stdout
-    assert "75,238" in published.stdout
+    states_alone = invoke("check", path, "--devices", 8)  # the rest is counted with a model
+    assert "7,157" in states_alone.stdout
+    assert "64,337" in states_alone.stdout
     assert "communicators: " in result.stdout
     assert "max_position_embeddings of 4096" in result.stdout
 
@@ -125,7 +126,7 @@ def test_a_problem_is_exit_code_1_with_the_document_on_stdout(tmp_path):
         (changed(hydra={"profile": "a800_llama_7b"}), "did you mean 'a800_llama2_7b'?"),
         (
             changed(hydra={"context_length": 100_000}),
-            "lower the context to 75238, or use 16 devices",
+            "lower the context to 64337, or use 16 devices",
         ),
         (
             changed(hydra={"strategies": ["3x<4,1>"]}),
