@@ -385,8 +385,11 @@ class StrategyLinks:
 
     def _window_bytes(self, pull: LinkPlan, push: LinkPlan) -> int:
         itemsize = self.stage_model.params[0].ds_tensor.itemsize
-        of_pull = pull.buffer_elements * itemsize
-        return 4 * max(of_pull, push.buffer_elements * self._gradient_dtype.itemsize)
+        packs = self._device.type != "cpu" and pull.ranks_per_node is None
+        of_pull, of_push = (
+            plan.packed_elements if packs else plan.buffer_elements for plan in (pull, push)
+        )
+        return 4 * max(of_pull * itemsize, of_push * self._gradient_dtype.itemsize)
 
     def shards_P(self) -> list[Tensor]:
         """This rank's ZeRO-3 shards."""
