@@ -26,12 +26,14 @@ from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.engine.ranks.hosts import find_hosts, ranks_per_node, warn_of_placement
 from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
+from ds_hydra.engine.transfer.gathering import GatherSession, plan_rounds
 from ds_hydra.engine.transfer.home import SharedMemoryHome
 from ds_hydra.engine.transfer.link_agreement import check_link_plans
 from ds_hydra.engine.transfer.link_session import DeviceClock, LinkSession, LinkThread
 from ds_hydra.engine.transfer.slices import SlicePool, Slices, gradient_numel, held_numel
 from ds_hydra.engine.transfer.stream_plan import (
     StageStreams,
+    Window,
     check_streams,
     count_addends,
     only_copied,
@@ -401,12 +403,13 @@ class Propagator:
                     self.rank,
                     gradients=gradients,
                     ranks_per_node=self._ranks_per_node,
+                    independent_rounds=strategy.gathers,
                 )
 
             roles = Role.of_all(strategy)
             pull, push = plan(rank_buckets, gradients=False), plan(rank_buckets, gradients=True)
             pull_trained = pull
-            if self._frozen is not None:
+            if self._frozen is not None and not strategy.gathers:
                 trained = without_frozen(self.stage_model.specs, rank_buckets)
                 pull_trained = plan(trained, gradients=False)
             check_link_plans(strategy, (pull, pull_trained, push), self._device)
@@ -416,7 +419,7 @@ class Propagator:
                 pull=pull,
                 pull_trained=pull_trained,
                 push=push,
-                memory=self._memory_of(rank_buckets[self.rank], pull, push),
+                memory=self._memory_of(strategy, rank_buckets[self.rank], pull, push),
             )
         return self._links[strategy]
 
@@ -457,13 +460,46 @@ class Propagator:
 
     def _open_plan(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
-    ) -> tuple[Slices, LinkSession | StreamSession, Work]:
+    ) -> tuple[Slices, LinkSession | StreamSession | GatherSession, Work]:
         """What `plan` runs on; the first time collective, as `_link_of` is."""
         if any(scheme.stream for scheme in plan.strategy.schemes):
             return self._open_streams(plan, training=training, grads_P=grads_P)
+        if plan.strategy.gathers:
+            return self._open_gather(plan, training=training, grads_P=grads_P)
         link = self._link_of(plan.strategy)
         slices, session = self._open(plan.strategy, with_gradients=training, grads_P=grads_P)
         return slices, session, Work(link.role, session.await_bucket, {})
+
+    def _open_gather(
+        self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
+    ) -> tuple[Slices, GatherSession, Work]:
+        link, model = self._link_of(plan.strategy), self.stage_model
+        window = model.gather_window(plan.strategy.schemes[0])
+        if self._frozen is not None:
+            self._frozen.forget()  # layers take turns in the pool's memory
+        self._forget_failed()
+        shards_P = self._shards_P()
+        slices = Slices(
+            model.specs,
+            link.buckets,
+            self.pool,
+            shards_P[0].dtype,
+            with_gradients=training,
+            slot_of=window.slot_of if link.buckets else None,
+            gathers=True,
+        )
+        most = max(len(pipeline.micro_batches) for pipeline in plan.pipelines)
+        session = GatherSession(
+            self._thread,
+            self._clock,
+            pull=(self._pull_link, link.pull),
+            push=(self._push_link, link.push),
+            rounds=plan_rounds(window, len(model.units), most, training=training),
+            shards_P=shards_P,
+            slices=slices,
+            grads_P=grads_P,
+        )
+        return slices, session, Work(link.role, session.await_bucket, _before(window, session))
 
     def _open_streams(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
@@ -498,11 +534,7 @@ class Propagator:
             grads_P=grads_P,
             with_gradients=training,
         )
-        window = link.streams.window
-        before_backward = {
-            index: functools.partial(session.enter, index) if has_backward else None
-            for index, has_backward in zip(window.buckets, window.has_backward, strict=True)
-        }
+        before_backward = _before(link.streams.window, session)
         return slices, session, Work(link.role, session.await_bucket, before_backward)
 
     def _stream_link_of(self, strategy: Strategy) -> StreamLink:
@@ -691,15 +723,36 @@ class Propagator:
             up_group=self.groups.get("pp_up", role.ranks) if pp > 1 else None,
         )
 
-    def _memory_of(self, buckets: RankBuckets, pull: LinkPlan, push: LinkPlan) -> LinkMemory:
+    def _memory_of(
+        self, strategy: Strategy, buckets: RankBuckets, pull: LinkPlan, push: LinkPlan
+    ) -> LinkMemory:
         specs = self.stage_model.specs
         itemsize = self.stage_model.params[0].ds_tensor.itemsize
+        slot_of: Mapping[int, int] = {}
+        if strategy.gathers and buckets:
+            slot_of = self.stage_model.gather_window(strategy.schemes[0]).slot_of
+        kept = [bucket for r, bucket in enumerate(buckets) if r not in slot_of]
+        passing: dict[int, int] = {}
+        for r, slot in slot_of.items():
+            passing[slot] = max(passing.get(slot, 0), gradient_numel(specs, buckets[r]))
         return LinkMemory(
-            slice_bytes=held_numel(specs, buckets, {}) * itemsize,
-            gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in buckets) * 4,
+            slice_bytes=held_numel(specs, buckets, slot_of) * itemsize,
+            gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in kept) * 4
+            + sum(passing.values()) * itemsize,
             window_bytes=self._window_bytes(pull, push),
             relayed_bytes=max(pull.relayed_elements * itemsize, push.relayed_elements * 4),
         )
+
+
+def _before(
+    window: Window, session: StreamSession | GatherSession
+) -> dict[int, Callable[[], None] | None]:
+    """What is called before the backward pass of each bucket of `window`."""
+    return {
+        index: functools.partial(session.enter, index) if has_backward else None
+        for index, has_backward in zip(window.buckets, window.has_backward, strict=True)
+        if has_backward or index > 0
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,6 +57,7 @@ from ds_hydra.sampler.candidates import (
     check_longest,
     decide_candidates,
     proposes,
+    with_estimates_of,
     with_schemes_of,
 )
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
@@ -67,7 +68,6 @@ from ds_hydra.sampler.propose import count_communicators
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.profile import has_re_pulls
-from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import parse_strategies
@@ -621,7 +621,9 @@ class HydraRuntime:
         """
         known = self._profile
         if self.config.profile is not None:  # as given: the memory limit is in run.json
-            known = with_estimates(Profile.load(find_profile(self.config.profile)), self.strategies)
+            known = with_estimates_of(
+                Profile.load(find_profile(self.config.profile)), self.strategies
+            )
         assert known is not None
         log.write_profile(known.document)
 
@@ -636,7 +638,9 @@ class HydraRuntime:
 
     def _profile_for_forced(self, strategy: Strategy, iteration: int) -> Profile:
         if self._profile is not None:
-            profile = with_estimates(self._track(self._profile).profile_for(iteration), [strategy])
+            profile = with_estimates_of(
+                self._track(self._profile).profile_for(iteration), [strategy]
+            )
             if all(profile.has_latency(s) and profile.memory.knows(s) for s in strategy.schemes):
                 return profile.with_schemes(strategy.schemes)
         return Profile.from_json(nominal_profile(self.stage_model, strategy.schemes))

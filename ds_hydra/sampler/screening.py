@@ -36,7 +36,10 @@ class Screen:
         self._num_trials, self._seed = num_trials, seed
         self._forward_fraction, self._is_exact = forward_fraction, is_exact
         placed = dict.fromkeys(scheme for strategy in strategies for scheme in strategy.schemes)
-        schemes: list[Scheme] = list(Strategy(tuple(placed)).schemes) if placed else []
+        schemes: list[Scheme] = []
+        for gathers in (False, True):  # a strategy has one kind
+            if alike := tuple(scheme for scheme in placed if scheme.gather is gathers):
+                schemes += Strategy(alike).schemes
         column = {scheme: k for k, scheme in enumerate(schemes)}
         self._counts = np.zeros((len(strategies), len(schemes)), dtype=np.int64)
         self._max_len = np.zeros((len(strategies), len(schemes)), dtype=np.int64)

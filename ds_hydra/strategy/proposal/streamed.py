@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
@@ -54,6 +55,7 @@ def with_streamed_schemes(
     cluster: Cluster,
     can_run: CanRun = lambda _: True,
     bounds_attention: bool = True,
+    tokens_per_iteration: float | None = None,
 ) -> Profile:
     """`profile` with schemes of one stage whose layers all stream, where it did not measure them,
     its memory model knows them, and they fit a micro-batch.
@@ -63,8 +65,11 @@ def with_streamed_schemes(
       that of one rank (`single_rank_latency`), of whose micro-batch N ranks have a share each, with
       the exchanges of SP by the interconnects of `cluster`.
 
-    A micro-batch takes `Cluster.stream_ms` at least. The entries are marked as derived or
-    estimated.
+    - <SP,TP,1;gather> with the same T for all of these with which one micro-batch for each pipeline
+      holds `tokens_per_iteration`, where that is given: with more of them lockstep costs time.
+
+    A micro-batch takes `Cluster.stream_ms` or `Cluster.gather_ms` at least. The entries are marked
+    as derived or estimated.
     """
     entries = []
     single = single_rank_latency(profile, bounds_attention=bounds_attention)
@@ -72,18 +77,23 @@ def with_streamed_schemes(
     wide = [Scheme(1, 1, sp=1 << exponent) for exponent in range(num_devices.bit_length())]
     wide = [scheme for scheme in wide if single is not None and heads % scheme.sp == 0]
     known = [s for s in profile.latency if s.pp == 1 and s == s.without_options()]
-    for plain in dict.fromkeys([*known, *wide]):
-        scheme = replace(plain, stream=ALL_LAYERS)
+    kinds = (False,) if tokens_per_iteration is None else (False, True)
+    for plain, gathers in product(dict.fromkeys([*known, *wide]), kinds):
+        scheme = replace(plain, stream=0 if gathers else ALL_LAYERS, gather=gathers)
         is_open = scheme not in profile.latency and profile.memory.knows(scheme)
         fits = is_open and profile.max_len_tokens(scheme, num_devices) > 0
         if not fits or scheme.num_devices > num_devices or not can_run(scheme):
+            continue
+        held = num_devices // scheme.num_devices * profile.max_len_tokens(scheme, num_devices)
+        if gathers and tokens_per_iteration is not None and held < tokens_per_iteration:
             continue
         if single is not None and plain.tp == 1:
             model = cluster.with_exchanges(_shared(single, plain.sp), plain)
             source: dict[str, object] = {"estimated": True}
         else:
             model, source = profile.latency[plain], {"derived_from": str(plain)}
-        model = replace(model, traffic_ms=cluster.stream_ms(scheme))
+        traffic_ms = cluster.gather_ms(scheme) if gathers else cluster.stream_ms(scheme)
+        model = replace(model, traffic_ms=traffic_ms)
         entries.append({**scheme.to_json(), **model.to_json(), **source})
     if not entries:
         return profile
@@ -96,7 +106,8 @@ def with_streams_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile
     """`profile` with what `with_streamed_schemes` says of the streamed schemes of `strategies` that
     it has no T of; as it is where nothing is known of its interconnects.
     """
-    wanted = {replace(s, stages=(), ckpt=0) for x in strategies for s in x.schemes if s.streams_all}
+    schemes = {scheme for strategy in strategies for scheme in strategy.schemes}
+    wanted = {replace(s, stages=(), ckpt=0) for s in schemes if s.streams_all or s.gather}
     wanted -= profile.latency.keys()
     if not wanted:
         return profile
@@ -104,7 +115,9 @@ def with_streams_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile
     cluster = try_cluster(profile, num_devices)
     if cluster is None:
         return profile
-    known = with_streamed_schemes(profile, num_devices=num_devices, cluster=cluster)
+    known = with_streamed_schemes(
+        profile, num_devices=num_devices, cluster=cluster, tokens_per_iteration=0
+    )
     return known.only({*profile.latency, *wanted})
 
 
