@@ -105,10 +105,10 @@ LATER_PHASES = (
 def end_at_start(where: str, folder: str | Path, number: int = signal.SIGKILL) -> None:
     """Let this rank die when it comes to one of `START_PHASES`."""
     from ds_hydra.engine import HydraEngine, hydra_engine
+    from ds_hydra.engine.candidates import EngineCandidates
     from ds_hydra.engine.parallel.groups import GroupPool
     from ds_hydra.engine.profiling.measurements import Measurements
     from ds_hydra.engine.ranks import watchdog
-    from ds_hydra.engine.runtime import HydraRuntime
     from ds_hydra.sampler.data.dataset import TokenDataset
 
     owner, name = {
@@ -118,7 +118,7 @@ def end_at_start(where: str, folder: str | Path, number: int = signal.SIGKILL) -
         "groups": (GroupPool, "create"),
         "tokenise": (TokenDataset, "from_dataset"),
         "profile": (Measurements, "get"),
-        "first plan": (HydraRuntime, "_fit_candidates_to_data"),
+        "first plan": (EngineCandidates, "fit_to_data"),
     }[where]
     setattr(owner, name, lambda *_, **__: die(folder, number))
 
@@ -129,10 +129,10 @@ def kill_in(engine: Any, where: str, folder: str | Path, number: int = signal.SI
 
     propagator = engine.hydra.propagator
     owner, name = {
-        "pull": (propagator._pull_link, "begin_pull"),
+        "pull": (propagator.links.pull_link, "begin_pull"),
         "forward": (engine.hydra.stage_model, "forward_stage"),
         "backward": (torch.autograd, "backward"),
-        "push": (propagator._push_link, "begin_push"),
+        "push": (propagator.links.push_link, "begin_push"),
         "step": (engine.optimizer, "step"),
         "plan": (engine.hydra, "next_iteration"),
         "evaluate": (propagator, "evaluate"),

@@ -14,7 +14,6 @@ import numpy as np
 
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import heuristic_times
-from ds_hydra.sampler.propose import count_communicators
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.sampler.screening import Screen
 from ds_hydra.simulator.scenario import Scenario
@@ -24,6 +23,7 @@ from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.extended import stretched_schemes
 from ds_hydra.strategy.proposal.streamed import with_streamed_schemes
 from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
+from ds_hydra.strategy.schemes.placement import count_groups
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 TOLERANCE = 0.001
@@ -47,8 +47,22 @@ def extended_scenario(scenario: Scenario) -> Scenario:
             bounds_attention=scenario.bounds_attention,
             tokens_per_iteration=float(np.mean([b.num_tokens for b in scenario.batches])),
         )
+        profile = _with_seen_traffic(profile, scenario.seen)
     scenario = replace(scenario, profile=profile)
     return replace(scenario, profile=profile.with_schemes(extended_schemes(scenario)))
+
+
+def _with_seen_traffic(profile: Profile, share: float | None) -> Profile:
+    """`profile` with `share` of the traffic of streamed layers on top of their computation."""
+    if share is None:
+        return profile
+    return profile.with_latency(
+        {
+            scheme: replace(model, constant_ms=model.constant_ms + share * model.traffic_ms)
+            for scheme, model in profile.latency.items()
+            if model.traffic_ms
+        }
+    )
 
 
 def extended_schemes(scenario: Scenario) -> tuple[Scheme, ...]:
@@ -102,7 +116,8 @@ def extended_strategies(
     *,
     max_communicators: int,
 ) -> tuple[Strategy, ...]:
-    """`strategies`, and those of other schemes that make `batches` faster beside them.
+    """`strategies`, and those of other schemes that make `batches` faster beside them; without any,
+    first the one strategy that is fastest.
 
     `scenario.profile` knows the schemes. Tried are strategies in which pipelines of one scheme of a
     strategy have given way to another scheme on the same devices, and of the best of them again:
@@ -155,7 +170,7 @@ def _faster_together(
     """`given`, and one by one the strategy with which the fastest of all so far gains most on
     average.
     """
-    chosen = list(given)
+    chosen = list(given) or [min(times, key=lambda s: float(times[s].mean()))]
     best = np.min([times[strategy] for strategy in chosen], axis=0)
     open_ = [strategy for strategy in times if strategy not in chosen]
     while open_ and len(chosen) < most:
@@ -163,7 +178,7 @@ def _faster_together(
         added = open_.pop(int(np.argmax(gains)))
         if max(gains) <= TOLERANCE * best.mean():
             break
-        if count_communicators([*chosen, added]) <= max_communicators:
+        if count_groups([*chosen, added]) <= max_communicators:
             chosen.append(added)
             best = np.minimum(best, times[added])
     return chosen

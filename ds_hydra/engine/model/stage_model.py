@@ -40,7 +40,7 @@ from ds_hydra.engine.model.tp_plan import (
     parameter_styles,
     slicing_of,
 )
-from ds_hydra.engine.model.units import PassThrough, Unit, shape_of, unit_of
+from ds_hydra.engine.model.units import PassThrough, Unit, check_units, shape_of, unit_of
 from ds_hydra.engine.parallel.tensor_parallel import (
     TensorParallel,
     hook_block,
@@ -52,6 +52,7 @@ from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
 from ds_hydra.engine.transfer.stream_plan import StageStreams, Window, copied_params
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.strategy.schemes.placement import coordinates
 from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, SliceRef, Slicing
 
 
@@ -124,7 +125,7 @@ class StageModel:
             *(unit_of(f"layer.{i}", [layer], index_of) for i, layer in enumerate(self._layers)),
             unit_of("head", [self._norm, head], index_of),
         )
-        self._check_all_params_have_a_unit(model)
+        check_units(model, self.units)
         self._await_unit: dict[nn.Module, Callable[[], None]] = {}
         self._before_backward: dict[nn.Module, Callable[[], None] | None] = {}
         for unit in self.units:
@@ -212,11 +213,10 @@ class StageModel:
             buckets.append(tuple(refs))
         return tuple(buckets)
 
-    def _unshared_layers(self, units: Sequence[Unit]) -> list[int]:
-        """Places of the decoder layers among `units` that share no parameter with another unit."""
-        owners = self._owners()
-        layers = [r for r, unit in enumerate(units) if unit not in (self.units[0], self.units[-1])]
-        return [r for r in layers if all(owners[b.param] == 1 for b in units[r].bindings)]
+    def _unshared(self, units: Sequence[Unit]) -> list[int]:
+        """Places of those of `units` that share no parameter with another unit."""
+        owners = Counter(p for unit in self.units for p in {b.param for b in unit.bindings})
+        return [r for r, u in enumerate(units) if all(owners[b.param] == 1 for b in u.bindings)]
 
     def _in_order(self, units: Sequence[Unit], stage: int, buckets: Sequence[int]) -> Window:
         trained = [any(self.specs[b.param].requires_grad for b in unit.bindings) for unit in units]
@@ -235,8 +235,9 @@ class StageModel:
         copied = copied_params(self.specs, buckets)
         window = [
             r
-            for r in self._unshared_layers(units)
-            if units[r] in streamed and any(b.param in copied for b in units[r].bindings)
+            for r in self._unshared(units)
+            if units[r] in streamed.intersection(self.units[1:-1])
+            and any(b.param in copied for b in units[r].bindings)
         ]
         return StageStreams(
             buckets=frozenset(r for r, unit in enumerate(units) if unit in streamed),
@@ -247,13 +248,8 @@ class StageModel:
     def gather_window(self, scheme: Scheme) -> Window:
         """The buckets that all ranks gather for every pass: those that share no parameter."""
         units = self.stage_units(scheme, 0)
-        owners = self._owners()
-        alone = [r for r, u in enumerate(units) if all(owners[b.param] == 1 for b in u.bindings)]
+        alone = self._unshared(units)
         return self._in_order(units, 0, alone if len(alone) > 1 else [])
-
-    def _owners(self) -> Counter[int]:
-        """In how many units each parameter is."""
-        return Counter(p for unit in self.units for p in {b.param for b in unit.bindings})
 
     def strategy_buckets(self, strategy: Strategy, num_ranks: int) -> list[RankBuckets]:
         """The buckets of all ranks under `strategy`; equal ones are one object. Idle ranks have
@@ -262,8 +258,8 @@ class StageModel:
         known: dict[tuple[Scheme, int, int], RankBuckets] = {}
         rank_buckets: list[RankBuckets] = [()] * num_ranks
         for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-            for place, rank in enumerate(ranks):
-                key = (scheme, place // scheme.ranks_per_stage, place % scheme.tp)
+            for (stage, _, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
+                key = (scheme, stage, tp_rank)
                 if key not in known:
                     known[key] = self.buckets(*key)
                 rank_buckets[rank] = known[key]
@@ -353,10 +349,7 @@ class StageModel:
         for unit in self.units:
             for binding in unit.bindings:
                 # Vocabulary rows, whatever the model's plan gathers
-                if binding.module in (
-                    head,
-                    self._embedding,
-                ):
+                if binding.module in (head, self._embedding):
                     slicing[binding.param] = (Slicing.COLWISE, 0)
                     continue
                 style, name = styles.get(binding.module, ("replicated", ""))
@@ -368,19 +361,16 @@ class StageModel:
                     cuts_micro_batches=self.tp.cuts_micro_batches,
                 )
         names = {id(p): n for n, p in model.named_parameters()}
-        specs = []
-        for index, param in enumerate(self.params):
-            rule, num_blocks = slicing[index]
-            specs.append(
-                ParamSpec(
-                    fqn=names[id(param)],
-                    shape=tuple(shape_of(param)),
-                    slicing=rule,
-                    num_blocks=num_blocks,
-                    requires_grad=param.requires_grad,
-                )
+        return tuple(
+            ParamSpec(
+                fqn=names[id(param)],
+                shape=tuple(shape_of(param)),
+                slicing=slicing[index][0],
+                num_blocks=slicing[index][1],
+                requires_grad=param.requires_grad,
             )
-        return tuple(specs)
+            for index, param in enumerate(self.params)
+        )
 
     def _hook(self, head: nn.Module) -> None:
         for module, (style, _) in module_styles(self._base):
@@ -462,12 +452,3 @@ class StageModel:
         counting.remove()
         self._show_layers(range(self.num_layers), with_norm=True)
         return problem
-
-    def _check_all_params_have_a_unit(self, model: nn.Module) -> None:
-        covered = {binding.param for unit in self.units for binding in unit.bindings}
-        missing = [n for i, (n, _) in enumerate(model.named_parameters()) if i not in covered]
-        if missing:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has parameters outside embedding, layers, norm and head: "
-                f"{', '.join(missing[:4])}; ds_hydra does not propagate through them"
-            )

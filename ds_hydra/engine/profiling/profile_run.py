@@ -4,6 +4,7 @@ the profile.
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,24 +16,26 @@ import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
+from torch.distributed.constants import default_pg_timeout
 from transformers import PretrainedConfig
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.model.random_model import build_random_stage_model
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.groups import groups_of
 from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.overlap_slowdown import measure_overlap_slowdown
 from ds_hydra.engine.profiling.profile_document import fit_memory
 from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.profiling.slice_profiler import profile_slices
 from ds_hydra.engine.propagation import Propagator
+from ds_hydra.engine.ranks.accelerator_settings import prepare_accelerator
 from ds_hydra.engine.ranks.agreement import raise_together
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import Topology
 from ds_hydra.strategy.proposal.candidates import fitting_schemes
+from ds_hydra.strategy.schemes.placement import count_groups
 
 _OVERLAP_TOKENS = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -55,11 +58,12 @@ class ProfileRequest:
     topology: Topology | None = None
 
 
-def join_ranks() -> torch.device:
+def join_ranks(timeout: datetime.timedelta = default_pg_timeout) -> torch.device:
     """This rank's device, after joining the ranks that a launcher has started; alone where none
     has.
     """
     accelerator = get_accelerator()
+    prepare_accelerator()
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         # Port 0: whichever is free when the store starts to listen, which nobody else has to know.
@@ -67,7 +71,7 @@ def join_ranks() -> torch.device:
     if accelerator.device_name() != "cpu":
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        deepspeed.init_distributed()
+        deepspeed.init_distributed(timeout=timeout)
     return torch.device(accelerator.current_device_name())
 
 
@@ -121,7 +125,7 @@ def _profile_ranks(
 ) -> dict[str, Any]:
     num_ranks = dist.get_world_size()
     strategies = [Strategy((scheme,) * (num_ranks // scheme.num_devices)) for scheme in schemes]
-    num_groups = len(set().union(*map(groups_of, strategies)))
+    num_groups = count_groups(strategies)
     # Pull and push, with node-aware routes two of each
     propagator = Propagator(stage_model, device=device, max_groups=num_groups + 4)
     try:

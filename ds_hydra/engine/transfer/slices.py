@@ -114,6 +114,16 @@ def gradient_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
     )
 
 
+def passing_numels(
+    specs: Sequence[ParamSpec], buckets: RankBuckets, slot_of: Mapping[int, int]
+) -> dict[int, int]:
+    """Elements of each slot in which gradients of the buckets that share it take turns."""
+    numels: dict[int, int] = {}
+    for bucket, slot in slot_of.items():
+        numels[slot] = max(numels.get(slot, 0), gradient_numel(specs, buckets[bucket]))
+    return numels
+
+
 class Slices:
     """The slices of this rank's stage for one iteration, and their fp32 gradients if
     `with_gradients`.
@@ -167,9 +177,10 @@ class Slices:
                 if r not in self._micro_batch_by_micro_batch and r not in self._passing
             }
             dtypes["grads"] = torch.float32
-            for r in self._passing:
-                key = ("passing", slot_of[r])
-                numels[key] = max(numels.get(key, 0), gradient_numel(specs, buckets[r]))
+            passing = {r: slot_of[r] for r in self._passing}
+            numels |= {
+                ("passing", slot): n for slot, n in passing_numels(specs, buckets, passing).items()
+            }
             dtypes["passing"] = dtype
         flat = pool.resize(numels, dtypes)
         for index, bucket in enumerate(buckets):
