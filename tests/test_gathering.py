@@ -77,10 +77,13 @@ def memory():
     examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
     found = {}
     for text in ("4x<1,1>", "4x<1,1;gather>", "2x<2,1;gather>"):
-        propagator.pool = SlicePool(torch.device("cpu"), exact=True)
+        propagator.links.pool = SlicePool(torch.device("cpu"), exact=True)
         engine.train_batch(examples, strategy=text)
-        found[text] = propagator.link_memory(Strategy.parse(text)), propagator.pool.nbytes
-    return found, propagator.home
+        found[text] = (
+            propagator.links.link_memory(Strategy.parse(text)),
+            propagator.links.pool.nbytes,
+        )
+    return found, propagator.links.home
 
 
 def checks():

@@ -193,8 +193,17 @@ def test_gathered_schemes_join_where_one_micro_batch_for_each_pipeline_is_enough
     assert known.latency[GATHERED].traffic_ms == CLUSTER.gather_ms(GATHERED)
     assert known.max_len_tokens(GATHERED, DEVICES) > known.max_len_tokens(ONE, DEVICES)
     held = DEVICES * known.max_len_tokens(GATHERED, DEVICES)
-    for tokens, joins in ((held, True), (held + 1, False)):
-        assert (GATHERED in streamed(tokens_per_iteration=tokens).latency) is joins
+    for tokens, fewest in ((held, 0), (held + 1, 3)):  # of 40 layers, by sixteenths
+        found = streamed(tokens_per_iteration=tokens)
+        ones = [s for s in found.latency if s.gather and s.num_devices == 1]
+        assert min(s.ckpt for s in ones) == fewest
+        for scheme in ones:
+            assert DEVICES * found.max_len_tokens(scheme, DEVICES) >= tokens
+            slower = 1 + scheme.ckpt / 40 / 3
+            assert found.latency[scheme].linear_ms == pytest.approx(
+                slower * known.latency[GATHERED].linear_ms
+            )
+            assert found.latency[scheme].traffic_ms == known.latency[GATHERED].traffic_ms
     assert not any(scheme.gather for scheme in streamed().latency)
     # They do not go with others, so none of them makes another one useless
     assert undominated(known, [ONE, GATHERED], DEVICES) == (ONE, GATHERED)

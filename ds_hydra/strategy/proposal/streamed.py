@@ -8,10 +8,19 @@ from itertools import product
 
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.schemes.options import slowest_stage_ratio
 from ds_hydra.strategy.schemes.scheme import ALL_LAYERS, Scheme, Strategy
 
 CanRun = Callable[[Scheme], bool]
 
+
+CKPT_STEPS = 16
+"""Numbers of checkpointed layers that are tried for gathered layers."""
+
+ROOM = 1.06
+"""Tokens that pipelines hold together, over those of an iteration, where layers are checkpointed
+for it.
+"""
 
 REFERENCE_TOKENS = 32768
 """Length for which the cheapest <1,PP> is looked for."""
@@ -65,8 +74,9 @@ def with_streamed_schemes(
       that of one rank (`single_rank_latency`), of whose micro-batch N ranks have a share each, with
       the exchanges of SP by the interconnects of `cluster`.
 
-    - <SP,TP,1;gather> with the same T for all of these with which one micro-batch for each pipeline
-      holds `tokens_per_iteration`, where that is given: with more of them lockstep costs time.
+    - <SP,TP,1;gather> with the same T for all of these, where `tokens_per_iteration` are given,
+      with as many checkpointed layers as let one micro-batch for each pipeline hold them: further
+      ones cost time in lockstep. 0: without checkpointed layers.
 
     A micro-batch takes `Cluster.stream_ms` or `Cluster.gather_ms` at least. The entries are marked
     as derived or estimated.
@@ -84,9 +94,6 @@ def with_streamed_schemes(
         fits = is_open and profile.max_len_tokens(scheme, num_devices) > 0
         if not fits or scheme.num_devices > num_devices or not can_run(scheme):
             continue
-        held = num_devices // scheme.num_devices * profile.max_len_tokens(scheme, num_devices)
-        if gathers and tokens_per_iteration is not None and held < tokens_per_iteration:
-            continue
         if single is not None and plain.tp == 1:
             model = cluster.with_exchanges(_shared(single, plain.sp), plain)
             source: dict[str, object] = {"estimated": True}
@@ -94,12 +101,37 @@ def with_streamed_schemes(
             model, source = profile.latency[plain], {"derived_from": str(plain)}
         traffic_ms = cluster.gather_ms(scheme) if gathers else cluster.stream_ms(scheme)
         model = replace(model, traffic_ms=traffic_ms)
-        entries.append({**scheme.to_json(), **model.to_json(), **source})
+        variants = [scheme]
+        if gathers and tokens_per_iteration:
+            variants = _that_hold(profile, scheme, num_devices, tokens_per_iteration, can_run)
+        for variant in variants:
+            ratio = slowest_stage_ratio(variant, profile.memory.num_layers) if variant.ckpt else 1.0
+            entries.append({**variant.to_json(), **model.scaled(ratio).to_json(), **source})
     if not entries:
         return profile
     return Profile.from_json(
         {**profile.document, "schemes": [*profile.document["schemes"], *entries]}
     )
+
+
+def _that_hold(
+    profile: Profile, scheme: Scheme, num_devices: int, tokens: float, can_run: CanRun
+) -> list[Scheme]:
+    """`scheme` with the fewest checkpointed layers with which all its pipelines together hold
+    `tokens`, in one micro-batch each; and where that takes some, with room for uneven lengths.
+    """
+    layers, found = profile.memory.num_layers, []
+    steps = [0] if profile.document.get("activation_checkpointing") else range(CKPT_STEPS + 1)
+    for wanted in (tokens, ROOM * tokens):
+        for step in steps:
+            variant = replace(scheme, ckpt=-(-layers * step // CKPT_STEPS))
+            longest = profile.max_len_tokens(variant, num_devices)
+            if num_devices // scheme.num_devices * longest >= wanted and can_run(variant):
+                found.append(variant)
+                break
+        if not any(variant.ckpt for variant in found):
+            break
+    return list(dict.fromkeys(found))
 
 
 def with_streams_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
