@@ -93,7 +93,7 @@ def test_a_loss_that_was_raised_is_not_raised_again_when_leaving(pair, monkeypat
 
 
 def test_closing_gives_back_descriptors_and_threads_at_once(monkeypatch):
-    monkeypatch.setattr(watchdog, "_TICK_S", 20.0)
+    monkeypatch.setattr(watchdog, "TICK_S", 20.0)
     begin = time.monotonic()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):

@@ -40,7 +40,7 @@ from ds_hydra.engine.model.tp_plan import (
     parameter_styles,
     slicing_of,
 )
-from ds_hydra.engine.model.units import PassThrough, Unit, shape_of, unit_of
+from ds_hydra.engine.model.units import PassThrough, Unit, check_units, shape_of, unit_of
 from ds_hydra.engine.parallel.tensor_parallel import (
     TensorParallel,
     hook_block,
@@ -125,7 +125,7 @@ class StageModel:
             *(unit_of(f"layer.{i}", [layer], index_of) for i, layer in enumerate(self._layers)),
             unit_of("head", [self._norm, head], index_of),
         )
-        self._check_all_params_have_a_unit(model)
+        check_units(model, self.units)
         self._await_unit: dict[nn.Module, Callable[[], None]] = {}
         self._before_backward: dict[nn.Module, Callable[[], None] | None] = {}
         for unit in self.units:
@@ -343,10 +343,7 @@ class StageModel:
         for unit in self.units:
             for binding in unit.bindings:
                 # Vocabulary rows, whatever the model's plan gathers
-                if binding.module in (
-                    head,
-                    self._embedding,
-                ):
+                if binding.module in (head, self._embedding):
                     slicing[binding.param] = (Slicing.COLWISE, 0)
                     continue
                 style, name = styles.get(binding.module, ("replicated", ""))
@@ -358,19 +355,16 @@ class StageModel:
                     cuts_micro_batches=self.tp.cuts_micro_batches,
                 )
         names = {id(p): n for n, p in model.named_parameters()}
-        specs = []
-        for index, param in enumerate(self.params):
-            rule, num_blocks = slicing[index]
-            specs.append(
-                ParamSpec(
-                    fqn=names[id(param)],
-                    shape=tuple(shape_of(param)),
-                    slicing=rule,
-                    num_blocks=num_blocks,
-                    requires_grad=param.requires_grad,
-                )
+        return tuple(
+            ParamSpec(
+                fqn=names[id(param)],
+                shape=tuple(shape_of(param)),
+                slicing=slicing[index][0],
+                num_blocks=slicing[index][1],
+                requires_grad=param.requires_grad,
             )
-        return tuple(specs)
+            for index, param in enumerate(self.params)
+        )
 
     def _hook(self, head: nn.Module) -> None:
         for module, (style, _) in module_styles(self._base):
@@ -452,12 +446,3 @@ class StageModel:
         counting.remove()
         self._show_layers(range(self.num_layers), with_norm=True)
         return problem
-
-    def _check_all_params_have_a_unit(self, model: nn.Module) -> None:
-        covered = {binding.param for unit in self.units for binding in unit.bindings}
-        missing = [n for i, (n, _) in enumerate(model.named_parameters()) if i not in covered]
-        if missing:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has parameters outside embedding, layers, norm and head: "
-                f"{', '.join(missing[:4])}; ds_hydra does not propagate through them"
-            )
