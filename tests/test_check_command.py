@@ -369,7 +369,7 @@ def test_schemes_with_sp_are_estimated_where_the_profile_lacks_them_and_refused_
     report = check_config(CheckRequest(config=config, num_devices=8, model="llama2_7b"))
     assert report.problems == []
     assert any(
-        "times of <sp2,2,1>, <sp2,4,1>" in text and "estimated from TP" in text
+        "times of <sp2,2,1>, <sp2,4,1>" in text and "estimated from those" in text
         for text in report.assumed
     )
     longest = {scheme["scheme"]: scheme["max_len_tokens"] for scheme in report.schemes}
@@ -380,6 +380,15 @@ def test_schemes_with_sp_are_estimated_where_the_profile_lacks_them_and_refused_
         "SP 3 x TP 1 = 3 does not divide the model's 32 attention heads; use SP 1, 2, 4, 8"
         in problem
     )
+
+
+def test_streamed_and_gathered_schemes_are_estimated_where_the_interconnects_are_known():
+    for text in ("16x<1,1;stream>", "16x<1,1;gather>"):
+        config = changed(hydra={"strategies": [text], "context_length": 4096})
+        report = check_config(CheckRequest(config=config, num_devices=16, model="llama2_7b"))
+        assert report.problems == []
+        assert any(f"times of {text[3:]}, which the" in assumed for assumed in report.assumed)
+        assert {row["scheme"] for row in report.schemes} >= {text[3:]}
 
 
 def check_home(home, nodes):

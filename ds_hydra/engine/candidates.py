@@ -39,13 +39,13 @@ from ds_hydra.sampler.candidates import (
     check_longest,
     decide_candidates,
     proposes,
+    with_estimates_of,
     with_schemes_of,
 )
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.profile import has_re_pulls
-from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -298,7 +298,7 @@ class EngineCandidates:
         """
         known = self.profile
         if self.config.profile is not None:  # as given: the memory limit is in run.json
-            known = with_estimates(load_profile(self.config.profile), self.strategies)
+            known = with_estimates_of(load_profile(self.config.profile), self.strategies)
         assert known is not None
         log.write_profile(known.document)
 
@@ -315,7 +315,7 @@ class EngineCandidates:
     def profile_for_forced(self, strategy: Strategy, iteration: int) -> Profile:
         """What a forced strategy is planned with: where nobody knows its times, FLOP counts."""
         if self.profile is not None:
-            profile = with_estimates(self.track().profile_for(iteration), [strategy])
+            profile = with_estimates_of(self.track().profile_for(iteration), [strategy])
             if all(profile.has_latency(s) and profile.memory.knows(s) for s in strategy.schemes):
                 return profile.with_schemes(strategy.schemes)
         return Profile.from_json(nominal_profile(self.stage_model, strategy.schemes))

@@ -344,28 +344,29 @@ class Link:
         posted = _Posted()
         operations: list[dist.P2POp] = []
 
-        def stays(message: Message) -> bool:
+        def stays(_: Batch, message: Message) -> bool:
             return in_place and _is_one_run(message)
 
         space = self._take(posted, receive, stays, dtype)
         for batch in receive:
             for message in batch.messages:  # in the order in which they are sent
                 for peer in batch.peers:
-                    if stays(message):
+                    if stays(batch, message):
                         target = stores.view(batch, message[0]).flatten()
                     else:
                         target, space = _cut(space, message)
                         posted.received.append((peer, batch, message, target))
                     operations.append(dist.P2POp(dist.irecv, target, peer, self._groups[group]))
 
-        def is_sent_from_its_place(message: Message) -> bool:
-            return is_same_dtype and _is_one_run(message)
+        def is_sent_from_its_place(batch: Batch, message: Message) -> bool:
+            if not _is_one_run(message):
+                return False
+            return stores.tensor(batch.store, message[0].key).dtype == dtype
 
-        is_same_dtype = stores.dtype == dtype
         space = self._take(posted, send, is_sent_from_its_place, dtype, once=True)
         for batch in send:
             for message in batch.messages:
-                if is_sent_from_its_place(message):
+                if is_sent_from_its_place(batch, message):
                     source = stores.view(batch, message[0]).flatten()
                 else:
                     source, space = _cut(space, message)
@@ -381,7 +382,7 @@ class Link:
         self,
         posted: _Posted,
         batches: Sequence[Batch],
-        needs_none: Callable[[Message], bool],
+        needs_none: Callable[[Batch, Message], bool],
         dtype: torch.dtype,
         *,
         once: bool = False,
@@ -393,7 +394,7 @@ class Link:
             _numel(message) * (1 if once else len(batch.peers))
             for batch in batches
             for message in batch.messages
-            if not needs_none(message)
+            if not needs_none(batch, message)
         )
         buffer = self._buffers.take(numel, dtype)
         posted.buffers.append(buffer)

@@ -35,10 +35,10 @@ from ds_hydra.sampler.candidates import (
     check_longest,
     decide_candidates,
     proposes,
+    with_estimates_of,
 )
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import try_cluster
-from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -127,11 +127,11 @@ class _Budget:
     def _estimate_sequence_parallel(self, given: Sequence[Strategy]) -> None:
         if self._profile is None:
             return
-        known, self._profile = self._profile.latency, with_estimates(self._profile, given)
+        known, self._profile = self._profile.latency, with_estimates_of(self._profile, given)
         if added := sorted(self._profile.latency.keys() - known.keys()):
             self._report.assumed.append(
-                f"times of {', '.join(map(str, added))}, which the profile does not know, are estimated from TP "
-                "(`ds-hydra profile --sp` measures them)"
+                f"times of {', '.join(map(str, added))}, which the profile does not know, are estimated from "
+                "those it knows (`ds-hydra profile` measures them)"
             )
 
     def _check_paths(self) -> None:

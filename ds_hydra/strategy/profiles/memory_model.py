@@ -64,6 +64,9 @@ class MemoryModel:
                  + (two layers, or twice the head) / TP * 2 i     window, with its gradients
                  + (parameters of the stage that stay) / TP * (i + 4)
 
+    Where all ranks gather each layer for every pass there is neither home nor anything that stays:
+    shards and window alone.
+
     A profile that the engine measured says i + 20 bytes a parameter for the shards: with the home
     28 in 16 bit, which is what the engine holds. The published constants have 12.5 there. Other
     pipelines of the same node have their share of the home besides.
@@ -131,8 +134,9 @@ class MemoryModel:
 
     def knows(self, scheme: Scheme) -> bool:
         """Whether it says what `scheme` needs."""
-        says_inputs = self.input_bytes > 0 or not (scheme.ckpt or scheme.stream)
-        says_slices = self.slice_bytes > 0 or not scheme.stream
+        passes = bool(scheme.stream or scheme.gather)
+        says_inputs = self.input_bytes > 0 or not (scheme.ckpt or passes)
+        says_slices = self.slice_bytes > 0 or not passes
         return scheme.tp in self.activation_bytes and says_inputs and says_slices
 
     def rank_bytes(self, scheme: Scheme, num_devices: int, micro_batch_tokens: int) -> float:
@@ -223,6 +227,10 @@ class MemoryModel:
         )
 
     def _state_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
+        if scheme.gather:
+            layer, ends = self._num_params()
+            passing = STREAM_WINDOW * max(layer, ends / 2) / scheme.tp * 2 * self.input_bytes
+            return self._all_state_bytes() / num_devices * self.sharded_fraction + passing
         if scheme.stream:
             return self._streaming_bytes(scheme, num_devices, num_layers)
         sharded = self._all_state_bytes() / num_devices
