@@ -330,14 +330,18 @@ def plan_work(
 ) -> list[PipelineWork]:
     """The work of every pipeline of `plan`: all stages of a pipeline take T of the micro-batch."""
     works = []
-    for pipeline in plan.pipelines:
-        scheme, latency = pipeline.scheme, profile.get_latency(pipeline.scheme)
-        micro_batches = [
-            plan.micro_batch_lengths(micro_batch) for micro_batch in pipeline.micro_batches
-        ]
-        micro_batch_ms = np.array(
-            [latency.micro_batch_ms(micro_batch) for micro_batch in micro_batches]
-        )
+    lengths = [
+        [plan.micro_batch_lengths(micro_batch) for micro_batch in pipeline.micro_batches]
+        for pipeline in plan.pipelines
+    ]
+    times = [
+        np.array([profile.get_latency(p.scheme).micro_batch_ms(m) for m in micro_batches])
+        for p, micro_batches in zip(plan.pipelines, lengths)
+    ]
+    if plan.strategy.gathers:
+        times = _in_lockstep(times)
+    for pipeline, micro_batches, micro_batch_ms in zip(plan.pipelines, lengths, times):
+        scheme = pipeline.scheme
         tokens = [sum(micro_batch) for micro_batch in micro_batches]
         is_linked = cluster is not None and scheme.pp > 1
         hop_ms = [cluster.hop_ms(scheme, n) if cluster and is_linked else 0.0 for n in tokens]
@@ -353,3 +357,14 @@ def plan_work(
             )
         )
     return works
+
+
+def _in_lockstep(times: Sequence[FloatArray]) -> list[FloatArray]:
+    """`times` [micro-batch] of each pipeline where each waits for the slowest in every step but
+    its last.
+    """
+    num_steps = max((of.size for of in times), default=0)
+    steps = np.zeros(num_steps)
+    for of in times:
+        steps[: of.size] = np.maximum(steps[: of.size], of)
+    return [np.append(steps[: of.size - 1], of[-1:]) if of.size else of for of in times]
