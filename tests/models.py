@@ -52,6 +52,7 @@ FAMILIES = {
     "gemma2": _builder("Gemma2ForCausalLM", "Gemma2Config", head_dim=8, sliding_window=7),
     "gemma3": _builder("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8, sliding_window=7),
     "phi3": _builder("Phi3ForCausalLM", "Phi3Config"),
+    "olmo2": _builder("Olmo2ForCausalLM", "Olmo2Config"),
 }
 
 _ROUTED = {
@@ -93,7 +94,8 @@ MIXTURES_OF_EXPERTS = {
     "deepseek_v3": _builder("DeepseekV3ForCausalLM", "DeepseekV3Config", **_ROUTED, **_LATENT),
     "glm4_moe": _builder("Glm4MoeForCausalLM", "Glm4MoeConfig", **_ROUTED, head_dim=8),
     "dots1": _builder("Dots1ForCausalLM", "Dots1Config", **_ROUTED, head_dim=8),
+    "olmoe": _builder("OlmoeForCausalLM", "OlmoeConfig", num_experts=4, num_experts_per_tok=2),
+    "granitemoe": _builder("GraniteMoeForCausalLM", "GraniteMoeConfig", num_local_experts=4),
 }
-"""Which run with TP 1."""
 
 BUILDERS = FAMILIES | MIXTURES_OF_EXPERTS

@@ -1,4 +1,4 @@
-"""Mixtures of experts with TP 1: gradients of one process, and what is refused."""
+"""Mixtures of experts: gradients of one process, and what is refused."""
 
 import pytest
 from distributed import run_distributed
@@ -16,34 +16,78 @@ CONFIG = HydraConfig(context_length=64, tokens_per_iteration=64)
 
 STRATEGIES = (
     "4x<1,1>",
-    "1x<1,4>",
+    "2x<2,1>",
+    "1x<4,1>",
+    "1x<2,2>",
     "1x<1,2> + 1x<sp2,1>",
+    "1x<sp2,2,1>",
     "1x<1,2;stream> + 2x<1,1;stream=1>",
-    "2x<1,1;ckpt=2>",
+    "1x<2,1;stream> + 1x<1,2;ckpt=1>",
+    "1x<2,1;ckpt=2>",
 )
-"""Without TP; the last one leaves two ranks idle."""
+"""The last one leaves two ranks idle."""
+
+WITHOUT_PP = ("4x<1,1>", "1x<4,1>", "1x<sp2,2,1>", "2x<1,1;stream> + 1x<2,1;ckpt=2>")
+
+CUT_MICRO_BATCHES = {"tp_sequence_parallel": True}
 
 
 def of_every_family():
     return {
         (family, *case): found
         for family in MIXTURES_OF_EXPERTS
-        for case, found in check_gradients(family, STRATEGIES).items()
+        for case, found in check_gradients(
+            family, STRATEGIES if tiny(family).config.base_model_pp_plan else WITHOUT_PP
+        ).items()
+    }
+
+
+def with_shards_of_micro_batches():
+    return {
+        (family, *case): found
+        for family in ("qwen2_moe", "qwen3_moe")
+        for case, found in check_gradients(
+            family, ("2x<2,1>", "1x<4,1;stream>", "1x<sp2,2,1>"), hydra=CUT_MICRO_BATCHES
+        ).items()
     }
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_gradients_equal_one_process():
-    assert_parity(run_distributed(of_every_family, 4)[0])
+@pytest.mark.parametrize("what", [of_every_family, with_shards_of_micro_batches])
+def test_gradients_equal_one_process(what):
+    assert_parity(run_distributed(what, 4)[0])
+
+
+@pytest.mark.distributed
+def test_experts_under_tp_have_the_gradients_of_one_process():
+    assert_parity(run_distributed(check_gradients, 2, "qwen2_moe", ("1x<2,1>", "1x<1,2>"))[0])
 
 
 @pytest.mark.parametrize("family", MIXTURES_OF_EXPERTS)
-def test_the_probe_lets_them_pass_and_tp_is_refused_by_name(family):
-    model = tiny(family)
-    check_packing(model)
-    with pytest.raises(UnsupportedModelError, match=r"styles that ds_hydra does not run.*use TP 1"):
-        StageModel(model).check_scheme(Scheme(2, 1))
+def test_the_probe_lets_them_pass(family):
+    check_packing(tiny(family))
+
+
+def test_experts_are_cut_where_grouped_products_allow():
+    """24 features of fp32: whole 16 bytes, four features, to a rank."""
+    stage_model = StageModel(tiny("qwen3_moe"))
+    widths = [
+        spec.slice_shape(spec.slice_region(4, rank))
+        for spec in stage_model.specs
+        if "layers.0.mlp.experts" in spec.fqn
+        for rank in range(4)
+    ]
+    assert widths == [(16, w, 32) for w in (8, 16, 8, 16)] + [(16, 32, w) for w in (4, 8, 4, 8)]
+    with pytest.raises(HydraConfigError, match=r"experts.*width 24.*6 parts.*TP 8"):
+        StageModel(tiny("qwen3_moe", num_attention_heads=8)).check_scheme(Scheme(8, 1))
+
+
+def test_attention_that_is_not_cut_sees_whole_micro_batches():
+    with pytest.raises(
+        UnsupportedModelError, match=r"attention is not cut.*tp_sequence_parallel to false"
+    ):
+        StageModel(tiny("deepseek_v3"), tp_sequence_parallel=True).check_scheme(Scheme(2, 1))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])

@@ -13,6 +13,7 @@ family.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -35,18 +36,19 @@ from ds_hydra.engine.model.scheme_support import (
 )
 from ds_hydra.engine.model.supported import check_model
 from ds_hydra.engine.model.tp_plan import (
+    Cut,
+    cut_of,
     find_unplanned,
     module_styles,
     parameter_styles,
-    slicing_of,
 )
 from ds_hydra.engine.model.units import PassThrough, Unit, shape_of, unit_of
 from ds_hydra.engine.parallel.tensor_parallel import (
+    HOOKS,
     TensorParallel,
     hook_block,
     hook_colwise,
     hook_embedding,
-    hook_rowwise,
 )
 from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
 from ds_hydra.engine.transfer.stream_plan import StageStreams, Window, copied_params
@@ -176,7 +178,11 @@ class StageModel:
             )
         if scheme.tp > 1:
             check_tensor_parallel(
-                scheme, self._model, unplanned=self._unplanned, uncut_because=self._uncut_because
+                scheme,
+                self._model,
+                self.specs,
+                unplanned=self._unplanned,
+                uncut_because=self._uncut_because,
             )
         if scheme.sp > 1:
             check_sequence_parallel(scheme, self.config)
@@ -337,46 +343,37 @@ class StageModel:
                     module._buffers[name] = buffer.to(device)
 
     def _build_specs(self, model: nn.Module, head: nn.Module) -> tuple[ParamSpec, ...]:
-        styles = dict(parameter_styles(self._base))
-        slicing: dict[int, tuple[Slicing, int]] = {}
+        styles = parameter_styles(self._base)
+        cuts: dict[int, Cut] = {}
         for unit in self.units:
             for binding in unit.bindings:
                 # Vocabulary rows, whatever the model's plan gathers
-                if binding.module in (
-                    head,
-                    self._embedding,
-                ):
-                    slicing[binding.param] = (Slicing.COLWISE, 0)
+                if binding.module in (head, self._embedding):
+                    cuts[binding.param] = Cut(Slicing.COLWISE)
                     continue
-                style, name = styles.get(binding.module, ("replicated", ""))
-                slicing[binding.param] = slicing_of(
+                style, name = styles.get((binding.module, binding.attribute), ("replicated", ""))
+                cuts[binding.param] = cut_of(
                     style,
                     name,
-                    binding.attribute,
+                    self._meta_params[binding.param],
                     self.config,
                     cuts_micro_batches=self.tp.cuts_micro_batches,
                 )
         names = {id(p): n for n, p in model.named_parameters()}
-        specs = []
-        for index, param in enumerate(self.params):
-            rule, num_blocks = slicing[index]
-            specs.append(
-                ParamSpec(
-                    fqn=names[id(param)],
-                    shape=tuple(shape_of(param)),
-                    slicing=rule,
-                    num_blocks=num_blocks,
-                    requires_grad=param.requires_grad,
-                )
+        return tuple(
+            ParamSpec(
+                fqn=names[id(param)],
+                shape=tuple(shape_of(param)),
+                requires_grad=param.requires_grad,
+                **dataclasses.asdict(cuts[index]),
             )
-        return tuple(specs)
+            for index, param in enumerate(self.params)
+        )
 
     def _hook(self, head: nn.Module) -> None:
         for module, (style, _) in module_styles(self._base):
-            if style == "colwise":
-                hook_colwise(module, self.tp)
-            elif style == "rowwise":
-                hook_rowwise(module, self.tp)
+            if style in HOOKS:
+                HOOKS[style](module, self.tp)
         hook_embedding(self._embedding, self.tp)
         hook_colwise(head, self.tp)
 
@@ -429,8 +426,11 @@ class StageModel:
 
         It does for every family whose embedding scale is inside the embedding module; one that adds
         position embeddings or scales outside would do it again in every stage. A stage has neither
-        layers nor norm of others, so each of them must be called once.
+        layers nor norm of others, so each of them must be called once. What else layers hand on to
+        each other no probe would show: transformers' pp plan has to say that a stage needs no more.
         """
+        if not self.config.base_model_pp_plan:
+            return "transformers ships no base_model_pp_plan for it"
         self._show_layers(range(0), with_norm=False)
         calls: list[None] = []
         counting = self._pass_through.register_forward_hook(lambda *_: calls.append(None))

@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ds_hydra.engine.model.adapters import SUMMED, split_style
+from ds_hydra.engine.parallel.tensor_parallel import EXPERTS, GATHERED, HOOKS, SPLIT
 from ds_hydra.zero_link import Slicing
 
-SUPPORTED_STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
+SUPPORTED_STYLES = {*HOOKS, "replicated_with_grad_allreduce"}
 """Styles that run on pulled slices."""
+_NUM_PACKED = 2
+"""Matrices in a parameter of style packed_colwise: gate and up."""
 
 _KEY_VALUE_PROJECTIONS = {"k_proj", "v_proj"}
 _QUERY_PROJECTIONS = {"q_proj"}
@@ -22,21 +26,33 @@ _QUERY_PROJECTIONS = {"q_proj"}
 
 def module_styles(base: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
     """(module, (style, last name part)) of every module of `base` that its tp plan mentions."""
-    patterns = [
-        (re.compile(pattern.replace(".", r"\.").replace("*", r"\d+")), style)
-        for pattern, style in tp_plan(base).items()
-    ]
     for name, module in base.named_modules():
-        for pattern, style in patterns:
-            if pattern.fullmatch(name):
-                yield module, (style, name.rsplit(".", 1)[-1])
+        for style in _styles_of(base, name):
+            yield module, (style, name.rsplit(".", 1)[-1])
 
 
-def parameter_styles(base: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
-    """As `module_styles`, of the modules that hold the parameters (the parts of a LoRA layer)."""
-    for module, (style, name) in module_styles(base):
-        for part, part_style in split_style(module, style):
-            yield part, (part_style, name)
+def parameter_styles(base: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, str]]:
+    """(module, attribute) of a parameter that the tp plan mentions, itself or its module -> (style,
+    last name part); those of a LoRA layer belong to its parts.
+    """
+    styles = {
+        (part, attribute): (part_style, name)
+        for module, (style, name) in module_styles(base)
+        if style != EXPERTS
+        for part, part_style in split_style(module, style)
+        for attribute in part._parameters
+    }
+    for fqn, _ in base.named_parameters(remove_duplicate=False):
+        for style in _styles_of(base, fqn):
+            owner, _, attribute = fqn.rpartition(".")
+            styles[base.get_submodule(owner), attribute] = (style, attribute)
+    return styles
+
+
+def _styles_of(base: nn.Module, name: str) -> Iterator[str]:
+    pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+    if (style := tp_plan(base).get(pattern)) is not None:
+        yield style
 
 
 def find_unplanned(base: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str]) -> list[str]:
@@ -46,7 +62,7 @@ def find_unplanned(base: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str])
     Their gradient would be partial on each rank of a TP group, or not; only the plan can say.
     """
     styles = {module: style for module, (style, _) in module_styles(base)}
-    planned = styles.keys() | dict(parameter_styles(base)).keys()
+    planned = parameter_styles(base).keys()
     parents = [
         module
         for module in base.modules()
@@ -56,32 +72,60 @@ def find_unplanned(base: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str])
         fqn_of[module, attribute]
         for parent in parents
         for module in parent.modules()
-        if module not in planned
         for attribute, param in module._parameters.items()
-        if param is not None
+        if param is not None and (module, attribute) not in planned
     }
     return sorted(found)
 
 
-def slicing_of(
-    style: str, name: str, attribute: str, config: Any, *, cuts_micro_batches: bool
-) -> tuple[Slicing, int]:
-    """Slicing rule and number of indivisible blocks of one parameter.
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a parameter is cut: the fields of `ParamSpec` of the same names."""
+
+    slicing: Slicing
+    num_blocks: int = 0
+    cut_dim: int = 1
+    num_packed: int = 1
+    cut_multiple: int = 1
+
+
+def cut_of(
+    style: str, name: str, param: nn.Parameter, config: Any, *, cuts_micro_batches: bool
+) -> Cut:
+    """The cut of a parameter of a module `name`, or of one that the plan mentions itself.
 
     Where TP `cuts_micro_batches`, parameters that the tp plan does not mention see a shard of the
     tokens.
     """
-    if style == "colwise":
-        if name in _KEY_VALUE_PROJECTIONS:
-            return Slicing.COLWISE, num_kv_heads(config)
-        return Slicing.COLWISE, config.num_attention_heads if name in _QUERY_PROJECTIONS else 0
-    if style == "rowwise":
-        return (Slicing.FIRST_RANK if attribute == "bias" else Slicing.ROWWISE), 0
-    if style == SUMMED and attribute == "bias":
-        return Slicing.FIRST_RANK, 0
+    num_dims = param.dim()
+    if style in ("colwise", GATHERED):
+        is_head = style == "colwise"
+        if is_head and name in _KEY_VALUE_PROJECTIONS:
+            return Cut(Slicing.COLWISE, num_kv_heads(config))
+        is_head = is_head and name in _QUERY_PROJECTIONS
+        return Cut(Slicing.COLWISE, config.num_attention_heads if is_head else 0)
+    if style == "packed_colwise":
+        dim = max(num_dims - 2, 0)
+        multiple = _aligned(param, param.shape[dim] // _NUM_PACKED)
+        return Cut(Slicing.ROWWISE, cut_dim=dim, num_packed=_NUM_PACKED, cut_multiple=multiple)
+    if style in ("rowwise", SPLIT):
+        if num_dims == 1:
+            return Cut(Slicing.FIRST_RANK)
+        multiple = _aligned(param, param.shape[-1])
+        return Cut(Slicing.ROWWISE, cut_dim=num_dims - 1, cut_multiple=multiple)
+    if style == SUMMED and num_dims == 1:
+        return Cut(Slicing.FIRST_RANK)
     if style in ("replicated_with_grad_allreduce", SUMMED):
-        return Slicing.REPLICATED_PARTIAL_GRAD, 0
-    return (Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED), 0
+        return Cut(Slicing.REPLICATED_PARTIAL_GRAD)
+    return Cut(Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED)
+
+
+def _aligned(param: nn.Parameter, width: int) -> int:
+    """Multiple at which experts (3 dimensions) are cut: grouped products want strides of whole 16
+    bytes.
+    """
+    multiple = 16 // param.element_size() if param.dim() == 3 else 1
+    return multiple if width % multiple == 0 else 1
 
 
 def num_kv_heads(config: Any) -> int:
