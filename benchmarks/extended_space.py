@@ -71,7 +71,7 @@ def widen(
 
 
 def measure(name: str, iterations: int) -> dict[str, Any]:
-    """Planned times of one case under the proposal and under each wider set, on the same
+    """Planned times of one case under the proposal and under each extended set, on the same
     mini-batches.
     """
     workload: Workload = load_case(name).workload
@@ -132,7 +132,7 @@ def main() -> None:
         parser.error(f"--cases {options.cases}: none of {', '.join(cases)}")
     warm_up()
     print(
-        "| case | candidates: plain, by hand, proposed | CKPT | SP | both | proposed | with parts "
+        "| case | candidates: plain, by hand, proposed | CKPT | SP | both | proposed | with options "
         "| worst mini-batch | CPU s |"
     )
     print("|---|---|---|---|---|---|---|---|---|")

@@ -274,7 +274,7 @@ def waiting(batches: list[list[int]], profile: Profile, iteration_s: float) -> d
     }
 
 
-# What people use today, for the homogeneous strategies that can hold the context
+# What people use today, for the homogeneous strategies that can fit the context
 
 
 def fixed_length(

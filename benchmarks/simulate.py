@@ -218,7 +218,7 @@ REASONS = {
     "Fig. 13": "Bars without numbers; the order of the steps is the paper's. Its first step dispatches by Eq. (3) "
     "and packs to MaxLen; ours balances with Karmarkar-Karp over replicas and rows, which leaves nothing for (b) to "
     "gain, and reduces gradients among replicas only, where the planned steps push to fully sharded states.",
-    "Table 1": "Link times here are bytes over the two levels of links, with 32-bit gradients, without casts, "
+    "Table 1": "Link times here are bytes over the two levels of interconnects, with 32-bit gradients, without casts, "
     "launches and message latency, which the paper's 1.11 s and 1.71 s contain. Overlapped, a tenth of them is seen "
     "here where the paper sees 1.18 s: overlap is perfect, rows are ordered to hide the link, and it "
     "counts in the choice of strategies. Propagation differs because the "

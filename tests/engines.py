@@ -100,7 +100,7 @@ def full_states(engine: Any, params: Sequence[nn.Parameter]) -> list[dict[str, T
 
 
 def small_profile(memory_bytes, num_layers=2):
-    """A profile under which TP 2 holds about twice the tokens of TP 1."""
+    """A profile under which TP 2 fits about twice the tokens of TP 1."""
     return {
         "schema": PROFILE_SCHEMA,
         "hardware": {

@@ -40,7 +40,7 @@ SLOWEST_S = 1.0
 """Of CPU time, which other processes do not lengthen."""
 
 
-WITH_PARTS = ("<1,2;ckpt=3;stages=3,1>", "<sp2,1;stream>")
+WITH_OPTIONS = ("<1,2;ckpt=3;stages=3,1>", "<sp2,1;stream>")
 
 
 def _plan(large: str = "<2,1>", small: str = "<1,1>") -> IterationPlan:
@@ -57,15 +57,15 @@ def _plan(large: str = "<2,1>", small: str = "<1,1>") -> IterationPlan:
     )
 
 
-def _profile_with_parts() -> dict[str, Any]:
+def _profile_with_options() -> dict[str, Any]:
     profile = small_profile(6_000_000, num_layers=4)
     memory = {
         "slice_bytes_per_layer_per_hidden2": 0.1,
         "input_bytes_per_token_per_layer_per_hidden": 4,
     }
     entry = {"tp": 1, "pp": 2, "quadratic_ms": 1e-4, "linear_ms": 0.1, "constant_ms": 1.0}
-    parts = {"ckpt": 3, "stages": [3, 1], **entry}
-    return {**profile, "memory": {**profile["memory"], **memory}, "schemes": [entry, parts]}
+    options = {"ckpt": 3, "stages": [3, 1], **entry}
+    return {**profile, "memory": {**profile["memory"], **memory}, "schemes": [entry, options]}
 
 
 def read_profile(document: Any) -> None:
@@ -115,7 +115,7 @@ def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
             ds_config(hydra=HYDRA),
         ),
         "profile": (read_profile, small_profile(6_000_000)),
-        "profile with parts": (read_profile, _profile_with_parts()),
+        "profile with options": (read_profile, _profile_with_options()),
         "histogram": (
             read_histogram,
             {"schema": "ds_hydra.lengths/1", "name": "a", "counts": {"3": 4, "17": 1, "4096": 2}},
@@ -125,12 +125,12 @@ def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
             {"schema": "ds_hydra.strategies/1", "strategies": ["4x<1,1>", "1x<2,1> + 2x<1,1>"]},
         ),
         "strategy": (read_strategy, "1x<2,1> + 2x<1,1>"),
-        "strategy with parts": (
+        "strategy with options": (
             read_strategy,
             "1x<2,2;ckpt=3;stages=3,1> + 2x<sp2,4,1;stream=3> + <sp4,1;stream>",
         ),
         "plan": (read_plan, _plan().to_json()),
-        "plan with parts": (read_plan, _plan(*WITH_PARTS).to_json()),
+        "plan with options": (read_plan, _plan(*WITH_OPTIONS).to_json()),
         "manifest": (
             read_manifest,
             {"schema": MANIFEST_SCHEMA, "files": {"a.pt": {"bytes": 3, "sha256": "0"}}},

@@ -61,7 +61,7 @@ def make_profile(
 
 @st.composite
 def wide_schemes(draw, max_tp: int = 16, max_pp: int = 8) -> Scheme:
-    """Schemes of which most have parts besides <TP,PP>."""
+    """Schemes of which most have options besides <TP,PP>."""
     pp = draw(st.integers(1, max_pp))
     sizes = st.lists(st.integers(1, 9), min_size=pp, max_size=pp).map(tuple)
     return Scheme(

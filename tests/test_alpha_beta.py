@@ -12,7 +12,7 @@ from shared_data import shared_json
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.alpha_beta import (
-    ClusterLinks,
+    Interconnects,
     LayerShape,
     compute_s,
     data_parallel_s,
@@ -36,7 +36,7 @@ def load(index: int):
     rate = np.where(
         machine[:, None] == machine[None, :], inside[:, None], case["case"]["inter_bw"] * GIB
     )
-    links = ClusterLinks(
+    interconnects = Interconnects(
         latency_s=np.zeros(rate.shape),
         bytes_per_s=rate,
         flops=np.array([d["tflops"] for d in devices], dtype=float) * TERA,
@@ -48,18 +48,20 @@ def load(index: int):
         micro_batch=cfg["MB_per_pipeline"],
         type_bytes=cfg["B_type"],
     )
-    return case, links, shape
+    return case, interconnects, shape
 
 
 @pytest.mark.parametrize("index", CASES)
 def test_terms_of_the_text(index):
-    case, links, shape = load(index)
+    case, interconnects, shape = load(index)
     times = []
     for pipeline, expected in zip(case["case"]["pipelines"], case["seed_equations"]["pipelines"]):
         stages, layers = pipeline["stages"], pipeline["layers"]
-        compute = [compute_s(links, devices, shape) for devices in stages]
-        tensor = [tensor_parallel_s(links, devices, shape) for devices in stages]
-        hops = [pipeline_hop_s(links, a, b, shape) for a, b in itertools.pairwise(stages)] + [0.0]
+        compute = [compute_s(interconnects, devices, shape) for devices in stages]
+        tensor = [tensor_parallel_s(interconnects, devices, shape) for devices in stages]
+        hops = [
+            pipeline_hop_s(interconnects, a, b, shape) for a, b in itertools.pairwise(stages)
+        ] + [0.0]
         stage = [n * (c + t) for n, c, t in zip(layers, compute, tensor)]
         num_micro_batches = case["authors_output"]["cfg"]["N_MB"]
         assert compute == pytest.approx(expected["comp_layer_s"], rel=1e-9)
@@ -72,12 +74,12 @@ def test_terms_of_the_text(index):
         assert over_all == pytest.approx(
             expected["pipeline_time_eq7_max_over_all_stages_s"], rel=1e-9
         )
-    sync = whole_data_parallel_s(case, links, shape)
+    sync = whole_data_parallel_s(case, interconnects, shape)
     assert sync == pytest.approx(case["seed_equations"]["comm_dp_eq5_s"], rel=1e-9)
     assert max(times) + sync == pytest.approx(case["seed_equations"]["total_eq8_s"], rel=1e-9)
 
 
-def whole_data_parallel_s(case, links, shape) -> float:
+def whole_data_parallel_s(case, interconnects, shape) -> float:
     """Eq. 5: the slowest stage's sum of Eq. 2 over its layers, each held by all devices that have
     it.
     """
@@ -89,7 +91,7 @@ def whole_data_parallel_s(case, links, shape) -> float:
         owners = [s for s, n in zip(pipeline["stages"], pipeline["layers"]) for _ in range(n)]
         for layer, devices in enumerate(owners):
             holders[layer] |= set(devices)
-    per_layer = [data_parallel_s(links, sorted(devices), shape) for devices in holders]
+    per_layer = [data_parallel_s(interconnects, sorted(devices), shape) for devices in holders]
     sums = []
     for pipeline in pipelines:
         first = 0
@@ -101,19 +103,19 @@ def whole_data_parallel_s(case, links, shape) -> float:
 
 @pytest.mark.parametrize("index", CASES)
 def test_terms_of_the_originals_code(index):
-    case, links, shape = load(index)
+    case, interconnects, shape = load(index)
     cfg = case["authors_output"]["cfg"]
     head = cfg["V"] / (16 * cfg["L"] * cfg["H"])
     for pipeline, expected in zip(case["case"]["pipelines"], case["authors_output"]["pipelines"]):
         stages = pipeline["stages"]
         hops = [
-            pipeline_hop_s(links, a, b, shape, doubles_broadcast=True)
+            pipeline_hop_s(interconnects, a, b, shape, doubles_broadcast=True)
             for a, b in itertools.pairwise(stages)
         ] + [0.0]
         times = []
         for devices, layers, theirs in zip(stages, pipeline["layers"], expected["stages"]):
-            compute = compute_s(links, devices, shape, head_share=head)
-            tensor = tensor_parallel_s(links, devices, shape)
+            compute = compute_s(interconnects, devices, shape, head_share=head)
+            tensor = tensor_parallel_s(interconnects, devices, shape)
             assert compute == pytest.approx(theirs["tp_comp_layer_s"], rel=1e-9)
             assert tensor == pytest.approx(theirs["tp_comm_layer_s"], rel=1e-9)
             times.append(layers * (compute + tensor))
@@ -145,12 +147,14 @@ def test_all_cases_are_covered():
 def test_latency_and_nodes_of_different_speed_count():
     rate = np.full((3, 3), 10.0)
     rate[2, :] = rate[:, 2] = 5.0
-    links = ClusterLinks(
+    interconnects = Interconnects(
         latency_s=np.full((3, 3), 0.5), bytes_per_s=rate, flops=np.array([2.0, 2.0, 1.0])
     )
     shape = LayerShape(hidden_size=10, num_tokens=3, type_bytes=1)
-    assert tensor_parallel_s(links, [0, 1, 2], shape, passes=1) == pytest.approx(2 * (0.5 + 10 / 5))
-    assert compute_s(links, [0, 2], shape) == 2 * compute_s(links, [0, 1], shape)
+    assert tensor_parallel_s(interconnects, [0, 1, 2], shape, passes=1) == pytest.approx(
+        2 * (0.5 + 10 / 5)
+    )
+    assert compute_s(interconnects, [0, 2], shape) == 2 * compute_s(interconnects, [0, 1], shape)
 
 
 @pytest.mark.parametrize(
@@ -163,4 +167,4 @@ def test_latency_and_nodes_of_different_speed_count():
 )
 def test_topologies_that_cannot_be_are_refused(rate, flops, message):
     with pytest.raises(HydraConfigError, match=message):
-        ClusterLinks(latency_s=np.zeros(rate.shape), bytes_per_s=rate, flops=flops)
+        Interconnects(latency_s=np.zeros(rate.shape), bytes_per_s=rate, flops=flops)

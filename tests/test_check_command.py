@@ -129,7 +129,7 @@ def test_a_problem_is_exit_code_1_with_the_document_on_stdout(tmp_path):
         (changed(hydra={"strategies": ["8x<1,1>"]}), "scheme <1,1> is not in profile"),
         (
             changed(hydra={"strategies": ["4x<2,1>"]}),
-            "no scheme holds a micro-batch of 32768 tokens on 8 devices",
+            "no scheme fits a micro-batch of 32768 tokens on 8 devices",
         ),
         (
             changed(hydra={"strategies": ["4x<2,1>", "2x<4,1>"], "max_process_groups": 6}),
@@ -267,7 +267,7 @@ def test_only_schemes_that_fit_the_devices_are_shown():
     report = check_config(CheckRequest(config=BASE, num_devices=2))
     assert {row["scheme"] for row in report.schemes} == {"<1,2>", "<2,1>"}
     assert any(
-        "no scheme holds a micro-batch of 32768 tokens on 2 devices" in problem
+        "no scheme fits a micro-batch of 32768 tokens on 2 devices" in problem
         for problem in report.problems
     )
 
@@ -339,7 +339,7 @@ def test_init_without_a_shipped_profile_turns_on_checkpointing_only_where_it_mus
         ),
         (
             ("--model", "llama2_32b", "--device", "a800", "--devices", 8, "--context", 99999),
-            "no scheme holds a micro-batch",
+            "no scheme fits a micro-batch",
         ),
     ],
 )

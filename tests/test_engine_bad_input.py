@@ -188,7 +188,7 @@ def make_mistakes(folder):
     dist.barrier()
     strategies = ["2x<1,1>", "1x<2,1>"]
     hydra = {"profile": str(profile), "strategies": strategies, "context_length": 120}
-    raised["longer than any pipeline holds"] = error_of(
+    raised["longer than any pipeline fits"] = error_of(
         lambda: initialize(data=dataset(110, 110, 110), hydra=hydra)
     )
     engine = start_hydra(tiny("llama", num_hidden_layers=2))
@@ -239,7 +239,7 @@ def make_mistakes(folder):
 
 
 LATER_MISTAKES = {
-    "longer than any pipeline holds": (InfeasiblePlanError, ("110", "hydra.memory_limit_bytes")),
+    "longer than any pipeline fits": (InfeasiblePlanError, ("110", "hydra.memory_limit_bytes")),
     "forward by hand": (HydraConfigError, ("forward()", "train_batch")),
     "backward by hand": (HydraConfigError, ("backward()", "train_batch")),
     "step by hand": (HydraConfigError, ("step()", "train_batch")),

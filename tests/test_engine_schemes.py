@@ -1,5 +1,5 @@
-"""Schemes with parts in the engine: uneven stages, checkpointed layers, streamed ones; they change
-no gradient.
+"""Schemes with options in the engine: uneven stages, checkpointed layers, streamed ones; they
+change no gradient.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ CANDIDATES = ["4x<1,1;ckpt=4>", "1x<1,2;stages=3,1> + 2x<1,1>", "2x<2,1>"]
 
 
 def dataset_runs(folder):
-    """Run folders of training from a dataset with candidates that have parts; with a profile given,
-    and measured.
+    """Run folders of training from a dataset with candidates that have options; with a profile
+    given, and measured.
     """
     document = small_profile(6_000_000, num_layers=4)
     document["memory"]["input_bytes_per_token_per_layer_per_hidden"] = 4

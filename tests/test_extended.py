@@ -66,13 +66,13 @@ def test_schemes_that_hold_more_or_take_less_are_added_once():
         } <= profile.latency.keys()
         if scheme.ckpt:
             longest, without = (
-                extended.max_len_tokens(s, 32) for s in (scheme, scheme.without_parts())
+                extended.max_len_tokens(s, 32) for s in (scheme, scheme.without_options())
             )
             assert without < CONTEXT
             assert longest >= 2 * without or longest >= CONTEXT / 8
 
 
-def test_parts_are_tried_only_where_a_scheme_does_not_hold_the_context():
+def test_parts_are_tried_only_where_a_scheme_does_not_fit_the_context():
     profile = a800("7b")
     assert all(s.ckpt == 0 for s in added(profile, num_devices=16, context=4096))
     assert any(s.sp > 1 for s in added(profile, num_devices=16, context=4096))
@@ -205,9 +205,9 @@ def test_measured_space_has_what_was_measured_and_nothing_else():
     assert found.assumed == ()
 
 
-def test_a_context_that_only_extended_schemes_hold():
+def test_a_context_that_only_extended_schemes_fit():
     with pytest.raises(
-        HydraConfigError, match=r'hydra\.planner\.space to "wide" \(--space wide\), which holds'
+        HydraConfigError, match=r'hydra\.planner\.space to "wide" \(--space wide\), which fits'
     ):
         propose(a800("32b"), "measured")
     found = propose(a800("32b"), "wide")
@@ -218,7 +218,7 @@ def test_a_context_that_only_extended_schemes_hold():
     assert known.max_len_tokens(static.schemes[0], 16) >= CONTEXT
     assert not static.schemes[0].is_plain
     widest = LengthHistogram.from_counts({9_000_000: 1})
-    with pytest.raises(HydraConfigError, match=r"no scheme holds a micro-batch of 9000000 tokens"):
+    with pytest.raises(HydraConfigError, match=r"no scheme fits a micro-batch of 9000000 tokens"):
         propose_strategies(
             a800("32b"), widest, num_devices=16, context_length=9_000_000, space="wide"
         )

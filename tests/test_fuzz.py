@@ -16,8 +16,8 @@ from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.candidates import load_strategies
 
 NAMES = (
-    "configuration", "profile", "profile with parts", "histogram", "strategies", "strategy", "strategy with parts",
-    "plan", "plan with parts", "manifest",
+    "configuration", "profile", "profile with options", "histogram", "strategies", "strategy", "strategy with options",
+    "plan", "plan with options", "manifest",
 )  # fmt: skip
 
 

@@ -154,7 +154,7 @@ def test_four_ranks_propose_once_and_agree(tmp_path):
     strategies = parse_strategies(found)
     assert all(s.num_devices == 4 for s in strategies)
     assert any(s.schemes == (Scheme(2, 1),) * 2 for s in strategies), (
-        "the static choice that holds the context"
+        "the static choice that fits the context"
     )
     assert len(strategies) > 1
     assert "fastest for" in described
@@ -162,7 +162,7 @@ def test_four_ranks_propose_once_and_agree(tmp_path):
     for result in results:
         for message in result[3]:
             assert (
-                "no scheme holds a micro-batch of 128 tokens on 4 devices, the longest that fits has"
+                "no scheme fits a micro-batch of 128 tokens on 4 devices, the longest that fits has"
                 in message
             )
             assert "activation checkpointing" in message

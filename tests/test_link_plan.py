@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from link_cases import World, decoder_specs, random_link, strategy_buckets
 
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.cost_models.alpha_beta import ClusterLinks
+from ds_hydra.strategy.cost_models.alpha_beta import Interconnects
 from ds_hydra.zero_link import ParamSpec, Region, SliceRef, Slicing, plan_link
 from ds_hydra.zero_link.node_aware import cut_cells
 from ds_hydra.zero_link.traffic import LinkAccounts, exchange_s
@@ -309,7 +309,7 @@ def test_groups_that_need_the_same_are_found():
 
 
 def test_an_exchange_lasts_as_long_as_its_busiest_device():
-    links = ClusterLinks(
+    links = Interconnects(
         latency_s=np.full((3, 3), 1.0), bytes_per_s=np.full((3, 3), 10.0), flops=np.ones(3)
     )
     assert exchange_s(links, np.zeros((3, 3), dtype=np.int64)) == 0

@@ -85,10 +85,10 @@ def test_the_strategy_whose_iteration_is_shortest_wins(lengths, times, overlap):
     table = dict(zip(STRATEGIES, times, strict=True))
     planner = with_links(table, num_perturbations=0, overlaps_links=overlap)
     plan, time_ms = run(lengths, STRATEGIES, planner)
-    holding = [
+    fitting = [
         s for s in STRATEGIES if max(lengths) <= max(MAX_LEN[scheme] for scheme in s.schemes)
     ]
-    alone = {s: run(lengths, [s], planner)[1] for s in holding}
+    alone = {s: run(lengths, [s], planner)[1] for s in fitting}
     assert time_ms == pytest.approx(min(alone.values()))
     simulation = simulate_plan(plan, LAYERED, links=table[plan.strategy], overlap=overlap)
     assert time_ms == pytest.approx(simulation.push_end_ms)

@@ -107,7 +107,7 @@ def choice_on(between_nodes, lengths):
             shape = LayerShape(hidden_size=1024, num_tokens=tokens)
             parts = StageParts(layer_ms=tokens / 100 / scheme.tp, ends_ms=tokens / 200 / scheme.tp)
             times[ProbeMicroBatch(tokens)] = stage_ms(
-                scheme, parts, topology.links(), shape, num_layers=8, passes=8
+                scheme, parts, topology.interconnects(), shape, num_layers=8, passes=8
             )
         entries.append(scheme_entry(scheme, times))
     profile = small_profile(10**12, num_layers=8) | {"schemes": entries}

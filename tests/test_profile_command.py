@@ -302,7 +302,7 @@ def test_one_device_measures_slices_and_adds_the_clusters_communication(tmp_path
         pass_ms = 1e3 * (1e-4 + length * 32 * 4 / 2 / 1e9)
         assert costly - cheap == pytest.approx((6 * 8 + 2 * 2) * pass_ms, abs=2e-3)
     # <4,2> fills both nodes: each stage is inside one, the hop between them goes through the slow
-    # link.
+    # interconnect.
     for length, cheap, costly in zip((8, 32, 64), times[0][4, 2], times[1][4, 2], strict=True):
         pass_ms = 1e3 * 3 * (1e-4 + length * 32 * 4 / 4 / 1e9)
         hop_ms = 1e3 * 2 * (1e-3 + length * 32 * 4 / 1e8)
@@ -323,7 +323,7 @@ def invoke(*arguments):
 
 
 @pytest.mark.distributed
-def test_the_command_alone_says_what_would_hold_the_context(tmp_path):
+def test_the_command_alone_says_what_would_fit_the_context(tmp_path):
     """One process, one device, one small memory; also: the example of the help and the one
     document.
     """
@@ -338,7 +338,7 @@ def test_the_command_alone_says_what_would_hold_the_context(tmp_path):
     assert json.loads(stdout) == json.loads(out.read_text())
     assert not out.with_name("p.json.partial").exists()
     for advice in (
-        "no scheme holds a micro-batch of 4096 tokens",
+        "no scheme fits a micro-batch of 4096 tokens",
         "lower the context to",
         "checkpointing",
     ):
@@ -412,10 +412,10 @@ def test_nodes_may_have_links_of_different_speed():
         TOPOLOGY["nodes"][0] | {"count": 1},
         {**TOPOLOGY["nodes"][0], "count": 1, "bytes_per_s": 1e8},
     )
-    links = Topology.from_json(dict(TOPOLOGY, nodes=[fast, slow])).links()
-    assert links.bytes_per_s[0, 1] == 1e9
-    assert links.bytes_per_s[4, 5] == links.bytes_per_s[3, 4] == 1e8
-    assert (links.latency_s[4, 5], links.latency_s[3, 4]) == (1e-4, 1e-3)
+    interconnects = Topology.from_json(dict(TOPOLOGY, nodes=[fast, slow])).interconnects()
+    assert interconnects.bytes_per_s[0, 1] == 1e9
+    assert interconnects.bytes_per_s[4, 5] == interconnects.bytes_per_s[3, 4] == 1e8
+    assert (interconnects.latency_s[4, 5], interconnects.latency_s[3, 4]) == (1e-4, 1e-3)
 
 
 def slices_in_shards(model):

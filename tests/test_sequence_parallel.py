@@ -1,4 +1,4 @@
-"""Pieces of a micro-batch on several ranks compute what the whole micro-batch does on one:
+"""Sequence shards of a micro-batch on several ranks compute what the whole micro-batch does on one:
 attention, gradients, training.
 """
 
@@ -18,7 +18,7 @@ from test_engine_training import batches
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.model.attention import PackedMicroBatch, hydra_varlen
-from ds_hydra.engine.parallel.ulysses import Piece
+from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.profiling.profiler import token_bytes
 from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
@@ -29,8 +29,8 @@ CPU = torch.device("cpu")
 MODULE = torch.nn.Identity()
 
 MICRO_BATCHES = ((33, 5, 17, 8), (1,), (4,), (3, 2), (1, 1, 1, 1), (64,))
-"""Cut inside sequences, a multiple of the ranks or not, one token per piece, fewer tokens than
-ranks.
+"""Cut inside sequences, a multiple of the ranks or not, one token per sequence shard, fewer tokens
+than ranks.
 """
 HEADS = ((4, 4), (4, 2), (4, 1), (12, 3), (12, 6))
 """Query and key-value heads: the latter divide by 4 ranks, the ranks by them, or neither."""
@@ -45,7 +45,7 @@ def attend(micro_batch, query, key, value, **options):
 
 def check_attention():
     size, rank = dist.get_world_size(), dist.get_rank()
-    piece = Piece(dist.new_group(list(range(size))), size, rank)
+    sequence_shard = SequenceShard(dist.new_group(list(range(size))), size, rank)
     worst = 0.0
     for options in (
         {},
@@ -68,7 +68,7 @@ def check_attention():
                 )
                 (wanted * weight[:, :tokens]).sum().backward()
                 mine = slice(rank * padded // size, (rank + 1) * padded // size)
-                micro_batch = PackedMicroBatch.build(lengths, CPU, piece)
+                micro_batch = PackedMicroBatch.build(lengths, CPU, sequence_shard)
                 assert micro_batch.num_tokens == padded // size
                 got, got_leaves = attend(
                     micro_batch, *(x[:, :, mine] for x in (query, key, value)), **options
@@ -89,14 +89,14 @@ def check_attention():
     return worst
 
 
-def check_pieces():
+def check_sequence_shards():
     """Positions and cuts of a micro-batch of 5 + 2 tokens on 4 ranks; 16-bit heads travel as they
     are.
     """
     size, rank = dist.get_world_size(), dist.get_rank()
-    piece = Piece(dist.new_group(list(range(size))), size, rank)
-    micro_batch = PackedMicroBatch.build([5, 2], CPU, piece)
-    cut = piece.cut(torch.arange(7), fill=-100).tolist()
+    sequence_shard = SequenceShard(dist.new_group(list(range(size))), size, rank)
+    micro_batch = PackedMicroBatch.build([5, 2], CPU, sequence_shard)
+    cut = sequence_shard.cut(torch.arange(7), fill=-100).tolist()
     query, key = (torch.randn(1, heads, 2, 8, dtype=torch.bfloat16) for heads in (4, 2))
     out, _ = hydra_varlen(MODULE, query, key, key, None, packed_micro_batch=micro_batch)
     return (
@@ -115,7 +115,9 @@ def test_attention_over_pieces_equals_attention_over_the_micro_batch():
 
 @pytest.mark.distributed
 def test_a_micro_batch_is_cut_into_equal_pieces():
-    positions, cuts, lengths, begins, dtypes = zip(*run_distributed(check_pieces, 4), strict=True)
+    positions, cuts, lengths, begins, dtypes = zip(
+        *run_distributed(check_sequence_shards, 4), strict=True
+    )
     assert positions == ([0, 1], [2, 3], [4, 0], [1, 0])
     assert cuts == ([0, 1], [2, 3], [4, 5], [6, -100])
     assert set(lengths) == {(5, 2, 1)}
@@ -132,7 +134,7 @@ STRATEGIES = (
     "1x<sp2,1> + 1x<2,1>",
 )
 SHORT_ROWS = (2, 2, 3, 1, 1, 2, 1)
-"""Micro-batches of 2 to 5 tokens: one for each piece, or less."""
+"""Micro-batches of 2 to 5 tokens: one for each sequence shard, or less."""
 LAYER_BY_LAYER = {"activation_checkpointing": True}
 
 PARITY = {

@@ -94,7 +94,7 @@ def test_timeline_of_both_spaces(files):
     assert "choose ds_hydra or plain" in invoke(*arguments(files), "--timeline-of", "static").stderr
 
 
-def test_strategies_with_checkpointed_layers_hold_what_no_other_scheme_does(files):
+def test_strategies_with_checkpointed_layers_fit_what_no_other_scheme_does(files):
     (files / "ckpt.json").write_text(json.dumps(checkpointing_document()))
     candidates = {
         "schema": "ds_hydra.strategies/1", "num_devices": 4, "context_length": 300,
@@ -112,11 +112,11 @@ def test_strategies_with_checkpointed_layers_hold_what_no_other_scheme_does(file
         "--histogram",
         lengths,
     ]
-    assert "no scheme holds a micro-batch of 300 tokens" in invoke(*options).stderr
+    assert "no scheme fits a micro-batch of 300 tokens" in invoke(*options).stderr
     result = invoke(*options, "--strategies", files / "candidates.json", "--json")
     assert result.exit_code == 0, result.stderr
     assert json.loads(result.stdout)["systems"][0]["strategy"] == "1x<4,1;ckpt=4> (100%)"
-    assert "left out, because nothing that they run holds the context: megatron, " in result.stderr
+    assert "left out, because nothing that they run fits the context: megatron, " in result.stderr
 
 
 def test_text_has_bound_speedups_and_prices(files):
@@ -166,7 +166,7 @@ def test_list_cases():
     ("extra", "message"),
     [
         (["--devices", 1], "use 2 devices"),
-        (["--context", 1000], "no scheme holds a micro-batch of 1000 tokens"),
+        (["--context", 1000], "no scheme fits a micro-batch of 1000 tokens"),
         (["--devices", "4,x"], "--devices '4,x': expected whole numbers"),
         (["--devices", "0"], "--devices '0': expected whole numbers"),
         (["--systems", "megatorn"], "system 'megatorn' is not known"),

@@ -165,7 +165,7 @@ def test_imbalance_of_the_bound_by_hand():
     assert bound_of(even, even.batches[0], [Scheme(1, 1), Scheme(2, 1)]).imbalance == 0
 
 
-def test_context_that_only_checkpointed_layers_hold():
+def test_context_that_only_checkpointed_layers_fit():
     """Static systems, which run <TP,PP> alone, are left out; the bound knows the scheme."""
     profile = Profile.from_json(checkpointing_document())
     strategy = Strategy.parse("1x<4,1;ckpt=4>")
@@ -180,7 +180,7 @@ def test_context_that_only_checkpointed_layers_hold():
     assert found.get("two_stage") is None
     assert found.get("static").strategy == str(strategy)
     assert np.isfinite(found.planned["ds_hydra"].perfect_balance_ms).all()
-    with pytest.raises(HydraConfigError, match="no scheme holds a micro-batch of 300 tokens"):
+    with pytest.raises(HydraConfigError, match="no scheme fits a micro-batch of 300 tokens"):
         compare(dataclasses.replace(workload, profile=profile), None, Settings(iterations=3))
 
 

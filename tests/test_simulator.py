@@ -37,7 +37,7 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
 def small_profile() -> Profile:
-    """<1,1> holds 60 tokens, <2,1> 120, <4,1> 240; large groups are slower per device."""
+    """<1,1> fits 60 tokens, <2,1> 120, <4,1> 240; large groups are slower per device."""
     document = dict(
         make_profile(
             {"<1,1>": (1e-3, 1.0, 2.0), "<2,1>": (6e-4, 0.6, 2.0), "<4,1>": (4e-4, 0.4, 2.0)},
@@ -98,7 +98,7 @@ def test_megatron_by_hand():
     assert result.bubble == pytest.approx([1 - (slow + fast) / (2 * slow)])
 
 
-def test_megatron_is_tuned_over_every_scheme_that_holds_the_context():
+def test_megatron_is_tuned_over_every_scheme_that_fits_the_context():
     scenario = make_scenario([40, 100, 60, 30], [90, 5, 5])
     tuned = fixed_length(scenario, name="megatron")
     each = [fixed_length(scenario, [Strategy.parse(s)], name="x") for s in ("2x<2,1>", "1x<4,1>")]
@@ -299,7 +299,7 @@ def test_dynamic_says_how_often_it_chose_what():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context_length": 1000}, "no scheme holds a micro-batch of 1000 tokens on 4 devices"),
+        ({"context_length": 1000}, "no scheme fits a micro-batch of 1000 tokens on 4 devices"),
         ({"num_devices": 1}, "use 2 devices"),
         ({"tokens_per_iteration": 50}, "raise --tokens to 100 or more"),
         ({"given": Strategy.parse("2x<4,1>")}, "needs 8 devices, there are 4"),
@@ -320,7 +320,7 @@ def test_unknown_system():
 
 def test_sweep_checks_every_point_before_the_first():
     seen = []
-    with pytest.raises(HydraConfigError, match="no scheme holds"):
+    with pytest.raises(HydraConfigError, match="no scheme fits"):
         sweep(
             make_workload(), Axes(devices=(4,), contexts=(100, 1000)), Settings(iterations=1),
             progress=lambda *done: seen.append(done),

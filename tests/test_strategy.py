@@ -159,7 +159,7 @@ def test_the_first_layers_of_every_stage_stream():
     assert [s.streams_all for s in (every, some, Scheme(2, 2))] == [True, False, False]
     assert [s.to_json()["stream"] for s in (every, some)] == ["all", 1]
     assert [s.is_plain for s in (every, some)] == [False, False]
-    assert every.without_parts() == Scheme(2, 2)
+    assert every.without_options() == Scheme(2, 2)
     every.check_layers(2)
     some.check_layers(8)
     assert not Scheme(2, 2).streamed_layers(9, 1)

@@ -276,7 +276,7 @@ def test_collectives_of_a_stage_by_hand():
         return composed_stage_ms(
             scheme,
             parts,
-            topology.links(),
+            topology.interconnects(),
             shape,
             num_layers=2,
             passes=10 if cuts_micro_batches else 8,

@@ -118,7 +118,7 @@ def start_config(
     if report.problems and profile is None:
         hydra["activation_checkpointing"] = True
         reasons["hydra.activation_checkpointing"] = (
-            f"by an estimate no scheme holds {context} tokens without it; costs about 1/3 more time"
+            f"by an estimate no scheme fits {context} tokens without it; costs about 1/3 more time"
         )
         report = _check(config, model, devices, device)
     if report.problems:

@@ -15,7 +15,7 @@ from ds_hydra.errors import HydraConfigError
 if TYPE_CHECKING:
     from ds_hydra.engine.model.stage_model import StageModel
     from ds_hydra.strategy import Strategy
-    from ds_hydra.strategy.cost_models.alpha_beta import ClusterLinks
+    from ds_hydra.strategy.cost_models.alpha_beta import Interconnects
     from ds_hydra.zero_link.traffic import LinkAccounts, LinkTraffic
 
 
@@ -109,7 +109,9 @@ def _account(
             f"{strategy} needs {strategy.num_devices} devices, --devices is {num_devices}; "
             f"use --devices {strategy.num_devices} or more"
         )
-    ranks_per_node, links, name = _read_links(topology, num_devices, devices_per_node)
+    ranks_per_node, interconnects, name = _read_interconnects(
+        topology, num_devices, devices_per_node
+    )
 
     from ds_hydra.engine.model.meta_model import load_stage_model
     from ds_hydra.zero_link.home_parts import flat_specs, parts_from_other_hosts
@@ -157,8 +159,8 @@ def _account(
                 for case in accounts.special_cases()
             ],
             "least_bytes_across_nodes": needed.least_across_nodes() * size,
-            "direct": _routes(accounts, accounts.direct(links, size), size),
-            "node_aware": _routes(accounts, accounts.node_aware(links, size), size),
+            "direct": _routes(accounts, accounts.direct(interconnects, size), size),
+            "node_aware": _routes(accounts, accounts.node_aware(interconnects, size), size),
         }
     return document
 
@@ -217,16 +219,16 @@ def _routes(accounts: LinkAccounts, traffic: LinkTraffic, size: int) -> dict[str
     }
 
 
-def _read_links(
+def _read_interconnects(
     topology: str, num_devices: int, per_node: int | None
-) -> tuple[int, ClusterLinks, str]:
+) -> tuple[int, Interconnects, str]:
     """Devices of a node, latency and bandwidth between all of them, and the name of what they come
     from.
     """
     import numpy as np
 
     from ds_hydra.configs.files import read_json_object
-    from ds_hydra.strategy.cost_models.alpha_beta import ClusterLinks
+    from ds_hydra.strategy.cost_models.alpha_beta import Interconnects
     from ds_hydra.strategy.cost_models.analytic import HARDWARE_SCHEMA, Hardware
     from ds_hydra.strategy.cost_models.topology import TOPOLOGY_SCHEMA, Topology
 
@@ -245,7 +247,7 @@ def _read_links(
                 f"{path} has nodes of {', '.join(map(str, sorted(sizes)))} devices; routes know nodes of one size: "
                 f"say which with --devices-per-node, e.g. {min(sizes)}"
             )
-        return per_node or sizes.pop(), cluster.links(), str(path)
+        return per_node or sizes.pop(), cluster.interconnects(), str(path)
     if document.get("schema") != HARDWARE_SCHEMA:
         raise HydraConfigError(
             f"{path}: schema is {document.get('schema')!r}, expected {TOPOLOGY_SCHEMA!r} or {HARDWARE_SCHEMA!r}"
@@ -261,12 +263,12 @@ def _read_links(
     per_node = per_node or hardware.devices_per_node
     node = np.arange(num_devices) // per_node
     is_inside = node[:, None] == node[None, :]
-    links = ClusterLinks(
+    interconnects = Interconnects(
         latency_s=np.where(is_inside, intra, inter),
         bytes_per_s=np.where(is_inside, hardware.intra_node_rate, hardware.inter_node_rate),
         flops=np.ones(num_devices),
     )
-    return per_node, links, hardware.name
+    return per_node, interconnects, hardware.name
 
 
 def _describe(document: dict[str, Any]) -> str:

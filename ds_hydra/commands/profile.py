@@ -202,7 +202,7 @@ def _num_devices(document: dict[str, Any], request: ProfileRequest) -> int:
 
 
 def _warn_of_context(document: dict[str, Any], request: ProfileRequest) -> None:
-    """Say what would help where no scheme holds the context; the profile is as measured all the
+    """Say what would help where no scheme fits the context; the profile is as measured all the
     same.
     """
     try:

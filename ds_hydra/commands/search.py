@@ -34,7 +34,7 @@ def search(
         float, typer.Option(min=0.001, help="Memory of a device in GB (2^30 bytes).")
     ],
     layers: Annotated[
-        Path | None, typer.Option(help="Layer costs and links, ds_hydra.layers/1.")
+        Path | None, typer.Option(help="Layer costs and interconnects, ds_hydra.layers/1.")
     ] = None,
     profile: Annotated[
         str | None,
@@ -43,7 +43,7 @@ def search(
     hardware: Annotated[
         str,
         typer.Option(
-            help="With --profile: whose links, a ds_hydra.hardware/1 file or a shipped name."
+            help="With --profile: whose interconnects, a ds_hydra.hardware/1 file or a shipped name."
         ),
     ] = "a800",
     sequence: Annotated[

@@ -280,7 +280,7 @@ def _compare(workload: Workload, settings: Settings, hardware: str | None) -> Co
     found = compare(workload, cluster, settings)
     left_out = [name for name in settings.systems if name != "given" and found.get(name) is None]
     if left_out:
-        log(f"left out, because nothing that they run holds the context: {', '.join(left_out)}")
+        log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")
     return found
 
 

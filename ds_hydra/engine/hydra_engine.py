@@ -137,7 +137,7 @@ class HydraEngine(CheckpointingEngine):
         global mini-batch, the same list of {"input_ids": [l], "labels": [l]} on every rank.
         `strategy` (for example "2x<1,2>") forces one, else the best candidate is taken. The loss is
         a 0-dim fp32 tensor, equal on all ranks. Raises InfeasiblePlanError on all ranks where no
-        strategy can hold a sequence.
+        strategy can fit a sequence.
         """
         start = time.perf_counter()
         self._check_trainable()

@@ -20,7 +20,7 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo, StageIO, run_1f1b, run_forward_only
 from ds_hydra.engine.parallel.tensor_parallel import summed_cross_entropy
-from ds_hydra.engine.parallel.ulysses import Piece
+from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.ranks.agreement import gather_rows, raise_together
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.engine.ranks.hosts import find_hosts, ranks_per_node, warn_of_placement
@@ -112,7 +112,7 @@ class Role:
 
     @property
     def sp_ranks(self) -> tuple[int, ...]:
-        """The SP group: ranks with the same slices, in the order of their pieces of it."""
+        """The SP group: ranks with the same slices, in the order of their sequence shards of it."""
         begin = self.stage * self.scheme.ranks_per_stage
         return self.ranks[begin : begin + self.scheme.ranks_per_stage][
             self.tp_rank :: self.scheme.tp
@@ -611,9 +611,9 @@ class Propagator:
         self._enter(role, work, slices)
         try:
             stage = self._stage_info(role, slices)
-            piece = self._piece(role)
+            sequence_shard = self._sequence_shard(role)
             micro_batches = MicroBatchTensors.load(
-                plan, plan.pipelines[role.pipeline], stage, load, self._device, piece
+                plan, plan.pipelines[role.pipeline], stage, load, self._device, sequence_shard
             )
             scale = 1.0 if loss_scale is None else loss_scale / plan.num_label_tokens
 
@@ -673,13 +673,13 @@ class Propagator:
             device=self._device,
         )
 
-    def _piece(self, role: Role) -> Piece | None:
+    def _sequence_shard(self, role: Role) -> SequenceShard | None:
         """What this rank holds of each micro-batch, where its pipeline cuts or pads it."""
         sp, multiple = role.scheme.sp, self.stage_model.tp.micro_batch_multiple(role.scheme.tp)
         if sp == 1 and multiple == 1:
             return None
         group = self.groups.get("sp", role.sp_ranks) if sp > 1 else None
-        return Piece(group, sp, role.sp_rank, multiple)
+        return SequenceShard(group, sp, role.sp_rank, multiple)
 
     def _stage_io(self, role: Role) -> StageIO:
         step, pp = role.scheme.ranks_per_stage, role.scheme.pp
@@ -704,7 +704,8 @@ class Propagator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchTensors:
-    """One packed micro-batch, or this rank's piece of it, on the compute device; T are its tokens.
+    """One packed micro-batch, or this rank's sequence shard of it, on the compute device; T are its
+    tokens.
 
     Tokens only on first stages, targets only on last ones.
     """
@@ -723,16 +724,19 @@ class MicroBatchTensors:
         stage: StageInfo,
         load: LoadExample,
         device: torch.device,
-        piece: Piece | None = None,
+        sequence_shard: SequenceShard | None = None,
     ) -> list[MicroBatchTensors]:
-        """The micro-batches of `pipeline` that `stage` needs, cut to `piece` after labels were
-        shifted.
+        """The micro-batches of `pipeline` that `stage` needs, cut to `sequence_shard` after labels
+        were shifted.
         """
 
         def join(parts: list[Tensor], fill: int) -> Tensor:
             micro_batch_T = torch.cat(parts)
             return to_device(
-                micro_batch_T if piece is None else piece.cut(micro_batch_T, fill), device
+                micro_batch_T
+                if sequence_shard is None
+                else sequence_shard.cut(micro_batch_T, fill),
+                device,
             )
 
         micro_batches = []
@@ -744,7 +748,9 @@ class MicroBatchTensors:
                     ids = join([input_ids for input_ids, _ in examples], 0).unsqueeze(0)
                 if stage.is_last:
                     targets = join([shift_labels(labels) for _, labels in examples], IGNORED_LABEL)
-            packed = PackedMicroBatch.build(plan.micro_batch_lengths(micro_batch), device, piece)
+            packed = PackedMicroBatch.build(
+                plan.micro_batch_lengths(micro_batch), device, sequence_shard
+            )
             micro_batches.append(cls(packed=packed, input_ids_T=ids, targets_T=targets))
         return micro_batches
 

@@ -345,7 +345,7 @@ class HydraRuntime:
         return self.strategies.index(strategy) if strategy in self.strategies else -1
 
     def pack_occupancy(self, plan: IterationPlan) -> float:
-        """Tokens of `plan` over what its micro-batches could hold; NaN without a profile. Not
+        """Tokens of `plan` over what its micro-batches could fit; NaN without a profile. Not
         collective.
         """
         return math.nan if self._profile is None else pack_occupancy(plan, self._profile)
@@ -431,7 +431,7 @@ class HydraRuntime:
     def _use_measured(self, document: Mapping[str, Any]) -> None:
         """Plan with a measured profile, and with the candidates that it knows."""
         self._profile = fit_memory(document, self.config)
-        if self.config.strategies is None:  # schemes that hold no micro-batch were left out
+        if self.config.strategies is None:  # schemes that fit no micro-batch were left out
             known = self._profile.latency
             self.strategies = tuple(s for s in self._at_start if all(x in known for x in s.schemes))
 
@@ -533,7 +533,7 @@ class HydraRuntime:
     def _fit_candidates_to_data(self) -> None:
         """Propose candidates from the lengths of the data where these decide.
 
-        Rank 0 proposes. Raises InfeasiblePlanError on all ranks where nothing holds the longest
+        Rank 0 proposes. Raises InfeasiblePlanError on all ranks where nothing fits the longest
         sequence.
         """
         profile, settings = self.know_profile(), self._settings()
@@ -643,7 +643,7 @@ class HydraRuntime:
 
 
 def _check_longest(profile: Profile, settings: CandidateSettings) -> None:
-    """Raise InfeasiblePlanError where nothing holds the longest sequence of the data."""
+    """Raise InfeasiblePlanError where nothing fits the longest sequence of the data."""
     try:
         check_longest(profile, settings)
     except HydraConfigError as error:

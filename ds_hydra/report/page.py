@@ -101,7 +101,7 @@ def render_runs(runs: Sequence[Run]) -> str:
             Section(
                 "lengths",
                 "Lengths of the sequences",
-                "Short sequences are many, long ones hold the tokens; a scheme holds no micro-batch above its MaxLen.",
+                "Short sequences are many, long ones hold the tokens; a scheme fits no micro-batch above its MaxLen.",
                 charts.draw_lengths(runs),
             ),
             Section(

@@ -1,8 +1,8 @@
 """Which strategies a run chooses among: the one place where engine, `check`, `propose` and
 `simulate` decide it.
 
-Pure: what the model can run, what the hardware's links are and which lengths the data has are
-arguments.
+Pure: what the model can run, what the hardware's interconnects are and which lengths the data has
+are arguments.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class CandidateSettings:
 
     @property
     def links_of(self) -> Callable[[Strategy], LinkTimes] | None:
-        """Pull and push of a strategy; None where nothing is known of the links."""
+        """Pull and push of a strategy; None where nothing is known of the interconnects."""
         return None if self.cluster is None else self.cluster.pushing(self.push_share)
 
 
@@ -146,7 +146,7 @@ def decide_candidates(
     on more devices what these lengths suggest. As long as profile or lengths are not known:
     strategies of two schemes, or of one scheme on more devices.
 
-    Raises HydraConfigError where nothing holds the longest of the lengths, or the model runs no
+    Raises HydraConfigError where nothing fits the longest of the lengths, or the model runs no
     scheme.
     """
     extended = None if profile is None or settings.given else _extended(profile, settings)
@@ -205,7 +205,7 @@ def proposes(
 def check_longest(
     profile: Profile, settings: CandidateSettings, extended: Profile | None = None
 ) -> None:
-    """Raise HydraConfigError where no scheme of any candidate holds a sequence of the context."""
+    """Raise HydraConfigError where no scheme of any candidate fits a sequence of the context."""
     schemes = {scheme for strategy in settings.given for scheme in strategy.schemes}
     known = with_schemes_of(profile, settings.given)
     if not settings.given:

@@ -98,7 +98,7 @@ class KeptStrategy:
                 else f"suits maximum length {low}"
             )
         if self.is_best_static:
-            parts.append("the best static strategy, which holds the whole context")
+            parts.append("the best static strategy, which fits the whole context")
         return "; ".join(parts)
 
 
@@ -119,7 +119,7 @@ class Proposal:
     """Schemes of the kept strategies whose times nobody measured."""
     kept_ms: float
     plain_ms: float | None
-    """With the kept strategies of <TP,PP> alone; None where those do not hold every sequence."""
+    """With the kept strategies of <TP,PP> alone; None where those do not fit every sequence."""
     all_candidates_ms: float
     best_static_ms: float | None
 
@@ -225,10 +225,10 @@ def propose_among(
     tokens = tokens_per_iteration or default_tokens_per_iteration(num_devices, context_length)
     histogram = histogram.limit(context_length)
     is_extended = not all(scheme.is_plain for scheme in usable_schemes(profile, num_devices, space))
-    plain_holds = (
+    plain_fits = (
         bool(homogeneous_strategies(profile, num_devices, context_length)) or not is_extended
     )
-    spaces: list[Space] = ["plain"] if plain_holds and not given else []
+    spaces: list[Space] = ["plain"] if plain_fits and not given else []
     spaces += [space] if is_extended else []
 
     if not is_extended and not given:
@@ -260,7 +260,7 @@ def propose_among(
                 )
             )
         table |= trial.search(tuple(tried), steps, _in_turn(progress, turn, len(spaces)))
-        if not any(map(trial.holds_context, chosen)):
+        if not any(map(trial.fits_context, chosen)):
             static, times_ms = trial.best_static(each)
             table[static] = times_ms
             _check_communicators(static, pruning)
@@ -322,7 +322,7 @@ class _Trial:
         self._numbers = range(len(batches))
         self._known: list[dict[Strategy, float]] = [{} for _ in batches]
 
-    def holds_context(self, strategy: Strategy) -> bool:
+    def fits_context(self, strategy: Strategy) -> bool:
         """Whether a sequence of the context has a place in `strategy`."""
         return self._longest(strategy) >= self.context_length
 
@@ -333,7 +333,7 @@ class _Trial:
         )
 
     def best_static(self, space: Space) -> tuple[Strategy, FloatArray]:
-        """The fastest strategy of one scheme that holds the context, on average, and its times."""
+        """The fastest strategy of one scheme that fits the context, on average, and its times."""
         static = homogeneous_strategies(self.profile, self.num_devices, self.context_length, space)
         times = {strategy: self.times_ms(strategy) for strategy in static}
         return min(times.items(), key=lambda item: float(item[1].mean()))
@@ -476,7 +476,7 @@ def _describe(
 ) -> Proposal:
     times = np.stack([table[strategy] for strategy in chosen])
     won = Counter(np.argmin(times, axis=0).tolist())
-    static = [s for s in chosen if not s.is_heterogeneous and trial.holds_context(s)]
+    static = [s for s in chosen if not s.is_heterogeneous and trial.fits_context(s)]
     best_static = min(static, key=lambda s: float(table[s].mean()), default=None)
     plain_ms = float(np.min([table[s] for s in plain], axis=0).mean()) if plain else np.inf
     kept = [

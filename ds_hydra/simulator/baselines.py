@@ -44,7 +44,7 @@ def fixed_length(
     """Megatron-LM: one homogeneous strategy, first-fit-decreasing micro-batches of the context,
     dealt out in turn.
 
-    `strategies`: the choices, all that hold the context if none is given. `tunes_micro_batches`:
+    `strategies`: the choices, all that fit the context if none is given. `tunes_micro_batches`:
     micro-batches may also be as long as memory allows, or half way there; Megatron-LM itself has
     one sequence length.
     """
@@ -54,7 +54,7 @@ def fixed_length(
         if longest < scenario.context_length:
             raise HydraConfigError(
                 f"baseline {strategy}: MaxLen is {longest} on {scenario.num_devices} devices, the context "
-                f"{scenario.context_length}; give a strategy that holds it"
+                f"{scenario.context_length}; give a strategy that fits it"
             )
         choices = {scenario.context_length}
         if tunes_micro_batches:
@@ -100,7 +100,7 @@ def hotspa(scenario: Scenario, *, name: str) -> SystemResult:
     """Several homogeneous strategies after another in every iteration, each for its interval of
     lengths.
 
-    Tuned over the boundaries of App. F and, for each interval, over the schemes that hold it;
+    Tuned over the boundaries of App. F and, for each interval, over the schemes that fit it;
     micro-batches are as long as memory allows, at most the context. A switch costs the parameters
     of the new strategy and the gradients of the old one: bytes only, where the paper measured
     nearly 2 s for 7B.
@@ -187,11 +187,11 @@ def two_stage(scenario: Scenario, strategies: Sequence[Strategy], *, name: str) 
 def heterogeneous_static(
     scenario: Scenario, candidates: Sequence[Strategy], *, name: str
 ) -> SystemResult:
-    """`two_stage` with those of `candidates` that hold the context, and every homogeneous strategy
+    """`two_stage` with those of `candidates` that fit the context, and every homogeneous strategy
     that does.
     """
-    holding = [s for s in candidates if scenario.longest(s) >= scenario.context_length]
-    return two_stage(scenario, tuple(dict.fromkeys((*holding, *scenario.statics()))), name=name)
+    fitting = [s for s in candidates if scenario.longest(s) >= scenario.context_length]
+    return two_stage(scenario, tuple(dict.fromkeys((*fitting, *scenario.statics()))), name=name)
 
 
 def _planned(

@@ -58,7 +58,7 @@ LABELS = {
 }
 """Systems in the order they are shown, with what users see."""
 NEED_STATIC = ("megatron", "megatron_lengths", "hotspa", "balanced", "two_stage")
-"""Systems that run <TP,PP> which hold the context, and are left out where only schemes with parts
+"""Systems that run <TP,PP> which fit the context, and are left out where only schemes with options
 do.
 """
 FULL_STATIC = "full_static"
@@ -331,7 +331,7 @@ class Comparison:
 def compare(workload: Workload, cluster: Cluster | None, settings: Settings) -> Comparison:
     """Simulate ds_hydra and `settings.systems` on the same mini-batches of `workload`.
 
-    Raises HydraConfigError where no scheme holds the context or a given strategy does not fit.
+    Raises HydraConfigError where no scheme fits the context or a given strategy does not fit.
     """
     check_workload(workload)
     histogram = workload.histogram.limit(workload.context_length)
@@ -407,7 +407,7 @@ def _plan(
 
 
 def check_workload(workload: Workload) -> None:
-    """Raise HydraConfigError for a context that nothing holds, or a strategy that has no place in
+    """Raise HydraConfigError for a context that nothing fits, or a strategy that has no place in
     the cluster.
     """
     check_context(workload.profile, workload.num_devices, workload.context_length)

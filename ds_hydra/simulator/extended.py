@@ -51,7 +51,7 @@ def extended_scenario(scenario: Scenario) -> Scenario:
 
 
 def extended_schemes(scenario: Scenario) -> tuple[Scheme, ...]:
-    """Schemes that fit the devices and hold a micro-batch of one token at least, without those that
+    """Schemes that fit the devices and fit a micro-batch of one token at least, without those that
     another one makes useless: <TP,PP>, SP, streamed layers, and checkpointed ones where that holds
     longer micro-batches with less device time.
     """
@@ -69,8 +69,8 @@ def with_sequence_parallelism(
     two.
 
     Where <SP x TP,1> was profiled, by `estimate_latency`. Where it was not, a micro-batch's
-    exchanges count as in `ulysses.py`, by the links of `cluster`; without one such schemes are left
-    out.
+    exchanges count as in `ulysses.py`, by the interconnects of `cluster`; without one such schemes
+    are left out.
     """
     heads = profile.document["model"].get("num_attention_heads", num_devices)
     wanted, exchanged = [], []

@@ -1,7 +1,7 @@
 """What the systems of a comparison have in common, and what each of them is measured by.
 
-All systems see the same mini-batches, the same T, memory model, links and overlap. Micro-batches
-have varlen attention everywhere.
+All systems see the same mini-batches, the same T, memory model, interconnects and overlap.
+Micro-batches have varlen attention everywhere.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Scenario:
         return max(self.max_len_tokens(s, strategy) for s in dict.fromkeys(strategy.schemes))
 
     def statics(self) -> tuple[Strategy, ...]:
-        """Homogeneous strategies of <TP,PP> that hold the context."""
+        """Homogeneous strategies of <TP,PP> that fit the context."""
         return homogeneous_strategies(self.profile, self.num_devices, self.context_length)
 
     def plan(self, batch: GlobalBatch, strategies: Sequence[Strategy]) -> IterationPlan:
@@ -226,7 +226,7 @@ class Bound:
     `perfect_balance_ms`: propagation where every sequence runs on the scheme that uses least device
     time for it, all devices are always busy, and a micro-batch's constant is spread over a full
     micro-batch; or `longest_alone_ms`, if that is longer. `longest_alone_ms`: the longest sequence
-    alone in a micro-batch, through all stages of the fastest pipeline that holds it. `imbalance`:
+    alone in a micro-batch, through all stages of the fastest pipeline that fits it. `imbalance`:
     of perfect balance, that pipeline against the others, which share the rest evenly; 0.0 where it
     is not the slowest.
     """

@@ -43,7 +43,7 @@ def deepspeed_ulysses(
     every micro-batch, forward and backward, and reduce its gradients: a micro-batch takes the
     longer of its computation and this traffic, which assumes perfect prefetching, and as long as in
     the slowest group, because gathers are collective. None where the profile has no <1,PP> or no
-    size of the groups holds the context.
+    size of the groups fits the context.
     """
 
     def place(
@@ -278,7 +278,7 @@ def _ulysses_micro_batch_ms(
 
 def _zero3_traffic_ms(scenario: Scenario) -> float:
     """Two gathers of all 16-bit parameters and one reduction of 16-bit gradients, on the slowest
-    link.
+    interconnect.
     """
     cluster = scenario.cluster
     if cluster is None:

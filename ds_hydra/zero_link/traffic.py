@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ds_hydra.strategy.cost_models.alpha_beta import ClusterLinks
+from ds_hydra.strategy.cost_models.alpha_beta import Interconnects
 from ds_hydra.zero_link.direct import AskedBuckets
 from ds_hydra.zero_link.layout import IntArray, ParamSpec, RankCounts, Region
 from ds_hydra.zero_link.messages import RankBuckets
@@ -84,15 +84,17 @@ class LinkAccounts:
         self._counts = RankCounts(params, self.asked.num_ranks)
         self._cells = CellsOfNodes(self.asked, self.nodes, independent_rounds=False)
 
-    def direct(self, links: ClusterLinks | None = None, itemsize: int = 1) -> LinkTraffic:
+    def direct(self, interconnects: Interconnects | None = None, itemsize: int = 1) -> LinkTraffic:
         """Every rank reads every shard itself."""
-        return self._sum(None, self._direct_rounds(), 1, links, itemsize)
+        return self._sum(None, self._direct_rounds(), 1, interconnects, itemsize)
 
-    def node_aware(self, links: ClusterLinks | None = None, itemsize: int = 1) -> LinkTraffic:
+    def node_aware(
+        self, interconnects: Interconnects | None = None, itemsize: int = 1
+    ) -> LinkTraffic:
         """Across nodes once, to the relay rank, and from there inside the node."""
         if self.nodes.num_nodes == 1:
-            return self.direct(links, itemsize)
-        return self._sum(self.nodes.ranks_per_node, self._node_rounds(), 2, links, itemsize)
+            return self.direct(interconnects, itemsize)
+        return self._sum(self.nodes.ranks_per_node, self._node_rounds(), 2, interconnects, itemsize)
 
     def least_across_nodes(self) -> int:
         """Elements that must cross a boundary: each once for every node that needs it and does not
@@ -176,7 +178,7 @@ class LinkAccounts:
         ranks_per_node: int | None,
         rounds: Iterator[list[IntArray]],
         num_phases: int,
-        links: ClusterLinks | None,
+        interconnects: Interconnects | None,
         itemsize: int,
     ) -> LinkTraffic:
         num_ranks = self.asked.num_ranks
@@ -189,20 +191,20 @@ class LinkAccounts:
                     local += np.diagonal(matrix)
                 np.fill_diagonal(matrix, 0)
                 total[number] += matrix
-                if links is not None:
+                if interconnects is not None:
                     seconds += exchange_s(
-                        links, (matrix.T if self.gradients else matrix) * itemsize
+                        interconnects, (matrix.T if self.gradients else matrix) * itemsize
                     )
         return LinkTraffic(
             gradients=self.gradients,
             ranks_per_node=ranks_per_node,
             phases=total,
             local=local,
-            seconds=None if links is None else seconds,
+            seconds=None if interconnects is None else seconds,
         )
 
 
-def exchange_s(links: ClusterLinks, num_bytes: IntArray) -> float:
+def exchange_s(interconnects: Interconnects, num_bytes: IntArray) -> float:
     """Seconds of one exchange of `num_bytes[src, dst]`: the busiest device, sending and receiving
     at once.
 
@@ -210,6 +212,6 @@ def exchange_s(links: ClusterLinks, num_bytes: IntArray) -> float:
     Eqs. 1 and 2. Left out: contention between devices of a node, packing, and what overlaps with
     other rounds.
     """
-    rate = np.where(np.eye(len(num_bytes), dtype=bool), 1.0, links.bytes_per_s)
-    times = np.where(num_bytes > 0, links.latency_s + num_bytes / rate, 0.0)
+    rate = np.where(np.eye(len(num_bytes), dtype=bool), 1.0, interconnects.bytes_per_s)
+    times = np.where(num_bytes > 0, interconnects.latency_s + num_bytes / rate, 0.0)
     return float(max(times.sum(axis=1).max(), times.sum(axis=0).max()))

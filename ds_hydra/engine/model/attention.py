@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_hydra.engine.parallel.ulysses import Piece, gather_micro_batch, scatter_micro_batch
+from ds_hydra.engine.parallel.ulysses import SequenceShard, gather_micro_batch, scatter_micro_batch
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.errors import UnsupportedModelError
 
@@ -38,34 +38,39 @@ class PackedMicroBatch:
     """
     position_ids: Tensor
     """[1, T] on the compute device: positions that restart at 0 in every sequence; of this rank's
-    piece.
+    sequence shard.
     """
-    piece: Piece | None = None
+    sequence_shard: SequenceShard | None = None
     """What this rank holds of the micro-batch where it is cut or padded; lengths are of the padded
     micro-batch.
     """
 
     @classmethod
     def build(
-        cls, lengths: Sequence[int], device: torch.device, piece: Piece | None = None
+        cls,
+        lengths: Sequence[int],
+        device: torch.device,
+        sequence_shard: SequenceShard | None = None,
     ) -> PackedMicroBatch:
-        """The micro-batch that concatenates sequences of `lengths` tokens, or a piece of it."""
+        """The micro-batch that concatenates sequences of `lengths` tokens, or a sequence shard of
+        it.
+        """
         positions = torch.cat([torch.arange(length) for length in lengths])
-        if piece is not None:
-            padding = piece.num_padding(len(positions))
+        if sequence_shard is not None:
+            padding = sequence_shard.num_padding(len(positions))
             lengths = [*lengths, padding] if padding else lengths
-            positions = piece.cut(positions)
+            positions = sequence_shard.cut(positions)
         ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return cls(
             tuple(lengths),
             to_device(ends, device),
             to_device(positions.unsqueeze(0), device),
-            piece,
+            sequence_shard,
         )
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the micro-batch, or of this rank's piece, padding included."""
+        """Tokens of the micro-batch, or of this rank's sequence shard, padding included."""
         return self.position_ids.shape[1]
 
 
@@ -87,8 +92,8 @@ def hydra_varlen(
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence of `packed_micro_batch`; returns ([1, T, H, D], None).
 
-    Under sequence parallelism T are the tokens of this rank's piece, and the call is collective
-    over the SP group.
+    Under sequence parallelism T are the tokens of this rank's sequence shard, and the call is
+    collective over the SP group.
 
     `sliding_window` w lets a token see itself and the w - 1 tokens before it; `softcap` c replaces
     scores s by c tanh(s / c). The number of query heads per key-value head is taken from the
@@ -111,16 +116,16 @@ def hydra_varlen(
             f"{type(module).__name__}: the model hands it a mask of its own, and attention over a packed micro-batch "
             "knows causal, windowed and capped attention alone"
         )
-    piece = packed_micro_batch.piece
-    is_cut = piece is not None and piece.size > 1
+    sequence_shard = packed_micro_batch.sequence_shard
+    is_cut = sequence_shard is not None and sequence_shard.size > 1
     if is_cut:
         query_BHTD, key_BKTD, value_BKTD = gather_micro_batch(
-            query_BHTD, key_BKTD, value_BKTD, piece
+            query_BHTD, key_BKTD, value_BKTD, sequence_shard
         )
     out_BTHD = _attend(
         query_BHTD, key_BKTD, value_BKTD, packed_micro_batch, scaling, sliding_window, softcap
     )
-    out_BTHD = scatter_micro_batch(out_BTHD, piece) if is_cut else out_BTHD
+    out_BTHD = scatter_micro_batch(out_BTHD, sequence_shard) if is_cut else out_BTHD
     return out_BTHD.contiguous(), None  # some families view it
 
 

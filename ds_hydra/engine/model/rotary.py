@@ -2,8 +2,8 @@
 sequence of a packed micro-batch has its own.
 
 transformers takes the longest position in sight and, for `dynamic`, remembers it. Here a sequence
-gets what the model gives it alone, wherever it lies and whatever ran before, so that a piece of a
-micro-batch is as good as the micro-batch.
+gets what the model gives it alone, wherever it lies and whatever ran before, so that a sequence
+shard of a micro-batch is as good as the micro-batch.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def _forward(
         for length in micro_batch.lengths
     ]
     whole = tree_map(lambda *of_sequences: torch.cat(of_sequences, dim=1), *parts)
-    if micro_batch.piece is None:
+    if micro_batch.sequence_shard is None:
         return whole
-    size, rank = micro_batch.piece.size, micro_batch.piece.rank
+    size, rank = micro_batch.sequence_shard.size, micro_batch.sequence_shard.rank
     return tree_map(lambda table: table.chunk(size, dim=1)[rank], whole)
 
 

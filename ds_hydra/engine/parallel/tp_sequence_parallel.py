@@ -3,15 +3,15 @@ micro-batch's tokens.
 
 [Note: Shards of a micro-batch]
 Under `hydra.tp_sequence_parallel` residual stream and norms are not repeated on every rank of a TP
-group: a rank has T / TP tokens of a micro-batch, of a piece of it under SP (Korthikanti et al.
-2022, "Reducing Activation Recomputation in Large Transformer Models", Sec. 4.2.2). Before a block
-(attention, MLP, head) shards are all-gathered, after it partial outputs are reduce-scattered, where
-TP alone reduces whole micro-batches; in backward the other way round. Parameters outside blocks see
-the tokens of a shard alone, so their gradient is a partial sum on every rank of the group: all of
-them push it, and owners add them up (`Slicing.REPLICATED_PARTIAL_GRAD`). The bias of a row-wise
-layer is added by the first rank to its partial output, and sees the gradient of all tokens.
-Micro-batches are padded to a multiple of TP as in [Note: Pieces of a micro-batch]; stages hand on
-shards.
+group: a rank has T / TP tokens of a micro-batch, of a sequence shard of it under SP (Korthikanti et
+al. 2022, "Reducing Activation Recomputation in Large Transformer Models", Sec. 4.2.2). Before a
+block (attention, MLP, head) shards are all-gathered, after it partial outputs are reduce-scattered,
+where TP alone reduces whole micro-batches; in backward the other way round. Parameters outside
+blocks see the tokens of a shard alone, so their gradient is a partial sum on every rank of the
+group: all of them push it, and owners add them up (`Slicing.REPLICATED_PARTIAL_GRAD`). The bias of
+a row-wise layer is added by the first rank to its partial output, and sees the gradient of all
+tokens. Micro-batches are padded to a multiple of TP as in [Note: Sequence shards of a micro-batch];
+stages hand on shards.
 
 The gathered micro-batch lives in forward alone. Linears that read it keep the shard, and gather
 once more in backward where they have weights to train.

@@ -1,14 +1,14 @@
-"""Sequence parallelism: each rank of an SP group has a piece of a micro-batch, and all of its
-tokens for a part of the heads.
+"""Sequence parallelism: each rank of an SP group has a sequence shard of a micro-batch, and all of
+its tokens for a part of the heads.
 
-[Note: Pieces of a micro-batch]
-The ranks of an SP group hold the same slices. A micro-batch is cut into contiguous pieces of equal
-length, wherever its sequences begin; padding, at most SP - 1 tokens, is a sequence of its own
-without labels. Labels are shifted before the cut. Everything in a layer but attention works on
-single tokens, because packed micro-batches demand that anyway. Attention exchanges pieces of all
-heads for all pieces of some heads and back (DeepSpeed-Ulysses, Jacobs et al. 2023, Sec. 3), so its
-kernel sees whole sequences. Each rank pushes the gradient of its own tokens, and owners add them up
-as they do for data parallel pipelines.
+[Note: Sequence shards of a micro-batch]
+The ranks of an SP group hold the same slices. A micro-batch is cut into contiguous sequence shards
+of equal length, wherever its sequences begin; padding, at most SP - 1 tokens, is a sequence of its
+own without labels. Labels are shifted before the cut. Everything in a layer but attention works on
+single tokens, because packed micro-batches demand that anyway. Attention exchanges sequence shards
+of all heads for all sequence shards of some heads and back (DeepSpeed-Ulysses, Jacobs et al. 2023,
+Sec. 3), so its kernel sees whole sequences. Each rank pushes the gradient of its own tokens, and
+owners add them up as they do for data parallel pipelines.
 
 Legend: P ranks of the group, H query heads, K key-value heads, T tokens of the padded micro-batch,
 t = T / P, D head dimension.
@@ -26,11 +26,11 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Which part of each micro-batch this rank holds: piece `rank` of `size`, the others being with
-    the ranks of `group`.
+class SequenceShard:
+    """Which part of each micro-batch this rank holds: sequence shard `rank` of `size`, the others
+    being with the ranks of `group`.
 
-    Pieces have a multiple of `multiple` tokens. There is one alone, without a group, where
+    Sequence shards have a multiple of `multiple` tokens. There is one alone, without a group, where
     micro-batches are only padded.
     """
 
@@ -50,7 +50,7 @@ class Piece:
 
 
 def gather_micro_batch(
-    query_BHtD: Tensor, key_BKtD: Tensor, value_BKtD: Tensor, piece: Piece
+    query_BHtD: Tensor, key_BKtD: Tensor, value_BKtD: Tensor, sequence_shard: SequenceShard
 ) -> tuple[Tensor, ...]:
     """The whole micro-batch for this rank's part of the heads: [1, H / P, T, D] queries, their keys
     and values.
@@ -59,13 +59,15 @@ def gather_micro_batch(
     queries and each of them serves as many. One exchange for all three. Collective over the group,
     in backward too.
     """
-    copies = lcm(key_BKtD.shape[1], piece.size) // key_BKtD.shape[1]
+    copies = lcm(key_BKtD.shape[1], sequence_shard.size) // key_BKtD.shape[1]
     if copies > 1:
         key_BKtD = key_BKtD.repeat_interleave(copies, dim=1)
         value_BKtD = value_BKtD.repeat_interleave(copies, dim=1)
     parts = (query_BHtD, key_BKtD, value_BKtD)
-    columns = [part[0].unflatten(0, (piece.size, -1)).transpose(1, 2).flatten(2) for part in parts]
-    received: Tensor = _Exchange.apply(torch.cat(columns, dim=2), piece.group)
+    columns = [
+        part[0].unflatten(0, (sequence_shard.size, -1)).transpose(1, 2).flatten(2) for part in parts
+    ]
+    received: Tensor = _Exchange.apply(torch.cat(columns, dim=2), sequence_shard.group)
     widths = [part.shape[2] for part in columns]
     return tuple(
         heads.unflatten(1, (-1, part.shape[3])).transpose(0, 1).unsqueeze(0)
@@ -73,13 +75,15 @@ def gather_micro_batch(
     )
 
 
-def scatter_micro_batch(out_BThD: Tensor, piece: Piece) -> Tensor:
-    """This rank's piece of all heads, [1, t, H, D], out of all tokens of its part of the heads, [1,
-    T, H / P, D].
+def scatter_micro_batch(out_BThD: Tensor, sequence_shard: SequenceShard) -> Tensor:
+    """This rank's sequence shard of all heads, [1, t, H, D], out of all tokens of its part of the
+    heads, [1, T, H / P, D].
 
     Collective over the group, in backward too.
     """
-    received: Tensor = _Exchange.apply(out_BThD[0].unflatten(0, (piece.size, -1)), piece.group)
+    received: Tensor = _Exchange.apply(
+        out_BThD[0].unflatten(0, (sequence_shard.size, -1)), sequence_shard.group
+    )
     return received.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
 

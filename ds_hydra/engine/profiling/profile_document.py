@@ -162,7 +162,9 @@ def layer_params(stage_model: StageModel) -> float:
 
 
 def state_memory(stage_model: StageModel) -> dict[str, float]:
-    """B and alpha of App. B.1, and what schemes with parts need, counted from the dtypes in use."""
+    """B and alpha of App. B.1, and what schemes with options need, counted from the dtypes in
+    use.
+    """
     element = torch.finfo(stage_model.params[0].dtype).bits // 8
     sharded = element + OPTIMIZER_BYTES
     held = element + GRADIENT_BYTES

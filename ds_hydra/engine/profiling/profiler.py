@@ -142,12 +142,12 @@ def _measure_memory(
     Measured with a short micro-batch under the deepest pipeline of each degree, which needs the
     least memory; without sequence parallelism where there is a choice.
     """
-    deepest = {s.tp: s.without_parts() for s in sorted(homogeneous, key=lambda s: (-s.sp, s.pp))}
+    deepest = {s.tp: s.without_options() for s in sorted(homogeneous, key=lambda s: (-s.sp, s.pp))}
     length = min(config.context_length, 512)
     stage_model = propagator.stage_model
     activation = {}
     for tp, scheme in sorted(deepest.items()):
-        # Without the scheme's parts: what a layer keeps that is not checkpointed.
+        # Without the scheme's options: what a layer keeps that is not checkpointed.
         plain = _homogeneous(scheme, propagator.num_ranks)
         measure = functools.partial(token_bytes, propagator, plain, length)
         num_bytes = known.get(f"{scheme} bytes per token", measure)
@@ -178,7 +178,7 @@ def _lengths_that_fit(
     """Lengths to measure under each scheme: those up to its MaxLen, with MaxLen in place of the
     first above it.
 
-    Schemes that hold too little for two lengths are left out of the profile.
+    Schemes that fit too little for two lengths are left out of the profile.
     """
     memory = fit_memory(model, config).memory
     wanted = config.profiling.lengths or default_lengths(config.context_length)

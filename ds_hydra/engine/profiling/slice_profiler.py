@@ -90,7 +90,7 @@ def profile_slices(
             model_config, tp, config, known, dtype=dtype, device=device
         )
         parts |= {(tp, length): part for length, part in measured.items()}
-    links = topology.links()
+    interconnects = topology.interconnects()
     cuts_micro_batches = config.tp_sequence_parallel
     passes = (12 if config.activation_checkpointing else 8) + (2 if cuts_micro_batches else 0)
     type_bytes = torch.finfo(dtype).bits // 8
@@ -107,7 +107,7 @@ def profile_slices(
             time_ms = composed_stage_ms(
                 scheme,
                 part,
-                links,
+                interconnects,
                 shape,
                 num_layers=layers,
                 passes=passes,
@@ -243,7 +243,7 @@ def _lengths_that_fit(num_bytes: _TokenBytes, num_layers: int, config: HydraConf
     lengths = sorted({min(length, longest) for length in wanted})
     if longest < 2 or len(lengths) < 2:
         raise HydraConfigError(
-            f"a slice of {num_layers} layers holds micro-batches of {longest} tokens on this device, expected two "
+            f"a slice of {num_layers} layers fits micro-batches of {longest} tokens on this device, expected two "
             f"different lengths of {', '.join(map(str, wanted))}; lower --context or --lengths, raise "
             "--memory-limit, or turn on --activation-checkpointing"
         )

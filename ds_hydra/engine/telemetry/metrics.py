@@ -48,7 +48,7 @@ class PipelineMetrics:
     """Measured over predicted, minus 1; 0.0 without sequences."""
 
     def to_json(self) -> dict[str, Any]:
-        """The metrics as a JSON object that begins with the parts of the scheme."""
+        """The metrics as a JSON object that begins with the options of the scheme."""
         fields = {name: getattr(self, name) for name in self.__slots__ if name != "scheme"}
         return {**self.scheme.to_json(), **fields}
 
@@ -177,7 +177,7 @@ def measure_iteration(
 
 
 def pack_occupancy(plan: IterationPlan, profile: Profile) -> float:
-    """Tokens of `plan` over the tokens that its micro-batches could hold; NaN for a scheme without
+    """Tokens of `plan` over the tokens that its micro-batches could fit; NaN for a scheme without
     a memory model.
     """
     capacity = 0

@@ -30,7 +30,7 @@ def solve_dispatch(problem: DispatchProblem, limits: SolverLimits, assignment: I
     }
     # slowest: time of the slowest pipeline.
     slowest = model.add_var(lb=0.0)
-    # [Constraint] Every sequence runs on one pipeline that can hold it (m_ij of Eq. 3).
+    # [Constraint] Every sequence runs on one pipeline that can fit it (m_ij of Eq. 3).
     for i in range(num_sequences):
         model += mip.xsum(is_on[j, i] for j in range(num_pipelines) if allowed[j, i]) == 1
     loads = []

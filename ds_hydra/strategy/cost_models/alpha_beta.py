@@ -21,7 +21,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ClusterLinks:
+class Interconnects:
     """`latency_s[d, e]` is alpha, `bytes_per_s[d, e]` beta, `flops[d]` c of Table 1."""
 
     latency_s: FloatArray
@@ -43,7 +43,7 @@ class ClusterLinks:
             raise HydraConfigError("the topology has a device whose FLOP/s are not above 0")
         if not (self.bytes_per_s[between] > 0).all() or not (self.latency_s >= 0).all():
             raise HydraConfigError(
-                "the topology has a link whose bandwidth is not above 0, or whose latency is negative"
+                "the topology has an interconnect whose bandwidth is not above 0, or whose latency is negative"
             )
 
     def transfer_s(self, source: int, target: int, num_bytes: float) -> float:
@@ -69,25 +69,29 @@ class LayerShape:
 
 
 def tensor_parallel_s(
-    links: ClusterLinks, devices: Sequence[int], shape: LayerShape, passes: int = 12
+    interconnects: Interconnects, devices: Sequence[int], shape: LayerShape, passes: int = 12
 ) -> float:
     """COMM-TP-LAYER, Eq. 1."""
     share = shape.activation_bytes / len(devices)
-    return passes * _slowest_sum(links, devices, share)
+    return passes * _slowest_sum(interconnects, devices, share)
 
 
-def data_parallel_s(links: ClusterLinks, devices: Sequence[int], shape: LayerShape) -> float:
+def data_parallel_s(
+    interconnects: Interconnects, devices: Sequence[int], shape: LayerShape
+) -> float:
     """COMM-DP-LAYER, Eq. 2, for the devices that hold one layer."""
     share = 12 * shape.hidden_size**2 * shape.type_bytes / len(devices)
-    return 2 * _slowest_sum(links, devices, share)
+    return 2 * _slowest_sum(interconnects, devices, share)
 
 
-def _slowest_sum(links: ClusterLinks, devices: Sequence[int], num_bytes: float) -> float:
-    return max(sum(links.transfer_s(d, e, num_bytes) for e in devices if e != d) for d in devices)
+def _slowest_sum(interconnects: Interconnects, devices: Sequence[int], num_bytes: float) -> float:
+    return max(
+        sum(interconnects.transfer_s(d, e, num_bytes) for e in devices if e != d) for d in devices
+    )
 
 
 def pipeline_hop_s(
-    links: ClusterLinks,
+    interconnects: Interconnects,
     stage: Sequence[int],
     following: Sequence[int],
     shape: LayerShape,
@@ -102,11 +106,13 @@ def pipeline_hop_s(
     size = shape.activation_bytes
 
     def send(source: int, target: int) -> float:
-        return links.transfer_s(source, target, size)
+        return interconnects.transfer_s(source, target, size)
 
     def spread(source: int) -> float:
         return sum(
-            links.transfer_s(source, e, size / len(following)) for e in following if e != source
+            interconnects.transfer_s(source, e, size / len(following))
+            for e in following
+            if e != source
         )
 
     pairs = [(d, e) for d in stage for e in following]
@@ -117,7 +123,7 @@ def pipeline_hop_s(
 
 
 def compute_s(
-    links: ClusterLinks,
+    interconnects: Interconnects,
     devices: Sequence[int],
     shape: LayerShape,
     *,
@@ -131,7 +137,7 @@ def compute_s(
     flops = (
         passes * shape.micro_batch * tokens * hidden**2 * (1 + tokens / (6 * hidden) + head_share)
     )
-    return float(flops / (min(links.flops[d] for d in devices) * len(devices)))
+    return float(flops / (min(interconnects.flops[d] for d in devices) * len(devices)))
 
 
 def pipeline_s(

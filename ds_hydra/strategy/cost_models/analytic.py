@@ -4,11 +4,11 @@ collectives.
 Per layer and rank, forward and backward, no recomputation, 16-bit types, H hidden, I intermediate
 size:
 
-    matmul      6 (4 H^2 + 3 H I) / TP        FLOP for each token (fewer for grouped key-value
-    heads) attention   7 H / TP                      FLOP for each token and token of its past or
-    future elementwise 3 * 36 H / TP                 bytes for each token: written, read, read again
-    collectives 4 * 2 (TP - 1) / TP * 2 H     bytes for each token over the slowest link of the TP
-    group
+    matmul      6 (4 H^2 + 3 H I) / TP     FLOP for each token (fewer for grouped key-value heads)
+    attention   7 H / TP                   FLOP for each token and token of its past or future
+    elementwise 3 * 36 H / TP              bytes for each token: written, read, read again
+    collectives 4 * 2 (TP - 1) / TP * 2 H  bytes for each token over the TP group's slowest
+                                           interconnect
 
 Attention is 14 H for each pair seen twice (2 + 5 products of the flash kernel's two passes), half
 of it causal. The head adds 6 H V / TP, shared between the stages. Left out: P2P, the optimizer, and
@@ -39,8 +39,8 @@ _EXCHANGES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One kind of device and its links; rates per second and direction, as reached (efficiency
-    included).
+    """One kind of device and its interconnects; rates per second and direction, as reached
+    (efficiency included).
     """
 
     name: str
@@ -72,8 +72,8 @@ class Hardware:
                 matmul_flops=document["peak_flops"] * reached["matmul"],
                 attention_flops=document["peak_flops"] * reached["attention"],
                 memory_rate=document["memory_bytes_per_s"] * reached["memory"],
-                intra_node_rate=document["intra_node_bytes_per_s"] * reached["link"],
-                inter_node_rate=document["inter_node_bytes_per_s"] * reached["link"],
+                intra_node_rate=document["intra_node_bytes_per_s"] * reached["interconnect"],
+                inter_node_rate=document["inter_node_bytes_per_s"] * reached["interconnect"],
                 layer_overhead_ms=float(document["layer_overhead_ms"]),
                 collective_overhead_ms=float(document["collective_overhead_ms"]),
             )
@@ -82,8 +82,8 @@ class Hardware:
                 f"{source}: not a valid {HARDWARE_SCHEMA} document: {error!r}"
             ) from error
         rates = (hardware.matmul_flops, hardware.attention_flops, hardware.memory_rate)
-        links = (hardware.intra_node_rate, hardware.inter_node_rate)
-        if not all(isfinite(rate) and rate > 0 for rate in (*rates, *links)):
+        interconnects = (hardware.intra_node_rate, hardware.inter_node_rate)
+        if not all(isfinite(rate) and rate > 0 for rate in (*rates, *interconnects)):
             raise HydraConfigError(f"{source}: rates and efficiencies must be above 0")
         return hardware
 
@@ -117,16 +117,18 @@ def predict_latency(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> La
     matmul = 6 * (shape.layer_params * layers + hidden * shape.vocab_size / scheme.pp) / tp
     elementwise = 3 * _KEPT_BYTES * hidden / tp * layers
     is_inside = tp <= hardware.devices_per_node
-    link = hardware.intra_node_rate if is_inside else hardware.inter_node_rate
+    interconnect = hardware.intra_node_rate if is_inside else hardware.inter_node_rate
     exchanged = _COLLECTIVES * 2 * (tp - 1) / tp * 2 * hidden * layers
     linear_s = (
-        matmul / hardware.matmul_flops + elementwise / hardware.memory_rate + exchanged / link
+        matmul / hardware.matmul_flops
+        + elementwise / hardware.memory_rate
+        + exchanged / interconnect
     )
     if sp > 1:
         is_inside = scheme.ranks_per_stage <= hardware.devices_per_node
-        link = hardware.intra_node_rate if is_inside else hardware.inter_node_rate
+        interconnect = hardware.intra_node_rate if is_inside else hardware.inter_node_rate
         heads = (2 + 2 * shape.key_value_share) * hidden / tp
-        linear_s = (linear_s + 2 * (sp - 1) / sp * 2 * heads * layers / link) / sp
+        linear_s = (linear_s + 2 * (sp - 1) / sp * 2 * heads * layers / interconnect) / sp
     num_collectives = (_COLLECTIVES if tp > 1 else 0) + (_EXCHANGES if sp > 1 else 0)
     collectives_ms = num_collectives * hardware.collective_overhead_ms
     return LatencyModel(

@@ -1,12 +1,12 @@
 """What moving bytes costs on a cluster: pull and push of a strategy, activations between stages,
 the optimizer.
 
-Two levels: devices of a node share its links to the other nodes. A slice crosses into a node once,
-however many of its ranks need it, and spreads inside. All rates are as reached, in one direction;
-transfers of different nodes do not disturb each other. A node's home of streamed layers is filled
-and emptied across nodes once for each iteration, like a slice; inside the node its layers are read
-for every micro-batch (`stream_ms`). Left out: casts, launches and the latency of single messages in
-pull and push.
+Two levels: devices of a node share its interconnect to the other nodes. A slice crosses into a node
+once, however many of its ranks need it, and spreads inside. All rates are as reached, in one
+direction; transfers of different nodes do not disturb each other. A node's home of streamed layers
+is filled and emptied across nodes once for each iteration, like a slice; inside the node its layers
+are read for every micro-batch (`stream_ms`). Left out: casts, launches and the latency of single
+messages in pull and push.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class Cluster:
                                  is_fully_sharded) for slices in nodes) * self.num_params  # fmt: skip
 
     def hop_ms(self, scheme: Scheme, micro_batch_tokens: int) -> float:
-        """One activation from a stage to the next; ranks of a node share its links to the next
-        node.
+        """One activation from a stage to the next; ranks of a node share its interconnect to the
+        next node.
         """
         node_size = self.hardware.devices_per_node
         is_inside = scheme.num_devices <= node_size

@@ -1,4 +1,5 @@
-"""A cluster described by its nodes and links, and what a pipeline's communication costs on it.
+"""A cluster described by its nodes and interconnects, and what a pipeline's communication costs on
+it.
 
 The file is a `ds_hydra.topology/1`:
 
@@ -22,7 +23,7 @@ import numpy as np
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.alpha_beta import (
-    ClusterLinks,
+    Interconnects,
     LayerShape,
     pipeline_hop_s,
     tensor_parallel_s,
@@ -33,7 +34,7 @@ TOPOLOGY_SCHEMA = "ds_hydra.topology/1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkRate:
+class InterconnectRate:
     """Latency in seconds and rate in bytes per second of one direction."""
 
     latency_s: float
@@ -48,19 +49,21 @@ class LinkRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """Devices of one kind and the link between any two of them."""
+    """Devices of one kind and the interconnect between any two of them."""
 
     num_devices: int
     device: str
-    inside: LinkRate
+    inside: InterconnectRate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Nodes in the order of their ranks, and the link between any two of them; nodes may differ."""
+    """Nodes in the order of their ranks, and the interconnect between any two of them; nodes may
+    differ.
+    """
 
     nodes: tuple[Node, ...]
-    between: LinkRate
+    between: InterconnectRate
     source: str
 
     @property
@@ -80,7 +83,7 @@ class Topology:
                 "every scheme as it is, or profile each kind with a topology of its own"
             )
 
-    def links(self) -> ClusterLinks:
+    def interconnects(self) -> Interconnects:
         """Latency and rate between every pair of devices; `flops` is 1.0, compute is not its
         business.
         """
@@ -88,7 +91,7 @@ class Topology:
         is_inside = node_of[:, None] == node_of[None, :]
         inside_latency = np.array([node.inside.latency_s for node in self.nodes])[node_of]
         inside_rate = np.array([node.inside.bytes_per_s for node in self.nodes])[node_of]
-        return ClusterLinks(
+        return Interconnects(
             latency_s=np.where(is_inside, inside_latency[:, None], self.between.latency_s),
             bytes_per_s=np.where(is_inside, inside_rate[:, None], self.between.bytes_per_s),
             flops=np.ones(len(node_of)),
@@ -136,8 +139,10 @@ class Topology:
         return cls.from_json(read_json_object(path), source=str(path))
 
 
-def _read_rate(entry: Mapping[str, Any]) -> LinkRate:
-    return LinkRate(latency_s=float(entry["latency_s"]), bytes_per_s=float(entry["bytes_per_s"]))
+def _read_rate(entry: Mapping[str, Any]) -> InterconnectRate:
+    return InterconnectRate(
+        latency_s=float(entry["latency_s"]), bytes_per_s=float(entry["bytes_per_s"])
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +158,7 @@ class StageParts:
 def stage_ms(
     scheme: Scheme,
     parts: StageParts,
-    links: ClusterLinks,
+    interconnects: Interconnects,
     shape: LayerShape,
     *,
     num_layers: int,
@@ -171,13 +176,13 @@ def stage_ms(
     more before the head), and stages hand on 1 / TP of a micro-batch. Stages have unequal work, so
     T is what the profiler measures: the time of PP micro-batches through 1F1B over 2 PP - 1.
     """
-    reduce_ms = 1e3 * _slowest_all_reduce_s(links, scheme, shape)
+    reduce_ms = 1e3 * _slowest_all_reduce_s(interconnects, scheme, shape)
     handed_on = (
         replace(shape, num_tokens=-(-shape.num_tokens // scheme.tp))
         if cuts_micro_batches
         else shape
     )
-    hop_ms = 1e3 * _slowest_hop_s(links, scheme, handed_on)
+    hop_ms = 1e3 * _slowest_hop_s(interconnects, scheme, handed_on)
     before_head_ms = reduce_ms * (1.5 if cuts_micro_batches else 1.0)
     base, extra = divmod(num_layers, scheme.pp)
     stages = [
@@ -189,28 +194,28 @@ def stage_ms(
     return ((scheme.pp - 1) * max(stages) + sum(stages)) / (2 * scheme.pp - 1)
 
 
-def _slowest_all_reduce_s(links: ClusterLinks, scheme: Scheme, shape: LayerShape) -> float:
+def _slowest_all_reduce_s(interconnects: Interconnects, scheme: Scheme, shape: LayerShape) -> float:
     """One all-reduce of a micro-batch, two passes of Eq. 1, in the slowest TP group."""
     if scheme.tp == 1:
         return 0.0
     groups = {
         ranks[begin : begin + scheme.tp]
-        for ranks in _pipelines(links, scheme)
+        for ranks in _pipelines(interconnects, scheme)
         for begin in range(0, len(ranks), scheme.tp)
     }
-    return max(tensor_parallel_s(links, group, shape, passes=2) for group in groups)
+    return max(tensor_parallel_s(interconnects, group, shape, passes=2) for group in groups)
 
 
-def _slowest_hop_s(links: ClusterLinks, scheme: Scheme, shape: LayerShape) -> float:
+def _slowest_hop_s(interconnects: Interconnects, scheme: Scheme, shape: LayerShape) -> float:
     """Activations to the next stage and their gradient back, between the slowest pair of ranks."""
     if scheme.pp == 1:
         return 0.0
     return max(
-        pipeline_hop_s(links, [rank], [following], shape)
-        for ranks in _pipelines(links, scheme)
+        pipeline_hop_s(interconnects, [rank], [following], shape)
+        for ranks in _pipelines(interconnects, scheme)
         for rank, following in zip(ranks, ranks[scheme.tp :])
     )
 
 
-def _pipelines(links: ClusterLinks, scheme: Scheme) -> Sequence[tuple[int, ...]]:
-    return Strategy((scheme,) * (links.flops.size // scheme.num_devices)).place()
+def _pipelines(interconnects: Interconnects, scheme: Scheme) -> Sequence[tuple[int, ...]]:
+    return Strategy((scheme,) * (interconnects.flops.size // scheme.num_devices)).place()

@@ -39,9 +39,9 @@ EMBEDDING_BYTES_PER_ELEMENT = 16
 
 
 SP_ACTIVATIONS = 1.1
-"""Activations of a piece of a micro-batch over its share of the micro-batch's: attention's output
-is kept on both sides of an exchange, and key-value heads may be repeated. 1.05 without repeated
-heads, 1.10 with, on a Llama of 4 heads.
+"""Activations of a sequence shard of a micro-batch over its share of the micro-batch's: attention's
+output is kept on both sides of an exchange, and key-value heads may be repeated. 1.05 without
+repeated heads, 1.10 with, on a Llama of 4 heads.
 """
 
 VOCABULARY_TOLERANCE = 0.05
@@ -300,7 +300,9 @@ class Profile:
     memory: MemoryModel
     saturation_tokens: Mapping[int, int]
     document: Mapping[str, Any]
-    """The JSON document this profile was read from (source, hardware and model names, links)."""
+    """The JSON document this profile was read from (source, hardware and model names,
+    interconnects).
+    """
     overlap_slowdown: float | None = None
     """How many times as long computation and gradient synchronisation take beside each other; None:
     not measured.
@@ -310,8 +312,8 @@ class Profile:
     )
 
     def get_latency(self, scheme: Scheme) -> LatencyModel:
-        """T(., scheme), that of a scheme with parts derived from <TP,PP> where nobody has measured
-        it.
+        """T(., scheme), that of a scheme with options derived from <TP,PP> where nobody has
+        measured it.
 
         Raises HydraConfigError naming the schemes that were profiled.
         """
@@ -326,7 +328,7 @@ class Profile:
                 constant_ms=ratio * base.constant_ms,
                 traffic_ms=base.traffic_ms,
             )
-        plain = scheme.without_parts()
+        plain = scheme.without_options()
         wanted = (
             scheme if scheme == plain else f"{scheme}, and {plain} from which it could be derived,"
         )
@@ -353,7 +355,7 @@ class Profile:
         profile has that.
         """
         streamed = replace(scheme, stages=(), ckpt=0)
-        return streamed if streamed in self.latency else scheme.without_parts()
+        return streamed if streamed in self.latency else scheme.without_options()
 
     def max_len_tokens(
         self, scheme: Scheme, num_devices: int, beside: Strategy | None = None

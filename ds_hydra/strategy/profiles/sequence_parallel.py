@@ -36,11 +36,11 @@ def with_estimates(profile: Profile, strategies: Iterable[Strategy]) -> Profile:
     """`profile` with an estimate for each scheme with SP in `strategies` that it did not measure
     and can estimate.
 
-    Of even stages without other parts, from which `Profile.with_schemes` derives those with parts.
-    Such entries of its document are marked by "estimated". Without any the profile itself.
+    Of even stages without other options, from which `Profile.with_schemes` derives those with
+    options. Such entries of its document are marked by "estimated". Without any the profile itself.
     """
     wanted = {
-        scheme.without_parts()
+        scheme.without_options()
         for strategy in strategies
         for scheme in strategy.schemes
         if scheme.sp > 1

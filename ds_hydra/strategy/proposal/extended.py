@@ -17,10 +17,10 @@ from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 NUM_CKPT_STEPS = 16
-"""Numbers of checkpointed layers that are tried; finer steps find schemes that hold hardly more."""
+"""Numbers of checkpointed layers that are tried; finer steps find schemes that fit hardly more."""
 
 NUM_LENGTH_CLASSES = 4
-"""Lengths, each half the next and the last one the context, that a scheme is stretched to hold."""
+"""Lengths, each half the next and the last one the context, that a scheme is stretched to fit."""
 
 
 def with_extended_schemes(
@@ -37,8 +37,8 @@ def with_extended_schemes(
     - <SP,TP,PP> where <TP,PP> and <SP x TP,PP> were measured (`with_estimates`), so that the heads
       divide.
     - <SP,TP,1;stream> where `cluster` says how fast layers stream (`with_streamed_schemes`).
-    - Checkpointed layers and uneven stages, where they let a scheme hold a class of lengths that it
-      does not hold without, with less device time than every scheme that does; the fewest layers
+    - Checkpointed layers and uneven stages, where they let a scheme fit a class of lengths that it
+      does not fit without, with less device time than every scheme that does; the fewest layers
       that are enough.
 
     Left out is what another scheme on as many devices dominates (`undominated`), and what `can_run`
@@ -70,7 +70,7 @@ def stretched_schemes(
     can_run: CanRun = lambda _: True,
 ) -> tuple[Scheme, ...]:
     """The schemes of `profile` that fit, and those with checkpointed layers or uneven stages that
-    hold more with less device time; without what another one dominates.
+    fit more with less device time; without what another one dominates.
     """
     whole = _that_fit(profile, profile.latency, num_devices)
     # All layers of a profile measured with activation checkpointing are checkpointed already.
@@ -115,7 +115,7 @@ def _that_fit(profile: Profile, schemes: Iterable[Scheme], num_devices: int) -> 
 def _stretch(
     profile: Profile, scheme: Scheme, num_devices: int, context_length: int, can_run: CanRun
 ) -> Iterator[Scheme]:
-    """`scheme` with the parts that take least time for each class of lengths beyond its own
+    """`scheme` with the options that take least time for each class of lengths beyond its own
     MaxLen.
     """
     longest = profile.max_len_tokens(scheme, num_devices)
@@ -169,15 +169,15 @@ def _is_cheapest(
     context_length: int,
 ) -> bool:
     """Whether it needs less device time than each of `others` for the longest micro-batch that it
-    holds of the context.
+    fits of the context.
     """
     length = min(context_length, profile.max_len_tokens(scheme, num_devices))
 
     def device_ms(scheme: Scheme) -> float:
         return scheme.num_devices * profile.get_latency(scheme).micro_batch_ms([length])
 
-    holding = [s for s in others if profile.max_len_tokens(s, num_devices) >= length]
-    return all(device_ms(scheme) < device_ms(other) for other in holding)
+    fitting = [s for s in others if profile.max_len_tokens(s, num_devices) >= length]
+    return all(device_ms(scheme) < device_ms(other) for other in fitting)
 
 
 def undominated(
@@ -186,9 +186,9 @@ def undominated(
     """`schemes` without those that another one on as many devices makes useless; the first of
     equals stays.
 
-    That is one with at least their MaxLen, and at most their time, of any micro-batch they hold and
+    That is one with at least their MaxLen, and at most their time, of any micro-batch they fit and
     any number of micro-batches: the first micro-batch leaves after PP slots of T and a further one
-    after one slot. Lengths enter T / l as a l + b, so both ends of the lengths that they hold
+    after one slot. Lengths enter T / l as a l + b, so both ends of the lengths that they fit
     decide. Left out: what pull and push take.
     """
     if not schemes:

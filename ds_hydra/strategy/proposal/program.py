@@ -104,7 +104,7 @@ def default_tokens_per_iteration(num_devices: int, context_length: int) -> int:
 def usable_schemes(
     profile: Profile, num_devices: int, space: Space = "plain"
 ) -> tuple[Scheme, ...]:
-    """Schemes of the profile that fit `num_devices` and hold a micro-batch of one token at least,
+    """Schemes of the profile that fit `num_devices` and fit a micro-batch of one token at least,
     smallest first.
 
     `space`: <TP,PP> only ("plain"), every scheme that was measured, or all that the profile has an
@@ -129,7 +129,7 @@ def check_context(
     *,
     can_run: CanRun | None = None,
 ) -> None:
-    """Raise HydraConfigError if none of `schemes` (None: all profiled ones) holds a micro-batch of
+    """Raise HydraConfigError if none of `schemes` (None: all profiled ones) fits a micro-batch of
     `context_length` tokens.
 
     The message says what fits, how many devices would do, and where `can_run` tells which schemes
@@ -153,12 +153,12 @@ def check_context(
         most = _longest_micro_batch(extended, extended.latency, num_devices)
         if most >= context_length:
             help_texts.append(
-                f'set hydra.planner.space to "wide" (--space wide), which holds {most}'
+                f'set hydra.planner.space to "wide" (--space wide), which fits {most}'
             )
     help_texts.append("turn on activation checkpointing and profile again")
     help_texts.append("profile schemes with a higher TP degree")
     raise HydraConfigError(
-        f"profile {profile.name!r}: no scheme holds a micro-batch of {context_length} tokens on {num_devices} devices, "
+        f"profile {profile.name!r}: no scheme fits a micro-batch of {context_length} tokens on {num_devices} devices, "
         f"the longest that fits has {max(longest, 0)}; {', or '.join(help_texts)}"
     )
 
@@ -349,7 +349,7 @@ def relaxed_strategies(
 ) -> tuple[RelaxedStrategy, ...]:
     """S[N][L] for every maximum length L on the grid that a mini-batch can have, shortest first.
 
-    Times are those of the whole dataset. Raises HydraConfigError if no scheme holds the context.
+    Times are those of the whole dataset. Raises HydraConfigError if no scheme fits the context.
     """
     check_context(
         profile, num_devices, context_length, usable_schemes(profile, num_devices, settings.space)
@@ -463,7 +463,7 @@ def _fill(num_free: int, fillers: Sequence[Scheme]) -> list[Scheme]:
 def homogeneous_strategies(
     profile: Profile, num_devices: int, context_length: int, space: Space = "plain"
 ) -> tuple[Strategy, ...]:
-    """As many pipelines of one scheme as fit, for every scheme that holds the context: the static
+    """As many pipelines of one scheme as fit, for every scheme that fits the context: the static
     choices.
     """
     return tuple(

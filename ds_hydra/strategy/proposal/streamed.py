@@ -56,12 +56,12 @@ def with_streamed_schemes(
     bounds_attention: bool = True,
 ) -> Profile:
     """`profile` with schemes of one stage whose layers all stream, where it did not measure them,
-    its memory model knows them, and they hold a micro-batch.
+    its memory model knows them, and they fit a micro-batch.
 
     - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that.
     - <spN,1;stream> for each N, a power of two up to `num_devices` that divides the heads: T is
       that of one rank (`single_rank_latency`), of whose micro-batch N ranks have a share each, with
-      the exchanges of SP by the links of `cluster`.
+      the exchanges of SP by the interconnects of `cluster`.
 
     A micro-batch takes `Cluster.stream_ms` at least. The entries are marked as derived or
     estimated.
@@ -71,7 +71,7 @@ def with_streamed_schemes(
     heads = profile.document["model"].get("num_attention_heads", num_devices)
     wide = [Scheme(1, 1, sp=1 << exponent) for exponent in range(num_devices.bit_length())]
     wide = [scheme for scheme in wide if single is not None and heads % scheme.sp == 0]
-    known = [s for s in profile.latency if s.pp == 1 and s == s.without_parts()]
+    known = [s for s in profile.latency if s.pp == 1 and s == s.without_options()]
     for plain in dict.fromkeys([*known, *wide]):
         scheme = replace(plain, stream=ALL_LAYERS)
         is_open = scheme not in profile.latency and profile.memory.knows(scheme)
@@ -94,7 +94,7 @@ def with_streamed_schemes(
 
 def with_streams_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
     """`profile` with what `with_streamed_schemes` says of the streamed schemes of `strategies` that
-    it has no T of; as it is where nothing is known of its links.
+    it has no T of; as it is where nothing is known of its interconnects.
     """
     wanted = {replace(s, stages=(), ckpt=0) for x in strategies for s in x.schemes if s.streams_all}
     wanted -= profile.latency.keys()

@@ -53,7 +53,7 @@ def stage_layers(scheme: Scheme, num_layers: int) -> list[StageLayers]:
 
 
 def slowest_stage_ratio(scheme: Scheme, num_layers: int) -> float:
-    """T of `scheme` over T of the same degrees without parts, by the layers of the slowest stage.
+    """T of `scheme` over T of the same degrees without options, by the layers of the slowest stage.
 
     T is that of a stage of ceil(L / PP) layers; its share of embedding and head grows with the
     layers as T does. Left out: what re-pulls do not hide.

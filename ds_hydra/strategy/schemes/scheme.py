@@ -1,4 +1,4 @@
-"""What a parallel strategy is: schemes <TP,PP> and their parts, their multiset, where each
+"""What a parallel strategy is: schemes <TP,PP> and their options, their multiset, where each
 pipeline's ranks are.
 """
 
@@ -15,11 +15,11 @@ from ds_hydra.errors import HydraConfigError
 
 _TERM = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<([^<>]*)>\s*")
 _DEGREES = re.compile(r"\s*(?:sp\s*(\d{1,9})\s*,\s*)?(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*")
-_PART = re.compile(r"\s*([a-z_]{1,20})\s*=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*")
-_PARTS = ("ckpt", "stages", "stream")
+_OPTION = re.compile(r"\s*([a-z_]{1,20})\s*=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*")
+_OPTIONS = ("ckpt", "stages", "stream")
 
 MAX_LAYERS = 1 << 20
-"""Layers that a part of a scheme may name: far above any model."""
+"""Layers that an option of a scheme may name: far above any model."""
 
 ALL_LAYERS = MAX_LAYERS + 1
 """`stream` of a scheme that streams every layer, the embedding and the head: above any number of
@@ -34,7 +34,8 @@ class Scheme:
 
     Text forms: `<2,4>`, `<2,4;ckpt=12;stages=9,8,8,7>`, `<sp2,4,1>` (SP 2, TP 4,
     PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<2,2;stream=8>`, `<sp4,1;stream>` (all
-    layers). In JSON documents the parts are further keys beside "tp" and "pp", where they are set.
+    layers). In JSON documents the options are further keys beside "tp" and "pp", where they are
+    set.
     """
 
     tp: int
@@ -84,8 +85,8 @@ class Scheme:
             raise HydraConfigError(
                 f"scheme {str(self)[:80]} has {len(self.stages)} numbers of layers for PP {self.pp}; give one per stage"
             )
-        degrees_and_parts = (self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream)
-        object.__setattr__(self, "_hash", hash(degrees_and_parts))
+        degrees_and_options = (self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream)
+        object.__setattr__(self, "_hash", hash(degrees_and_options))
 
     def __hash__(self) -> int:
         return self._hash
@@ -104,7 +105,7 @@ class Scheme:
 
         Raises KeyError without "tp" or "pp", HydraConfigError for values that are no scheme.
         """
-        parts = {part: document[part] for part in ("ckpt", "sp") if part in document}
+        options = {key: document[key] for key in ("ckpt", "sp") if key in document}
         if document.get("repull"):
             raise HydraConfigError(_REPLACED)
         stages = document.get("stages", [])
@@ -118,11 +119,11 @@ class Scheme:
             document["pp"],
             stages=tuple(stages),
             stream=ALL_LAYERS if stream == "all" else stream,
-            **parts,
+            **options,
         )
 
     def to_json(self) -> dict[str, Any]:
-        """ "tp" and "pp", and the parts that are set.
+        """ "tp" and "pp", and the options that are set.
 
         >>> Scheme(2, 1).to_json(), Scheme(1, 2, stages=(3, 1)).to_json()
         ({'tp': 2, 'pp': 1}, {'tp': 1, 'pp': 2, 'stages': [3, 1]})
@@ -158,7 +159,7 @@ class Scheme:
         """Whether every layer streams, and with them the embedding and the head."""
         return self.stream == ALL_LAYERS
 
-    def without_parts(self) -> Scheme:
+    def without_options(self) -> Scheme:
         """The same degrees with even stages and nothing checkpointed or streamed."""
         return Scheme(self.tp, self.pp, sp=self.sp)
 
@@ -222,7 +223,7 @@ _REPLACED = (
 )
 
 _FORM = (
-    "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have parts, as in "
+    "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have options, as in "
     "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<2,2;stream=8>' or '<1,1;stream>' (all layers)"
 )
 
@@ -233,26 +234,26 @@ def _read_scheme(body: str) -> Scheme:
     degrees = _DEGREES.fullmatch(first)
     if degrees is None or (degrees[1] is None and degrees[2] is None):
         raise HydraConfigError(f"cannot read {'<' + body[:80] + '>'!r}; {_FORM}")
-    parts: dict[str, tuple[int, ...]] = {}
+    options: dict[str, tuple[int, ...]] = {}
     for text in rest:
-        match = _PART.fullmatch(f"stream={ALL_LAYERS}" if text.strip() == "stream" else text)
+        match = _OPTION.fullmatch(f"stream={ALL_LAYERS}" if text.strip() == "stream" else text)
         if match is not None and match[1] == "repull":
             raise HydraConfigError(f"scheme {'<' + body[:80] + '>'!r}: {_REPLACED}")
-        if match is None or match[1] not in _PARTS:
+        if match is None or match[1] not in _OPTIONS:
             raise HydraConfigError(
-                f"scheme {'<' + body[:80] + '>'!r}: cannot read {text.strip()[:80]!r}; its parts are "
-                f"{', '.join(_PARTS)}, as in '<2,4;ckpt=12;stages=9,8,8,7>'"
+                f"scheme {'<' + body[:80] + '>'!r}: cannot read {text.strip()[:80]!r}; its options are "
+                f"{', '.join(_OPTIONS)}, as in '<2,4;ckpt=12;stages=9,8,8,7>'"
             )
-        if match[1] in parts:
+        if match[1] in options:
             raise HydraConfigError(
                 f"scheme {'<' + body[:80] + '>'!r} says {match[1]} twice; say it once"
             )
-        parts[match[1]] = tuple(map(int, match[2].split(",")))
-    stages = parts.pop("stages", ())
-    for part, counts in parts.items():
+        options[match[1]] = tuple(map(int, match[2].split(",")))
+    stages = options.pop("stages", ())
+    for option, counts in options.items():
         if len(counts) != 1 or counts[0] < 1:
             raise HydraConfigError(
-                f"scheme {'<' + body[:80] + '>'!r}: {part} is {','.join(map(str, counts))[:80]}, expected one number "
+                f"scheme {'<' + body[:80] + '>'!r}: {option} is {','.join(map(str, counts))[:80]}, expected one number "
                 "of layers from 1 up; leave it out for none"
             )
     return Scheme(
@@ -260,7 +261,7 @@ def _read_scheme(body: str) -> Scheme:
         pp=int(degrees[3]),
         stages=stages,
         sp=int(degrees[1] or 1),
-        **{part: counts[0] for part, counts in parts.items()},
+        **{option: counts[0] for option, counts in options.items()},
     )
 
 
@@ -275,7 +276,7 @@ def read_ranks(document: Mapping[str, Any], scheme: Scheme) -> tuple[int, ...]:
 
 
 def _placement_order(scheme: Scheme) -> tuple[Any, ...]:
-    # Parts decide last: equal multisets have to be equal values.
+    # Options decide last: equal multisets have to be equal values.
     return (-scheme.ranks_per_stage, -scheme.tp, -scheme.pp, scheme)
 
 

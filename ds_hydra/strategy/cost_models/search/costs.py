@@ -57,7 +57,7 @@ class CostModel(Protocol):
 
 
 class CostEstimator:
-    """Costs from measured (or predicted) layer profiles and link speeds."""
+    """Costs from measured (or predicted) layer profiles and interconnect speeds."""
 
     def __init__(self, given: SearchInput):
         self._given = given

@@ -1,4 +1,5 @@
-"""What the search knows about a model's layers and a cluster's links (schema `ds_hydra.layers/1`).
+"""What the search knows about a model's layers and a cluster's interconnects (schema
+`ds_hydra.layers/1`).
 
 Times are milliseconds, sizes MB (2^20 bytes), batch sizes samples. Heterogeneous models
 (encoder-decoder, Swin) are several layer types in order, each with its count.
@@ -105,13 +106,13 @@ class SearchInput:
                 f"{source}: schema is {document.get('schema')!r}, expected {LAYERS_SCHEMA!r}"
             )
         try:
-            links = document["all_reduce_ms_per_mb"]
+            interconnects = document["all_reduce_ms_per_mb"]
             result = cls(
                 layers=tuple(_read_layer(layer) for layer in document["layers"]),
                 num_devices=int(document["num_devices"]),
                 all_reduce_ms_per_mb={
                     int(pp): {_read_group(group): float(cost) for group, cost in groups.items()}
-                    for pp, groups in links.items()
+                    for pp, groups in interconnects.items()
                 },
                 point_to_point_ms_per_mb={
                     int(pp): float(cost)
@@ -139,8 +140,8 @@ class SearchInput:
         types.
 
         Forward is a third of T(l, P) of the profiled scheme with least TP, shared out over its
-        layers; links are those of `hardware`, the overlap slowdown is the profile's where it was
-        measured. Raises HydraConfigError for a profile without a model's sizes.
+        layers; interconnects are those of `hardware`, the overlap slowdown is the profile's where
+        it was measured. Raises HydraConfigError for a profile without a model's sizes.
         """
         memory, model = profile.memory, profile.document.get("model", {})
         if "intermediate_size" not in model:
