@@ -41,7 +41,7 @@ from tqdm import tqdm
 from training_setup import ModelSize
 from workloads import WORKLOADS, Batch, Shape, Workload, imbalance
 
-from ds_hydra.sampler.planner import warm_up
+from ds_hydra.sampler.batch_planner import warm_up
 from ds_hydra.strategy import Profile, Scheme
 
 LOSS_TOLERANCE = 2e-4

@@ -109,7 +109,7 @@ def measure(engine: ds_hydra.HydraEngine, model: str, rounds: int, tokens: int) 
         for round_ in range(rounds + 1):
             batch = draw_batch(MODELS[model]["vocab_size"], tokens, seed=round_)
             for overlap in (False, True) if round_ % 2 else (True, False):
-                propagator._thread = threads[overlap]
+                propagator.links.thread = threads[overlap]
                 dist.barrier()
                 engine.train_batch(batch, strategy=strategy)
                 if round_:  # the first round warms up

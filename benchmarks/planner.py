@@ -23,11 +23,13 @@ import numpy as np
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.background import BackgroundPlanner
+from ds_hydra.sampler.batch_planner import warm_up
 from ds_hydra.sampler.dispatch.dispatch import dispatch_sequences
 from ds_hydra.sampler.ilp import SolverLimits
 from ds_hydra.sampler.packing.packing import pack_sequences
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner import PlannerSettings, plan_iteration, warm_up
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind
 from ds_hydra.sampler.schedule import one_f_one_b_ms
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile

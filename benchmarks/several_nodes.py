@@ -264,7 +264,7 @@ def stream_or_not(pairs: list[list[str]], repeats: int) -> dict[str, dict[str, l
                     seen["ms"].append(engine.last_metrics.iteration_ms)
                     seen["received"].append(counted.received_bytes)
         for text in pair:
-            memory = propagator.link_memory(Strategy.parse(text))
+            memory = propagator.links.link_memory(Strategy.parse(text))
             held = propagator.max_over_ranks(memory.slice_bytes + memory.gradient_bytes)
             found[text]["held"].append(held)
     return found

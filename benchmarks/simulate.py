@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.sampler.planner import warm_up
+from ds_hydra.sampler.batch_planner import warm_up
 from ds_hydra.simulator.cases import list_cases, load_case
 from ds_hydra.simulator.compare import STATIC_SYSTEMS, Settings, compare
 from ds_hydra.simulator.reproduction import our_figure

@@ -21,7 +21,8 @@ from ds_hydra.configs.files import read_json_object
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.propose import PruningSettings, propose_strategies
+from ds_hydra.sampler.propose import propose_strategies
+from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
 from ds_hydra.strategy.cost_models.whole_iteration import (

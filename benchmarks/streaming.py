@@ -34,7 +34,7 @@ PAIRS = {
 def held_bytes(engine: ds_hydra.HydraEngine, strategy: str) -> dict[str, int]:
     """Slices, gradients and exchange buffers of the rank that holds most."""
     propagator = engine.hydra.propagator
-    memory = propagator.link_memory(Strategy.parse(strategy))
+    memory = propagator.links.link_memory(Strategy.parse(strategy))
     return {
         "slice_bytes": int(propagator.max_over_ranks(memory.slice_bytes)),
         "gradient_bytes": int(propagator.max_over_ranks(memory.gradient_bytes)),
@@ -66,8 +66,8 @@ def measure_pull(engine: ds_hydra.HydraEngine, rounds: int) -> dict[str, float]:
             for param in params:
                 param.partition()
 
-    assert propagator.home is not None
-    home, shards_P = propagator.home, propagator._shards_P()
+    assert propagator.links.home is not None
+    home, shards_P = propagator.links.home, propagator.links.shards_P()
     sides = {"pull_ms": lambda: home.fill(shards_P), "all_gather_ms": all_gather}
     seen: dict[str, list[float]] = {name: [] for name in sides}
     for round_ in range(2 * rounds + 1):

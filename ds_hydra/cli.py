@@ -85,9 +85,11 @@ def _plan(
 ) -> tuple[IterationPlan, float]:
     """The plan, and the time that planning took without loading compiled code."""
     from ds_hydra.configs.files import find_profile
+    from ds_hydra.sampler.batch_planner import warm_up
     from ds_hydra.sampler.candidates import with_schemes_of
     from ds_hydra.sampler.plan import GlobalBatch
-    from ds_hydra.sampler.planner import PlannerSettings, plan_iteration, warm_up
+    from ds_hydra.sampler.planner import plan_iteration
+    from ds_hydra.sampler.planner_settings import PlannerSettings
     from ds_hydra.strategy.profiles.profile import Profile
 
     strategies, num_devices = _read_strategies(strategies_path)

@@ -64,7 +64,7 @@ def load_what_ranks_use() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import ds_hydra.engine  # noqa: F401
-    from ds_hydra.sampler.planner import warm_up
+    from ds_hydra.sampler.batch_planner import warm_up
 
     warm_up()
 

@@ -129,10 +129,10 @@ def kill_in(engine: Any, where: str, folder: str | Path, number: int = signal.SI
 
     propagator = engine.hydra.propagator
     owner, name = {
-        "pull": (propagator._pull_link, "begin_pull"),
+        "pull": (propagator.links.pull_link, "begin_pull"),
         "forward": (engine.hydra.stage_model, "forward_stage"),
         "backward": (torch.autograd, "backward"),
-        "push": (propagator._push_link, "begin_push"),
+        "push": (propagator.links.push_link, "begin_push"),
         "step": (engine.optimizer, "step"),
         "plan": (engine.hydra, "next_iteration"),
         "evaluate": (propagator, "evaluate"),

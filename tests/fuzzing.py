@@ -30,7 +30,8 @@ from ds_hydra.report.page import render_runs
 from ds_hydra.report.perfetto import trace_run
 from ds_hydra.report.run_folder import load_run
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.candidates import strategies_from_json
 from ds_hydra.strategy.proposal.histogram import LengthHistogram

@@ -75,7 +75,7 @@ def delay_rounds(propagator, random):
     """Make every round of this rank begin up to 2 ms late, so that threads and ranks meet in many
     orders.
     """
-    for link in (propagator._pull_link, propagator._push_link):
+    for link in (propagator.links.pull_link, propagator.links.push_link):
         for name in ("begin_pull", "begin_push"):
 
             def late(begin, *arguments):
@@ -151,25 +151,25 @@ def memory_of_exchanges():
     """
     engine = start_hydra(tiny("llama"), hydra={"link": {"overlap": False}}, bf16={"enabled": True})
     propagator = engine.hydra.propagator
-    propagator.pool = SlicePool(torch.device("cpu"), exact=True)
+    propagator.links.pool = SlicePool(torch.device("cpu"), exact=True)
     grads_P = engine._zero_gradient_shards()
     result = {}
     for text in ("4x<1,1>", "1x<2,1>", "1x<1,2> + 1x<2,1>", "1x<4,1>"):
         strategy = Strategy.parse(text)
         engine.hydra.prepare_forced(strategy)
-        propagator.buffers.peak_bytes = 0
+        propagator.links.buffers.peak_bytes = 0
         allocated = []
         for _ in range(3):
             with NewMemory() as new:
-                _, session = propagator._open(strategy, with_gradients=True, grads_P=grads_P)
+                _, session = propagator.links.open(strategy, with_gradients=True, grads_P=grads_P)
                 with session:
                     session.finish()
             allocated.append(new.nbytes)
-        memory = propagator.link_memory(strategy)
-        buffers = propagator.buffers
+        memory = propagator.links.link_memory(strategy)
+        buffers = propagator.links.buffers
         result[text] = (
             memory,
-            propagator.pool.nbytes,
+            propagator.links.pool.nbytes,
             (buffers.peak_bytes, buffers.nbytes),
             allocated,
         )
@@ -188,8 +188,8 @@ def memory_over_iterations():
         propagator = engine.hydra.propagator
         shards_P = engine._zero_gradient_shards()
         tensors = [
-            *propagator.pool._held.values(),
-            *(slab.memory for slab in propagator.buffers._slabs),
+            *propagator.links.pool._held.values(),
+            *(slab.memory for slab in propagator.links.buffers._slabs),
             *shards_P,
         ]
         held.append(sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors))
@@ -214,14 +214,14 @@ def frozen_slices(folder):
             strategy = Strategy.parse(text)
             propagator = engine.hydra.propagator
             engine.hydra.prepare_forced(strategy)
-            link = propagator._link_of(strategy)
-            session = propagator._open
-            propagator._open = lambda *a, **k: (
+            link = propagator.links.of(strategy)
+            session = propagator.links.open
+            propagator.links.open = lambda *a, **k: (
                 pulled[keep].append(opened := session(*a, **k)) or opened
             )
             run = engine.eval_batch if evaluate else engine.train_batch
             losses[keep].append(float(run(examples, strategy=strategy)))
-            propagator._open = session
+            propagator.links.open = session
             plan = pulled[keep].pop()[1]._pull_plan
             pulled[keep].append("trained" if plan is not link.pull else "all")
 
@@ -285,8 +285,8 @@ def failures():
     engine.hydra.prepare_forced(Strategy.parse("4x<1,1>"))
     caught = []
     for link, name in (
-        (engine.hydra.propagator._pull_link, "begin_pull"),
-        (engine.hydra.propagator._push_link, "begin_push"),
+        (engine.hydra.propagator.links.pull_link, "begin_pull"),
+        (engine.hydra.propagator.links.push_link, "begin_push"),
     ):
         begin = getattr(link, name)
 

@@ -242,7 +242,7 @@ def gradient_memory():
     held = {}
     for text in ("4x<1,1>", "1x<4,1>", "1x<1,4>", "1x<2,1>"):
         engine.hydra.prepare_forced(Strategy.parse(text))
-        link = engine.hydra.propagator._link_of(Strategy.parse(text))
+        link = engine.hydra.propagator.links.of(Strategy.parse(text))
         pool = SlicePool(torch.device("cpu"))
         slices = Slices(engine.hydra.stage_model.specs, link.buckets, pool, torch.float32)
         held[text] = sum(leaf.numel() for leaf in slices.leaves.values())

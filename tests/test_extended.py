@@ -23,7 +23,8 @@ from reference import make_profile
 import ds_hydra
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
-from ds_hydra.sampler.propose import PruningSettings, propose_strategies
+from ds_hydra.sampler.propose import propose_strategies
+from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.proposal.extended import balanced_stages, undominated, with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram

@@ -21,7 +21,6 @@ from ds_hydra.cli import app
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.config_check import CheckRequest, check_config
-from ds_hydra.engine.parallel.groups import groups_of
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler import candidates
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
@@ -29,6 +28,7 @@ from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.proposal.candidates import load_strategies
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.placement import groups_of
 from ds_hydra.strategy.schemes.scheme import Scheme, parse_strategies
 
 

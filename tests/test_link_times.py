@@ -17,9 +17,11 @@ from test_planner import MAX_LEN, PROFILE, STRATEGIES
 from ds_hydra.configs.files import find_profile
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.planning import planner_settings
-from ds_hydra.sampler.planner import PlannerSettings, plan_iteration, plan_with_time
-from ds_hydra.sampler.propose import PruningSettings, propose_strategies
+from ds_hydra.sampler.planner import plan_iteration, plan_with_time
+from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.schedule import linked_ms
+from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.simulator.events import simulate_iteration, simulate_plan
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.link_times import LinkTimes

@@ -11,7 +11,8 @@ from ds_hydra.configs.files import find_profile
 from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
-from ds_hydra.strategy.profiles.profile import OPTIMIZER_BYTES, has_re_pulls
+from ds_hydra.strategy.profiles.memory_model import OPTIMIZER_BYTES
+from ds_hydra.strategy.profiles.profile import has_re_pulls
 from ds_hydra.strategy.schemes.scheme import ALL_LAYERS
 
 MODELS = ("7b", "13b", "32b")

@@ -25,8 +25,9 @@ from test_faults import raised_by
 
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch, scheme_entry
-from ds_hydra.engine.propagation import Propagator, find_ranks_per_node
+from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.hosts import Hosts, ranks_per_node, warn_of_placement
+from ds_hydra.engine.strategy_links import find_ranks_per_node
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.strategy import Profile, Strategy
@@ -180,7 +181,7 @@ def exchange(propagator, strategy, grads_P, times):
     """
 
     def once():
-        _, session = propagator._open(strategy, with_gradients=True, grads_P=grads_P)
+        _, session = propagator.links.open(strategy, with_gradients=True, grads_P=grads_P)
         with session:
             session.await_all()
             session.finish()
@@ -205,7 +206,7 @@ def planned_bytes(propagator, strategy):
     """Bytes of one pull and push that this rank sends to, and receives from, other hosts, by the
     plan.
     """
-    link = propagator._link_of(strategy)
+    link = propagator.links.of(strategy)
     host_of = propagator.hosts.of_rank
 
     def across(elements):
@@ -278,7 +279,7 @@ def train_count_and_wait_for_a_cut(folder, cut, given=None):
         "losses": train(engine, STRATEGIES),
         "hosts": propagator.hosts.names,
         "host_of": propagator.hosts.of_rank,
-        "ranks_per_node": propagator._ranks_per_node,
+        "ranks_per_node": propagator.links.ranks_per_node,
     }
     if not cut:
         return outcome
@@ -444,7 +445,7 @@ def train_count_and_die(folder, victim):
     outcome = {
         "losses": train(engine, strategies),
         "host_of": propagator.hosts.of_rank,
-        "ranks_per_node": propagator._ranks_per_node,
+        "ranks_per_node": propagator.links.ranks_per_node,
     }
     outcome["bytes"] = count_bytes(engine, strategies[:1])
     outcome["resumed"] = save_where_no_other_host_reads(engine, strategies[1:2])

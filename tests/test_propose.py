@@ -11,11 +11,13 @@ from reference import make_batch, make_profile
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.propose import PruningSettings, count_communicators, propose_strategies
+from ds_hydra.sampler.propose import propose_strategies
+from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies, strategies_from_json
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
+from ds_hydra.strategy.schemes.placement import count_groups
 
 CONTEXT, TOKENS = 32768, 65536
 
@@ -71,7 +73,7 @@ def test_document_is_a_candidate_set(proposal):
     document = proposal.to_json()
     assert strategies_from_json(document) == proposal.strategies
     assert (document["num_devices"], document["context_length"]) == (8, CONTEXT)
-    assert document["num_communicators"] == count_communicators(proposal.strategies)
+    assert document["num_communicators"] == count_groups(proposal.strategies)
     assert [reason["strategy"] for reason in document["reasons"]] == document["strategies"]
 
 
@@ -87,14 +89,11 @@ def test_the_same_arguments_give_the_same_set(github, proposal):
     assert again == proposal
 
 
-def test_communicators_are_counted_as_the_engine_makes_them():
-    from ds_hydra.engine.parallel.groups import groups_of
-
+def test_groups_with_the_same_ranks_are_counted_once():
     strategies = [
         Strategy.parse(t) for t in ("1x<4,1> + 2x<2,1>", "4x<2,1>", "2x<2,2>", "1x<1,3> + 5x<1,1>")
     ]
-    expected = len(set().union(*(groups_of(s) for s in strategies)))
-    assert count_communicators(strategies) == expected == 11
+    assert count_groups(strategies) == 11
 
 
 def test_communicators_are_bounded(github):

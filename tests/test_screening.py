@@ -9,10 +9,11 @@ from reference import make_batch
 from ds_hydra.configs import find_file
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, with_schemes_of
 from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
-from ds_hydra.sampler.planner import PlannerSettings, heuristic_times, plan_with_time
+from ds_hydra.sampler.planner import heuristic_times, plan_with_time
+from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind, make_problem
-from ds_hydra.sampler.propose import PruningSettings
 from ds_hydra.sampler.screening import Screen
+from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.histogram import LengthHistogram

@@ -22,7 +22,8 @@ from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.profiling.profiler import token_bytes
 from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
-from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, SP_ACTIVATIONS
+from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS
+from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 
 CPU = torch.device("cpu")

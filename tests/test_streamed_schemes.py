@@ -11,7 +11,8 @@ from test_cluster import PARAMS, make_cluster
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.simulator.events import simulate_plan
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.online_fit import OnlineFit

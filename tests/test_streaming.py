@@ -89,11 +89,14 @@ def memory():
     examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
     found = {}
     for text in ("4x<1,1>", "4x<1,1;stream>", "2x<2,1;stream>", "2x<1,2;stream=2>"):
-        propagator.pool = SlicePool(torch.device("cpu"), exact=True)
+        propagator.links.pool = SlicePool(torch.device("cpu"), exact=True)
         engine.train_batch(examples, strategy=text)
-        found[text] = propagator.link_memory(Strategy.parse(text)), propagator.pool.nbytes
-    shared = propagator.home.weight_bytes + propagator.home.sum_bytes
-    return found, shared, propagator.home._adder.nbytes
+        found[text] = (
+            propagator.links.link_memory(Strategy.parse(text)),
+            propagator.links.pool.nbytes,
+        )
+    shared = propagator.links.home.weight_bytes + propagator.links.home.sum_bytes
+    return found, shared, propagator.links.home._adder.nbytes
 
 
 def refusals():
@@ -296,7 +299,7 @@ def one_rank_dies(folder, where):
     if dist.get_rank() == 0:
         Path(folder, "owner").write_text(str(os.getpid()))
     if dist.get_rank() == 1:
-        home = engine.hydra.propagator.home
+        home = engine.hydra.propagator.links.home
         owner = home._adder if where == "adder" else home
         setattr(owner, "add" if where == "adder" else where, lambda *_: die(folder))
     engine.train_batch(examples, strategy="3x<1,1;stream>")

@@ -80,7 +80,7 @@ def propose(
     32768 --space wide
     """
     from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
-    from ds_hydra.sampler.propose import PruningSettings
+    from ds_hydra.sampler.trial import PruningSettings
     from ds_hydra.strategy import Profile
     from ds_hydra.strategy.cost_models.cluster import try_cluster
     from ds_hydra.strategy.proposal.histogram import LengthHistogram

@@ -16,7 +16,7 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.propagation import Example
+from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.ranks.agreement import gather_rows, raise_together, run_together
 from ds_hydra.errors import HydraConfigError, HydraDataError, PlanMismatchError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler

@@ -262,7 +262,7 @@ class HydraEngine(CheckpointingEngine):
         """This rank's fp32 gradient shards, set to zero; the same memory in every iteration, and
         that of the home if there is one.
         """
-        if (home := self.hydra.propagator.home) is not None:
+        if (home := self.hydra.propagator.links.home) is not None:
             self._grads_P = home.grads_P
         if not self._grads_P:
             self._grads_P = [self._gradient_shard(p) for p in self.hydra.stage_model.params]

@@ -18,7 +18,8 @@ from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
 from ds_hydra.sampler.candidates import push_share
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import PlannerSettings, plan_iteration
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 

@@ -26,11 +26,12 @@ from ds_hydra.engine.examples import (
     fetch_examples,
     fingerprint_tensors,
 )
+from ds_hydra.engine.model.micro_batches import Example, LoadExample
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
 from ds_hydra.engine.profiling.profile_document import fit_memory, nominal_profile
 from ds_hydra.engine.profiling.profiler import measure_profile
-from ds_hydra.engine.propagation import Example, LoadExample, Outcome, Propagator
+from ds_hydra.engine.propagation import Outcome, Propagator
 from ds_hydra.engine.ranks.agreement import (
     broadcast_text,
     gather_rows,
@@ -63,13 +64,13 @@ from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.examples import to_examples
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.propose import count_communicators
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.profile import has_re_pulls
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.placement import count_groups
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class HydraRuntime:
         self.propagator.prepare(self.strategies)
         self._num_other_groups = len(self.propagator.groups)
         if self._settings().is_enumerated:
-            self._num_other_groups -= count_communicators(self.strategies)
+            self._num_other_groups -= count_groups(self.strategies)
         self._feed: PlanFeed | None = None
         self._proposed_with: Profile | None = None
         self._reasons: tuple[str, ...] = ()

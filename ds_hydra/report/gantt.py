@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 from ds_hydra.report import svg
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.simulator.timeline import Event, EventKind, Timeline
+from ds_hydra.strategy.schemes.placement import stages_of
 
 _MAX_ROWS = 64
 _KINDS = {
@@ -127,11 +128,9 @@ def _choose_rows(timeline: Timeline) -> tuple[list[_Row], int]:
 
 def _rows_of(timeline: Timeline, index: int) -> Iterator[_Row]:
     track = timeline.pipelines[index]
-    size, pp = track.scheme.ranks_per_stage, track.scheme.pp
-    for stage in range(pp):
-        first, last = track.ranks[stage * size], track.ranks[(stage + 1) * size - 1]
-        ranks = f"rank {first}" if size == 1 else f"ranks {first}-{last}"
-        name = f"{track.scheme}" if pp == 1 else f"{track.scheme} s{stage}"
+    for stage, (first, *others) in enumerate(stages_of(track.scheme, track.ranks)):
+        ranks = f"ranks {first}-{others[-1]}" if others else f"rank {first}"
+        name = f"{track.scheme}" if track.scheme.pp == 1 else f"{track.scheme} s{stage}"
         yield _Row(index, stage, name, ranks)
 
 

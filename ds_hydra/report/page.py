@@ -15,7 +15,7 @@ import jinja2
 from markupsafe import Markup
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.report import charts
+from ds_hydra.report import charts, strip
 from ds_hydra.report.gantt import align, draw_gantt
 from ds_hydra.report.run_folder import Run
 from ds_hydra.report.run_report import IterationRecord, RunSummary
@@ -71,7 +71,7 @@ def render_runs(runs: Sequence[Run]) -> str:
                 "strategies",
                 "Strategy of each iteration",
                 "A column per iteration; the legend says when each strategy was used.",
-                charts.draw_strategies(runs),
+                strip.draw_strategies(runs),
             ),
             Section(
                 "shares",
@@ -164,7 +164,7 @@ def render_simulation(timelines: Sequence[Timeline], *, title: str, subtitle: st
                 "strategies",
                 "Strategy of each iteration",
                 "A column per iteration; the legend says when each strategy was used.",
-                [charts.draw_strip(used, charts.strategy_colors(names))],
+                [strip.draw_strip(used, strip.strategy_colors(names))],
             ),
             Section(
                 "gantt",

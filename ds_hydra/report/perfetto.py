@@ -18,6 +18,7 @@ from ds_hydra.report.run_folder import Run
 from ds_hydra.report.run_report import IterationRecord
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.simulator.timeline import Event, EventKind, Timeline
+from ds_hydra.strategy.schemes.placement import stages_of
 
 TraceEvent = dict[str, Any]
 
@@ -151,7 +152,7 @@ def _thread(timeline: Timeline, event: Event) -> tuple[int, str]:
         first = max((max(track.ranks) for track in timeline.pipelines), default=-1) + 1
         return first, f"rank {first} and idle ones after it"
     track = timeline.pipelines[event.pipeline]
-    first = track.ranks[event.stage * track.scheme.ranks_per_stage]
+    first = stages_of(track.scheme, track.ranks)[event.stage][0]
     if event.kind in (EventKind.P2P, EventKind.PULL, EventKind.PUSH):
         return _LINK + first, f"rank {first} link"
     return first, f"rank {first}"

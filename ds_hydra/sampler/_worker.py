@@ -63,7 +63,7 @@ def main() -> None:
         return
 
     from ds_hydra.errors import HydraError
-    from ds_hydra.sampler.planner import warm_up
+    from ds_hydra.sampler.batch_planner import warm_up
     from ds_hydra.sampler.planning_task import PlanningTask, batch_from_json
 
     warm_up()

@@ -26,7 +26,7 @@ import ds_hydra
 from ds_hydra import errors
 from ds_hydra.sampler._worker import read_message, write_message
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner import DEFAULT_SETTINGS, PlannerSettings
+from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
 from ds_hydra.sampler.planning_task import PlanningTask, batch_to_json
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Strategy

@@ -12,14 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from ds_hydra.configs.hydra_config import HydraConfig, Space
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.propose import (
-    KeptStrategy,
-    Progress,
-    Proposal,
-    PruningSettings,
-    count_communicators,
-    propose_among,
-)
+from ds_hydra.sampler.propose import KeptStrategy, Proposal, propose_among
+from ds_hydra.sampler.trial import Progress, PruningSettings
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
@@ -29,6 +23,7 @@ from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import check_context, usable_schemes
 from ds_hydra.strategy.proposal.streamed import CanRun, with_streams_of
+from ds_hydra.strategy.schemes.placement import count_groups
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 MAX_ENUMERATED_RANKS = 8
@@ -242,7 +237,7 @@ def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tu
         wanted = [Strategy((scheme,) * (number // scheme.num_devices)) for scheme in schemes]
     kept: list[Strategy] = []
     for strategy in sorted(wanted, key=lambda s: s.is_heterogeneous):
-        if count_communicators([*kept, strategy]) <= settings.max_groups // 2:
+        if count_groups([*kept, strategy]) <= settings.max_groups // 2:
             kept.append(strategy)
     return tuple(kept)
 

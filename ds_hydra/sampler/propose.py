@@ -8,21 +8,17 @@ them on mini-batches drawn from the same histogram, and the smallest set that is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import ceil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.plan import GlobalBatch
-from ds_hydra.sampler.planner import PlannerSettings, heuristic_times
 from ds_hydra.sampler.schedule import FloatArray
-from ds_hydra.sampler.screening import Screen
+from ds_hydra.sampler.trial import DEFAULT_PRUNING, Progress, PruningSettings, Trial, sample_batches
 from ds_hydra.strategy.cost_models.cluster import Cluster
-from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.candidates import STRATEGIES_SCHEMA
 from ds_hydra.strategy.proposal.extended import with_extended_schemes
@@ -36,40 +32,8 @@ from ds_hydra.strategy.proposal.program import (
     usable_schemes,
 )
 from ds_hydra.strategy.proposal.streamed import CanRun
-from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
+from ds_hydra.strategy.schemes.placement import count_groups
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
-
-Progress = Callable[[int, int], None]
-"""Called with the number of mini-batches planned and their total."""
-
-
-HEURISTIC = PlannerSettings().heuristic()
-_REACH = 0.05
-"""Strategies are planned for a mini-batch whose estimate is at most so much above the best one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PruningSettings:
-    """How candidates are tried out.
-
-    `num_rounds`: how often the strategies one step away from the winners are tried too.
-    `max_planned`: strategies that are planned for a mini-batch; of more, those among the best of
-    one greedy dispatch. `tolerance`: how much slower, on average over the sampled mini-batches, the
-    set that stays may be than the set of all candidates; `extended_tolerance` the same where
-    strategies of extended schemes come on top: each costs communicators. `max_communicators`:
-    process groups that the set may need at most. `links_of`: pull and push of a strategy, which
-    then count; None where they are not known.
-    """
-
-    num_batches: int = 32
-    max_planned: int = 24
-    num_rounds: int = 1
-    tolerance: float = 0.002
-    extended_tolerance: float = 0.01
-    max_communicators: int = 512
-    seed: int = 0
-    planner: PlannerSettings = HEURISTIC
-    links_of: Callable[[Strategy], LinkTimes] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +133,7 @@ def propose_strategies(
     space: Space = "measured",
     can_run: CanRun = lambda _: True,
     given: Sequence[Strategy] = (),
-    pruning: PruningSettings = PruningSettings(),
+    pruning: PruningSettings = DEFAULT_PRUNING,
     cluster: Cluster | None = None,
     progress: Progress | None = None,
 ) -> Proposal:
@@ -208,7 +172,7 @@ def propose_among(
     space: Space = "measured",
     can_run: CanRun = lambda _: True,
     given: Sequence[Strategy] = (),
-    pruning: PruningSettings = PruningSettings(),
+    pruning: PruningSettings = DEFAULT_PRUNING,
     progress: Progress | None = None,
 ) -> Proposal:
     """The smallest candidate set found that is as fast as all candidates on sampled mini-batches.
@@ -234,8 +198,8 @@ def propose_among(
     if not is_extended and not given:
         check_context(profile, num_devices, context_length, can_run=can_run)
 
-    batches = _sample_batches(histogram, tokens, pruning)
-    trial = _Trial(batches, profile, num_devices, context_length, pruning)
+    batches = sample_batches(histogram, tokens, pruning)
+    trial = Trial(batches, profile, num_devices, context_length, pruning)
     table = {strategy: trial.times_ms(strategy) for strategy in given}
     chosen, plain = list(given), list(given)
     proposed: dict[Strategy, tuple[int, ...]] = {}
@@ -279,156 +243,8 @@ def _in_turn(progress: Progress | None, turn: int, num_turns: int) -> Progress |
     return lambda done, total: progress(turn * total + done, num_turns * total)
 
 
-def count_communicators(strategies: Sequence[Strategy]) -> int:
-    """Process groups that `strategies` need together: one per TP or SP group, two per pipeline of
-    several stages.
-
-    Strategies share the groups that have the same ranks, which placement in blocks makes frequent.
-    """
-    return len(set().union(*(_communicators(strategy) for strategy in strategies)))
-
-
-def _communicators(strategy: Strategy) -> set[tuple[str, int, int, int]]:
-    """Groups by purpose, first rank, size, and distance of their ranks."""
-    groups = set()
-    for scheme, ranks in zip(strategy.schemes, strategy.place()):
-        if scheme.tp > 1:
-            groups |= {("tp", start, scheme.tp, 1) for start in ranks[:: scheme.tp]}
-        if scheme.sp > 1:
-            stages = ranks[:: scheme.ranks_per_stage]
-            groups |= {
-                ("sp", start + t, scheme.sp, scheme.tp)
-                for start in stages
-                for t in range(scheme.tp)
-            }
-        if scheme.pp > 1:
-            groups |= {("down", ranks[0], len(ranks), 1), ("up", ranks[0], len(ranks), 1)}
-    return groups
-
-
-class _Trial:
-    """Plans the same mini-batches with different candidates."""
-
-    def __init__(
-        self,
-        batches: Sequence[GlobalBatch],
-        profile: Profile,
-        num_devices: int,
-        context_length: int,
-        pruning: PruningSettings,
-    ) -> None:
-        self.profile, self.num_devices, self.context_length = profile, num_devices, context_length
-        self._batches, self._pruning = batches, pruning
-        self._numbers = range(len(batches))
-        self._known: list[dict[Strategy, float]] = [{} for _ in batches]
-
-    def fits_context(self, strategy: Strategy) -> bool:
-        """Whether a sequence of the context has a place in `strategy`."""
-        return self._longest(strategy) >= self.context_length
-
-    def _longest(self, strategy: Strategy) -> int:
-        return max(
-            self.profile.max_len_tokens(s, self.num_devices, strategy)
-            for s in dict.fromkeys(strategy.schemes)
-        )
-
-    def best_static(self, space: Space) -> tuple[Strategy, FloatArray]:
-        """The fastest strategy of one scheme that fits the context, on average, and its times."""
-        static = homogeneous_strategies(self.profile, self.num_devices, self.context_length, space)
-        times = {strategy: self.times_ms(strategy) for strategy in static}
-        return min(times.items(), key=lambda item: float(item[1].mean()))
-
-    def search(
-        self, candidates: Sequence[Strategy], schemes: Iterable[Scheme], progress: Progress | None
-    ) -> dict[Strategy, FloatArray]:
-        """Times of the strategies that win a mini-batch: `candidates`, and those a step away by one
-        of `schemes`.
-        """
-        winners = self.winners(candidates, progress)
-        for _ in range(self._pruning.num_rounds):
-            near = dict.fromkeys(
-                n for won in winners for n in (won, *neighbour_strategies(won, schemes))
-            )
-            winners = tuple(
-                dict.fromkeys((*winners, *self.winners(tuple(near), None, share=1 / 2)))
-            )
-        return {strategy: self.times_ms(strategy) for strategy in winners}
-
-    def times_ms(self, strategy: Strategy) -> FloatArray:
-        """Time of every mini-batch with `strategy` alone, inf where a sequence does not fit."""
-        return np.array([self._times_ms(number, [strategy])[0] for number in self._numbers])
-
-    def _times_ms(self, number: int, strategies: Sequence[Strategy]) -> FloatArray:
-        """Time of one mini-batch with each of `strategies`; each is planned once."""
-        known = self._known[number]
-        missing = [strategy for strategy in strategies if strategy not in known]
-        if missing:
-            times = heuristic_times(
-                self._batches[number],
-                strategies=missing,
-                profile=self.profile,
-                num_devices=self.num_devices,
-                settings=self._settings(missing),
-            )
-            known.update(zip(missing, times.tolist()))
-        return np.array([known[strategy] for strategy in strategies])
-
-    def winners(
-        self, strategies: Sequence[Strategy], progress: Progress | None, share: float = 1.0
-    ) -> tuple[Strategy, ...]:
-        """Strategies that are the planner's choice for a mini-batch at least, most frequent first.
-
-        `share`: of the mini-batches that are looked at, rounded up.
-        """
-        won: Counter[Strategy] = Counter()
-        screen = None
-        if len(strategies) > self._pruning.max_planned:
-            screen = Screen(
-                strategies,
-                self.profile,
-                self.num_devices,
-                num_trials=self._pruning.planner.num_trials,
-                seed=self._pruning.planner.seed,
-            )
-        for number in self._numbers[: ceil(share * len(self._batches))]:
-            tried = strategies
-            if screen is not None:
-                estimates = screen.estimates_ms(self._batches[number])
-                best = np.argsort(estimates, kind="stable")[: self._pruning.max_planned]
-                near = best[estimates[best] <= (1 + _REACH) * estimates[best[0]]]
-                tried = [strategies[index] for index in np.sort(near)]
-            won[tried[int(np.argmin(self._times_ms(number, tried)))]] += 1
-            if progress is not None:
-                progress(number + 1, len(self._batches))
-        return tuple(strategy for strategy, _ in won.most_common())
-
-    def _settings(self, strategies: Sequence[Strategy]) -> PlannerSettings:
-        links_of = self._pruning.links_of
-        times = (
-            {strategy: links_of(strategy) for strategy in strategies}
-            if links_of is not None
-            else {}
-        )
-        return replace(self._pruning.planner, link_times=times)
-
-
-def _sample_batches(
-    histogram: LengthHistogram, tokens_per_iteration: int, pruning: PruningSettings
-) -> tuple[GlobalBatch, ...]:
-    drawn = histogram.draw_batches(tokens_per_iteration, pruning.num_batches, pruning.seed)
-    return tuple(
-        GlobalBatch(
-            iteration=iteration,
-            sample_indices=tuple(range(len(lengths))),
-            lengths=tuple(lengths.tolist()),
-            num_label_tokens=int((lengths - 1).sum()),
-        )
-        for iteration, lengths in enumerate(drawn)
-    )
-
-
 def _check_communicators(static: Strategy, pruning: PruningSettings) -> None:
-    needed = count_communicators([static])
+    needed = count_groups([static])
     if needed > pruning.max_communicators:
         raise HydraConfigError(
             f"the best static strategy {static} needs {needed} communicators, more than "
@@ -452,9 +268,7 @@ def _grow(
     chosen, times = list(start), np.min([table[strategy] for strategy in start], axis=0)
     open_ = [strategy for strategy in table if strategy not in chosen]
     while open_ and times.mean() > goal_ms:
-        affordable = [
-            s for s in open_ if count_communicators([*chosen, s]) <= pruning.max_communicators
-        ]
+        affordable = [s for s in open_ if count_groups([*chosen, s]) <= pruning.max_communicators]
         gains = [float((times - np.minimum(times, table[s])).mean()) for s in affordable]
         if not affordable or max(gains) <= 0:
             break
@@ -466,7 +280,7 @@ def _grow(
 
 
 def _describe(
-    trial: _Trial,
+    trial: Trial,
     proposed: Mapping[Strategy, tuple[int, ...]],
     table: Mapping[Strategy, FloatArray],
     chosen: Sequence[Strategy],
@@ -495,7 +309,7 @@ def _describe(
         tokens_per_iteration=tokens_per_iteration,
         kept=tuple(sorted(kept, key=lambda k: -k.share_won)),
         num_candidates=len(proposed),
-        num_communicators=count_communicators(chosen),
+        num_communicators=count_groups(chosen),
         assumed=tuple(sorted({s for c in chosen for s in c.schemes} & trial.profile.assumed)),
         kept_ms=float(times.min(axis=0).mean()),
         plain_ms=plain_ms if np.isfinite(plain_ms) else None,

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.propose import HEURISTIC, PruningSettings
 from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.sampler.trial import HEURISTIC, PruningSettings
 from ds_hydra.simulator.baselines import (
     balanced,
     dynamic,

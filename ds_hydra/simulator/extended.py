@@ -14,7 +14,6 @@ import numpy as np
 
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import heuristic_times
-from ds_hydra.sampler.propose import count_communicators
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.sampler.screening import Screen
 from ds_hydra.simulator.scenario import Scenario
@@ -24,6 +23,7 @@ from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.extended import stretched_schemes
 from ds_hydra.strategy.proposal.streamed import with_streamed_schemes
 from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
+from ds_hydra.strategy.schemes.placement import count_groups
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 TOLERANCE = 0.001
@@ -162,7 +162,7 @@ def _faster_together(
         added = open_.pop(int(np.argmax(gains)))
         if max(gains) <= TOLERANCE * best.mean():
             break
-        if count_communicators([*chosen, added]) <= max_communicators:
+        if count_groups([*chosen, added]) <= max_communicators:
             chosen.append(added)
             best = np.minimum(best, times[added])
     return chosen

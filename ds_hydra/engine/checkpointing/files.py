@@ -35,15 +35,13 @@ from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
+from ds_hydra.engine.checkpointing.tags import REPLACED_PREFIX, check_new_tag
 from ds_hydra.errors import CheckpointError
 from ds_hydra.version import __version__
 
 MANIFEST_SCHEMA = "ds_hydra.manifest/1"
 MANIFEST_NAME = "ds_hydra_manifest.json"
-_SAVING, _REPLACED, _DIGESTS = ".saving-", ".replaced-", "digests"
-_NO_TAGS = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
-"""Files that lie beside the checkpoints."""
-_MAX_TAG_BYTES = 200
+_SAVING, _DIGESTS = ".saving-", "digests"
 _BLOCK_BYTES = 1 << 22
 _MAX_MANIFEST_BYTES = 1 << 26
 
@@ -233,7 +231,7 @@ def _lock_folder(folder: Path) -> int | None:
 
 def put_in_place(written: Path, target: Path) -> None:
     """Rename a folder to `target`, in place of what is there; see `restore_replaced`."""
-    replaced = target.with_name(f"{_REPLACED}{target.name}")
+    replaced = target.with_name(f"{REPLACED_PREFIX}{target.name}")
     if target.exists():
         target.rename(replaced)
     written.rename(target)
@@ -244,69 +242,12 @@ def put_in_place(written: Path, target: Path) -> None:
 
 def restore_replaced(save_dir: Path) -> None:
     """Put back a checkpoint whose replacement did not arrive; forget one whose replacement did."""
-    for replaced in save_dir.glob(f"{_REPLACED}*"):
-        target = save_dir / replaced.name.removeprefix(_REPLACED)
+    for replaced in save_dir.glob(f"{REPLACED_PREFIX}*"):
+        target = save_dir / replaced.name.removeprefix(REPLACED_PREFIX)
         if target.exists():
             shutil.rmtree(replaced)
         else:
             replaced.rename(target)
-
-
-def check_tag(tag: str) -> None:
-    """Raise CheckpointError unless `tag` is the name of one folder."""
-    is_name = isinstance(tag, str) and tag and not tag.startswith(".")
-    if not is_name or tag != os.path.basename(tag) or "\0" in tag:
-        raise CheckpointError(
-            f"the checkpoint tag is {tag!r}, expected the name of a folder without {os.sep!r} and not starting "
-            "with a dot, such as 'global_step100'"
-        )
-
-
-def check_new_tag(tag: str) -> None:
-    """Raise CheckpointError unless `tag` is the name of a folder that `latest` can name."""
-    check_tag(tag)
-    if tag in _NO_TAGS:
-        raise CheckpointError(
-            f"the checkpoint tag is {tag!r}, which is a file beside the checkpoints; pass another tag, such as "
-            f"'{tag.split('.')[0]}_1'"
-        )
-    if not tag.isprintable() or " " in tag or len(tag.encode()) > _MAX_TAG_BYTES:
-        raise CheckpointError(
-            f"the checkpoint tag is {tag!r}, expected up to {_MAX_TAG_BYTES} bytes without blanks, line ends and "
-            "control characters, such as 'global_step100'"
-        )
-
-
-def check_folder_name(argument: str, folder: Any) -> None:
-    """Raise CheckpointError unless `folder`, given as `argument`, names a folder."""
-    name = os.fspath(folder) if isinstance(folder, os.PathLike) else folder
-    if not isinstance(name, str) or not name.strip() or "\0" in name:
-        raise CheckpointError(
-            f"{argument} is {folder!r}, expected the path of a folder, such as 'checkpoints' ('.' is the working "
-            "directory)"
-        )
-
-
-def resolve_tag(load_dir: Path, tag: str) -> str:
-    """The folder in `load_dir` with the checkpoint `tag`: that name, or the place of one being
-    replaced.
-    """
-    check_tag(tag)
-    replaced = f"{_REPLACED}{tag}"
-    return replaced if not (load_dir / tag).exists() and (load_dir / replaced).exists() else tag
-
-
-def find_tag(load_dir: Path, name: str) -> str | None:
-    """The tag in `load_dir/latest` (or another `name`); None where there is no such file."""
-    try:
-        with (load_dir / name).open("rb") as file:
-            tag = file.read(4096).decode("utf-8", "replace").strip()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {load_dir / name}: {error.strerror}") from error
-    check_tag(tag)
-    return tag
 
 
 def write_manifest(folder: Path, digests: Mapping[str, Any], world_size: int) -> None:

@@ -23,10 +23,9 @@ from ds_hydra.engine.checks.deepspeed_section import find_auto_keys, find_deepsp
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.model.random_model import build_random_stage_model
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.groups import groups_of
 from ds_hydra.engine.profiling.profile_document import fit_memory, state_memory
 from ds_hydra.engine.profiling.profiler import default_lengths
-from ds_hydra.engine.propagation import GRADIENT_DTYPES
+from ds_hydra.engine.strategy_links import GRADIENT_DTYPES
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.sampler.candidates import (
     MAX_ENUMERATED_RANKS,
@@ -35,13 +34,13 @@ from ds_hydra.sampler.candidates import (
     decide_candidates,
     proposes,
 )
-from ds_hydra.sampler.propose import count_communicators
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_profile
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.placement import count_groups, groups_of
 from ds_hydra.zero_link.home_parts import home_bytes
 
 CHECK_SCHEMA = "ds_hydra.check/1"
@@ -468,7 +467,7 @@ class _Budget:
         else:
             self._started_with = start  # whose groups stay
             if not is_enumerated:
-                taken = settings.num_other_groups + count_communicators(start)
+                taken = settings.num_other_groups + count_groups(start)
                 settings = replace(settings, num_other_groups=taken)
             histogram = LengthHistogram.load(find_file("lengths", name))
             found = decide_candidates(self._profile, histogram, settings)
@@ -493,7 +492,7 @@ class _Budget:
 
     def _check_communicators(self, strategies: Sequence[Strategy]) -> None:
         number, limit = self._report.num_devices, self._hydra.max_process_groups
-        everyone = tuple(range(number))
+        everyone = range(number)
         purposes = self._link_purposes()
         keys = {(purpose, everyone) for purpose in purposes}.union(*map(groups_of, strategies))
         most = max(sum(rank in ranks for _, ranks in keys) for rank in range(number))

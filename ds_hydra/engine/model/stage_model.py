@@ -54,6 +54,7 @@ from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
 from ds_hydra.engine.transfer.stream_plan import StageStreams, Window, copied_params
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.strategy.schemes.placement import coordinates
 from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, SliceRef, Slicing
 
 
@@ -257,8 +258,8 @@ class StageModel:
         known: dict[tuple[Scheme, int, int], RankBuckets] = {}
         rank_buckets: list[RankBuckets] = [()] * num_ranks
         for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-            for place, rank in enumerate(ranks):
-                key = (scheme, place // scheme.ranks_per_stage, place % scheme.tp)
+            for (stage, _, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
+                key = (scheme, stage, tp_rank)
                 if key not in known:
                     known[key] = self.buckets(*key)
                 rank_buckets[rank] = known[key]

@@ -16,28 +16,7 @@ import torch.distributed as dist
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Strategy
-
-GroupKey = tuple[str, tuple[int, ...]]
-"""(purpose, ranks): groups with equal ranks but another purpose never share a communicator."""
-
-
-def groups_of(strategy: Strategy) -> set[GroupKey]:
-    """Groups that `strategy` needs: one per TP and SP group, and one per direction for each
-    pipeline with PP > 1.
-    """
-    keys: set[GroupKey] = set()
-    for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-        if scheme.tp > 1:
-            keys |= {("tp", ranks[s : s + scheme.tp]) for s in range(0, len(ranks), scheme.tp)}
-        if scheme.sp > 1:
-            stages = [
-                ranks[s : s + scheme.ranks_per_stage]
-                for s in range(0, len(ranks), scheme.ranks_per_stage)
-            ]
-            keys |= {("sp", stage[t :: scheme.tp]) for stage in stages for t in range(scheme.tp)}
-        if scheme.pp > 1:
-            keys |= {("pp_down", ranks), ("pp_up", ranks)}
-    return keys
+from ds_hydra.strategy.schemes.placement import GroupKey, groups_of
 
 
 def within_groups(strategies: Iterable[Strategy], max_groups: int) -> tuple[Strategy, ...]:
@@ -99,8 +78,8 @@ class GroupPool:
         """Create the groups of all `strategies` that do not exist yet; raises HydraConfigError
         beyond the bound.
         """
-        wanted = sorted(set().union(*(groups_of(s) for s in strategies)) - self._groups.keys())
-        self.create(wanted)
+        wanted = set().union(*map(groups_of, strategies)) - self._groups.keys()
+        self.create(sorted(wanted, key=lambda key: (key[0], tuple(key[1]))))
 
     def create(self, keys: Iterable[GroupKey]) -> None:
         """Create the groups `keys`, in the given order, equal on all ranks.
@@ -123,7 +102,7 @@ class GroupPool:
             if dist.get_rank() in ranks:
                 dist.all_reduce(torch.zeros(1, device=self._device), group=group)
 
-    def get(self, purpose: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def get(self, purpose: str, ranks: range) -> dist.ProcessGroup:
         """The group of `ranks` for `purpose`; this rank must be a member."""
         group = self._groups[purpose, ranks]
         assert group is not None, f"rank {dist.get_rank()} is not in {purpose} group {ranks}"

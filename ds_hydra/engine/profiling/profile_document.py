@@ -16,11 +16,8 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.profiles.fit import fit_latency, saturation_tokens
-from ds_hydra.strategy.profiles.profile import (
-    GRADIENT_BYTES,
-    OPTIMIZER_BYTES,
-    PROFILE_SCHEMA,
-)
+from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
+from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 
 
 def fit_memory(document: Mapping[str, Any], config: HydraConfig) -> Profile:

@@ -21,7 +21,6 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.model.random_model import build_random_stage_model
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.groups import groups_of
 from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.overlap_slowdown import measure_overlap_slowdown
 from ds_hydra.engine.profiling.profile_document import fit_memory
@@ -33,6 +32,7 @@ from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import Topology
 from ds_hydra.strategy.proposal.candidates import fitting_schemes
+from ds_hydra.strategy.schemes.placement import count_groups
 
 _OVERLAP_TOKENS = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -121,7 +121,7 @@ def _profile_ranks(
 ) -> dict[str, Any]:
     num_ranks = dist.get_world_size()
     strategies = [Strategy((scheme,) * (num_ranks // scheme.num_devices)) for scheme in schemes]
-    num_groups = len(set().union(*map(groups_of, strategies)))
+    num_groups = count_groups(strategies)
     # Pull and push, with node-aware routes two of each
     propagator = Propagator(stage_model, device=device, max_groups=num_groups + 4)
     try:

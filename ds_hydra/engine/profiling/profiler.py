@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.profile_document import (
     ProbeMicroBatch,
@@ -28,11 +29,12 @@ from ds_hydra.engine.profiling.profile_document import (
     scheme_entry,
     state_memory,
 )
-from ds_hydra.engine.propagation import Example, Propagator
+from ds_hydra.engine.propagation import Propagator
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, activation_share
+from ds_hydra.strategy.profiles.memory_model import activation_share
+from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 
 _FEWEST_PACKED = 8
 """Sequences in a packed micro-batch that is timed."""
@@ -303,7 +305,7 @@ def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
     with _count_saved_bytes() as counted:
         stage_ms(propagator, strategy, ProbeMicroBatch(length))
     # Autograd keeps views of weights, which are not activations.
-    for address in propagator.weight_addresses():
+    for address in propagator.links.weight_addresses():
         counted.pop(address, None)
     return propagator.max_over_ranks(sum(counted.values())) / length
 

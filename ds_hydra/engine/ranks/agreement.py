@@ -104,3 +104,10 @@ def _broadcast(payload: bytes, numel: int, source: int, device: torch.device) ->
     body = to_device(body, device)
     dist.broadcast(body, src=source)
     return body.cpu().numpy().tobytes()
+
+
+def max_over_ranks(value: float, device: torch.device) -> float:
+    """The largest `value` of any rank. Collective over all ranks."""
+    largest = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)

@@ -19,6 +19,7 @@ from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.engine.ranks.host_memory import forget_peak, process_bytes
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
+from ds_hydra.strategy.schemes.placement import stages_of
 
 _KINDS = tuple(EventKind)
 _TRACES_PER_OCTAVE = 100
@@ -152,8 +153,8 @@ def gather_timeline(recorder: Recorder, plan: IterationPlan, device: torch.devic
 def _representatives(plan: IterationPlan) -> Iterator[tuple[int, int, int]]:
     """(rank, pipeline, stage) of the first rank of each stage, and of the first rank that idles."""
     for index, pipeline in enumerate(plan.pipelines):
-        for stage in range(pipeline.scheme.pp):
-            yield pipeline.ranks[stage * pipeline.scheme.ranks_per_stage], index, stage
+        for stage, ranks in enumerate(stages_of(pipeline.scheme, pipeline.ranks)):
+            yield ranks[0], index, stage
     if plan.strategy.num_devices < plan.num_devices:
         yield plan.strategy.num_devices, -1, 0
 

@@ -26,6 +26,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.schemes.placement import coordinates
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 logger = logging.getLogger(__name__)
@@ -224,9 +225,8 @@ def _slices_of_nodes(strategy: Strategy, node_size: int, num_layers: int) -> set
     nodes: dict[int, list[Slice]] = {}
     stages = {scheme: _stages(scheme, num_layers) for scheme in set(strategy.schemes)}
     for scheme, ranks in zip(strategy.schemes, strategy.place()):
-        for place, rank in enumerate(ranks):
-            stage, t = stages[scheme][place // scheme.ranks_per_stage], place % scheme.tp
-            nodes.setdefault(rank // node_size, []).append((scheme.tp, t, *stage))
+        for (stage, _, t), rank in zip(coordinates(scheme), ranks):
+            nodes.setdefault(rank // node_size, []).append((scheme.tp, t, *stages[scheme][stage]))
     return {tuple(slices) for slices in nodes.values()}
 
 

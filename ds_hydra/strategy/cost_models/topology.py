@@ -28,6 +28,7 @@ from ds_hydra.strategy.cost_models.alpha_beta import (
     pipeline_hop_s,
     tensor_parallel_s,
 )
+from ds_hydra.strategy.schemes.placement import stage_hops, tp_groups
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 TOPOLOGY_SCHEMA = "ds_hydra.topology/1"
@@ -199,9 +200,7 @@ def _slowest_all_reduce_s(interconnects: Interconnects, scheme: Scheme, shape: L
     if scheme.tp == 1:
         return 0.0
     groups = {
-        ranks[begin : begin + scheme.tp]
-        for ranks in _pipelines(interconnects, scheme)
-        for begin in range(0, len(ranks), scheme.tp)
+        group for ranks in _pipelines(interconnects, scheme) for group in tp_groups(scheme, ranks)
     }
     return max(tensor_parallel_s(interconnects, group, shape, passes=2) for group in groups)
 
@@ -213,7 +212,7 @@ def _slowest_hop_s(interconnects: Interconnects, scheme: Scheme, shape: LayerSha
     return max(
         pipeline_hop_s(interconnects, [rank], [following], shape)
         for ranks in _pipelines(interconnects, scheme)
-        for rank, following in zip(ranks, ranks[scheme.tp :])
+        for rank, following in stage_hops(scheme, ranks)
     )
 
 

@@ -16,10 +16,8 @@ from typing import Any
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import Hardware
-from ds_hydra.strategy.profiles.profile import (
-    EMBEDDING_BYTES_PER_ELEMENT,
-    Profile,
-)
+from ds_hydra.strategy.profiles.memory_model import EMBEDDING_BYTES_PER_ELEMENT
+from ds_hydra.strategy.profiles.profile import Profile
 
 LAYERS_SCHEMA = "ds_hydra.layers/1"
 OVERLAP_SLOWDOWN = 1.3

@@ -1,0 +1,412 @@
+"""This rank's pull and push of every strategy: link plans, the memory that slices take, and the
+sessions that fill and empty it.
+
+Legend: tensors ending in `_P` are flat ZeRO-3 shards.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hydra.configs.hydra_config import LinkConfig
+from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.parallel.groups import GroupPool
+from ds_hydra.engine.ranks.agreement import max_over_ranks
+from ds_hydra.engine.ranks.hosts import Hosts, ranks_per_node, warn_of_placement
+from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
+from ds_hydra.engine.transfer.home import SharedMemoryHome
+from ds_hydra.engine.transfer.link_agreement import check_link_plans
+from ds_hydra.engine.transfer.link_session import DeviceClock, LinkSession, LinkThread
+from ds_hydra.engine.transfer.slices import SlicePool, Slices, gradient_numel, held_numel
+from ds_hydra.engine.transfer.stream_plan import (
+    StageStreams,
+    check_streams,
+    count_addends,
+    only_copied,
+    stage_passes,
+)
+from ds_hydra.engine.transfer.streaming import AcrossHosts, HomeSlices, StreamSession
+from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.strategy import Strategy
+from ds_hydra.strategy.schemes.placement import Role
+from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
+from ds_hydra.zero_link.buffers import ExchangeBuffers
+from ds_hydra.zero_link.exchange import Link
+from ds_hydra.zero_link.home_parts import flat_specs, parts_from_other_hosts
+
+GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Values of `hydra.link.gradient_dtype`."""
+
+
+def find_ranks_per_node(config: LinkConfig, host_of: Sequence[int]) -> int | None:
+    """Ranks of a node for node-aware routes, or None for direct ones (always on a single node).
+
+    `host_of`, the host of every rank, answers what `hydra.link.devices_per_node` leaves open.
+    """
+    found = config.devices_per_node or ranks_per_node(host_of)
+    return found if config.routes == "node" and 1 < found < len(host_of) else None
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyLink:
+    """This rank's link plans for one strategy."""
+
+    role: Role | None
+    buckets: RankBuckets
+    pull: LinkPlan
+    pull_trained: LinkPlan
+    """The pull without frozen parameters; the same object as `pull` where none is frozen."""
+    push: LinkPlan
+    memory: LinkMemory
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLink:
+    """This rank's part of a strategy in which layers stream."""
+
+    role: Role | None
+    buckets: RankBuckets
+    streams: StageStreams
+    across: AcrossHosts
+    memory: LinkMemory
+
+    def uses(self, plan: IterationPlan, *, training: bool) -> list[int]:
+        """In which order this rank uses the buckets of its window."""
+        role = self.role
+        if role is None:
+            return []
+        num_micro_batches = len(plan.pipelines[role.pipeline].micro_batches)
+        return self.streams.window.uses(
+            stage_passes(role.scheme.pp, role.stage, num_micro_batches, training=training)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A rank's part of one iteration's computation, and what it calls before it reads slices."""
+
+    role: Role | None
+    await_bucket: Callable[[int], None]
+    before_backward: Mapping[int, Callable[[], None] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMemory:
+    """Most bytes that a strategy makes this rank hold for propagation, activations left out."""
+
+    slice_bytes: int
+    gradient_bytes: int
+    window_bytes: int
+    """Packed exchange buffers: a window of two rounds has four, each as large as the largest.
+
+    Memory of the CPU is handed out with gaps, which may add as much again.
+    """
+    relayed_bytes: int
+    """What this rank holds of other nodes' shards (pull) or sums for them (push), with node-aware
+    routes.
+    """
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        exchanged = self.window_bytes + self.relayed_bytes
+        return self.slice_bytes + self.gradient_bytes + exchanged
+
+
+class StrategyLinks:
+    """Pull and push of strategies on this rank. Methods are collective over all ranks where they
+    say so.
+    """
+
+    def __init__(
+        self,
+        stage_model: StageModel,
+        groups: GroupPool,
+        hosts: Hosts,
+        config: LinkConfig,
+        device: torch.device,
+    ):
+        """Collective over all ranks: creates the groups of pull and push."""
+        self.stage_model = stage_model
+        self.rank = dist.get_rank()
+        self.num_ranks = dist.get_world_size()
+        self._device = device
+        self.hosts = hosts
+        everyone = range(self.num_ranks)
+        if self.rank == 0 and config.devices_per_node is None:
+            warn_of_placement(hosts.of_rank)
+        self.ranks_per_node = find_ranks_per_node(config, hosts.of_rank)
+        purposes = ["pull", "push"] + (["pull_node", "push_node"] if self.ranks_per_node else [])
+        groups.create([(purpose, everyone) for purpose in purposes])
+        pull, push, *of_nodes = (groups.get(purpose, everyone) for purpose in purposes)
+        pull_node, push_node = of_nodes or (None, None)
+        self._gradient_dtype = GRADIENT_DTYPES[config.gradient_dtype]
+        self.buffers = ExchangeBuffers(device)
+        self.pool = SlicePool(device)
+        self.pull_link = Link(pull, device, buffers=self.buffers, node_group=pull_node)
+        self.push_link = Link(push, device, self._gradient_dtype, self.buffers, push_node)
+        self.clock = DeviceClock(device)
+        self.thread = LinkThread(device, overlap=config.overlap)
+        self._frozen: FrozenKeeper | None = None
+        self._frozen_at_home: FrozenKeeper | None = None
+        """The same of what homes of several hosts got from each other."""
+        if config.keep_frozen and not all(spec.requires_grad for spec in stage_model.specs):
+            self._frozen = self._keep_frozen()
+            if len(hosts.names) > 1:
+                self._frozen_at_home = self._keep_frozen()
+        self._links: dict[Strategy, StrategyLink] = {}
+        self._stream_links: dict[Strategy, StreamLink] = {}
+        self.home: SharedMemoryHome | None = None
+        """Where weights and sums of streamed layers are, once a strategy has some."""
+
+    def close(self) -> None:
+        """End the link's thread and leave the home; not collective."""
+        self.thread.close()
+        if self.home is not None:
+            self.home.close()
+            self.home = None
+
+    def prepare(self, strategies: Sequence[Strategy]) -> None:
+        """Create the home of streamed layers, where `strategies` have some. Collective over all
+        ranks.
+        """
+        streaming = sorted(
+            {scheme for strategy in strategies for scheme in strategy.schemes if scheme.stream}
+        )
+        check_streams(streaming, self._device.type)
+        if streaming and self.home is None:
+            purpose = f"scheme {streaming[0]}: streamed layers need a home; leave stream out of hydra.strategies"
+            dtype = self.shards_P()[0].dtype
+            self.home = SharedMemoryHome(
+                self.stage_model.specs, dtype, self._device, self.hosts, purpose
+            )
+
+    def weight_addresses(self) -> set[int]:
+        """Where storages with weights or their gradients begin. Not collective."""
+        home = set() if self.home is None else {self.home.address}
+        return self.pool.addresses() | home
+
+    def link_memory(self, strategy: Strategy) -> LinkMemory:
+        """Most bytes that `strategy` makes this rank hold, activations left out. Not collective."""
+        streams = any(scheme.stream for scheme in strategy.schemes)
+        link = self._stream_link_of(strategy) if streams else self.of(strategy)
+        return link.memory
+
+    def of(self, strategy: Strategy) -> StrategyLink:
+        """Link plans of `strategy`; the first time collective, because ranks compare them."""
+        if strategy not in self._links:
+            rank_buckets = self.stage_model.strategy_buckets(strategy, self.num_ranks)
+
+            def plan(rank_buckets: Sequence[RankBuckets], *, gradients: bool) -> LinkPlan:
+                return plan_link(
+                    self.stage_model.specs,
+                    rank_buckets,
+                    self.rank,
+                    gradients=gradients,
+                    ranks_per_node=self.ranks_per_node,
+                )
+
+            pull, push = plan(rank_buckets, gradients=False), plan(rank_buckets, gradients=True)
+            pull_trained = pull
+            if self._frozen is not None:
+                trained = without_frozen(self.stage_model.specs, rank_buckets)
+                pull_trained = plan(trained, gradients=False)
+            check_link_plans(strategy, (pull, pull_trained, push), self._device)
+            self._links[strategy] = StrategyLink(
+                role=Role.find(strategy, self.rank),
+                buckets=rank_buckets[self.rank],
+                pull=pull,
+                pull_trained=pull_trained,
+                push=push,
+                memory=self._memory_of(rank_buckets[self.rank], pull, push),
+            )
+        return self._links[strategy]
+
+    def open(
+        self, strategy: Strategy, *, with_gradients: bool, grads_P: Sequence[Tensor] | None
+    ) -> tuple[Slices, LinkSession]:
+        """Memory for the slices of `strategy`, and the session that fills it and pushes into
+        `grads_P`.
+        """
+        link = self.of(strategy)
+        self._forget_failed()
+        skip_frozen = self._frozen is not None and self._frozen.may_skip(strategy)
+        if self._frozen is not None and not skip_frozen:
+            self._frozen.pulled(strategy)
+        shards_P = self.shards_P()
+        slices = Slices(
+            self.stage_model.specs,
+            link.buckets,
+            self.pool,
+            shards_P[0].dtype,
+            with_gradients=with_gradients,
+        )
+        session = LinkSession(
+            self.thread,
+            self.clock,
+            pull=(self.pull_link, link.pull_trained if skip_frozen else link.pull),
+            push=(self.push_link, link.push),
+            shards_P=shards_P,
+            slices=slices,
+            grads_P=grads_P,
+        )
+        return slices, session
+
+    def _forget_failed(self) -> None:
+        self.buffers.forget_failed()
+        self.pull_link.forget_failed()
+        self.push_link.forget_failed()
+
+    def open_plan(
+        self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
+    ) -> tuple[Slices, LinkSession | StreamSession, Work]:
+        """What `plan` runs on; the first time collective, as `_link_of` is."""
+        if any(scheme.stream for scheme in plan.strategy.schemes):
+            return self._open_streams(plan, training=training, grads_P=grads_P)
+        link = self.of(plan.strategy)
+        slices, session = self.open(plan.strategy, with_gradients=training, grads_P=grads_P)
+        return slices, session, Work(link.role, session.await_bucket, {})
+
+    def _open_streams(
+        self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
+    ) -> tuple[Slices, StreamSession, Work]:
+        link = self._stream_link_of(plan.strategy)
+        assert self.home is not None, plan.strategy
+        specs, shards_P = self.stage_model.specs, self.shards_P()
+        if self._frozen is not None:
+            self._frozen.forget()  # what is copied takes the pool's memory
+        self._forget_failed()
+        across = self._skip_frozen(plan.strategy, link.across)
+        slices = Slices(
+            specs,
+            link.buckets,
+            self.pool,
+            shards_P[0].dtype,
+            with_gradients=training,
+            slot_of=link.streams.window.slot_of,
+            home=HomeSlices(self.home, specs, link.buckets, link.streams),
+        )
+        num_micro_batches = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
+        session = StreamSession(
+            self.thread,
+            self.clock,
+            self.home,
+            across=across,
+            num_addends=count_addends(plan.strategy, num_micro_batches),
+            uses=link.uses(plan, training=training),
+            shards_P=shards_P,
+            buckets=link.buckets,
+            slices=slices,
+            grads_P=grads_P,
+            with_gradients=training,
+        )
+        window = link.streams.window
+        before_backward = {
+            index: functools.partial(session.enter, index) if has_backward else None
+            for index, has_backward in zip(window.buckets, window.has_backward, strict=True)
+        }
+        return slices, session, Work(link.role, session.await_bucket, before_backward)
+
+    def _stream_link_of(self, strategy: Strategy) -> StreamLink:
+        """This rank's part of a strategy with streamed layers; with several hosts collective the
+        first time, because ranks compare their link plans.
+        """
+        if strategy not in self._stream_links:
+            role = Role.find(strategy, self.rank)
+            buckets, streams = (), StageStreams()
+            if role is not None:
+                place = role.scheme, role.stage, role.tp_rank
+                buckets = self.stage_model.buckets(*place)
+                streams = self.stage_model.stage_streams(*place)
+            across = self._across_hosts(strategy) if len(self.hosts.names) > 1 else AcrossHosts()
+            memory = self._stream_memory_of(buckets, streams, across)
+            self._stream_links[strategy] = StreamLink(role, buckets, streams, across, memory)
+        return self._stream_links[strategy]
+
+    def _across_hosts(self, strategy: Strategy) -> AcrossHosts:
+        """How homes of several hosts are filled for `strategy`. Collective over all ranks."""
+        specs = self.stage_model.specs
+        brought = parts_from_other_hosts(
+            specs,
+            [[b.param for b in unit.bindings] for unit in self.stage_model.units],
+            self.stage_model.strategy_buckets(strategy, self.num_ranks),
+            self.hosts.of_rank,
+        )
+        flat = flat_specs(specs)
+        pull, push = (
+            plan_link(flat, brought, self.rank, gradients=gradients) for gradients in (False, True)
+        )
+        pull_trained = pull
+        if self._frozen_at_home is not None:
+            pull_trained = plan_link(flat, without_frozen(flat, brought), self.rank)
+        check_link_plans(strategy, (pull, pull_trained, push), self._device)
+        return AcrossHosts(
+            brought=brought[self.rank],
+            pull=(self.pull_link, pull),
+            pull_trained=(self.pull_link, pull_trained),
+            push=(self.push_link, push),
+        )
+
+    def _skip_frozen(self, strategy: Strategy, across: AcrossHosts) -> AcrossHosts:
+        """`across` without what homes have already got of other hosts. Collective over all
+        ranks.
+        """
+        keeper = self._frozen_at_home
+        if keeper is None:
+            return across
+        if keeper.may_skip(strategy):
+            return replace(across, pull=across.pull_trained)
+        keeper.pulled(strategy)
+        return across
+
+    def _stream_memory_of(
+        self, buckets: RankBuckets, streams: StageStreams, across: AcrossHosts
+    ) -> LinkMemory:
+        assert self.home is not None
+        specs, itemsize = self.stage_model.specs, self.stage_model.params[0].ds_tensor.itemsize
+        copied = only_copied(buckets, streams.copied)
+        kept = [bucket for r, bucket in enumerate(buckets) if r not in streams.buckets]
+        copies = held_numel(specs, copied, streams.window.slot_of) * itemsize
+        window_bytes = 0
+        if across.pull is not None and across.push is not None:
+            window_bytes = self._window_bytes(across.pull[1], across.push[1])
+        return LinkMemory(
+            slice_bytes=self.home.weight_bytes + copies,
+            gradient_bytes=self.home.sum_bytes + sum(gradient_numel(specs, b) for b in kept) * 4,
+            window_bytes=window_bytes,
+            relayed_bytes=0,
+        )
+
+    def _window_bytes(self, pull: LinkPlan, push: LinkPlan) -> int:
+        itemsize = self.stage_model.params[0].ds_tensor.itemsize
+        of_pull = pull.buffer_elements * itemsize
+        return 4 * max(of_pull, push.buffer_elements * self._gradient_dtype.itemsize)
+
+    def shards_P(self) -> list[Tensor]:
+        """This rank's ZeRO-3 shards."""
+        return [p.ds_tensor.detach() for p in self.stage_model.params]
+
+    def _keep_frozen(self) -> FrozenKeeper:
+        return FrozenKeeper(
+            self._frozen_P, lambda changed: max_over_ranks(float(changed), self._device) > 0
+        )
+
+    def _frozen_P(self) -> list[Tensor]:
+        specs = self.stage_model.specs
+        return [s for s, spec in zip(self.shards_P(), specs, strict=True) if not spec.requires_grad]
+
+    def _memory_of(self, buckets: RankBuckets, pull: LinkPlan, push: LinkPlan) -> LinkMemory:
+        specs = self.stage_model.specs
+        itemsize = self.stage_model.params[0].ds_tensor.itemsize
+        return LinkMemory(
+            slice_bytes=held_numel(specs, buckets, {}) * itemsize,
+            gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in buckets) * 4,
+            window_bytes=self._window_bytes(pull, push),
+            relayed_bytes=max(pull.relayed_elements * itemsize, push.relayed_elements * 4),
+        )

@@ -1,0 +1,381 @@
+"""The search of one plan: candidates in the order of their bounds, each dispatched, packed and
+refined, until no bound can win.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
+from ds_hydra.sampler.bounds import strategy_bound_ms
+from ds_hydra.sampler.dispatch.dispatch import dispatch_sequences, dispatch_trials, fit_trials
+from ds_hydra.sampler.dispatch.exchange import improve_dispatch
+from ds_hydra.sampler.dispatch.refine import (
+    iteration_ms,
+    order_micro_batches,
+    pack_pipelines,
+    perturb_and_refine,
+    pipeline_cost,
+    refine_pipelines,
+)
+from ds_hydra.sampler.ilp import SolverLimits
+from ds_hydra.sampler.packing.packing import solve_packing
+from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
+from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
+from ds_hydra.sampler.schedule import FloatArray, IntArray, makespan_ms
+from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+_NUM_FIT_STEPS = 8
+
+_NUM_TARGETS = 4
+"""Fast pipelines that the slowest one exchanges sequences with, besides two of each scheme."""
+
+_MAX_SOLVED = 4
+"""Pipelines whose micro-batches are solved for in one iteration."""
+
+
+_PERTURBATION_GAP, _PERTURBATION_REACH = 0.01, 0.05
+"""Perturbations are for plans more than 1% above their bound and less than 5% above the best plan
+so far.
+"""
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """One strategy, and once it is planned where its sequences are (in sorted order)."""
+
+    strategy: Strategy
+    problem: DispatchProblem
+    lower_bound_ms: float
+    assignment: IntArray
+    micro_batches: IntArray
+    value: FloatArray
+    """Time of each pipeline."""
+    link: LinkTimes
+    least_link_ms: float
+    """What pull and push add to propagation at least."""
+    iteration_ms: float
+    """Time of the slowest pipeline with pull and push, inf before the strategy is planned."""
+
+    @property
+    def least_ms(self) -> float:
+        """Lower bound of the iteration."""
+        return self.lower_bound_ms + self.least_link_ms
+
+
+class BatchPlanner:
+    """One mini-batch, sorted once, and the costs of its sequences, shared by all candidate
+    strategies.
+    """
+
+    def __init__(
+        self, batch: GlobalBatch, profile: Profile, num_devices: int, settings: PlannerSettings
+    ) -> None:
+        self.batch, self.profile, self.num_devices, self.settings = (
+            batch,
+            profile,
+            num_devices,
+            settings,
+        )
+        lengths = np.array(batch.lengths, dtype=np.int64)
+        if lengths.size and lengths.min() < 1:
+            raise HydraConfigError(
+                f"sequence {lengths.argmin()} of iteration {batch.iteration} has {lengths.min()} tokens; "
+                "remove sequences without tokens from the dataset"
+            )
+        self.order = np.argsort(-lengths, kind="stable")
+        self.lengths = lengths[self.order]
+
+    def plan(self, strategies: Sequence[Strategy]) -> tuple[IterationPlan, float]:
+        """The best plan over `strategies`, and its time with pull and push."""
+        feasible = [
+            s for s in strategies if self.lengths.size == 0 or self.lengths[0] <= self.longest(s)
+        ]
+        if not feasible:
+            raise self._no_plan(strategies)
+        candidates = sorted((self._bound(s) for s in feasible), key=lambda c: c.least_ms)
+        best = candidates[0]
+        for candidate in candidates:
+            if candidate.least_ms < best.iteration_ms:
+                self._search(candidate, best.iteration_ms - candidate.least_link_ms)
+                best = min(best, candidate, key=lambda c: c.iteration_ms)
+        self._solve_slowest(best)
+        return self._finish(best), best.iteration_ms
+
+    def time_ms(self, strategy: Strategy) -> float:
+        """Time with pull and push of a plan that is not compared with its bound."""
+        if self.lengths.size and self.lengths[0] > self.longest(strategy):
+            return np.inf
+        candidate, _ = self._start(strategy)
+        self._search(candidate, np.inf)
+        return candidate.iteration_ms
+
+    def least_ms(self, strategy: Strategy) -> tuple[float, float]:
+        """Lower bounds of propagation, and of the iteration with what pull and push add at
+        least.
+        """
+        if self.lengths.size and self.lengths[0] > self.longest(strategy):
+            return np.inf, np.inf
+        candidate = self._bound(strategy)
+        return candidate.lower_bound_ms, candidate.least_ms
+
+    def longest(self, strategy: Strategy) -> int:
+        """Largest MaxLen over the schemes of `strategy`, in tokens."""
+        return max(self.max_len_tokens(scheme, strategy) for scheme in set(strategy.schemes))
+
+    def max_len_tokens(self, scheme: Scheme, strategy: Strategy) -> int:
+        """MaxLen of a pipeline of `strategy`: the setting, else by the memory model; 0 where
+        nothing fits.
+        """
+        override = self.settings.max_len_override.get(scheme)
+        return (
+            override
+            if override is not None
+            else max(0, self.profile.max_len_tokens(scheme, self.num_devices, strategy))
+        )
+
+    def _no_plan(self, strategies: Iterable[Strategy]) -> InfeasiblePlanError:
+        largest = max(self.longest(strategy) for strategy in strategies)
+        position = int(self.order[0])
+        advice = f"lower hydra.context_length to {largest} or less, or " if largest > 0 else ""
+        return InfeasiblePlanError(
+            f"iteration {self.batch.iteration}: sequence {position} has {self.lengths[0]} tokens, the "
+            f"largest MaxLen over all candidate strategies is {largest}; {advice}raise "
+            "hydra.memory_limit_bytes or add a strategy with higher TP to hydra.strategies"
+        )
+
+    def _problem(self, strategy: Strategy) -> DispatchProblem:
+        settings = self.settings
+        return make_problem(
+            self.lengths,
+            self._kinds(strategy),
+            forward_fraction=settings.forward_fraction,
+            is_exact=settings.objective == "exact",
+        )
+
+    def _kinds(self, strategy: Strategy) -> list[PipelineKind]:
+        return [
+            PipelineKind(
+                count,
+                scheme.pp,
+                self.max_len_tokens(scheme, strategy),
+                self.profile.get_latency(scheme),
+            )
+            for scheme, count in Counter(strategy.schemes).items()
+        ]
+
+    def _bound(self, strategy: Strategy) -> _Candidate:
+        candidate, estimate = self._start(strategy)
+        candidate.lower_bound_ms = strategy_bound_ms(candidate.problem, 1.5 * estimate)
+        return candidate
+
+    def _start(self, strategy: Strategy) -> tuple[_Candidate, float]:
+        """`strategy` dispatched, without a bound; and the estimate of its time."""
+        problem = self._problem(strategy)
+        assignment, micro_batches = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
+        estimate = dispatch_trials(
+            problem, self.settings.num_trials, self.settings.seed, assignment
+        )
+        value = np.full(len(strategy.schemes), np.inf)
+        link = self.settings.link_times.get(strategy, NO_LINKS)
+        least = self._least_link_ms(strategy)
+        candidate = _Candidate(
+            strategy, problem, 0.0, assignment, micro_batches, value, link, least, np.inf
+        )
+        return candidate, estimate
+
+    def _least_link_ms(self, strategy: Strategy) -> float:
+        link = self.settings.link_times.get(strategy, NO_LINKS)
+        num_stages = min(scheme.pp for scheme in dict.fromkeys(strategy.schemes))
+        return (link.pull_ms + link.push_ms) / max(1, self._num_buckets // num_stages)
+
+    @property
+    def _num_buckets(self) -> int:
+        """Layers that are pulled and pushed one by one; 0 where nothing overlaps."""
+        return self.profile.memory.num_layers if self.settings.overlaps_links else 0
+
+    def _search(self, candidate: _Candidate, best_ms: float) -> None:
+        """Plans `candidate`; searches longer where it can still beat `best_ms`, the best one so
+        far.
+        """
+        problem, assignment, micro_batches = (
+            candidate.problem,
+            candidate.assignment,
+            candidate.micro_batches,
+        )
+        num_steps = self.settings.max_refine_steps
+        enough_ms = candidate.lower_bound_ms * (1 + self.settings.enough_gap)
+        estimate = improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
+        if num_steps > 0 and estimate > enough_ms:
+            fit_trials(problem, candidate.lower_bound_ms, estimate, _NUM_FIT_STEPS, assignment)
+            improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
+        if self.settings.dispatch == "ideal":
+            assignment[:] = self._ideal_dispatch(candidate.strategy)
+        value = candidate.value = pack_pipelines(problem, assignment, micro_batches)
+        refine_pipelines(
+            problem, assignment, micro_batches, value, enough_ms, num_steps, _NUM_TARGETS
+        )
+        worth_ms = candidate.lower_bound_ms * (1 + _PERTURBATION_GAP)
+        if num_steps > 0 and worth_ms < value.max() < best_ms * (1 + _PERTURBATION_REACH):
+            perturb_and_refine(
+                problem,
+                assignment,
+                micro_batches,
+                value,
+                worth_ms,
+                num_steps,
+                _NUM_TARGETS,
+                self.settings.num_perturbations,
+            )
+        self._finish_micro_batches(candidate)
+
+    def _finish_micro_batches(self, candidate: _Candidate) -> None:
+        """Puts the packed micro-batches in the order that hides pull and push, and counts what is
+        left of them.
+        """
+        problem, assignment, micro_batches = (
+            candidate.problem,
+            candidate.assignment,
+            candidate.micro_batches,
+        )
+        order_micro_batches(problem, assignment, micro_batches)
+        link = candidate.link
+        candidate.iteration_ms = iteration_ms(
+            problem,
+            assignment,
+            micro_batches,
+            candidate.value,
+            link.pull_ms,
+            link.push_ms,
+            self._num_buckets,
+        )
+
+    def _ideal_dispatch(self, strategy: Strategy) -> IntArray:
+        """The solution of Eq. (3) within the limits of the solver, in sorted order of the
+        sequences.
+        """
+        found = dispatch_sequences(
+            self.lengths.tolist(),
+            self._kinds(strategy),
+            seed=self.settings.seed,
+            limits=replace(self.settings.solver_limits or SolverLimits(), gap_tolerance=1e-4),
+        )
+        return np.array(found.assignment, dtype=np.int64)
+
+    def _solve_slowest(self, best: _Candidate) -> None:
+        """Solves for the micro-batches of the slowest pipelines of `best` as long as that makes the
+        iteration shorter.
+
+        Only where an integer program is exact: by the closed form, and for one stage, whose time is
+        that of the fewest micro-batches where no micro-batch waits for its traffic.
+        """
+        limits = self.settings.solver_limits
+        for _ in range(_MAX_SOLVED if limits is not None else 0):
+            slowest = int(best.value.argmax())
+            members = np.flatnonzero(best.assignment == slowest)
+            kind = best.problem.kind_of[slowest]
+            cost = pipeline_cost(best.problem, kind)
+            lengths, costs = self.lengths[members], best.problem.sequence_ms[kind, members]
+            bound = pipeline_bound_ms(lengths, costs, cost)
+            is_solvable = not cost.is_exact or (cost.num_stages == 1 and cost.traffic_ms == 0.0)
+            if (
+                limits is None
+                or not is_solvable
+                or best.value[slowest] <= bound * (1 + limits.gap_tolerance)
+            ):
+                return
+            micro_batches = best.micro_batches[members]
+            solved_ms, _, _ = solve_packing(lengths, costs, cost, limits, micro_batches)
+            if solved_ms >= best.value[slowest]:
+                return
+            best.value[slowest] = solved_ms
+            best.micro_batches[members] = micro_batches
+            self._finish_micro_batches(best)
+
+    def _finish(self, best: _Candidate) -> IterationPlan:
+        batch = self.batch
+        pipelines = tuple(
+            self._pipeline(best, pipeline, scheme, ranks)
+            for pipeline, (scheme, ranks) in enumerate(
+                zip(best.strategy.schemes, best.strategy.place())
+            )
+        )
+        makespan = max(pipeline.makespan_ms for pipeline in pipelines)
+        return IterationPlan(
+            iteration=batch.iteration,
+            num_devices=self.num_devices,
+            strategy=best.strategy,
+            sample_indices=batch.sample_indices,
+            lengths=batch.lengths,
+            num_label_tokens=batch.num_label_tokens,
+            pipelines=pipelines,
+            makespan_ms=makespan,
+            lower_bound_ms=min(makespan, best.lower_bound_ms),
+        )
+
+    def _pipeline(
+        self, best: _Candidate, pipeline: int, scheme: Scheme, ranks: tuple[int, ...]
+    ) -> PipelinePlan:
+        members = np.flatnonzero(best.assignment == pipeline)
+        kind = best.problem.kind_of[pipeline]
+        costs = best.problem.sequence_ms[kind, members]
+        cost = pipeline_cost(best.problem, kind)
+        num_micro_batches = int(best.micro_batches[members].max()) + 1 if members.size else 0
+        micro_batches = [
+            members[best.micro_batches[members] == micro_batch]
+            for micro_batch in range(num_micro_batches)
+        ]
+        return PipelinePlan(
+            scheme=scheme,
+            ranks=ranks,
+            micro_batches=tuple(
+                tuple(self.order[micro_batch].tolist()) for micro_batch in micro_batches
+            ),
+            makespan_ms=self._makespan_ms(best.problem, kind, micro_batches),
+            lower_bound_ms=pipeline_bound_ms(self.lengths[members], costs, cost),
+        )
+
+    def _makespan_ms(
+        self, problem: DispatchProblem, kind: int, micro_batches: Sequence[IntArray]
+    ) -> float:
+        times: FloatArray = np.array(
+            [problem.sequence_ms[kind, micro_batch].sum() for micro_batch in micro_batches]
+        )
+        return makespan_ms(
+            times + problem.constant_ms[kind],
+            int(problem.num_stages[kind]),
+            problem.forward_fraction,
+            problem.is_exact,
+            problem.traffic_ms[kind],
+        )
+
+
+def warm_up() -> None:
+    """Loads (the first time ever: compiles) the compiled code, so that the first plan takes no
+    longer.
+    """
+    latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=1.0)
+    for is_exact in (True, False):
+        kinds = [PipelineKind(1, 2, 20, latency), PipelineKind(1, 1, 9, latency)]
+        problem = make_problem(np.arange(9, 0, -1), kinds, is_exact=is_exact)
+        assignment, micro_batches = np.zeros(9, dtype=np.int64), np.zeros(9, dtype=np.int64)
+        estimate = dispatch_trials(problem, 1, 0, assignment)
+        bound = strategy_bound_ms(problem, estimate)
+        fit_trials(problem, bound, estimate, 1, assignment)
+        improve_dispatch(problem, assignment, bound, 1, _NUM_TARGETS)
+        value = pack_pipelines(problem, assignment, micro_batches)
+        refine_pipelines(problem, assignment, micro_batches, value, bound, 1, _NUM_TARGETS)
+        perturb_and_refine(problem, assignment, micro_batches, value, bound, 1, _NUM_TARGETS, 1)
+        order_micro_batches(problem, assignment, micro_batches)
+        iteration_ms(problem, assignment, micro_batches, value, 0.0, 0.0, 1)
+        members = np.flatnonzero(assignment == 0)
+        costs = problem.sequence_ms[0, members]
+        pipeline_bound_ms(problem.lengths[members], costs, pipeline_cost(problem, 0))

@@ -1,0 +1,182 @@
+"""Sampled mini-batches, on which candidates are tried: which strategy wins how many of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+import numpy as np
+
+from ds_hydra.configs.hydra_config import Space
+from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.sampler.planner import heuristic_times
+from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.sampler.screening import Screen
+from ds_hydra.strategy.profiles.link_times import LinkTimes
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.program import (
+    homogeneous_strategies,
+)
+from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+Progress = Callable[[int, int], None]
+"""Called with the number of mini-batches planned and their total."""
+
+HEURISTIC = PlannerSettings().heuristic()
+
+_REACH = 0.05
+"""Strategies are planned for a mini-batch whose estimate is at most so much above the best one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruningSettings:
+    """How candidates are tried out.
+
+    `num_rounds`: how often the strategies one step away from the winners are tried too.
+    `max_planned`: strategies that are planned for a mini-batch; of more, those among the best of
+    one greedy dispatch. `tolerance`: how much slower, on average over the sampled mini-batches, the
+    set that stays may be than the set of all candidates; `extended_tolerance` the same where
+    strategies of extended schemes come on top: each costs communicators. `max_communicators`:
+    process groups that the set may need at most. `links_of`: pull and push of a strategy, which
+    then count; None where they are not known.
+    """
+
+    num_batches: int = 32
+    max_planned: int = 24
+    num_rounds: int = 1
+    tolerance: float = 0.002
+    extended_tolerance: float = 0.01
+    max_communicators: int = 512
+    seed: int = 0
+    planner: PlannerSettings = HEURISTIC
+    links_of: Callable[[Strategy], LinkTimes] | None = None
+
+
+DEFAULT_PRUNING = PruningSettings()
+
+
+class Trial:
+    """Plans the same mini-batches with different candidates."""
+
+    def __init__(
+        self,
+        batches: Sequence[GlobalBatch],
+        profile: Profile,
+        num_devices: int,
+        context_length: int,
+        pruning: PruningSettings,
+    ) -> None:
+        self.profile, self.num_devices, self.context_length = profile, num_devices, context_length
+        self._batches, self._pruning = batches, pruning
+        self._numbers = range(len(batches))
+        self._known: list[dict[Strategy, float]] = [{} for _ in batches]
+
+    def fits_context(self, strategy: Strategy) -> bool:
+        """Whether a sequence of the context has a place in `strategy`."""
+        return self._longest(strategy) >= self.context_length
+
+    def _longest(self, strategy: Strategy) -> int:
+        return max(
+            self.profile.max_len_tokens(s, self.num_devices, strategy)
+            for s in dict.fromkeys(strategy.schemes)
+        )
+
+    def best_static(self, space: Space) -> tuple[Strategy, FloatArray]:
+        """The fastest strategy of one scheme that fits the context, on average, and its times."""
+        static = homogeneous_strategies(self.profile, self.num_devices, self.context_length, space)
+        times = {strategy: self.times_ms(strategy) for strategy in static}
+        return min(times.items(), key=lambda item: float(item[1].mean()))
+
+    def search(
+        self, candidates: Sequence[Strategy], schemes: Iterable[Scheme], progress: Progress | None
+    ) -> dict[Strategy, FloatArray]:
+        """Times of the strategies that win a mini-batch: `candidates`, and those a step away by one
+        of `schemes`.
+        """
+        winners = self.winners(candidates, progress)
+        for _ in range(self._pruning.num_rounds):
+            near = dict.fromkeys(
+                n for won in winners for n in (won, *neighbour_strategies(won, schemes))
+            )
+            winners = tuple(
+                dict.fromkeys((*winners, *self.winners(tuple(near), None, share=1 / 2)))
+            )
+        return {strategy: self.times_ms(strategy) for strategy in winners}
+
+    def times_ms(self, strategy: Strategy) -> FloatArray:
+        """Time of every mini-batch with `strategy` alone, inf where a sequence does not fit."""
+        return np.array([self._times_ms(number, [strategy])[0] for number in self._numbers])
+
+    def _times_ms(self, number: int, strategies: Sequence[Strategy]) -> FloatArray:
+        """Time of one mini-batch with each of `strategies`; each is planned once."""
+        known = self._known[number]
+        missing = [strategy for strategy in strategies if strategy not in known]
+        if missing:
+            times = heuristic_times(
+                self._batches[number],
+                strategies=missing,
+                profile=self.profile,
+                num_devices=self.num_devices,
+                settings=self._settings(missing),
+            )
+            known.update(zip(missing, times.tolist()))
+        return np.array([known[strategy] for strategy in strategies])
+
+    def winners(
+        self, strategies: Sequence[Strategy], progress: Progress | None, share: float = 1.0
+    ) -> tuple[Strategy, ...]:
+        """Strategies that are the planner's choice for a mini-batch at least, most frequent first.
+
+        `share`: of the mini-batches that are looked at, rounded up.
+        """
+        won: Counter[Strategy] = Counter()
+        screen = None
+        if len(strategies) > self._pruning.max_planned:
+            screen = Screen(
+                strategies,
+                self.profile,
+                self.num_devices,
+                num_trials=self._pruning.planner.num_trials,
+                seed=self._pruning.planner.seed,
+            )
+        for number in self._numbers[: ceil(share * len(self._batches))]:
+            tried = strategies
+            if screen is not None:
+                estimates = screen.estimates_ms(self._batches[number])
+                best = np.argsort(estimates, kind="stable")[: self._pruning.max_planned]
+                near = best[estimates[best] <= (1 + _REACH) * estimates[best[0]]]
+                tried = [strategies[index] for index in np.sort(near)]
+            won[tried[int(np.argmin(self._times_ms(number, tried)))]] += 1
+            if progress is not None:
+                progress(number + 1, len(self._batches))
+        return tuple(strategy for strategy, _ in won.most_common())
+
+    def _settings(self, strategies: Sequence[Strategy]) -> PlannerSettings:
+        links_of = self._pruning.links_of
+        times = (
+            {strategy: links_of(strategy) for strategy in strategies}
+            if links_of is not None
+            else {}
+        )
+        return replace(self._pruning.planner, link_times=times)
+
+
+def sample_batches(
+    histogram: LengthHistogram, tokens_per_iteration: int, pruning: PruningSettings
+) -> tuple[GlobalBatch, ...]:
+    """The mini-batches of `pruning`, drawn from `histogram`."""
+    drawn = histogram.draw_batches(tokens_per_iteration, pruning.num_batches, pruning.seed)
+    return tuple(
+        GlobalBatch(
+            iteration=iteration,
+            sample_indices=tuple(range(len(lengths))),
+            lengths=tuple(lengths.tolist()),
+            num_label_tokens=int((lengths - 1).sum()),
+        )
+        for iteration, lengths in enumerate(drawn)
+    )

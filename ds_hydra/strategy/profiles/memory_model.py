@@ -1,0 +1,231 @@
+"""How much memory a scheme takes on a rank, and so how long its micro-batches may be: App. B.1 of
+Hydraulis, and what it leaves out. Lengths are tokens, sizes bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.schemes.options import stage_layers
+from ds_hydra.strategy.schemes.scheme import Scheme
+
+_LARGEST_COUNT, _LARGEST_BYTES = 1 << 32, 1 << 63
+"""Beyond these a profile is damaged, and arithmetic on it would overflow."""
+
+OPTIMIZER_BYTES = 4 + 8 + 4 + 4
+"""Per parameter at its owner: fp32 master, two Adam moments, DeepSpeed's gradient, our
+accumulator.
+"""
+
+GRADIENT_BYTES = 4
+"""Per element of a pulled slice, or of a home: its fp32 gradient."""
+
+STREAM_WINDOW = 2
+"""Streamed layers that are with a rank at any time: the one that runs and the next one."""
+
+EMBEDDING_BYTES_PER_ELEMENT = 16
+"""`e` of App. B.1: bytes of weights, gradients and optimizer states per embedding element."""
+
+SP_ACTIVATIONS = 1.1
+"""Activations of a sequence shard of a micro-batch over its share of the micro-batch's: attention's
+output is kept on both sides of an exchange, and key-value heads may be repeated. 1.05 without
+repeated heads, 1.10 with, on a Llama of 4 heads.
+"""
+
+
+def activation_share(scheme: Scheme) -> float:
+    """What one rank keeps of a micro-batch's activations under `scheme`, as a share of A L H S."""
+    return (SP_ACTIVATIONS if scheme.sp > 1 else 1.0) / scheme.ranks_per_stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryModel:
+    """Bytes that one rank needs under <TP,PP> on N devices for a packed micro-batch of S tokens
+    (App. B.1).
+
+    activations  L * (S / SP * H / TP) * A
+    states       L * H^2 / N * B * alpha + (L / PP) * (H^2 / TP) * B * (1 - alpha)
+    embedding    H * V / N * e * alpha + (H * V / TP) * e * (1 - alpha)
+
+    with L = `num_layers`, H = `hidden_size`, V = `vocab_size`, A = `activation_bytes[tp]`,
+    B = `state_bytes`, alpha = `sharded_fraction`, e = 16. Activations do not shrink with PP,
+    because a 1F1B stage holds up to PP micro-batches of its L/PP layers. Ours: of SP ranks each has
+    1/SP of every micro-batch, which costs `SP_ACTIVATIONS` times its share of the micro-batch.
+
+    Ours: where layers stream, with p = s / i parameters per layer and H^2, E = 2 H V of embedding
+    and head, and R = `devices_per_node` ranks of a node (N if those are fewer),
+
+    states       (L H^2 B + H V e) / N * alpha                    shards, as above
+                 + (L H^2 p + E) / R * (i + 4)                    home of weights and sums
+                 + (two layers, or twice the head) / TP * 2 i     window, with its gradients
+                 + (parameters of the stage that stay) / TP * (i + 4)
+
+    A profile that the engine measured says i + 20 bytes a parameter for the shards: with the home
+    28 in 16 bit, which is what the engine holds. The published constants have 12.5 there. Other
+    pipelines of the same node have their share of the home besides.
+
+    Stage k of a scheme with `stages` or `ckpt` has n layers, m of them checkpointed, and at most PP
+    - k micro-batches in flight:
+
+    activations  (PP - k) * ((n - m) * S * H / TP * A + m * S * H * i)
+                 + S * H / TP * A where m > 0, the layer that runs again; + S * V / TP * 2 i on the
+                 last stage
+    states       as above with n in place of L / PP
+
+    with i = `input_bytes` of an element of a hidden state, which every rank of a TP group has whole
+    (1 / TP of it with `tp_sequence_parallel`); logits and their gradient, for which other layers no
+    longer leave room, come on top. MaxLen is that of the tightest stage. What else of a layer is
+    whole or cut under TP, A says for each degree.
+    """
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    activation_bytes: Mapping[int, float]
+    state_bytes: float
+    sharded_fraction: float
+    memory_bytes: int
+    reserved_bytes: int
+    safety_margin_bytes: int
+    slice_bytes: float = 0.0
+    input_bytes: float = 0.0
+    tp_sequence_parallel: bool = False
+    devices_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        counts = (self.num_layers, self.hidden_size, self.vocab_size)
+        is_whole = all(type(count) is int and count <= _LARGEST_COUNT for count in counts)
+        if not is_whole or min(self.num_layers, self.hidden_size) < 1 or self.vocab_size < 0:
+            raise HydraConfigError(
+                f"num_layers, hidden_size and vocab_size are {counts}, expected counts from 1 up"
+            )
+        sizes = (self.memory_bytes, self.reserved_bytes, self.safety_margin_bytes, self.state_bytes)
+        if not all(0 <= size <= _LARGEST_BYTES for size in sizes):
+            raise HydraConfigError(
+                f"bytes of memory, reserve, margin and states are {sizes}, expected 0 or more"
+            )
+        if not all(1e-6 <= size <= _LARGEST_COUNT for size in self.activation_bytes.values()):
+            raise HydraConfigError(
+                f"activation bytes are {dict(self.activation_bytes)}, expected 1e-6 or more"
+            )
+        if self.devices_per_node < 1:
+            raise HydraConfigError(
+                f"devices_per_node is {self.devices_per_node}, expected 1 or more"
+            )
+        if type(self.tp_sequence_parallel) is not bool:
+            raise HydraConfigError(
+                f"tp_sequence_parallel is {self.tp_sequence_parallel!r}, expected true or false"
+            )
+        for name, value in (("slice", self.slice_bytes), ("input", self.input_bytes)):
+            if not 0 <= value <= _LARGEST_COUNT:
+                raise HydraConfigError(f"{name} bytes are {value}, expected 0 or more")
+        if not 0 <= self.sharded_fraction <= 1:
+            raise HydraConfigError(f"sharded_fraction is {self.sharded_fraction}, expected 0 to 1")
+
+    def knows(self, scheme: Scheme) -> bool:
+        """Whether it says what `scheme` needs."""
+        says_inputs = self.input_bytes > 0 or not (scheme.ckpt or scheme.stream)
+        says_slices = self.slice_bytes > 0 or not scheme.stream
+        return scheme.tp in self.activation_bytes and says_inputs and says_slices
+
+    def rank_bytes(self, scheme: Scheme, num_devices: int, micro_batch_tokens: int) -> float:
+        """Bytes of one rank (left side of App. B.1, without reserved and safety margin)."""
+        return max(
+            states + micro_batch_tokens * per_token
+            for states, per_token in self._stages(scheme, num_devices)
+        )
+
+    def max_len_tokens(self, scheme: Scheme, num_devices: int, home_bytes: float = 0.0) -> int:
+        """MaxLen(P): longest packed micro-batch that fits; 0 or less where the states alone do not
+        fit.
+
+        `home_bytes`: what the rank has besides of a home that others read.
+        """
+        budget = self.memory_bytes - self.safety_margin_bytes - self.reserved_bytes - home_bytes
+        return min(
+            int((budget - states) // per_token)
+            for states, per_token in self._stages(scheme, num_devices)
+        )
+
+    def _stages(self, scheme: Scheme, num_devices: int) -> list[tuple[float, float]]:
+        """Bytes of states, and per token, of each stage that could be the tightest."""
+        layer = self._layer_bytes_per_token(scheme)
+        if not scheme.stages and not scheme.ckpt:
+            layers = self.num_layers / scheme.pp
+            return [(self._state_bytes(scheme, num_devices, layers), self.num_layers * layer)]
+        if scheme.ckpt and not self.input_bytes:
+            raise HydraConfigError(
+                f"scheme {scheme}: the profile does not say what a checkpointed layer keeps; add "
+                "input_bytes_per_token_per_layer_per_hidden to its memory (2 where hidden states are 16 bit), or "
+                "measure it anew"
+            )
+        num_ranks = scheme.ranks_per_stage if self.tp_sequence_parallel else scheme.sp
+        kept = self.hidden_size / num_ranks * self.input_bytes
+        again = self.vocab_size / scheme.ranks_per_stage * 2 * self.input_bytes
+        stages = []
+        for stage in stage_layers(scheme, self.num_layers):
+            whole = stage.num_layers - stage.num_checkpointed
+            per_token = stage.micro_batches_in_flight * (
+                whole * layer + stage.num_checkpointed * kept
+            )
+            per_token += layer if stage.num_checkpointed else 0.0
+            per_token += again if stage.is_last else 0.0
+            stages.append((self._state_bytes(scheme, num_devices, stage.num_layers), per_token))
+        return stages
+
+    def _layer_bytes_per_token(self, scheme: Scheme) -> float:
+        if scheme.tp not in self.activation_bytes:
+            raise HydraConfigError(
+                f"scheme {scheme}: the profile has no activation bytes for TP {scheme.tp}; "
+                f"it has TP {sorted(self.activation_bytes)}"
+            )
+        return self.hidden_size * activation_share(scheme) * self.activation_bytes[scheme.tp]
+
+    def home_bytes(self, num_devices: int) -> float:
+        """Share of each rank of a node in one copy of the weights and sums of their gradients."""
+        layer, ends = self._num_params()
+        num_ranks = min(self.devices_per_node, num_devices)
+        return (self.num_layers * layer + ends) / num_ranks * (self.input_bytes + GRADIENT_BYTES)
+
+    def _num_params(self) -> tuple[float, float]:
+        """Of a layer, and of embedding and head."""
+        if not self.slice_bytes or not self.input_bytes:
+            raise HydraConfigError(
+                "the profile does not say how large streamed layers are; add slice_bytes_per_layer_per_hidden2 and "
+                "input_bytes_per_token_per_layer_per_hidden to its memory (24 and 2 for LLaMA 7B in 16 bit), or "
+                "measure it anew"
+            )
+        layer = self.slice_bytes / self.input_bytes * self.hidden_size**2
+        return layer, 2.0 * self.hidden_size * self.vocab_size
+
+    def _streaming_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
+        """States of a rank of a stage of `num_layers`, of which some stream."""
+        layer, ends = self._num_params()
+        streamed = min(scheme.stream, num_layers)
+        window, kept = layer, (num_layers - streamed) * layer
+        if scheme.streams_all:
+            window = max(layer, ends / 2)
+        else:
+            kept += ends
+        passing = min(STREAM_WINDOW, streamed) * window
+        return (
+            self._all_state_bytes() / num_devices * self.sharded_fraction
+            + kept / scheme.tp * (self.input_bytes + GRADIENT_BYTES)
+            + passing / scheme.tp * 2 * self.input_bytes
+            + self.home_bytes(num_devices)
+        )
+
+    def _state_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
+        if scheme.stream:
+            return self._streaming_bytes(scheme, num_devices, num_layers)
+        sharded = self._all_state_bytes() / num_devices
+        held = self._all_state_bytes(num_layers) / scheme.tp
+        return sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
+
+    def _all_state_bytes(self, num_layers: float | None = None) -> float:
+        """States of so many layers, all if None, with those of the embedding."""
+        layers = self.num_layers if num_layers is None else num_layers
+        embedding = self.hidden_size * self.vocab_size * EMBEDDING_BYTES_PER_ELEMENT
+        return layers * self.hidden_size**2 * self.state_bytes + embedding

@@ -1,0 +1,134 @@
+"""Where the ranks of a strategy stand: stages, and the groups that TP, SP and PP need.
+
+Pipelines are consecutive blocks of ranks, so stages and groups are ranges: equal ones are equal
+values, however many ranks they have, and two strategies share a group where placement in blocks
+gives it the same ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+Ranks = TypeVar("Ranks", tuple[int, ...], range)
+
+GroupKey = tuple[str, range]
+"""(purpose, ranks): groups with equal ranks but another purpose never share a communicator."""
+
+
+@lru_cache(maxsize=1024)
+def coordinates(scheme: Scheme) -> tuple[tuple[int, int, int], ...]:
+    """(stage, place in the SP group, place in the TP group) of each rank of a pipeline, in the
+    order of its ranks.
+
+    >>> coordinates(Scheme(2, 2))
+    ((0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1))
+    """
+    return tuple(
+        (stage, s, t)
+        for stage in range(scheme.pp)
+        for s in range(scheme.sp)
+        for t in range(scheme.tp)
+    )
+
+
+def stages_of(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
+    """The ranks of each stage of a pipeline of `scheme`."""
+    size = scheme.ranks_per_stage
+    return [ranks[begin : begin + size] for begin in range(0, len(ranks), size)]
+
+
+def tp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
+    """The TP groups of a pipeline: ranks with the same stage and sequence shard."""
+    return [ranks[begin : begin + scheme.tp] for begin in range(0, len(ranks), scheme.tp)]
+
+
+def sp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
+    """The SP groups of a pipeline: ranks with the same slices, in the order of their sequence
+    shards.
+    """
+    return [stage[t :: scheme.tp] for stage in stages_of(scheme, ranks) for t in range(scheme.tp)]
+
+
+def stage_hops(scheme: Scheme, ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(rank, rank of the next stage with the same place in it), all of a pipeline."""
+    return zip(ranks, ranks[scheme.ranks_per_stage :])
+
+
+@lru_cache(maxsize=4096)
+def groups_of(strategy: Strategy) -> frozenset[GroupKey]:
+    """Groups that `strategy` needs: one per TP and SP group, and one per direction for each
+    pipeline with PP > 1.
+    """
+    keys: set[GroupKey] = set()
+    begin = 0
+    for scheme in strategy.schemes:
+        ranks = range(begin, begin + scheme.num_devices)
+        begin = ranks.stop
+        if scheme.tp > 1:
+            keys |= {("tp", group) for group in tp_groups(scheme, ranks)}
+        if scheme.sp > 1:
+            keys |= {("sp", group) for group in sp_groups(scheme, ranks)}
+        if scheme.pp > 1:
+            keys |= {("pp_down", ranks), ("pp_up", ranks)}
+    return frozenset(keys)
+
+
+def count_groups(strategies: Iterable[Strategy]) -> int:
+    """Process groups that `strategies` need together; those with the same ranks are shared."""
+    return len(frozenset().union(*map(groups_of, strategies)))
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A rank's place in a strategy."""
+
+    pipeline: int
+    scheme: Scheme
+    stage: int
+    sp_rank: int
+    tp_rank: int
+    ranks: range
+    """Those of the pipeline."""
+
+    @classmethod
+    def find(cls, strategy: Strategy, rank: int) -> Role | None:
+        """The role of `rank`, or None where the strategy leaves it idle."""
+        begin = 0
+        for index, scheme in enumerate(strategy.schemes):
+            ranks = range(begin, begin + scheme.num_devices)
+            if rank in ranks:
+                return cls(index, scheme, *coordinates(scheme)[rank - begin], ranks)
+            begin = ranks.stop
+        return None
+
+    @property
+    def rank(self) -> int:
+        """The rank itself."""
+        place = (self.stage * self.scheme.sp + self.sp_rank) * self.scheme.tp + self.tp_rank
+        return self.ranks[place]
+
+    @property
+    def tp_ranks(self) -> range:
+        """The TP group."""
+        return tp_groups(self.scheme, self.ranks)[self.stage * self.scheme.sp + self.sp_rank]
+
+    @property
+    def sp_ranks(self) -> range:
+        """The SP group."""
+        return sp_groups(self.scheme, self.ranks)[self.stage * self.scheme.tp + self.tp_rank]
+
+    @property
+    def previous_rank(self) -> int | None:
+        """The rank of the stage before that sends to this one; None in the first."""
+        return self.rank - self.scheme.ranks_per_stage if self.stage > 0 else None
+
+    @property
+    def next_rank(self) -> int | None:
+        """The rank of the next stage that receives from this one; None in the last."""
+        is_last = self.stage == self.scheme.pp - 1
+        return None if is_last else self.rank + self.scheme.ranks_per_stage
