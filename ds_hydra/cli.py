@@ -12,6 +12,7 @@ import typer
 
 from ds_hydra.commands import (
     check,
+    doctor,
     fit,
     init,
     lengths,
@@ -157,6 +158,7 @@ def _plan_document(result: IterationPlan, planning_ms: float) -> dict[str, Any]:
 
 
 check.register(app)
+doctor.register(app)
 init.register(app)
 lengths.register(app)
 profile.register(app)

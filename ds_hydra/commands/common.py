@@ -71,3 +71,25 @@ def stdout_to_stderr() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+def check_folder(out: Path | None) -> None:
+    """Raise HydraConfigError where the file `out`, if there is one, has no folder to be in."""
+    if out is not None and not out.absolute().parent.is_dir():
+        raise HydraConfigError(
+            f"--out is {out}, whose folder does not exist; create it or name another one"
+        )
+
+
+def leave_ranks() -> int:
+    """This rank's number, after leaving the ranks that a command has joined; a group that is left
+    open is reported at exit. Collective over all ranks.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return 0
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    return rank

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands.common import errors_to_stderr, log, stdout_to_stderr, write_document
+from ds_hydra.commands.common import (
+    check_folder,
+    errors_to_stderr,
+    leave_ranks,
+    log,
+    stdout_to_stderr,
+    write_document,
+)
 from ds_hydra.configs.files import MAX_LENGTH_TOKENS
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
@@ -148,7 +155,7 @@ def profile(
             "pp": _numbers("--pp", pp),
             "sp": _numbers("--sp", sp),
         }
-        _check_folder(out)
+        check_folder(out)
         # After all that can be checked without them: the imports take seconds.
         from ds_hydra.engine.profiling.profile_run import ProfileRequest
 
@@ -162,7 +169,7 @@ def profile(
         document, is_first_rank = _measure(request, out)
     if is_first_rank:
         print(json.dumps(document) if as_json else _describe(document, request), flush=True)
-    _leave()
+    leave_ranks()
 
 
 def _config(section: dict[str, Any]) -> HydraConfig:
@@ -228,24 +235,6 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
             f"{option} is {text!r}, expected whole numbers of 1 or more, e.g. {option} 1,2,4"
         )
     return numbers
-
-
-def _check_folder(out: Path | None) -> None:
-    if out is not None and not out.absolute().parent.is_dir():
-        raise HydraConfigError(
-            f"--out is {out}, whose folder does not exist; create it or name another one"
-        )
-
-
-def _leave() -> None:
-    """Leave the ranks where this command has joined them; a group that is left open is reported at
-    exit.
-    """
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
 
 
 def _describe(document: dict[str, Any], request: ProfileRequest) -> str:

@@ -5,29 +5,25 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.utils import logger
 from torch import nn
 
 from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.hydra_engine import HydraEngine, check_model
-from ds_hydra.engine.ranks.accelerator_settings import set_accelerator_environment
+from ds_hydra.engine.ranks.accelerator_settings import prepare_accelerator
 from ds_hydra.errors import HydraConfigError
 
 
 @contextlib.contextmanager
 def hydra_engine_class(hydra_config: HydraConfig) -> Iterator[None]:
     """While open, `deepspeed.initialize` builds a HydraEngine, wherever it is called from."""
-    _set_environment()
+    prepare_accelerator()
     original = deepspeed.DeepSpeedEngine
     # A class, not a partial: accelerate asks isinstance(model, deepspeed.DeepSpeedEngine)
     # meanwhile.
@@ -37,14 +33,6 @@ def hydra_engine_class(hydra_config: HydraConfig) -> Iterator[None]:
         yield
     finally:
         deepspeed.DeepSpeedEngine = original
-
-
-def _set_environment() -> None:
-    if get_accelerator().device_name() != "cuda":
-        return
-    late = set_accelerator_environment(os.environ, is_started=torch.cuda.is_initialized())
-    if late:
-        logger.warning(f"the device was used before ds_hydra; start with {' '.join(late)}")
 
 
 def _refuse_hydra_section(init: Callable[..., None]) -> Callable[..., None]:

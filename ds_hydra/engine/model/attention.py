@@ -143,7 +143,7 @@ def _attend(
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
     if query_BHTD.is_cuda and query_BHTD.dtype in (torch.float16, torch.bfloat16):
-        kernel = _cuda_kernel(needs_softcap=softcap is not None)
+        kernel = find_kernel(needs_softcap=softcap is not None)
         if kernel is not None:
             out_THD = kernel(
                 query_BHTD[0].transpose(0, 1),
@@ -250,14 +250,18 @@ _Kernel = Callable[..., Tensor]
 
 
 @cache
-def _cuda_kernel(needs_softcap: bool) -> _Kernel | None:
+def find_kernel(needs_softcap: bool) -> _Kernel | None:
     """flash-attn's varlen kernel where installed, else torch's (which has no softcap), else
     None.
+
+    The same plans give bit-identical losses, so flash-attn's backward adds in one order.
     """
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
         return None if needs_softcap else _torch_varlen_kernel()
+    known = inspect.signature(flash_attn_varlen_func).parameters
+    in_order = {"deterministic": True} if "deterministic" in known else {}
 
     def flash(q, k, v, cu_seqlens, longest, scale, window, softcap):  # type: ignore[no-untyped-def]
         return flash_attn_varlen_func(
@@ -272,6 +276,7 @@ def _cuda_kernel(needs_softcap: bool) -> _Kernel | None:
             causal=True,
             window_size=(window - 1, 0) if window else (-1, -1),
             softcap=softcap or 0.0,
+            **in_order,
         )
 
     return flash

@@ -4,6 +4,7 @@ the profile.
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
+from torch.distributed.constants import default_pg_timeout
 from transformers import PretrainedConfig
 
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -27,6 +29,7 @@ from ds_hydra.engine.profiling.profile_document import fit_memory
 from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.profiling.slice_profiler import profile_slices
 from ds_hydra.engine.propagation import Propagator
+from ds_hydra.engine.ranks.accelerator_settings import prepare_accelerator
 from ds_hydra.engine.ranks.agreement import raise_together
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
@@ -55,11 +58,12 @@ class ProfileRequest:
     topology: Topology | None = None
 
 
-def join_ranks() -> torch.device:
+def join_ranks(timeout: datetime.timedelta = default_pg_timeout) -> torch.device:
     """This rank's device, after joining the ranks that a launcher has started; alone where none
     has.
     """
     accelerator = get_accelerator()
+    prepare_accelerator()
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         # Port 0: whichever is free when the store starts to listen, which nobody else has to know.
@@ -67,7 +71,7 @@ def join_ranks() -> torch.device:
     if accelerator.device_name() != "cpu":
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        deepspeed.init_distributed()
+        deepspeed.init_distributed(timeout=timeout)
     return torch.device(accelerator.current_device_name())
 
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import MutableMapping
 
+import torch
+from deepspeed.accelerator import get_accelerator
+
 from ds_hydra.errors import HydraConfigError
+
+logger = logging.getLogger(__name__)
 
 WANTED = {
     # Kernels of the link's stream and of communicators queue behind computation with fewer.
@@ -43,3 +50,14 @@ def set_accelerator_environment(
         else:
             environment[name] = value
     return late
+
+
+def prepare_accelerator() -> None:
+    """Settings of CUDA for this process, before its first use; says what comes too late. Not
+    collective. Raises HydraConfigError as `set_accelerator_environment`.
+    """
+    if get_accelerator().device_name() != "cuda":
+        return
+    late = set_accelerator_environment(os.environ, is_started=torch.cuda.is_initialized())
+    if late:
+        logger.warning("the device was used before ds_hydra; start with %s", " ".join(late))

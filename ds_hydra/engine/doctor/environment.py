@@ -1,0 +1,216 @@
+"""What a rank runs on: versions, kernels, limits of the system. Nothing here waits for another
+rank.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ds_hydra.engine.doctor.findings import Finding, Status
+from ds_hydra.engine.model.attention import attention_per_sequence, find_kernel
+from ds_hydra.engine.ranks.accelerator_settings import WANTED
+from ds_hydra.engine.ranks.host_memory import available_bytes
+from ds_hydra.strategy.compiled import HAS_NUMBA
+
+_PACKAGES = (
+    "ds_hydra", "torch", "deepspeed", "transformers", "datasets", "accelerate", "numpy", "numba",
+    "flash-attn",
+)  # fmt: skip
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+_LEAST_SHARED_BYTES = 1 << 30
+"""NCCL takes some 10 MB of a host's shared memory for each rank and communicator, workers of a data
+loader more; containers have 64 MiB if nobody asks for more."""
+_LEAST_FILES = 4096
+"""Descriptors: a gloo group takes 7 of each rank."""
+_KERNEL_TOLERANCE = 2e-2
+"""Of bf16, against fp32: its mantissa has 8 bits."""
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions and settings of this rank, equal on all ranks where all is well."""
+    versions = {name: _version(name) for name in _PACKAGES}
+    accelerator = get_accelerator()
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        **{name: version for name, version in versions.items() if version},
+        "accelerator": str(accelerator.device_name()),
+    }
+    if torch.cuda.is_available():
+        found |= {
+            "device": torch.cuda.get_device_name(),
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    names = [*WANTED, "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS"]
+    names += [name for name in os.environ if name.startswith(("NCCL_", "TORCH_NCCL_"))]
+    found["environment"] = {
+        name: os.environ[name] for name in sorted(set(names)) if name in os.environ
+    }
+    return found
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def compare_environments(environments: Sequence[Mapping[str, Any]]) -> Finding:
+    """Versions of all ranks, which must be the same."""
+    first = environments[0]
+    differing = {
+        name: sorted({str(environment.get(name)) for environment in environments})
+        for name in sorted(set().union(*environments))
+        if len({str(environment.get(name)) for environment in environments}) > 1
+    }
+    shown = [name for name in (*_PACKAGES, "cuda", "nccl", "device") if name in first]
+    text = ", ".join(f"{name} {first[name]}" for name in shown)
+    figures = {"rank_0": dict(first), "differing": differing}
+    if not differing:
+        return Finding(check="versions", status=Status.OK, text=text, figures=figures)
+    differences = "; ".join(f"{name}: {' and '.join(v)}" for name, v in differing.items())
+    return Finding(
+        check="versions",
+        status=Status.WARNING if set(differing) == {"environment"} else Status.PROBLEM,
+        text=f"ranks differ: {differences}",
+        advice="install the same packages, and export the same variables, on every host",
+        figures=figures,
+    )
+
+
+def check_kernels(device: torch.device) -> list[Finding]:
+    """Which attention and which planner run here, and that attention of a packed micro-batch is
+    right.
+    """
+    findings = [_check_attention(device)]
+    if HAS_NUMBA:
+        findings.append(Finding(check="planner", status=Status.OK, text="compiled by numba"))
+    else:
+        findings.append(
+            Finding(
+                check="planner",
+                status=Status.WARNING,
+                text="numba does not work here: planning runs in Python",
+                advice="pip install numba; without it large mini-batches are planned some 10 to 100 times slower",
+            )
+        )
+    return findings
+
+
+def _check_attention(device: torch.device) -> Finding:
+    if device.type != "cuda":
+        return Finding(
+            check="attention",
+            status=Status.OK,
+            text=f"torch's scaled_dot_product_attention, one call for each sequence, on {device.type}",
+        )
+    kernel = find_kernel(needs_softcap=False)
+    softcap = find_kernel(needs_softcap=True) is not None
+    if kernel is None:
+        return Finding(
+            check="attention",
+            status=Status.WARNING,
+            text="no kernel for packed micro-batches: one call for each sequence",
+            advice="pip install flash-attn, or torch 2.10 or later",
+        )
+    error = kernel_error(kernel, device)
+    name = kernel.__name__
+    figures = {"kernel": name, "relative_error": error, "softcap": softcap}
+    if error > _KERNEL_TOLERANCE:
+        return Finding(
+            check="attention",
+            status=Status.PROBLEM,
+            text=f"{name} is off by {error:.1e} (bf16, forward and backward)",
+            advice="reinstall flash-attn for this version of torch and CUDA, or remove it",
+            figures=figures,
+        )
+    text = f"{name}, off by {error:.1e} (bf16)" + ("" if softcap else "; softcap needs flash-attn")
+    return Finding(check="attention", status=Status.OK, text=text, figures=figures)
+
+
+def kernel_error(kernel: Any, device: torch.device) -> float:
+    """Largest relative error of outputs and gradients of a packed micro-batch in bf16."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    lengths = (5, 64, 1, 90)
+    total, heads, kv_heads, head_dim = sum(lengths), 8, 4, 64
+
+    def random(num_heads: int) -> torch.Tensor:
+        shape = (1, num_heads, total, head_dim)
+        return torch.randn(shape, generator=generator, device=device).requires_grad_()
+
+    inputs = [random(heads), random(kv_heads), random(kv_heads)]
+    scale = head_dim**-0.5
+    wanted = attention_per_sequence(*inputs, lengths, scale, None, None)
+    wanted_grads = torch.autograd.grad(wanted.square().sum(), inputs)
+    halves = [t.detach().bfloat16().requires_grad_() for t in inputs]
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+    got = kernel(*(t[0].transpose(0, 1) for t in halves), ends, max(lengths), scale, None, None)
+    got = got.transpose(0, 1).unsqueeze(0)
+    grads = torch.autograd.grad(got.float().square().sum(), halves)
+    pairs = zip((got, *grads), (wanted, *wanted_grads), strict=True)
+    return max(float((a.float() - b).norm() / b.norm()) for a, b in pairs)
+
+
+def check_system(num_ranks_here: int) -> list[Finding]:
+    """Limits of this host that stop a run: shared memory, open files, memory, CPU cores."""
+    return [_check_shared_memory(), _check_files(), _check_host(num_ranks_here)]
+
+
+def _check_shared_memory() -> Finding:
+    try:
+        free = shutil.disk_usage(_SHARED_MEMORY).free
+    except OSError:
+        return Finding(
+            check="shared memory", status=Status.WARNING, text=f"there is no {_SHARED_MEMORY}"
+        )
+    text, figures = f"{free / 2**30:.1f} GiB free in {_SHARED_MEMORY}", {"free_bytes": free}
+    if free >= _LEAST_SHARED_BYTES:
+        return Finding(check="shared memory", status=Status.OK, text=text, figures=figures)
+    return Finding(
+        check="shared memory",
+        status=Status.WARNING,
+        text=text,
+        advice="start the container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of medium Memory)",
+        figures=figures,
+    )
+
+
+def _check_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text, figures = f"{soft:,} open files allowed", {"soft": soft, "hard": hard}
+    if soft >= _LEAST_FILES:
+        return Finding(check="open files", status=Status.OK, text=text, figures=figures)
+    return Finding(
+        check="open files",
+        status=Status.WARNING,
+        text=text,
+        advice=f"ulimit -n {min(hard, 65536) if hard > 0 else 65536} before the launcher",
+        figures=figures,
+    )
+
+
+def _check_host(num_ranks_here: int) -> Finding:
+    cores, free = len(os.sched_getaffinity(0)), available_bytes()
+    text = f"{cores} cores and {free / 2**30:.0f} GiB of memory free for {num_ranks_here} ranks"
+    figures = {"cores": cores, "free_bytes": free, "ranks": num_ranks_here}
+    is_device = get_accelerator().device_name() != "cpu"
+    if cores >= num_ranks_here * (2 if is_device else 1):
+        return Finding(check="host", status=Status.OK, text=text, figures=figures)
+    return Finding(
+        check="host",
+        status=Status.WARNING,
+        text=text,
+        advice="give every rank a core, and a second one on an accelerator for its exchanges; times below are too long",
+        figures=figures,
+    )

@@ -1,0 +1,221 @@
+"""Who keeps the others waiting: every rank tells where it is, and rank 0 judges what does not end.
+
+Through the store that the ranks met in, in a thread of its own: it speaks while the rank is stuck
+in a collective, whatever the backend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+_BEAT_S = 0.5
+_SILENCE_S = 6.0
+"""Without a sign of life for so long a rank counts as gone."""
+_GRACE_S = 3 * _BEAT_S
+"""From the first alarm until rank 0 judges: the others tell where they are meanwhile."""
+_FAREWELL_S = 10.0
+"""How long other ranks wait for rank 0 to have reported."""
+_PACKAGE = "ds_hydra"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where a rank was when it last spoke."""
+
+    rank: int
+    step: int
+    text: str
+    seconds: float
+    places: Sequence[str]
+    error: str
+    is_gone: bool = False
+
+    def __str__(self) -> str:
+        if self.is_gone:
+            return f"rank {self.rank} is gone; last in {self.text!r}"
+        where = f" at {', '.join(self.places)}" if self.places else ""
+        if self.error:
+            return f"rank {self.rank} failed in {self.text!r}: {self.error}"
+        return f"rank {self.rank} is in {self.text!r} since {self.seconds:.0f} s{where}"
+
+
+def judge(states: Sequence[State]) -> str:
+    """Which rank the others wait for, and where every rank is.
+
+    >>> waiting = State(0, 7, "push", 3.0, [], "")
+    >>> print(judge([waiting, State(1, 6, "pull", 4.0, ["b.py:2"], "")]))
+    others wait for rank 1: rank 1 is in 'pull' since 4 s at b.py:2; rank 0 is in 'push' since 3 s
+    """
+    failed = [state for state in states if state.error]
+    gone = [state for state in states if state.is_gone]
+    first = min(state.step for state in states)
+    behind = [s for s in states if s.step == first] if len({s.step for s in states}) > 1 else []
+    guilty = gone or failed or behind
+    rest = [state for state in states if state not in guilty]
+    ordered = [*guilty, *rest]
+    shown = "; ".join(map(str, ordered[:8])) + ("; ..." if len(ordered) > 8 else "")
+    if guilty:
+        return f"others wait for rank {', '.join(str(s.rank) for s in guilty)}: {shown}"
+    return f"all ranks wait in the same step: {shown}"
+
+
+class Vigil:
+    """Watches over the steps of this rank. Steps are collective; the vigil itself is not.
+
+    `on_end(text)` is called on rank 0, in the vigil's thread, when a step of any rank has not ended
+    in `limit_s` or has failed, with what `judge` says; on the other ranks after rank 0 has done so,
+    with "". The examination is over then: ranks are in the middle of collectives.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        num_ranks: int,
+        *,
+        limit_s: float,
+        on_end: Callable[[str], None],
+    ):
+        self._store = store.clone()  # another connection: `wait` of a store holds its lock
+        self._rank, self._num_ranks = rank, num_ranks
+        self._limit_s, self._on_end = limit_s, on_end
+        self._step, self._text, self._since = 0, "start", time.monotonic()
+        self._error = ""
+        self._is_over = threading.Event()
+        self._main = threading.get_ident()
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._thread = threading.Thread(target=self._serve, name="ds_hydra vigil", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def step(self, text: str) -> Iterator[None]:
+        """While open, this rank does what `text` says, which ends within the limit."""
+        self._step, self._text, self._since = self._step + 1, text, time.monotonic()
+        yield
+
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on; does not return before the examination has ended everywhere."""
+        self._error = f"{type(error).__name__}: {str(error).strip()[:500]}"
+        self._thread.join()
+
+    def close(self) -> None:
+        """All steps have ended, on all ranks."""
+        self._is_over.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        beat = 0
+        while not self._is_over.wait(_BEAT_S):
+            beat += 1
+            late = time.monotonic() - self._since > self._limit_s
+            try:
+                self._speak(beat)
+                if late or self._error:
+                    self._store.set("doctor/alarm", "1")
+                is_alarmed = self._store.check(["doctor/alarm"])
+            except RuntimeError as error:  # the store is in the process of rank 0 or its launcher
+                if self._rank == 0 or late:
+                    self._end(f"the store of rank 0 is gone: {str(error)[:200]}")
+                    return
+                continue
+            if is_alarmed:
+                self._conclude(beat)
+                return
+
+    def _conclude(self, beat: int) -> None:
+        end = time.monotonic() + (_SILENCE_S if self._rank == 0 else _SILENCE_S + _FAREWELL_S)
+        with contextlib.suppress(RuntimeError):
+            while time.monotonic() < end:
+                beat += 1
+                self._speak(beat)
+                if self._rank and self._store.check(["doctor/told"]):
+                    break
+                if not self._rank:
+                    self._read_states()
+                time.sleep(_BEAT_S)
+            self._end(judge(self._read_states()) if self._rank == 0 else "")
+            return
+        self._end("the store of rank 0 is gone")
+
+    def _end(self, text: str) -> None:
+        self._is_over.set()
+        try:
+            self._on_end(text)
+        finally:
+            if self._rank == 0:
+                with contextlib.suppress(RuntimeError):
+                    self._store.set("doctor/told", "1")
+
+    def _speak(self, beat: int) -> None:
+        state = {
+            "beat": beat,
+            "step": self._step,
+            "text": self._text,
+            "seconds": time.monotonic() - self._since,
+            "places": self._places(),
+            "error": self._error,
+        }
+        self._store.set(f"doctor/state/{self._rank}", json.dumps(state))
+
+    def _places(self) -> list[str]:
+        """The innermost line of this package in each thread that runs it."""
+        return find_places(
+            {
+                ident: frame
+                for ident, frame in sys._current_frames().items()
+                if ident != threading.get_ident()
+            }
+        )
+
+    def _read_states(self) -> list[State]:
+        now = time.monotonic()
+        states = []
+        for rank in range(self._num_ranks):
+            key = f"doctor/state/{rank}"
+            if not self._store.check([key]):
+                states.append(State(rank, 0, "start", 0.0, (), "", is_gone=True))
+                continue
+            said = json.loads(self._store.get(key))
+            beat, since = self._beats.get(rank, (-1, now))
+            if said["beat"] != beat:
+                beat, since = said["beat"], now
+            self._beats[rank] = beat, since
+            is_gone = now - since > _SILENCE_S - 2 * _BEAT_S
+            states.append(
+                State(
+                    rank,
+                    said["step"],
+                    said["text"],
+                    said["seconds"],
+                    tuple(said["places"]),
+                    said["error"],
+                    is_gone,
+                )
+            )
+        return states
+
+
+def find_places(frames: Mapping[int, Any]) -> list[str]:
+    """`file:line function` of the innermost frame of this package in each thread, main thread
+    first; what only waits for work is left out.
+    """
+    places = []
+    for _, frame in sorted(
+        frames.items(), key=lambda item: item[0] != threading.main_thread().ident
+    ):
+        inside = [s for s in traceback.extract_stack(frame) if f"/{_PACKAGE}/" in s.filename]
+        if inside and inside[-1].name not in ("_serve", "_serve_until_closing"):
+            last = inside[-1]
+            file = last.filename.rpartition(f"/{_PACKAGE}/")[2]
+            places.append(f"{file}:{last.lineno} {last.name}")
+    return places

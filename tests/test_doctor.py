@@ -1,0 +1,175 @@
+"""`ds-hydra doctor`: ranks that are well, that compute wrongly, hang or fail, and bad input."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+
+import pytest
+import torch
+from distributed import run_distributed
+from typer.testing import CliRunner
+
+from ds_hydra.cli import app
+from ds_hydra.engine.doctor import environment, links, small_model
+from ds_hydra.engine.doctor.examination import Examination, Request, describe
+from ds_hydra.engine.doctor.findings import REPORT_SCHEMA, Finding, Report, Status
+from ds_hydra.engine.parallel import tensor_parallel
+from ds_hydra.strategy.cost_models.analytic import Hardware
+
+CHECKS = {
+    "ranks", "versions", "attention", "planner", "shared memory", "open files", "host", "all-reduce",
+    "links inside a host", "speed of ranks", "profile point", "memory", "gradients", "hangs",
+}  # fmt: skip
+
+
+def examine(**request):
+    """Document of an examination on this rank, and of the one that `on_hang` was called with."""
+    ended = queue.SimpleQueue()
+    examination = Examination(Request(seconds=10, **request), ended.put)
+
+    def run():
+        ended.put(examination.run())
+
+    threading.Thread(target=run, daemon=True).start()
+    report = ended.get()
+    return report and report.to_json()
+
+
+def well_then_wrong():
+    torch.set_num_threads(1)
+    well = examine()
+    # A TP rank that keeps its own part of every sum
+    tensor_parallel.dist = type("Silent", (), {"all_reduce": staticmethod(lambda *a, **k: None)})
+    return well, examine()
+
+
+@pytest.mark.distributed
+def test_ranks_that_are_well_and_sums_that_are_missing():
+    (well, wrong), _ = run_distributed(well_then_wrong, 2)
+    found = {finding["check"]: finding for finding in well["findings"]}
+    assert well["schema"] == REPORT_SCHEMA
+    assert well["is_well"], well
+    assert set(found) == CHECKS
+    assert found["hangs"]["figures"]["iterations"] > 3
+    gradients = [f for f in well["findings"] if f["check"] == "gradients"]
+    assert [len(f["figures"]["errors"]) for f in gradients] == [5, 5]
+    assert all(e <= 1e-5 for f in gradients for e in f["figures"]["errors"].values())
+    assert not wrong["is_well"]
+    bad = [f for f in wrong["findings"] if f["check"] == "gradients"]
+    assert all(f["status"] == "problem" and "wrong: 1x<2,1>" in f["text"] for f in bad)
+    assert all(f["advice"] for f in bad)
+
+
+def one_rank_sleeps():
+    original = small_model.SmallModel.train
+
+    def train(self, propagator, strategy):
+        self.count = getattr(self, "count", 0) + 1
+        if propagator.rank == 1 and self.count == 13:
+            time.sleep(1000)
+        return original(self, propagator, strategy)
+
+    small_model.SmallModel.train = train
+    return examine(limit_s=3)
+
+
+def one_rank_fails():
+    def fail(self, strategy):
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("out of memory")
+        return self.original(strategy)
+
+    small_model.SmallModel.original = small_model.SmallModel.plan
+    small_model.SmallModel.plan = fail
+    return examine(limit_s=20)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_hangs_is_named_with_what_it_does():
+    begin = time.monotonic()
+    first, second = run_distributed(one_rank_sleeps, 2)
+    assert second is None
+    last = first["findings"][-1]
+    assert (last["check"], last["status"]) == ("hangs", "problem")
+    assert "rank 1 is in 'iteration" in last["text"]
+    assert "exchanges beside computation" in last["text"]
+    assert "rank 0 is in" in last["text"]
+    assert ".py:" in last["text"]  # where rank 0 waits
+    assert len(first["findings"]) == len(CHECKS) + 1  # what was found before is kept
+    assert time.monotonic() - begin < 60
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_is_named_with_its_error():
+    first, second = run_distributed(one_rank_fails, 2)
+    assert second is None
+    text = first["findings"][-1]["text"]
+    assert text.startswith("others wait for rank 1: rank 1 failed in 'gradients of"), text
+    assert "RuntimeError: out of memory" in text
+
+
+def test_versions_of_ranks_are_compared():
+    one = {"torch": "2.13.0", "environment": {"NCCL_DEBUG": "INFO"}}
+    assert environment.compare_environments([one, one]).status is Status.OK
+    other = environment.compare_environments([one, {**one, "environment": {}}])
+    assert other.status is Status.WARNING
+    other = environment.compare_environments([one, {**one, "torch": "2.12.0"}])
+    assert other.status is Status.PROBLEM
+    assert "torch: 2.12.0 and 2.13.0" in other.text
+
+
+def test_hardware_is_found_by_the_device():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert links.find_hardware(None, cuda, "NVIDIA A800-SXM4-80GB").name == "A800-80GB"
+    assert "H200" in links.find_hardware(None, cuda, "NVIDIA H200").name
+    assert links.find_hardware(None, cuda, "Radeon") is None
+    assert links.find_hardware(None, cpu, "cpu").name == links.CPU_NAME
+
+
+@pytest.mark.parametrize(("rate", "status"), [(0.4e9, Status.WARNING), (0.6e9, Status.OK)])
+def test_slow_links_are_told(rate, status):
+    hardware = Hardware(
+        name="A", devices_per_node=2, memory_bytes=1, matmul_flops=1.0, attention_flops=1.0, memory_rate=1.0,
+        intra_node_rate=1e9, inter_node_rate=1e9, layer_overhead_ms=0.0, collective_overhead_ms=0.0,
+    )  # fmt: skip
+    finding = links._judge("links inside a host", rate, hardware, across=False, slowest=(2, 3))
+    assert finding.status is status
+    assert "rank 2 to 3" in finding.text
+    assert bool(finding.advice) == (status is Status.WARNING)
+
+
+def test_table_says_what_to_do():
+    bad = Finding(check="links", status=Status.WARNING, text="slow", advice="do this")
+    lines = describe(Report(findings=(bad,), seconds=3.0)).splitlines()
+    assert "-> do this" in lines[1]
+    assert lines[-1].startswith("well: 0 problems, 1 warnings")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment_of_rank", "message"),
+    [
+        (["--device", "a900"], {}, "a900"),
+        (["--out", "missing/doctor.json"], {}, "whose folder does not exist"),
+        ([], {"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not: start with deepspeed"),
+    ],
+)
+def test_mistakes_are_told_without_a_traceback(
+    monkeypatch, arguments, environment_of_rank, message
+):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment_of_rank.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_document_is_json():
+    finding = Finding(check="a", status=Status.SKIPPED, text="b", figures={"c": (1, 2)})
+    document = json.loads(json.dumps(Report(findings=(finding,), seconds=1.0).to_json()))
+    assert document["findings"][0]["status"] == "skipped"
