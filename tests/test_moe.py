@@ -1,9 +1,12 @@
 """Mixtures of experts: gradients of one process, and what is refused."""
 
 import pytest
+import torch
 from distributed import run_distributed
-from models import MIXTURES_OF_EXPERTS, tiny
-from test_engine_parity import assert_parity, check_gradients
+from engines import full_states, start_hydra
+from models import MIXTURES_OF_EXPERTS, VOCAB_SIZE, tiny
+from single_process import random_examples
+from test_engine_parity import LENGTHS, assert_parity, check_gradients
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.config_check import estimate_profile, load_hardware
@@ -29,6 +32,11 @@ STRATEGIES = (
 
 WITHOUT_PP = ("4x<1,1>", "1x<4,1>", "1x<sp2,2,1>", "2x<1,1;stream> + 1x<2,1;ckpt=2>")
 
+WITH_EP = ("1x<sp4,1;ep=4>", "1x<sp2,1;ep=2> + 2x<1,1>", "1x<sp2,2;ep=2;ckpt=2>", "1x<sp4,1;ep=2>")
+
+SHORT = (1, 1, 5, 2, 1, 3)
+"""Sequence shards of one token, and experts without any."""
+
 CUT_MICRO_BATCHES = {"tp_sequence_parallel": True}
 
 
@@ -52,16 +60,61 @@ def with_shards_of_micro_batches():
     }
 
 
+def with_experts_on_several_ranks():
+    found = {}
+    for family in MIXTURES_OF_EXPERTS:
+        has_plan = tiny(family).config.base_model_pp_plan
+        strategies = [s for s in WITH_EP if has_plan or ",2;" not in s]
+        for lengths in (LENGTHS, SHORT):
+            worst = check_gradients(family, strategies, lengths=lengths)
+            found |= {(family, len(lengths), *case): value for case, value in worst.items()}
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("what", [of_every_family, with_shards_of_micro_batches])
+@pytest.mark.parametrize(
+    "what", [of_every_family, with_shards_of_micro_batches, with_experts_on_several_ranks]
+)
 def test_gradients_equal_one_process(what):
     assert_parity(run_distributed(what, 4)[0])
 
 
 @pytest.mark.distributed
-def test_experts_under_tp_have_the_gradients_of_one_process():
-    assert_parity(run_distributed(check_gradients, 2, "qwen2_moe", ("1x<2,1>", "1x<1,2>"))[0])
+def test_shared_experts_have_the_gradients_of_one_process():
+    strategies = ("1x<2,1>", "1x<1,2>", "1x<sp2,1;ep=2>")
+    assert_parity(run_distributed(check_gradients, 2, "qwen2_moe", strategies)[0])
+
+
+def crowd(num_iterations):
+    """Losses where all tokens choose the same experts, of 3 ranks one idle; weights at the end."""
+    model = tiny("mixtral")
+    for name, param in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            param.data.zero_()
+            param.requires_grad_(False)
+    engine = start_hydra(model)
+    lengths = torch.randint(1, 12, (num_iterations, 3), generator=torch.Generator().manual_seed(3))
+    losses = [
+        float(
+            engine.train_batch(
+                random_examples(row.tolist(), VOCAB_SIZE, seed=i), strategy="1x<sp2,1;ep=2>"
+            )
+        )
+        for i, row in enumerate(lengths + 1)
+    ]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return losses, [state["param"] for state in full_states(engine, trained)]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_experts_that_every_token_chooses_repeat_bit_for_bit():
+    first, second = (run_distributed(crowd, 3, 200)[0] for _ in range(2))
+    assert first[0] == second[0]
+    assert first[0][-1] < first[0][0]
+    for mine, other in zip(first[1], second[1], strict=True):
+        assert torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("family", MIXTURES_OF_EXPERTS)
@@ -81,6 +134,18 @@ def test_experts_are_cut_where_grouped_products_allow():
     assert widths == [(16, w, 32) for w in (8, 16, 8, 16)] + [(16, 32, w) for w in (4, 8, 4, 8)]
     with pytest.raises(HydraConfigError, match=r"experts.*width 24.*6 parts.*TP 8"):
         StageModel(tiny("qwen3_moe", num_attention_heads=8)).check_scheme(Scheme(8, 1))
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "message"),
+    [
+        ("llama", "<sp2,1;ep=2>", "LlamaForCausalLM has no experts .*leave ep out"),
+        ("glm4_moe", "<sp8,1;ep=8>", "ep 8 does not divide the 4 experts .*use ep 1, 2, 4 in"),
+    ],
+)
+def test_ep_that_a_model_cannot_have_is_refused(family, scheme, message):
+    with pytest.raises((HydraConfigError, UnsupportedModelError), match=message):
+        StageModel(tiny(family, num_attention_heads=8)).check_scheme(Scheme.parse(scheme))
 
 
 def test_attention_that_is_not_cut_sees_whole_micro_batches():

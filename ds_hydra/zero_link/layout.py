@@ -75,7 +75,8 @@ class ParamSpec:
 
     `num_blocks` is the number of indivisible row blocks of a colwise parameter (heads); 0 means
     that it may be cut between any two rows. A rowwise one is cut along dimension `cut_dim`, which
-    packs `num_packed` matrices, at multiples of `cut_multiple`.
+    packs `num_packed` matrices, at multiples of `cut_multiple`. The first
+    dimension of the `num_experts` of a layer is shared under EP.
     """
 
     fqn: str
@@ -85,6 +86,7 @@ class ParamSpec:
     cut_dim: int = 1
     num_packed: int = 1
     cut_multiple: int = 1
+    num_experts: int = 0
     requires_grad: bool = True
 
     @property
@@ -120,11 +122,18 @@ class ParamSpec:
         """Elements of one ZeRO-3 shard, padding included (DeepSpeed's `partition_numel`)."""
         return -(-self.numel // num_ranks)
 
-    def slice_region(self, tp_size: int, tp_rank: int) -> Region:
-        """The rectangle that rank `tp_rank` of a TP group of `tp_size` ranks holds (may be empty).
+    def slice_region(
+        self, tp_size: int, tp_rank: int, ep_size: int = 1, ep_rank: int = 0
+    ) -> Region:
+        """The rectangle that rank `tp_rank` of a TP group of `tp_size` ranks holds (may be empty);
+        of experts only part `ep_rank` of `ep_size`, where one of both sizes is 1.
 
         Raises HydraConfigError where `num_blocks` and `tp_size` do not divide each other.
         """
+        if ep_size > 1 and self.num_experts:
+            begin, end = _even_range(self.num_experts, ep_size, ep_rank)
+            each = self.num_rows // self.num_experts
+            return Region(begin * each, (end - begin) * each, 0, self.num_cols)
         if self.slicing is Slicing.COLWISE:
             begin, end = self._row_range(tp_size, tp_rank)
             return Region(begin, end - begin, 0, self.num_cols)
@@ -138,6 +147,8 @@ class ParamSpec:
 
     def slice_shape(self, region: Region) -> tuple[int, ...]:
         """Tensor shape of a slice; a FIRST_RANK slice keeps the full shape on every rank."""
+        if region.num_rows < self.num_rows and self.num_experts:
+            return (self.num_experts * region.num_rows // self.num_rows, *self.shape[1:])
         if self.slicing in (Slicing.COLWISE, Slicing.ROWWISE) and self.shape:
             if self.slicing is Slicing.ROWWISE:
                 width = region.num_cols // self._cut_unit * self.num_packed

@@ -109,6 +109,24 @@ def _check_widths(scheme: Scheme, specs: Sequence[ParamSpec]) -> None:
             )
 
 
+def check_expert_parallel(scheme: Scheme, name: str, specs: Sequence[ParamSpec]) -> None:
+    """Raise for a model of the class `name` without experts that ranks may share
+    (UnsupportedModelError), and for degrees that do not divide them (HydraConfigError).
+    """
+    numbers = {spec.num_experts for spec in specs} - {0}
+    if not numbers:
+        raise UnsupportedModelError(
+            f"scheme {scheme}: {name} has no experts that its ep plan shares; leave ep out of hydra.strategies"
+        )
+    for number in numbers:
+        if number % scheme.ep:
+            works = [d for d in range(1, number + 1) if number % d == 0]
+            raise HydraConfigError(
+                f"scheme {scheme}: ep {scheme.ep} does not divide the {number} experts of a layer; use ep "
+                f"{', '.join(map(str, works))} in hydra.strategies"
+            )
+
+
 def check_checkpointing(
     scheme: Scheme, layers: Sequence[nn.Module], name: str, *, always: bool
 ) -> None:

@@ -13,7 +13,6 @@ family.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -31,18 +30,19 @@ from ds_hydra.engine.model.module_state import ModuleState, check_user_code
 from ds_hydra.engine.model.rotary import MicroBatchInSight, follow_each_sequence
 from ds_hydra.engine.model.scheme_support import (
     check_checkpointing,
+    check_expert_parallel,
     check_sequence_parallel,
     check_tensor_parallel,
 )
 from ds_hydra.engine.model.supported import check_model
 from ds_hydra.engine.model.tp_plan import (
-    Cut,
-    cut_of,
+    build_specs,
+    expert_modules,
     find_unplanned,
     module_styles,
-    parameter_styles,
 )
 from ds_hydra.engine.model.units import PassThrough, Unit, shape_of, unit_of
+from ds_hydra.engine.parallel.expert_parallel import ExpertParallel, hook_dispatch
 from ds_hydra.engine.parallel.tensor_parallel import (
     HOOKS,
     TensorParallel,
@@ -55,7 +55,7 @@ from ds_hydra.engine.transfer.stream_plan import StageStreams, Window, copied_pa
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import coordinates
-from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, SliceRef, Slicing
+from ds_hydra.zero_link import Bucket, RankBuckets, SliceRef
 
 
 class StageModel:
@@ -82,6 +82,7 @@ class StageModel:
         self.tp = TensorParallel(
             cuts_micro_batches=tp_sequence_parallel, simulated_tp_size=simulated_tp_size
         )
+        self.ep = ExpertParallel()
         memo = {
             id(p): nn.Parameter(
                 torch.empty(shape_of(p), device="meta", dtype=p.dtype), p.requires_grad
@@ -135,7 +136,13 @@ class StageModel:
                 module.register_forward_pre_hook(self._before_unit)
         for layer in self._layers:
             layer.register_forward_hook(self._after_layer)
-        self.specs = self._build_specs(model, head)
+        self.specs = build_specs(
+            model,
+            self._base,
+            bindings=[(b.module, b.attribute, b.param) for u in self.units for b in u.bindings],
+            vocabulary=(head, self._embedding),
+            cuts_micro_batches=tp_sequence_parallel,
+        )
         fqn_of = {
             (b.module, b.attribute): self.specs[b.param].fqn
             for unit in self.units
@@ -187,6 +194,8 @@ class StageModel:
             )
         if scheme.sp > 1:
             check_sequence_parallel(scheme, self.config)
+        if scheme.ep > 1:
+            check_expert_parallel(scheme, name, self.specs)
 
     def stage_layers(self, scheme: Scheme, stage: int) -> range:
         """Decoder layers of `stage`."""
@@ -199,8 +208,9 @@ class StageModel:
         last = [self.units[-1]] if stage == scheme.pp - 1 else []
         return (*first, *layers, *last)
 
-    def buckets(self, scheme: Scheme, stage: int, tp_rank: int) -> RankBuckets:
-        """Slices that rank `tp_rank` of `stage` pulls, one bucket per unit.
+    def buckets(self, scheme: Scheme, stage: int, tp_rank: int, ep_rank: int = 0) -> RankBuckets:
+        """Slices that rank `tp_rank` of `stage` pulls, with part `ep_rank` of the experts, one
+        bucket per unit.
 
         A parameter that two units of the stage share (tied embeddings with PP 1) is pulled once, by
         the first.
@@ -214,7 +224,7 @@ class StageModel:
                     continue
                 seen.add(binding.param)
                 spec = self.specs[binding.param]
-                region = spec.slice_region(scheme.tp, tp_rank)
+                region = spec.slice_region(scheme.tp, tp_rank, scheme.ep, ep_rank)
                 refs.append(SliceRef(binding.param, region, spec.pushes_gradient(tp_rank)))
             buckets.append(tuple(refs))
         return tuple(buckets)
@@ -232,13 +242,15 @@ class StageModel:
             has_backward=tuple(stage > 0 or any(trained[: r + 1]) for r in buckets),
         )
 
-    def stage_streams(self, scheme: Scheme, stage: int, tp_rank: int) -> StageStreams:
+    def stage_streams(
+        self, scheme: Scheme, stage: int, tp_rank: int, ep_rank: int = 0
+    ) -> StageStreams:
         """Which of the buckets of `tp_rank` stream, which of them have to be copied, and what."""
         units = self.stage_units(scheme, stage)
         streamed = {self.units[1 + i] for i in scheme.streamed_layers(self.num_layers, stage)}
         if scheme.streams_all:
             streamed |= {self.units[0], self.units[-1]}
-        buckets = self.buckets(scheme, stage, tp_rank)
+        buckets = self.buckets(scheme, stage, tp_rank, ep_rank)
         copied = copied_params(self.specs, buckets)
         window = [
             r
@@ -255,11 +267,11 @@ class StageModel:
         """The buckets of all ranks under `strategy`; equal ones are one object. Idle ranks have
         none.
         """
-        known: dict[tuple[Scheme, int, int], RankBuckets] = {}
+        known: dict[tuple[Scheme, int, int, int], RankBuckets] = {}
         rank_buckets: list[RankBuckets] = [()] * num_ranks
         for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-            for (stage, _, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
-                key = (scheme, stage, tp_rank)
+            for (stage, sp_rank, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
+                key = (scheme, stage, tp_rank, sp_rank % scheme.ep)
                 if key not in known:
                     known[key] = self.buckets(*key)
                 rank_buckets[rank] = known[key]
@@ -304,6 +316,7 @@ class StageModel:
         self._await_unit.clear()
         self._before_backward.clear()
         self.tp.enter(None, 1, 0)
+        self.ep.leave()
 
     def forward_stage(
         self,
@@ -343,38 +356,12 @@ class StageModel:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
 
-    def _build_specs(self, model: nn.Module, head: nn.Module) -> tuple[ParamSpec, ...]:
-        styles = parameter_styles(self._base)
-        cuts: dict[int, Cut] = {}
-        for unit in self.units:
-            for binding in unit.bindings:
-                # Vocabulary rows, whatever the model's plan gathers
-                if binding.module in (head, self._embedding):
-                    cuts[binding.param] = Cut(Slicing.COLWISE)
-                    continue
-                style, name = styles.get((binding.module, binding.attribute), ("replicated", ""))
-                cuts[binding.param] = cut_of(
-                    style,
-                    name,
-                    self._meta_params[binding.param],
-                    self.config,
-                    cuts_micro_batches=self.tp.cuts_micro_batches,
-                )
-        names = {id(p): n for n, p in model.named_parameters()}
-        return tuple(
-            ParamSpec(
-                fqn=names[id(param)],
-                shape=tuple(shape_of(param)),
-                requires_grad=param.requires_grad,
-                **dataclasses.asdict(cuts[index]),
-            )
-            for index, param in enumerate(self.params)
-        )
-
     def _hook(self, head: nn.Module) -> None:
         for module, (style, _) in module_styles(self._base):
             if style in HOOKS:
                 HOOKS[style](module, self.tp)
+        for module in expert_modules(self._base):
+            hook_dispatch(module, self.ep)
         hook_embedding(self._embedding, self.tp)
         hook_colwise(head, self.tp)
 

@@ -5,18 +5,21 @@ parameters is cut.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
 from ds_hydra.engine.model.adapters import SUMMED, split_style
+from ds_hydra.engine.model.units import shape_of
 from ds_hydra.engine.parallel.tensor_parallel import EXPERTS, GATHERED, HOOKS, SPLIT
-from ds_hydra.zero_link import Slicing
+from ds_hydra.zero_link import ParamSpec, Slicing
 
 SUPPORTED_STYLES = {*HOOKS, "replicated_with_grad_allreduce"}
 """Styles that run on pulled slices."""
+_DISPATCHED, _WHOLE_EXPERTS = "ep_dispatch_experts", "grouped_gemm"
+"""Styles of transformers' ep plans: a module of experts, and its parameters."""
 _NUM_PACKED = 2
 """Matrices in a parameter of style packed_colwise: gate and up."""
 
@@ -26,9 +29,27 @@ _QUERY_PROJECTIONS = {"q_proj"}
 
 def module_styles(base: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
     """(module, (style, last name part)) of every module of `base` that its tp plan mentions."""
+    plan = tp_plan(base)
     for name, module in base.named_modules():
-        for style in _styles_of(base, name):
+        if (style := plan.get(_pattern(name))) is not None:
             yield module, (style, name.rsplit(".", 1)[-1])
+
+
+def expert_modules(base: nn.Module) -> list[nn.Module]:
+    """The modules of experts that ranks may share, by the model's ep plan."""
+    plan = ep_plan(base)
+    return [m for name, m in base.named_modules() if plan.get(_pattern(name)) == _DISPATCHED]
+
+
+def num_experts_of(base: nn.Module) -> dict[tuple[nn.Module, str], int]:
+    """(module, attribute) of a parameter of experts that ranks may share -> how many it has."""
+    plan = ep_plan(base)
+    return {
+        (module, attribute): param.shape[0]
+        for name, module in base.named_modules()
+        for attribute, param in module._parameters.items()
+        if param is not None and plan.get(_pattern(f"{name}.{attribute}")) == _WHOLE_EXPERTS
+    }
 
 
 def parameter_styles(base: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, str]]:
@@ -42,17 +63,17 @@ def parameter_styles(base: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, 
         for part, part_style in split_style(module, style)
         for attribute in part._parameters
     }
+    plan = tp_plan(base)
     for fqn, _ in base.named_parameters(remove_duplicate=False):
-        for style in _styles_of(base, fqn):
+        if (style := plan.get(_pattern(fqn))) is not None:
             owner, _, attribute = fqn.rpartition(".")
             styles[base.get_submodule(owner), attribute] = (style, attribute)
     return styles
 
 
-def _styles_of(base: nn.Module, name: str) -> Iterator[str]:
-    pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
-    if (style := tp_plan(base).get(pattern)) is not None:
-        yield style
+def _pattern(name: str) -> str:
+    """`name` as plans write it: an asterisk for every number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def find_unplanned(base: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str]) -> list[str]:
@@ -78,8 +99,45 @@ def find_unplanned(base: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str])
     return sorted(found)
 
 
+def build_specs(
+    model: nn.Module,
+    base: nn.Module,
+    *,
+    bindings: Iterable[tuple[nn.Module, str, int]],
+    vocabulary: Container[nn.Module],
+    cuts_micro_batches: bool,
+) -> tuple[ParamSpec, ...]:
+    """What the link knows of each parameter of `model`, in their order.
+
+    `base`: a copy whose modules have them, as (module, attribute, parameter) of `bindings`.
+    `vocabulary`: embedding and head, cut by rows whatever the plan says.
+    """
+    styles, num_experts = parameter_styles(base), num_experts_of(base)
+    places = {param: (module, attribute) for module, attribute, param in bindings}
+    specs = []
+    for index, (fqn, param) in enumerate(model.named_parameters()):
+        place, shape = places[index], tuple(shape_of(param))
+        style, name = styles.get(place, ("replicated", ""))
+        in_vocabulary = place[0] in vocabulary
+        cut = (
+            _Cut(Slicing.COLWISE)
+            if in_vocabulary
+            else _cut_of(style, name, shape, param.element_size(), base.config, cuts_micro_batches)
+        )
+        specs.append(
+            ParamSpec(
+                fqn=fqn,
+                shape=shape,
+                requires_grad=param.requires_grad,
+                num_experts=num_experts.get(place, 0),
+                **asdict(cut),
+            )
+        )
+    return tuple(specs)
+
+
 @dataclass(frozen=True, slots=True)
-class Cut:
+class _Cut:
     """How a parameter is cut: the fields of `ParamSpec` of the same names."""
 
     slicing: Slicing
@@ -89,42 +147,47 @@ class Cut:
     cut_multiple: int = 1
 
 
-def cut_of(
-    style: str, name: str, param: nn.Parameter, config: Any, *, cuts_micro_batches: bool
-) -> Cut:
+def _cut_of(
+    style: str,
+    name: str,
+    shape: tuple[int, ...],
+    element_size: int,
+    config: Any,
+    cuts_micro_batches: bool,
+) -> _Cut:
     """The cut of a parameter of a module `name`, or of one that the plan mentions itself.
 
     Where TP `cuts_micro_batches`, parameters that the tp plan does not mention see a shard of the
     tokens.
     """
-    num_dims = param.dim()
+    num_dims = len(shape)
     if style in ("colwise", GATHERED):
         is_head = style == "colwise"
         if is_head and name in _KEY_VALUE_PROJECTIONS:
-            return Cut(Slicing.COLWISE, num_kv_heads(config))
+            return _Cut(Slicing.COLWISE, num_kv_heads(config))
         is_head = is_head and name in _QUERY_PROJECTIONS
-        return Cut(Slicing.COLWISE, config.num_attention_heads if is_head else 0)
+        return _Cut(Slicing.COLWISE, config.num_attention_heads if is_head else 0)
     if style == "packed_colwise":
         dim = max(num_dims - 2, 0)
-        multiple = _aligned(param, param.shape[dim] // _NUM_PACKED)
-        return Cut(Slicing.ROWWISE, cut_dim=dim, num_packed=_NUM_PACKED, cut_multiple=multiple)
+        multiple = _aligned(shape, shape[dim] // _NUM_PACKED, element_size)
+        return _Cut(Slicing.ROWWISE, cut_dim=dim, num_packed=_NUM_PACKED, cut_multiple=multiple)
     if style in ("rowwise", SPLIT):
         if num_dims == 1:
-            return Cut(Slicing.FIRST_RANK)
-        multiple = _aligned(param, param.shape[-1])
-        return Cut(Slicing.ROWWISE, cut_dim=num_dims - 1, cut_multiple=multiple)
+            return _Cut(Slicing.FIRST_RANK)
+        multiple = _aligned(shape, shape[-1], element_size)
+        return _Cut(Slicing.ROWWISE, cut_dim=num_dims - 1, cut_multiple=multiple)
     if style == SUMMED and num_dims == 1:
-        return Cut(Slicing.FIRST_RANK)
+        return _Cut(Slicing.FIRST_RANK)
     if style in ("replicated_with_grad_allreduce", SUMMED):
-        return Cut(Slicing.REPLICATED_PARTIAL_GRAD)
-    return Cut(Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED)
+        return _Cut(Slicing.REPLICATED_PARTIAL_GRAD)
+    return _Cut(Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED)
 
 
-def _aligned(param: nn.Parameter, width: int) -> int:
+def _aligned(shape: tuple[int, ...], width: int, element_size: int) -> int:
     """Multiple at which experts (3 dimensions) are cut: grouped products want strides of whole 16
     bytes.
     """
-    multiple = 16 // param.element_size() if param.dim() == 3 else 1
+    multiple = 16 // element_size if len(shape) == 3 else 1
     return multiple if width % multiple == 0 else 1
 
 
@@ -136,3 +199,8 @@ def num_kv_heads(config: Any) -> int:
 def tp_plan(model: nn.Module) -> dict[str, str]:
     """Pattern of module names -> style, as transformers ships it for the base model."""
     return dict(model.base_model.config.base_model_tp_plan or {})
+
+
+def ep_plan(model: nn.Module) -> dict[str, str]:
+    """As `tp_plan`, of expert parallelism."""
+    return dict(getattr(model.base_model.config, "base_model_ep_plan", None) or {})

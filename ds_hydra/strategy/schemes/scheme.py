@@ -16,7 +16,7 @@ from ds_hydra.errors import HydraConfigError
 _TERM = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<([^<>]*)>\s*")
 _DEGREES = re.compile(r"\s*(?:sp\s*(\d{1,9})\s*,\s*)?(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*")
 _OPTION = re.compile(r"\s*([a-z_]{1,20})\s*=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*")
-_OPTIONS = ("ckpt", "stages", "stream")
+_OPTIONS = ("ckpt", "stages", "stream", "ep")
 
 MAX_LAYERS = 1 << 20
 """Layers that an option of a scheme may name: far above any model."""
@@ -34,8 +34,8 @@ class Scheme:
 
     Text forms: `<2,4>`, `<2,4;ckpt=12;stages=9,8,8,7>`, `<sp2,4,1>` (SP 2, TP 4,
     PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<2,2;stream=8>`, `<sp4,1;stream>` (all
-    layers). In JSON documents the options are further keys beside "tp" and "pp", where they are
-    set.
+    layers), `<sp4,1;ep=4>`. In JSON documents the options are further keys beside "tp" and "pp",
+    where they are set.
     """
 
     tp: int
@@ -54,6 +54,10 @@ class Scheme:
     """The first layers of each stage whose weights are read from the node's home layer by layer and
     whose gradients are added there, instead of staying with the rank; `ALL_LAYERS` streams all of
     them, the embedding and the head. `"all"` in JSON documents, `stream` without a number in text.
+    """
+    ep: int = 1
+    """Expert-parallel degree: `ep` neighbours of an SP group share the experts of a layer, whole
+    ones, and send them their tokens.
     """
     _hash: int = field(init=False, repr=False, compare=False)
     """Schemes are looked up often."""
@@ -85,8 +89,29 @@ class Scheme:
             raise HydraConfigError(
                 f"scheme {str(self)[:80]} has {len(self.stages)} numbers of layers for PP {self.pp}; give one per stage"
             )
-        degrees_and_options = (self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream)
+        self._check_ep()
+        degrees_and_options = (
+            self.tp,
+            self.pp,
+            self.stages,
+            self.ckpt,
+            self.sp,
+            self.stream,
+            self.ep,
+        )
         object.__setattr__(self, "_hash", hash(degrees_and_options))
+
+    def _check_ep(self) -> None:
+        if type(self.ep) is not int or self.ep < 1 or self.sp % self.ep:
+            raise HydraConfigError(
+                f"ep of a scheme with SP {self.sp} is {repr(self.ep)[:80]}, expected a divisor of SP; experts are "
+                f"shared inside an SP group, as in '<sp{max(self.sp, 2)},{self.pp};ep={max(self.sp, 2)}>'"
+            )
+        if self.ep > 1 and (self.tp > 1 or self.stream):
+            other = f"TP {self.tp}" if self.tp > 1 else "stream"
+            raise HydraConfigError(
+                f"scheme {str(self)[:80]}: {other} and ep do not go together; leave one of them out"
+            )
 
     def __hash__(self) -> int:
         return self._hash
@@ -105,7 +130,7 @@ class Scheme:
 
         Raises KeyError without "tp" or "pp", HydraConfigError for values that are no scheme.
         """
-        options = {key: document[key] for key in ("ckpt", "sp") if key in document}
+        options = {key: document[key] for key in ("ckpt", "sp", "ep") if key in document}
         if document.get("repull"):
             raise HydraConfigError(_REPLACED)
         stages = document.get("stages", [])
@@ -131,6 +156,8 @@ class Scheme:
         document: dict[str, Any] = {"tp": self.tp, "pp": self.pp}
         if self.sp > 1:
             document["sp"] = self.sp
+        if self.ep > 1:
+            document["ep"] = self.ep
         if self.ckpt:
             document["ckpt"] = self.ckpt
         if self.stages:
@@ -161,7 +188,7 @@ class Scheme:
 
     def without_options(self) -> Scheme:
         """The same degrees with even stages and nothing checkpointed or streamed."""
-        return Scheme(self.tp, self.pp, sp=self.sp)
+        return Scheme(self.tp, self.pp, sp=self.sp, ep=self.ep)
 
     def stage_layers(self, num_layers: int, stage: int) -> range:
         """The layers of `stage`; in an even split that leaves layers over, earlier stages get one
@@ -214,7 +241,8 @@ class Scheme:
         ckpt = f";ckpt={self.ckpt}" if self.ckpt else ""
         stages = f";stages={','.join(map(str, self.stages))}" if self.stages else ""
         stream = f"={self.stream}" if not self.streams_all else ""
-        return f"<{degrees}{ckpt}{stages}{f';stream{stream}' if self.stream else ''}>"
+        ep = f";ep={self.ep}" if self.ep > 1 else ""
+        return f"<{degrees}{ep}{ckpt}{stages}{f';stream{stream}' if self.stream else ''}>"
 
 
 _REPLACED = (
@@ -224,7 +252,8 @@ _REPLACED = (
 
 _FORM = (
     "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have options, as in "
-    "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<2,2;stream=8>' or '<1,1;stream>' (all layers)"
+    "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<2,2;stream=8>' or '<1,1;stream>' (all layers), "
+    "'<sp4,1;ep=4>' (experts)"
 )
 
 
@@ -254,7 +283,7 @@ def _read_scheme(body: str) -> Scheme:
         if len(counts) != 1 or counts[0] < 1:
             raise HydraConfigError(
                 f"scheme {'<' + body[:80] + '>'!r}: {option} is {','.join(map(str, counts))[:80]}, expected one number "
-                "of layers from 1 up; leave it out for none"
+                "from 1 up; leave it out for none"
             )
     return Scheme(
         tp=int(degrees[2] or 1),
