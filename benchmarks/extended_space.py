@@ -30,7 +30,7 @@ from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.simulator.cases import list_cases, load_case
-from ds_hydra.simulator.compare import Workload, draw_batches
+from ds_hydra.simulator.workload import Workload, draw_batches
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 

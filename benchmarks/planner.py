@@ -8,7 +8,6 @@ docs/benchmarks/planner.md explains them.
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from packers import MicroBatches, balanced, batch_rebalance, fixed_length
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.background import BackgroundPlanner
@@ -65,9 +65,6 @@ CANDIDATES = {
     ],
 }
 TOKENS = {1024: 3_200_000, 16384: 51_000_000}
-
-MicroBatches = list[list[int]]
-"""Packed micro-batches of one pipeline, as sequence lengths."""
 
 
 def make_batch(lengths: Sequence[int], iteration: int) -> GlobalBatch:
@@ -277,91 +274,6 @@ def waiting(batches: list[list[int]], profile: Profile, iteration_s: float) -> d
 
 
 # What people use today, for the homogeneous strategies that can fit the context
-
-
-def fixed_length(
-    lengths: Sequence[int], max_len: int, num_pipelines: int, *, is_best_fit: bool
-) -> list[MicroBatches]:
-    """First-fit or best-fit decreasing into micro-batches of `max_len`; micro-batches are dealt out
-    in turn.
-    """
-    micro_batches: MicroBatches = []
-    for length in sorted(lengths, reverse=True):
-        fitting = [
-            micro_batch for micro_batch in micro_batches if sum(micro_batch) + length <= max_len
-        ]
-        if not fitting:
-            micro_batches.append([length])
-        elif is_best_fit:
-            max(fitting, key=sum).append(length)
-        else:
-            fitting[0].append(length)
-    return [micro_batches[pipeline::num_pipelines] for pipeline in range(num_pipelines)]
-
-
-def karmarkar_karp(
-    lengths: Sequence[int], num_groups: int, weight: Callable[[int], float]
-) -> MicroBatches:
-    """Largest differencing into `num_groups` groups by the sums of `weight`."""
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for number, length in enumerate(lengths):
-        groups = [(0.0, []) for _ in range(num_groups - 1)] + [(weight(length), [length])]
-        heap.append((-weight(length), number, groups))
-    heapq.heapify(heap)
-    while len(heap) > 1:
-        _, number, a = heapq.heappop(heap)
-        _, _, b = heapq.heappop(heap)
-        merged = sorted(
-            ((s + t, x + y) for (s, x), (t, y) in zip(a, reversed(b))), key=lambda group: group[0]
-        )
-        heapq.heappush(heap, (merged[0][0] - merged[-1][0], number, merged))
-    return [group for _, group in heap[0][2]]
-
-
-def balanced(
-    lengths: Sequence[int], max_len: int, num_pipelines: int, weight: Callable[[int], float]
-) -> list[MicroBatches]:
-    """Karmarkar-Karp over the pipelines, and again inside each into the fewest micro-batches that
-    hold its share.
-    """
-    pipelines = []
-    for share in karmarkar_karp(lengths, num_pipelines, weight):
-        num_micro_batches = max(1, -(-sum(share) // max_len))
-        while share:
-            micro_batches = karmarkar_karp(share, num_micro_batches, weight)
-            if all(sum(micro_batch) <= max_len for micro_batch in micro_batches):
-                break
-            num_micro_batches += 1
-        pipelines.append(
-            [micro_batch for micro_batch in micro_batches if micro_batch] if share else []
-        )
-    return pipelines
-
-
-def batch_rebalance(
-    lengths: Sequence[int], max_len: int, num_pipelines: int, num_micro_batches: int
-) -> list[MicroBatches]:
-    """`train_sampling_strategy="batch_rebalance"` of transformers, micro-batches padded to their
-    longest sequence.
-
-    It knows no memory limit, so padded micro-batches above `max_len` are divided until they fit.
-    """
-    from transformers.trainer_pt_utils import BatchRebalanceSampler
-
-    num_micro_batches = min(num_micro_batches, len(lengths) // num_pipelines)
-    pipelines = []
-    for rank in range(num_pipelines):
-        sampler = BatchRebalanceSampler(
-            list(lengths), len(lengths), num_pipelines, num_micro_batches, shuffle=False, rank=rank
-        )
-        micro_batches = []
-        for micro_batch in sampler:
-            longest = max((lengths[i] for i in micro_batch), default=0)
-            while micro_batch:
-                micro_batches.append([longest] * min(len(micro_batch), max_len // longest))
-                micro_batch = micro_batch[len(micro_batches[-1]) :]
-        pipelines.append(micro_batches)
-    return pipelines
 
 
 def alternatives(batches: list[list[int]], profile: Profile) -> dict[str, Any]:

@@ -22,8 +22,9 @@ import numpy as np
 
 from ds_hydra.sampler.batch_planner import warm_up
 from ds_hydra.simulator.cases import list_cases, load_case
-from ds_hydra.simulator.compare import STATIC_SYSTEMS, Settings, compare
+from ds_hydra.simulator.compare import compare
 from ds_hydra.simulator.reproduction import our_figure
+from ds_hydra.simulator.systems import SYSTEMS, Settings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 
 PLAIN_TARGETS = {
@@ -196,7 +197,7 @@ def _imbalance_rows(cases: list[dict[str, Any]]) -> list[str]:
 
 def slower_cases(cases: list[dict[str, Any]], ours: str) -> list[str]:
     """Cases in which a static system is faster than `ours`, by propagation or whole iterations."""
-    static = STATIC_SYSTEMS if ours == PLAIN else (*STATIC_SYSTEMS, "full_static", PLAIN)
+    static = tuple(SYSTEMS) if ours != PLAIN else tuple(n for n in SYSTEMS if n != "full_static")
     return [
         f"{case['name']}: {name} {key} {speedups(case, key, ours)[name]:.3f}"
         for case in cases

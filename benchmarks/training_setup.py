@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from workloads import (
+    Batch,
+    Shape,
+)
+
+from ds_hydra.engine.ranks.host_memory import process_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,3 +81,63 @@ def ds_config(*, accumulation: int = 1, **sections: Any) -> dict[str, Any]:
         },
         **sections,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Everything that the contenders of one workload share."""
+
+    workload: str
+    batches: list[Batch]
+    """One more than is trained, because the Trainer fetches ahead."""
+    shape: Shape
+    model: ModelSize
+    profile: str | None = None
+    """Path of the measured profile; None only for the contender that measures it."""
+    memory_limit_bytes: int | None = None
+    strategies: tuple[str, ...] = ()
+    static_strategy: str = ""
+    seed: int = 0
+
+    def tokens_of(self, length: int, generator: torch.Generator) -> list[int]:
+        """Random token ids; 0 is the padding token."""
+        return torch.randint(1, self.model.vocab_size, (length,), generator=generator).tolist()
+
+    def sequences(self) -> list[list[int]]:
+        """Token ids of the sequences of all batches, in order."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return [self.tokens_of(length, generator) for batch in self.batches for length in batch]
+
+
+@dataclass
+class Turns:
+    """This rank's end of the conversation with the driver."""
+
+    connection: Connection
+    base_bytes: int = 0
+    """Resident memory before anything was built: the libraries, shared with the driver."""
+    _start: float = 0.0
+    _cpu: float = 0.0
+
+    def ready(self, **facts: Any) -> None:
+        """Say that the contender is built."""
+        self.connection.send({"ready": True, **facts})
+
+    def wait(self) -> None:
+        """Block until it is this contender's turn; after the last one the driver ends the
+        process.
+        """
+        self.connection.recv()
+        self._start, self._cpu = time.perf_counter(), time.process_time()
+
+    def done(self, loss_share: float, **facts: Any) -> None:
+        """Report the iteration since `wait`. The shares of all ranks add up to the loss."""
+        self.connection.send(
+            {
+                "seconds": time.perf_counter() - self._start,
+                "cpu_seconds": time.process_time() - self._cpu,
+                "loss": loss_share,
+                "peak_bytes": process_bytes("VmHWM") - self.base_bytes,
+                **facts,
+            }
+        )

@@ -6,7 +6,6 @@ arguments.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
+from ds_hydra.simulator.fixed_length import karmarkar_karp as karmarkar_karp_groups
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 LENGTHS = Path(__file__).parent.parent / "ds_hydra" / "configs" / "lengths"
@@ -218,24 +218,11 @@ def karmarkar_karp(costs: Sequence[float], num_parts: int) -> list[list[int]]:
     >>> sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in karmarkar_karp([8, 7, 6, 5, 4], 2))
     [14, 16]
     """
-    heap: list[tuple[float, int, list[float], list[list[int]]]] = []
-    for index, cost in enumerate(costs):
-        sums = [0.0] * (num_parts - 1) + [float(cost)]
-        parts: list[list[int]] = [[] for _ in range(num_parts - 1)] + [[index]]
-        heapq.heappush(heap, (-cost, index, sums, parts))
-    count = len(costs)
-    while len(heap) > 1:
-        _, _, sums_a, parts_a = heapq.heappop(heap)
-        _, _, sums_b, parts_b = heapq.heappop(heap)
-        joined = [
-            (x + y, p + q)
-            for x, y, p, q in zip(sums_a, reversed(sums_b), parts_a, reversed(parts_b), strict=True)
-        ]
-        joined.sort(key=lambda pair: pair[0])
-        sums, parts = [s for s, _ in joined], [p for _, p in joined]
-        heapq.heappush(heap, (-(sums[-1] - sums[0]), count, sums, parts))
-        count += 1
-    return heap[0][3] if heap else [[] for _ in range(num_parts)]
+    if not costs:
+        return [[] for _ in range(num_parts)]
+    part_of = np.empty(len(costs), dtype=np.int64)
+    karmarkar_karp_groups(np.asarray(costs, dtype=np.float64), num_parts, part_of)
+    return [np.flatnonzero(part_of == part).tolist() for part in range(num_parts)]
 
 
 def imbalance(batch: Batch, placement: Placement, shape: Shape) -> float:

@@ -105,10 +105,10 @@ LATER_PHASES = (
 def end_at_start(where: str, folder: str | Path, number: int = signal.SIGKILL) -> None:
     """Let this rank die when it comes to one of `START_PHASES`."""
     from ds_hydra.engine import HydraEngine, hydra_engine
+    from ds_hydra.engine.candidates import EngineCandidates
     from ds_hydra.engine.parallel.groups import GroupPool
     from ds_hydra.engine.profiling.measurements import Measurements
     from ds_hydra.engine.ranks import watchdog
-    from ds_hydra.engine.runtime import HydraRuntime
     from ds_hydra.sampler.data.dataset import TokenDataset
 
     owner, name = {
@@ -118,7 +118,7 @@ def end_at_start(where: str, folder: str | Path, number: int = signal.SIGKILL) -
         "groups": (GroupPool, "create"),
         "tokenise": (TokenDataset, "from_dataset"),
         "profile": (Measurements, "get"),
-        "first plan": (HydraRuntime, "_fit_candidates_to_data"),
+        "first plan": (EngineCandidates, "fit_to_data"),
     }[where]
     setattr(owner, name, lambda *_, **__: die(folder, number))
 

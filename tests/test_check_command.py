@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from ds_hydra.cli import app
 from ds_hydra.commands.check import describe_report
 from ds_hydra.configs import find_file, list_files, load_model_preset
-from ds_hydra.engine.checks.config_check import CheckRequest, check_config
+from ds_hydra.engine.checks.config_check import check_config
+from ds_hydra.engine.checks.report import CheckRequest
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 BASE = {
@@ -54,8 +55,8 @@ def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp
         for line in result.stdout.splitlines()
         if line.strip()[0] == "<"
     }
-    assert rows["<1,2>"] == "9,669"  # App. B.1, worked out in test_presets
-    assert rows["<8,1>"] == "75,238"
+    assert rows["<1,2>"] == "7,157"  # the engine's states; 9,669 with those of App. B.1
+    assert rows["<8,1>"] == "64,337"
     assert "communicators: " in result.stdout
     assert "max_position_embeddings of 4096" in result.stdout
 
@@ -120,7 +121,7 @@ def test_a_problem_is_exit_code_1_with_the_document_on_stdout(tmp_path):
         (changed(hydra={"profile": "a800_llama_7b"}), "did you mean 'a800_llama2_7b'?"),
         (
             changed(hydra={"context_length": 100_000}),
-            "lower the context to 75238, or use 16 devices",
+            "lower the context to 64337, or use 16 devices",
         ),
         (
             changed(hydra={"strategies": ["3x<4,1>"]}),
@@ -387,12 +388,12 @@ def check_home(home, nodes):
 
 
 def test_schemes_with_parts_are_checked_and_derived():
-    given = ["1x<1,2;ckpt=8> + 3x<1,2>", "4x<1,2;stream=8>"]
+    given = ["1x<1,2;ckpt=24> + 3x<1,2>", "4x<1,2;stream=8>"]
     config = changed(hydra={"strategies": given, "context_length": 16384})
     report = check_config(CheckRequest(config=config, model="llama2_7b", num_devices=8))
     assert report.problems == []
     longest = {row["scheme"]: row["max_len_tokens"] for row in report.schemes}
-    assert longest["<1,2>"] < 16384 < longest["<1,2;ckpt=8>"]
+    assert longest["<1,2>"] < 16384 < longest["<1,2;ckpt=24>"]
     assert any(
         "<1,2;stream=8>" in warning and "accelerator" in warning for warning in report.warnings
     )

@@ -20,12 +20,14 @@ import ds_hydra
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.checks.config_check import CheckRequest, check_config
+from ds_hydra.engine.checks.config_check import check_config
+from ds_hydra.engine.checks.report import CheckRequest
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler import candidates
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.cluster import try_cluster
+from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.placement import groups_of
@@ -70,9 +72,9 @@ def test_links_count_for_everyone_who_decides(tmp_path):
     """`propose`, `check` and an engine of 32 ranks get the same candidates, and others without
     links.
     """
-    profile = Profile.load(find_file("profiles", "a800_llama2_32b"))
+    profile = load_profile("a800_llama2_32b")
     histogram = LengthHistogram.load(find_file("lengths", "github"))
-    hydra = {"context_length": 16384, "tokens_per_iteration": 50_000, "seed": 0}
+    hydra = {"context_length": 16384, "tokens_per_iteration": 100_000, "seed": 0}
     settings = CandidateSettings.of(
         HydraConfig.parse(hydra),
         num_devices=32,
@@ -92,7 +94,7 @@ def test_links_count_for_everyone_who_decides(tmp_path):
     assert set(report.strategies) == found
     out = tmp_path / "out.json"
     options = {"profile": "a800_llama2_32b", "histogram": "github", "devices": 32}
-    options |= {"context": 16384, "tokens": 50_000, "out": out}
+    options |= {"context": 16384, "tokens": 100_000, "out": out}
     arguments = [text for key, value in options.items() for text in (f"--{key}", str(value))]
     assert CliRunner().invoke(app, ["propose", *arguments]).exit_code == 0
     assert {str(s) for s in load_strategies(str(out))} == found

@@ -9,7 +9,7 @@ from single_process import random_examples
 from test_engine_parity import LENGTHS, assert_parity, check_gradients
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.checks.config_check import estimate_profile, load_hardware
+from ds_hydra.engine.checks.estimate import estimate_profile, load_hardware
 from ds_hydra.engine.model.packing_probe import check_packing
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError

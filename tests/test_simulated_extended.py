@@ -12,7 +12,7 @@ from test_simulator import checkpointing_document, make_scenario, make_workload,
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.simulator.cases import load_case
-from ds_hydra.simulator.compare import Settings, compare
+from ds_hydra.simulator.compare import compare
 from ds_hydra.simulator.extended import (
     extended_scenario,
     extended_schemes,
@@ -20,6 +20,7 @@ from ds_hydra.simulator.extended import (
     with_sequence_parallelism,
 )
 from ds_hydra.simulator.scenario import Scenario, bound_of
+from ds_hydra.simulator.systems import Settings
 from ds_hydra.simulator.ulysses import balance_micro_batches_by_time
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import Profile

@@ -22,11 +22,11 @@ from test_engine_training import batches
 from torch import nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.candidates import find_unsupported
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
 from ds_hydra.engine.profiling.profiler import stage_ms, token_bytes
-from ds_hydra.engine.runtime import find_unsupported
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.alpha_beta import LayerShape

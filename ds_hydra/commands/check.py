@@ -12,7 +12,7 @@ from ds_hydra.commands.common import errors_to_stderr, log, stdout_to_stderr
 from ds_hydra.configs.files import MAX_DEVICES
 
 if TYPE_CHECKING:
-    from ds_hydra.engine.checks.config_check import ConfigReport
+    from ds_hydra.engine.checks.report import ConfigReport
 
 
 def register(app: typer.Typer) -> None:
@@ -57,7 +57,8 @@ def check(
     Example: ds-hydra check ds_config.json --model llama2_7b --devices 16
     """
     with errors_to_stderr(), stdout_to_stderr():
-        from ds_hydra.engine.checks.config_check import CheckRequest, check_config
+        from ds_hydra.engine.checks.config_check import check_config
+        from ds_hydra.engine.checks.report import CheckRequest
 
         report = check_config(
             CheckRequest(

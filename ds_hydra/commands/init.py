@@ -15,7 +15,7 @@ from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PE
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
-    from ds_hydra.engine.checks.config_check import ConfigReport
+    from ds_hydra.engine.checks.report import ConfigReport
 
 
 def register(app: typer.Typer) -> None:
@@ -89,7 +89,7 @@ def start_config(
     HydraConfigError where `check` would find a problem.
     """
     from ds_hydra.configs import list_files
-    from ds_hydra.engine.checks.config_check import load_hardware
+    from ds_hydra.engine.checks.estimate import load_hardware
     from ds_hydra.strategy.proposal.program import default_tokens_per_iteration
 
     load_hardware(device)  # before anything slow
@@ -127,7 +127,8 @@ def start_config(
 
 
 def _check(config: dict[str, Any], model: str, devices: int, device: str) -> ConfigReport:
-    from ds_hydra.engine.checks.config_check import CheckRequest, check_config
+    from ds_hydra.engine.checks.config_check import check_config
+    from ds_hydra.engine.checks.report import CheckRequest
 
     return check_config(
         CheckRequest(config=config, model=model, num_devices=devices, device=device)

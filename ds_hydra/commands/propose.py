@@ -81,8 +81,8 @@ def propose(
     """
     from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
     from ds_hydra.sampler.trial import PruningSettings
-    from ds_hydra.strategy import Profile
     from ds_hydra.strategy.cost_models.cluster import try_cluster
+    from ds_hydra.strategy.profiles.states import load_profile
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
     with errors_to_stderr():
@@ -92,7 +92,7 @@ def propose(
                 bar.total = total
                 bar.update(done - bar.n)
 
-            known = Profile.load(find_file("profiles", profile))
+            known = load_profile(profile)
             settings = CandidateSettings(
                 num_devices=devices,
                 context_length=context,

@@ -17,8 +17,10 @@ from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.simulator.cases import Case
-    from ds_hydra.simulator.compare import Comparison, Settings, Workload
+    from ds_hydra.simulator.comparison import Comparison
     from ds_hydra.simulator.sweep import Axes
+    from ds_hydra.simulator.systems import Settings
+    from ds_hydra.simulator.workload import Workload
 
 
 class SimulatedSpace(str, Enum):
@@ -166,7 +168,7 @@ def _refuse(is_wrong: bool, message: str) -> None:
 
 
 def _check_timeline(system: str, settings: Settings) -> None:
-    from ds_hydra.simulator.compare import PLANNED
+    from ds_hydra.simulator.systems import PLANNED
 
     _refuse(system not in PLANNED, f"--timeline-of {system!r}: choose {' or '.join(PLANNED)}")
     _refuse(
@@ -178,7 +180,7 @@ def _check_timeline(system: str, settings: Settings) -> None:
 def _settings(
     iterations: int, systems: str | None, overlap: bool, seed: int, space: SimulatedSpace
 ) -> Settings:
-    from ds_hydra.simulator.compare import Settings
+    from ds_hydra.simulator.systems import Settings
 
     chosen = (
         {}
@@ -212,8 +214,8 @@ def _workload(
     from ds_hydra.configs import find_file
     from ds_hydra.configs.files import find_profile
     from ds_hydra.sampler.candidates import with_schemes_of
-    from ds_hydra.simulator.compare import Workload
     from ds_hydra.simulator.sweep import Axes
+    from ds_hydra.simulator.workload import Workload
     from ds_hydra.strategy.profiles.profile import Profile
     from ds_hydra.strategy.proposal.candidates import load_strategies
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -278,7 +280,8 @@ def _compare(workload: Workload, settings: Settings, hardware: str | None) -> Co
             "the profile's hardware has no description: communication counts nothing; see --hardware"
         )
     found = compare(workload, cluster, settings)
-    left_out = [name for name in settings.systems if name != "given" and found.get(name) is None]
+    optional = ("given", "paper")
+    left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
     if left_out:
         log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")
     return found

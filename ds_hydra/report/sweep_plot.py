@@ -12,9 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ds_hydra.simulator.compare import LABELS, Comparison
-from ds_hydra.simulator.compare import Figure as Mean
+from ds_hydra.simulator.comparison import Comparison
+from ds_hydra.simulator.comparison import Figure as Mean
 from ds_hydra.simulator.sweep import swept_axis
+from ds_hydra.simulator.systems import LABELS
 
 _AXIS_TITLES = {
     "num_devices": "devices",

@@ -17,7 +17,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import bound_iterations
 from ds_hydra.sampler.schedule import FloatArray
-from ds_hydra.simulator.fixed_length import pack_balanced, pack_fixed_length
+from ds_hydra.simulator.fixed_length import pack_balanced, pack_evenly, pack_fixed_length
 from ds_hydra.simulator.scenario import (
     NO_WORK,
     Outcome,
@@ -34,6 +34,10 @@ HOTSPA_BOUNDARIES_TOKENS = (4096, 16384)
 """Where HotSPa may change its strategy (Hydraulis, App. F)."""
 
 
+DEALS = {"": pack_fixed_length, ", spread": pack_evenly}
+"""How Megatron-LM's micro-batches are filled and dealt, by what the row says of it."""
+
+
 def fixed_length(
     scenario: Scenario,
     strategies: Sequence[Strategy] = (),
@@ -42,7 +46,7 @@ def fixed_length(
     name: str,
 ) -> SystemResult:
     """Megatron-LM: one homogeneous strategy, first-fit-decreasing micro-batches of the context,
-    dealt out in turn.
+    dealt out in turn, or as `pack_evenly` does where that is faster.
 
     `strategies`: the choices, all that fit the context if none is given. `tunes_micro_batches`:
     micro-batches may also be as long as memory allows, or half way there; Megatron-LM itself has
@@ -60,18 +64,18 @@ def fixed_length(
         if tunes_micro_batches:
             choices |= {(scenario.context_length + longest) // 2, longest}
         for micro_batch_tokens in sorted(choices):
-            outcomes = [
-                scenario.run_micro_batches(
-                    strategy,
-                    lengths,
-                    pack_fixed_length(lengths, micro_batch_tokens, len(strategy.schemes)),
-                )
-                for lengths in scenario.lengths
-            ]
-            results.append(
-                summarize(name, f"{strategy}, micro-batches of {micro_batch_tokens}", outcomes)
-            )
-    return best_of(name, results)
+            for dealt, pack in DEALS.items():
+                outcomes = [
+                    scenario.run_micro_batches(
+                        strategy,
+                        lengths,
+                        pack(lengths, micro_batch_tokens, len(strategy.schemes)),
+                    )
+                    for lengths in scenario.lengths
+                ]
+                text = f"{strategy}, micro-batches of {micro_batch_tokens}{dealt}"
+                results.append(summarize(name, text, outcomes))
+    return best_of(results)
 
 
 def balanced(scenario: Scenario, *, name: str) -> SystemResult:
@@ -93,7 +97,7 @@ def balanced(scenario: Scenario, *, name: str) -> SystemResult:
                 micro_batches = pack_balanced(lengths, weight, longest, len(strategy.schemes))
                 outcomes.append(scenario.run_micro_batches(strategy, lengths, micro_batches))
             results.append(summarize(name, f"{strategy}, by {kind}", outcomes))
-    return best_of(name, results)
+    return best_of(results)
 
 
 def hotspa(scenario: Scenario, *, name: str) -> SystemResult:
@@ -101,9 +105,10 @@ def hotspa(scenario: Scenario, *, name: str) -> SystemResult:
     lengths.
 
     Tuned over the boundaries of App. F and, for each interval, over the schemes that fit it;
-    micro-batches are as long as memory allows, at most the context. A switch costs the parameters
-    of the new strategy and the gradients of the old one: bytes only, where the paper measured
-    nearly 2 s for 7B.
+    micro-batches are as long as memory allows, at most the context, dealt as Megatron-LM's. A
+    switch costs the parameters of the new strategy and the gradients of the old one: bytes only,
+    where the paper measured nearly 2 s for 7B. With one strategy nothing is switched, and pull and
+    push overlap as Megatron-LM's do.
     """
     bounds = [b for b in HOTSPA_BOUNDARIES_TOKENS if b < scenario.context_length]
     phases: dict[tuple[int, int], SystemResult] = {}
@@ -114,25 +119,28 @@ def hotspa(scenario: Scenario, *, name: str) -> SystemResult:
             parts = []
             for interval in pairwise(edges):
                 if interval not in phases:
-                    phases[interval] = _hotspa_phase(scenario, *interval)
+                    phases[interval] = _hotspa_phase(scenario, *interval, overlap=count == 0)
                 parts.append(phases[interval])
             results.append(_in_sequence(name, parts, scenario))
-    return best_of(name, results)
+    return best_of(results)
 
 
-def _hotspa_phase(scenario: Scenario, above: int, up_to: int) -> SystemResult:
+def _hotspa_phase(scenario: Scenario, above: int, up_to: int, *, overlap: bool) -> SystemResult:
     """All sequences of an interval of lengths with the best homogeneous strategy for them."""
     choices = []
     parts = [lengths[(lengths > above) & (lengths <= up_to)] for lengths in scenario.lengths]
     for strategy in homogeneous_strategies(scenario.profile, scenario.num_devices, up_to):
         longest = min(scenario.context_length, scenario.max_len_tokens(strategy.schemes[0]))
-        outcomes = []
-        for lengths in parts:
-            micro_batches = pack_fixed_length(lengths, longest, len(strategy.schemes))
-            found = scenario.run_micro_batches(strategy, lengths, micro_batches, overlap=False)
-            outcomes.append(found if lengths.size else NO_WORK)
-        choices.append(summarize("", str(strategy), outcomes))
-    return best_of("", choices)
+        for pack in DEALS.values():
+            outcomes = []
+            for lengths in parts:
+                micro_batches = pack(lengths, longest, len(strategy.schemes))
+                found = scenario.run_micro_batches(
+                    strategy, lengths, micro_batches, overlap=overlap
+                )
+                outcomes.append(found if lengths.size else NO_WORK)
+            choices.append(summarize("", str(strategy), outcomes))
+    return best_of(choices)
 
 
 def _in_sequence(name: str, parts: Sequence[SystemResult], scenario: Scenario) -> SystemResult:
@@ -154,39 +162,37 @@ NUM_TRIAL_BATCHES = 12
 NUM_FINALISTS = 3
 
 
-def two_stage(scenario: Scenario, strategies: Sequence[Strategy], *, name: str) -> SystemResult:
+def two_stage(
+    scenario: Scenario, strategies: Sequence[Strategy], *, name: str
+) -> SystemResult | None:
     """The best single strategy of `strategies` for all mini-batches, sequences placed by ds_hydra's
     planner.
 
-    All are tried with the planner's heuristic on the first mini-batches, by propagation and by
-    whole iterations. The best few of each are planned as ds_hydra's own on all mini-batches, as
-    long as it can still be the fastest with what the rest of the mini-batches takes at least.
+    All are tried with the planner's heuristic on the first mini-batches. The best few are planned
+    as ds_hydra's own on all mini-batches, as long as each can still be the fastest with what the
+    rest of the mini-batches takes at least. None without strategies.
     """
     trial = scenario.batches[:NUM_TRIAL_BATCHES]
     heuristic = replace(scenario, settings=scenario.settings.heuristic())
     tried = {
-        strategy: _times(_planned(heuristic, strategy, trial)).sum(axis=1)
+        strategy: _iterations_ms(_planned(heuristic, strategy, trial)).sum()
         for strategy in strategies
     }
-    finalists: dict[Strategy, None] = {}
-    for figure in range(2):
-        finalists |= dict.fromkeys(sorted(tried, key=lambda s: tried[s][figure])[:NUM_FINALISTS])
-    fastest = np.full(2, np.inf)
     results: list[SystemResult] = []
-    for strategy in sorted(finalists, key=lambda s: float(tried[s][1])):
+    for strategy in sorted(tried, key=lambda s: float(tried[s]))[:NUM_FINALISTS]:
         if results:
+            fastest = min(float(result.iteration_ms.sum()) for result in results)
             outcomes = _planned_below(scenario, strategy, fastest, _bounds(scenario, strategy))
         else:
             outcomes = _planned(scenario, strategy, scenario.batches)
         if len(outcomes) == len(scenario.batches):
-            fastest = np.minimum(fastest, _times(outcomes).sum(axis=1))
             results.append(summarize(name, str(strategy), outcomes))
-    return best_of(name, results)
+    return best_of(results) if results else None
 
 
 def heterogeneous_static(
     scenario: Scenario, candidates: Sequence[Strategy], *, name: str
-) -> SystemResult:
+) -> SystemResult | None:
     """`two_stage` with those of `candidates` that fit the context, and every homogeneous strategy
     that does.
     """
@@ -201,41 +207,44 @@ def _planned(
 
 
 def _planned_below(
-    scenario: Scenario, strategy: Strategy, limit: FloatArray, bounds: FloatArray
+    scenario: Scenario, strategy: Strategy, limit: float, bounds: FloatArray
 ) -> list[Outcome]:
-    """All mini-batches, or the first of them until the sums of both times, with `bounds` of the
-    rest, reach `limit`.
+    """All mini-batches, or the first of them until their sum, with `bounds` of the rest, reaches
+    `limit`.
     """
     outcomes: list[Outcome] = []
-    least = bounds.sum(axis=1)
-    for batch, bound in zip(scenario.batches, bounds.T, strict=True):
-        if (least >= limit).all():
+    least = float(bounds.sum())
+    for batch, bound in zip(scenario.batches, bounds.tolist(), strict=True):
+        if least >= limit:
             break
         outcomes += _planned(scenario, strategy, [batch])
-        least += _times(outcomes[-1:])[:, 0] - bound
+        least += outcomes[-1].iteration_ms - bound
     return outcomes
 
 
-def _times(outcomes: Sequence[Outcome]) -> FloatArray:
-    """Propagation and whole iteration of every mini-batch: [2, mini-batches], ms."""
-    return np.array([[o.propagation_ms for o in outcomes], [o.iteration_ms for o in outcomes]])
+def _iterations_ms(outcomes: Sequence[Outcome]) -> FloatArray:
+    return np.array([outcome.iteration_ms for outcome in outcomes])
 
 
 def _bounds(scenario: Scenario, strategy: Strategy) -> FloatArray:
-    """What no plan can beat, as `_times`."""
+    """What no whole iteration with `strategy` can beat, for each mini-batch, in ms."""
     settings = scenario.linked_settings([strategy])
-    bounds = np.empty((2, len(scenario.batches)))
-    for position, batch in enumerate(scenario.batches):
-        found = bound_iterations(
-            batch,
-            strategies=[strategy],
-            profile=scenario.profile,
-            num_devices=scenario.num_devices,
-            settings=settings,
-        )
-        bounds[:, position] = found[:, 0]
-    bounds[1] += scenario.cluster.step_ms if scenario.cluster else 0.0
-    return bounds
+    step_ms = scenario.cluster.step_ms if scenario.cluster else 0.0
+    return np.array(
+        [
+            step_ms
+            + float(
+                bound_iterations(
+                    batch,
+                    strategies=[strategy],
+                    profile=scenario.profile,
+                    num_devices=scenario.num_devices,
+                    settings=settings,
+                )[1, 0]
+            )
+            for batch in scenario.batches
+        ]
+    )
 
 
 def dynamic(

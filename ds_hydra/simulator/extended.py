@@ -46,8 +46,22 @@ def extended_scenario(scenario: Scenario) -> Scenario:
             cluster=cluster,
             bounds_attention=scenario.bounds_attention,
         )
+        profile = _with_seen_traffic(profile, scenario.seen)
     scenario = replace(scenario, profile=profile)
     return replace(scenario, profile=profile.with_schemes(extended_schemes(scenario)))
+
+
+def _with_seen_traffic(profile: Profile, share: float | None) -> Profile:
+    """`profile` with `share` of the traffic of streamed layers on top of their computation."""
+    if share is None:
+        return profile
+    return profile.with_latency(
+        {
+            scheme: replace(model, constant_ms=model.constant_ms + share * model.traffic_ms)
+            for scheme, model in profile.latency.items()
+            if model.traffic_ms
+        }
+    )
 
 
 def extended_schemes(scenario: Scenario) -> tuple[Scheme, ...]:
@@ -101,7 +115,8 @@ def extended_strategies(
     *,
     max_communicators: int,
 ) -> tuple[Strategy, ...]:
-    """`strategies`, and those of other schemes that make `batches` faster beside them.
+    """`strategies`, and those of other schemes that make `batches` faster beside them; without any,
+    first the one strategy that is fastest.
 
     `scenario.profile` knows the schemes. Tried are strategies in which pipelines of one scheme of a
     strategy have given way to another scheme on the same devices, and of the best of them again:
@@ -154,7 +169,7 @@ def _faster_together(
     """`given`, and one by one the strategy with which the fastest of all so far gains most on
     average.
     """
-    chosen = list(given)
+    chosen = list(given) or [min(times, key=lambda s: float(times[s].mean()))]
     best = np.min([times[strategy] for strategy in chosen], axis=0)
     open_ = [strategy for strategy in times if strategy not in chosen]
     while open_ and len(chosen) < most:

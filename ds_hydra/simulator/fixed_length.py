@@ -100,6 +100,44 @@ def pack_fixed_length(
     return [micro_batches[pipeline::num_pipelines] for pipeline in range(num_pipelines)]
 
 
+def pack_evenly(
+    lengths: IntArray, micro_batch_tokens: int, num_pipelines: int
+) -> list[MicroBatches]:
+    """The same number of micro-batches for each pipeline, longest sequence first to the one with
+    fewest tokens, and longest micro-batch first to the pipeline with fewest.
+
+    So no last micro-batch is left nearly empty. As `pack_fixed_length` where a sequence does not
+    fit that way.
+    """
+    micro_batch_of = np.zeros(lengths.size, dtype=np.int64)
+    fewest = first_fit_decreasing(lengths, micro_batch_tokens, micro_batch_of)
+    count = -(-fewest // num_pipelines) * num_pipelines
+    if not count or not emptiest_first(lengths, micro_batch_tokens, count, micro_batch_of):
+        return pack_fixed_length(lengths, micro_batch_tokens, num_pipelines)
+    micro_batches = [m for m in _members(micro_batch_of, count) if m.size]
+    tokens = np.array([lengths[members].sum() for members in micro_batches])
+    order = np.argsort(-tokens, kind="stable")
+    pipeline_of = np.zeros(order.size, dtype=np.int64)
+    emptiest_first(tokens[order], int(tokens.sum()), num_pipelines, pipeline_of)
+    return [
+        [micro_batches[k] for k in order[pipeline_of == pipeline]]
+        for pipeline in range(num_pipelines)
+    ]
+
+
+@compiled
+def emptiest_first(lengths: IntArray, room: int, num_bins: int, bins: IntArray) -> bool:
+    """Writes the bin of each item, the one with least in it; False where it has no room."""
+    filled = np.zeros(num_bins, dtype=np.int64)
+    for i in range(lengths.size):
+        emptiest = np.argmin(filled)
+        if filled[emptiest] + lengths[i] > room:
+            return False
+        filled[emptiest] += lengths[i]
+        bins[i] = emptiest
+    return True
+
+
 def pack_balanced(
     lengths: IntArray, weights: FloatArray, micro_batch_tokens: int, num_pipelines: int
 ) -> list[MicroBatches]:
@@ -109,20 +147,24 @@ def pack_balanced(
     A pipeline whose balanced micro-batches do not fit `micro_batch_tokens` gets one micro-batch
     more, until first-fit decreasing needs no more.
     """
-    group = np.zeros(lengths.size, dtype=np.int64)
-    if lengths.size:
-        karmarkar_karp(weights, num_pipelines, group)
     return [
-        _balanced_micro_batches(
-            np.flatnonzero(group == pipeline), lengths, weights, micro_batch_tokens
-        )
-        for pipeline in range(num_pipelines)
+        balanced_micro_batches(members, lengths, weights, micro_batch_tokens)
+        for members in balanced_groups(weights, num_pipelines)
     ]
 
 
-def _balanced_micro_batches(
+def balanced_groups(weights: FloatArray, num_groups: int) -> list[IntArray]:
+    """The items of each group, by Karmarkar-Karp."""
+    group = np.zeros(weights.size, dtype=np.int64)
+    if weights.size:
+        karmarkar_karp(weights, num_groups, group)
+    return [np.flatnonzero(group == number) for number in range(num_groups)]
+
+
+def balanced_micro_batches(
     members: IntArray, lengths: IntArray, weights: FloatArray, micro_batch_tokens: int
 ) -> MicroBatches:
+    """The items `members` in the fewest micro-batches that Karmarkar-Karp can fit."""
     micro_batch_of = np.zeros(members.size, dtype=np.int64)
     most = first_fit_decreasing(lengths[members], micro_batch_tokens, micro_batch_of)
     fewest = -(-int(lengths[members].sum()) // micro_batch_tokens)

@@ -14,9 +14,10 @@ import numpy as np
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.simulator.compare import PLAIN, Comparison
+from ds_hydra.simulator.comparison import Comparison
 from ds_hydra.simulator.events import Simulation, simulate_plan
 from ds_hydra.simulator.scenario import SystemResult
+from ds_hydra.simulator.systems import PAPER
 
 PAPER_BASELINES = ("given", "deepspeed", "deepspeed_ac", "hotspa")
 
@@ -31,12 +32,13 @@ def our_figure(comparison: Comparison, metric: str) -> str:
         raise HydraConfigError(
             f"metric {metric!r} is not known; there are {', '.join(sorted(_METRICS))}"
         )
-    found = [comparison.get(system) for system in systems if system != "no_overlap"]
+    needed = [system for system in systems if system != "no_overlap"]
+    found = [comparison.get(system) for system in (PAPER, *needed)]
     return "not simulated" if None in found else compute(comparison, systems)
 
 
 def _over_best(comparison: Comparison, systems: list[str]) -> str:
-    ours, found = comparison.get(PLAIN), map(comparison.get, PAPER_BASELINES)
+    ours, found = comparison.get(PAPER), map(comparison.get, PAPER_BASELINES)
     known = {result.name: float(result.iteration_ms.sum()) for result in found if result}
     if not known or ours is None:
         return "not simulated"
@@ -58,9 +60,8 @@ def _gain(comparison: Comparison, systems: list[str]) -> str:
 
 
 def _speedup_of_propagation(comparison: Comparison, systems: list[str]) -> str:
-    ratio = comparison.speedup(systems[0], of_propagation=True)
-    assert ratio is not None
-    return f"{ratio.value:.2f}"
+    ours, other = (_result(comparison, name).propagation_ms for name in (PAPER, systems[0]))
+    return f"{float(other.sum() / ours.sum()):.2f}"
 
 
 def _propagation_s(comparison: Comparison, systems: list[str]) -> str:

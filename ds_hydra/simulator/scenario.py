@@ -18,7 +18,7 @@ from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.simulator.events import PipelineWork, Simulation, simulate_iteration, simulate_plan
 from ds_hydra.simulator.fixed_length import MicroBatches
 from ds_hydra.strategy.cost_models.cluster import Cluster
-from ds_hydra.strategy.profiles.link_times import NO_LINKS
+from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.proposal.program import homogeneous_strategies
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
@@ -59,6 +59,8 @@ class Scenario:
     """What all systems have in common: the mini-batches and where they run.
 
     `bounds_attention`: of T of one rank, which nobody has published (`single_rank_latency`).
+    `seen`: share of pull and push, and of ZeRO-3's gathers, that nothing hides, for all systems; as
+    much as the overlap leaves if None.
     """
 
     profile: Profile
@@ -68,6 +70,7 @@ class Scenario:
     cluster: Cluster | None = None
     overlap: bool = True
     bounds_attention: bool = True
+    seen: float | None = None
     forward_fraction: float = FORWARD_FRACTION
     settings: PlannerSettings = WITHOUT_PROGRAMS
     _sorted: list[IntArray] = field(default_factory=list, init=False, compare=False)
@@ -107,8 +110,21 @@ class Scenario:
         """The planner's settings with what pull and push of `strategies` take here."""
         if self.cluster is None:
             return self.settings
-        times = {strategy: self.cluster.link_times(strategy) for strategy in strategies}
-        return replace(self.settings, link_times=times, overlaps_links=self.overlap)
+        times = {strategy: self.links(strategy) for strategy in strategies}
+        return replace(self.settings, link_times=times, overlaps_links=self.overlaps)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether pull and push hide behind propagation, layer by layer."""
+        return self.overlap and self.seen is None
+
+    def links(self, strategy: Strategy, *, is_fully_sharded: bool = True) -> LinkTimes:
+        """Pull and push of `strategy` as far as they can be seen."""
+        if self.cluster is None:
+            return NO_LINKS
+        times = self.cluster.link_times(strategy, is_fully_sharded=is_fully_sharded)
+        share = 1.0 if self.seen is None else self.seen
+        return replace(times, pull_ms=share * times.pull_ms, push_ms=share * times.push_ms)
 
     def simulate(self, plan: IterationPlan) -> Simulation:
         """The iteration that carries out `plan`."""
@@ -116,7 +132,8 @@ class Scenario:
             plan,
             self.profile,
             self.cluster,
-            overlap=self.overlap,
+            links=self.links(plan.strategy),
+            overlap=self.overlaps,
             forward_fraction=self.forward_fraction,
         )
 
@@ -126,49 +143,59 @@ class Scenario:
         lengths: IntArray,
         micro_batches: Sequence[MicroBatches],
         *,
-        overlap: bool | None = None,
+        overlap: bool = True,
     ) -> Outcome:
         """A homogeneous strategy whose pipelines run `micro_batches`, states sharded over its
         replicas.
         """
-        scheme = strategy.schemes[0]
-        links = (
-            self.cluster.link_times(strategy, is_fully_sharded=False) if self.cluster else NO_LINKS
+        latency = self.profile.get_latency(strategy.schemes[0])
+        return self.run_times(
+            strategy,
+            [
+                np.array(
+                    [packed_micro_batch_ms(latency, lengths[m]) for m in own], dtype=np.float64
+                )
+                for own in micro_batches
+            ],
+            [[int(lengths[m].sum()) for m in own] for own in micro_batches],
+            overlap=overlap,
         )
+
+    def run_times(
+        self,
+        strategy: Strategy,
+        times_ms: Sequence[FloatArray],
+        tokens: Sequence[Sequence[int]],
+        *,
+        overlap: bool = True,
+    ) -> Outcome:
+        """A homogeneous strategy whose pipelines have micro-batches of these times in each stage
+        and so many tokens, states sharded over its replicas.
+        """
         simulation = simulate_iteration(
             [
-                self._work(scheme, ranks, lengths, pipeline_micro_batches)
-                for ranks, pipeline_micro_batches in zip(strategy.place(), micro_batches)
+                self._work(strategy.schemes[0], ranks, times, own)
+                for ranks, times, own in zip(strategy.place(), times_ms, tokens)
             ],
             num_devices=self.num_devices,
-            links=links,
-            overlap=self.overlap if overlap is None else overlap,
+            links=self.links(strategy, is_fully_sharded=False),
+            overlap=self.overlaps and overlap,
             num_layers=self.profile.memory.num_layers,
         )
         return outcome_of(simulation)
 
     def _work(
-        self, scheme: Scheme, ranks: tuple[int, ...], lengths: IntArray, micro_batches: MicroBatches
+        self, scheme: Scheme, ranks: tuple[int, ...], times_ms: FloatArray, tokens: Sequence[int]
     ) -> PipelineWork:
-        latency = self.profile.get_latency(scheme)
-        micro_batch_ms = np.array(
-            [packed_micro_batch_ms(latency, lengths[micro_batch]) for micro_batch in micro_batches],
-            dtype=np.float64,
-        )
-        is_linked = self.cluster is not None and scheme.pp > 1
-        hops = [
-            self.cluster.hop_ms(scheme, int(lengths[micro_batch].sum()))
-            if self.cluster and is_linked
-            else 0.0
-            for micro_batch in micro_batches
-        ]
+        cluster = self.cluster if scheme.pp > 1 else None
+        hops = [cluster.hop_ms(scheme, own) if cluster else 0.0 for own in tokens]
         return PipelineWork(
             scheme=scheme,
             ranks=ranks,
-            forward_ms=np.tile(micro_batch_ms * self.forward_fraction, (scheme.pp, 1)),
-            backward_ms=np.tile(micro_batch_ms * (1 - self.forward_fraction), (scheme.pp, 1)),
+            forward_ms=np.tile(times_ms * self.forward_fraction, (scheme.pp, 1)),
+            backward_ms=np.tile(times_ms * (1 - self.forward_fraction), (scheme.pp, 1)),
             hop_ms=np.array(hops, dtype=np.float64),
-            tp_ms=np.zeros(len(micro_batches)),
+            tp_ms=np.zeros(len(tokens)),
         )
 
 
@@ -201,23 +228,9 @@ def summarize(name: str, strategy: str, outcomes: Sequence[Outcome]) -> SystemRe
     return SystemResult(name=name, strategy=strategy, **columns)
 
 
-def best_of(name: str, results: Iterable[SystemResult]) -> SystemResult:
-    """The fastest of several choices, by propagation; its iteration times are those of the choice
-    fastest in that.
-
-    So neither figure is ever compared with a choice that was tuned for the other one.
-    """
-    tried = list(results)
-    by_propagation = min(tried, key=lambda r: float(r.propagation_ms.mean()))
-    by_iteration = min(tried, key=lambda r: float(r.iteration_ms.mean()))
-    return SystemResult(
-        name=name,
-        strategy=by_propagation.strategy,
-        propagation_ms=by_propagation.propagation_ms,
-        iteration_ms=by_iteration.iteration_ms,
-        imbalance=by_propagation.imbalance,
-        bubble=by_propagation.bubble,
-    )
+def best_of(results: Iterable[SystemResult]) -> SystemResult:
+    """The fastest of several choices, by whole iterations."""
+    return min(results, key=lambda result: float(result.iteration_ms.mean()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

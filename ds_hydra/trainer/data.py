@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from math import ceil
 from typing import Any
 
 import datasets
@@ -65,6 +66,25 @@ class Epochs:
         whole = int(num_epochs)
         part = num_epochs - whole
         return self._begin(whole) + (int(np.ceil(part * self.num_iterations(whole))) if part else 0)
+
+    def training_values(self, max_steps: int, num_train_epochs: float) -> tuple[int, ...]:
+        """What `Trainer.set_initial_training_values` returns; `max_steps` decides where it is
+        above 0.
+        """
+        is_limited = max_steps > 0
+        total = max_steps if is_limited else self.iterations_until(num_train_epochs)
+        num_epochs = self.num_epochs(total) if is_limited else ceil(num_train_epochs)
+        per_epoch = self.num_iterations(0)
+        num_per_step = max(1, round(self.num_sequences / per_epoch))
+        return (
+            num_epochs,
+            per_epoch,
+            self.num_sequences,
+            total * num_per_step,
+            num_per_step,
+            per_epoch,
+            total,
+        )
 
     def num_epochs(self, num_iterations: int) -> int:
         """Epochs that `num_iterations` reach into."""

@@ -16,10 +16,9 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset
 from transformers.integrations.deepspeed import deepspeed_init, deepspeed_load_checkpoint
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback
@@ -28,12 +27,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, ro
 from ds_hydra.configs import HydraConfig, read_ds_config
 from ds_hydra.engine import HydraEngine, hydra_engine_class
 from ds_hydra.engine.hydra_engine import check_model
-from ds_hydra.engine.model.adapters import unwrap_adapters
-from ds_hydra.engine.telemetry.metrics import IterationMetrics
+from ds_hydra.engine.model.adapters import unify_adapter_dtype, unwrap_adapters
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
-from ds_hydra.sampler.data.sft import to_labels
 from ds_hydra.trainer.arguments import (
     Note,
     check_arguments,
@@ -49,41 +46,17 @@ from ds_hydra.trainer.data import (
     EvalBatches,
     IterationLoader,
     TokenRows,
-    as_datasets,
-    draw_rows,
     pad_examples,
 )
 from ds_hydra.trainer.overrides import check_overrides, is_overridden
-from ds_hydra.trainer.progress import StrategyProgressCallback
+from ds_hydra.trainer.progress import Counters, StrategyProgressCallback
+from ds_hydra.trainer.reading import DatasetReader, draw_train_rows
 
 logger = logging.getLogger(__name__)
 
 
 def _say_nothing(_message: str) -> None:
     """In place of a warning that has been shown already."""
-
-
-class _Counters:
-    """What was trained since some moment."""
-
-    def __init__(self) -> None:
-        self.num_iterations = self.num_sequences = self.num_tokens = 0
-        self._ms = self._imbalance = 0.0
-
-    def add(self, metrics: IterationMetrics) -> None:
-        """Count one iteration."""
-        self.num_iterations += 1
-        self.num_sequences += metrics.num_sequences
-        self.num_tokens += metrics.num_tokens
-        self._ms += metrics.iteration_ms
-        self._imbalance += metrics.imbalance
-
-    def summary(self) -> dict[str, float]:
-        """Numbers for the log."""
-        return {
-            "tokens_per_second": round(self.num_tokens / self._ms * 1e3, 1),
-            "imbalance": round(self._imbalance / self.num_iterations, 4),
-        }
 
 
 class HydraTrainer(transformers.Trainer):
@@ -110,16 +83,19 @@ class HydraTrainer(transformers.Trainer):
         check_elsewhere(kwargs)
         if model is not None:
             check_model(model)
-        self._tokens_of: dict[int, tuple[Any, TokenDataset]] = {}
         self._train_tokens: TokenDataset | None = None
         self._epochs: Epochs | None = None
-        self._trained, self._since_log = _Counters(), _Counters()
+        self._trained, self._since_log = Counters(), Counters()
         super().__init__(model, *args, **kwargs)
-        self._completion_only_loss = read_loss_option(
-            self.args, "completion_only_loss", completion_only_loss
-        )
-        self._assistant_only_loss = read_loss_option(
-            self.args, "assistant_only_loss", assistant_only_loss
+        self._reader = DatasetReader(
+            self.args,
+            self.hydra_config,
+            completion_only_loss=read_loss_option(
+                self.args, "completion_only_loss", completion_only_loss
+            ),
+            assistant_only_loss=bool(
+                read_loss_option(self.args, "assistant_only_loss", assistant_only_loss)
+            ),
         )
         if self.optimizer is not None or self.lr_scheduler is not None:
             raise HydraConfigError(
@@ -208,22 +184,12 @@ class HydraTrainer(transformers.Trainer):
         """The training rows: all, or those that an overridden _get_train_sampler draws."""
         if not is_overridden(self, "_get_train_sampler", HydraTrainer):
             return self.train_dataset
-        dataset = as_datasets(self.train_dataset, "train_dataset")
         sampler = self._get_train_sampler(self.train_dataset)
-        if sampler is None:  # as for a DataLoader
-            sampler = SequentialSampler(dataset)
-        rows, is_ordered = draw_rows(sampler, len(dataset), self.args.device)
-        if self.hydra_config.shuffle and is_ordered:
-            if "shuffle" in self.hydra_config.model_fields_set:
-                raise HydraConfigError(
-                    f"hydra.shuffle is true, and {type(sampler).__name__} of _get_train_sampler() draws the rows in "
-                    "an order of its own; remove one of them"
-                )
-            self._warn(
-                f"{type(sampler).__name__} of _get_train_sampler() sets hydra.shuffle to False"
-            )
-        self.hydra_config = self.hydra_config.model_copy(update={"shuffle": not is_ordered})
-        return dataset.select(rows)
+        rows, shuffle = draw_train_rows(
+            self.train_dataset, sampler, self.hydra_config, self.args.device, self._warn
+        )
+        self.hydra_config = self.hydra_config.model_copy(update={"shuffle": shuffle})
+        return rows
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> Any:
         """Packed mini-batches for the engine, or transformers' loader if `compute_metrics` or an
@@ -261,39 +227,7 @@ class HydraTrainer(transformers.Trainer):
         )
 
     def _read(self, dataset: Any, what: str) -> TokenDataset:
-        """Tokens and lengths of `dataset`, read once; the first rank of each node tokenises, others
-        find its cache.
-        """
-        if id(dataset) not in self._tokens_of:
-            with self.args.main_process_first(desc=f"reading {what}"):
-                tokens = self._read_now(as_datasets(dataset, what))
-            # Holds the dataset, so that its id stays its own
-            self._tokens_of[id(dataset)] = (
-                dataset,
-                tokens,
-            )
-            if self.args.process_index == 0:
-                logger.info(f"{what}: {tokens.report}")
-        return self._tokens_of[id(dataset)][1]
-
-    def _read_now(self, dataset: Any) -> TokenDataset:
-        config = self.hydra_config
-        tokenizer = self.processing_class
-        if tokenizer is None and config.tokenizer is not None:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(config.tokenizer)
-        labelled = to_labels(
-            dataset,
-            tokenizer,
-            completion_only_loss=self._completion_only_loss,
-            assistant_only_loss=bool(self._assistant_only_loss),
-        )
-        return TokenDataset.from_dataset(
-            labelled,
-            context_length=config.context_length,
-            over_length=config.over_length,
-            text_column=config.text_column,
-            tokenize=tokenizer,
-        )
+        return self._reader.read(dataset, what, self.processing_class)
 
     # ---- Training
 
@@ -322,28 +256,7 @@ class HydraTrainer(transformers.Trainer):
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple[Any, ...]:
         """As transformers; iterations are counted by drawing the mini-batches ahead."""
         assert self._epochs is not None, "get_train_dataloader has drawn"
-        max_steps = (
-            args.max_steps
-            if args.max_steps > 0
-            else self._epochs.iterations_until(args.num_train_epochs)
-        )
-        steps_per_epoch = self._epochs.num_iterations(0)
-        num_epochs = (
-            self._epochs.num_epochs(max_steps)
-            if args.max_steps > 0
-            else math.ceil(args.num_train_epochs)
-        )
-        num_examples = self._epochs.num_sequences
-        num_per_step = max(1, round(num_examples / steps_per_epoch))
-        return (
-            num_epochs,
-            steps_per_epoch,
-            num_examples,
-            max_steps * num_per_step,
-            num_per_step,
-            steps_per_epoch,
-            max_steps,
-        )
+        return self._epochs.training_values(args.max_steps, args.num_train_epochs)
 
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any
@@ -356,7 +269,7 @@ class HydraTrainer(transformers.Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
-        _unify_adapter_dtype(self.model, self._warn)
+        unify_adapter_dtype(self.model, self._warn)
         with hydra_engine_class(self.hydra_config):
             model, train_dataloader = super()._prepare_for_training(
                 max_steps, train_dataloader, None
@@ -371,7 +284,7 @@ class HydraTrainer(transformers.Trainer):
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
         self.engine.hydra.start_planning()
-        self._trained, self._since_log = _Counters(), _Counters()
+        self._trained, self._since_log = Counters(), Counters()
         return model, train_dataloader
 
     def _run_epoch(self, **settings: Any) -> None:
@@ -471,7 +384,7 @@ class HydraTrainer(transformers.Trainer):
         """
         if "loss" in logs and self._since_log.num_iterations:
             logs |= self._since_log.summary()
-            self._since_log = _Counters()
+            self._since_log = Counters()
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: Any) -> float:
@@ -533,19 +446,3 @@ class HydraTrainer(transformers.Trainer):
 
 def _perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf  # exp(710) overflows
-
-
-def _unify_adapter_dtype(model: nn.Module, note: Any) -> None:
-    """Cast adapters that `peft` keeps in fp32 beside 16-bit weights: ZeRO-3 has fp32 masters of
-    them anyway.
-    """
-    inner = unwrap_adapters(model)
-    dtypes = {p.dtype for p in inner.parameters() if not p.requires_grad}
-    mixed = [p for p in inner.parameters() if p.requires_grad and p.dtype not in dtypes]
-    if len(dtypes) == 1 and dtypes != {torch.float32} and mixed:
-        (dtype,) = dtypes
-        note(
-            f"adapters are cast from {mixed[0].dtype} to {dtype}; the optimizer keeps fp32 copies of them"
-        )
-        for param in mixed:
-            param.data = param.data.to(dtype)

@@ -1,4 +1,4 @@
-"""The Trainer's progress bar, with strategy and tokens/s of the last iteration."""
+"""What the Trainer shows of iterations: counters for its log, strategy and tokens/s in its bar."""
 
 from __future__ import annotations
 
@@ -25,3 +25,26 @@ class StrategyProgressCallback(ProgressCallback):
             self.training_bar.set_postfix_str(
                 f"{metrics.strategy} | {metrics.tokens_per_s:,.0f} tokens/s | loss {metrics.loss:.3f}"
             )
+
+
+class Counters:
+    """What was trained since some moment."""
+
+    def __init__(self) -> None:
+        self.num_iterations = self.num_sequences = self.num_tokens = 0
+        self._ms = self._imbalance = 0.0
+
+    def add(self, metrics: IterationMetrics) -> None:
+        """Count one iteration."""
+        self.num_iterations += 1
+        self.num_sequences += metrics.num_sequences
+        self.num_tokens += metrics.num_tokens
+        self._ms += metrics.iteration_ms
+        self._imbalance += metrics.imbalance
+
+    def summary(self) -> dict[str, float]:
+        """Numbers for the log."""
+        return {
+            "tokens_per_second": round(self.num_tokens / self._ms * 1e3, 1),
+            "imbalance": round(self._imbalance / self.num_iterations, 4),
+        }

@@ -4,26 +4,27 @@ without a GPU.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from ds_hydra.configs import HydraConfig, find_file, read_ds_config
-from ds_hydra.configs.ds_config import FILL_INS, find_key
-from ds_hydra.configs.files import find_profile, read_json_object
-from ds_hydra.engine.checks.deepspeed_section import find_auto_keys, find_deepspeed_problems
+from ds_hydra.engine.checks.deepspeed_section import (
+    check_deepspeed,
+    dtype_of,
+)
+from ds_hydra.engine.checks.estimate import estimate_profile, load_hardware
+from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.model.random_model import build_random_stage_model
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.profiling.profile_document import fit_memory, state_memory
+from ds_hydra.engine.profiling.profile_document import fit_memory
 from ds_hydra.engine.profiling.profiler import default_lengths
 from ds_hydra.engine.strategy_links import GRADIENT_DTYPES
 from ds_hydra.errors import HydraConfigError, HydraError
@@ -35,67 +36,18 @@ from ds_hydra.sampler.candidates import (
     proposes,
 )
 from ds_hydra.strategy import Profile, Scheme, Strategy
-from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_profile
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.placement import count_groups, groups_of
 from ds_hydra.zero_link.home_parts import home_bytes
 
-CHECK_SCHEMA = "ds_hydra.check/1"
 DEFAULT_DEVICES = 8
 """Devices that are assumed where neither the user nor the strategies say how many there are: one
 usual node.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckRequest:
-    """What to check, and what is known beside the file. `model`, `profile`, `device`, `histogram`:
-    names or paths.
-    """
-
-    config: Path | Mapping[str, Any]
-    model: str | None = None
-    num_devices: int | None = None
-    profile: str | None = None
-    device: str | None = None
-    histogram: str | None = None
-
-
-@dataclass(slots=True)
-class ConfigReport:
-    """What was found. `problems` would stop a run; `warnings` would not; `assumed` is what nobody
-    has said.
-
-    `schemes` has a row for each scheme: MaxLen, bytes of the states, bytes with a full row of
-    `micro_batch_tokens`.
-    """
-
-    num_devices: int = 0
-    context_length: int = 0
-    tokens_per_iteration: int = 0
-    problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    assumed: list[str] = field(default_factory=list)
-    profiled: list[str] = field(default_factory=list)
-    filled_in: list[str] = field(default_factory=list)
-    profile: str | None = None
-    memory_bytes: int | None = None
-    schemes: list[dict[str, Any]] = field(default_factory=list)
-    strategies: list[str] = field(default_factory=list)
-    strategies_source: str = ""
-    communicators: dict[str, int] = field(default_factory=dict)
-    home: dict[str, int] = field(default_factory=dict)
-    """Of streamed layers: ranks that share it, bytes of each, bytes that enter and leave a node in
-    an iteration.
-    """
-
-    def to_json(self) -> dict[str, Any]:
-        """The `ds_hydra.check/1` document."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {"schema": CHECK_SCHEMA, "ok": not self.problems, **fields}
 
 
 def check_config(request: CheckRequest) -> ConfigReport:
@@ -111,7 +63,7 @@ def check_config(request: CheckRequest) -> ConfigReport:
         except HydraError as error:
             report.problems.append(str(error))
             return report
-        _check_deepspeed(request, ds_config, report)
+        check_deepspeed(request, ds_config, report)
     report.context_length, report.tokens_per_iteration = (
         hydra.context_length,
         hydra.tokens_per_iteration,
@@ -136,39 +88,6 @@ def _warnings_to(found: list[str]) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = propagates
-
-
-def _check_deepspeed(
-    request: CheckRequest, ds_config: Mapping[str, Any], report: ConfigReport
-) -> None:
-    report.problems += find_deepspeed_problems(ds_config)
-    if auto := find_auto_keys(ds_config):
-        report.assumed.append(
-            f'{", ".join(auto)}: "auto" is filled in by HydraTrainer; write values for ds_hydra.initialize'
-        )
-    written: Any = request.config
-    if not isinstance(written, Mapping):
-        written = read_json_object(written)
-    for fill_in in FILL_INS:
-        if all(find_key(written, key) is None for key in (fill_in.key, *fill_in.unless)):
-            report.filled_in.append(f"{fill_in.key} = {json.dumps(fill_in.value)}: {fill_in.why}")
-    if "optimizer" not in ds_config:
-        report.assumed.append(
-            "the JSON has no optimizer; pass one to initialize, or TrainingArguments do"
-        )
-    if dtype_of(ds_config) == torch.float32:
-        report.warnings.append(
-            'neither "bf16" nor "fp16" is enabled: weights and activations are fp32'
-        )
-
-
-def dtype_of(ds_config: Mapping[str, Any]) -> torch.dtype:
-    """The type of weights and activations that the DeepSpeed JSON asks for; "auto" counts as
-    bf16.
-    """
-    if find_key(ds_config, "bf16.enabled") in (True, "auto"):
-        return torch.bfloat16
-    return torch.float16 if find_key(ds_config, "fp16.enabled") in (True, "auto") else torch.float32
 
 
 class _Budget:
@@ -288,7 +207,7 @@ class _Budget:
         report, hydra = self._report, self._hydra
         name = self._request.profile or hydra.profile
         if name is not None:
-            known = Profile.load(find_profile(name))
+            known = load_profile(name)
             report.profile = f"{name}: {known.document.get('source', 'of unknown source')}"
             if self._stage_model is not None:
                 shape = self._stage_model
@@ -502,70 +421,3 @@ class _Budget:
                 f"the strategies need {len(keys)} process groups, more than hydra.max_process_groups = {limit}; raise "
                 f"it to {len(keys)} (each costs communicator memory) or list fewer strategies in hydra.strategies"
             )
-
-
-def load_hardware(name: str) -> Hardware:
-    """The shipped hardware of that name, or a `ds_hydra.hardware/1` file."""
-    path = find_file("hardware", name)
-    return Hardware.from_json(read_json_object(path), source=str(path))
-
-
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-
-
-def estimate_profile(
-    stage_model: StageModel, hardware: Hardware, num_devices: int, hydra: HydraConfig, *, name: str
-) -> Profile:
-    """A profile that nobody has measured: roofline of `hardware`, states counted from the dtypes in
-    use.
-
-    Activations are 36 + 1.5 TP bytes for each token, layer and hidden unit of 1/TP of a
-    micro-batch, which is within 2% of the published A800 profiles. Recomputed layers keep their
-    input, 2 TP (2 with `hydra.tp_sequence_parallel`), and one of L layers is whole at a time.
-
-    Raises HydraConfigError for a mixture of experts, whose tokens use a part of the weights.
-    """
-    config: PretrainedConfig = stage_model.config
-    if key := next((key for key in _EXPERT_KEYS if (getattr(config, key, 0) or 0) > 1), None):
-        raise HydraConfigError(
-            f"{config.model_type} is a mixture of experts ({key} = {getattr(config, key)}), and the estimate for "
-            "--device knows dense layers alone; measure it (`ds-hydra profile`) and give hydra.profile"
-        )
-    schemes = [s for s in power_of_two_schemes(num_devices) if _check_quietly(stage_model, s)]
-    layers = stage_model.num_layers
-    heads = config.num_attention_heads
-
-    def activation_bytes(tp: int) -> float:
-        kept = 36 + 1.5 * tp
-        inputs = 2.0 if hydra.tp_sequence_parallel else 2.0 * tp
-        return inputs + kept / layers if hydra.activation_checkpointing else kept
-
-    document = predict_profile(
-        ModelShape(
-            num_layers=layers,
-            hidden_size=stage_model.hidden_size,
-            intermediate_size=config.intermediate_size,
-            vocab_size=stage_model.vocab_size,
-            key_value_share=(getattr(config, "num_key_value_heads", None) or heads) / heads,
-        ),
-        hardware,
-        schemes,
-        name=name,
-        memory={
-            "activation_bytes_per_token_per_layer_per_hidden": {
-                str(tp): activation_bytes(tp) for tp in {scheme.tp for scheme in schemes}
-            },
-            **state_memory(stage_model),
-        },
-        context_length=hydra.context_length,
-    )
-    document["tp_sequence_parallel"] = hydra.tp_sequence_parallel
-    return Profile.from_json(document)
-
-
-def _check_quietly(stage_model: StageModel, scheme: Scheme) -> bool:
-    try:
-        stage_model.check_scheme(scheme)
-    except HydraError:
-        return False
-    return True

@@ -12,9 +12,10 @@ its own.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from ds_hydra.errors import UnsupportedModelError
@@ -99,3 +100,19 @@ def _find_problem(module: nn.Module) -> str | None:
     if rates:
         return f"lora_dropout = {rates[0]}: dropout would depend on the strategy; set it to 0"
     return None
+
+
+def unify_adapter_dtype(model: nn.Module, note: Callable[[str], None]) -> None:
+    """Cast adapters that `peft` keeps in fp32 beside 16-bit weights: ZeRO-3 has fp32 masters of
+    them anyway.
+    """
+    inner = unwrap_adapters(model)
+    dtypes = {p.dtype for p in inner.parameters() if not p.requires_grad}
+    mixed = [p for p in inner.parameters() if p.requires_grad and p.dtype not in dtypes]
+    if len(dtypes) == 1 and dtypes != {torch.float32} and mixed:
+        (dtype,) = dtypes
+        note(
+            f"adapters are cast from {mixed[0].dtype} to {dtype}; the optimizer keeps fp32 copies of them"
+        )
+        for param in mixed:
+            param.data = param.data.to(dtype)

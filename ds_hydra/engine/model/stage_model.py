@@ -41,7 +41,7 @@ from ds_hydra.engine.model.tp_plan import (
     find_unplanned,
     module_styles,
 )
-from ds_hydra.engine.model.units import PassThrough, Unit, shape_of, unit_of
+from ds_hydra.engine.model.units import PassThrough, Unit, check_units, shape_of, unit_of
 from ds_hydra.engine.parallel.expert_parallel import ExpertParallel, hook_dispatch
 from ds_hydra.engine.parallel.tensor_parallel import (
     HOOKS,
@@ -128,7 +128,7 @@ class StageModel:
             *(unit_of(f"layer.{i}", [layer], index_of) for i, layer in enumerate(self._layers)),
             unit_of("head", [self._norm, head], index_of),
         )
-        self._check_all_params_have_a_unit(model)
+        check_units(model, self.units)
         self._await_unit: dict[nn.Module, Callable[[], None]] = {}
         self._before_backward: dict[nn.Module, Callable[[], None] | None] = {}
         for unit in self.units:
@@ -439,12 +439,3 @@ class StageModel:
         counting.remove()
         self._show_layers(range(self.num_layers), with_norm=True)
         return problem
-
-    def _check_all_params_have_a_unit(self, model: nn.Module) -> None:
-        covered = {binding.param for unit in self.units for binding in unit.bindings}
-        missing = [n for i, (n, _) in enumerate(model.named_parameters()) if i not in covered]
-        if missing:
-            raise UnsupportedModelError(
-                f"{type(model).__name__} has parameters outside embedding, layers, norm and head: "
-                f"{', '.join(missing[:4])}; ds_hydra does not propagate through them"
-            )

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_hydra.errors import UnsupportedModelError
+
 
 @dataclass(frozen=True, slots=True)
 class Binding:
@@ -51,3 +53,14 @@ def unit_of(name: str, modules: Sequence[nn.Module], index_of: dict[int, int]) -
         if param is not None
     ]
     return Unit(name, tuple(modules), tuple(bindings))
+
+
+def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Raise UnsupportedModelError where `model` has parameters in none of its `units`."""
+    covered = {binding.param for unit in units for binding in unit.bindings}
+    missing = [n for i, (n, _) in enumerate(model.named_parameters()) if i not in covered]
+    if missing:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has parameters outside embedding, layers, norm and head: "
+            f"{', '.join(missing[:4])}; ds_hydra does not propagate through them"
+        )

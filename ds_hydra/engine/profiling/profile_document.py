@@ -16,8 +16,8 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.profiles.fit import fit_latency, saturation_tokens
-from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
+from ds_hydra.strategy.profiles.states import engine_states
 
 
 def fit_memory(document: Mapping[str, Any], config: HydraConfig) -> Profile:
@@ -163,18 +163,7 @@ def state_memory(stage_model: StageModel) -> dict[str, float]:
     use.
     """
     element = torch.finfo(stage_model.params[0].dtype).bits // 8
-    sharded = element + OPTIMIZER_BYTES
-    held = element + GRADIENT_BYTES
-    return {
-        "state_bytes_per_layer_per_hidden2": layer_params(stage_model)
-        / stage_model.hidden_size**2
-        * (sharded + held),
-        "sharded_fraction": sharded / (sharded + held),
-        "slice_bytes_per_layer_per_hidden2": layer_params(stage_model)
-        / stage_model.hidden_size**2
-        * element,
-        "input_bytes_per_token_per_layer_per_hidden": element,
-    }
+    return engine_states(layer_params(stage_model) / stage_model.hidden_size**2, element)
 
 
 def describe_hardware() -> dict[str, Any]:

@@ -20,10 +20,7 @@ import atexit
 import contextlib
 import logging
 import os
-import secrets
 import selectors
-import socket
-import struct
 import sys
 import threading
 import time
@@ -36,25 +33,17 @@ import torch.distributed as dist
 from ds_hydra.configs.hydra_config import FaultsConfig
 from ds_hydra.engine.ranks.agreement import broadcast_text, gather_rows, is_raised_on_all
 from ds_hydra.engine.ranks.hosts import find_hosts
+from ds_hydra.engine.ranks.missing import (
+    EXIT_CODE,
+    TICK_S,
+    VERDICT_WAIT_S,
+    describe_missing,
+    ends_after,
+)
+from ds_hydra.engine.ranks.watchdog_peers import ALIVE, FAILED, LEFT, LOST, Peer, connect
 from ds_hydra.errors import RankLostError
 
 logger = logging.getLogger(__name__)
-
-EXIT_CODE = 75
-"""Of a process that ends itself because it waits for a lost rank (EX_TEMPFAIL: a restart may
-help).
-"""
-
-_RECORD = struct.Struct("!BiqI")
-"""Kind, rank, section, bytes of the text that follows."""
-_ALIVE, _FAILED, _LOST, _LEFT = 0, 1, 2, 3
-_MAX_TEXT_BYTES = 4096
-_TICK_S = 0.5
-_VERDICT_WAIT_S = 10.0
-"""Longest from a broken connection to the name of the lost rank, on a host with too much to do."""
-_CONNECT_TIMEOUT_S = 60.0
-_TOKEN_BYTES = 16
-
 
 _ENGINE_DESTROYED = "is gone: its engine was destroyed"
 
@@ -73,8 +62,8 @@ class Verdict:
     def kind(self) -> int:
         """As which message others are told."""
         if self.section is not None:
-            return _FAILED
-        return _LEFT if self.is_orderly else _LOST
+            return FAILED
+        return LEFT if self.is_orderly else LOST
 
 
 class Watchdog:
@@ -106,15 +95,15 @@ class Watchdog:
         self._verdict: Verdict | None = None
         self._deadline: float | None = None
         self._changed = threading.Condition()
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._is_leaving = False
         self._is_closing = False
         self._has_raised = False
         """Whether the loss of a rank has been raised here."""
         self._selector = selectors.DefaultSelector()
-        for peer, connection in self._connect(num_ranks, exchange_text):
-            self._peers[peer] = _Peer(peer, connection)
-            self._selector.register(connection, selectors.EVENT_READ, self._peers[peer])
+        for peer in connect(rank, num_ranks, exchange_text):
+            self._peers[peer.rank] = peer
+            self._selector.register(peer.connection, selectors.EVENT_READ, peer)
         self._thread = threading.Thread(target=self._serve, name="ds_hydra-watchdog", daemon=True)
         self._thread.start()
 
@@ -159,9 +148,7 @@ class Watchdog:
         verdict = None
         if _looks_like_a_lost_peer(error):  # any other error is this rank's own, and says more
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._relevant_verdict() is not None, _VERDICT_WAIT_S
-                )
+                self._changed.wait_for(lambda: self._relevant_verdict() is not None, VERDICT_WAIT_S)
                 verdict = self._relevant_verdict()
         if verdict is not None:
             return self._error_of(verdict)
@@ -213,7 +200,7 @@ class Watchdog:
         return not peers or (self._rank == 0 and all(peer.has_left for peer in peers))
 
     def _find_loss(self) -> Verdict | None:
-        is_loss = self._verdict is not None and self._verdict.kind == _LOST
+        is_loss = self._verdict is not None and self._verdict.kind == LOST
         return self._verdict if is_loss else None
 
     def close(self) -> None:
@@ -222,7 +209,7 @@ class Watchdog:
             self._tell(Verdict(self._rank, _ENGINE_DESTROYED, is_orderly=True))
         self._is_closing = True
         if threading.current_thread() is not self._thread:  # which may collect garbage, too
-            self._thread.join(4 * _TICK_S)
+            self._thread.join(4 * TICK_S)
 
     def close_connections(self) -> None:
         """Close without a word; in a forked child, which would hide the end of this process."""
@@ -241,7 +228,7 @@ class Watchdog:
     def _serve_until_closing(self) -> None:
         last_tick = time.monotonic()
         while not self._is_closing:
-            for key, _ in self._selector.select(_TICK_S):
+            for key, _ in self._selector.select(TICK_S):
                 self._receive(key.data)
             now = time.monotonic()
             self._forgive(now - last_tick, now)
@@ -255,18 +242,18 @@ class Watchdog:
                     )
                 elif now - peer.last_told > self._silence_s / 4:
                     peer.last_told = now
-                    self._send(peer, _ALIVE, self._rank, 0, "")
+                    peer.send(ALIVE, self._rank, 0, "")
             self._end_if_stuck(now)
 
     def _forgive(self, seconds: float, now: float) -> None:
         """A pause of this very process (a job that was suspended and continued) is no silence of
         the others.
         """
-        if seconds > max(2 * _TICK_S, self._silence_s / 4):
+        if seconds > max(2 * TICK_S, self._silence_s / 4):
             for peer in self._peers.values():
                 peer.last_seen = min(now, peer.last_seen + seconds)
 
-    def _receive(self, peer: _Peer) -> None:
+    def _receive(self, peer: Peer) -> None:
         try:
             data = peer.connection.recv(65536)
         except BlockingIOError:
@@ -280,12 +267,12 @@ class Watchdog:
         peer.last_seen = time.monotonic()
         peer.buffer += data
         for kind, rank, section, text in peer.take_records():
-            peer.has_left |= kind == _LEFT and rank == peer.rank
-            if kind != _ALIVE:
-                section_told = section if kind == _FAILED else None
-                self._hear(Verdict(rank, text, section_told, is_orderly=kind == _LEFT))
+            peer.has_left |= kind == LEFT and rank == peer.rank
+            if kind != ALIVE:
+                section_told = section if kind == FAILED else None
+                self._hear(Verdict(rank, text, section_told, is_orderly=kind == LEFT))
 
-    def _drop(self, peer: _Peer, text: str) -> None:
+    def _drop(self, peer: Peer, text: str) -> None:
         self._selector.unregister(peer.connection)
         peer.connection.close()
         del self._peers[peer.rank]
@@ -316,19 +303,13 @@ class Watchdog:
         if self._is_inside and self._relevant_verdict() is not None:
             self._deadline = time.monotonic() + self._grace_s
             # The others may be about to end, or to raise the same: said where they do not.
-            if verdict.kind == _LOST:
+            if verdict.kind == LOST:
                 logger.error("%s", self._describe(verdict))
 
     def _tell(self, verdict: Verdict) -> None:
         for peer in list(self._peers.values()):
             if peer.rank != verdict.rank:
-                self._send(peer, verdict.kind, verdict.rank, verdict.section or 0, verdict.text)
-
-    @staticmethod
-    def _send(peer: _Peer, kind: int, rank: int, section: int, text: str) -> None:
-        body = text.encode("utf-8", "replace")[:_MAX_TEXT_BYTES]
-        with contextlib.suppress(OSError), peer.lock:  # a broken connection shows up in select
-            peer.connection.sendall(_RECORD.pack(kind, rank, section, len(body)) + body)
+                peer.send(verdict.kind, verdict.rank, verdict.section or 0, verdict.text)
 
     def _end_if_stuck(self, now: float) -> None:
         with self._changed:
@@ -342,88 +323,6 @@ class Watchdog:
                 flush=True,
             )
             os._exit(EXIT_CODE)
-
-    # Setting up.
-
-    def _connect(
-        self, num_ranks: int, exchange_text: Callable[[str], str]
-    ) -> list[tuple[int, socket.socket]]:
-        if self._rank != 0:
-            host, port, token = exchange_text("").split(" ")
-            connection = socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S)
-            connection.sendall(bytes.fromhex(token) + struct.pack("!i", self._rank))
-            return [(0, _prepared(connection))]
-        host = os.environ.get("MASTER_ADDR") or "127.0.0.1"
-        with _listen(host, num_ranks) as server:
-            token = secrets.token_bytes(_TOKEN_BYTES)
-            exchange_text(f"{host} {server.getsockname()[1]} {token.hex()}")
-            return _accept(server, num_ranks, token)
-
-
-@dataclass(slots=True)
-class _Peer:
-    """One connection and what is known about its other end."""
-
-    rank: int
-    connection: socket.socket
-    last_seen: float = 0.0
-    last_told: float = 0.0
-    buffer: bytes = b""
-    has_left: bool = False
-    lock: threading.Lock = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        self.last_seen = time.monotonic()
-        self.lock = threading.Lock()
-
-    def take_records(self) -> Iterator[tuple[int, int, int, str]]:
-        """The complete records at the begin of the buffer, removed from it."""
-        while len(self.buffer) >= _RECORD.size:
-            kind, rank, section, size = _RECORD.unpack_from(self.buffer)
-            end = _RECORD.size + min(size, _MAX_TEXT_BYTES)
-            if len(self.buffer) < end:
-                return
-            text = self.buffer[_RECORD.size : end].decode("utf-8", "replace")
-            self.buffer = self.buffer[end:]
-            yield kind, rank, section, text
-
-
-def _listen(host: str, backlog: int) -> socket.socket:
-    """A listening socket on rank 0's address, on all addresses where the name is not one of this
-    machine.
-    """
-    try:
-        return socket.create_server((host, 0), backlog=backlog)
-    except OSError:
-        return socket.create_server(("", 0), backlog=backlog)
-
-
-def _accept(server: socket.socket, num_ranks: int, token: bytes) -> list[tuple[int, socket.socket]]:
-    accepted: dict[int, socket.socket] = {}
-    end = time.monotonic() + _CONNECT_TIMEOUT_S
-    while len(accepted) < num_ranks - 1:
-        server.settimeout(max(0.1, end - time.monotonic()))
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            missing = sorted(set(range(1, num_ranks)) - accepted.keys())
-            raise RankLostError(f"ranks {missing} did not reach rank 0's watchdog") from None
-        connection.settimeout(5.0)
-        try:
-            hello = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
-        except OSError:
-            hello = b""
-        if not secrets.compare_digest(hello[:_TOKEN_BYTES], token) or len(hello) < _TOKEN_BYTES + 4:
-            connection.close()  # not one of ours
-            continue
-        accepted[struct.unpack("!i", hello[_TOKEN_BYTES:])[0]] = _prepared(connection)
-    return sorted(accepted.items())
-
-
-def _prepared(connection: socket.socket) -> socket.socket:
-    connection.settimeout(5.0)  # of a send; reads come after select
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
 
 
 def _looks_like_a_lost_peer(error: BaseException) -> bool:
@@ -472,12 +371,12 @@ def join_watchdog(faults: FaultsConfig, device: torch.device) -> None:
                 return
         _close()
         # All ranks have come here: none is still loading its model.
-        with _ends_after(faults.silence_s):
+        with ends_after(faults.silence_s, _num_starts):
             _watchdog = _make(faults, device)
     except (RuntimeError, OSError) as error:
         if isinstance(error, RankLostError):
             raise
-        raise RankLostError(_describe_missing(error)) from error
+        raise RankLostError(describe_missing(error, _num_starts)) from error
 
 
 def leave_watchdog(*, waits: bool) -> None:
@@ -508,56 +407,6 @@ def _make(faults: FaultsConfig, device: torch.device) -> Watchdog:
         silence_s=faults.silence_s,
         grace_s=faults.grace_s,
     )
-
-
-@contextlib.contextmanager
-def _ends_after(seconds: float) -> Iterator[None]:
-    """End the process, naming who is missing, where the block takes longer: a rank that stops
-    before the first connection is seen by nobody.
-    """
-
-    def end() -> None:
-        error = TimeoutError(f"no answer for {seconds:.0f} s")
-        print(f"ds_hydra: {_describe_missing(error)}", file=sys.stderr, flush=True)
-        os._exit(EXIT_CODE)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _describe_missing(error: Exception) -> str:
-    """Which ranks no longer answer, when a collective before the first connection broke or does
-    not end.
-    """
-    missing = {0}  # the store is in its process, unless the launcher keeps it, and as silent
-    asking = threading.Thread(target=_find_missing, args=(missing,), daemon=True)
-    asking.start()
-    asking.join(2 * _VERDICT_WAIT_S)
-    ranks = ", ".join(map(str, sorted(missing))) or "unknown"
-    return (
-        f"rank {ranks} is gone before the engine started ({str(error).strip()[:200]}); rank {dist.get_rank()} cannot "
-        "go on without it. Restart"
-    )
-
-
-def _find_missing(missing: set[int]) -> None:
-    """Put into `missing` the ranks that do not answer in the store; not if it is lost, too."""
-    key = f"ds_hydra/alive/{_num_starts}"
-    silent = set(range(dist.get_world_size()))
-    with contextlib.suppress(RuntimeError):
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"{key}/{dist.get_rank()}", "1")
-        end = time.monotonic() + _VERDICT_WAIT_S
-        while silent and time.monotonic() < end:
-            silent = {rank for rank in silent if not store.check([f"{key}/{rank}"])}
-            time.sleep(_TICK_S)
-        missing.clear()
-        missing |= silent
 
 
 @atexit.register

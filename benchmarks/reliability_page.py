@@ -1,0 +1,392 @@
+"""The page of reliability.py, out of its records."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from holdings import STRATEGIES_OF_4
+from reliability_records import STRATEGIES_OF_2, Records
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def describe_kills(records: list[dict[str, Any]]) -> str:
+    runs = [r for r in records if r["round"] >= 0]
+    kills = [r for r in runs if r["where"] is not None]
+    rows = []
+    for where in dict.fromkeys(r["where"] for r in kills):
+        mine = [r for r in kills if r["where"] == where]
+        seconds = [r["detect_s"] for r in mine]
+        named, others = sum(r["num_named"] for r in mine), sum(r["num_others"] for r in mine)
+        rows.append(
+            [
+                where,
+                len(mine),
+                f"{named} of {others}",
+                f"{statistics.median(seconds):.2f}",
+                f"{max(seconds):.2f}",
+            ]
+        )
+    same, losses = sum(r["num_same"] for r in runs), sum(r["num_losses"] for r in runs)
+    resumes = [r["resume_s"] for r in runs]
+    return "\n\n".join(
+        [
+            f"SIGKILL of one rank of three, {len(kills)} times; after each, a new start from the last checkpoint, "
+            "until ten iterations are trained. Seconds: from the kill until the last of the others has ended.",
+            table(["killed in", "runs", "others that ended with an error naming it", "median s", "worst s"], rows),
+            f"Losses equal to the uninterrupted run, bit for bit: **{same} of {losses}**. Engine started and "
+            f"checkpoint loaded in {statistics.median(resumes):.1f} s (median; imports not counted).",
+        ]
+    )  # fmt: skip
+
+
+def describe_phases(records: list[dict[str, Any]]) -> str:
+    rows = []
+    for record in records:
+        left = {key: record.get(key) for key in ("processes", "shared_memory", "temp")}
+        rows.append(
+            [
+                record["where"],
+                record["signal"],
+                "hangs" if record["hangs"] else record["exit_code"],
+                "yes" if record.get("named") else "no",
+                f"{record.get('seconds', float('nan')):.1f}",
+                ", ".join(f"{key}: {value}" for key, value in left.items() if value) or "nothing",
+            ]
+        )
+    return "\n\n".join(
+        [
+            "One rank of two is killed or stopped in each phase of an engine's life; `silence_s` 6, `grace_s` 2. "
+            "Seconds: from the signal until the other one has ended.",
+            table(
+                ["phase", "signal", "exit code of the other", "named", "seconds", "left behind"],
+                rows,
+            ),
+        ]
+    )
+
+
+def describe_streams(records: list[dict[str, Any]]) -> str:
+    rows = []
+    for strategy in dict.fromkeys(r["strategy"] for r in records):
+        mine = [r for r in records if r["strategy"] == strategy]
+        seconds = [r["seconds"] for r in mine]
+        rows.append(
+            [
+                f"`{strategy}`",
+                len(mine),
+                f"{sum(r['num_named'] for r in mine)} of {2 * len(mine)}",
+                f"{statistics.median(seconds):.2f}",
+                f"{max(seconds):.2f}",
+                sum(r["homes"] for r in mine),
+                sum(len(r["shared_memory"]) for r in mine),
+            ]
+        )
+    return "\n\n".join(
+        [
+            f"SIGKILL of one rank of three, {len(records)} times, 0 to 2 s after the first of many iterations in which "
+            "layers stream; the victims alternate. Seconds: from the kill until the last of the others has ended. "
+            "Homes: processes that still hold one; files: what is new in /dev/shm and held by no process.",
+            table(
+                ["strategy", "kills", "others that ended naming it", "median s", "worst s", "homes left", "files left"],
+                rows,
+            ),
+        ]
+    )  # fmt: skip
+
+
+def describe_launches(records: list[dict[str, Any]]) -> str:
+    runs = [r for r in records if r["launcher"] != "none"]
+    rows = [
+        [
+            r["launcher"],
+            "rank {0} in {2} of iteration {1}".format(*r["death"].split(":")),
+            " then ".join(map(str, r["codes"])),
+            "yes" if r["named"] else "no",
+            f"{r['num_same']} of {r['num_losses']}",
+            f"{r['resume_s']:.1f}",
+        ]
+        for r in runs
+    ]
+    return "\n\n".join(
+        [
+            "Two ranks, `torchrun --max-restarts 2` (which restarts by itself) and `deepspeed` (started a second time "
+            "by hand). Seconds: from the kill until training resumed, process starts and imports included.",
+            table(
+                [
+                    "launcher",
+                    "killed",
+                    "exit codes",
+                    "rank named",
+                    "losses identical",
+                    "seconds to resume",
+                ],
+                rows,
+            ),
+        ]
+    )
+
+
+def describe_planner(records: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            r["fault"],
+            r["num_faults"],
+            f"{r['num_same']} of {r['num_faults']}",
+            f"{r['seconds']:.1f}",
+        ]
+        for r in records
+    ]
+    return "\n\n".join(
+        [
+            "The planning process is stopped (SIGSTOP; deadline 0.5 s, then the heuristic's plan is used and the "
+            "process replaced) or killed while it works. Seconds: until the next plan came from a new process.",
+            table(["planning process", "faults", "next plans identical", "median s"], rows),
+        ]
+    )
+
+
+def describe_saves(records: list[dict[str, Any]]) -> str:
+    (record,) = records
+    return (
+        f"A process that saves without pause was killed {record['num_kills']} times, 5 to 80 ms after its start; "
+        f"`latest` named a checkpoint whose files all had their digests **{record['num_good']} times**. The tests also "
+        "kill it at every single operation on a file or folder, and in every write."
+    )
+
+
+def slope_of(samples: list[dict[str, int]], key: str) -> str:
+    """Bytes per iteration, with the 95% interval that samples around a line would give."""
+    xs, ys = [s["iteration"] for s in samples], [s[key] for s in samples]
+    slope, intercept = statistics.linear_regression(xs, ys)
+    rest = [y - slope * x - intercept for x, y in zip(xs, ys)]
+    spread = sum(r * r for r in rest) / (len(xs) - 2)
+    mean = statistics.fmean(xs)
+    half = 1.96 * (spread / sum((x - mean) ** 2 for x in xs)) ** 0.5
+    return f"{slope:+.0f} ± {half:.0f}"
+
+
+def describe_leak(records: list[dict[str, Any]]) -> str:
+    record = records[-1]
+    memory, counts = [], []
+    for rank, samples in enumerate(record["ranks"]):
+        quarter, half, last = samples[len(samples) // 4], samples[len(samples) // 2], samples[-1]
+        tail = samples[len(samples) // 2 :]
+        memory.append(
+            [
+                rank,
+                *(f"{s['malloc_bytes'] / 2**20:.2f}" for s in (quarter, half, last)),
+                slope_of(tail, "malloc_bytes"),
+                *(f"{s['rss_bytes'] / 2**20:.1f}" for s in (quarter, half, last)),
+                slope_of(tail, "rss_bytes"),
+            ]
+        )
+        keys = ("open_files", "process_groups", "threads", "tensors", "python_blocks")
+        counts.append([rank, *(f"{quarter[key]:,} -> {last[key]:,}" for key in keys)])
+    head = [
+        f"{what} {when}"
+        for what in ("malloc", "RSS")
+        for when in ("after 25%", "50%", "100%", "slope")
+    ]
+    return "\n\n".join(
+        [
+            f"{record['iterations']:,} iterations on 4 ranks, one of {len(STRATEGIES_OF_4)} strategies drawn for each, "
+            "4 to 12 sequences of 2 to 60 tokens. `malloc`: MiB handed out and not freed; RSS: MiB resident. Slopes: "
+            "bytes per iteration over the last half. RSS follows malloc's high-water marks, which are kept on purpose "
+            "(`engine/ranks/host_memory.py`).",
+            table(["rank", *head], memory),
+            "From 25% to the end:",
+            table(
+                [
+                    "rank",
+                    "open files",
+                    "process groups",
+                    "threads",
+                    "live tensors",
+                    "blocks of Python",
+                ],
+                counts,
+            ),
+        ]
+    )
+
+
+def describe_shared_memory(records: list[dict[str, Any]]) -> str:
+    whole, small = (next(r for r in records if r["name"] == name) for name in ("whole", "64 MB"))
+    is_same = [r["losses"] for r in whole["ranks"]] == [r["losses"] for r in small["ranks"]]
+    most = max(rank["most_bytes"] for rank in small["ranks"])
+    return (
+        f"Two ranks train under {', '.join(f'`{s}`' for s in STRATEGIES_OF_2)} in a mount namespace of their own with "
+        f"`mount -t tmpfs -o size=64m tmpfs /dev/shm`: losses {'equal' if is_same else 'differ from'} those with the "
+        f"machine's /dev/shm, bit for bit; at most {most:,} bytes in it, {len(small['left'])} files left."
+    )
+
+
+def describe_folders(records: list[dict[str, Any]]) -> str:
+    record = records[-1]
+    return (
+        f"{record['inputs']:,} run folders with one or two files damaged (values changed, bytes changed, cut, "
+        "replaced), read as `ds-hydra report --perfetto --json` reads them: "
+        f"{record['accepted']} read, {record['refused']} refused, **0 other errors**, the slowest "
+        f"{record['slowest_ms'] / 1e3:.2f} s of CPU time."
+    )  # fmt: skip
+
+
+FUZZERS = ("hypothesis", "coverage")
+
+
+def describe_fuzz(records: list[dict[str, Any]]) -> str:
+    rows = []
+    for name in dict.fromkeys(r["reader"] for r in records):
+        for fuzzer in FUZZERS:
+            mine = [r for r in records if (r["reader"], r["fuzzer"]) == (name, fuzzer)]
+            if mine:
+                total = [sum(r[key] for r in mine) for key in ("inputs", "accepted")]
+                slowest = max(r["slowest_ms"] for r in mine)
+                growth = max(r["rss_growth_mib"] for r in mine)
+                rows.append(
+                    [name, fuzzer, f"{total[0]:,}", f"{total[1]:,}", 0, f"{slowest:.1f}", f"{growth:.1f}",
+                     mine[0].get("edges", "")]
+                )  # fmt: skip
+    num_readers = len({r["reader"] for r in records})
+    totals = [sum(r["inputs"] for r in records if r["fuzzer"] == fuzzer) for fuzzer in FUZZERS]
+    is_complete = min(totals) >= num_readers * 100_000
+    return "\n\n".join(
+        [
+            "Each input is read, or refused with an error of ds_hydra; anything else, or more than 1 s of CPU time, "
+            "ends the benchmark. `hypothesis` draws valid documents with changed places and any JSON value in any "
+            "first-level place; `coverage` is libFuzzer (atheris) with a mutator that keeps inputs JSON: what reaches "
+            "new code of a reader is kept and changed further."
+            + ("" if is_complete else " Not complete: the same command continues up to 100,000 inputs a row."),
+            table(
+                ["reader", "fuzzer", "inputs", "accepted", "other errors", "slowest ms", "RSS growth MiB", "edges"],
+                rows,
+            ),
+        ]
+    )  # fmt: skip
+
+
+PARTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
+    "kill": ("A rank is lost", describe_kills),
+    "phases": ("A rank is lost, from the start to the end", describe_phases),
+    "stream": ("A rank is lost while layers stream", describe_streams),
+    "launch": ("Restarts under launchers", describe_launches),
+    "planner": ("A planning process is lost", describe_planner),
+    "saves": ("A crash while saving", describe_saves),
+    "leak": ("Many iterations", describe_leak),
+    "shm": ("A small /dev/shm", describe_shared_memory),
+    "folders": ("Damaged run folders", describe_folders),
+    "fuzz": ("Damaged input", describe_fuzz),
+}
+
+TESTED = (
+    (
+        "SIGKILL of a rank in pull, forward, backward, push, step, save",
+        "the others end with an error naming it; a restart gives the same curve",
+        "test_faults, test_restarts",
+    ),
+    (
+        "SIGKILL of a rank while layers stream, with a lock of the sums held, too",
+        "the others end with an error naming it; no memory of a home stays",
+        "test_streaming",
+    ),
+    (
+        "SIGKILL or SIGSTOP from the first collective of a start to the last `destroy`",
+        "named by the others, nothing stays behind",
+        "test_faults, test_watchdog",
+    ),
+    (
+        "engines one after another in a process",
+        "open files and threads stay constant, none stays alive",
+        "test_engine_training",
+    ),
+    (
+        "a rank stopped or failed, Ctrl-C on one rank",
+        "named by the others, which end",
+        "test_faults",
+    ),
+    (
+        "planning process killed, hung, out of memory; all of them gone; none can start",
+        "the same plans from a new process, or in line; a late one is replaced by the heuristic's plan",
+        "test_background",
+    ),
+    (
+        "another plan on one rank",
+        "the same error on all ranks, nothing is exchanged",
+        "test_faults",
+    ),
+    (
+        "NaN or Inf in a gradient of one rank; overflow in fp16",
+        "no weight changes, counted; the fp16 loss scale is halved, as in stock DeepSpeed",
+        "test_faults, test_fp16",
+    ),
+    ("a slow rank", "named in the metrics", "test_straggler"),
+    (
+        "full disk under metrics, under a checkpoint",
+        "training goes on; the checkpoint before stays",
+        "test_faults, test_checkpoint_files",
+    ),
+    ("SIGTERM", "checkpoint after the iteration, exit code 0", "test_faults"),
+    ("an exception in the user's data", "raised on all ranks, naming the example", "test_faults"),
+    (
+        "a crash at any moment of saving; files truncated, altered, missing, malicious",
+        "the last good checkpoint loads; the file is named, nothing of it is run",
+        "test_checkpoint_files",
+    ),
+    (
+        "resume, on other numbers of ranks, with other candidates, from and to stock DeepSpeed",
+        "bit-identical curve on the same ranks, the same state on others",
+        "test_checkpoint",
+    ),
+    (
+        "iterations of random strategies",
+        "open files, process groups, threads, live tensors stay constant",
+        "test_engine_training",
+    ),
+    ("damaged input of any reader", "read, or refused by an error of ds_hydra", "test_fuzz"),
+    ("the whole job suspended and continued", "goes on", "test_faults"),
+)
+"""(fault, what happens, where it is tested)."""
+
+TORCHRUN = """\
+`torchrun --max-restarts` needs `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` in its environment: torch 2.13 otherwise keeps
+one store for all restarts, in which restarted ranks look for the addresses of lost ones and hang
+([issue 135712](https://github.com/pytorch/pytorch/issues/135712)). ds_hydra warns of it at the start."""
+
+
+def machine() -> str:
+    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+             if line.startswith("model name")]  # fmt: skip
+    memory = psutil.virtual_memory().total / 2**30
+    return (
+        f"{os.cpu_count()} cores ({names[0] if names else platform.machine()}), {memory:.0f} GiB, gloo, torch "
+        f"{torch.__version__}, Python {platform.python_version()}"
+    )
+
+
+def write(records: Records, out: Path, command: str) -> None:
+    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    parts = [
+        "# Reliability",
+        f"Written by `{command}` on {date}; CPU ranks on one machine: {machine()}.",
+        "## What is tested",
+        "Each of these faults is injected in a test, most of them several times.",
+        table(["fault", "what happens", "tests"], TESTED),
+        TORCHRUN,
+    ]
+    for part, (title, describe) in PARTS.items():
+        of_part = records.of(part)
+        parts += [f"## {title}", describe(of_part) if of_part else "Not measured yet."]
+    out.write_text("\n\n".join(parts) + "\n", encoding="utf-8")

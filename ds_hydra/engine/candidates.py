@@ -1,0 +1,334 @@
+"""The candidate strategies of an engine, and what is known of them: the profile, given or measured,
+and what measured iterations say of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.profiling.profile_document import fit_memory, nominal_profile
+from ds_hydra.engine.profiling.profiler import measure_profile
+from ds_hydra.engine.propagation import Propagator
+from ds_hydra.engine.ranks.agreement import (
+    broadcast_text,
+    raise_together,
+    run_together,
+)
+from ds_hydra.engine.ranks.watchdog import watch
+from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
+from ds_hydra.engine.telemetry.metrics import RunLog
+from ds_hydra.engine.transfer.stream_plan import check_streams
+from ds_hydra.errors import (
+    HydraConfigError,
+    InfeasiblePlanError,
+    UnsupportedModelError,
+)
+from ds_hydra.sampler.candidates import (
+    Candidates,
+    CandidateSettings,
+    check_longest,
+    decide_candidates,
+    proposes,
+    with_schemes_of,
+)
+from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.strategy import Profile, Scheme, Strategy
+from ds_hydra.strategy.cost_models.cluster import try_cluster
+from ds_hydra.strategy.profiles.profile import has_re_pulls
+from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.schemes.placement import count_groups
+from ds_hydra.strategy.schemes.scheme import parse_strategies
+
+logger = logging.getLogger(__name__)
+
+
+def find_unsupported(stage_model: StageModel, schemes: Iterable[Scheme]) -> Iterator[str]:
+    """One line for each thing that the model does not support, with those of `schemes` that need
+    it.
+
+    Degrees that do not divide its heads or layers are not among them.
+    """
+    found: dict[str, list[Scheme]] = {}
+    for scheme in schemes:
+        try:
+            stage_model.check_scheme(scheme)
+        except UnsupportedModelError as error:
+            found.setdefault(str(error).removeprefix(f"scheme {scheme}: "), []).append(scheme)
+        except HydraConfigError:
+            pass
+    for reason, refused in found.items():
+        yield f"{', '.join(map(str, refused))}: {reason}"
+
+
+class EngineCandidates:
+    """Candidates and profile on one rank. Methods are collective over all ranks where they say
+    so.
+    """
+
+    def __init__(self, config: HydraConfig, propagator: Propagator, device: torch.device):
+        """Reads candidates and a configured profile, and creates the groups. Collective over all
+        ranks.
+        """
+        self.config = config
+        self.stage_model = propagator.stage_model
+        self.propagator = propagator
+        self.num_ranks = propagator.num_ranks
+        self.is_first_rank = propagator.rank == 0
+        self._device = device
+        self.profile: Profile | None = None
+        self.log: RunLog | None = None
+        """Where profiles are kept, on the rank that has a run folder."""
+        self.lengths: NDArray[np.int64] | None = None
+        """Those of the attached data."""
+        self._given: tuple[Strategy, ...] = ()
+        self._num_other_groups = 0
+        """Process groups beside those of the candidates that stay when others are proposed."""
+        self.strategies = self._at_start = run_together(self._read_candidates, device)
+        propagator.prepare(self.strategies)
+        self._num_other_groups = len(propagator.groups)
+        if self._settings().is_enumerated:
+            self._num_other_groups -= count_groups(self.strategies)
+        self._proposed_with: Profile | None = None
+        self.reasons: tuple[str, ...] = ()
+        self._tracker: LatencyTracker | None = None
+        self._tracked: Mapping[str, Any] = {}
+
+    def know_profile(self) -> Profile:
+        """The profile in use: the configured one, else the measured one, which is measured now if
+        it is not yet. Collective then, so all ranks call it at the same places.
+        """
+        if self.profile is None:
+            with watch("profiling"):
+                document = measure_profile(self.propagator, self.strategies, self.config)
+            if self.log is not None:
+                self.log.write_profile(document)
+            self._use_measured(document)
+        assert self.profile is not None
+        return self.profile
+
+    def track(self) -> LatencyTracker:
+        """What measured times say of the profile, which is known. Not collective."""
+        profile = self.profile
+        assert profile is not None
+        if self._tracker is None or self._tracker.profiled is not profile:
+            self._tracker = LatencyTracker(profile, self.config.planner, self._tracked)
+        return self._tracker
+
+    def learn(self, plan: IterationPlan, measured_ms: Sequence[float]) -> None:
+        """Take in the time of each pipeline, equal on all ranks; warns on rank 0 of drift. Not
+        collective.
+        """
+        if self.profile is None:
+            return  # strategies were forced, and their plans valued by FLOP counts
+        warning = self.track().observe(plan, measured_ms)
+        if warning is not None and self.is_first_rank:
+            logger.warning("iteration %d: %s", plan.iteration, warning)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The cost model, as a checkpoint keeps it; not collective."""
+        if self.profile is None:
+            return {}
+        return {
+            "cost_model": {"profile": dict(self.profile.document)},
+            "latency": self.track().state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a profile that was measured on the same number of ranks, so that plans do not
+        depend on a second measurement; on another number, with another
+        `hydra.tp_sequence_parallel`, or where it measured re-pulls, the new measurement stands.
+        """
+        same_ranks = state.get("num_ranks", self.num_ranks) == self.num_ranks
+        was_cut = state.get("config", {}).get("tp_sequence_parallel", False)
+        profile = state.get("cost_model", {}).get("profile")
+        same_times = same_ranks and was_cut == self.config.tp_sequence_parallel
+        same_times = same_times and not has_re_pulls(profile or {})
+        self._tracker, self._tracked = None, state.get("latency", {}) if same_times else {}
+        if profile is not None and self.config.profile is None and same_times:
+            self._use_measured(profile)
+
+    def _use_measured(self, document: Mapping[str, Any]) -> None:
+        """Plan with a measured profile, and with the candidates that it knows."""
+        self.profile = fit_memory(document, self.config)
+        if self.config.strategies is None:  # schemes that fit no micro-batch were left out
+            known = self.profile.latency
+            self.strategies = tuple(s for s in self._at_start if all(x in known for x in s.schemes))
+
+    def _read_candidates(self) -> tuple[Strategy, ...]:
+        """The candidates before any data, after the profile where one is configured; not
+        collective.
+        """
+        if self.config.profile is not None:
+            document = load_profile(self.config.profile).document
+            self.profile = fit_memory(document, self.config)
+            self.profile.check_model(
+                num_layers=self.stage_model.num_layers,
+                hidden_size=self.stage_model.hidden_size,
+                vocab_size=self.stage_model.vocab_size,
+            )
+            self.profile.check_tp_sequence_parallel(self.config.tp_sequence_parallel)
+        self._given = self._read_strategies()
+        candidates = self._decide(None)
+        self.profile = candidates.profile
+        return candidates.strategies
+
+    def _read_strategies(self) -> tuple[Strategy, ...]:
+        """Those of the configuration, checked; none where candidates are to be decided."""
+        if self.config.strategies is None:
+            if self.is_first_rank:
+                schemes = power_of_two_schemes(self.num_ranks)
+                for line in find_unsupported(self.stage_model, schemes):
+                    logger.warning("not among the candidates: %s", line)
+            return ()
+        strategies = load_strategies(self.config.strategies)
+        for strategy in strategies:
+            self.check_strategy(strategy)
+        return strategies
+
+    def _settings(self) -> CandidateSettings:
+        """What decides about candidates; the context is that of the attached data."""
+        profile = self.profile
+        settings = CandidateSettings.of(
+            self.config,
+            num_devices=self.num_ranks,
+            given=self._given,
+            can_run=self._model_can_run,
+            cluster=None if profile is None else try_cluster(profile, self.num_ranks),
+            num_other_groups=self._num_other_groups,
+        )
+        if self.lengths is None:
+            return settings
+        return replace(settings, context_length=int(self.lengths.max()))
+
+    def _decide(self, histogram: LengthHistogram | None) -> Candidates:
+        """The candidates with what is known; not collective."""
+        candidates = decide_candidates(self.profile, histogram, self._settings())
+        if self.is_first_rank and candidates.assumed:
+            logger.warning(
+                "times of %s in the candidate strategies follow from others in profile %r, nobody measured them; "
+                '`ds-hydra profile --sp` measures SP, hydra.planner.space "measured" leaves out the others',
+                ", ".join(map(str, candidates.assumed)),
+                candidates.profile and candidates.profile.name,
+            )
+        return candidates
+
+    def fit_to_data(self) -> None:
+        """Propose candidates from the lengths of the data where these decide.
+
+        Rank 0 proposes. Raises InfeasiblePlanError on all ranks where nothing fits the longest
+        sequence.
+        """
+        profile, settings = self.know_profile(), self._settings()
+        if self._proposed_with is profile:
+            settings = replace(settings, given=self.strategies)
+        run_together(lambda: _check_longest(profile, settings), self._device)
+        if proposes(profile, settings):
+            candidates, error = None, None
+            try:
+                candidates = self._decide(self._histogram()) if self.is_first_rank else None
+            except Exception as caught:  # whatever it is, the other ranks wait for it
+                error = caught
+            raise_together(error, self._device)
+            reasons = [] if candidates is None else candidates.reasons
+            texts = [text for kept in reasons for text in (str(kept.strategy), kept.reason)]
+            texts = broadcast_text(texts, 0, self._device)
+            self._use_proposed(parse_strategies(texts[::2]), texts[1::2])
+
+    def _histogram(self) -> LengthHistogram:
+        assert self.lengths is not None
+        lengths, counts = np.unique(self.lengths, return_counts=True)
+        return LengthHistogram.from_counts(
+            dict(zip(lengths.tolist(), counts.tolist(), strict=True))
+        )
+
+    def _use_proposed(self, strategies: tuple[Strategy, ...], reasons: Sequence[str]) -> None:
+        """Plan with proposed candidates from now on, and give the profile what it has to know of
+        their schemes.
+        """
+        assert self.profile is not None
+        if self._tracker is not None:
+            self._tracked, self._tracker = self._tracker.state_dict(), None
+        given, self.profile = self.profile, with_schemes_of(self.profile, strategies)
+        self.reasons = tuple(f"{s}: {reason}" for s, reason in zip(strategies, reasons))
+        self.strategies = strategies
+        self.propagator.prepare(strategies)
+        self._proposed_with = self.profile
+        if self.profile is not given:
+            raise_together(self._try_to_log_profile(), self._device)
+
+    def _model_can_run(self, scheme: Scheme) -> bool:
+        """Whether this model can run under `scheme` on these devices."""
+        try:
+            self.stage_model.check_scheme(scheme)
+            check_streams([scheme] if scheme.stream else [], self._device.type)
+        except HydraConfigError:
+            return False
+        return True
+
+    def _try_to_log_profile(self) -> Exception | None:
+        """`write_profile` on the rank that has a run folder; returns what went wrong."""
+        try:
+            if self.log is not None:
+                self.write_profile(self.log)
+        except OSError as error:
+            return cannot_write(self.config, error)
+        except HydraConfigError as error:
+            return error
+        return None
+
+    def write_profile(self, log: RunLog) -> None:
+        """Keep the profile in the run folder: as given or measured, with SP estimated for the
+        candidates.
+        """
+        known = self.profile
+        if self.config.profile is not None:  # as given: the memory limit is in run.json
+            known = with_estimates(load_profile(self.config.profile), self.strategies)
+        assert known is not None
+        log.write_profile(known.document)
+
+    def check_strategy(self, strategy: Strategy) -> None:
+        """Raise HydraConfigError where the ranks or the model cannot run `strategy`."""
+        if strategy.num_devices > self.num_ranks:
+            raise HydraConfigError(
+                f"strategy {strategy} needs {strategy.num_devices} ranks, there are {self.num_ranks}; change "
+                f"hydra.strategies or start {strategy.num_devices} ranks"
+            )
+        for scheme in set(strategy.schemes):
+            self.stage_model.check_scheme(scheme)
+
+    def profile_for_forced(self, strategy: Strategy, iteration: int) -> Profile:
+        """What a forced strategy is planned with: where nobody knows its times, FLOP counts."""
+        if self.profile is not None:
+            profile = with_estimates(self.track().profile_for(iteration), [strategy])
+            if all(profile.has_latency(s) and profile.memory.knows(s) for s in strategy.schemes):
+                return profile.with_schemes(strategy.schemes)
+        return Profile.from_json(nominal_profile(self.stage_model, strategy.schemes))
+
+
+def cannot_write(config: HydraConfig, error: OSError) -> HydraConfigError:
+    """What a user is told where the run folder cannot be written."""
+    return HydraConfigError(
+        f"hydra.run_dir is {config.run_dir!r}: {error.strerror}; name a folder that can be written"
+    )
+
+
+def _check_longest(profile: Profile, settings: CandidateSettings) -> None:
+    """Raise InfeasiblePlanError where nothing fits the longest sequence of the data."""
+    try:
+        check_longest(profile, settings)
+    except HydraConfigError as error:
+        raise InfeasiblePlanError(
+            f"training data: {error}, or raise hydra.memory_limit_bytes"
+        ) from error

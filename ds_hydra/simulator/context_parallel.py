@@ -1,0 +1,86 @@
+"""Pipelines of <TP,PP> whose micro-batches several ranks share by context parallelism (CP), with
+keys and values passed around a ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.simulator.scenario import Scenario
+from ds_hydra.strategy.profiles.profile import LatencyModel
+from ds_hydra.strategy.proposal.program import usable_schemes
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+KEY_VALUE_BYTES = 3 * 2 * 2
+"""Of a token, layer and hidden unit around the ring: keys and values forward, again backward, and
+their gradients, in 16 bit.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallel:
+    """Pipelines of `scheme`, <TP,PP>, whose stages are `cp` times as wide.
+
+    A document is cut so that all CP ranks have the same attention. T of a sequence is b l / CP and
+    a l^2 / CP, or what the ring takes, whichever is longer: keys and values travel behind
+    attention. A micro-batch holds CP times MaxLen.
+    """
+
+    scenario: Scenario
+    scheme: Scheme
+    cp: int
+
+    @property
+    def latency(self) -> LatencyModel:
+        """T of a stage without CP."""
+        return self.scenario.profile.get_latency(self.scheme)
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.cp * self.scenario.max_len_tokens(self.scheme)
+
+    @property
+    def strategy(self) -> Strategy:
+        """As many pipelines as there are devices for; CP ranks hold the same slices."""
+        wide = replace(self.scheme, sp=self.cp)
+        return Strategy((wide,) * (self.scenario.num_devices // wide.num_devices))
+
+    def __str__(self) -> str:
+        number = len(self.strategy.schemes)
+        return f"{number}x{self.scheme}" + (f" CP{self.cp}" if self.cp > 1 else "")
+
+    def sequences_ms(self, lengths: IntArray) -> FloatArray:
+        """What each sequence adds to the time of its micro-batch in one stage."""
+        tokens = lengths.astype(np.float64)
+        attention = self.latency.quadratic_ms * tokens**2 / self.cp
+        ring = self._ring_ms_per_token() * tokens
+        return np.maximum(attention, ring) + self.latency.linear_ms * tokens / self.cp
+
+    def _ring_ms_per_token(self) -> float:
+        cluster = self.scenario.cluster
+        if cluster is None or self.cp == 1:
+            return 0.0
+        hardware, shape, tp = cluster.hardware, cluster.shape, self.scheme.tp
+        is_inside = self.cp * tp <= hardware.devices_per_node
+        rate = hardware.intra_node_rate
+        if not is_inside:  # one edge of each ring crosses between two nodes, all TP ranks' at once
+            rate = min(rate, hardware.inter_node_rate / min(tp, hardware.devices_per_node))
+        layers = shape.num_layers / self.scheme.pp
+        sent = KEY_VALUE_BYTES * shape.hidden_size * shape.key_value_share / tp
+        return 1e3 * layers * sent * (self.cp - 1) / self.cp / rate
+
+
+def context_parallel(scenario: Scenario) -> Iterator[ContextParallel]:
+    """Every <TP,PP> and power of two for CP that fits the devices and holds the context."""
+    for scheme in usable_schemes(scenario.profile, scenario.num_devices):
+        cp = 1
+        while cp * scheme.num_devices <= scenario.num_devices:
+            found = ContextParallel(scenario=scenario, scheme=scheme, cp=cp)
+            if found.max_len >= scenario.context_length:
+                yield found
+            cp *= 2

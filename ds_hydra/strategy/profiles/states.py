@@ -1,0 +1,46 @@
+"""Bytes of parameters, gradients and optimizer states as the engine holds them.
+
+The published constants of App. B.1 count 16.6 to 17.4 bytes a parameter. The engine has its own
+account: 16-bit shards and slices, fp32 master, moments and gradients.
+"""
+
+from __future__ import annotations
+
+from ds_hydra.configs.files import find_profile
+from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
+from ds_hydra.strategy.profiles.profile import Profile
+
+STATES = "states"
+PUBLISHED = "published"
+"""Value of `STATES` in the memory of a profile whose bytes of states are those of the paper."""
+
+
+def engine_states(params_per_hidden2: float, element_bytes: float) -> dict[str, float]:
+    """B and alpha of App. B.1, and what streamed and checkpointed layers need, of a layer with so
+    many parameters per hidden size squared.
+    """
+    sharded = element_bytes + OPTIMIZER_BYTES
+    held = element_bytes + GRADIENT_BYTES
+    return {
+        "state_bytes_per_layer_per_hidden2": params_per_hidden2 * (sharded + held),
+        "sharded_fraction": sharded / (sharded + held),
+        "slice_bytes_per_layer_per_hidden2": params_per_hidden2 * element_bytes,
+        "input_bytes_per_token_per_layer_per_hidden": element_bytes,
+    }
+
+
+def with_engine_states(profile: Profile) -> Profile:
+    """`profile` with the engine's bytes in place of published ones; as it is where they are the
+    engine's already.
+    """
+    memory = profile.document["memory"]
+    if memory.get(STATES) != PUBLISHED:
+        return profile
+    element = memory["input_bytes_per_token_per_layer_per_hidden"]
+    found = engine_states(memory["slice_bytes_per_layer_per_hidden2"] / element, element)
+    return Profile.from_json({**profile.document, "memory": {**memory, **found, STATES: "engine"}})
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """The profile of that path, or the shipped one of that name, with the engine's memory."""
+    return with_engine_states(Profile.load(find_profile(name_or_path)))

@@ -1,0 +1,135 @@
+"""Systems of today in the simulator: against sums done by hand, and what each must never be."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import product
+
+import numpy as np
+import pytest
+from test_cluster import make_cluster
+from test_simulator import make_scenario, small_profile
+
+from ds_hydra.simulator.chunks import chunked
+from ds_hydra.simulator.context_parallel import ContextParallel
+from ds_hydra.simulator.fixed_length import pack_evenly
+from ds_hydra.simulator.mixed_groups import MixedGroups, cuts, dynamic_cp, flexsp, solve_step
+from ds_hydra.simulator.sharded import sharded_groups, with_traffic_ms
+from ds_hydra.simulator.ulysses import balanced_ulysses, odc, without_lockstep
+from ds_hydra.simulator.wlb import hold_back, wlb
+from ds_hydra.strategy.schemes.scheme import Scheme
+
+BATCHES = [np.random.default_rng(i).integers(1, 100, 30).tolist() for i in range(4)]
+
+
+def test_a_half_empty_micro_batch_is_spread():
+    """Micro-batches of 10: {6, 4}, {5, 3}; two pipelines get 9 tokens each in place of 10 and 8."""
+    lengths = np.array([6, 5, 4, 3])
+    placed = pack_evenly(lengths, 10, 2)
+    assert [[lengths[m].tolist() for m in own] for own in placed] == [[[6, 3]], [[5, 4]]]
+    placed = pack_evenly(np.array([7, 7, 7, 3]), 10, 2)  # three micro-batches would be 2 and 1
+    assert [len(own) for own in placed] == [2, 2]
+
+
+def test_mixed_groups_find_the_best_of_small_steps():
+    """Against every cut and every placement of sequences in its groups."""
+    rng = np.random.default_rng(0)
+    sizes, max_len, constants = (1, 2, 4), np.array([60, 120, 240]), np.array([2.0, 3.0, 4.0])
+    for _ in range(20):
+        lengths = np.sort(rng.integers(5, 55, 5))[::-1].copy()
+        table = np.array([(1e-2 * lengths**2 + lengths) / size for size in sizes])
+        found = np.zeros(2)
+        tried = np.array(cuts(4, sizes))
+        assert solve_step(lengths, table, constants, np.array(sizes), max_len, tried, 4, found)
+        best = np.inf
+        for cut in tried:
+            kinds = np.repeat(np.arange(3), cut)
+            for placed in product(range(kinds.size), repeat=5):
+                ends = constants[kinds].copy()
+                filled = np.zeros(kinds.size)
+                for i, g in enumerate(placed):
+                    ends[g] += table[kinds[g], i]
+                    filled[g] += lengths[i]
+                if (filled <= max_len[kinds]).all():
+                    best = min(best, ends[filled > 0].max())
+        assert best - 1e-9 <= found[0] <= 1.2 * best
+
+
+def test_cuts_use_all_ranks():
+    assert len(cuts(64, (1, 2, 4, 8, 16, 32, 64))) == 1828
+    assert all(a + 2 * b + 8 * c == 16 for a, b, c in cuts(16, (1, 2, 8)))
+
+
+def test_steps_hold_every_sequence_once():
+    """The device time of the steps is that of all sequences on groups of one size."""
+    one = MixedGroups(4, [1], [60], [0.0], [lambda lengths: lengths.astype(float)])
+    lengths = np.array([50, 40, 30, 30, 20, 10] * 3)[np.argsort([50, 40, 30, 30, 20, 10] * 3)[::-1]]
+    steps = one.steps_ms(np.ascontiguousarray(lengths), lambda slowest: float(slowest.sum()))
+    assert steps[:, 1].sum() == pytest.approx(lengths.sum())
+    assert len(steps) >= 3  # 540 tokens, 240 in a step
+
+
+def test_systems_with_groups_of_their_own_are_no_slower_than_alike_ones():
+    scenario = make_scenario(*BATCHES)
+    by_time = balanced_ulysses(scenario, name="a").iteration_ms.mean()
+    assert flexsp(scenario, name="b").iteration_ms.mean() <= 1.02 * by_time
+    assert odc(scenario, name="c").iteration_ms.mean() <= 1.02 * by_time
+    static = wlb(scenario, delays=False, name="d").iteration_ms.mean()
+    assert dynamic_cp(scenario, name="e").iteration_ms.mean() <= 1.02 * static
+
+
+def test_odc_waits_once():
+    """One rank has 50 tokens, the other 30 and 20 in one micro-batch, or in two."""
+    scenario = make_scenario([50, 30, 20], context=50, num_devices=2)
+    one = next(g for g in sharded_groups(scenario, [False]) if g.size == 1)
+    alone = one.micro_batch_ms(np.array([50]))
+    together = one.micro_batch_ms(np.array([30, 20]))
+    placed = [[np.array([0])], [np.array([1, 2])]]
+    found = without_lockstep(one, np.array([50, 30, 20]), placed)
+    assert found.propagation_ms == pytest.approx(max(alone, together))
+    apart = without_lockstep(
+        one, np.array([50, 30, 20]), [[np.array([0])], [np.array([1]), np.array([2])]]
+    )
+    assert apart.propagation_ms == pytest.approx(max(alone, together + one.single.constant_ms))
+
+
+def test_outliers_wait_for_one_another_and_none_is_lost():
+    drawn = [np.array([90, 9]), np.array([80, 7]), np.array([70, 5]), np.array([60, 4])]
+    found = hold_back(drawn, 50, 3)
+    assert [own.tolist() for own in found] == [[9], [7], [90, 80, 70, 5], [60, 4]]
+
+
+def test_ring_hides_behind_attention():
+    scenario = make_scenario([100])
+    alone = ContextParallel(scenario=scenario, scheme=Scheme(1, 1), cp=2)
+    lengths = np.array([100, 10])
+    assert alone.sequences_ms(lengths) == pytest.approx((1e-3 * lengths**2 + lengths) / 2)
+    linked = dataclasses.replace(scenario, cluster=make_cluster(4))
+    ring = ContextParallel(scenario=linked, scheme=Scheme(1, 1), cp=2)
+    sent = ring._ring_ms_per_token() * lengths
+    assert (sent > 0).all()
+    expected = np.maximum(1e-3 * lengths**2 / 2, sent) + lengths / 2
+    assert ring.sequences_ms(lengths) == pytest.approx(expected)
+    assert ring.max_len == 2 * scenario.max_len_tokens(Scheme(1, 1))
+
+
+def test_chunks_cost_no_attention_twice():
+    """<1,1> holds 60 tokens: a sequence of 100 in chunks takes a l^2 + b l and a constant each, and
+    a third more for what is computed forward again.
+    """
+    scenario = make_scenario([100], context=100, num_devices=1)
+    found = chunked(scenario, name="chunks")
+    work = 1e-3 * 100**2 + 100
+    assert found.propagation_ms[0] >= work + 2 * 2.0
+    assert found.propagation_ms[0] <= work * (1 + scenario.forward_fraction) + 4 * 2.0
+    assert "chunks of" in found.strategy
+
+
+def test_what_is_seen_of_the_gathers_comes_on_top():
+    scenario = make_scenario([100])
+    linked = dataclasses.replace(scenario, cluster=make_cluster(4))
+    hidden = with_traffic_ms(linked, np.array([1e6]))
+    seen = with_traffic_ms(dataclasses.replace(linked, seen=0.5), np.array([1e6]))
+    assert hidden[0] == 1e6
+    assert seen[0] > 1e6
+    assert small_profile().latency.keys() == scenario.profile.latency.keys()
