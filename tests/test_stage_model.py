@@ -101,18 +101,6 @@ def test_whole_features_are_not_cut_unevenly():
         )
 
 
-def test_attention_sinks_are_refused_at_the_start():
-    config = (
-        transformers.GraniteSWAConfig(**SIZES)
-        if hasattr(transformers, "GraniteSWAConfig")
-        else None
-    )
-    if config is None:
-        pytest.skip("this transformers has no dense model with attention sinks")
-    with pytest.raises(UnsupportedModelError, match="sinks"):
-        StageModel(transformers.GraniteSWAForCausalLM(config))
-
-
 @pytest.mark.parametrize(
     ("scheme", "words"),
     [

@@ -51,9 +51,6 @@ def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
         yield f"layer types {sorted(layer_types - SUPPORTED_LAYER_TYPES)} are not supported"
     if getattr(base_config, "use_bidirectional_attention", False):
         yield "bidirectional attention is not supported; set use_bidirectional_attention to false"
-    sinks = [name for name, _ in model.named_parameters() if name.endswith("sinks")]
-    if sinks:
-        yield f"attention sinks ({sinks[0]}) are not supported"
     if len({p.dtype for p in model.parameters()}) > 1:
         dtypes = sorted({str(p.dtype) for p in model.parameters()})
         yield f"parameters of several dtypes ({', '.join(dtypes)}); cast the model to one, e.g. model.float()"

@@ -16,7 +16,7 @@ from ds_hydra.engine.model.units import shape_of
 from ds_hydra.engine.parallel.tensor_parallel import EXPERTS, GATHERED, HOOKS, SPLIT
 from ds_hydra.zero_link import ParamSpec, Slicing
 
-SUPPORTED_STYLES = {*HOOKS, "replicated_with_grad_allreduce"}
+SUPPORTED_STYLES = {*HOOKS, "replicated_with_grad_allreduce", "local_params"}
 """Styles that run on pulled slices."""
 _DISPATCHED, _WHOLE_EXPERTS = "ep_dispatch_experts", "grouped_gemm"
 """Styles of transformers' ep plans: a module of experts, and its parameters."""
