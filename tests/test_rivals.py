@@ -13,10 +13,11 @@ from test_simulator import make_scenario, small_profile
 from ds_hydra.simulator.chunks import chunked
 from ds_hydra.simulator.context_parallel import ContextParallel
 from ds_hydra.simulator.fixed_length import pack_evenly
-from ds_hydra.simulator.mixed_groups import MixedGroups, cuts, dynamic_cp, flexsp, solve_step
+from ds_hydra.simulator.mixed_groups import MixedGroups, dynamic_cp, flexsp, solve_step
 from ds_hydra.simulator.sharded import sharded_groups, with_traffic_ms
 from ds_hydra.simulator.ulysses import balanced_ulysses, odc, without_lockstep
 from ds_hydra.simulator.wlb import hold_back, wlb
+from ds_hydra.strategy.schemes.neighbours import cuts
 from ds_hydra.strategy.schemes.scheme import Scheme
 
 BATCHES = [np.random.default_rng(i).integers(1, 100, 30).tolist() for i in range(4)]

@@ -28,6 +28,21 @@ SIZES = {
 }
 
 
+def test_a_configuration_that_is_changed_after_the_start_is_named_once(caplog):
+    model = tiny("llama")
+    stage_model = StageModel(model)
+    model.config.use_cache = False  # as transformers does while it trains
+    model.config.dtype = "bfloat16"  # as it does while it saves
+    stage_model.carry_over()
+    assert not caplog.messages
+    model.config.attention_dropout = 0.5
+    stage_model.carry_over()
+    stage_model.carry_over()
+    (message,) = caplog.messages
+    assert "model.config.attention_dropout was 0.0" in message
+    assert "is 0.5 now" in message
+
+
 def test_stage_model_holds_no_parameter_memory_and_leaves_the_model_alone():
     model = tiny("llama")
     implementation = model.config._attn_implementation

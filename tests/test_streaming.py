@@ -276,7 +276,9 @@ def test_homes_of_several_hosts(tmp_path, ranks_on):
     for rank in ended:
         assert rank.exit_code == 0, rank.stderr
         assert rank.value["repeats"] == [True] * 3
-    assert len(ended[0].value["errors"]) == 4 * len(ON_TWO_HOSTS)
+    assert len(ended[0].value["errors"]) == 2 * (
+        len(ON_TWO_HOSTS) + 3
+    )  # three can have an empty pipeline
     check_frozen(*ended[0].value["frozen"])
     for case, errors in ended[0].value["errors"].items():
         assert max(errors) <= RELATIVE_TOLERANCE, case

@@ -90,6 +90,13 @@ def simulate(
         float | None,
         typer.Option(min=0.0, help="Price of one device and hour, for the cost of 10^9 tokens."),
     ] = None,
+    spread: Annotated[
+        bool,
+        typer.Option(
+            help="Also how each speed-up moves if T, interconnects or attention are 20% off, and with 69% of all "
+            "transfers seen; not in a sweep."
+        ),
+    ] = True,
     seed: Annotated[int, typer.Option(help="Seed of the mini-batches.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="PNG of a sweep.")] = None,
     timeline_of: Annotated[
@@ -141,7 +148,7 @@ def simulate(
                 plot is not None,
                 "--plot shows a sweep; give several --devices, --context or --tokens",
             )
-            found = [_compare(workload, settings, hardware)]
+            found = [_compare(workload, settings, hardware, spread)]
         documents = [comparison.to_json(price_per_gpu_hour) for comparison in found]
         document = documents[0] if axes is None or not axes.is_sweep else {
             "schema": "ds_hydra.sweep/1", "points": documents,
@@ -270,8 +277,11 @@ def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
     return numbers
 
 
-def _compare(workload: Workload, settings: Settings, hardware: str | None) -> Comparison:
+def _compare(
+    workload: Workload, settings: Settings, hardware: str | None, spread: bool
+) -> Comparison:
     from ds_hydra.simulator.compare import compare
+    from ds_hydra.simulator.spread import with_spread
     from ds_hydra.strategy.cost_models.cluster import find_cluster
 
     cluster = find_cluster(workload.profile, workload.num_devices, hardware)
@@ -280,11 +290,11 @@ def _compare(workload: Workload, settings: Settings, hardware: str | None) -> Co
             "the profile's hardware has no description: communication counts nothing; see --hardware"
         )
     found = compare(workload, cluster, settings)
-    optional = ("given", "paper")
+    optional = ("given", "paper", "half")
     left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
     if left_out:
         log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")
-    return found
+    return with_spread(found) if spread else found
 
 
 def _sweep(
@@ -355,18 +365,29 @@ def _plain_head(plain: dict[str, Any]) -> str:
 
 
 def _system_lines(point: dict[str, Any]) -> list[str]:
-    has_price = "dollars_per_billion_tokens" in point["systems"][0]
+    ours, *_ = point["systems"]
+    has_price, has_spread = "dollars_per_billion_tokens" in ours, "speedup_69_percent_seen" in ours
     lines = [
-        f"{'':34}{'iteration, ms':>18}{'tokens/s':>12}{'speed-up (95%)':>20}{'propagation':>13}"
-        f"{'imbalance':>11}{'bubble':>8}{'$/10^9 tokens' if has_price else '':>15}  strategy"
+        f"{'':34}{'iteration, ms':>18}{'tokens/s':>12}{'speed-up (95%)':>20}"
+        + (f"{'20% off':>13}{'69% seen':>10}" if has_spread else "")
+        + f"{'propagation':>13}{'imbalance':>11}{'bubble':>8}{'$/10^9 tokens' if has_price else '':>15}  strategy"
     ]
     for s in point["systems"]:
         low, high = s["speedup_95"]
         price = f"{s['dollars_per_billion_tokens']:,.0f}" if has_price else ""
         strategy = "" if s["name"] == "ds_hydra" else s["strategy"]
+        spread = ""
+        if has_spread:
+            least, most = s["speedup_20_percent_off"]
+            spread = f"{f'{least:.2f}-{most:.2f}':>13}{s['speedup_69_percent_seen']:>10.2f}"
         lines.append(
             f"{s['label']:34}{s['iteration_ms']:>10,.0f} ± {s['iteration_ms_standard_error']:<5,.0f}"
-            f"{s['tokens_per_s']:>12,.0f}{s['speedup']:>8.2f} ({low:.2f}-{high:.2f})"
-            f"{s['speedup_of_propagation']:>12.2f}{s['imbalance']:>11.2f}{s['bubble']:>8.0%}{price:>15}  {strategy}"
+            f"{s['tokens_per_s']:>12,.0f}{s['speedup']:>8.2f} ({low:.2f}-{high:.2f}){spread}"
+            f"{s['speedup_of_propagation']:>13.2f}{s['imbalance']:>11.2f}{s['bubble']:>8.0%}{price:>15}  {strategy}"
+        )
+    if has_spread:
+        lines.append(
+            "20% off: smallest and largest speed-up if T, interconnects or attention are 20% slower or faster; "
+            "69% seen: with that share of all transfers on top of propagation"
         )
     return lines

@@ -140,17 +140,17 @@ class HydraEngine(CheckpointingEngine):
         strategy can fit a sequence.
         """
         start = time.perf_counter()
-        self._check_trainable()
         if batch is None and strategy is not None:
             raise HydraConfigError(
                 "a forced strategy needs a given mini-batch: call train_batch(batch=examples, strategy=...), "
                 "or list the strategies to choose from in hydra.strategies"
             )
         with self.hydra.section("plan"):
+            problem = self._find_refrozen()
             iteration = (
-                self.hydra.next_iteration()
+                self.hydra.next_iteration(problem)
                 if batch is None
-                else self.hydra.plan_examples(batch, strategy, self.global_steps)
+                else self.hydra.plan_examples(batch, strategy, self.global_steps, problem)
             )
             with self.hydra.section("propagation"):
                 grads_P = self._zero_gradient_shards()
@@ -242,7 +242,7 @@ class HydraEngine(CheckpointingEngine):
             self._is_watched = False
             leave_watchdog(waits=waits)
 
-    def _check_trainable(self) -> None:
+    def _find_refrozen(self) -> HydraConfigError | None:
         """What is trained was fixed at initialisation: in the link plans and in ZeRO-3's own
         groups.
         """
@@ -250,10 +250,11 @@ class HydraEngine(CheckpointingEngine):
             self.hydra.stage_model.params, self.hydra.stage_model.specs, strict=True
         ):
             if param.requires_grad != spec.requires_grad:
-                raise HydraConfigError(
+                return HydraConfigError(
                     f"{spec.fqn}.requires_grad is {param.requires_grad} and was {spec.requires_grad} at "
                     "initialisation; set it before ds_hydra.initialize"
                 )
+        return None
 
     def _loss_scale(self) -> float:
         return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
+from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, with_schemes_of
 from ds_hydra.sampler.trial import HEURISTIC, PruningSettings
 from ds_hydra.simulator.baselines import dynamic
 from ds_hydra.simulator.comparison import Comparison, Planned
@@ -16,6 +16,7 @@ from ds_hydra.simulator.scenario import Scenario, SystemResult, bound_of
 from ds_hydra.simulator.systems import (
     DS_HYDRA,
     FULL_STATIC,
+    HALF,
     PAPER,
     PLAIN,
     PLANNED,
@@ -35,20 +36,29 @@ from ds_hydra.strategy.proposal.program import (
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
-def compare(workload: Workload, cluster: Cluster | None, settings: Settings) -> Comparison:
+def compare(
+    workload: Workload,
+    cluster: Cluster | None,
+    settings: Settings,
+    known: Comparison | None = None,
+) -> Comparison:
     """Simulate ds_hydra and `settings.systems` on the same mini-batches of `workload`.
 
     ds_hydra has the engine's memory; others, and the paper's system, have what the profile says.
-    Systems that cannot run the context are left out. Raises HydraConfigError where no scheme of
-    ds_hydra holds the context or a given strategy does not fit.
+    Systems that cannot run the context are left out. `known`: a comparison whose candidates, and
+    single strategies for all mini-batches, are taken over instead of proposed. Raises
+    HydraConfigError where no scheme of ds_hydra fits the context or a given strategy does not fit.
     """
     check_workload(workload)
     scenario = _scenario(workload, cluster, settings)
     own = replace(scenario, profile=with_engine_states(workload.profile))
-    planned = {DS_HYDRA: _ours(workload, own, settings)}
+    candidates = {name: p.strategies for name, p in known.planned.items()} if known else {}
+    planned = {DS_HYDRA: _ours(workload, own, settings, candidates.get(DS_HYDRA))}
+    if HALF in settings.systems and cluster is not None:
+        planned[HALF] = _half(planned[DS_HYDRA], own)
     for name, each in ((PLAIN, own), (PAPER, scenario)):
         if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
-            found = _plain(name, workload, each, settings)
+            found = _plain(name, workload, each, settings, candidates.get(name))
             planned |= {name: found} if found else {}
     results: list[SystemResult | None] = []
     contest = None
@@ -56,7 +66,7 @@ def compare(workload: Workload, cluster: Cluster | None, settings: Settings) -> 
         if name in PLANNED:
             results.append(planned[name].result if name in planned else None)
         else:
-            contest = contest or _contest(workload, scenario, planned, settings)
+            contest = contest or _contest(workload, scenario, planned, settings, known)
             results.append(SYSTEMS[name].run(contest, name))
     return Comparison(
         workload=workload,
@@ -86,19 +96,23 @@ def _scenario(workload: Workload, cluster: Cluster | None, settings: Settings) -
     )
 
 
-def _ours(workload: Workload, own: Scenario, settings: Settings) -> Planned:
-    """ds_hydra in the space of the settings."""
+def _ours(
+    workload: Workload, own: Scenario, settings: Settings, known: tuple[Strategy, ...] | None
+) -> Planned:
+    """ds_hydra in the space of the settings, with `known` candidates if there are any."""
     holds = bool(own.statics())
     if workload.strategies or settings.space == "plain":
         if not workload.strategies:
             check_context(own.profile, own.num_devices, own.context_length)
-        strategies = workload.strategies or _propose(workload, own, settings)
+        strategies = workload.strategies or known or _propose(workload, own, settings)
         schemes = usable_schemes(own.profile, own.num_devices)
         return _plan(DS_HYDRA, own, strategies, schemes)
     full = extended_scenario(own)
     schemes = extended_schemes(full)
     check_context(full.profile, full.num_devices, full.context_length, schemes)
-    candidates = extended_strategies(
+    if known:
+        full = replace(full, profile=with_schemes_of(full.profile, known))
+    candidates = known or extended_strategies(
         full,
         _propose(workload, own, settings) if holds else (),
         draw_batches(
@@ -112,11 +126,24 @@ def _ours(workload: Workload, own: Scenario, settings: Settings) -> Planned:
     return _plan(DS_HYDRA, full, candidates, schemes)
 
 
-def _plain(name: str, workload: Workload, scenario: Scenario, settings: Settings) -> Planned | None:
+def _half(ours: Planned, own: Scenario) -> Planned:
+    """The candidates of `ours` with gradients pushed in 16 bit (`link.gradient_dtype`)."""
+    scenario = replace(own, profile=ours.profile, push_share=0.5)
+    result, plans = dynamic(scenario, ours.strategies, name=HALF)
+    return replace(ours, result=result, plans=tuple(plans))
+
+
+def _plain(
+    name: str,
+    workload: Workload,
+    scenario: Scenario,
+    settings: Settings,
+    known: tuple[Strategy, ...] | None,
+) -> Planned | None:
     """ds_hydra with <TP,PP> alone, None where that does not fit the context."""
     if not workload.strategies and not scenario.statics():
         return None
-    strategies = workload.strategies or _propose(workload, scenario, settings)
+    strategies = workload.strategies or known or _propose(workload, scenario, settings)
     schemes = usable_schemes(scenario.profile, workload.num_devices)
     return _plan(name, scenario, strategies, schemes)
 
@@ -126,13 +153,23 @@ def _contest(
     scenario: Scenario,
     planned: dict[str, Planned],
     settings: Settings,
+    known: Comparison | None,
 ) -> Contest:
     """What the other systems may use."""
     ours = planned[DS_HYDRA]
+    if known is not None:
+        static, full_static = known.get("static"), known.get(FULL_STATIC)
+        return Contest(
+            scenario=scenario,
+            full=replace(scenario, profile=ours.profile),
+            strategies=(Strategy.parse(static.strategy),) if static else (),
+            candidates=(Strategy.parse(full_static.strategy),) if full_static else (),
+            given=workload.given,
+        )
     needs_proposed = {"static", FULL_STATIC} & set(settings.systems) and scenario.statics()
     proposed = _proposed_strategies(workload) if needs_proposed else ()
-    known = [found.strategies for name, found in planned.items() if name != DS_HYDRA]
-    strategies = [s for found in known for s in found] + list(proposed)
+    plain = [planned[name].strategies for name in (PLAIN, PAPER) if name in planned]
+    strategies = [s for found in plain for s in found] + list(proposed)
     if not strategies:
         strategies = list(workload.strategies)
     return Contest(

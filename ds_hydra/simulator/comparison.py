@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.simulator.events import Simulation
 from ds_hydra.simulator.scenario import Bound, Scenario, SystemResult
-from ds_hydra.simulator.systems import DS_HYDRA, LABELS, Settings
+from ds_hydra.simulator.systems import DS_HYDRA, HALF, LABELS, Settings
 from ds_hydra.simulator.workload import Workload
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
@@ -57,6 +57,17 @@ class Ratio:
         ratios = times[drawn].sum(axis=1) / reference[drawn].sum(axis=1)
         low, high = np.quantile(ratios, [0.025, 0.975])
         return cls(value=float(times.sum() / reference.sum()), low=float(low), high=float(high))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A speed-up of whole iterations where coefficients are 20% off, from `low` to `high`, and
+    where transfers are `seen` as the paper saw them (`spread.py`).
+    """
+
+    low: float
+    high: float
+    seen: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,6 +129,7 @@ class Comparison:
     num_tokens: FloatArray
     results: tuple[SystemResult, ...]
     planned: Mapping[str, Planned]
+    spreads: Mapping[str, Spread] = field(default_factory=dict)
 
     @property
     def ours(self) -> Planned:
@@ -156,7 +168,9 @@ class Comparison:
     def simulate(self, position: int, system: str = DS_HYDRA) -> Simulation:
         """Iteration number `position` of `system`, one of `planned`, with all its events."""
         planned = self.planned[system]
-        return replace(self._scenario(), profile=planned.profile).simulate(planned.plans[position])
+        share = 0.5 if system == HALF else 1.0
+        scenario = replace(self._scenario(), profile=planned.profile, push_share=share)
+        return scenario.simulate(planned.plans[position])
 
     def replan(self, strategy: str) -> tuple[IterationPlan, ...]:
         """The same mini-batches planned with one strategy."""
@@ -223,6 +237,9 @@ class Comparison:
             assert ratio is not None
             document[key] = ratio.value
             document[f"{key}_95"] = [ratio.low, ratio.high]
+        if (spread := self.spreads.get(result.name)) is not None:
+            document["speedup_20_percent_off"] = [spread.low, spread.high]
+            document["speedup_69_percent_seen"] = spread.seen
         if price is not None:
             document["dollars_per_billion_tokens"] = self.dollars_per_billion_tokens(result, price)
         return document

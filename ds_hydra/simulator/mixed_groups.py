@@ -11,7 +11,6 @@ out; the better is taken, with hindsight. The papers solve integer programs with
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from ds_hydra.simulator.scenario import Outcome, Scenario, SystemResult, best_of
 from ds_hydra.simulator.sharded import sharded_groups, with_traffic_ms
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.proposal.program import usable_schemes
+from ds_hydra.strategy.schemes.neighbours import cuts
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 MORE_STEPS = 2
@@ -46,15 +46,21 @@ class MixedGroups:
         most = (self._cuts * self._max_len).sum(axis=1)
         self._room = int(most.max())
 
-    def steps_ms(self, lengths: IntArray, finish: Callable[[FloatArray], float]) -> FloatArray:
+    def steps_ms(
+        self, lengths: IntArray, finish: Callable[[FloatArray], float], limit: float = np.inf
+    ) -> FloatArray:
         """Times of the steps of a mini-batch (lengths descending), [steps, 2]: the slowest group,
-        and the device time of all; the steps for which `finish` of the slowest is least.
+        and the device time of all; the steps for which `finish` of the slowest, a convex function,
+        is least. No steps where that is not below `limit`.
         """
         table = np.array([of(lengths) for of in self._sequences_ms])
         fewest = max(1, -(-int(lengths.sum()) // self._room))
-        best, least, tried, count = np.zeros((0, 2)), np.inf, 0, fewest
+        shared_ms = float((table * self._sizes[:, None]).min(axis=0).sum()) / self.num_ranks
+        best, least, tried, count = np.zeros((0, 2)), limit, 0, fewest
         while tried <= MORE_STEPS and count <= max(fewest, lengths.size):
             is_found = False
+            if finish(np.full(count, shared_ms / count)) >= least:
+                break
             for members in (_by_length(lengths, count), _dealt(lengths, count)):
                 steps = self._solve(lengths, table, members)
                 if steps is not None:
@@ -84,23 +90,6 @@ class MixedGroups:
             if not is_held:
                 return None
         return found
-
-
-@lru_cache(maxsize=64)
-def cuts(num_ranks: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """How many groups of each size: every way to use all ranks, or all that `sizes` can fill.
-
-    >>> cuts(4, (1, 2))
-    [(4, 0), (2, 1), (0, 2)]
-    """
-    if len(sizes) == 1:
-        return [(num_ranks // sizes[0],)]
-    last = sizes[-1]
-    return [
-        (*head, count)
-        for count in range(num_ranks // last + 1)
-        for head in cuts(num_ranks - count * last, sizes[:-1])
-    ]
 
 
 def _by_length(lengths: IntArray, count: int) -> list[IntArray]:
@@ -150,34 +139,69 @@ def solve_step(
         bounds[row] = max(alone, work / num_ranks)
     best = np.inf
     ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
-    kind = np.zeros(num_ranks, dtype=np.int64)
     for row in np.argsort(bounds):
         if bounds[row] >= best:
             break
-        num_groups = 0
-        for k in range(num_sizes):
-            for _ in range(cuts[row, k]):
-                ends[num_groups], filled[num_groups], kind[num_groups] = constants[k], 0, k
-                num_groups += 1
-        slowest = 0.0
-        for i in range(num_sequences):
-            group, end = -1, best
-            for g in range(num_groups):
-                if filled[g] + lengths[i] <= max_len[kind[g]] and ends[g] + table[kind[g], i] < end:
-                    group, end = g, ends[g] + table[kind[g], i]
-            if group < 0:
-                slowest = np.inf
-                break
-            ends[group] = end
-            filled[group] += lengths[i]
-            slowest = max(slowest, end)
+        slowest = _place(lengths, table, constants, max_len, cuts[row], best, ends, filled)
         if slowest < best:
             best = slowest
             found[0], found[1] = slowest, 0.0
-            for g in range(num_groups):
-                if filled[g] > 0:
-                    found[1] += sizes[kind[g]] * ends[g]
+            first = 0
+            for k in range(num_sizes):
+                for g in range(first, first + cuts[row, k]):
+                    if filled[g] > 0:
+                        found[1] += sizes[k] * ends[g]
+                first += cuts[row, k]
     return best < np.inf
+
+
+@compiled
+def _place(
+    lengths: IntArray,
+    table: FloatArray,
+    constants: FloatArray,
+    max_len: IntArray,
+    cut: IntArray,
+    limit: float,
+    ends: FloatArray,
+    filled: IntArray,
+) -> float:
+    """The end of the slowest group, infinite where it is not below `limit`; writes the end of each
+    group and its tokens, groups of one size as a heap with the earliest first.
+
+    Each sequence goes to the earliest group of the size where it ends first and has room.
+    """
+    first = 0
+    for k in range(cut.size):
+        for g in range(first, first + cut[k]):
+            ends[g], filled[g] = constants[k], 0
+        first += cut[k]
+    slowest = 0.0
+    for i in range(lengths.size):
+        end, kind, top = limit, -1, 0
+        first = 0
+        for k in range(cut.size):
+            has_room = cut[k] > 0 and filled[first] + lengths[i] <= max_len[k]
+            if has_room and ends[first] + table[k, i] < end:
+                end, kind, top = ends[first] + table[k, i], k, first
+            first += cut[k]
+        if kind < 0:
+            return np.inf
+        slowest = max(slowest, end)
+        tokens = filled[top] + lengths[i]
+        place = 0
+        while True:  # down, past every group that ends earlier
+            child = 2 * place + 1
+            if child >= cut[kind]:
+                break
+            if child + 1 < cut[kind] and ends[top + child + 1] < ends[top + child]:
+                child += 1
+            if ends[top + child] >= end:
+                break
+            ends[top + place], filled[top + place] = ends[top + child], filled[top + child]
+            place = child
+        ends[top + place], filled[top + place] = end, tokens
+    return slowest
 
 
 def flexsp(scenario: Scenario, *, name: str) -> SystemResult | None:
@@ -185,7 +209,12 @@ def flexsp(scenario: Scenario, *, name: str) -> SystemResult | None:
     with activation checkpointing or not. See [Note: Mixed groups]. None where nothing holds the
     context.
     """
-    results = []
+    step_ms = scenario.cluster.step_ms if scenario.cluster else 0.0
+
+    def total_ms(slowest: FloatArray) -> float:
+        return float(with_traffic_ms(scenario, slowest).sum())
+
+    found: list[Outcome | None] = [None] * len(scenario.lengths)
     for is_checkpointed in (False, True):
         groups = list(sharded_groups(scenario, [is_checkpointed]))
         if not groups or groups[-1].max_len < scenario.context_length:
@@ -197,27 +226,24 @@ def flexsp(scenario: Scenario, *, name: str) -> SystemResult | None:
             [group.terms()[2] for group in groups],
             [group.sequences_ms for group in groups],
         )
-        step_ms = scenario.cluster.step_ms if scenario.cluster else 0.0
-
-        def total_ms(slowest: FloatArray) -> float:
-            return float(with_traffic_ms(scenario, slowest).sum())
-
-        outcomes = []
-        for lengths in scenario.lengths:
-            steps = mixed.steps_ms(lengths, total_ms)
+        for number, lengths in enumerate(scenario.lengths):
+            known = found[number]
+            limit = known.iteration_ms - step_ms if known else np.inf
+            steps = mixed.steps_ms(lengths, total_ms, limit)
+            if not steps.size:
+                continue
             propagation = float(steps[:, 0].sum())
             busy = float(steps[:, 1].sum()) / scenario.num_devices
-            outcomes.append(
-                Outcome(
-                    propagation_ms=propagation,
-                    iteration_ms=total_ms(steps[:, 0]) + step_ms,
-                    imbalance=0.0,
-                    bubble=1 - busy / propagation if propagation else 0.0,
-                )
+            found[number] = Outcome(
+                propagation_ms=propagation,
+                iteration_ms=total_ms(steps[:, 0]) + step_ms,
+                imbalance=0.0,
+                bubble=1 - busy / propagation if propagation else 0.0,
             )
-        text = "groups for each micro-batch" + (", AC" if is_checkpointed else "")
-        results.append(summarize(name, text, outcomes))
-    return best_of(results) if results else None
+    outcomes = [outcome for outcome in found if outcome is not None]
+    if len(outcomes) < len(found):
+        return None
+    return summarize(name, "groups for each micro-batch", outcomes)
 
 
 def dynamic_cp(scenario: Scenario, *, name: str) -> SystemResult | None:

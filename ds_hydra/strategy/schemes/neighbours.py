@@ -1,11 +1,10 @@
-"""Strategies one step away from a given one: pipelines of one scheme exchanged for another on the
-same devices.
-"""
+"""Strategies one step away from a given one, and all of some schemes that fill the devices."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import lcm
 
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -31,3 +30,45 @@ def neighbour_strategies(strategy: Strategy, schemes: Iterable[Scheme]) -> tuple
             changed = counts - Counter({old: removed}) + Counter({new: devices // new.num_devices})
             found.setdefault(Strategy(tuple(changed.elements())))
     return tuple(found)
+
+
+def full_strategies(schemes: Sequence[Scheme], num_devices: int, most: int) -> tuple[Strategy, ...]:
+    """Every strategy of `schemes` that leaves no device over; none where these are more than
+    `most`.
+
+    >>> [str(s) for s in full_strategies([Scheme(1, 1), Scheme(2, 1)], 4, 9)]
+    ['4x<1,1>', '1x<2,1> + 2x<1,1>', '2x<2,1>']
+    """
+    sizes = tuple(scheme.num_devices for scheme in schemes)
+    if not sizes or num_cuts(num_devices, sizes) > most:
+        return ()
+    return tuple(
+        Strategy(tuple(s for s, n in zip(schemes, counts) for _ in range(n)))
+        for counts in cuts(num_devices, sizes)
+    )
+
+
+@lru_cache(maxsize=4096)
+def num_cuts(num_ranks: int, sizes: tuple[int, ...]) -> int:
+    """How many `cuts` there are."""
+    if len(sizes) == 1:
+        return int(num_ranks % sizes[0] == 0)
+    last = sizes[-1]
+    return sum(num_cuts(num_ranks - k * last, sizes[:-1]) for k in range(num_ranks // last + 1))
+
+
+@lru_cache(maxsize=64)
+def cuts(num_ranks: int, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """How many groups of each size: every way to use all ranks.
+
+    >>> cuts(4, (1, 2))
+    [(4, 0), (2, 1), (0, 2)]
+    """
+    if len(sizes) == 1:
+        return [(num_ranks // sizes[0],)] if num_ranks % sizes[0] == 0 else []
+    last = sizes[-1]
+    return [
+        (*head, count)
+        for count in range(num_ranks // last + 1)
+        for head in cuts(num_ranks - count * last, sizes[:-1])
+    ]
