@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+import types
 from unittest.mock import patch
 
 import pytest
@@ -116,3 +119,89 @@ def test_what_the_kernels_cannot_do_is_refused():
     heads = torch.zeros(1, 1, 2, 4)
     with pytest.raises(UnsupportedModelError, match="attention_dropout"):
         hydra_varlen(MODULE, heads, heads, heads, None, packed_micro_batch=micro_batch, dropout=0.1)
+
+
+def flash_attn_2(calls):
+    """flash_attn_varlen_func with the arguments of flash-attn 2.8, on the CPU."""
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+        causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+        return_attn_probs=False, block_table=None,
+    ):  # fmt: skip
+        assert causal
+        assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+        calls.append({"deterministic": deterministic, "window": window_size, "softcap": softcap})
+        heads = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
+        window = window_size[0] + 1 if window_size[0] >= 0 else None
+        lengths = cu_seqlens_q.diff().tolist()
+        out = attention.attention_per_sequence(
+            *heads, lengths, softmax_scale, window, softcap or None
+        )
+        return out[0].transpose(0, 1)
+
+    return flash_attn_varlen_func
+
+
+@pytest.fixture
+def with_flash_attn(monkeypatch):
+    calls = []
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_2(calls)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    attention.find_kernel.cache_clear()
+    yield calls
+    attention.find_kernel.cache_clear()
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 2.0)])
+def test_flash_attn_is_called_as_it_is_and_adds_in_one_order(with_flash_attn, window, softcap):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, 8) for heads in (4, 2, 2))
+    kernel = attention.find_kernel(needs_softcap=True)
+    micro_batch = PackedMicroBatch.build((5, 4), torch.device("cpu"))
+    heads_last = [t[0].transpose(0, 1) for t in (query, key, value)]
+    got = kernel(*heads_last, micro_batch.cu_seqlens, 5, 0.3, window, softcap)
+    wanted = attention.attention_per_sequence(query, key, value, (5, 4), 0.3, window, softcap)
+    torch.testing.assert_close(got, wanted[0].transpose(0, 1))
+    expected = (2, 0) if window else (-1, -1)
+    assert with_flash_attn == [
+        {"deterministic": True, "window": expected, "softcap": softcap or 0.0}
+    ]
+
+
+def test_torchs_varlen_attention_takes_what_it_is_given(monkeypatch):
+    from torch.nn.attention import varlen
+
+    calls = []
+    signature = inspect.signature(varlen.varlen_attn)
+
+    def record(*arguments, **options):
+        calls.append(signature.bind(*arguments, **options).arguments)
+        return arguments[0]
+
+    record.__signature__ = signature
+    monkeypatch.setattr(varlen, "varlen_attn", record)
+    attention.find_kernel.cache_clear()
+    kernel = attention.find_kernel(needs_softcap=False)
+    attention.find_kernel.cache_clear()
+    query, key = torch.zeros(9, 4, 8), torch.zeros(9, 2, 8)
+    ends = torch.tensor([0, 5, 9], dtype=torch.int32)
+    kernel(query, key, key, ends, 5, 0.3, 3, None)
+    assert calls[0]["window_size"] == (2, 0)
+    assert calls[0]["enable_gqa"] is True
+
+
+def test_softcap_without_a_kernel_is_refused_on_a_device(with_flash_attn, monkeypatch):
+    capped = types.SimpleNamespace(attn_logit_softcapping=50.0)
+    plain = types.SimpleNamespace(attn_logit_softcapping=None)
+    cuda, half = torch.device("cuda"), torch.bfloat16
+    attention.check_kernels(capped, cuda, half)
+    attention.check_kernels(capped, torch.device("cpu"), torch.float32)
+    with pytest.raises(UnsupportedModelError, match="enable bf16"):
+        attention.check_kernels(capped, cuda, torch.float32)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    attention.find_kernel.cache_clear()
+    with pytest.raises(UnsupportedModelError, match="pip install flash-attn"):
+        attention.check_kernels(capped, cuda, half)
+    attention.check_kernels(plain, cuda, torch.float32)

@@ -331,8 +331,10 @@ class HydraEngine(CheckpointingEngine):
         start: float,
         before_step: float,
     ) -> None:
+        found = self.get_global_grad_norm()
+        # On a device the host waits here for the optimizer's kernels, which so count as time.
+        grad_norm = math.nan if found is None else float(found)
         now = time.perf_counter()
-        grad_norm = self.get_global_grad_norm()
         metrics = measure_iteration(
             iteration.plan,
             outcomes,
@@ -342,7 +344,7 @@ class HydraEngine(CheckpointingEngine):
             planning_ms=iteration.planned.planning_ms,
             waited_ms=iteration.planned.waited_ms,
             lr=float(self.get_lr()[0]),
-            grad_norm=math.nan if grad_norm is None else float(grad_norm),
+            grad_norm=grad_norm,
             strategy_index=self.hydra.find_candidate(iteration.plan.strategy),
             pack_occupancy=self.hydra.pack_occupancy(iteration.plan),
             skipped_steps=self.skipped_steps,

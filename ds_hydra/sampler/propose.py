@@ -151,6 +151,8 @@ def propose_strategies(
             context_length=context_length,
             can_run=can_run,
             cluster=cluster,
+            tokens_per_iteration=tokens_per_iteration
+            or default_tokens_per_iteration(num_devices, context_length),
         )
     return propose_among(
         profile,
@@ -231,6 +233,7 @@ def propose_among(
                     s for c in candidates if c.max_lengths_tokens for s in c.strategy.schemes
                 )
             )
+            steps += tuple(s for s in usable_schemes(profile, num_devices, each) if s.gather)
         table |= trial.search(tuple(tried), steps, _in_turn(progress, turn, len(spaces)))
         if not any(map(trial.fits_context, chosen)):
             static, times_ms = trial.best_static(each)

@@ -151,8 +151,7 @@ def _attend(
     longest = max(packed_micro_batch.lengths)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
-    is_half = query_BHTD.dtype in (torch.float16, torch.bfloat16)
-    if query_BHTD.is_cuda and is_half and sinks_H is None:
+    if query_BHTD.is_cuda and query_BHTD.dtype in _KERNEL_DTYPES and sinks_H is None:
         kernel = find_kernel(needs_softcap=softcap is not None)
         if kernel is not None:
             out_THD = kernel(
@@ -287,6 +286,22 @@ def _window_mask(begin: int, end: int, first: int, window: int, device: torch.de
 
 
 _Kernel = Callable[..., Tensor]
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def check_kernels(config: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise UnsupportedModelError where the model of `config` would hold all scores of a sequence
+    on an accelerator, because no kernel caps them.
+    """
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if not softcap or device.type != "cuda":
+        return
+    if dtype not in _KERNEL_DTYPES or find_kernel(needs_softcap=True) is None:
+        raise UnsupportedModelError(
+            f"attn_logit_softcapping is {softcap}, which flash-attn alone computes, in 16 bit: without it the scores "
+            f"of a sequence would take heads x length^2 numbers. pip install flash-attn and enable bf16 (now {dtype}), "
+            "or set attn_logit_softcapping to null in the model's config"
+        )
 
 
 @cache

@@ -134,8 +134,8 @@ class StageModel:
         for unit in self.units:
             for module in unit.modules:
                 module.register_forward_pre_hook(self._before_unit)
-        for layer in self._layers:
-            layer.register_forward_hook(self._after_layer)
+        for module in (self._embedding, *self._layers):
+            module.register_forward_hook(self._after_layer)
         self.specs = build_specs(
             model,
             self._base,
@@ -229,11 +229,10 @@ class StageModel:
             buckets.append(tuple(refs))
         return tuple(buckets)
 
-    def _unshared_layers(self, units: Sequence[Unit]) -> list[int]:
-        """Places of the decoder layers among `units` that share no parameter with another unit."""
+    def _unshared(self, units: Sequence[Unit]) -> list[int]:
+        """Places of those of `units` that share no parameter with another unit."""
         owners = Counter(p for unit in self.units for p in {b.param for b in unit.bindings})
-        layers = [r for r, unit in enumerate(units) if unit not in (self.units[0], self.units[-1])]
-        return [r for r in layers if all(owners[b.param] == 1 for b in units[r].bindings)]
+        return [r for r, u in enumerate(units) if all(owners[b.param] == 1 for b in u.bindings)]
 
     def _in_order(self, units: Sequence[Unit], stage: int, buckets: Sequence[int]) -> Window:
         trained = [any(self.specs[b.param].requires_grad for b in unit.bindings) for unit in units]
@@ -254,14 +253,21 @@ class StageModel:
         copied = copied_params(self.specs, buckets)
         window = [
             r
-            for r in self._unshared_layers(units)
-            if units[r] in streamed and any(b.param in copied for b in units[r].bindings)
+            for r in self._unshared(units)
+            if units[r] in streamed.intersection(self.units[1:-1])
+            and any(b.param in copied for b in units[r].bindings)
         ]
         return StageStreams(
             buckets=frozenset(r for r, unit in enumerate(units) if unit in streamed),
             window=self._in_order(units, stage, window),
             copied=copied,
         )
+
+    def gather_window(self, scheme: Scheme) -> Window:
+        """The buckets that all ranks gather for every pass: those that share no parameter."""
+        units = self.stage_units(scheme, 0)
+        alone = self._unshared(units)
+        return self._in_order(units, 0, alone if len(alone) > 1 else [])
 
     def strategy_buckets(self, strategy: Strategy, num_ranks: int) -> list[RankBuckets]:
         """The buckets of all ranks under `strategy`; equal ones are one object. Idle ranks have
@@ -289,9 +295,9 @@ class StageModel:
         checkpoint the scheme's.
 
         `await_bucket(r)` is called before every forward pass that reads the slices of the stage's
-        r-th unit, and `before_backward[r]`, if the r-th unit is a layer, before every backward pass
-        of it. Where that is None no gradient goes through the layer, because nothing below is
-        trained.
+        r-th unit, and `before_backward[r]`, if the r-th unit is a layer or the embedding, before
+        every backward pass of it. Where that is None no gradient goes through the layer, because
+        nothing below is trained.
         """
         for index, unit in enumerate(self.stage_units(scheme, stage)):
             if before_backward is not None and index in before_backward:
@@ -350,7 +356,10 @@ class StageModel:
         self._state.carry_over()
 
     def to_device(self, device: torch.device) -> None:
-        """Move buffers (rotary frequencies) to the compute device."""
+        """Move buffers (rotary frequencies) to the compute device. Raises UnsupportedModelError for
+        attention that no kernel of that device computes.
+        """
+        attention.check_kernels(self.config, device, self.params[0].dtype)
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:

@@ -73,8 +73,15 @@ class Cluster:
         return 1e3 * shard * STEP_BYTES / self.hardware.memory_rate
 
     @lru_cache(maxsize=4096)  # noqa: B019 - a cluster is a small value, and few are made
-    def link_times(self, strategy: Strategy, *, is_fully_sharded: bool = True) -> LinkTimes:
-        """Pull, push and step of `strategy`.
+    def link_times(
+        self,
+        strategy: Strategy,
+        *,
+        is_fully_sharded: bool = True,
+        gradient_bytes: float = GRADIENT_BYTES,
+    ) -> LinkTimes:
+        """Pull, push and step of `strategy`; where it gathers layers for every pass, the push has
+        the pulls of the backward pass in it, and further micro-batches count in T.
 
         `is_fully_sharded`: states are cut over all ranks (ZeRO-3), else over the pipelines that
         hold the same slice (the distributed optimizer of Megatron-LM, homogeneous strategies only),
@@ -89,8 +96,11 @@ class Cluster:
         inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
         across = elements / self.hardware.inter_node_rate
         slowest = 1e3 * max(inside, across)
+        again = PARAM_BYTES if strategy.gathers else 0
         return LinkTimes(
-            pull_ms=PARAM_BYTES * slowest, push_ms=GRADIENT_BYTES * slowest, step_ms=self.step_ms
+            pull_ms=PARAM_BYTES * slowest,
+            push_ms=(again + gradient_bytes) * slowest,
+            step_ms=self.step_ms,
         )
 
     @property
@@ -107,6 +117,17 @@ class Cluster:
         streamed = max(_streamed_share(scheme, layers)) / scheme.tp * self.num_params
         elements = streamed * (1 - 1 / self._ranks_per_node)
         return 1e3 * STREAM_BYTES * elements / self.hardware.intra_node_rate
+
+    def gather_ms(self, scheme: Scheme) -> float:
+        """What all ranks move for one micro-batch of layers that are gathered: read forward and
+        backward, gradients given away, by the slower of both kinds of interconnect.
+        """
+        elements = self.num_params / scheme.tp * (1 - 1 / self.num_devices)
+        outside = self.num_params * (1 - self._ranks_per_node / self.num_devices)
+        slowest = max(
+            elements / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate
+        )
+        return 1e3 * (2 * PARAM_BYTES + GRADIENT_BYTES) * slowest
 
     def with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
         """`latency` of a group without communication, with its exchanges of SP: of S / SP tokens
@@ -134,8 +155,7 @@ class Cluster:
         """`link_times` of a strategy with gradients of `share` of 32 bit."""
 
         def link_times(strategy: Strategy) -> LinkTimes:
-            times = self.link_times(strategy)
-            return replace(times, push_ms=share * times.push_ms)
+            return self.link_times(strategy, gradient_bytes=share * GRADIENT_BYTES)
 
         return link_times
 

@@ -66,6 +66,15 @@ class LatencyModel:
         total = sum(self.sequence_ms(length) for length in lengths_tokens)
         return max(total + self.constant_ms, self.traffic_ms) if total else 0.0
 
+    def scaled(self, ratio: float) -> LatencyModel:
+        """T of `ratio` times the computation, with the same traffic."""
+        return LatencyModel(
+            quadratic_ms=ratio * self.quadratic_ms,
+            linear_ms=ratio * self.linear_ms,
+            constant_ms=ratio * self.constant_ms,
+            traffic_ms=self.traffic_ms,
+        )
+
     def to_json(self) -> dict[str, float]:
         """The coefficients by name, `traffic_ms` where there is any."""
         document = asdict(self)
@@ -105,12 +114,7 @@ class Profile:
         if self.has_latency(scheme):
             ratio = slowest_stage_ratio(scheme, self.memory.num_layers)
             base = self.latency[self._base(scheme)]
-            return LatencyModel(
-                quadratic_ms=ratio * base.quadratic_ms,
-                linear_ms=ratio * base.linear_ms,
-                constant_ms=ratio * base.constant_ms,
-                traffic_ms=base.traffic_ms,
-            )
+            return base.scaled(ratio)
         plain = scheme.without_options()
         wanted = (
             scheme if scheme == plain else f"{scheme}, and {plain} from which it could be derived,"
@@ -281,6 +285,7 @@ class Profile:
                     input_bytes=float(memory.get("input_bytes_per_token_per_layer_per_hidden", 0)),
                     tp_sequence_parallel=document.get("tp_sequence_parallel", False),
                     devices_per_node=int(hardware.get("devices_per_node", 8)),
+                    exchange_bytes=float(memory.get("exchange_bytes", 0)),
                 ),
                 saturation_tokens={
                     int(tp): int(tokens)

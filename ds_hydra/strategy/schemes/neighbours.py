@@ -25,7 +25,7 @@ def neighbour_strategies(strategy: Strategy, schemes: Iterable[Scheme]) -> tuple
         for new in schemes:
             devices = lcm(old.num_devices, new.num_devices)
             removed = devices // old.num_devices
-            if new == old or removed > count:
+            if new == old or removed > count or new.gather != old.gather:
                 continue
             changed = counts - Counter({old: removed}) + Counter({new: devices // new.num_devices})
             found.setdefault(Strategy(tuple(changed.elements())))
