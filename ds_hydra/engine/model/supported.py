@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_hydra.errors import UnsupportedModelError
 
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def check_model(model: nn.Module) -> None:
@@ -47,8 +47,8 @@ def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
         ):
             yield f"{key} = {value}: dropout would depend on the strategy; set it to 0 in the model's config"
     layer_types = set(getattr(base_config, "layer_types", None) or ())
-    if layer_types - SUPPORTED_LAYER_TYPES:
-        yield f"layer types {sorted(layer_types - SUPPORTED_LAYER_TYPES)} are not supported"
+    if layer_types - _SUPPORTED_LAYER_TYPES:
+        yield f"layer types {sorted(layer_types - _SUPPORTED_LAYER_TYPES)} are not supported"
     if getattr(base_config, "use_bidirectional_attention", False):
         yield "bidirectional attention is not supported; set use_bidirectional_attention to false"
     if len({p.dtype for p in model.parameters()}) > 1:

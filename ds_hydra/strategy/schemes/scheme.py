@@ -19,10 +19,10 @@ _OPTION = re.compile(r"\s*([a-z_]{1,20})\s*=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*")
 _COUNTED = ("ckpt", "stages", "stream", "ep")
 _OPTIONS = (*_COUNTED, "gather")
 
-MAX_LAYERS = 1 << 20
+_MAX_LAYERS = 1 << 20
 """Layers that an option of a scheme may name: far above any model."""
 
-ALL_LAYERS = MAX_LAYERS + 1
+ALL_LAYERS = _MAX_LAYERS + 1
 """`stream` of a scheme that streams every layer, the embedding and the head: above any number of
 layers, so that `min(stream, layers)` layers of a stage stream.
 """
@@ -78,14 +78,14 @@ class Scheme:
             raise HydraConfigError(f"scheme {named[:80]}: {sizes} must be 1 or more")
         if self.num_devices > MAX_DEVICES:
             raise HydraConfigError(f"scheme {str(self)[:80]}: more than {MAX_DEVICES} ranks")
-        if type(self.ckpt) is not int or not 0 <= self.ckpt <= MAX_LAYERS:
+        if type(self.ckpt) is not int or not 0 <= self.ckpt <= _MAX_LAYERS:
             raise HydraConfigError(
-                f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {MAX_LAYERS}"
+                f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {_MAX_LAYERS}"
             )
         if type(self.stream) is not int or not 0 <= self.stream <= ALL_LAYERS:
             raise HydraConfigError(
                 f"stream of a scheme is {repr(self.stream)[:80]}, expected a number of layers of each stage up to "
-                f'{MAX_LAYERS}, or "all"'
+                f'{_MAX_LAYERS}, or "all"'
             )
         if type(self.stages) is not tuple or not all(type(n) is int and n > 0 for n in self.stages):
             raise HydraConfigError(
