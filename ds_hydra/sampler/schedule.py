@@ -93,6 +93,7 @@ def run_passes(
                 if stage > 0:
                     start = max(start, forward_end[stage - 1, wave] + hop_ms[wave])
                 end = start + forward_ms[stage, wave]
+                # Layers come evenly over the pull: the last one is still to be computed after it.
                 if wave == 0 and num_buckets > 0:
                     end = max(end, pull_ms + forward_ms[stage, wave] / num_buckets)
                 forward_start[stage, wave] = start
@@ -263,6 +264,7 @@ def _balance(num_stages: int, forward_fraction: float, share: FloatArray) -> flo
             share[:] = micro_batches
         path_sum += path
         mean += micro_batches
+        # The mean of all divisions is often better than any of them, but trying it is a recurrence.
         if step % 50 == 0:
             bound = max(bound, path_sum.min() / step - _ROUNDING)
             if one_f_one_b_ms(mean / step, num_stages, forward_fraction) < best:
@@ -286,6 +288,7 @@ def _critical_path(
     """
     num_micro_batches = micro_batch_ms.size
     times = _equal_stages(micro_batch_ms, num_stages, forward_fraction, 0.0, 0)
+    # No list of predecessors is kept: which one it was follows from the start itself.
     path[:] = 0.0
     stage, micro_batch, is_backward = 0, num_micro_batches - 1, True
     while stage > 0 or micro_batch > 0 or is_backward:
