@@ -123,6 +123,11 @@ class Role:
         return _sp_groups(self.scheme, self.ranks)[self.stage * self.scheme.tp + self.tp_rank]
 
     @property
+    def ep_rank(self) -> int:
+        """Which part of the experts of a layer the rank has."""
+        return self.sp_rank % self.scheme.ep
+
+    @property
     def previous_rank(self) -> int | None:
         """The rank of the stage before that sends to this one; None in the first."""
         return self.rank - self.scheme.ranks_per_stage if self.stage > 0 else None
