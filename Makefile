@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEVELOPED := $(VENV)/.installed-dev
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
-TEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest
+TEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu
@@ -39,12 +39,10 @@ demo: $(INSTALLED)  ## train a small LLaMA on the standard library's source with
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --log_level error --num_gpus 4 --no_local_rank examples/stdlib/train.py
 
 test: $(DEVELOPED)  ## run the tests of some minutes
-	$(TEST) -n 2 -m "not distributed and not slow"
-	$(TEST) -m "distributed and not slow"
+	$(TEST) -m "not slow"
 
 test-all: $(DEVELOPED)  ## run every test
-	$(TEST) -n 2 -m "not distributed"
-	$(TEST) -m distributed
+	$(TEST)
 
 check: $(DEVELOPED) docs  ## lint, types, import contract, documentation
 	$(BIN)/ruff check .

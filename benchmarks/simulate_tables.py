@@ -193,8 +193,8 @@ def _packing_lines() -> list[str]:
     return [
         "## WLB-LLM, Table 2",
         "",
-        "Imbalance of four micro-batches of 128K tokens, LLaMA2-7B, by FLOPs alone (`simulator/wlb_table.py`). Fitted: a "
-        f"FLOP of attention costs {FITTED_ATTENTION:g} of a matmul's. Lengths: the shipped GitHub histogram cut at "
+        "Imbalance of four micro-batches of 128K tokens, LLaMA2-7B, by FLOPs alone (`simulator/wlb_table.py`). Fitted: "
+        f"a FLOP of attention costs {FITTED_ATTENTION:g} of a matmul's. Lengths: the shipped GitHub histogram cut at "
         "125,000 (99th percentile 28,042, the paper's 26K; mean 2,428, the paper's 3,962). Where its queues begin the "
         "paper does not say: 32K and 64K here. 200 mini-batches.",
         "",

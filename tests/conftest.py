@@ -6,6 +6,7 @@ hypothesis draws the same examples in every run; `pytest --hypothesis-profile=ot
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,3 +36,15 @@ for variable in OF_A_LAUNCHER:  # which may have started the tests
 
 def pytest_runtest_setup(item):
     distributed.may_start_ranks = item.get_closest_marker("distributed") is not None
+
+
+def pytest_collection_modifyitems(items):
+    """Files whose tests start ranks come first, and so no process is left with one of them at the
+    end.
+    """
+    items.sort(key=lambda item: item.get_closest_marker("distributed") is None)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # modules stay: nobody needs to look for garbage in them

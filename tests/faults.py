@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed import free_port, rank_environment
+from distributed import free_port, load_what_ranks_use, rank_environment, start_forks
 
 HANG_S = 600
 """Only a run that never ends takes so long."""
@@ -45,9 +45,7 @@ def run_until_end(
 
     Rank `victim` need not: it is killed when the others have ended.
     """
-    import deepspeed  # noqa: F401  before the fork: paid once
-    import transformers  # noqa: F401
-
+    load_what_ranks_use()
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("fork")
     rendezvous = f"{folder}/rendezvous_{time.monotonic_ns()}"
@@ -58,8 +56,7 @@ def run_until_end(
         )
         for rank in range(world_size)
     ]
-    for process in ranks:
-        process.start()
+    start_forks(ranks)
     ends: dict[int, float] = {}
     limit = time.monotonic() + HANG_S
     awaited = set(range(world_size)) - {victim}

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed import free_port, remove_shared_memory
+from distributed import free_port, load_what_ranks_use, remove_shared_memory, start_forks
 from faults import ends_as_rank
 
 NETWORK = "10.77.0"
@@ -325,9 +325,7 @@ def run_on_hosts(
     Without `hosts` all of them run on this machine. `poll` is called again and again until it
     returns True.
     """
-    import deepspeed  # noqa: F401  before the fork: paid once
-    import transformers  # noqa: F401
-
+    load_what_ranks_use()
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("fork")
     places = [(host, local) for host, number in enumerate(ranks_on) for local in range(number)]
@@ -345,7 +343,7 @@ def run_on_hosts(
         ranks.append(
             context.Process(target=_run_rank, args=(function, args, env, hosts, host, str(folder)))
         )
-        ranks[-1].start()
+    start_forks(ranks)
     ends: dict[int, float] = {}
     begin = fault = None
     limit = time.monotonic() + limit_s

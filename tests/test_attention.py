@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+import types
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +19,7 @@ from ds_hydra.errors import UnsupportedModelError
 MODULE = torch.nn.Identity()
 
 
-def dense_reference(query, key, value, *, window=None, softcap=None):
+def dense_reference(query, key, value, *, window=None, softcap=None, sinks=None):
     """One sequence, every score computed and masked."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -24,7 +29,11 @@ def dense_reference(query, key, value, *, window=None, softcap=None):
     position = torch.arange(query.shape[2])
     distance = position.unsqueeze(1) - position.unsqueeze(0)
     hidden = (distance < 0) | (distance >= (window or query.shape[2]))
-    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1) @ value
+    total = scores.exp().sum(-1, keepdim=True) + sinks.exp().view(1, -1, 1, 1)
+    return scores.exp() / total @ value
 
 
 @given(
@@ -32,34 +41,42 @@ def dense_reference(query, key, value, *, window=None, softcap=None):
     groups=st.sampled_from([1, 2, 4]),
     window=st.sampled_from([None, 1, 3, 8]),
     softcap=st.sampled_from([None, 2.0]),
+    has_sinks=st.booleans(),
+    block=st.sampled_from([4, 1024]),
 )
-def test_packed_micro_batch_equals_its_sequences(lengths, groups, window, softcap):
+def test_packed_micro_batch_equals_its_sequences(
+    lengths, groups, window, softcap, has_sinks, block
+):
     torch.manual_seed(sum(lengths))
     total = sum(lengths)
     query = torch.randn(1, 4, total, 8, requires_grad=True)
     key = torch.randn(1, 4 // groups, total, 8, requires_grad=True)
     value = torch.randn(1, 4 // groups, total, 8, requires_grad=True)
+    sinks = torch.randn(4, requires_grad=True) if has_sinks else None
+    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
     micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
-    out, _ = hydra_varlen(
-        MODULE,
-        query,
-        key,
-        value,
-        None,
-        packed_micro_batch=micro_batch,
-        sliding_window=window,
-        softcap=softcap,
-    )
+    with patch.object(attention, "_QUERY_BLOCK", block):
+        out, _ = hydra_varlen(
+            MODULE,
+            query,
+            key,
+            value,
+            None,
+            packed_micro_batch=micro_batch,
+            sliding_window=window,
+            softcap=softcap,
+            s_aux=sinks,
+        )
     parts = zip(
         query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
     )
     wanted = torch.cat(
-        [dense_reference(*p, window=window, softcap=softcap) for p in parts], 2
+        [dense_reference(*p, window=window, softcap=softcap, sinks=sinks) for p in parts], 2
     ).transpose(1, 2)
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
-    gradients = torch.autograd.grad(out.square().sum(), (query, key, value), retain_graph=True)
+    gradients = torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)
     for got, expected in zip(
-        gradients, torch.autograd.grad(wanted.square().sum(), (query, key, value)), strict=True
+        gradients, torch.autograd.grad(wanted.square().sum(), inputs), strict=True
     ):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
@@ -102,3 +119,89 @@ def test_what_the_kernels_cannot_do_is_refused():
     heads = torch.zeros(1, 1, 2, 4)
     with pytest.raises(UnsupportedModelError, match="attention_dropout"):
         hydra_varlen(MODULE, heads, heads, heads, None, packed_micro_batch=micro_batch, dropout=0.1)
+
+
+def flash_attn_2(calls):
+    """flash_attn_varlen_func with the arguments of flash-attn 2.8, on the CPU."""
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+        causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+        return_attn_probs=False, block_table=None,
+    ):  # fmt: skip
+        assert causal
+        assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+        calls.append({"deterministic": deterministic, "window": window_size, "softcap": softcap})
+        heads = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
+        window = window_size[0] + 1 if window_size[0] >= 0 else None
+        lengths = cu_seqlens_q.diff().tolist()
+        out = attention.attention_per_sequence(
+            *heads, lengths, softmax_scale, window, softcap or None
+        )
+        return out[0].transpose(0, 1)
+
+    return flash_attn_varlen_func
+
+
+@pytest.fixture
+def with_flash_attn(monkeypatch):
+    calls = []
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_varlen_func = flash_attn_2(calls)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    attention.find_kernel.cache_clear()
+    yield calls
+    attention.find_kernel.cache_clear()
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 2.0)])
+def test_flash_attn_is_called_as_it_is_and_adds_in_one_order(with_flash_attn, window, softcap):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, 8) for heads in (4, 2, 2))
+    kernel = attention.find_kernel(needs_softcap=True)
+    micro_batch = PackedMicroBatch.build((5, 4), torch.device("cpu"))
+    heads_last = [t[0].transpose(0, 1) for t in (query, key, value)]
+    got = kernel(*heads_last, micro_batch.cu_seqlens, 5, 0.3, window, softcap)
+    wanted = attention.attention_per_sequence(query, key, value, (5, 4), 0.3, window, softcap)
+    torch.testing.assert_close(got, wanted[0].transpose(0, 1))
+    expected = (2, 0) if window else (-1, -1)
+    assert with_flash_attn == [
+        {"deterministic": True, "window": expected, "softcap": softcap or 0.0}
+    ]
+
+
+def test_torchs_varlen_attention_takes_what_it_is_given(monkeypatch):
+    from torch.nn.attention import varlen
+
+    calls = []
+    signature = inspect.signature(varlen.varlen_attn)
+
+    def record(*arguments, **options):
+        calls.append(signature.bind(*arguments, **options).arguments)
+        return arguments[0]
+
+    record.__signature__ = signature
+    monkeypatch.setattr(varlen, "varlen_attn", record)
+    attention.find_kernel.cache_clear()
+    kernel = attention.find_kernel(needs_softcap=False)
+    attention.find_kernel.cache_clear()
+    query, key = torch.zeros(9, 4, 8), torch.zeros(9, 2, 8)
+    ends = torch.tensor([0, 5, 9], dtype=torch.int32)
+    kernel(query, key, key, ends, 5, 0.3, 3, None)
+    assert calls[0]["window_size"] == (2, 0)
+    assert calls[0]["enable_gqa"] is True
+
+
+def test_softcap_without_a_kernel_is_refused_on_a_device(with_flash_attn, monkeypatch):
+    capped = types.SimpleNamespace(attn_logit_softcapping=50.0)
+    plain = types.SimpleNamespace(attn_logit_softcapping=None)
+    cuda, half = torch.device("cuda"), torch.bfloat16
+    attention.check_kernels(capped, cuda, half)
+    attention.check_kernels(capped, torch.device("cpu"), torch.float32)
+    with pytest.raises(UnsupportedModelError, match="enable bf16"):
+        attention.check_kernels(capped, cuda, torch.float32)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    attention.find_kernel.cache_clear()
+    with pytest.raises(UnsupportedModelError, match="pip install flash-attn"):
+        attention.check_kernels(capped, cuda, half)
+    attention.check_kernels(plain, cuda, torch.float32)

@@ -24,6 +24,7 @@ BASE = {
         "context_length": 32768,
         "tokens_per_iteration": 200_000,
         "profile": "a800_llama2_7b",
+        "tp_sequence_parallel": True,
     },
 }
 
@@ -55,8 +56,12 @@ def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp
         for line in result.stdout.splitlines()
         if line.strip()[0] == "<"
     }
-    assert rows["<1,2>"] == "7,157"  # the engine's states; 9,669 with those of App. B.1
-    assert rows["<8,1>"] == "64,337"
+    # With the engine's states and all else that it holds; 9,669 and 75,238 by App. B.1
+    assert rows["<1,2>"] == "4,862"
+    assert rows["<8,1>"] == "59,608"
+    states_alone = invoke("check", path, "--devices", 8)  # the rest is counted with a model
+    assert "7,157" in states_alone.stdout
+    assert "64,337" in states_alone.stdout
     assert "communicators: " in result.stdout
     assert "max_position_embeddings of 4096" in result.stdout
 
@@ -364,7 +369,7 @@ def test_schemes_with_sp_are_estimated_where_the_profile_lacks_them_and_refused_
     report = check_config(CheckRequest(config=config, num_devices=8, model="llama2_7b"))
     assert report.problems == []
     assert any(
-        "times of <sp2,2,1>, <sp2,4,1>" in text and "estimated from TP" in text
+        "times of <sp2,2,1>, <sp2,4,1>" in text and "estimated from those" in text
         for text in report.assumed
     )
     longest = {scheme["scheme"]: scheme["max_len_tokens"] for scheme in report.schemes}
@@ -375,6 +380,15 @@ def test_schemes_with_sp_are_estimated_where_the_profile_lacks_them_and_refused_
         "SP 3 x TP 1 = 3 does not divide the model's 32 attention heads; use SP 1, 2, 4, 8"
         in problem
     )
+
+
+def test_streamed_and_gathered_schemes_are_estimated_where_the_interconnects_are_known():
+    for text in ("16x<1,1;stream>", "16x<1,1;gather>"):
+        config = changed(hydra={"strategies": [text], "context_length": 4096})
+        report = check_config(CheckRequest(config=config, num_devices=16, model="llama2_7b"))
+        assert report.problems == []
+        assert any(f"times of {text[3:]}, which the" in assumed for assumed in report.assumed)
+        assert {row["scheme"] for row in report.schemes} >= {text[3:]}
 
 
 def check_home(home, nodes):
@@ -388,18 +402,18 @@ def check_home(home, nodes):
 
 
 def test_schemes_with_parts_are_checked_and_derived():
-    given = ["1x<1,2;ckpt=24> + 3x<1,2>", "4x<1,2;stream=8>"]
-    config = changed(hydra={"strategies": given, "context_length": 16384})
+    given = ["1x<1,2;ckpt=8> + 3x<1,2>", "4x<1,2;stream=8>"]
+    config = changed(hydra={"strategies": given, "context_length": 6000})
     report = check_config(CheckRequest(config=config, model="llama2_7b", num_devices=8))
     assert report.problems == []
     longest = {row["scheme"]: row["max_len_tokens"] for row in report.schemes}
-    assert longest["<1,2>"] < 16384 < longest["<1,2;ckpt=24>"]
+    assert longest["<1,2>"] < 6000 < longest["<1,2;ckpt=8>"]
     assert any(
         "<1,2;stream=8>" in warning and "accelerator" in warning for warning in report.warnings
     )
     check_home(report.home, nodes=1)
     given = ["8x<1,2;stream=8>"]
-    config = changed(hydra={"strategies": given, "context_length": 16384})
+    config = changed(hydra={"strategies": given, "context_length": 6000})
     report = check_config(CheckRequest(config=config, model="llama2_7b", num_devices=16))
     check_home(report.home, nodes=2)
     assert "each has 1.6 GiB of the weights and 4.7 GiB of the sums" in describe_report(report)

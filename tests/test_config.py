@@ -312,7 +312,7 @@ REFUSED = {
     "zero_optimization.zero_quantized_weights": True,
     "zero_optimization.zero_quantized_nontrainable_weights": True,
     "zero_optimization.zero_quantized_gradients": True,
-    "zero_optimization.offload_param.device": "nvme",
+    "zero_optimization.offload_param.device": "cpu",
     "zero_optimization.offload_optimizer.super_offload": True,
     "zero_optimization.zenflow": {"topk_ratio": 0.1},
     "tensor_parallel.autotp_size": 2,

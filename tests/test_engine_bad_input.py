@@ -225,6 +225,10 @@ def make_mistakes(folder):
     raised["evaluation of nothing"] = error_of(lambda: engine.eval_batch(None))
     frozen = engine.hydra.stage_model.params[0].requires_grad_(False)
     raised["frozen later"] = error_of(lambda: engine.train_batch(batch=good, strategy="2x<1,1>"))
+    frozen.requires_grad_(dist.get_rank() != 1)
+    raised["frozen by rank 1"] = error_of(
+        lambda: engine.train_batch(batch=good, strategy="2x<1,1>")
+    )
     frozen.requires_grad_(True)
     blocked = Path(folder) / "file"
     blocked.touch()
@@ -261,6 +265,7 @@ LATER_MISTAKES = {
     "one dict": (HydraConfigError, ("dict of 'input_ids'", "expected a list")),
     "evaluation of nothing": (HydraConfigError, ("mini-batch is None", "expected a list")),
     "frozen later": (HydraConfigError, ("requires_grad", "before ds_hydra.initialize")),
+    "frozen by rank 1": (HydraConfigError, ("requires_grad is False and was True",)),
     "run_dir is a file": (HydraConfigError, ("hydra.run_dir", "file")),
     "another batch on each rank": (PlanMismatchError, ("mini-batch", "rank 1")),
 }

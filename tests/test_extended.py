@@ -270,7 +270,7 @@ def run_engines(folder):
     warnings = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("ds_hydra.engine.runtime").addHandler(handler)
+    logging.getLogger("ds_hydra.engine").addHandler(handler)
 
     def start(space="measured", **hydra):
         model = tiny("llama", num_hidden_layers=4)

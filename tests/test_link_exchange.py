@@ -17,6 +17,7 @@ from ds_hydra.errors import PlanMismatchError
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import plan_link
 from ds_hydra.zero_link.exchange import Link
+from ds_hydra.zero_link.packed import pack_phase
 
 NUM_LAYERS = 3
 STRATEGIES = (
@@ -151,6 +152,42 @@ def check_all_routes(hidden, single_numel, fused):
 )
 def test_pull_gives_slices_bit_by_bit_and_push_the_same_sums_twice(hidden, single_numel, fused):
     assert all(run_distributed(check_all_routes, 4, hidden, single_numel, fused))
+
+
+def check_packed_rounds():
+    """One all-to-all for each round: the same bits as messages, in slices and sums."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    cpu = torch.device("cpu")
+    num_classes = set()
+    for fused, gradient_dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        messages, packed = (
+            Link(group, cpu, gradient_dtype, packs=packs) for packs in (False, True)
+        )
+        specs = decoder_specs(5, NUM_LAYERS, tied=True, frozen=True, fused=fused)
+        for text in STRATEGIES:
+            case = Case(specs, text, torch.bfloat16)
+            pull, push = case.plan(), case.plan(gradients=True)
+            slices, results = case.empty_slices(), []
+            packed.pull(pull, case.shards_P, slices)
+            torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0, msg=text)
+            for link in (messages, packed, packed):
+                grads_P = [torch.full_like(grad, 0.3) for grad in case.empty_shards()]
+                link.push(push, case.gradients(), grads_P)
+                results.append(grads_P)
+            torch.testing.assert_close(results[0], results[1], rtol=0, atol=0, msg=text)
+            torch.testing.assert_close(results[0], results[2], rtol=0, atol=0, msg=text)
+            for round_ in push.rounds:
+                additions = pack_phase(round_.phases[0], case.rank, 4).additions
+                num_classes.add(tuple(len(addition.begins) for addition in additions))
+    return num_classes
+
+
+@pytest.mark.distributed
+def test_packed_rounds_give_the_same_bits():
+    classes = set().union(*run_distributed(check_packed_rounds, 4))
+    assert (4,) in classes  # four ranks contribute the same blocks
+    assert any(len(found) > 1 and max(found) > 1 for found in classes)  # disjoint classes
+    assert any(len(found) > 2 and max(found) == 1 for found in classes)  # rank by rank
 
 
 def check_interleavings():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ds_hydra.configs import find_file, list_files, load_model_preset, read_ds_config
+from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
 
@@ -130,3 +131,47 @@ def test_ready_configs_are_accepted_by_us_and_by_deepspeed(name, caplog):
     assert not [record for record in caplog.records if record.name.startswith("ds_hydra")]
     assert find_file("profiles", hydra.profile).exists()
     assert DeepSpeedConfig(ds_config).bfloat16_config.enabled
+
+
+def check_preset(name, **hydra):
+    model, _, devices = name.rpartition("_")
+    document = load("deepspeed", name)
+    document["hydra"] |= hydra
+    number = 64 if devices == "zero3" else int(devices.removesuffix("gpus"))
+    return check_config(CheckRequest(config=document, model=model, num_devices=number))
+
+
+@pytest.mark.parametrize("name", list_files("deepspeed"))
+def test_ready_configs_fit_the_devices_they_name(name):
+    """With what the engine holds: 28 bytes a parameter, traced activations, communicators."""
+    report = check_preset(name)
+    assert report.problems == []
+    assert any("was measured with Hetu" in line for line in report.assumed)
+    longest = max(row["max_len_tokens"] for row in report.schemes)
+    assert longest >= report.context_length
+    fitting = [row for row in report.schemes if row["max_len_tokens"] > 0]
+    assert all(row["total_bytes"] <= report.memory_bytes for row in fitting)
+    assert report.memory_bytes < 75 << 30  # of 79: the rest is contexts, communicators and margin
+
+
+@pytest.mark.parametrize(
+    ("name", "hydra", "most"),
+    [
+        ("llama2_7b_8gpus", {"tp_sequence_parallel": False}, 20_000),  # 159 bytes, not 48
+        ("llama2_13b_8gpus", {"context_length": 32768}, 20_000),
+        ("llama2_32b_16gpus", {"context_length": 16384}, 6_000),
+    ],
+)
+def test_what_presets_were_before_does_not_fit(name, hydra, most):
+    report = check_preset(name, **hydra)
+    assert "no scheme fits a micro-batch of" in report.problems[0]
+    assert 0 < max(row["max_len_tokens"] for row in report.schemes) < most
+
+
+def test_states_of_the_engine_are_28_bytes_a_parameter():
+    report = check_preset("llama2_7b_8gpus")
+    (row,) = [row for row in report.schemes if row["scheme"] == "<8,1>"]
+    layers = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    window = 4 * 4 * layers / 32 / 8
+    counted = layers * 28 / 8 + window
+    assert row["states_bytes"] == pytest.approx(counted, rel=0.03)  # embedding and norms besides

@@ -46,8 +46,8 @@ def test_mixed_groups_find_the_best_of_small_steps():
         tried = np.array(cuts(4, sizes))
         assert solve_step(lengths, table, constants, np.array(sizes), max_len, tried, 4, found)
         best = np.inf
-        for cut in tried:
-            kinds = np.repeat(np.arange(3), cut)
+        for counts in tried:
+            kinds = np.repeat(np.arange(3), counts)
             for placed in product(range(kinds.size), repeat=5):
                 ends = constants[kinds].copy()
                 filled = np.zeros(kinds.size)

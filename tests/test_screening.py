@@ -7,12 +7,13 @@ import pytest
 from reference import make_batch
 
 from ds_hydra.configs import find_file
+from ds_hydra.sampler import trial
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, with_schemes_of
 from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
 from ds_hydra.sampler.planner import heuristic_times, plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind, make_problem
-from ds_hydra.sampler.screening import Screen
+from ds_hydra.sampler.screening import UNEVEN_STEPS, Screen
 from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import Profile
@@ -104,3 +105,29 @@ def test_equal_schemes_and_strategies_have_equal_hashes():
     mixed = Strategy.parse("1x<1,1> + 1x<2,1> + 1x<1,1>")
     assert hash(mixed) == hash(Strategy.parse("1x<2,1> + 2x<1,1>"))
     assert len({mixed, Strategy.parse("2x<1,1> + 1x<2,1>")}) == 1
+
+
+def test_what_lockstep_costs_keeps_gathered_strategies_from_being_tried():
+    """The same T and MaxLen, gathered and not: alike while each pipeline has one micro-batch."""
+    plain, gathered = Scheme(1, 1), Scheme(1, 1, gather=True)
+    known = PROFILE.get_latency(Scheme.parse("<1,1;stream>"))
+    entries = [{**s.to_json(), **known.to_json()} for s in (plain, gathered)]
+    profile = Profile.from_json({**PROFILE.document, "schemes": entries})
+    strategies = [Strategy((scheme,) * 2) for scheme in (gathered, plain)]
+    held = profile.max_len_tokens(gathered, 2)
+    assert held > 0
+    for lengths, ratio in (([held, held], 1.0), ([held // 2 + 1] * 3, UNEVEN_STEPS)):
+        screen = Screen(strategies, profile, 2)
+        screen._max_len[:] = held
+        with_lockstep, alone = screen.estimates_ms(make_batch(lengths))
+        assert with_lockstep == pytest.approx(ratio * alone)
+
+
+@pytest.mark.parametrize(("many", "num_tried"), [(trial._MANY, 6), (0, 3)])
+def test_half_of_the_mini_batches_have_to_do_for_very_many_candidates(monkeypatch, many, num_tried):
+    monkeypatch.setattr(trial, "_MANY", many)
+    tried = []
+    found = trial.Trial([BATCH] * 6, PROFILE, NUM_DEVICES, 16384, PruningSettings(num_rounds=0))
+    times = found.search(STRATEGIES, (), lambda done, of: tried.append((done, of)))
+    assert tried == [(number + 1, 6) for number in range(num_tried)]
+    assert all(of.shape == (6,) for of in times.values())

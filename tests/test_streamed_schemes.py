@@ -11,8 +11,11 @@ from test_cluster import PARAMS, make_cluster
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.candidates import with_estimates_of
+from ds_hydra.sampler.lockstep import lockstep_wait_ms
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.problem import PipelineKind, make_problem
 from ds_hydra.simulator.events import simulate_plan
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.online_fit import OnlineFit
@@ -180,3 +183,64 @@ def test_plan_and_simulator_agree_on_micro_batches_that_wait():
     )
     assert slower.makespan_ms == pytest.approx(2 * sum(micro_batches))
     assert slower.lower_bound_ms <= slower.makespan_ms
+
+
+GATHERED = Scheme.parse("<1,1;gather>")
+
+
+def test_gathered_schemes_join_where_one_micro_batch_for_each_pipeline_is_enough():
+    known = streamed(tokens_per_iteration=0)
+    assert known.latency[GATHERED].traffic_ms == CLUSTER.gather_ms(GATHERED)
+    assert known.max_len_tokens(GATHERED, DEVICES) > known.max_len_tokens(ONE, DEVICES)
+    held = DEVICES * known.max_len_tokens(GATHERED, DEVICES)
+    for tokens, fewest in ((held, 0), (held + 1, 3)):  # of 40 layers, by sixteenths
+        found = streamed(tokens_per_iteration=tokens)
+        ones = [s for s in found.latency if s.gather and s.num_devices == 1]
+        assert min(s.ckpt for s in ones) == fewest
+        for scheme in ones:
+            assert DEVICES * found.max_len_tokens(scheme, DEVICES) >= tokens
+            slower = 1 + scheme.ckpt / 40 / 3
+            assert found.latency[scheme].linear_ms == pytest.approx(
+                slower * known.latency[GATHERED].linear_ms
+            )
+            assert found.latency[scheme].traffic_ms == known.latency[GATHERED].traffic_ms
+    assert not any(scheme.gather for scheme in streamed().latency)
+    # They do not go with others, so none of them makes another one useless
+    assert undominated(known, [ONE, GATHERED], DEVICES) == (ONE, GATHERED)
+    named = with_estimates_of(PROFILE, [Strategy.parse("8x<1,1;gather>")])
+    assert named.latency.keys() - PROFILE.latency.keys() == {GATHERED}
+
+
+def test_layers_that_are_gathered_move_between_nodes_for_each_pass():
+    cluster = make_cluster(8, devices_per_node=4)  # 1,000 bytes in a ms inside, 100 between nodes
+    across = PARAMS / 2 / 1e2
+    assert cluster.gather_ms(GATHERED) == pytest.approx((2 + 2 + 4) * across)
+    gathered, streams = Strategy.parse("8x<1,1;gather>"), Strategy.parse("8x<1,1;stream>")
+    times, once = cluster.link_times(gathered), cluster.link_times(streams)
+    assert times.pull_ms == once.pull_ms == pytest.approx(2 * across)
+    assert times.push_ms - once.push_ms == pytest.approx(2 * across)
+    assert cluster.pushing(0.5)(gathered).push_ms == pytest.approx((2 + 2) * across)
+
+
+def test_gathered_micro_batches_run_in_lockstep():
+    """Steps of 30 beside 10 and of 20 beside 60: 90, where the slower of both pipelines has 70."""
+    latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
+    found = streamed(tokens_per_iteration=0).with_latency({GATHERED: latency})
+    problem = make_problem(
+        np.array([60, 30, 20, 10]), [PipelineKind(2, 1, 100, latency)], forward_fraction=1 / 3
+    )
+    assignment, micro_batches = np.array([1, 0, 0, 1]), np.array([1, 0, 1, 0])
+    assert lockstep_wait_ms(problem, assignment, micro_batches, np.array([50.0, 70.0])) == 20.0
+    assert lockstep_wait_ms(problem, assignment, 0 * micro_batches, np.array([50.0, 70.0])) == 0.0
+    plan = plan_iteration(
+        make_batch([60, 60, 60, 60]),
+        strategies=[Strategy((GATHERED,) * 2)],
+        profile=found,
+        num_devices=2,
+        settings=PlannerSettings(max_len_override={GATHERED: 60}, solver="none"),
+    )
+    assert plan.makespan_ms == 120.0
+    first, second = plan.pipelines
+    rows = replace(first, micro_batches=((0,), (1,))), replace(second, micro_batches=((2,), (3,)))
+    uneven = replace(plan, pipelines=rows, lengths=(30, 20, 10, 60), makespan_ms=90.0)
+    assert simulate_plan(uneven, found).propagation_ms == pytest.approx(90.0)

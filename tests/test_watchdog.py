@@ -11,7 +11,7 @@ from queue import Queue
 
 import pytest
 
-from ds_hydra.engine.ranks import agreement
+from ds_hydra.engine.ranks import agreement, watchdog
 from ds_hydra.engine.ranks.watchdog import Watchdog
 from ds_hydra.errors import HydraConfigError, RankLostError
 
@@ -92,12 +92,16 @@ def test_a_loss_that_was_raised_is_not_raised_again_when_leaving(pair, monkeypat
     pair[0].leave()
 
 
-def test_closing_gives_back_descriptors_and_threads():
+def test_closing_gives_back_descriptors_and_threads_at_once(monkeypatch):
+    monkeypatch.setattr(watchdog, "TICK_S", 20.0)
+    begin = time.monotonic()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):
         with connected():
             assert threading.active_count() == before[1] + 2
+            time.sleep(0.1)  # until they wait
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert time.monotonic() - begin < 20.0, "a thread has slept on"
 
 
 def test_an_error_that_one_rank_alone_raises_is_told(pair):

@@ -108,6 +108,10 @@ def start_config(
     if profile is not None:
         hydra["profile"] = profile
         reasons["hydra.profile"] = "measured for this model on this hardware, comes with ds_hydra"
+        hydra["tp_sequence_parallel"] = True
+        reasons["hydra.tp_sequence_parallel"] = (
+            "as the profile was measured; without it a rank of a TP group keeps whole norms and residual streams"
+        )
     else:
         reasons["hydra.profile"] = (
             "left out: nothing is shipped for this model and hardware, so every start measures it; "
@@ -119,6 +123,12 @@ def start_config(
         hydra["activation_checkpointing"] = True
         reasons["hydra.activation_checkpointing"] = (
             f"by an estimate no scheme fits {context} tokens without it; costs about 1/3 more time"
+        )
+        report = _check(config, model, devices, device)
+    if report.problems and profile is not None:
+        hydra["planner"] = {"space": "wide"}
+        reasons["hydra.planner.space"] = (
+            f"no scheme <TP,PP> fits {context} tokens; times of schemes with checkpointed layers and SP are estimates"
         )
         report = _check(config, model, devices, device)
     if report.problems:

@@ -131,6 +131,7 @@ def _account(
         specs = tuple(flat_specs(specs))
     document: dict[str, Any] = {
         "strategy": str(strategy),
+        "gathers": strategy.gathers,
         "model": model,
         "num_devices": num_devices,
         "devices_per_node": ranks_per_node,
@@ -279,6 +280,10 @@ def _describe(document: dict[str, Any]) -> str:
         f"{num_devices} devices in {num_nodes} node{'s' * (num_nodes > 1)}, {document['rounds']} rounds; "
         f"times of {document['topology']}"
     ]
+    if document["gathers"]:
+        lines += [
+            "layers are gathered: the pull below runs twice, the push once, for every micro-batch"
+        ]
     if "home" in document:
         lines += ["", *_describe_home_lines(document["home"], min(per_node, num_devices))]
     for direction in ("pull", "push"):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
 from ds_hydra.engine.profiling.profile_document import fit_memory, nominal_profile
 from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.propagation import Propagator
@@ -38,13 +39,13 @@ from ds_hydra.sampler.candidates import (
     check_longest,
     decide_candidates,
     proposes,
+    with_estimates_of,
     with_schemes_of,
 )
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.profile import has_re_pulls
-from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -179,6 +180,9 @@ class EngineCandidates:
                 vocab_size=self.stage_model.vocab_size,
             )
             self.profile.check_tp_sequence_parallel(self.config.tp_sequence_parallel)
+            self.profile = as_the_engine_needs(
+                self.profile, self.stage_model, self.config, self.num_ranks
+            )
         self._given = self._read_strategies()
         candidates = self._decide(None)
         self.profile = candidates.profile
@@ -294,7 +298,7 @@ class EngineCandidates:
         """
         known = self.profile
         if self.config.profile is not None:  # as given: the memory limit is in run.json
-            known = with_estimates(load_profile(self.config.profile), self.strategies)
+            known = with_estimates_of(load_profile(self.config.profile), self.strategies)
         assert known is not None
         log.write_profile(known.document)
 
@@ -311,7 +315,7 @@ class EngineCandidates:
     def profile_for_forced(self, strategy: Strategy, iteration: int) -> Profile:
         """What a forced strategy is planned with: where nobody knows its times, FLOP counts."""
         if self.profile is not None:
-            profile = with_estimates(self.track().profile_for(iteration), [strategy])
+            profile = with_estimates_of(self.track().profile_for(iteration), [strategy])
             if all(profile.has_latency(s) and profile.memory.knows(s) for s in strategy.schemes):
                 return profile.with_schemes(strategy.schemes)
         return Profile.from_json(nominal_profile(self.stage_model, strategy.schemes))

@@ -140,17 +140,17 @@ class HydraEngine(CheckpointingEngine):
         strategy can fit a sequence.
         """
         start = time.perf_counter()
-        self._check_trainable()
         if batch is None and strategy is not None:
             raise HydraConfigError(
                 "a forced strategy needs a given mini-batch: call train_batch(batch=examples, strategy=...), "
                 "or list the strategies to choose from in hydra.strategies"
             )
         with self.hydra.section("plan"):
+            problem = self._find_refrozen()
             iteration = (
-                self.hydra.next_iteration()
+                self.hydra.next_iteration(problem)
                 if batch is None
-                else self.hydra.plan_examples(batch, strategy, self.global_steps)
+                else self.hydra.plan_examples(batch, strategy, self.global_steps, problem)
             )
             with self.hydra.section("propagation"):
                 grads_P = self._zero_gradient_shards()
@@ -242,7 +242,7 @@ class HydraEngine(CheckpointingEngine):
             self._is_watched = False
             leave_watchdog(waits=waits)
 
-    def _check_trainable(self) -> None:
+    def _find_refrozen(self) -> HydraConfigError | None:
         """What is trained was fixed at initialisation: in the link plans and in ZeRO-3's own
         groups.
         """
@@ -250,10 +250,11 @@ class HydraEngine(CheckpointingEngine):
             self.hydra.stage_model.params, self.hydra.stage_model.specs, strict=True
         ):
             if param.requires_grad != spec.requires_grad:
-                raise HydraConfigError(
+                return HydraConfigError(
                     f"{spec.fqn}.requires_grad is {param.requires_grad} and was {spec.requires_grad} at "
                     "initialisation; set it before ds_hydra.initialize"
                 )
+        return None
 
     def _loss_scale(self) -> float:
         return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
@@ -330,8 +331,10 @@ class HydraEngine(CheckpointingEngine):
         start: float,
         before_step: float,
     ) -> None:
+        found = self.get_global_grad_norm()
+        # On a device the host waits here for the optimizer's kernels, which so count as time.
+        grad_norm = math.nan if found is None else float(found)
         now = time.perf_counter()
-        grad_norm = self.get_global_grad_norm()
         metrics = measure_iteration(
             iteration.plan,
             outcomes,
@@ -341,7 +344,7 @@ class HydraEngine(CheckpointingEngine):
             planning_ms=iteration.planned.planning_ms,
             waited_ms=iteration.planned.waited_ms,
             lr=float(self.get_lr()[0]),
-            grad_norm=math.nan if grad_norm is None else float(grad_norm),
+            grad_norm=grad_norm,
             strategy_index=self.hydra.find_candidate(iteration.plan.strategy),
             pack_occupancy=self.hydra.pack_occupancy(iteration.plan),
             skipped_steps=self.skipped_steps,

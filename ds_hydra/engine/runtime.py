@@ -51,7 +51,7 @@ from ds_hydra.strategy import Profile, Strategy
 
 logger = logging.getLogger(__name__)
 
-STATE_SCHEMA = "ds_hydra.state/1"
+_STATE_SCHEMA = "ds_hydra.state/1"
 
 ExampleLike = Mapping[str, Any]
 """One sequence: "input_ids" and optionally "labels" (not shifted, -100 where nothing is
@@ -154,8 +154,10 @@ class HydraRuntime:
         self._data, self.sampler = data, sampler
         self.candidates.lengths = data.lengths
 
-    def next_iteration(self) -> Iteration:
-        """The next mini-batch of this engine's own sampler, planned."""
+    def next_iteration(self, problem: Exception | None = None) -> Iteration:
+        """The next mini-batch of this engine's own sampler, planned; `problem`, what this rank has
+        found wrong before, is raised on all.
+        """
         if self.sampler is None or self._data is None:
             error = HydraConfigError(
                 "train_batch() without a batch needs training data: pass training_data=dataset to "
@@ -171,13 +173,12 @@ class HydraRuntime:
         planned = broadcast_plan(lambda: feed.get(iteration), self._device)
         plan = planned.plan
         self.sampler.advance(len(plan.lengths))
-        problem: Exception | None = None
         examples: dict[int, Example] = {}
         try:
             self.stage_model.carry_over()
             examples = fetch_examples(self._data, plan, self.propagator.positions_needed(plan))
         except Exception as caught:  # whatever the user's data raise, the other ranks wait
-            problem = caught
+            problem = problem or caught
         self.propagator.check_plan(plan, problem=problem)
         return Iteration(planned, examples.__getitem__)
 
@@ -200,13 +201,17 @@ class HydraRuntime:
         return self._feed
 
     def plan_examples(
-        self, examples: Sequence[ExampleLike], strategy: str | Strategy | None, iteration: int
+        self,
+        examples: Sequence[ExampleLike],
+        strategy: str | Strategy | None,
+        iteration: int,
+        problem: Exception | None = None,
     ) -> Iteration:
         """A plan for a given global mini-batch, the same list on every rank, optionally of one
-        strategy.
+        strategy; `problem` as in `next_iteration`.
         """
         forced: Strategy | None = None
-        tensors, batch, error = [], None, None
+        tensors, batch = [], None
         try:
             if strategy is not None:
                 forced = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
@@ -224,8 +229,8 @@ class HydraRuntime:
                 num_logits=self.stage_model.num_logits,
             )
         except HydraConfigError as caught:
-            error = caught
-        raise_together(error, self._device)
+            problem = problem or caught
+        raise_together(problem, self._device)
         assert batch is not None
         if forced is None:
             # First: measuring may leave out candidates.
@@ -315,7 +320,7 @@ class HydraRuntime:
         both.
         """
         state: dict[str, Any] = {
-            "schema": STATE_SCHEMA,
+            "schema": _STATE_SCHEMA,
             "num_ranks": self.num_ranks,
             "seed": self.config.seed,
             "config": self.config.model_dump(mode="json"),

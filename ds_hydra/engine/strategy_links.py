@@ -20,12 +20,21 @@ from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.ranks.agreement import max_over_ranks
 from ds_hydra.engine.ranks.hosts import Hosts, ranks_per_node, warn_of_placement
 from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
+from ds_hydra.engine.transfer.gathering import GatherSession, plan_rounds
 from ds_hydra.engine.transfer.home import SharedMemoryHome
 from ds_hydra.engine.transfer.link_agreement import check_link_plans
+from ds_hydra.engine.transfer.link_memory import LinkMemory
 from ds_hydra.engine.transfer.link_session import DeviceClock, LinkSession, LinkThread
-from ds_hydra.engine.transfer.slices import SlicePool, Slices, gradient_numel, held_numel
+from ds_hydra.engine.transfer.slices import (
+    SlicePool,
+    Slices,
+    gradient_numel,
+    held_numel,
+    passing_numels,
+)
 from ds_hydra.engine.transfer.stream_plan import (
     StageStreams,
+    Window,
     check_streams,
     count_addends,
     only_copied,
@@ -94,29 +103,6 @@ class Work:
     role: Role | None
     await_bucket: Callable[[int], None]
     before_backward: Mapping[int, Callable[[], None] | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkMemory:
-    """Most bytes that a strategy makes this rank hold for propagation, activations left out."""
-
-    slice_bytes: int
-    gradient_bytes: int
-    window_bytes: int
-    """Packed exchange buffers: a window of two rounds has four, each as large as the largest.
-
-    Memory of the CPU is handed out with gaps, which may add as much again.
-    """
-    relayed_bytes: int
-    """What this rank holds of other nodes' shards (pull) or sums for them (push), with node-aware
-    routes.
-    """
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        exchanged = self.window_bytes + self.relayed_bytes
-        return self.slice_bytes + self.gradient_bytes + exchanged
 
 
 class StrategyLinks:
@@ -210,11 +196,12 @@ class StrategyLinks:
                     self.rank,
                     gradients=gradients,
                     ranks_per_node=self.ranks_per_node,
+                    independent_rounds=strategy.gathers,
                 )
 
             pull, push = plan(rank_buckets, gradients=False), plan(rank_buckets, gradients=True)
             pull_trained = pull
-            if self._frozen is not None:
+            if self._frozen is not None and not strategy.gathers:
                 trained = without_frozen(self.stage_model.specs, rank_buckets)
                 pull_trained = plan(trained, gradients=False)
             check_link_plans(strategy, (pull, pull_trained, push), self._device)
@@ -224,7 +211,7 @@ class StrategyLinks:
                 pull=pull,
                 pull_trained=pull_trained,
                 push=push,
-                memory=self._memory_of(rank_buckets[self.rank], pull, push),
+                memory=self._memory_of(strategy, rank_buckets[self.rank], pull, push),
             )
         return self._links[strategy]
 
@@ -265,13 +252,45 @@ class StrategyLinks:
 
     def open_plan(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
-    ) -> tuple[Slices, LinkSession | StreamSession, Work]:
+    ) -> tuple[Slices, LinkSession | StreamSession | GatherSession, Work]:
         """What `plan` runs on; the first time collective, as `_link_of` is."""
         if any(scheme.stream for scheme in plan.strategy.schemes):
             return self._open_streams(plan, training=training, grads_P=grads_P)
+        if plan.strategy.gathers:
+            return self._open_gather(plan, training=training, grads_P=grads_P)
         link = self.of(plan.strategy)
         slices, session = self.open(plan.strategy, with_gradients=training, grads_P=grads_P)
         return slices, session, Work(link.role, session.await_bucket, {})
+
+    def _open_gather(
+        self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
+    ) -> tuple[Slices, GatherSession, Work]:
+        link, model, shards_P = self.of(plan.strategy), self.stage_model, self.shards_P()
+        window = model.gather_window(plan.strategy.schemes[0])
+        if self._frozen is not None:
+            self._frozen.forget()  # layers take turns in the pool's memory
+        self._forget_failed()
+        slices = Slices(
+            model.specs,
+            link.buckets,
+            self.pool,
+            shards_P[0].dtype,
+            with_gradients=training,
+            slot_of=self._slots(plan.strategy, link.buckets),
+            gathers=True,
+        )
+        most = max(len(pipeline.micro_batches) for pipeline in plan.pipelines)
+        session = GatherSession(
+            self.thread,
+            self.clock,
+            pull=(self.pull_link, link.pull),
+            push=(self.push_link, link.push),
+            rounds=plan_rounds(window, len(model.units), most, training=training),
+            shards_P=shards_P,
+            slices=slices,
+            grads_P=grads_P,
+        )
+        return slices, session, Work(link.role, session.await_bucket, _before(window, session))
 
     def _open_streams(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
@@ -306,11 +325,7 @@ class StrategyLinks:
             grads_P=grads_P,
             with_gradients=training,
         )
-        window = link.streams.window
-        before_backward = {
-            index: functools.partial(session.enter, index) if has_backward else None
-            for index, has_backward in zip(window.buckets, window.has_backward, strict=True)
-        }
+        before_backward = _before(link.streams.window, session)
         return slices, session, Work(link.role, session.await_bucket, before_backward)
 
     def _stream_link_of(self, strategy: Strategy) -> StreamLink:
@@ -321,7 +336,7 @@ class StrategyLinks:
             role = Role.find(strategy, self.rank)
             buckets, streams = (), StageStreams()
             if role is not None:
-                place = role.scheme, role.stage, role.tp_rank
+                place = role.scheme, role.stage, role.tp_rank, role.ep_rank
                 buckets = self.stage_model.buckets(*place)
                 streams = self.stage_model.stage_streams(*place)
             across = self._across_hosts(strategy) if len(self.hosts.names) > 1 else AcrossHosts()
@@ -385,8 +400,11 @@ class StrategyLinks:
 
     def _window_bytes(self, pull: LinkPlan, push: LinkPlan) -> int:
         itemsize = self.stage_model.params[0].ds_tensor.itemsize
-        of_pull = pull.buffer_elements * itemsize
-        return 4 * max(of_pull, push.buffer_elements * self._gradient_dtype.itemsize)
+        packs = self._device.type != "cpu" and pull.ranks_per_node is None
+        of_pull, of_push = (
+            plan.packed_elements if packs else plan.buffer_elements for plan in (pull, push)
+        )
+        return 4 * max(of_pull * itemsize, of_push * self._gradient_dtype.itemsize)
 
     def shards_P(self) -> list[Tensor]:
         """This rank's ZeRO-3 shards."""
@@ -401,12 +419,34 @@ class StrategyLinks:
         specs = self.stage_model.specs
         return [s for s, spec in zip(self.shards_P(), specs, strict=True) if not spec.requires_grad]
 
-    def _memory_of(self, buckets: RankBuckets, pull: LinkPlan, push: LinkPlan) -> LinkMemory:
+    def _memory_of(
+        self, strategy: Strategy, buckets: RankBuckets, pull: LinkPlan, push: LinkPlan
+    ) -> LinkMemory:
         specs = self.stage_model.specs
         itemsize = self.stage_model.params[0].ds_tensor.itemsize
+        slot_of = self._slots(strategy, buckets)
+        kept = [bucket for r, bucket in enumerate(buckets) if r not in slot_of]
         return LinkMemory(
-            slice_bytes=held_numel(specs, buckets, {}) * itemsize,
-            gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in buckets) * 4,
+            slice_bytes=held_numel(specs, buckets, slot_of) * itemsize,
+            gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in kept) * 4
+            + sum(passing_numels(specs, buckets, slot_of).values()) * itemsize,
             window_bytes=self._window_bytes(pull, push),
             relayed_bytes=max(pull.relayed_elements * itemsize, push.relayed_elements * 4),
         )
+
+    def _slots(self, strategy: Strategy, buckets: RankBuckets) -> Mapping[int, int]:
+        """In which slot each bucket is gathered."""
+        if not strategy.gathers or not buckets:
+            return {}
+        return self.stage_model.gather_window(strategy.schemes[0]).slot_of
+
+
+def _before(
+    window: Window, session: StreamSession | GatherSession
+) -> dict[int, Callable[[], None] | None]:
+    """What is called before the backward pass of each bucket of `window`."""
+    return {
+        index: functools.partial(session.enter, index) if has_backward else None
+        for index, has_backward in zip(window.buckets, window.has_backward, strict=True)
+        if has_backward or index > 0
+    }

@@ -23,6 +23,7 @@ from ds_hydra.sampler.dispatch.refine import (
     refine_pipelines,
 )
 from ds_hydra.sampler.ilp import SolverLimits
+from ds_hydra.sampler.lockstep import lockstep_wait_ms
 from ds_hydra.sampler.packing.packing import solve_packing
 from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
@@ -257,6 +258,15 @@ class BatchPlanner:
             link.push_ms,
             self._num_buckets,
         )
+        candidate.iteration_ms += self._lockstep_ms(candidate)
+
+    def _lockstep_ms(self, candidate: _Candidate) -> float:
+        """What pipelines wait for each other."""
+        if not candidate.strategy.gathers:
+            return 0.0
+        return lockstep_wait_ms(
+            candidate.problem, candidate.assignment, candidate.micro_batches, candidate.value
+        )
 
     def _ideal_dispatch(self, strategy: Strategy) -> IntArray:
         """The solution of Eq. (3) within the limits of the solver, in sorted order of the
@@ -308,7 +318,7 @@ class BatchPlanner:
                 zip(best.strategy.schemes, best.strategy.place())
             )
         )
-        makespan = max(pipeline.makespan_ms for pipeline in pipelines)
+        makespan = max(pipeline.makespan_ms for pipeline in pipelines) + self._lockstep_ms(best)
         return IterationPlan(
             iteration=batch.iteration,
             num_devices=self.num_devices,

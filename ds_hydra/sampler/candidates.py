@@ -21,7 +21,11 @@ from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.proposal.program import check_context, usable_schemes
+from ds_hydra.strategy.proposal.program import (
+    check_context,
+    default_tokens_per_iteration,
+    usable_schemes,
+)
 from ds_hydra.strategy.proposal.streamed import CanRun, with_streams_of
 from ds_hydra.strategy.schemes.placement import count_groups
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -176,11 +180,18 @@ def decide_candidates(
     return Candidates(strategies=proposal.strategies, profile=known, proposal=proposal)
 
 
+def with_estimates_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
+    """`profile` with an estimate for each scheme of `strategies` that has SP, or whose layers all
+    stream or are gathered, where it did not measure that and can estimate it.
+    """
+    return with_streams_of(with_estimates(profile, strategies), strategies)
+
+
 def with_schemes_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
     """`profile` with what follows from it for the schemes of `strategies` that it has no entry
     for.
     """
-    known = with_streams_of(with_estimates(profile, strategies), strategies)
+    known = with_estimates_of(profile, strategies)
     return known.with_schemes(scheme for strategy in strategies for scheme in strategy.schemes)
 
 
@@ -267,6 +278,8 @@ def _extended(profile: Profile, settings: CandidateSettings) -> Profile:
         context_length=settings.context_length,
         can_run=settings.can_run,
         cluster=settings.cluster,
+        tokens_per_iteration=settings.tokens_per_iteration
+        or default_tokens_per_iteration(settings.num_devices, settings.context_length),
     )
 
 

@@ -36,7 +36,7 @@ from ds_hydra.strategy.schemes.neighbours import full_strategies
 from ds_hydra.strategy.schemes.placement import count_groups
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
-MAX_SINGLE_STAGE = 2000
+_MAX_SINGLE_STAGE = 2000
 """Strategies of <TP,1> that are all tried, if there are no more; 64 devices have some hundred."""
 
 
@@ -151,6 +151,8 @@ def propose_strategies(
             context_length=context_length,
             can_run=can_run,
             cluster=cluster,
+            tokens_per_iteration=tokens_per_iteration
+            or default_tokens_per_iteration(num_devices, context_length),
         )
     return propose_among(
         profile,
@@ -223,7 +225,7 @@ def propose_among(
         if each == "plain":
             plains = usable_schemes(profile, num_devices)
             single = [scheme for scheme in plains if scheme.pp == 1]
-            tried |= dict.fromkeys(full_strategies(single, num_devices, MAX_SINGLE_STAGE))
+            tried |= dict.fromkeys(full_strategies(single, num_devices, _MAX_SINGLE_STAGE))
         steps = usable_schemes(profile, num_devices)
         if each != "plain":  # of the many others those that suit some length
             steps = tuple(
@@ -231,6 +233,7 @@ def propose_among(
                     s for c in candidates if c.max_lengths_tokens for s in c.strategy.schemes
                 )
             )
+            steps += tuple(s for s in usable_schemes(profile, num_devices, each) if s.gather)
         table |= trial.search(tuple(tried), steps, _in_turn(progress, turn, len(spaces)))
         if not any(map(trial.fits_context, chosen)):
             static, times_ms = trial.best_static(each)

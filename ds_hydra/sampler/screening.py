@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
 from ds_hydra.sampler.plan import GlobalBatch
@@ -17,6 +18,13 @@ from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+BoolArray = NDArray[np.bool_]
+
+UNEVEN_STEPS = 1.5
+"""What lockstep makes of the estimate where pipelines have different numbers of micro-batches: one
+with two beside others with one.
+"""
 
 
 class Screen:
@@ -36,7 +44,10 @@ class Screen:
         self._num_trials, self._seed = num_trials, seed
         self._forward_fraction, self._is_exact = forward_fraction, is_exact
         placed = dict.fromkeys(scheme for strategy in strategies for scheme in strategy.schemes)
-        schemes: list[Scheme] = list(Strategy(tuple(placed)).schemes) if placed else []
+        schemes: list[Scheme] = []
+        for gathers in (False, True):  # a strategy has one kind
+            if alike := tuple(scheme for scheme in placed if scheme.gather is gathers):
+                schemes += Strategy(alike).schemes
         column = {scheme: k for k, scheme in enumerate(schemes)}
         self._counts = np.zeros((len(strategies), len(schemes)), dtype=np.int64)
         self._max_len = np.zeros((len(strategies), len(schemes)), dtype=np.int64)
@@ -45,6 +56,7 @@ class Screen:
                 self._counts[row, column[scheme]] = count
                 longest = profile.max_len_tokens(scheme, num_devices, strategy)
                 self._max_len[row, column[scheme]] = max(0, longest)
+        self._gathers = np.array([strategy.gathers for strategy in strategies], dtype=np.bool_)
         self._kinds = [
             PipelineKind(1, scheme.pp, 1, profile.get_latency(scheme)) for scheme in schemes
         ]
@@ -62,7 +74,15 @@ class Screen:
                 forward_fraction=self._forward_fraction,
                 is_exact=self._is_exact,
             )
-            _screen(every, self._counts, self._max_len, self._num_trials, self._seed, found)
+            _screen(
+                every,
+                self._counts,
+                self._max_len,
+                self._gathers,
+                self._num_trials,
+                self._seed,
+                found,
+            )
         return found
 
 
@@ -71,6 +91,7 @@ def _screen(
     every: DispatchProblem,
     counts: IntArray,
     max_len: IntArray,
+    gathers: BoolArray,
     num_trials: int,
     seed: int,
     found: FloatArray,
@@ -97,3 +118,10 @@ def _screen(
             every.is_eq2,
         )
         found[row] = dispatch_trials(problem, num_trials, seed, assignment)
+        if gathers[row]:
+            tokens = np.zeros(problem.kind_of.size)
+            for i in range(assignment.size):
+                tokens[assignment[i]] += every.lengths[i]
+            steps = np.ceil(tokens / problem.max_len_tokens[problem.kind_of])
+            if steps.max() > max(1.0, steps.min()):  # some wait for others in lockstep
+                found[row] *= UNEVEN_STEPS

@@ -45,6 +45,7 @@ def extended_scenario(scenario: Scenario) -> Scenario:
             num_devices=scenario.num_devices,
             cluster=cluster,
             bounds_attention=scenario.bounds_attention,
+            tokens_per_iteration=float(np.mean([b.num_tokens for b in scenario.batches])),
         )
         profile = _with_seen_traffic(profile, scenario.seen)
     scenario = replace(scenario, profile=profile)

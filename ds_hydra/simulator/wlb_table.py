@@ -1,4 +1,4 @@
-"""WLB-LLM's table of packing methods (its Table 2): how uneven four micro-batches of 128K tokens are.
+"""WLB-LLM's Table 2, of packing methods: how uneven four micro-batches of 128K tokens are.
 
 Work of a document of l tokens is that of its matmuls, (4 H^2 + 3 H I) 2 l, and of its attention,
 2 H l^2, whose FLOPs may cost more than a matmul's. Imbalance is the longest micro-batch times the
@@ -65,8 +65,8 @@ def packing_table(
 
 
 def cut(drawn: IntArray) -> tuple[IntArray, IntArray]:
-    """Documents one after the other, cut where a micro-batch is full: pieces, and the micro-batch of
-    each.
+    """Documents one after the other, cut where a micro-batch is full: pieces, and the micro-batch
+    of each.
     """
     total = NUM_MICRO_BATCHES * MICRO_BATCH_TOKENS
     ends = np.cumsum(drawn)
@@ -88,7 +88,7 @@ def _imbalance(lengths: IntArray, micro_batch: IntArray, attention_cost: float) 
 
 
 def _packed(lengths: IntArray, attention_cost: float, longer: int) -> float:
-    """Imbalance with each document, longest first, in the micro-batch with least work that has room;
+    """Imbalance with each document, longest first, where work is least among those with room;
     `longer` times as much room as tokens in a micro-batch.
     """
     if not lengths.size:

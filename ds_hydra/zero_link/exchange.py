@@ -1,9 +1,9 @@
 """Carries out link plans: posts the messages of each round, copies what needs a copy. Decides
 nothing.
 
-A block that is contiguous travels straight from shard to slice (or from gradient to the owner's
-buffer); what is strided or small goes through a packed buffer, which is packed once however many
-ranks it is sent to.
+Between CPU ranks a block that is contiguous travels straight from shard to slice (or from gradient
+to the owner's buffer); what is strided or small goes through a packed buffer, which is packed once
+however many ranks it is sent to. On an accelerator a round is one all-to-all of packed buffers.
 
 Legend: tensors ending in `_P` are flat ZeRO-3 shards of one parameter, tensors ending in `_S` flat
 slices.
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.messages import SINGLE_NUMEL, Batch, LinkPlan, Message, Phase, Piece, Store
+from ds_hydra.zero_link.packed import Copy, PackedPhase, Side, pack_phase
 
 
 def _view(tensor: Tensor, piece: Piece) -> Tensor:
@@ -81,6 +82,8 @@ class _Posted:
     received: list[tuple[int, Batch, Message, Tensor]] = field(default_factory=list)
     """(peer, batch, message, packed buffer) of what did not arrive in its place."""
     buffers: list[Tensor] = field(default_factory=list)
+    packed: Tensor | None = None
+    """What an all-to-all brings."""
 
     def wait(self) -> None:
         for work in self.works:
@@ -111,13 +114,17 @@ class Link:
         gradient_dtype: torch.dtype = torch.float32,
         buffers: ExchangeBuffers | None = None,
         node_group: dist.ProcessGroup | None = None,
+        packs: bool | None = None,
     ):
         """`buffers` may be shared by links that one thread runs one after the other.
 
         `node_group` carries the second phase of node-aware plans, which is posted when a round is
         finished: with a group of its own its order does not depend on how many rounds were begun
-        before. It spans all ranks.
+        before. It spans all ranks. `packs`: one all-to-all for each round of a plan with direct
+        routes; by default on accelerators, where the host would pay for every message.
         """
+        self._packs = device.type != "cpu" if packs is None else packs
+        self._packed: dict[int, tuple[Phase, PackedPhase]] = {}
         self._groups = (group, group if node_group is None else node_group)
         self._device = device
         self._buffers = ExchangeBuffers(device) if buffers is None else buffers
@@ -167,6 +174,11 @@ class Link:
         if round_.relayed_numel:
             self._relayed[index] = self._buffers.take(round_.relayed_numel, dtype)
 
+        if packed := self._pack(plan, index):
+            posted = self._post_packed(packed.shards, packed.slices, stores, dtype)
+            self._copy_local(round_.phases[0], stores)
+            return RoundUnderWay(posted, lambda done: self._unpack_all(done, packed, stores))
+
         def post(phase: Phase, group: int) -> _Posted:
             posted = self._post(phase.outgoing, phase.incoming, stores, dtype, group, in_place=True)
             self._copy_local(phase, stores)
@@ -192,6 +204,10 @@ class Link:
         """
         round_ = plan.rounds[index]
         stores = _Stores(torch.float32, grads_P, grads_S, self._relayed)
+        if packed := self._pack(plan, index):
+            dtype = self._gradient_dtype
+            posted = self._post_packed(packed.slices, packed.shards, stores, dtype)
+            return RoundUnderWay(posted, lambda done: self._add_all(done, packed, stores))
         for begun, other in enumerate(plan.rounds[: index + 1]):
             if other.relayed_numel and other.relayed_until >= index and begun not in self._relayed:
                 self._relayed[begun] = self._buffers.take(
@@ -248,6 +264,58 @@ class Link:
         if under_way is not None:
             self.finish(under_way)
 
+    def _pack(self, plan: LinkPlan, index: int) -> PackedPhase | None:
+        """How round `index` is packed, planned once; None where its messages travel alone."""
+        if not self._packs or plan.ranks_per_node is not None:
+            return None
+        (phase,) = plan.rounds[index].phases
+        if id(phase) not in self._packed:  # which stays alive with its entry
+            self._packed[id(phase)] = phase, pack_phase(phase, plan.rank, plan.num_ranks)
+        return self._packed[id(phase)][1]
+
+    def _post_packed(
+        self, send: Side, receive: Side, stores: _Stores, dtype: torch.dtype
+    ) -> _Posted:
+        outgoing, incoming = (self._buffers.take(side.numel, dtype) for side in (send, receive))
+        _copy(_packed_views(outgoing, send.copies), _stored_views(stores, send.copies))
+        work = dist.all_to_all_single(
+            incoming,
+            outgoing,
+            list(receive.splits),
+            list(send.splits),
+            group=self._groups[0],
+            async_op=True,
+        )
+        return _Posted(works=[work], buffers=[outgoing, incoming], packed=incoming)
+
+    def _unpack_all(self, posted: _Posted, packed: PackedPhase, stores: _Stores) -> None:
+        posted.wait()
+        assert posted.packed is not None
+        copies = packed.slices.copies
+        _copy(_stored_views(stores, copies), _packed_views(posted.packed, copies))
+        self._give_back(posted)
+
+    def _add_all(self, posted: _Posted, packed: PackedPhase, stores: _Stores) -> None:
+        """See [Note: Sums in packed buffers]."""
+        posted.wait()
+        assert posted.packed is not None
+        for addition in packed.additions:
+            sums = self._buffers.take(addition.numel, stores.dtype)
+            targets = _stored_views(stores, addition.targets)
+            places = _packed_views(sums, addition.targets)
+            _copy(places, targets)
+            for begin in addition.begins:
+                if begin is not None:
+                    sums.add_(posted.packed[begin : begin + addition.numel])
+                    continue
+                own = self._buffers.take(addition.numel, stores.dtype)
+                _copy(_packed_views(own, addition.own), _stored_views(stores, addition.own))
+                sums.add_(own)
+                self._buffers.give_back(own)
+            _copy(targets, places)
+            self._buffers.give_back(sums)
+        self._give_back(posted)
+
     @staticmethod
     def _copy_local(phase: Phase, stores: _Stores) -> None:
         """What this rank both owns and needs, in a pull."""
@@ -276,28 +344,29 @@ class Link:
         posted = _Posted()
         operations: list[dist.P2POp] = []
 
-        def stays(message: Message) -> bool:
+        def stays(_: Batch, message: Message) -> bool:
             return in_place and _is_one_run(message)
 
         space = self._take(posted, receive, stays, dtype)
         for batch in receive:
             for message in batch.messages:  # in the order in which they are sent
                 for peer in batch.peers:
-                    if stays(message):
+                    if stays(batch, message):
                         target = stores.view(batch, message[0]).flatten()
                     else:
                         target, space = _cut(space, message)
                         posted.received.append((peer, batch, message, target))
                     operations.append(dist.P2POp(dist.irecv, target, peer, self._groups[group]))
 
-        def is_sent_from_its_place(message: Message) -> bool:
-            return is_same_dtype and _is_one_run(message)
+        def is_sent_from_its_place(batch: Batch, message: Message) -> bool:
+            if not _is_one_run(message):
+                return False
+            return stores.tensor(batch.store, message[0].key).dtype == dtype
 
-        is_same_dtype = stores.dtype == dtype
         space = self._take(posted, send, is_sent_from_its_place, dtype, once=True)
         for batch in send:
             for message in batch.messages:
-                if is_sent_from_its_place(message):
+                if is_sent_from_its_place(batch, message):
                     source = stores.view(batch, message[0]).flatten()
                 else:
                     source, space = _cut(space, message)
@@ -313,7 +382,7 @@ class Link:
         self,
         posted: _Posted,
         batches: Sequence[Batch],
-        needs_none: Callable[[Message], bool],
+        needs_none: Callable[[Batch, Message], bool],
         dtype: torch.dtype,
         *,
         once: bool = False,
@@ -325,7 +394,7 @@ class Link:
             _numel(message) * (1 if once else len(batch.peers))
             for batch in batches
             for message in batch.messages
-            if not needs_none(message)
+            if not needs_none(batch, message)
         )
         buffer = self._buffers.take(numel, dtype)
         posted.buffers.append(buffer)
@@ -363,6 +432,32 @@ class Link:
     def _give_back(self, posted: _Posted) -> None:
         for buffer in posted.buffers:
             self._buffers.give_back(buffer)
+
+
+def _stored_views(stores: _Stores, copies: Sequence[Copy]) -> list[Tensor]:
+    """[count, rows, cols] of each copy in its store."""
+    views = []
+    for copy in copies:
+        tensor = stores.tensor(copy.store, copy.key)
+        offset = tensor.storage_offset() + copy.begin
+        views.append(tensor.as_strided(copy.shape, (*copy.strides, 1), offset))
+    return views
+
+
+def _packed_views(buffer: Tensor, copies: Sequence[Copy]) -> list[Tensor]:
+    """[count, rows, cols] of each copy in the packed buffer."""
+    begin = buffer.storage_offset()
+    return [
+        buffer.as_strided(
+            copy.shape, (copy.packed_stride, copy.shape[2], 1), begin + copy.packed_begin
+        )
+        for copy in copies
+    ]
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _bucket(buckets: Sequence[Sequence[Tensor]], index: int) -> Sequence[Tensor]:

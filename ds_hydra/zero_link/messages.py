@@ -191,6 +191,19 @@ class LinkPlan:
         return max(sizes)
 
     @cached_property
+    def packed_elements(self) -> int:
+        """As `buffer_elements`, where everything that a round sends or receives is packed."""
+        return max(
+            (
+                sum(batch.numel * len(batch.peers) for batch in batches)
+                for round_ in self.rounds
+                for phase in round_.phases
+                for batches in (phase.outgoing, phase.incoming)
+            ),
+            default=0,
+        )
+
+    @cached_property
     def traffic_balance(self) -> int:
         """64-bit sum of fingerprints of all messages, received ones negative: over all ranks they
         cancel.

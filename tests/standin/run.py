@@ -52,12 +52,13 @@ def main() -> None:
     world, names = int(sys.argv[1]), sys.argv[2:]
     with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
         import torch
-        from distributed import free_port
+        from distributed import free_port, load_what_ranks_use, start_forks
 
         from standin import checks, device  # noqa: F401 (imported once, before the ranks)
 
         torch.set_num_threads(1)
         device.extension()
+        load_what_ranks_use()
         context = multiprocessing.get_context("fork")
         queue = context.SimpleQueue()
         port = free_port()
@@ -65,8 +66,7 @@ def main() -> None:
             context.Process(target=run_rank, args=(rank, world, folder, port, names, queue))
             for rank in range(world)
         ]
-        for process in ranks:
-            process.start()
+        start_forks(ranks)
         results: dict[int, Any] = {}
         end = time.monotonic() + TIMEOUT_S
         while len(results) < world and time.monotonic() < end:

@@ -24,6 +24,7 @@ from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.model.random_model import build_random_stage_model
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
 from ds_hydra.engine.profiling.profile_document import fit_memory
 from ds_hydra.engine.profiling.profiler import default_lengths
 from ds_hydra.engine.strategy_links import GRADIENT_DTYPES
@@ -34,10 +35,10 @@ from ds_hydra.sampler.candidates import (
     check_longest,
     decide_candidates,
     proposes,
+    with_estimates_of,
 )
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import try_cluster
-from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -126,11 +127,11 @@ class _Budget:
     def _estimate_sequence_parallel(self, given: Sequence[Strategy]) -> None:
         if self._profile is None:
             return
-        known, self._profile = self._profile.latency, with_estimates(self._profile, given)
+        known, self._profile = self._profile.latency, with_estimates_of(self._profile, given)
         if added := sorted(self._profile.latency.keys() - known.keys()):
             self._report.assumed.append(
-                f"times of {', '.join(map(str, added))}, which the profile does not know, are estimated from TP "
-                "(`ds-hydra profile --sp` measures them)"
+                f"times of {', '.join(map(str, added))}, which the profile does not know, are estimated from "
+                "those it knows (`ds-hydra profile` measures them)"
             )
 
     def _check_paths(self) -> None:
@@ -217,14 +218,7 @@ class _Budget:
                     vocab_size=shape.vocab_size,
                 )
             known.check_tp_sequence_parallel(hydra.tp_sequence_parallel)
-            is_silent = "tp_sequence_parallel" not in known.document and any(
-                s.tp > 1 for s in known.latency
-            )
-            if is_silent and not hydra.tp_sequence_parallel:
-                report.assumed.append(
-                    f"profile {name} does not say whether norms and residual stream were cut under TP, as in the "
-                    "published ones; without hydra.tp_sequence_parallel micro-batches need more memory than it says"
-                )
+            self._say_what_was_measured(name, known)
             if self._request.device is not None:
                 report.warnings.append(
                     f"--device {self._request.device} is not used: profile {name} is known"
@@ -260,7 +254,26 @@ class _Budget:
             report.assumed.append(
                 f"profile {name} was measured with hydra.activation_checkpointing as well"
             )
-        return fit_memory(known.document, hydra)
+        fitted = fit_memory(known.document, hydra)
+        if self._stage_model is None:
+            return fitted
+        return as_the_engine_needs(fitted, self._stage_model, hydra, report.num_devices)
+
+    def _say_what_was_measured(self, name: str, known: Profile) -> None:
+        """Of a profile that is not this engine's: what is taken in place of its memory."""
+        if not is_of_another_system(known.document):
+            return
+        measured_with = known.document["measured_with"]
+        if self._stage_model is None:
+            self._report.assumed.append(
+                f"profile {name} was measured with {measured_with}; the engine needs more memory than it says, how "
+                "much follows from --model"
+            )
+            return
+        self._report.assumed.append(
+            f"profile {name} was measured with {measured_with}; in place of its memory counts what is larger: states "
+            "by their dtypes, traced activations, communicators of NCCL's default size, exchange buffers"
+        )
 
     def _say_which_need_cpus(self, given: Sequence[Strategy]) -> None:
         streaming = sorted(

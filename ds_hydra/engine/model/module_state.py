@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dis
 import functools
+import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from types import FunctionType, MethodType
@@ -20,6 +21,8 @@ from torch import nn
 
 from ds_hydra.errors import UnsupportedModelError
 
+logger = logging.getLogger(__name__)
+
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
@@ -28,6 +31,8 @@ _LIBRARIES = {"deepspeed", "transformers", "peft", "accelerate"}
 _NOISE = "transformers.integrations.neftune"
 
 _SET_BY_THE_COPY = {"training", "gradient_checkpointing", "padding_idx"}
+_OUTSIDE_TRAINING = {"use_cache", "architectures", "dtype", "transformers_version"}
+"""Of a model's configuration: set by saving and by generation."""
 _PLAIN = (bool, int, float, str, type(None))
 
 _OUTSIDE_PASSES = ("torch.nn.modules.module", "transformers.modeling_utils", "transformers.gener")
@@ -40,6 +45,8 @@ class ModuleState:
     def __init__(self, model: nn.Module, copied: nn.Module):
         named = zip(model.named_modules(), copied.modules(), strict=True)
         self._twins = [_Twins(name, module, twin) for (name, module), twin in named]
+        self._config = getattr(model, "config", None)
+        self._settings = copy.deepcopy(_settings(self._config))
 
     def carry_over(self) -> None:
         """Give the copy what was set on the model's modules since the last call: plain attributes
@@ -51,6 +58,21 @@ class ModuleState:
             twins.check()
         for twins in self._twins:
             twins.carry_over()
+        self._warn_of_settings()
+
+    def _warn_of_settings(self) -> None:
+        """Name once what was changed in the model's configuration; the copy has its own."""
+        for key, value in _settings(self._config).items():
+            before = self._settings.get(key)
+            if value != before:
+                logger.warning(
+                    "model.config.%s was %r when the engine started and is %r now, which training does not see; "
+                    "set it before ds_hydra.initialize",
+                    key,
+                    before,
+                    value,
+                )
+                self._settings[key] = copy.deepcopy(value)
 
 
 class _Twins:
@@ -95,6 +117,15 @@ class _Twins:
                 twin = self._twin._buffers.get(key)
                 if buffer is not None and twin is not None:
                     self._twin._buffers[key] = buffer.detach().clone().to(twin.device)
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """What a user may set in a model's configuration."""
+    return {
+        key: value
+        for key, value in getattr(config, "__dict__", {}).items()
+        if not key.startswith("_") and key not in _OUTSIDE_TRAINING and _is_plain(value)
+    }
 
 
 def _is_plain(value: Any) -> bool:

@@ -21,6 +21,7 @@ import contextlib
 import logging
 import os
 import selectors
+import socket
 import sys
 import threading
 import time
@@ -101,6 +102,9 @@ class Watchdog:
         self._has_raised = False
         """Whether the loss of a rank has been raised here."""
         self._selector = selectors.DefaultSelector()
+        self._waker, woken = socket.socketpair()
+        """What is sent here ends the thread's wait."""
+        self._selector.register(woken, selectors.EVENT_READ)
         for peer in connect(rank, num_ranks, exchange_text):
             self._peers[peer.rank] = peer
             self._selector.register(peer.connection, selectors.EVENT_READ, peer)
@@ -208,14 +212,17 @@ class Watchdog:
         if not self._is_leaving:
             self._tell(Verdict(self._rank, _ENGINE_DESTROYED, is_orderly=True))
         self._is_closing = True
+        with contextlib.suppress(OSError):  # the thread has ended
+            self._waker.send(b"\0")
         if threading.current_thread() is not self._thread:  # which may collect garbage, too
             self._thread.join(4 * TICK_S)
 
     def close_connections(self) -> None:
         """Close without a word; in a forked child, which would hide the end of this process."""
+        for key in list((self._selector.get_map() or {}).values()):
+            key.fileobj.close()  # type: ignore[union-attr]
         self._selector.close()
-        for peer in self._peers.values():
-            peer.connection.close()
+        self._waker.close()
 
     # The thread.
 
@@ -229,7 +236,8 @@ class Watchdog:
         last_tick = time.monotonic()
         while not self._is_closing:
             for key, _ in self._selector.select(TICK_S):
-                self._receive(key.data)
+                if key.data is not None:  # nothing is read of what only wakes
+                    self._receive(key.data)
             now = time.monotonic()
             self._forgive(now - last_tick, now)
             last_tick = now

@@ -41,7 +41,7 @@ from ds_hydra.simulator.timeline import EventKind
 from ds_hydra.zero_link import LinkPlan
 from ds_hydra.zero_link.exchange import Link, RoundUnderWay
 
-_LEAVING_S = 5.0
+LEAVING_S = 5.0
 """How long a failed iteration waits for its exchanges to end."""
 
 
@@ -261,7 +261,7 @@ class LinkSession:
         # waiting for what has just failed here.
         self._gradients.abandon()
         _, under_way = wait(
-            [job for job in (self._pulling, self._pushing) if job is not None], _LEAVING_S
+            [job for job in (self._pulling, self._pushing) if job is not None], LEAVING_S
         )
         if under_way:
             self._thread.give_up()

@@ -114,6 +114,16 @@ def gradient_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
     )
 
 
+def passing_numels(
+    specs: Sequence[ParamSpec], buckets: RankBuckets, slot_of: Mapping[int, int]
+) -> dict[int, int]:
+    """Elements of each slot in which gradients of the buckets that share it take turns."""
+    numels: dict[int, int] = {}
+    for bucket, slot in slot_of.items():
+        numels[slot] = max(numels.get(slot, 0), gradient_numel(specs, buckets[bucket]))
+    return numels
+
+
 class Slices:
     """The slices of this rank's stage for one iteration, and their fp32 gradients if
     `with_gradients`.
@@ -122,10 +132,12 @@ class Slices:
     content. Gradients are complete after `on_gradient` or `zero_missing`. Buckets in `slot_of` take
     turns in the memory of their slot: `prepare`, then what is pulled, until another bucket takes
     the slot. Autograd may save such slices: what it saved reads the slot when backward runs, by
-    when the bucket is there again. `on_gradient(bucket)`, if set, is called in backward when all
-    gradients of a bucket have been accumulated in the micro-batch announced by
-    `expect_last_backward`. With a `home`, slices in one piece are views of it, and only the others
-    have memory here; gradients of what streams are added there after every micro-batch.
+    when the bucket is there again. With `gathers` their gradients, those of one micro-batch in
+    `dtype`, take turns as well: `expect_next` once they are pushed. `on_gradient(bucket)`, if set,
+    is called in backward when all gradients of a bucket have been accumulated in the micro-batch
+    announced by `expect_last_backward`. With a `home`, slices in one piece are views of it, and
+    only the others have memory here; gradients of what streams are added there after every
+    micro-batch.
     """
 
     def __init__(
@@ -138,6 +150,7 @@ class Slices:
         with_gradients: bool = True,
         slot_of: Mapping[int, int] | None = None,
         home: HomeSlices | None = None,
+        gathers: bool = False,
     ):
         self.home = home
         self.leaves: dict[int, nn.Parameter] = {}
@@ -146,10 +159,12 @@ class Slices:
         self.on_gradient: Callable[[int], None] | None = None
         self._missing: list[set[int]] = []
         self._untouched: list[dict[int, Tensor]] = []
+        self._params: list[list[int]] = [[ref.param for ref in bucket] for bucket in buckets]
         self._is_last_backward = False
         self._not_pulled: list[list[Tensor]] = []
         slot_of = slot_of or {}
         owned = buckets if home is None else home.copied
+        self._passing = frozenset(slot_of) if gathers else frozenset()
         self._micro_batch_by_micro_batch = home.streams.buckets if home is not None else frozenset()
         kept = [r for r in range(len(buckets)) if r not in slot_of]
         numels = {("slices", r): slice_numel(specs, owned[r]) for r in kept}
@@ -159,16 +174,20 @@ class Slices:
             numels |= {
                 ("grads", r): gradient_numel(specs, bucket)
                 for r, bucket in enumerate(buckets)
-                if r not in self._micro_batch_by_micro_batch
+                if r not in self._micro_batch_by_micro_batch and r not in self._passing
             }
             dtypes["grads"] = torch.float32
+            passing = {r: slot_of[r] for r in self._passing}
+            numels |= {
+                ("passing", slot): n for slot, n in passing_numels(specs, buckets, passing).items()
+            }
+            dtypes["passing"] = dtype
         flat = pool.resize(numels, dtypes)
         for index, bucket in enumerate(buckets):
             shares = index in slot_of
             key = ("window", slot_of[index]) if shares else ("slices", index)
-            self._add_bucket(
-                specs, bucket, flat[key], flat.get(("grads", index)), shares_memory=shares
-            )
+            grads_key = ("passing", slot_of[index]) if index in self._passing else ("grads", index)
+            self._add_bucket(specs, bucket, flat[key], flat.get(grads_key), shares_memory=shares)
             if not shares:
                 self.prepare(index)
 
@@ -191,6 +210,14 @@ class Slices:
         for grad in self._untouched[index].values():
             grad.zero_()
         self._untouched[index].clear()
+
+    def expect_next(self, index: int) -> None:
+        """The gradients of a bucket that passes through have been pushed: the next micro-batch's
+        replace them.
+        """
+        if index in self._passing:
+            grads = zip(self._params[index], self.grad_bucket_S[index], strict=True)
+            self._untouched[index].update({param: grad for param, grad in grads if grad.numel()})
 
     def _add_bucket(
         self,
@@ -259,9 +286,10 @@ class Slices:
     ) -> None:
         """Let the gradient of `leaf` add up over micro-batches in the fp32 tensor `main_grad`.
 
-        The first one is copied, so that nobody has to set the memory to zero.
+        The first one is copied, so that nobody has to set the memory to zero. In memory that layers
+        share it may not stay with the leaf.
         """
-        in_place = leaf.dtype == torch.float32
+        in_place = leaf.dtype == torch.float32 and bucket not in self._passing
         missing, untouched = self._missing[bucket], self._untouched[bucket]
         missing.add(param)
         untouched[param] = main_grad

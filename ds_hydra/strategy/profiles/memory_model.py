@@ -54,6 +54,8 @@ class MemoryModel:
     because a 1F1B stage holds up to PP micro-batches of its L/PP layers. Ours: of SP ranks each has
     1/SP of every micro-batch, which costs `SP_ACTIVATIONS` times its share of the micro-batch.
 
+    Ours: `exchange_bytes` / TP of packed exchange buffers, where they are counted.
+
     Ours: where layers stream, with p = s / i parameters per layer and H^2, E = 2 H V of embedding
     and head, and R = `devices_per_node` ranks of a node (N if those are fewer),
 
@@ -61,6 +63,9 @@ class MemoryModel:
                  + (L H^2 p + E) / R * (i + 4)                    home of weights and sums
                  + (two layers, or twice the head) / TP * 2 i     window, with its gradients
                  + (parameters of the stage that stay) / TP * (i + 4)
+
+    Where all ranks gather each layer for every pass there is neither home nor anything that stays:
+    shards and window alone.
 
     A profile that the engine measured says i + 20 bytes a parameter for the shards: with the home
     28 in 16 bit, which is what the engine holds. The published constants have 12.5 there. Other
@@ -93,6 +98,7 @@ class MemoryModel:
     input_bytes: float = 0.0
     tp_sequence_parallel: bool = False
     devices_per_node: int = 8
+    exchange_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         counts = (self.num_layers, self.hidden_size, self.vocab_size)
@@ -118,6 +124,8 @@ class MemoryModel:
             raise HydraConfigError(
                 f"tp_sequence_parallel is {self.tp_sequence_parallel!r}, expected true or false"
             )
+        if not 0 <= self.exchange_bytes <= _LARGEST_BYTES:
+            raise HydraConfigError(f"exchange bytes are {self.exchange_bytes}, expected 0 or more")
         for name, value in (("slice", self.slice_bytes), ("input", self.input_bytes)):
             if not 0 <= value <= _LARGEST_COUNT:
                 raise HydraConfigError(f"{name} bytes are {value}, expected 0 or more")
@@ -126,8 +134,9 @@ class MemoryModel:
 
     def knows(self, scheme: Scheme) -> bool:
         """Whether it says what `scheme` needs."""
-        says_inputs = self.input_bytes > 0 or not (scheme.ckpt or scheme.stream)
-        says_slices = self.slice_bytes > 0 or not scheme.stream
+        passes = bool(scheme.stream or scheme.gather)
+        says_inputs = self.input_bytes > 0 or not (scheme.ckpt or passes)
+        says_slices = self.slice_bytes > 0 or not passes
         return scheme.tp in self.activation_bytes and says_inputs and says_slices
 
     def rank_bytes(self, scheme: Scheme, num_devices: int, micro_batch_tokens: int) -> float:
@@ -218,11 +227,16 @@ class MemoryModel:
         )
 
     def _state_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
+        if scheme.gather:
+            layer, ends = self._num_params()
+            passing = STREAM_WINDOW * max(layer, ends / 2) / scheme.tp * 2 * self.input_bytes
+            return self._all_state_bytes() / num_devices * self.sharded_fraction + passing
         if scheme.stream:
             return self._streaming_bytes(scheme, num_devices, num_layers)
         sharded = self._all_state_bytes() / num_devices
         held = self._all_state_bytes(num_layers) / scheme.tp
-        return sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
+        states = sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
+        return states + self.exchange_bytes / scheme.tp
 
     def _all_state_bytes(self, num_layers: float | None = None) -> float:
         """States of so many layers, all if None, with those of the embedding."""

@@ -23,7 +23,7 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 PROFILE_SCHEMA = "ds_hydra.profile/1"
 
 
-VOCABULARY_TOLERANCE = 0.05
+_VOCABULARY_TOLERANCE = 0.05
 """Share by which the vocabulary of a profile may differ from the model's: it only moves MaxLen a
 little.
 """
@@ -66,6 +66,15 @@ class LatencyModel:
         total = sum(self.sequence_ms(length) for length in lengths_tokens)
         return max(total + self.constant_ms, self.traffic_ms) if total else 0.0
 
+    def scaled(self, ratio: float) -> LatencyModel:
+        """T of `ratio` times the computation, with the same traffic."""
+        return LatencyModel(
+            quadratic_ms=ratio * self.quadratic_ms,
+            linear_ms=ratio * self.linear_ms,
+            constant_ms=ratio * self.constant_ms,
+            traffic_ms=self.traffic_ms,
+        )
+
     def to_json(self) -> dict[str, float]:
         """The coefficients by name, `traffic_ms` where there is any."""
         document = asdict(self)
@@ -105,12 +114,7 @@ class Profile:
         if self.has_latency(scheme):
             ratio = slowest_stage_ratio(scheme, self.memory.num_layers)
             base = self.latency[self._base(scheme)]
-            return LatencyModel(
-                quadratic_ms=ratio * base.quadratic_ms,
-                linear_ms=ratio * base.linear_ms,
-                constant_ms=ratio * base.constant_ms,
-                traffic_ms=base.traffic_ms,
-            )
+            return base.scaled(ratio)
         plain = scheme.without_options()
         wanted = (
             scheme if scheme == plain else f"{scheme}, and {plain} from which it could be derived,"
@@ -210,12 +214,15 @@ class Profile:
     def check_model(self, *, num_layers: int, hidden_size: int, vocab_size: int) -> None:
         """Raise HydraConfigError if the profile belongs to another model than the one described.
 
-        A vocabulary may differ by `VOCABULARY_TOLERANCE`, as padded and unpadded ones do.
+        A vocabulary may differ by `_VOCABULARY_TOLERANCE`, as padded and unpadded ones do.
         """
         wanted = {"num_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}
         found = {name: getattr(self.memory, name) for name in wanted}
         is_same = found["num_layers"] == num_layers and found["hidden_size"] == hidden_size
-        if not is_same or abs(found["vocab_size"] - vocab_size) > VOCABULARY_TOLERANCE * vocab_size:
+        if (
+            not is_same
+            or abs(found["vocab_size"] - vocab_size) > _VOCABULARY_TOLERANCE * vocab_size
+        ):
             differing = [
                 f"{n} {found[n]} instead of {wanted[n]}" for n in wanted if found[n] != wanted[n]
             ]
@@ -281,6 +288,7 @@ class Profile:
                     input_bytes=float(memory.get("input_bytes_per_token_per_layer_per_hidden", 0)),
                     tp_sequence_parallel=document.get("tp_sequence_parallel", False),
                     devices_per_node=int(hardware.get("devices_per_node", 8)),
+                    exchange_bytes=float(memory.get("exchange_bytes", 0)),
                 ),
                 saturation_tokens={
                     int(tp): int(tokens)

@@ -16,10 +16,10 @@ from ds_hydra.strategy.proposal.streamed import CanRun, with_streamed_schemes
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
-NUM_CKPT_STEPS = 16
+_NUM_CKPT_STEPS = 16
 """Numbers of checkpointed layers that are tried; finer steps find schemes that fit hardly more."""
 
-NUM_LENGTH_CLASSES = 4
+_NUM_LENGTH_CLASSES = 4
 """Lengths, each half the next and the last one the context, that a scheme is stretched to fit."""
 
 
@@ -30,13 +30,15 @@ def with_extended_schemes(
     context_length: int,
     can_run: CanRun = lambda _: True,
     cluster: Cluster | None = None,
+    tokens_per_iteration: float | None = None,
 ) -> Profile:
     """`profile` with every scheme beside those it measured that may make an iteration shorter on
     `num_devices`.
 
     - <SP,TP,PP> where <TP,PP> and <SP x TP,PP> were measured (`with_estimates`), so that the heads
       divide.
-    - <SP,TP,1;stream> where `cluster` says how fast layers stream (`with_streamed_schemes`).
+    - <SP,TP,1;stream>, and <SP,TP,1;gather> for `tokens_per_iteration`, where `cluster` says how
+      fast layers move (`with_streamed_schemes`).
     - Checkpointed layers and uneven stages, where they let a scheme fit a class of lengths that it
       does not fit without, with less device time than every scheme that does; the fewest layers
       that are enough.
@@ -54,6 +56,7 @@ def with_extended_schemes(
             num_devices=num_devices,
             cluster=cluster,
             can_run=can_run,
+            tokens_per_iteration=tokens_per_iteration,
         )
     kept = stretched_schemes(
         known, num_devices=num_devices, context_length=context_length, can_run=can_run
@@ -78,7 +81,7 @@ def stretched_schemes(
     stretched = [
         extended
         for scheme in stretchable
-        if not (scheme.ckpt or scheme.stages)
+        if not (scheme.ckpt or scheme.stages or scheme.gather)
         for extended in _stretch(profile, scheme, num_devices, context_length, can_run)
         if _is_cheapest(profile, extended, whole, num_devices, context_length)
     ]
@@ -120,7 +123,7 @@ def _stretch(
     """
     longest = profile.max_len_tokens(scheme, num_devices)
     classes = [
-        context_length >> k for k in range(NUM_LENGTH_CLASSES) if context_length >> k > longest
+        context_length >> k for k in range(_NUM_LENGTH_CLASSES) if context_length >> k > longest
     ]
     if not classes:
         return
@@ -135,7 +138,7 @@ def _stretch(
 
 
 def _variants(scheme: Scheme, num_layers: int) -> Iterator[Scheme]:
-    steps = sorted({-(-num_layers * k // NUM_CKPT_STEPS) for k in range(1, NUM_CKPT_STEPS + 1)})
+    steps = sorted({-(-num_layers * k // _NUM_CKPT_STEPS) for k in range(1, _NUM_CKPT_STEPS + 1)})
     for ckpt in steps:
         yield replace(scheme, ckpt=ckpt)
         if 1 < scheme.pp <= num_layers:
@@ -202,7 +205,9 @@ def undominated(
         [[x.quadratic_ms, x.linear_ms, x.constant_ms, x.traffic_ms] for x in latencies]
     ).T
     slots = np.array([scheme.pp for scheme in schemes], dtype=np.float64)
+    gathers = np.array([scheme.gather for scheme in schemes])  # another kind of strategy
     is_better = (devices[:, None] == devices) & (held[:, None] >= held)
+    is_better &= gathers[:, None] == gathers
     for weight in (np.ones_like(slots), slots):
         at_end = weight[:, None] * (a[:, None] * held + b[:, None])
         is_better &= at_end <= weight * (a * held + b)

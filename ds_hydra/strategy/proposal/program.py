@@ -292,7 +292,8 @@ class _Program:
 def _make_program(
     profile: Profile, histogram: LengthHistogram, num_devices: int, settings: ProposalSettings
 ) -> _Program:
-    schemes = usable_schemes(profile, num_devices, settings.space)
+    usable = usable_schemes(profile, num_devices, settings.space)
+    schemes = tuple(s for s in usable if not s.gather)  # which do not go with others
     if settings.space != "plain":
         schemes = undominated(profile, schemes, num_devices)
     lengths, counts = histogram.lengths_tokens, histogram.counts

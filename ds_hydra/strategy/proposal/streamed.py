@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.schemes.options import slowest_stage_ratio
 from ds_hydra.strategy.schemes.scheme import ALL_LAYERS, Scheme, Strategy
 
 CanRun = Callable[[Scheme], bool]
 
 
-REFERENCE_TOKENS = 32768
+_CKPT_STEPS = 16
+"""Numbers of checkpointed layers that are tried for gathered layers."""
+
+_ROOM = 1.06
+"""Tokens that pipelines hold together, over those of an iteration, where layers are checkpointed
+for it.
+"""
+
+_REFERENCE_TOKENS = 32768
 """Length for which the cheapest <1,PP> is looked for."""
 
 
@@ -20,7 +30,7 @@ def single_rank_latency(profile: Profile, *, bounds_attention: bool = True) -> L
     """T of the whole model on one rank, or None where the profile has no <1,PP>.
 
     That of <1,1> where it was measured; else the cheapest PP times T of <1,PP>, for a micro-batch
-    of `REFERENCE_TOKENS`. With `bounds_attention` its quadratic part is at least that of the TP
+    of `_REFERENCE_TOKENS`. With `bounds_attention` its quadratic part is at least that of the TP
     schemes, for each device: attention of a profiled <1,PP> was measured on micro-batches shorter
     than those that SP ranks hold together, from which its quadratic part does not follow well.
     """
@@ -36,7 +46,7 @@ def single_rank_latency(profile: Profile, *, bounds_attention: bool = True) -> L
         for scheme, latency in profile.latency.items()
         if scheme.tp == 1 and scheme.is_plain
     ]
-    single = min(found, key=lambda t: t.micro_batch_ms([REFERENCE_TOKENS]), default=None)
+    single = min(found, key=lambda t: t.micro_batch_ms([_REFERENCE_TOKENS]), default=None)
     of_tp = [
         scheme.tp * latency.quadratic_ms
         for scheme, latency in profile.latency.items()
@@ -54,6 +64,7 @@ def with_streamed_schemes(
     cluster: Cluster,
     can_run: CanRun = lambda _: True,
     bounds_attention: bool = True,
+    tokens_per_iteration: float | None = None,
 ) -> Profile:
     """`profile` with schemes of one stage whose layers all stream, where it did not measure them,
     its memory model knows them, and they fit a micro-batch.
@@ -63,8 +74,12 @@ def with_streamed_schemes(
       that of one rank (`single_rank_latency`), of whose micro-batch N ranks have a share each, with
       the exchanges of SP by the interconnects of `cluster`.
 
-    A micro-batch takes `Cluster.stream_ms` at least. The entries are marked as derived or
-    estimated.
+    - <SP,TP,1;gather> with the same T for all of these, where `tokens_per_iteration` are given,
+      with as many checkpointed layers as let one micro-batch for each pipeline hold them: further
+      ones cost time in lockstep. 0: without checkpointed layers.
+
+    A micro-batch takes `Cluster.stream_ms` or `Cluster.gather_ms` at least. The entries are marked
+    as derived or estimated.
     """
     entries = []
     single = single_rank_latency(profile, bounds_attention=bounds_attention)
@@ -72,8 +87,9 @@ def with_streamed_schemes(
     wide = [Scheme(1, 1, sp=1 << exponent) for exponent in range(num_devices.bit_length())]
     wide = [scheme for scheme in wide if single is not None and heads % scheme.sp == 0]
     known = [s for s in profile.latency if s.pp == 1 and s == s.without_options()]
-    for plain in dict.fromkeys([*known, *wide]):
-        scheme = replace(plain, stream=ALL_LAYERS)
+    kinds = (False,) if tokens_per_iteration is None else (False, True)
+    for plain, gathers in product(dict.fromkeys([*known, *wide]), kinds):
+        scheme = replace(plain, stream=0 if gathers else ALL_LAYERS, gather=gathers)
         is_open = scheme not in profile.latency and profile.memory.knows(scheme)
         fits = is_open and profile.max_len_tokens(scheme, num_devices) > 0
         if not fits or scheme.num_devices > num_devices or not can_run(scheme):
@@ -83,8 +99,14 @@ def with_streamed_schemes(
             source: dict[str, object] = {"estimated": True}
         else:
             model, source = profile.latency[plain], {"derived_from": str(plain)}
-        model = replace(model, traffic_ms=cluster.stream_ms(scheme))
-        entries.append({**scheme.to_json(), **model.to_json(), **source})
+        traffic_ms = cluster.gather_ms(scheme) if gathers else cluster.stream_ms(scheme)
+        model = replace(model, traffic_ms=traffic_ms)
+        variants = [scheme]
+        if gathers and tokens_per_iteration:
+            variants = _that_hold(profile, scheme, num_devices, tokens_per_iteration, can_run)
+        for variant in variants:
+            ratio = slowest_stage_ratio(variant, profile.memory.num_layers) if variant.ckpt else 1.0
+            entries.append({**variant.to_json(), **model.scaled(ratio).to_json(), **source})
     if not entries:
         return profile
     return Profile.from_json(
@@ -92,11 +114,32 @@ def with_streamed_schemes(
     )
 
 
+def _that_hold(
+    profile: Profile, scheme: Scheme, num_devices: int, tokens: float, can_run: CanRun
+) -> list[Scheme]:
+    """`scheme` with the fewest checkpointed layers with which all its pipelines together hold
+    `tokens`, in one micro-batch each; and where that takes some, with room for uneven lengths.
+    """
+    layers, found = profile.memory.num_layers, []
+    steps = [0] if profile.document.get("activation_checkpointing") else range(_CKPT_STEPS + 1)
+    for wanted in (tokens, _ROOM * tokens):
+        for step in steps:
+            variant = replace(scheme, ckpt=-(-layers * step // _CKPT_STEPS))
+            longest = profile.max_len_tokens(variant, num_devices)
+            if num_devices // scheme.num_devices * longest >= wanted and can_run(variant):
+                found.append(variant)
+                break
+        if not any(variant.ckpt for variant in found):
+            break
+    return list(dict.fromkeys(found))
+
+
 def with_streams_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
     """`profile` with what `with_streamed_schemes` says of the streamed schemes of `strategies` that
     it has no T of; as it is where nothing is known of its interconnects.
     """
-    wanted = {replace(s, stages=(), ckpt=0) for x in strategies for s in x.schemes if s.streams_all}
+    schemes = {scheme for strategy in strategies for scheme in strategy.schemes}
+    wanted = {replace(s, stages=(), ckpt=0) for s in schemes if s.streams_all or s.gather}
     wanted -= profile.latency.keys()
     if not wanted:
         return profile
@@ -104,7 +147,9 @@ def with_streams_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile
     cluster = try_cluster(profile, num_devices)
     if cluster is None:
         return profile
-    known = with_streamed_schemes(profile, num_devices=num_devices, cluster=cluster)
+    known = with_streamed_schemes(
+        profile, num_devices=num_devices, cluster=cluster, tokens_per_iteration=0
+    )
     return known.only({*profile.latency, *wanted})
 
 

@@ -25,7 +25,7 @@ def neighbour_strategies(strategy: Strategy, schemes: Iterable[Scheme]) -> tuple
         for new in schemes:
             devices = lcm(old.num_devices, new.num_devices)
             removed = devices // old.num_devices
-            if new == old or removed > count:
+            if new == old or removed > count or new.gather != old.gather:
                 continue
             changed = counts - Counter({old: removed}) + Counter({new: devices // new.num_devices})
             found.setdefault(Strategy(tuple(changed.elements())))
@@ -40,7 +40,7 @@ def full_strategies(schemes: Sequence[Scheme], num_devices: int, most: int) -> t
     ['4x<1,1>', '1x<2,1> + 2x<1,1>', '2x<2,1>']
     """
     sizes = tuple(scheme.num_devices for scheme in schemes)
-    if not sizes or num_cuts(num_devices, sizes) > most:
+    if not sizes or _num_cuts(num_devices, sizes) > most:
         return ()
     return tuple(
         Strategy(tuple(s for s, n in zip(schemes, counts) for _ in range(n)))
@@ -49,12 +49,12 @@ def full_strategies(schemes: Sequence[Scheme], num_devices: int, most: int) -> t
 
 
 @lru_cache(maxsize=4096)
-def num_cuts(num_ranks: int, sizes: tuple[int, ...]) -> int:
+def _num_cuts(num_ranks: int, sizes: tuple[int, ...]) -> int:
     """How many `cuts` there are."""
     if len(sizes) == 1:
         return int(num_ranks % sizes[0] == 0)
     last = sizes[-1]
-    return sum(num_cuts(num_ranks - k * last, sizes[:-1]) for k in range(num_ranks // last + 1))
+    return sum(_num_cuts(num_ranks - k * last, sizes[:-1]) for k in range(num_ranks // last + 1))
 
 
 @lru_cache(maxsize=64)

@@ -16,12 +16,13 @@ from ds_hydra.errors import HydraConfigError
 _TERM = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<([^<>]*)>\s*")
 _DEGREES = re.compile(r"\s*(?:sp\s*(\d{1,9})\s*,\s*)?(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*")
 _OPTION = re.compile(r"\s*([a-z_]{1,20})\s*=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*")
-_OPTIONS = ("ckpt", "stages", "stream")
+_COUNTED = ("ckpt", "stages", "stream", "ep")
+_OPTIONS = (*_COUNTED, "gather")
 
-MAX_LAYERS = 1 << 20
+_MAX_LAYERS = 1 << 20
 """Layers that an option of a scheme may name: far above any model."""
 
-ALL_LAYERS = MAX_LAYERS + 1
+ALL_LAYERS = _MAX_LAYERS + 1
 """`stream` of a scheme that streams every layer, the embedding and the head: above any number of
 layers, so that `min(stream, layers)` layers of a stage stream.
 """
@@ -34,8 +35,8 @@ class Scheme:
 
     Text forms: `<2,4>`, `<2,4;ckpt=12;stages=9,8,8,7>`, `<sp2,4,1>` (SP 2, TP 4,
     PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<2,2;stream=8>`, `<sp4,1;stream>` (all
-    layers). In JSON documents the options are further keys beside "tp" and "pp", where they are
-    set.
+    layers), `<sp4,1;gather>`, `<sp4,1;ep=4>`. In JSON documents the options are further keys
+    beside "tp" and "pp", where they are set.
     """
 
     tp: int
@@ -55,6 +56,15 @@ class Scheme:
     whose gradients are added there, instead of staying with the rank; `ALL_LAYERS` streams all of
     them, the embedding and the head. `"all"` in JSON documents, `stream` without a number in text.
     """
+    gather: bool = False
+    """All ranks gather each layer for every pass, as ZeRO-3 does, and give its gradient away at
+    once: two layers are with a rank, and pipelines run their micro-batches in lockstep. For PP 1,
+    and for all pipelines of a strategy or none.
+    """
+    ep: int = 1
+    """Expert-parallel degree: `ep` neighbours of an SP group share the experts of a layer, whole
+    ones, and send them their tokens.
+    """
     _hash: int = field(init=False, repr=False, compare=False)
     """Schemes are looked up often."""
 
@@ -68,14 +78,14 @@ class Scheme:
             raise HydraConfigError(f"scheme {named[:80]}: {sizes} must be 1 or more")
         if self.num_devices > MAX_DEVICES:
             raise HydraConfigError(f"scheme {str(self)[:80]}: more than {MAX_DEVICES} ranks")
-        if type(self.ckpt) is not int or not 0 <= self.ckpt <= MAX_LAYERS:
+        if type(self.ckpt) is not int or not 0 <= self.ckpt <= _MAX_LAYERS:
             raise HydraConfigError(
-                f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {MAX_LAYERS}"
+                f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {_MAX_LAYERS}"
             )
         if type(self.stream) is not int or not 0 <= self.stream <= ALL_LAYERS:
             raise HydraConfigError(
                 f"stream of a scheme is {repr(self.stream)[:80]}, expected a number of layers of each stage up to "
-                f'{MAX_LAYERS}, or "all"'
+                f'{_MAX_LAYERS}, or "all"'
             )
         if type(self.stages) is not tuple or not all(type(n) is int and n > 0 for n in self.stages):
             raise HydraConfigError(
@@ -85,8 +95,28 @@ class Scheme:
             raise HydraConfigError(
                 f"scheme {str(self)[:80]} has {len(self.stages)} numbers of layers for PP {self.pp}; give one per stage"
             )
-        degrees_and_options = (self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream)
+        if type(self.gather) is not bool or (self.gather and (self.pp > 1 or self.stream)):
+            raise HydraConfigError(
+                f"scheme {str(self)[:80]}: gather is for all layers of schemes of PP 1, without stream"
+            )
+        self._check_ep()
+        degrees_and_options = (
+            self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream, self.gather, self.ep
+        )  # fmt: skip
         object.__setattr__(self, "_hash", hash(degrees_and_options))
+
+    def _check_ep(self) -> None:
+        if type(self.ep) is not int or self.ep < 1 or self.sp % self.ep:
+            raise HydraConfigError(
+                f"ep of a scheme with SP {self.sp} is {repr(self.ep)[:80]}, expected a divisor of SP; experts are "
+                f"shared inside an SP group, as in '<sp{max(self.sp, 2)},{self.pp};ep={max(self.sp, 2)}>'"
+            )
+        if self.ep > 1 and (self.tp > 1 or self.stream or self.gather):
+            others = {f"TP {self.tp}": self.tp > 1, "stream": self.stream, "gather": self.gather}
+            other = next(name for name, is_set in others.items() if is_set)
+            raise HydraConfigError(
+                f"scheme {str(self)[:80]}: {other} and ep do not go together; leave one of them out"
+            )
 
     def __hash__(self) -> int:
         return self._hash
@@ -105,7 +135,8 @@ class Scheme:
 
         Raises KeyError without "tp" or "pp", HydraConfigError for values that are no scheme.
         """
-        options = {key: document[key] for key in ("ckpt", "sp") if key in document}
+        names = ("ckpt", "sp", "gather", "ep")
+        options = {key: document[key] for key in names if key in document}
         if document.get("repull"):
             raise HydraConfigError(_REPLACED)
         stages = document.get("stages", [])
@@ -131,12 +162,16 @@ class Scheme:
         document: dict[str, Any] = {"tp": self.tp, "pp": self.pp}
         if self.sp > 1:
             document["sp"] = self.sp
+        if self.ep > 1:
+            document["ep"] = self.ep
         if self.ckpt:
             document["ckpt"] = self.ckpt
         if self.stages:
             document["stages"] = list(self.stages)
         if self.stream:
             document["stream"] = "all" if self.streams_all else self.stream
+        if self.gather:
+            document["gather"] = True
         return document
 
     @property
@@ -152,7 +187,8 @@ class Scheme:
     @property
     def is_plain(self) -> bool:
         """Whether it is <TP,PP> and nothing more."""
-        return not (self.stages or self.ckpt or self.stream) and self.sp == 1
+        has_options = self.stages or self.ckpt or self.stream or self.gather
+        return not has_options and self.sp == 1
 
     @property
     def streams_all(self) -> bool:
@@ -161,7 +197,7 @@ class Scheme:
 
     def without_options(self) -> Scheme:
         """The same degrees with even stages and nothing checkpointed or streamed."""
-        return Scheme(self.tp, self.pp, sp=self.sp)
+        return Scheme(self.tp, self.pp, sp=self.sp, ep=self.ep)
 
     def stage_layers(self, num_layers: int, stage: int) -> range:
         """The layers of `stage`; in an even split that leaves layers over, earlier stages get one
@@ -214,7 +250,9 @@ class Scheme:
         ckpt = f";ckpt={self.ckpt}" if self.ckpt else ""
         stages = f";stages={','.join(map(str, self.stages))}" if self.stages else ""
         stream = f"={self.stream}" if not self.streams_all else ""
-        return f"<{degrees}{ckpt}{stages}{f';stream{stream}' if self.stream else ''}>"
+        streams = f";stream{stream}" if self.stream else ""
+        ep = f";ep={self.ep}" if self.ep > 1 else ""
+        return f"<{degrees}{ep}{ckpt}{stages}{streams}{';gather' if self.gather else ''}>"
 
 
 _REPLACED = (
@@ -224,7 +262,8 @@ _REPLACED = (
 
 _FORM = (
     "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have options, as in "
-    "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<2,2;stream=8>' or '<1,1;stream>' (all layers)"
+    "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<2,2;stream=8>', '<1,1;stream>' (all layers), "
+    "'<1,1;gather>' or '<sp4,1;ep=4>' (experts)"
 )
 
 
@@ -235,11 +274,15 @@ def _read_scheme(body: str) -> Scheme:
     if degrees is None or (degrees[1] is None and degrees[2] is None):
         raise HydraConfigError(f"cannot read {'<' + body[:80] + '>'!r}; {_FORM}")
     options: dict[str, tuple[int, ...]] = {}
+    gather = False
     for text in rest:
+        if text.strip() == "gather" and not gather:
+            gather = True
+            continue
         match = _OPTION.fullmatch(f"stream={ALL_LAYERS}" if text.strip() == "stream" else text)
         if match is not None and match[1] == "repull":
             raise HydraConfigError(f"scheme {'<' + body[:80] + '>'!r}: {_REPLACED}")
-        if match is None or match[1] not in _OPTIONS:
+        if match is None or match[1] not in _COUNTED:
             raise HydraConfigError(
                 f"scheme {'<' + body[:80] + '>'!r}: cannot read {text.strip()[:80]!r}; its options are "
                 f"{', '.join(_OPTIONS)}, as in '<2,4;ckpt=12;stages=9,8,8,7>'"
@@ -254,13 +297,14 @@ def _read_scheme(body: str) -> Scheme:
         if len(counts) != 1 or counts[0] < 1:
             raise HydraConfigError(
                 f"scheme {'<' + body[:80] + '>'!r}: {option} is {','.join(map(str, counts))[:80]}, expected one number "
-                "of layers from 1 up; leave it out for none"
+                "from 1 up; leave it out for none"
             )
     return Scheme(
         tp=int(degrees[2] or 1),
         pp=int(degrees[3]),
         stages=stages,
         sp=int(degrees[1] or 1),
+        gather=gather,
         **{option: counts[0] for option, counts in options.items()},
     )
 
@@ -296,6 +340,11 @@ class Strategy:
     def __post_init__(self) -> None:
         if not self.schemes:
             raise HydraConfigError("a strategy needs at least one pipeline, e.g. '1x<1,1>'")
+        if len({scheme.gather for scheme in self.schemes}) > 1:
+            raise HydraConfigError(
+                "a strategy has pipelines with and without gather; layers are gathered by all ranks at once, so give "
+                "it to all pipelines or none"
+            )
         runs = sorted(_runs(self.schemes), key=lambda run: _placement_order(run[0]))
         object.__setattr__(
             self, "schemes", tuple(scheme for scheme, count in runs for _ in range(count))
@@ -333,6 +382,11 @@ class Strategy:
     def num_devices(self) -> int:
         """Ranks that all pipelines together occupy."""
         return sum(scheme.num_devices for scheme in self.schemes)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether its pipelines gather their layers for every pass."""
+        return self.schemes[0].gather
 
     @property
     def is_heterogeneous(self) -> bool:

@@ -1,0 +1,312 @@
+"""Layers that all ranks gather for every pass, as ZeRO-3 does: rounds of a link, in lockstep.
+
+[Note: Gathering]
+Nothing of a layer stays with a rank between its passes. Before a forward pass, and again before a
+backward pass, a round of the pull brings the layer into one of `STREAM_WINDOW` slots; after the
+backward pass of a micro-batch a round of the push takes its gradient to the owners' shards. Weights
+and gradients of a rank are then those of two layers, whatever the model.
+
+A round is collective over all ranks, and every rank has the same rounds in the same order
+(`plan_rounds`): those of as many micro-batches as the pipeline with the most has. A rank that has
+fewer micro-batches, or none, takes part with nothing of its own. So pipelines run their
+micro-batches in lockstep, which costs nothing where each has one.
+
+One thread per rank posts the rounds beside computation, each as soon as this rank's computation has
+left the use before it that it waits for. Computation waits for the pull of the layer it comes to,
+and for the push of the gradient that was in its slot before. Whatever comes before these in the
+order of rounds waits for uses that this rank has left already, so no rank waits for itself; and
+sums are those of the same rounds with and without the thread, to the bit.
+
+Buckets that share a parameter (tied embeddings) are outside of the window: pulled once, their
+gradients kept in fp32 and pushed at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from ds_hydra.engine.telemetry.trace import Recorder
+from ds_hydra.engine.transfer.link_session import (
+    LEAVING_S,
+    Abandoned,
+    DeviceClock,
+    Flags,
+    LinkThread,
+    LinkTimes,
+)
+from ds_hydra.engine.transfer.slices import Slices
+from ds_hydra.engine.transfer.stream_plan import STREAM_WINDOW, Window, plan_loads
+from ds_hydra.simulator.timeline import EventKind
+from ds_hydra.zero_link import LinkPlan
+from ds_hydra.zero_link.exchange import Link
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round of the iteration: of the pull or the push of `bucket`, once use `after` is left
+    (-1: at once).
+    """
+
+    after: int
+    is_push: bool
+    bucket: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """All rounds of an iteration, and what computation waits for.
+
+    `uses`: buckets of the window in the order in which they are used; the last one, -1, stands for
+    the end of computation. `pull_before`, `push_before`: rounds that have to be over when a use
+    begins, -1 where none has.
+    """
+
+    uses: tuple[int, ...]
+    order: tuple[Round, ...]
+    pull_before: tuple[int, ...]
+    push_before: tuple[int, ...]
+
+
+def plan_rounds(
+    window: Window, num_buckets: int, num_micro_batches: int, *, training: bool
+) -> Rounds:
+    """The rounds of an iteration in which the pipeline with the most micro-batches has
+    `num_micro_batches`.
+
+    >>> window = Window(buckets=(0, 1, 2), has_backward=(True,) * 3)
+    >>> rounds = plan_rounds(window, 3, 1, training=True)
+    >>> [("push" if r.is_push else "pull", r.bucket) for r in rounds.order]
+    [('pull', 0), ('pull', 1), ('pull', 2), ('pull', 0), ('push', 2), ('push', 1), ('push', 0)]
+    """
+    positions: list[int] = []
+    completes: list[bool] = []
+    forward = range(len(window.buckets))
+    backward = [p for p in reversed(forward) if training and window.has_backward[p]]
+    for _ in range(num_micro_batches):
+        for position, is_backward in [(p, False) for p in forward] + [(p, True) for p in backward]:
+            if positions and positions[-1] == position:
+                completes[-1] |= is_backward
+            else:
+                positions.append(position)
+                completes.append(is_backward)
+    kept = [bucket for bucket in range(num_buckets) if bucket not in window.buckets]
+    end = len(positions)
+    rounds = [Round(-1, False, bucket) for bucket in kept]
+    loads = {load.use: load for load in plan_loads(positions)}
+    rounds += [Round(x.after, False, window.buckets[x.position]) for x in loads.values()]
+    pushed = [use for use in range(end) if completes[use]]
+    rounds += [Round(use, True, window.buckets[positions[use]]) for use in pushed]
+    rounds += [Round(end, True, bucket) for bucket in reversed(kept) if training]
+    order = sorted(rounds, key=lambda r: (r.after, r.is_push))  # stable
+    place = {(r.after, r.is_push, r.bucket): number for number, r in enumerate(order)}
+    pull_before, push_before, of_slot = [-1] * (end + 1), [-1] * (end + 1), [-1] * STREAM_WINDOW
+    for use, position in enumerate(positions):
+        bucket = window.buckets[position]
+        if use in loads:
+            pull_before[use] = place[loads[use].after, False, bucket]
+        if completes[use]:
+            slot = position % STREAM_WINDOW
+            push_before[use], of_slot[slot] = of_slot[slot], place[use, True, bucket]
+    return Rounds(
+        uses=(*(window.buckets[position] for position in positions), -1),
+        order=tuple(order),
+        pull_before=tuple(pull_before),
+        push_before=tuple(push_before),
+    )
+
+
+class GatherSession:
+    """One iteration of layers that are gathered. A context manager; every rank runs it, with work
+    or without.
+
+    Computation calls `await_bucket` before every forward pass of a bucket, `enter` before its
+    backward pass, and `finish` when it is over. `grads_P` is None where nothing is pushed. Should
+    computation fail, the rank posts nothing more.
+    """
+
+    def __init__(
+        self,
+        thread: LinkThread,
+        clock: DeviceClock,
+        *,
+        pull: tuple[Link, LinkPlan],
+        push: tuple[Link, LinkPlan],
+        rounds: Rounds,
+        shards_P: Sequence[Tensor],
+        slices: Slices,
+        grads_P: Sequence[Tensor] | None,
+    ):
+        self._thread = thread
+        self._clock = clock
+        self._pull_link, self._pull_plan = pull
+        self._push_link, self._push_plan = push
+        self._rounds = rounds
+        self._shards_P = shards_P
+        self._slices = slices
+        self._grads_P = grads_P
+        self._left = Flags(len(rounds.uses), clock)
+        self._done = Flags(len(rounds.order), clock)
+        self._pulled_at = {
+            r.bucket: number for number, r in enumerate(rounds.order) if not r.is_push
+        }
+        self._next = 0
+        self._use = -1
+        self._posting: Future[None] | None = None
+        self._work: dict[bool, list[tuple[Any, Any]]] = {False: [], True: []}
+        self._waits: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> GatherSession:
+        self._start = self._clock.stamp()
+        if self._thread.overlap:
+            self._posting = self._thread.submit(self._post_all)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or self._posting is None:
+            return
+        self._left.abandon()
+        _, under_way = wait([self._posting], LEAVING_S)
+        if under_way:  # a round that other ranks never join
+            self._thread.give_up()
+
+    def await_bucket(self, index: int) -> None:
+        """Let computation read the slices of a bucket in a forward pass."""
+        if index in self._rounds.uses:
+            self.enter(index)
+        else:
+            self._wait_for(self._pulled_at[index])
+
+    def await_all(self) -> None:
+        """Nothing to wait for: layers come when they are needed."""
+
+    def enter(self, bucket: int) -> None:
+        """Computation leaves the bucket it was in and comes to `bucket`, if it is not there yet."""
+        while self._use < 0 or self._rounds.uses[self._use] != bucket:
+            if self._use + 2 >= len(self._rounds.uses):
+                raise RuntimeError(
+                    f"layer {bucket} was used out of the order of the iteration's plan"
+                )
+            self._go_on()
+
+    def finish(self) -> LinkTimes:
+        """Computation is over: take part in the rounds that are left. Raises what the thread
+        raised.
+        """
+        waits, self._waits = self._waits, []
+        begin = self._clock.stamp()
+        while self._use + 1 < len(self._rounds.uses):
+            self._go_on()
+        self._leave()
+        if self._posting is not None:
+            self._posting.result()
+        for work in self._work.values():
+            if work:
+                self._clock.wait_for(work[-1][1])
+        end = self._clock.stamp()
+        self._clock.settle(end)
+        waited = sum(self._clock.ms_between(*interval) for interval in waits)
+        visible_push_ms = self._clock.ms_between(begin, end) if self._grads_P is not None else 0.0
+        pull_ms, push_ms = (
+            sum(self._clock.ms_between(*interval) for interval in self._work[is_push])
+            for is_push in (False, True)
+        )
+        return LinkTimes(
+            pull_ms=pull_ms,
+            push_ms=push_ms,
+            visible_pull_ms=waited,
+            visible_push_ms=visible_push_ms,
+        )
+
+    def record(self, recorder: Recorder) -> None:
+        """Hand the spans of all rounds to `recorder`; call after `finish`."""
+        for is_push, kind in ((False, EventKind.PULL), (True, EventKind.PUSH)):
+            for begin, end in self._work[is_push]:
+                recorder.add(kind, begin, end)
+
+    def _go_on(self) -> None:
+        """Leave the present use for the next one."""
+        self._leave()
+        self._use += 1
+        for number in (self._rounds.pull_before[self._use], self._rounds.push_before[self._use]):
+            if number >= 0:
+                self._wait_for(number)
+
+    def _leave(self) -> None:
+        if self._use >= 0:
+            self._left.raise_flag(self._use)
+        if self._posting is None:
+            begin = self._clock.stamp()
+            self._post_until(self._use)
+            self._waits.append((begin, self._clock.stamp()))
+
+    def _wait_for(self, number: int) -> None:
+        begin = self._clock.stamp()
+        if self._posting is None:
+            self._post_until(max(self._use - 1, -1))
+        try:
+            self._done.wait(number)
+        except Abandoned:
+            assert self._posting is not None
+            self._posting.result()
+            raise
+        self._waits.append((begin, self._clock.stamp()))
+
+    def _post_until(self, use: int) -> None:
+        """Every round that waits for `use`, or for less."""
+        order = self._rounds.order
+        while self._next < len(order) and order[self._next].after <= use:
+            self._post(self._next)
+            self._next += 1
+
+    def _post_all(self) -> None:
+        self._clock.wait_for(self._start)
+        try:
+            for number, round_ in enumerate(self._rounds.order):
+                if round_.after >= 0:
+                    self._left.wait(round_.after)
+                self._post(number)
+        except Abandoned:
+            pass  # computation has failed
+        except BaseException:
+            self._done.abandon()
+            raise
+
+    def _post(self, number: int) -> None:
+        round_ = self._rounds.order[number]
+        bucket, has_bucket = round_.bucket, round_.bucket < len(self._slices.bucket_S)
+        begin = self._clock.stamp()
+        if not round_.is_push:
+            slices_S = self._slices.bucket_S[bucket] if has_bucket else ()
+            link = self._pull_link
+            under_way = link.begin_pull(self._pull_plan, bucket, self._shards_P, slices_S)
+        elif self._grads_P is not None:
+            if has_bucket:
+                self._slices.zero_missing(bucket)
+            grads_S = self._slices.grad_bucket_S[bucket] if has_bucket else ()
+            link = self._push_link
+            under_way = link.begin_push(self._push_plan, bucket, grads_S, self._grads_P)
+        else:
+            self._done.raise_flag(number)
+            return
+        try:
+            link.finish(under_way)
+        except BaseException:
+            link.leave(under_way)
+            raise
+        if has_bucket and not round_.is_push:
+            self._slices.prepare(bucket)
+        if has_bucket and round_.is_push:
+            self._slices.expect_next(bucket)
+        self._done.raise_flag(number)
+        self._work[round_.is_push].append((begin, self._clock.stamp()))

@@ -1,0 +1,28 @@
+"""What pull and push of a strategy make a rank hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkMemory:
+    """Most bytes that a strategy makes this rank hold for propagation, activations left out."""
+
+    slice_bytes: int
+    gradient_bytes: int
+    window_bytes: int
+    """Packed exchange buffers: a window of two rounds has four, each as large as the largest.
+
+    Memory of the CPU is handed out with gaps, which may add as much again.
+    """
+    relayed_bytes: int
+    """What this rank holds of other nodes' shards (pull) or sums for them (push), with node-aware
+    routes.
+    """
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        exchanged = self.window_bytes + self.relayed_bytes
+        return self.slice_bytes + self.gradient_bytes + exchanged
