@@ -9,8 +9,8 @@ from test_simulate_command import invoke
 
 from ds_hydra.configs import list_files, load_model_preset
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.cost_models.estimate import describe_model, estimate_from_config
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
+from ds_hydra.strategy.proposal.estimate import describe_model, estimate_from_config
 from ds_hydra.strategy.schemes.scheme import Scheme
 
 CONFIG = {

@@ -310,7 +310,7 @@ def _estimate(
     from ds_hydra.configs import find_file
     from ds_hydra.configs.files import read_json_object
     from ds_hydra.strategy.cost_models.analytic import Hardware
-    from ds_hydra.strategy.cost_models.estimate import estimate_from_config
+    from ds_hydra.strategy.proposal.estimate import estimate_from_config
 
     _refuse(hardware is None, "--model needs --hardware, e.g. h100")
     assert hardware is not None

@@ -11,8 +11,8 @@ from ds_hydra.configs import find_file, list_files
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.simulator.workload import Workload
-from ds_hydra.strategy.cost_models.estimate import estimate_from_config
 from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.estimate import estimate_from_config
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import Strategy, parse_strategies
 
