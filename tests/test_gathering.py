@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from distributed import run_distributed
-from engines import start_hydra
-from models import FAMILIES, VOCAB_SIZE, tiny
-from single_process import random_examples
+from passing_layers import (
+    link_memory,
+    losses_with_frozen_layers,
+    parity_of_families,
+    repeats,
+)
 from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.engine.parallel.one_f_one_b import Pass
 from ds_hydra.engine.transfer.gathering import plan_rounds
-from ds_hydra.engine.transfer.slices import SlicePool
 from ds_hydra.engine.transfer.stream_plan import STREAM_WINDOW, Window
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme, Strategy
@@ -25,67 +26,6 @@ STRATEGIES = (
 )
 
 
-def families():
-    """Parity of every tested family; phi3 runs with TP 1 alone, and without SP."""
-    return {
-        (family, *case): found
-        for family in FAMILIES
-        for case, found in check_gradients(
-            family,
-            ("3x<1,1;gather>",) if family == "phi3" else ("1x<2,1;gather> + 2x<1,1;gather>",),
-        ).items()
-    }
-
-
-def repeats(text):
-    """Losses and weights of three iterations with and without overlap."""
-    found = []
-    for overlap in (True, False, True):
-        engine = start_hydra(tiny("llama"), hydra={"link": {"overlap": overlap}})
-        losses = [
-            float(
-                engine.train_batch(
-                    random_examples((9, 17, 30, 5, 40, 3), VOCAB_SIZE, seed=seed), strategy=text
-                )
-            )
-            for seed in range(3)
-        ]
-        found.append((losses, [p.ds_tensor.clone() for p in engine.hydra.stage_model.params]))
-        engine.destroy()
-    return [
-        losses == found[0][0] and all(map(torch.equal, weights, found[0][1]))
-        for losses, weights in found
-    ]
-
-
-def frozen():
-    """Losses of a model with frozen embedding and first layers, gathered and not, in turn."""
-    model = tiny("llama", num_hidden_layers=4)
-    for param in (*model.model.embed_tokens.parameters(), *model.model.layers[:2].parameters()):
-        param.requires_grad_(False)
-    engine = start_hydra(model)
-    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
-    texts = ("4x<1,1;gather>", "1x<2,2>", "2x<2,1;gather>", "1x<2,2>", "4x<1,1>")
-    evaluated = [float(engine.eval_batch(examples, strategy=text)) for text in texts]
-    return evaluated, [float(engine.train_batch(examples, strategy=text)) for text in texts]
-
-
-def memory():
-    """(stated, held by the pool) of gathered strategies and what a rank holds without."""
-    engine = start_hydra(tiny("llama", num_hidden_layers=8))
-    propagator = engine.hydra.propagator
-    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
-    found = {}
-    for text in ("4x<1,1>", "4x<1,1;gather>", "2x<2,1;gather>"):
-        propagator.links.pool = SlicePool(torch.device("cpu"), exact=True)
-        engine.train_batch(examples, strategy=text)
-        found[text] = (
-            propagator.links.link_memory(Strategy.parse(text)),
-            propagator.links.pool.nbytes,
-        )
-    return found, propagator.links.home
-
-
 def checks():
     parity = check_gradients("llama_tied", STRATEGIES) | check_gradients(
         "qwen3", STRATEGIES, {"link": {"routes": "node", "devices_per_node": 2}}
@@ -93,13 +33,15 @@ def checks():
     return {
         "parity": parity,
         "without overlap": check_gradients("qwen2", STRATEGIES, {"link": {"overlap": False}}),
-        "families": families(),
+        "families": parity_of_families(("1x<2,1;gather> + 2x<1,1;gather>",)),
         "rows cut": check_gradients(
             "llama", ("1x<4,1;gather>", "2x<2,1;ckpt=2;gather>"), {"tp_sequence_parallel": True}
         ),
         "repeats": repeats("1x<2,1;gather> + 2x<1,1;gather>"),
-        "frozen": frozen(),
-        "memory": memory(),
+        "frozen": losses_with_frozen_layers(
+            ("4x<1,1;gather>", "1x<2,2>", "2x<2,1;gather>", "1x<2,2>", "4x<1,1>")
+        ),
+        "memory": link_memory(("4x<1,1>", "4x<1,1;gather>", "2x<2,1;gather>")),
     }
 
 
@@ -132,8 +74,8 @@ def test_frozen_layers_and_evaluation(results):
 @pytest.mark.distributed
 def test_a_rank_holds_two_layers(results):
     for result in results:
-        found, home = result["memory"]
-        assert home is None
+        found, home, _ = result["memory"]
+        assert not home
         for stated, held in found.values():
             assert held == stated.slice_bytes + stated.gradient_bytes
         (whole, _), (gathered, _) = found["4x<1,1>"], found["4x<1,1;gather>"]

@@ -10,22 +10,26 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
 from faults import die, run_until_end
-from models import FAMILIES, VOCAB_SIZE, tiny
+from models import VOCAB_SIZE, tiny
 from nodes import hosts_or_skip, run_on_hosts
+from passing_layers import (
+    link_memory,
+    losses_with_frozen_layers,
+    parity_of_families,
+    repeats,
+)
 from single_process import random_examples
 from test_engine_parity import RELATIVE_TOLERANCE, assert_parity, check_gradients
 from test_nodes import own_counters
 
 from ds_hydra.engine.ranks import shared_memory
-from ds_hydra.engine.transfer.slices import SlicePool
 from ds_hydra.engine.transfer.stream_plan import check_streams
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.strategy import Scheme
 
 STRATEGIES = (
     "4x<1,1;stream>",
@@ -38,65 +42,8 @@ STRATEGIES = (
 )
 
 OF_EVERY_FAMILY = ("1x<2,1;stream> + 1x<1,2;stream>", "1x<sp2,1;stream> + 2x<1,1;stream>")
-
-
-def families():
-    """Parity of every tested family."""
-    return {
-        (family, *case): found
-        for family in FAMILIES
-        for case, found in check_gradients(family, OF_EVERY_FAMILY).items()
-    }
-
-
-def repeats(text):
-    """Losses and weights of three iterations with and without overlap, in rows of other orders."""
-    found = []
-    for overlap in (True, False, True):
-        engine = start_hydra(tiny("llama_tied"), hydra={"link": {"overlap": overlap}})
-        losses = [
-            float(
-                engine.train_batch(
-                    random_examples((9, 17, 30, 5, 40, 3), VOCAB_SIZE, seed=seed), strategy=text
-                )
-            )
-            for seed in range(3)
-        ]
-        found.append((losses, [p.ds_tensor.clone() for p in engine.hydra.stage_model.params]))
-        engine.destroy()
-    return [
-        losses == found[0][0] and all(map(torch.equal, weights, found[0][1]))
-        for losses, weights in found
-    ]
-
-
-def frozen():
-    """Losses of a model with frozen embedding and first layers, streamed and not, in turn."""
-    model = tiny("llama", num_hidden_layers=4)
-    for param in (*model.model.embed_tokens.parameters(), *model.model.layers[:2].parameters()):
-        param.requires_grad_(False)
-    engine = start_hydra(model)
-    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
-    texts = ("4x<1,1;stream>", "1x<2,2>", "2x<2,1;stream>", "1x<2,2>", "4x<1,1>")
-    evaluated = [float(engine.eval_batch(examples, strategy=text)) for text in texts]
-    return evaluated, [float(engine.train_batch(examples, strategy=text)) for text in texts]
-
-
-def memory():
-    """(stated, held by the pool) of streamed strategies and what a rank holds without."""
-    engine = start_hydra(tiny("llama", num_hidden_layers=8))
-    propagator = engine.hydra.propagator
-    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
-    found = {}
-    for text in ("4x<1,1>", "4x<1,1;stream>", "2x<2,1;stream>", "2x<1,2;stream=2>"):
-        propagator.links.pool = SlicePool(torch.device("cpu"), exact=True)
-        engine.train_batch(examples, strategy=text)
-        found[text] = (
-            propagator.links.link_memory(Strategy.parse(text)),
-            propagator.links.pool.nbytes,
-        )
-    shared = propagator.links.home.weight_bytes + propagator.links.home.sum_bytes
-    return found, shared, propagator.links.home._adder.nbytes
+FROZEN = ("4x<1,1;stream>", "1x<2,2>", "2x<2,1;stream>", "1x<2,2>", "4x<1,1>")
+MEASURED = ("4x<1,1>", "4x<1,1;stream>", "2x<2,1;stream>", "2x<1,2;stream=2>")
 
 
 def refusals():
@@ -128,13 +75,13 @@ def checks():
         parity |= check_gradients(family, STRATEGIES)
     return {
         "parity": parity,
-        "families": families(),
+        "families": parity_of_families(OF_EVERY_FAMILY),
         "rows cut": check_gradients(
             "llama", ("1x<4,1;stream>", "1x<2,2;stream;ckpt=2>"), {"tp_sequence_parallel": True}
         ),
         "repeats": repeats("2x<2,1;stream>"),
-        "frozen": frozen(),
-        "memory": memory(),
+        "frozen": losses_with_frozen_layers(FROZEN),
+        "memory": link_memory(MEASURED),
         "refusals": refusals(),
     }
 
@@ -253,7 +200,7 @@ def as_on_one_host(count):
             for case, (error, _, loss_error) in check_gradients(family, ON_TWO_HOSTS).items()
         },
         "repeats": repeats("1x<2,1;stream> + 2x<1,1;stream>"),
-        "frozen": frozen(),
+        "frozen": losses_with_frozen_layers(FROZEN),
     }
     if count:
         engine = start_hydra(tiny("llama", hidden_size=128, intermediate_size=352))

@@ -1,0 +1,71 @@
+"""What is checked of layers that do not stay with a rank, streamed or gathered; on each rank."""
+
+from __future__ import annotations
+
+import torch
+from engines import start_hydra
+from models import FAMILIES, VOCAB_SIZE, tiny
+from single_process import random_examples
+from test_engine_parity import check_gradients
+
+from ds_hydra.engine.transfer.slices import SlicePool
+from ds_hydra.strategy import Strategy
+
+
+def parity_of_families(strategies):
+    """`check_gradients` of every tested family."""
+    return {
+        (family, *case): found
+        for family in FAMILIES
+        for case, found in check_gradients(family, strategies).items()
+    }
+
+
+def repeats(text):
+    """Whether losses and weights of three iterations repeat, with and without overlap."""
+    found = []
+    for overlap in (True, False, True):
+        engine = start_hydra(tiny("llama_tied"), hydra={"link": {"overlap": overlap}})
+        losses = [
+            float(
+                engine.train_batch(
+                    random_examples((9, 17, 30, 5, 40, 3), VOCAB_SIZE, seed=seed), strategy=text
+                )
+            )
+            for seed in range(3)
+        ]
+        found.append((losses, [p.ds_tensor.clone() for p in engine.hydra.stage_model.params]))
+        engine.destroy()
+    return [
+        losses == found[0][0] and all(map(torch.equal, weights, found[0][1]))
+        for losses, weights in found
+    ]
+
+
+def losses_with_frozen_layers(texts):
+    """Evaluated and trained losses under each strategy in turn; embedding and two layers are
+    frozen.
+    """
+    model = tiny("llama", num_hidden_layers=4)
+    for param in (*model.model.embed_tokens.parameters(), *model.model.layers[:2].parameters()):
+        param.requires_grad_(False)
+    engine = start_hydra(model)
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    evaluated = [float(engine.eval_batch(examples, strategy=text)) for text in texts]
+    return evaluated, [float(engine.train_batch(examples, strategy=text)) for text in texts]
+
+
+def link_memory(texts):
+    """(stated, held by the pool) of each strategy; bytes that the home shares, and of its adds."""
+    engine = start_hydra(tiny("llama", num_hidden_layers=8))
+    links = engine.hydra.propagator.links
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    found = {}
+    for text in texts:
+        links.pool = SlicePool(torch.device("cpu"), exact=True)
+        engine.train_batch(examples, strategy=text)
+        found[text] = (links.link_memory(Strategy.parse(text)), links.pool.nbytes)
+    home = links.home
+    if home is None:
+        return found, 0, 0
+    return found, home.weight_bytes + home.sum_bytes, home._adder.nbytes
