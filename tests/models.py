@@ -52,6 +52,8 @@ FAMILIES = {
     "gemma2": _builder("Gemma2ForCausalLM", "Gemma2Config", head_dim=8, sliding_window=7),
     "gemma3": _builder("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=8, sliding_window=7),
     "phi3": _builder("Phi3ForCausalLM", "Phi3Config"),
+    "granite_swa": _builder("GraniteSWAForCausalLM", "GraniteSWAConfig", sliding_window=7),
+    "olmo2": _builder("Olmo2ForCausalLM", "Olmo2Config"),
 }
 
 _ROUTED = {
@@ -93,7 +95,17 @@ MIXTURES_OF_EXPERTS = {
     "deepseek_v3": _builder("DeepseekV3ForCausalLM", "DeepseekV3Config", **_ROUTED, **_LATENT),
     "glm4_moe": _builder("Glm4MoeForCausalLM", "Glm4MoeConfig", **_ROUTED, head_dim=8),
     "dots1": _builder("Dots1ForCausalLM", "Dots1Config", **_ROUTED, head_dim=8),
+    "gpt_oss": _builder(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        head_dim=8,
+        sliding_window=7,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "olmoe": _builder("OlmoeForCausalLM", "OlmoeConfig", num_experts=4, num_experts_per_tok=2),
+    "granitemoe": _builder("GraniteMoeForCausalLM", "GraniteMoeConfig", num_local_experts=4),
 }
-"""Which run with TP 1."""
 
 BUILDERS = FAMILIES | MIXTURES_OF_EXPERTS

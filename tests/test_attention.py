@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from ds_hydra.errors import UnsupportedModelError
 MODULE = torch.nn.Identity()
 
 
-def dense_reference(query, key, value, *, window=None, softcap=None):
+def dense_reference(query, key, value, *, window=None, softcap=None, sinks=None):
     """One sequence, every score computed and masked."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -28,7 +29,11 @@ def dense_reference(query, key, value, *, window=None, softcap=None):
     position = torch.arange(query.shape[2])
     distance = position.unsqueeze(1) - position.unsqueeze(0)
     hidden = (distance < 0) | (distance >= (window or query.shape[2]))
-    return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ value
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1) @ value
+    total = scores.exp().sum(-1, keepdim=True) + sinks.exp().view(1, -1, 1, 1)
+    return scores.exp() / total @ value
 
 
 @given(
@@ -36,34 +41,42 @@ def dense_reference(query, key, value, *, window=None, softcap=None):
     groups=st.sampled_from([1, 2, 4]),
     window=st.sampled_from([None, 1, 3, 8]),
     softcap=st.sampled_from([None, 2.0]),
+    has_sinks=st.booleans(),
+    block=st.sampled_from([4, 1024]),
 )
-def test_packed_micro_batch_equals_its_sequences(lengths, groups, window, softcap):
+def test_packed_micro_batch_equals_its_sequences(
+    lengths, groups, window, softcap, has_sinks, block
+):
     torch.manual_seed(sum(lengths))
     total = sum(lengths)
     query = torch.randn(1, 4, total, 8, requires_grad=True)
     key = torch.randn(1, 4 // groups, total, 8, requires_grad=True)
     value = torch.randn(1, 4 // groups, total, 8, requires_grad=True)
+    sinks = torch.randn(4, requires_grad=True) if has_sinks else None
+    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
     micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
-    out, _ = hydra_varlen(
-        MODULE,
-        query,
-        key,
-        value,
-        None,
-        packed_micro_batch=micro_batch,
-        sliding_window=window,
-        softcap=softcap,
-    )
+    with patch.object(attention, "_QUERY_BLOCK", block):
+        out, _ = hydra_varlen(
+            MODULE,
+            query,
+            key,
+            value,
+            None,
+            packed_micro_batch=micro_batch,
+            sliding_window=window,
+            softcap=softcap,
+            s_aux=sinks,
+        )
     parts = zip(
         query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
     )
     wanted = torch.cat(
-        [dense_reference(*p, window=window, softcap=softcap) for p in parts], 2
+        [dense_reference(*p, window=window, softcap=softcap, sinks=sinks) for p in parts], 2
     ).transpose(1, 2)
     torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
-    gradients = torch.autograd.grad(out.square().sum(), (query, key, value), retain_graph=True)
+    gradients = torch.autograd.grad(out.square().sum(), inputs, retain_graph=True)
     for got, expected in zip(
-        gradients, torch.autograd.grad(wanted.square().sum(), (query, key, value)), strict=True
+        gradients, torch.autograd.grad(wanted.square().sum(), inputs), strict=True
     ):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import threading
 import time
@@ -167,6 +168,7 @@ def test_mistakes_are_told_without_a_traceback(
     assert result.exit_code == 1
     assert message in result.stderr
     assert result.stdout == ""
+    assert logging.getLogger("ds_hydra").level == logging.NOTSET
 
 
 def test_document_is_json():

@@ -52,17 +52,17 @@ def relative(a, b):
     return float((a - b).norm()) / max(float(b.norm()), 1e-12)
 
 
-def ten_steps_against_stock():
-    model = tiny("llama")
+def ten_steps_against_stock(family, strategies):
+    model = tiny(family)
     stock_model = copy.deepcopy(model)
-    data = batches(len(STRATEGIES_OF_4) // 2) * 2
+    data = batches(len(strategies) // 2) * 2
     stock = start_stock(stock_model)
     stock_losses = [stock_step(stock, examples) for examples in data]
     stock_norm = float(stock.get_global_grad_norm())
     stock_states = full_states(stock, list(stock_model.parameters()))
     engine = start_hydra(model)
     losses = [
-        float(engine.train_batch(b, strategy=s)) for b, s in zip(data, STRATEGIES_OF_4, strict=True)
+        float(engine.train_batch(b, strategy=s)) for b, s in zip(data, strategies, strict=True)
     ]
     states = full_states(engine, list(model.parameters()))
     errors = {
@@ -80,14 +80,24 @@ def ten_steps_against_stock():
         "steps": (engine.global_steps, stock.global_steps),
         "samples": engine.global_samples,
         "moved": relative(
-            states[0]["param"], dict(tiny("llama").named_parameters())["model.embed_tokens.weight"]
+            states[0]["param"], dict(tiny(family).named_parameters())["model.embed_tokens.weight"]
         ),
     }
 
 
+WITH_EXPERTS = (
+    "1x<sp4,1;ep=4>", "4x<1,1>", "1x<2,1> + 1x<1,2>", "1x<sp2,1;ep=2> + 2x<1,1>", "1x<4,1>",
+    "1x<sp2,2;ep=2>", "2x<sp2,1;ep=2>", "1x<2,1> + 1x<1,1>", "1x<sp4,1;ep=2>", "2x<1,2>",
+)  # fmt: skip
+
+
 @pytest.mark.distributed
-def test_ten_steps_of_changing_strategies_equal_stock_deepspeed():
-    result = run_distributed(ten_steps_against_stock, 4)[0]
+@pytest.mark.parametrize(
+    ("family", "strategies"),
+    [("llama", STRATEGIES_OF_4), pytest.param("mixtral", WITH_EXPERTS, marks=pytest.mark.slow)],
+)
+def test_ten_steps_of_changing_strategies_equal_stock_deepspeed(family, strategies):
+    result = run_distributed(ten_steps_against_stock, 4, family, strategies)[0]
     torch.testing.assert_close(result["losses"], result["stock_losses"], rtol=1e-5, atol=0)
     assert all(
         second < first

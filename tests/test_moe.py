@@ -1,9 +1,14 @@
-"""Mixtures of experts with TP 1: gradients of one process, and what is refused."""
+"""Mixtures of experts: gradients of one process, and what is refused."""
+
+import math
 
 import pytest
+import torch
 from distributed import run_distributed
-from models import MIXTURES_OF_EXPERTS, tiny
-from test_engine_parity import assert_parity, check_gradients
+from engines import full_states, start_hydra
+from models import MIXTURES_OF_EXPERTS, VOCAB_SIZE, tiny
+from single_process import random_examples
+from test_engine_parity import LENGTHS, assert_parity, check_gradients
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.estimate import estimate_profile, load_hardware
@@ -16,34 +21,141 @@ CONFIG = HydraConfig(context_length=64, tokens_per_iteration=64)
 
 STRATEGIES = (
     "4x<1,1>",
-    "1x<1,4>",
+    "2x<2,1>",
+    "1x<4,1>",
+    "1x<2,2>",
     "1x<1,2> + 1x<sp2,1>",
+    "1x<sp2,2,1>",
     "1x<1,2;stream> + 2x<1,1;stream=1>",
-    "2x<1,1;ckpt=2>",
+    "1x<2,1;stream> + 1x<1,2;ckpt=1>",
+    "1x<2,1;ckpt=2>",
 )
-"""Without TP; the last one leaves two ranks idle."""
+"""The last one leaves two ranks idle."""
+
+WITHOUT_PP = ("4x<1,1>", "1x<4,1>", "1x<sp2,2,1>", "2x<1,1;stream> + 1x<2,1;ckpt=2>")
+WITHOUT_TP = ("4x<1,1>", "1x<1,4>", "1x<sp2,2>", "1x<1,2;stream> + 1x<sp2,1>")
+BY_FAMILY = {"olmoe": WITHOUT_PP, "granitemoe": WITHOUT_PP, "gpt_oss": WITHOUT_TP}
+"""Where transformers ships no plan for the other."""
+
+WITH_EP = ("1x<sp4,1;ep=4>", "1x<sp2,1;ep=2> + 2x<1,1>", "1x<sp2,2;ep=2;ckpt=2>", "1x<sp4,1;ep=2>")
+
+SHORT = (1, 1, 5, 2, 1, 3)
+"""Sequence shards of one token, and experts without any."""
+
+CUT_MICRO_BATCHES = {"tp_sequence_parallel": True}
 
 
 def of_every_family():
     return {
         (family, *case): found
         for family in MIXTURES_OF_EXPERTS
-        for case, found in check_gradients(family, STRATEGIES).items()
+        for case, found in check_gradients(family, BY_FAMILY.get(family, STRATEGIES)).items()
     }
+
+
+def with_shards_of_micro_batches():
+    return {
+        (family, *case): found
+        for family in ("qwen2_moe", "qwen3_moe")
+        for case, found in check_gradients(
+            family, ("2x<2,1>", "1x<4,1;stream>", "1x<sp2,2,1>"), hydra=CUT_MICRO_BATCHES
+        ).items()
+    }
+
+
+def with_experts_on_several_ranks():
+    found = {}
+    for family in MIXTURES_OF_EXPERTS:
+        has_plan = tiny(family).config.base_model_pp_plan
+        strategies = [s for s in WITH_EP if has_plan or ",2;" not in s]
+        for lengths in (LENGTHS, SHORT):
+            worst = check_gradients(family, strategies, lengths=lengths)
+            found |= {(family, len(lengths), *case): value for case, value in worst.items()}
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_gradients_equal_one_process():
-    assert_parity(run_distributed(of_every_family, 4)[0])
+@pytest.mark.parametrize(
+    "what", [of_every_family, with_shards_of_micro_batches, with_experts_on_several_ranks]
+)
+def test_gradients_equal_one_process(what):
+    assert_parity(run_distributed(what, 4)[0])
+
+
+@pytest.mark.distributed
+def test_shared_experts_have_the_gradients_of_one_process():
+    strategies = ("1x<2,1>", "1x<1,2>", "1x<sp2,1;ep=2>")
+    assert_parity(run_distributed(check_gradients, 2, "qwen2_moe", strategies)[0])
+
+
+def crowd(num_iterations):
+    """Losses where all tokens choose the same experts, of 3 ranks one idle; weights at the end."""
+    model = tiny("mixtral")
+    for name, param in model.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            param.data.zero_()
+            param.requires_grad_(False)
+    engine = start_hydra(model)
+    lengths = torch.randint(1, 12, (num_iterations, 3), generator=torch.Generator().manual_seed(3))
+    losses = [
+        float(
+            engine.train_batch(
+                random_examples(row.tolist(), VOCAB_SIZE, seed=i), strategy="1x<sp2,1;ep=2>"
+            )
+        )
+        for i, row in enumerate(lengths + 1)
+    ]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return losses, [state["param"] for state in full_states(engine, trained)]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_experts_that_every_token_chooses_repeat_bit_for_bit():
+    first, second = (run_distributed(crowd, 3, 200)[0] for _ in range(2))
+    assert first[0] == second[0]
+    assert all(map(math.isfinite, first[0]))
+    for mine, other in zip(first[1], second[1], strict=True):
+        assert torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("family", MIXTURES_OF_EXPERTS)
-def test_the_probe_lets_them_pass_and_tp_is_refused_by_name(family):
-    model = tiny(family)
-    check_packing(model)
-    with pytest.raises(UnsupportedModelError, match=r"styles that ds_hydra does not run.*use TP 1"):
-        StageModel(model).check_scheme(Scheme(2, 1))
+def test_the_probe_lets_them_pass(family):
+    check_packing(tiny(family))
+
+
+def test_experts_are_cut_where_grouped_products_allow():
+    """24 features of fp32: whole 16 bytes, four features, to a rank."""
+    stage_model = StageModel(tiny("qwen3_moe"))
+    widths = [
+        spec.slice_shape(spec.slice_region(4, rank))
+        for spec in stage_model.specs
+        if "layers.0.mlp.experts" in spec.fqn
+        for rank in range(4)
+    ]
+    assert widths == [(16, w, 32) for w in (8, 16, 8, 16)] + [(16, 32, w) for w in (4, 8, 4, 8)]
+    with pytest.raises(HydraConfigError, match=r"experts.*width 24.*6 parts.*TP 8"):
+        StageModel(tiny("qwen3_moe", num_attention_heads=8)).check_scheme(Scheme(8, 1))
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "message"),
+    [
+        ("llama", "<sp2,1;ep=2>", "LlamaForCausalLM has no experts .*leave ep out"),
+        ("glm4_moe", "<sp8,1;ep=8>", "ep 8 does not divide the 4 experts .*use ep 1, 2, 4 in"),
+    ],
+)
+def test_ep_that_a_model_cannot_have_is_refused(family, scheme, message):
+    with pytest.raises((HydraConfigError, UnsupportedModelError), match=message):
+        StageModel(tiny(family, num_attention_heads=8)).check_scheme(Scheme.parse(scheme))
+
+
+def test_attention_that_is_not_cut_sees_whole_micro_batches():
+    with pytest.raises(
+        UnsupportedModelError, match=r"attention is not cut.*tp_sequence_parallel to false"
+    ):
+        StageModel(tiny("deepseek_v3"), tp_sequence_parallel=True).check_scheme(Scheme(2, 1))
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])

@@ -7,6 +7,7 @@ import pytest
 from reference import make_batch
 
 from ds_hydra.configs import find_file
+from ds_hydra.sampler import trial
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, with_schemes_of
 from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
 from ds_hydra.sampler.planner import heuristic_times, plan_with_time
@@ -120,3 +121,13 @@ def test_what_lockstep_costs_keeps_gathered_strategies_from_being_tried():
         screen._max_len[:] = held
         with_lockstep, alone = screen.estimates_ms(make_batch(lengths))
         assert with_lockstep == pytest.approx(ratio * alone)
+
+
+@pytest.mark.parametrize(("many", "num_tried"), [(trial._MANY, 6), (0, 3)])
+def test_half_of_the_mini_batches_have_to_do_for_very_many_candidates(monkeypatch, many, num_tried):
+    monkeypatch.setattr(trial, "_MANY", many)
+    tried = []
+    found = trial.Trial([BATCH] * 6, PROFILE, NUM_DEVICES, 16384, PruningSettings(num_rounds=0))
+    times = found.search(STRATEGIES, (), lambda done, of: tried.append((done, of)))
+    assert tried == [(number + 1, 6) for number in range(num_tried)]
+    assert all(of.shape == (6,) for of in times.values())

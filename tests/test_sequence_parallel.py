@@ -149,12 +149,10 @@ PARITY = {
         ("gemma2", ("1x<sp4,1>", "1x<sp2,2,1>"), {}, LENGTHS),
         ("gemma3", ("1x<sp4,1>", "1x<sp2,2>"), {}, LENGTHS),
         ("qwen2", ("1x<sp2,2,1>", "1x<sp4,1>"), {}, LENGTHS),
-        ("phi3", ("1x<sp2,1> + 1x<1,2>",), {}, LENGTHS),
+        ("phi3", ("1x<sp2,1> + 1x<1,2>", "1x<sp2,2,1>"), {}, LENGTHS),
     ],
 }
-"""(family, strategies, hydra section, lengths); a phi3 has fused projections, which TP cannot
-slice.
-"""
+"""(family, strategies, hydra section, lengths)."""
 
 
 def check_families(cases):

@@ -84,23 +84,36 @@ def test_parameters_that_the_tp_plan_does_not_mention_refuse_tp():
 
 
 def test_styles_that_are_not_run_refuse_tp_by_name():
+    model = tiny("llama")
+    model.config.base_model_tp_plan = {
+        **model.config.base_model_tp_plan,
+        "layers.*.mlp.down_proj": "packed_rowwise",
+    }
     with pytest.raises(
-        UnsupportedModelError,
-        match=r"fused weights: layers.*self_attn.qkv_proj \(colwise_g.*use TP 1",
+        UnsupportedModelError, match=r"styles that .*mlp.down_proj \(packed_rowwise\).*use TP 1"
     ):
-        StageModel(tiny("phi3")).check_scheme(Scheme(2, 1))
+        StageModel(model).check_scheme(Scheme(2, 1))
 
 
-def test_attention_sinks_are_refused_at_the_start():
-    config = (
-        transformers.GraniteSWAConfig(**SIZES)
-        if hasattr(transformers, "GraniteSWAConfig")
-        else None
-    )
-    if config is None:
-        pytest.skip("this transformers has no dense model with attention sinks")
-    with pytest.raises(UnsupportedModelError, match="sinks"):
-        StageModel(transformers.GraniteSWAForCausalLM(config))
+def test_a_model_without_plans_runs_with_tp_1_and_pp_1():
+    stage_model = StageModel(tiny("granitemoe"))
+    stage_model.check_scheme(Scheme(1, 1, sp=2))
+    with pytest.raises(UnsupportedModelError, match=r"no base_model_pp_plan.*use PP 1"):
+        stage_model.check_scheme(Scheme(1, 2))
+    model = tiny("llama")
+    model.config.base_model_tp_plan = None
+    with pytest.raises(UnsupportedModelError, match=r"no base_model_tp_plan.*use TP 1"):
+        StageModel(model).check_scheme(Scheme(2, 1))
+
+
+def test_whole_features_are_not_cut_unevenly():
+    """Phi-3 gathers gate and up of all ranks, and cuts them again for down."""
+    with pytest.raises(
+        HydraConfigError, match=r"TP 4 does not divide the 70 features.*at down_proj"
+    ):
+        StageModel(tiny("phi3", intermediate_size=70, num_key_value_heads=4)).check_scheme(
+            Scheme(4, 1)
+        )
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ def test_plain_schemes_are_written_and_ordered_as_ever():
         ("<sp1,4,1>", Scheme(4, 1), "<4,1>"),
         ("< sp4,1 ; stream >", Scheme(1, 1, sp=4, stream=ALL_LAYERS), "<sp4,1;stream>"),
         ("<2,2; stream = 8;ckpt=3>", Scheme(2, 2, ckpt=3, stream=8), "<2,2;ckpt=3;stream=8>"),
+        ("<sp4,2;ckpt=1; ep=2>", Scheme(1, 2, sp=4, ckpt=1, ep=2), "<sp4,2;ep=2;ckpt=1>"),
+        ("<sp4,1;ep=1>", Scheme(1, 1, sp=4), "<sp4,1>"),
     ],
 )  # fmt: skip
 def test_parts_in_text(text, scheme, canonical):
@@ -86,20 +88,25 @@ def test_degrees_with_sp_count_all_ranks_and_lie_first():
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("<2,1;ckpt>", "cannot read 'ckpt'.*ckpt, stages, stream"),
+        ("<2,1;ckpt>", "cannot read 'ckpt'.*ckpt, stages, stream, ep"),
         ("<2,1;chkpt=3>", "cannot read 'chkpt=3'"),
         ("<2,1;>", "cannot read ''"),
         ("<2,1;sp=2>", "cannot read 'sp=2'"),
         ("<2,1;ckpt=-1>", "cannot read 'ckpt=-1'"),
         ("<2,1;ckpt=1;ckpt=2>", "says ckpt twice"),
-        ("<2,1;ckpt=0>", "ckpt is 0, expected one number of layers from 1 up"),
+        ("<2,1;ckpt=0>", "ckpt is 0, expected one number from 1 up"),
         ("<2,1;repull=3>", "<2,1;repull=3>.*repull, which stream replaces: write <2,2;stream=8>"),
         ("<2,1;stream=1,2>", "stream is 1,2, expected one number"),
         ("<2,2;stages=3>", "1 numbers of layers for PP 2; give one per stage"),
         ("<2,1;stages=3,1>", "2 numbers of layers for PP 1"),
         ("<2,2;stages=4,0>", "1 layer or more for each of 2 stages"),
-        ("<2,1;stream=0>", "stream is 0, expected one number of layers from 1 up"),
+        ("<2,1;stream=0>", "stream is 0, expected one number from 1 up"),
         ("<2,1;stream=2;stream>", "says stream twice"),
+        ("<sp4,1;ep=3>", "ep of a scheme with SP 4 is 3, expected a divisor of SP.*<sp4,1;ep=4>"),
+        ("<1,2;ep=2>", "ep of a scheme with SP 1 is 2.*<sp2,2;ep=2>"),
+        ("<sp2,2,1;ep=2>", "TP 2 and ep do not go together"),
+        ("<sp2,1;ep=2;stream>", "stream and ep do not go together"),
+        ("<sp2,1;ep=0>", "ep is 0, expected one number"),
         ("<2,1;stream=all>", "cannot read 'stream=all'"),
         (
             "<2,1;stream=99999999>",

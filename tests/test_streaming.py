@@ -38,17 +38,14 @@ STRATEGIES = (
 )
 
 OF_EVERY_FAMILY = ("1x<2,1;stream> + 1x<1,2;stream>", "1x<sp2,1;stream> + 2x<1,1;stream>")
-WITHOUT_TP = ("1x<1,3;stream> + 1x<1,1;stream>",)
 
 
 def families():
-    """Parity of every tested family; phi3 runs with TP 1 alone, and without SP."""
+    """Parity of every tested family."""
     return {
         (family, *case): found
         for family in FAMILIES
-        for case, found in check_gradients(
-            family, WITHOUT_TP if family == "phi3" else OF_EVERY_FAMILY
-        ).items()
+        for case, found in check_gradients(family, OF_EVERY_FAMILY).items()
     }
 
 

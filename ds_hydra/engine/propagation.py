@@ -256,6 +256,9 @@ class Propagator:
         tp = role.scheme.tp
         group = self.groups.get("tp", role.tp_ranks) if tp > 1 else None
         self.stage_model.tp.enter(group, tp, role.tp_rank)
+        if role.scheme.ep > 1:
+            sp_group = self.groups.get("sp", role.sp_ranks)
+            self.stage_model.ep.enter(sp_group, role.scheme.sp, role.sp_rank, role.scheme.ep)
         self.stage_model.bind(
             role.scheme, role.stage, slices.leaves, work.await_bucket, work.before_backward
         )

@@ -51,7 +51,7 @@ from ds_hydra.strategy import Profile, Strategy
 
 logger = logging.getLogger(__name__)
 
-STATE_SCHEMA = "ds_hydra.state/1"
+_STATE_SCHEMA = "ds_hydra.state/1"
 
 ExampleLike = Mapping[str, Any]
 """One sequence: "input_ids" and optionally "labels" (not shifted, -100 where nothing is
@@ -320,7 +320,7 @@ class HydraRuntime:
         both.
         """
         state: dict[str, Any] = {
-            "schema": STATE_SCHEMA,
+            "schema": _STATE_SCHEMA,
             "num_ranks": self.num_ranks,
             "seed": self.config.seed,
             "config": self.config.model_dump(mode="json"),

@@ -336,7 +336,7 @@ class StrategyLinks:
             role = Role.find(strategy, self.rank)
             buckets, streams = (), StageStreams()
             if role is not None:
-                place = role.scheme, role.stage, role.tp_rank
+                place = role.scheme, role.stage, role.tp_rank, role.ep_rank
                 buckets = self.stage_model.buckets(*place)
                 streams = self.stage_model.stage_streams(*place)
             across = self._across_hosts(strategy) if len(self.hosts.names) > 1 else AcrossHosts()

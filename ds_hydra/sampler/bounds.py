@@ -61,6 +61,7 @@ def _capacity(
                 else problem.ratio[kind, num_micro_batches]
             )
             work = min(limit_ms / ratio, limit_ms - (num_stages - 1) * constant)
+            # The micro-batch of a long sequence hides a part of the others' time alone.
             if held >= 0 and num_stages > 1:
                 alone_ms = problem.sequence_ms[kind, held] + constant
                 work = min(work, (limit_ms - (num_stages - outside) * alone_ms) / outside)
@@ -178,6 +179,8 @@ def _is_impossible(problem: DispatchProblem, limit_ms: float, prices: FloatArray
         if apart[kind] > counts[kind]:
             return True
     demand, supply = np.zeros((2, num_kinds)), np.zeros((2, num_kinds))
+    # Any prices give a valid proof; wanted are those that give one soon. What is short gets dearer
+    # by its relative lack, in smaller and smaller steps, as in multiplicative weights.
     for step in range(_NUM_STEPS):
         demand[:] = 0.0
         supply[:] = 0.0
@@ -236,6 +239,7 @@ def strategy_bound_ms(problem: DispatchProblem, upper_ms: float) -> float:
     prices = np.ones((2, num_kinds))
     for kind in range(num_kinds):
         prices[1, kind] = 0.05 * problem.sequence_ms[kind].sum() / problem.lengths.sum()
+    # Prices go from one step of the bisection to the next: near limits have near prices.
     high = upper_ms
     while low < high * (1 - _PRECISION):
         middle = (low + high) / 2

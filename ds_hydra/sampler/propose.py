@@ -36,7 +36,7 @@ from ds_hydra.strategy.schemes.neighbours import full_strategies
 from ds_hydra.strategy.schemes.placement import count_groups
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
-MAX_SINGLE_STAGE = 2000
+_MAX_SINGLE_STAGE = 2000
 """Strategies of <TP,1> that are all tried, if there are no more; 64 devices have some hundred."""
 
 
@@ -225,7 +225,7 @@ def propose_among(
         if each == "plain":
             plains = usable_schemes(profile, num_devices)
             single = [scheme for scheme in plains if scheme.pp == 1]
-            tried |= dict.fromkeys(full_strategies(single, num_devices, MAX_SINGLE_STAGE))
+            tried |= dict.fromkeys(full_strategies(single, num_devices, _MAX_SINGLE_STAGE))
         steps = usable_schemes(profile, num_devices)
         if each != "plain":  # of the many others those that suit some length
             steps = tuple(

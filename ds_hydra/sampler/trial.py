@@ -29,6 +29,10 @@ Progress = Callable[[int, int], None]
 
 HEURISTIC = PlannerSettings().heuristic()
 
+_MANY = 4_500_000
+"""Above so many dispatched sequences, of all mini-batches for all candidates, half of the
+mini-batches have to do.
+"""
 _REACH = 0.05
 """Strategies are planned for a mini-batch whose estimate is at most so much above the best one."""
 
@@ -98,7 +102,9 @@ class Trial:
         """Times of the strategies that win a mini-batch: `candidates`, and those a step away by one
         of `schemes`.
         """
-        winners = self.winners(candidates, progress)
+        sequences = sum(len(batch.lengths) for batch in self._batches)
+        many = len(candidates) * sequences > _MANY
+        winners = self.winners(candidates, progress, share=1 / 2 if many else 1.0)
         for _ in range(self._pruning.num_rounds):
             near = dict.fromkeys(
                 n for won in winners for n in (won, *neighbour_strategies(won, schemes))

@@ -22,9 +22,8 @@ import numpy as np
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.sampler.schedule import FloatArray, run_passes
 from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
-from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
@@ -97,51 +96,6 @@ class PipelineRun:
     def busy_ms(self) -> float:
         """Time of all passes of all stages together, without waiting for parameters."""
         return float(self.work.forward_ms.sum() + self.work.backward_ms.sum())
-
-
-@compiled
-def run_passes(
-    forward_ms: FloatArray,
-    backward_ms: FloatArray,
-    hop_ms: FloatArray,
-    begin_ms: float,
-    pull_ms: float,
-    num_buckets: float,
-    forward_start: FloatArray,
-    forward_end: FloatArray,
-    backward_start: FloatArray,
-    backward_end: FloatArray,
-) -> None:
-    """Fills the starts and ends, [stage, micro-batch], of non-interleaved 1F1B.
-
-    In wave k stage s runs F(k) and then B(k - (PP-1-s)), from `begin_ms` on. `num_buckets` 0: the
-    pull ends before anything starts; else the first forward of a stage of that many layers takes
-    them as they arrive.
-    """
-    num_stages, num_micro_batches = forward_ms.shape
-    free = np.full(
-        num_stages, max(begin_ms, pull_ms if num_buckets == 0 else pull_ms / num_buckets)
-    )
-    for wave in range(num_micro_batches + num_stages - 1):
-        for stage in range(num_stages):
-            if wave < num_micro_batches:
-                start = free[stage]
-                if stage > 0:
-                    start = max(start, forward_end[stage - 1, wave] + hop_ms[wave])
-                end = start + forward_ms[stage, wave]
-                if wave == 0 and num_buckets > 0:
-                    end = max(end, pull_ms + forward_ms[stage, wave] / num_buckets)
-                forward_start[stage, wave] = start
-                forward_end[stage, wave] = end
-                free[stage] = end
-            micro_batch = wave - (num_stages - 1 - stage)
-            if 0 <= micro_batch < num_micro_batches:
-                start = free[stage]
-                if stage < num_stages - 1:
-                    start = max(start, backward_end[stage + 1, micro_batch] + hop_ms[micro_batch])
-                backward_start[stage, micro_batch] = start
-                backward_end[stage, micro_batch] = start + backward_ms[stage, micro_batch]
-                free[stage] = backward_end[stage, micro_batch]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -322,7 +276,7 @@ def _run(work: PipelineWork, links: LinkTimes, num_buckets: int) -> PipelineRun:
         work.hop_ms,
         work.begin_ms,
         links.pull_ms,
-        float(num_buckets),
+        num_buckets,
         *times,
     )
     push_start, push_end = (

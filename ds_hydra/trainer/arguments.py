@@ -55,7 +55,7 @@ WITHOUT_EFFECT = {
 }
 """Arguments that are legal and change nothing, with what does; each is a message."""
 
-ELSEWHERE = {
+_ELSEWHERE = {
     "peft_config": "wrap the model before: model=peft.get_peft_model(model, peft_config)",
     "formatting_func": "write the texts before: train_dataset=train_dataset.map(lambda row: {'text': "
     "formatting_func(row)})",
@@ -68,26 +68,26 @@ ELSEWHERE = {
 }
 """Arguments of TRL's SFTTrainer, now or once, with where they go."""
 
-SFT_HONOURED = ("completion_only_loss", "assistant_only_loss")
+_SFT_HONOURED = ("completion_only_loss", "assistant_only_loss")
 """Fields of TRL's SFTConfig that HydraTrainer reads itself."""
 
-SFT_KEYS = {"max_length": "context_length", "dataset_text_field": "text_column"}
+_SFT_KEYS = {"max_length": "context_length", "dataset_text_field": "text_column"}
 """Fields of TRL's SFTConfig that say the same as a key of "hydra"."""
 
-SFT_WITHOUT_EFFECT = {
+_SFT_WITHOUT_EFFECT = {
     "padding_free": "sequences are packed without padding, and do not see each other",
     "pad_to_multiple_of": "sequences are packed without padding",
     "dataset_num_proc": "one process of each node tokenises; `ds-hydra lengths --num-proc` uses more",
 }
 """Fields of TRL's SFTConfig that change nothing, with what does."""
 
-SFT_REFUSED = {
-    "packing": ELSEWHERE["packing"],
-    "eval_packing": ELSEWHERE["packing"],
+_SFT_REFUSED = {
+    "packing": _ELSEWHERE["packing"],
+    "eval_packing": _ELSEWHERE["packing"],
     "loss_type": f"{_OWN_LOSS}; set it to 'nll'",
     "activation_offloading": "set hydra.activation_checkpointing instead",
     "shuffle_dataset": "leave it out: hydra.shuffle mixes the rows anew in every epoch",
-    "model_init_kwargs": ELSEWHERE["model_init_kwargs"],
+    "model_init_kwargs": _ELSEWHERE["model_init_kwargs"],
     "chat_template_path": "set processing_class.chat_template",
     "eos_token": "set processing_class.eos_token",
     "pad_token": "leave it out: sequences are packed without padding",
@@ -124,15 +124,15 @@ def check_arguments(args: TrainingArguments, note: Note) -> None:
             "are random, and the plan balances their sequences"
         )
     for name, value in _set_fields_of_trl(args).items():
-        if name in SFT_WITHOUT_EFFECT:
+        if name in _SFT_WITHOUT_EFFECT:
             note(
-                f"{type(args).__name__}.{name}={value!r} has no effect: {SFT_WITHOUT_EFFECT[name]}"
+                f"{type(args).__name__}.{name}={value!r} has no effect: {_SFT_WITHOUT_EFFECT[name]}"
             )
 
 
 def check_elsewhere(given: Iterable[str]) -> None:
     """Raise HydraConfigError for arguments of TRL's SFTTrainer that HydraTrainer does not take."""
-    if problems := [f"{name}: {ELSEWHERE[name]}" for name in given if name in ELSEWHERE]:
+    if problems := [f"{name}: {_ELSEWHERE[name]}" for name in given if name in _ELSEWHERE]:
         raise HydraConfigError(
             "\n  ".join(["HydraTrainer does not take these arguments:", *problems])
         )
@@ -164,8 +164,8 @@ def map_arguments(args: TrainingArguments, hydra: HydraConfig, note: Note) -> Hy
     if args.activation_checkpointing or args.gradient_checkpointing:
         wanted["activation_checkpointing"] = ("activation_checkpointing", True)
     for name, value in _set_fields_of_trl(args).items():
-        if name in SFT_KEYS:
-            wanted[SFT_KEYS[name]] = (name, value)
+        if name in _SFT_KEYS:
+            wanted[_SFT_KEYS[name]] = (name, value)
     for key, (source, value) in wanted.items():
         own = getattr(hydra, key)
         if key in hydra.model_fields_set and own != value:
@@ -232,12 +232,12 @@ def _find_refused_of_trl(args: TrainingArguments) -> Iterator[str]:
             "TrainingArguments or TRL's SFTConfig"
         )
         return
-    known = {*SFT_HONOURED, *SFT_KEYS, *SFT_WITHOUT_EFFECT}
+    known = {*_SFT_HONOURED, *_SFT_KEYS, *_SFT_WITHOUT_EFFECT}
     for name, value in _set_fields_of_trl(args).items():
         if name == "loss_type" and value == "chunked_nll":
             continue  # the same number, computed in parts
         if name not in known:
-            yield f"{name}={value!r}: {SFT_REFUSED.get(name, 'HydraTrainer does not read it; leave it out')}"
+            yield f"{name}={value!r}: {_SFT_REFUSED.get(name, 'HydraTrainer does not read it; leave it out')}"
 
 
 def _is_of_trl(args: TrainingArguments) -> bool:

@@ -14,10 +14,9 @@ and with TP across hosts also the other columns of row-wise parameters.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
-from ds_hydra.zero_link.layout import ParamSpec, Region, Slicing
+from ds_hydra.zero_link.layout import ParamSpec, Region
 from ds_hydra.zero_link.messages import RankBuckets, SliceRef
 
 
@@ -59,7 +58,7 @@ class Need(NamedTuple):
 def flat_specs(specs: Sequence[ParamSpec]) -> list[ParamSpec]:
     """`specs` as vectors, with shards where they were."""
     return [
-        replace(spec, shape=(spec.numel,), slicing=Slicing.REPLICATED, num_blocks=0)
+        ParamSpec(fqn=spec.fqn, shape=(spec.numel,), requires_grad=spec.requires_grad)
         for spec in specs
     ]
 

@@ -11,6 +11,11 @@ rank r owns [r * ceil(numel / N), (r + 1) * ceil(numel / N)), the last may be pa
     colwise   rows [t * R / tp, (t + 1) * R / tp)   (output features: q, k, v, gate, up; vocabulary)
     rowwise   cols [t * C / tp, (t + 1) * C / tp)   (input features: o, down)
 
+A rowwise parameter may have more dimensions, and be cut along any of them: what stands before that
+dimension are its rows. Two matrices that one dimension packs are rows as well, so that every rank
+gets a part of both: of the gate_up [E, 2 I, H] of E experts seen as [E * 2, I * H] each rank has
+columns, and of their down [E, H, I] seen as [E * H, I].
+
 A colwise parameter made of indivisible blocks (attention heads) is cut between blocks; where there
 are fewer blocks than ranks (grouped-query attention) neighbouring ranks hold the same block.
 """
@@ -69,13 +74,19 @@ class ParamSpec:
     """One parameter of the model as the link sees it.
 
     `num_blocks` is the number of indivisible row blocks of a colwise parameter (heads); 0 means
-    that it may be cut between any two rows.
+    that it may be cut between any two rows. A rowwise one is cut along dimension `cut_dim`, which
+    packs `num_packed` matrices, at multiples of `cut_multiple`. The first
+    dimension of the `num_experts` of a layer is shared under EP.
     """
 
     fqn: str
     shape: tuple[int, ...]
     slicing: Slicing = Slicing.REPLICATED
     num_blocks: int = 0
+    cut_dim: int = 1
+    num_packed: int = 1
+    cut_multiple: int = 1
+    num_experts: int = 0
     requires_grad: bool = True
 
     @property
@@ -86,37 +97,62 @@ class ParamSpec:
     @property
     def num_rows(self) -> int:
         """Rows of the matrix view."""
+        if self.slicing is Slicing.ROWWISE:
+            return prod(self.shape[: self.cut_dim]) * self.num_packed
         return self.shape[0] if self.shape else 1
 
     @property
     def num_cols(self) -> int:
         """Columns of the matrix view."""
+        if self.slicing is Slicing.ROWWISE:
+            return self.shape[self.cut_dim] // self.num_packed * self._cut_unit
         return prod(self.shape[1:])
+
+    @property
+    def num_steps(self) -> int:
+        """Parts of a rowwise parameter that are not cut further."""
+        return self.shape[self.cut_dim] // self.num_packed // self.cut_multiple
+
+    @property
+    def _cut_unit(self) -> int:
+        """Columns that one step along the cut dimension takes."""
+        return prod(self.shape[self.cut_dim + 1 :])
 
     def shard_numel(self, num_ranks: int) -> int:
         """Elements of one ZeRO-3 shard, padding included (DeepSpeed's `partition_numel`)."""
         return -(-self.numel // num_ranks)
 
-    def slice_region(self, tp_size: int, tp_rank: int) -> Region:
-        """The rectangle that rank `tp_rank` of a TP group of `tp_size` ranks holds (may be empty).
+    def slice_region(
+        self, tp_size: int, tp_rank: int, ep_size: int = 1, ep_rank: int = 0
+    ) -> Region:
+        """The rectangle that rank `tp_rank` of a TP group of `tp_size` ranks holds (may be empty);
+        of experts only part `ep_rank` of `ep_size`, where one of both sizes is 1.
 
         Raises HydraConfigError where `num_blocks` and `tp_size` do not divide each other.
         """
+        if ep_size > 1 and self.num_experts:
+            begin, end = _even_range(self.num_experts, ep_size, ep_rank)
+            each = self.num_rows // self.num_experts
+            return Region(begin * each, (end - begin) * each, 0, self.num_cols)
         if self.slicing is Slicing.COLWISE:
             begin, end = self._row_range(tp_size, tp_rank)
             return Region(begin, end - begin, 0, self.num_cols)
         if self.slicing is Slicing.ROWWISE:
-            begin, end = _even_range(self.num_cols, tp_size, tp_rank)
-            return Region(0, self.num_rows, begin, end - begin)
+            unit = self._cut_unit * self.cut_multiple
+            begin, end = _even_range(self.num_steps, tp_size, tp_rank)
+            return Region(0, self.num_rows, begin * unit, (end - begin) * unit)
         if self.slicing is Slicing.FIRST_RANK and tp_rank > 0:
             return Region(0, 0, 0, self.num_cols)
         return Region(0, self.num_rows, 0, self.num_cols)
 
     def slice_shape(self, region: Region) -> tuple[int, ...]:
         """Tensor shape of a slice; a FIRST_RANK slice keeps the full shape on every rank."""
+        if region.num_rows < self.num_rows and self.num_experts:
+            return (self.num_experts * region.num_rows // self.num_rows, *self.shape[1:])
         if self.slicing in (Slicing.COLWISE, Slicing.ROWWISE) and self.shape:
             if self.slicing is Slicing.ROWWISE:
-                return (self.shape[0], region.num_cols)
+                width = region.num_cols // self._cut_unit * self.num_packed
+                return (*self.shape[: self.cut_dim], width, *self.shape[self.cut_dim + 1 :])
             return (region.num_rows, *self.shape[1:])
         return self.shape
 

@@ -122,6 +122,7 @@ class NodePlanner(DirectPlanner):
         cells = self._cells
         num_cells = len(cells.round)
         self._relayed_numel = np.zeros(self.asked.num_rounds, dtype=np.int64)
+        # Cells arrive once: a round's memory is needed until the last round that asks for one.
         until = np.arange(self.asked.num_rounds)
         for (_, index), asks in cells.shared.items():
             np.maximum.at(until, cells.round[asks.cell], index)

@@ -144,6 +144,7 @@ class LinkAccounts:
                 cells, members = self._cells.get(node), nodes.ranks(node)
                 relay = members.start + everyone % nodes.ranks_per_node % len(members)
                 is_inside = (everyone >= members.start) & (everyone < members.stop)
+                # Nodes with the same pipelines share one object of cells, which is counted once.
                 if (id(cells), -1) not in known:
                     entering_cells = np.flatnonzero((cells.round == index) & cells.is_shared)
                     known[id(cells), -1] = self._count_cells(cells, entering_cells)

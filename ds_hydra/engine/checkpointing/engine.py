@@ -39,7 +39,7 @@ from ds_hydra.errors import CheckpointError, HydraError
 if TYPE_CHECKING:
     from ds_hydra.engine.runtime import HydraRuntime
 
-CLIENT_STATE_KEY = "ds_hydra"
+_CLIENT_STATE_KEY = "ds_hydra"
 """Where a checkpoint's client state keeps what belongs to ds_hydra."""
 
 _LOSS_SCALE_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow")
@@ -86,7 +86,7 @@ class CheckpointingEngine(DeepSpeedEngine):
     ) -> None:
         tag = f"global_step{self.global_steps}" if tag is None else tag
         saving = Saving(save_dir, tag, self._agree_on_saving(save_dir, tag))
-        state = {**(client_state or {}), CLIENT_STATE_KEY: self.hydra.state_dict()}
+        state = {**(client_state or {}), _CLIENT_STATE_KEY: self.hydra.state_dict()}
         commits = (self.local_rank if self.use_node_local_storage() else self.global_rank) == 0
         commit = functools.partial(
             saving.commit,
@@ -201,7 +201,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                 )
         finally:
             self.checkpoint_engine.handed = {}
-        state = (client_state or {}).pop(CLIENT_STATE_KEY, {})
+        state = (client_state or {}).pop(_CLIENT_STATE_KEY, {})
         if not load_module_only:  # new data may start from another run's weights
             self.hydra.load_state_dict(state)
         return path, client_state

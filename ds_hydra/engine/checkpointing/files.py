@@ -50,7 +50,7 @@ _SHARE = (
     "the DeepSpeed configuration"
 )
 
-SAFE_CLASSES = (LossScaler, DynamicLossScaler, ZeroStageEnum)
+_SAFE_CLASSES = (LossScaler, DynamicLossScaler, ZeroStageEnum)
 """Classes that DeepSpeed's own ZeRO-3 files hold besides tensors and containers; plain values, all
 of them.
 """
@@ -182,11 +182,11 @@ class Saving:
     def commit(self, *, world_size: int, save_latest: bool, ranks: Iterable[int]) -> None:
         """Put the checkpoint, to which `ranks` have written, in its place and `latest` on it."""
         written, target = self.folder / self._tag, self._save_dir / self._tag
-        write_manifest(written, self._read_digests(ranks), world_size)
+        _write_manifest(written, self._read_digests(ranks), world_size)
         _sync_folder(written)
         put_in_place(written, target)
         if save_latest:
-            replace_text(self._save_dir / "latest", self._tag)
+            _replace_text(self._save_dir / "latest", self._tag)
         shutil.rmtree(self.folder / _DIGESTS)
         for script in self.folder.iterdir():  # DeepSpeed's zero_to_fp32.py
             os.replace(script, self._save_dir / script.name)
@@ -250,12 +250,15 @@ def restore_replaced(save_dir: Path) -> None:
             replaced.rename(target)
 
 
-def write_manifest(folder: Path, digests: Mapping[str, Any], world_size: int) -> None:
+def _write_manifest(folder: Path, digests: Mapping[str, Any], world_size: int) -> None:
     """Write the manifest of all files in `folder`; hashes those that `digests` does not know."""
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST_NAME):
         name = path.relative_to(folder).as_posix()
-        files[name] = digests.get(name) or {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+        files[name] = digests.get(name) or {
+            "bytes": path.stat().st_size,
+            "sha256": _hash_file(path),
+        }
     if missing := digests.keys() - files.keys():
         raise CheckpointError(
             f"{folder} lacks {sorted(missing)[0]}, which a rank has written there"
@@ -293,7 +296,7 @@ def verify(folder: Path, *, reader: int = 0, num_readers: int = 1) -> None:
                 f"{path} has {size} bytes, {wanted['bytes']} were written: it was truncated or altered"
                 f"{_others(folder)}"
             )
-        if index % num_readers == reader and (digest := hash_file(path)) != wanted["sha256"]:
+        if index % num_readers == reader and (digest := _hash_file(path)) != wanted["sha256"]:
             raise CheckpointError(
                 f"{path} was altered: its SHA-256 is {digest[:16]}..., written was {wanted['sha256'][:16]}..."
                 f"{_others(folder)}"
@@ -364,7 +367,7 @@ def only_weights() -> Iterator[None]:
     before = os.environ.get(name)
     os.environ[name] = "1"
     # For good: torch's context does not nest.
-    torch.serialization.add_safe_globals([*SAFE_CLASSES, (_enum_member, "builtins.getattr")])
+    torch.serialization.add_safe_globals([*_SAFE_CLASSES, (_enum_member, "builtins.getattr")])
     try:
         yield
     finally:
@@ -374,7 +377,7 @@ def only_weights() -> Iterator[None]:
             os.environ[name] = before
 
 
-def hash_file(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -383,7 +386,7 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def replace_text(path: Path, text: str) -> None:
+def _replace_text(path: Path, text: str) -> None:
     """Write `text` so that a reader, or a crash, finds the old content or the new one."""
     aside = path.with_name(f".{path.name}.new")
     with aside.open("w", encoding="utf-8") as file:

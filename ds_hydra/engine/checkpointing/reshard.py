@@ -101,7 +101,7 @@ def pieces(old: ShardLayout, old_rank: int, new: ShardLayout, new_rank: int) -> 
             )
 
 
-def optimizer_file(folder: Path, rank: int) -> Path:
+def _optimizer_file(folder: Path, rank: int) -> Path:
     """The file with the optimizer shards of `rank`, whatever the precision it was trained in."""
     names = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for prefix in ("", "bf16_")]
     return next((folder / name for name in names if (folder / name).exists()), folder / names[0])
@@ -166,11 +166,11 @@ def read_optimizer_states(
     """
     _check_same_model(folder, old_groups, new_groups)
     if old_world == world_size and [list(g) for g in old_groups] == [list(g) for g in new_groups]:
-        states: dict[str, Any] = read_tensors(optimizer_file(folder, rank))
+        states: dict[str, Any] = read_tensors(_optimizer_file(folder, rank))
         return states
     old, new = ShardLayout.build(old_groups, old_world), ShardLayout.build(new_groups, world_size)
     # What is equal on all ranks (step count, learning rate, loss scale) comes from rank 0.
-    result = dict(read_tensors(optimizer_file(folder, 0), mmap=True))
+    result = dict(read_tensors(_optimizer_file(folder, 0), mmap=True))
     zero = dict(result[_OPTIMIZER])
     base = dict(zero[_OPTIMIZER])
     first_old = {}
@@ -187,19 +187,19 @@ def read_optimizer_states(
     }
     base["param_groups"] = _renumbered(base["param_groups"], old_groups, new_groups)
     for old_rank in range(old_world):
-        saved = read_tensors(optimizer_file(folder, old_rank), mmap=True)[_OPTIMIZER]
-        _check_lengths(optimizer_file(folder, old_rank), saved[_FP32], old.group_numel)
+        saved = read_tensors(_optimizer_file(folder, old_rank), mmap=True)[_OPTIMIZER]
+        _check_lengths(_optimizer_file(folder, old_rank), saved[_FP32], old.group_numel)
         for piece in pieces(old, old_rank, new, rank):
             _copy(piece, saved[_FP32][piece.source], zero[_FP32][piece.target])
             for key, target in base[_STATE].get(piece.target, {}).items():
-                if is_elementwise(target):
+                if _is_elementwise(target):
                     _copy(piece, saved[_OPTIMIZER][_STATE][piece.source][key], target)
     zero[_OPTIMIZER] = base
     result[_OPTIMIZER] = zero
     return result
 
 
-def is_elementwise(value: Any) -> bool:
+def _is_elementwise(value: Any) -> bool:
     """Whether an optimizer state has one value per element of a flat tensor."""
     return isinstance(value, Tensor) and value.dim() == 1
 

@@ -17,7 +17,7 @@ _NO_TAGS = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
 _MAX_TAG_BYTES = 200
 
 
-def check_tag(tag: str) -> None:
+def _check_tag(tag: str) -> None:
     """Raise CheckpointError unless `tag` is the name of one folder."""
     is_name = isinstance(tag, str) and tag and not tag.startswith(".")
     if not is_name or tag != os.path.basename(tag) or "\0" in tag:
@@ -29,7 +29,7 @@ def check_tag(tag: str) -> None:
 
 def check_new_tag(tag: str) -> None:
     """Raise CheckpointError unless `tag` is the name of a folder that `latest` can name."""
-    check_tag(tag)
+    _check_tag(tag)
     if tag in _NO_TAGS:
         raise CheckpointError(
             f"the checkpoint tag is {tag!r}, which is a file beside the checkpoints; pass another tag, such as "
@@ -56,7 +56,7 @@ def resolve_tag(load_dir: Path, tag: str) -> str:
     """The folder in `load_dir` with the checkpoint `tag`: that name, or the place of one being
     replaced.
     """
-    check_tag(tag)
+    _check_tag(tag)
     replaced = f"{REPLACED_PREFIX}{tag}"
     return replaced if not (load_dir / tag).exists() and (load_dir / replaced).exists() else tag
 
@@ -70,5 +70,5 @@ def find_tag(load_dir: Path, name: str) -> str | None:
         return None
     except OSError as error:
         raise CheckpointError(f"cannot read {load_dir / name}: {error.strerror}") from error
-    check_tag(tag)
+    _check_tag(tag)
     return tag

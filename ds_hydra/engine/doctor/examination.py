@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -43,6 +44,18 @@ class Request:
     limit_s: float = 60.0
 
 
+@contextlib.contextmanager
+def _errors_alone() -> Iterator[None]:
+    """While open, ds_hydra logs errors alone."""
+    logger = logging.getLogger("ds_hydra")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 @dataclass(slots=True)
 class Examination:
     """The checks of this rank, and what they found. Collective over all ranks.
@@ -56,12 +69,12 @@ class Examination:
     findings: list[Finding] = field(default_factory=list)
     begin: float = field(default_factory=time.monotonic)
 
+    @_errors_alone()
     def run(self) -> Report:
         """The report, equal on all ranks up to what each sees of its own host. Raises
         HydraConfigError for a request that is none, before any rank waits.
         """
         transformers.logging.set_verbosity_error()
-        logging.getLogger("ds_hydra").setLevel(logging.ERROR)
         leave_out_shared_memory()
         accelerator = get_accelerator()
         name = str(accelerator.device_name())

@@ -96,11 +96,10 @@ def hydra_varlen(
     collective over the SP group.
 
     `sliding_window` w lets a token see itself and the w - 1 tokens before it; `softcap` c replaces
-    scores s by c tanh(s / c). The number of query heads per key-value head is taken from the
+    scores s by c tanh(s / c). `s_aux` [H] are attention sinks: scores of one more column in each
+    softmax, which has no value. The number of query heads per key-value head is taken from the
     tensors, because under TP a rank may hold a replica of a key-value head.
     """
-    if s_aux is not None:
-        raise UnsupportedModelError(f"{type(module).__name__}: attention sinks are not supported")
     if dropout:
         raise UnsupportedModelError(
             f"{type(module).__name__}: attention dropout {dropout} is not supported; set attention_dropout to 0 "
@@ -122,8 +121,17 @@ def hydra_varlen(
         query_BHTD, key_BKTD, value_BKTD = gather_micro_batch(
             query_BHTD, key_BKTD, value_BKTD, sequence_shard
         )
+        if s_aux is not None:
+            s_aux = s_aux.chunk(sequence_shard.size)[sequence_shard.rank]
     out_BTHD = _attend(
-        query_BHTD, key_BKTD, value_BKTD, packed_micro_batch, scaling, sliding_window, softcap
+        query_BHTD,
+        key_BKTD,
+        value_BKTD,
+        packed_micro_batch,
+        scaling,
+        sliding_window,
+        softcap,
+        s_aux,
     )
     out_BTHD = scatter_micro_batch(out_BTHD, sequence_shard) if is_cut else out_BTHD
     return out_BTHD.contiguous(), None  # some families view it
@@ -137,12 +145,13 @@ def _attend(
     scaling: float | None,
     sliding_window: int | None,
     softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
-    """[1, T, H, D] of whole sequences, by the best kernel there is."""
+    """[1, T, H, D] of whole sequences, by the best kernel there is; none takes sinks."""
     longest = max(packed_micro_batch.lengths)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
-    if query_BHTD.is_cuda and query_BHTD.dtype in _KERNEL_DTYPES:
+    if query_BHTD.is_cuda and query_BHTD.dtype in _KERNEL_DTYPES and sinks_H is None:
         kernel = find_kernel(needs_softcap=softcap is not None)
         if kernel is not None:
             out_THD = kernel(
@@ -157,7 +166,14 @@ def _attend(
             )
             return out_THD.unsqueeze(0)
     out_BHTD = attention_per_sequence(
-        query_BHTD, key_BKTD, value_BKTD, packed_micro_batch.lengths, scale, window, softcap
+        query_BHTD,
+        key_BKTD,
+        value_BKTD,
+        packed_micro_batch.lengths,
+        scale,
+        window,
+        softcap,
+        sinks_H,
     )
     return out_BHTD.transpose(1, 2)
 
@@ -170,6 +186,7 @@ def attention_per_sequence(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """One attention call per sequence: the cost is the sum over sequences, whatever the backend.
 
@@ -183,8 +200,8 @@ def attention_per_sequence(
         value_BKTD.split(lengths, dim=2),
         strict=True,
     )
-    if softcap is not None:
-        parts = [_softcapped(q, k, v, scale, window, softcap) for q, k, v in sequences]
+    if softcap is not None or sinks_H is not None:
+        parts = [_scored(q, k, v, scale, window, softcap, sinks_H) for q, k, v in sequences]
     elif window is not None:
         parts = [_windowed(q, k, v, scale, window) for q, k, v in sequences]
     else:
@@ -223,18 +240,40 @@ def _windowed(query: Tensor, key: Tensor, value: Tensor, scale: float, window: i
     return torch.cat(outputs, dim=2)
 
 
-def _softcapped(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float
+_QUERY_BLOCK = 1024
+"""Queries whose scores are worked on together."""
+
+
+def _scored(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
 ) -> Tensor:
-    """Attention of one sequence with tanh-capped scores, which no fused CPU kernel offers."""
-    num_groups = query.shape[1] // key.shape[1]
+    """Attention of one sequence whose scores are capped by tanh or share their softmax with sinks,
+    which no fused CPU kernel offers.
+    """
+    num_groups, length = query.shape[1] // key.shape[1], query.shape[2]
     key = key.repeat_interleave(num_groups, dim=1)
     value = value.repeat_interleave(num_groups, dim=1)
-    length = query.shape[2]
-    scores = torch.tanh(query @ key.transpose(-1, -2) * (scale / softcap)) * softcap
-    allowed = _window_mask(0, length, 0, window or length, query.device)
-    scores = scores.masked_fill(~allowed, float("-inf"))
-    return scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype) @ value
+    outputs = []
+    for begin in range(0, length, _QUERY_BLOCK):
+        end = min(begin + _QUERY_BLOCK, length)
+        first = max(0, begin - window + 1) if window else 0
+        scores = query[:, :, begin:end] @ key[:, :, first:end].transpose(-1, -2) * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        allowed = _window_mask(begin, end, first, window or length, query.device)
+        scores = scores.masked_fill(~allowed, float("-inf"))
+        if sinks_H is not None:
+            sinks = sinks_H.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+        weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
+        outputs.append(weights[..., : end - first] @ value[:, :, first:end])
+    return torch.cat(outputs, dim=2)
 
 
 def _window_mask(begin: int, end: int, first: int, window: int, device: torch.device) -> Tensor:

@@ -8,9 +8,11 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ds_hydra.engine.model.tp_plan import SUPPORTED_STYLES, num_kv_heads, tp_plan
+from ds_hydra.engine.model.tp_plan import SUPPORTED_STYLES, module_styles, num_kv_heads, tp_plan
+from ds_hydra.engine.parallel.tensor_parallel import GATHERED, SPLIT
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
+from ds_hydra.zero_link import ParamSpec, Slicing
 
 
 def check_sequence_parallel(scheme: Scheme, config: Any) -> None:
@@ -26,7 +28,12 @@ def check_sequence_parallel(scheme: Scheme, config: Any) -> None:
 
 
 def check_tensor_parallel(
-    scheme: Scheme, model: nn.Module, *, unplanned: Sequence[str], uncut_because: str
+    scheme: Scheme,
+    model: nn.Module,
+    specs: Sequence[ParamSpec],
+    *,
+    unplanned: Sequence[str],
+    uncut_because: str,
 ) -> None:
     """Raise for degrees that do not divide the heads (HydraConfigError), and for layers that the tp
     plan does not slice (UnsupportedModelError).
@@ -34,8 +41,15 @@ def check_tensor_parallel(
     `unplanned`: parameters of which the plan should tell; `uncut_because`: why micro-batches cannot
     be cut.
     """
-    _check_heads(scheme, model.base_model.config)
     name = type(model).__name__
+    if not tp_plan(model):
+        raise UnsupportedModelError(
+            f"scheme {scheme}: transformers ships no base_model_tp_plan for {name}, which would say how its layers "
+            "are sliced; use TP 1 in hydra.strategies"
+        )
+    _check_heads(scheme, model.base_model.config)
+    _check_features(scheme, model.base_model)
+    _check_widths(scheme, specs)
     if unplanned:
         raise UnsupportedModelError(
             f"scheme {scheme}: parameters {', '.join(unplanned[:3])} are used between sliced layers, but "
@@ -69,6 +83,48 @@ def _check_heads(scheme: Scheme, config: Any) -> None:
             f"scheme {scheme}: TP {scheme.tp} and the model's {kv_heads} key-value heads do not divide "
             f"each other; use TP {', '.join(map(str, works))} in hydra.strategies"
         )
+
+
+def _check_features(scheme: Scheme, base: nn.Module) -> None:
+    """Refuse features that are gathered or split in unequal parts."""
+    for module, (style, name) in module_styles(base):
+        if style not in (GATHERED, SPLIT):
+            continue
+        width = module.out_features if style == GATHERED else module.in_features
+        if width % scheme.tp:
+            raise HydraConfigError(
+                f"scheme {scheme}: TP {scheme.tp} does not divide the {width} features that the tp plan of "
+                f"{type(base).__name__} exchanges whole at {name}; use TP that does in hydra.strategies"
+            )
+
+
+def _check_widths(scheme: Scheme, specs: Sequence[ParamSpec]) -> None:
+    """Refuse a TP group in which a rank would have nothing of a parameter."""
+    for spec in specs:
+        if spec.slicing is Slicing.ROWWISE and scheme.tp > spec.num_steps:
+            raise HydraConfigError(
+                f"scheme {scheme}: {spec.fqn} of width {spec.shape[spec.cut_dim] // spec.num_packed} is cut into at "
+                f"most {spec.num_steps} parts, fewer than TP {scheme.tp}; use TP {spec.num_steps} or less in "
+                "hydra.strategies"
+            )
+
+
+def check_expert_parallel(scheme: Scheme, name: str, specs: Sequence[ParamSpec]) -> None:
+    """Raise for a model of the class `name` without experts that ranks may share
+    (UnsupportedModelError), and for degrees that do not divide them (HydraConfigError).
+    """
+    numbers = {spec.num_experts for spec in specs} - {0}
+    if not numbers:
+        raise UnsupportedModelError(
+            f"scheme {scheme}: {name} has no experts that its ep plan shares; leave ep out of hydra.strategies"
+        )
+    for number in numbers:
+        if number % scheme.ep:
+            works = [d for d in range(1, number + 1) if number % d == 0]
+            raise HydraConfigError(
+                f"scheme {scheme}: ep {scheme.ep} does not divide the {number} experts of a layer; use ep "
+                f"{', '.join(map(str, works))} in hydra.strategies"
+            )
 
 
 def check_checkpointing(

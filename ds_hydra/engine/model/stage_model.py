@@ -30,30 +30,32 @@ from ds_hydra.engine.model.module_state import ModuleState, check_user_code
 from ds_hydra.engine.model.rotary import MicroBatchInSight, follow_each_sequence
 from ds_hydra.engine.model.scheme_support import (
     check_checkpointing,
+    check_expert_parallel,
     check_sequence_parallel,
     check_tensor_parallel,
 )
 from ds_hydra.engine.model.supported import check_model
 from ds_hydra.engine.model.tp_plan import (
+    build_specs,
+    expert_modules,
     find_unplanned,
     module_styles,
-    parameter_styles,
-    slicing_of,
 )
 from ds_hydra.engine.model.units import PassThrough, Unit, check_units, shape_of, unit_of
+from ds_hydra.engine.parallel.expert_parallel import ExpertParallel, hook_dispatch
 from ds_hydra.engine.parallel.tensor_parallel import (
+    HOOKS,
     TensorParallel,
     hook_block,
     hook_colwise,
     hook_embedding,
-    hook_rowwise,
 )
 from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
 from ds_hydra.engine.transfer.stream_plan import StageStreams, Window, copied_params
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import coordinates
-from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, SliceRef, Slicing
+from ds_hydra.zero_link import Bucket, RankBuckets, SliceRef
 
 
 class StageModel:
@@ -80,6 +82,7 @@ class StageModel:
         self.tp = TensorParallel(
             cuts_micro_batches=tp_sequence_parallel, simulated_tp_size=simulated_tp_size
         )
+        self.ep = ExpertParallel()
         memo = {
             id(p): nn.Parameter(
                 torch.empty(shape_of(p), device="meta", dtype=p.dtype), p.requires_grad
@@ -133,7 +136,13 @@ class StageModel:
                 module.register_forward_pre_hook(self._before_unit)
         for module in (self._embedding, *self._layers):
             module.register_forward_hook(self._after_layer)
-        self.specs = self._build_specs(model, head)
+        self.specs = build_specs(
+            model,
+            self._base,
+            bindings=[(b.module, b.attribute, b.param) for u in self.units for b in u.bindings],
+            vocabulary=(head, self._embedding),
+            cuts_micro_batches=tp_sequence_parallel,
+        )
         fqn_of = {
             (b.module, b.attribute): self.specs[b.param].fqn
             for unit in self.units
@@ -177,10 +186,16 @@ class StageModel:
             )
         if scheme.tp > 1:
             check_tensor_parallel(
-                scheme, self._model, unplanned=self._unplanned, uncut_because=self._uncut_because
+                scheme,
+                self._model,
+                self.specs,
+                unplanned=self._unplanned,
+                uncut_because=self._uncut_because,
             )
         if scheme.sp > 1:
             check_sequence_parallel(scheme, self.config)
+        if scheme.ep > 1:
+            check_expert_parallel(scheme, name, self.specs)
 
     def stage_layers(self, scheme: Scheme, stage: int) -> range:
         """Decoder layers of `stage`."""
@@ -193,8 +208,9 @@ class StageModel:
         last = [self.units[-1]] if stage == scheme.pp - 1 else []
         return (*first, *layers, *last)
 
-    def buckets(self, scheme: Scheme, stage: int, tp_rank: int) -> RankBuckets:
-        """Slices that rank `tp_rank` of `stage` pulls, one bucket per unit.
+    def buckets(self, scheme: Scheme, stage: int, tp_rank: int, ep_rank: int = 0) -> RankBuckets:
+        """Slices that rank `tp_rank` of `stage` pulls, with part `ep_rank` of the experts, one
+        bucket per unit.
 
         A parameter that two units of the stage share (tied embeddings with PP 1) is pulled once, by
         the first.
@@ -208,7 +224,7 @@ class StageModel:
                     continue
                 seen.add(binding.param)
                 spec = self.specs[binding.param]
-                region = spec.slice_region(scheme.tp, tp_rank)
+                region = spec.slice_region(scheme.tp, tp_rank, scheme.ep, ep_rank)
                 refs.append(SliceRef(binding.param, region, spec.pushes_gradient(tp_rank)))
             buckets.append(tuple(refs))
         return tuple(buckets)
@@ -225,13 +241,15 @@ class StageModel:
             has_backward=tuple(stage > 0 or any(trained[: r + 1]) for r in buckets),
         )
 
-    def stage_streams(self, scheme: Scheme, stage: int, tp_rank: int) -> StageStreams:
+    def stage_streams(
+        self, scheme: Scheme, stage: int, tp_rank: int, ep_rank: int = 0
+    ) -> StageStreams:
         """Which of the buckets of `tp_rank` stream, which of them have to be copied, and what."""
         units = self.stage_units(scheme, stage)
         streamed = {self.units[1 + i] for i in scheme.streamed_layers(self.num_layers, stage)}
         if scheme.streams_all:
             streamed |= {self.units[0], self.units[-1]}
-        buckets = self.buckets(scheme, stage, tp_rank)
+        buckets = self.buckets(scheme, stage, tp_rank, ep_rank)
         copied = copied_params(self.specs, buckets)
         window = [
             r
@@ -255,11 +273,11 @@ class StageModel:
         """The buckets of all ranks under `strategy`; equal ones are one object. Idle ranks have
         none.
         """
-        known: dict[tuple[Scheme, int, int], RankBuckets] = {}
+        known: dict[tuple[Scheme, int, int, int], RankBuckets] = {}
         rank_buckets: list[RankBuckets] = [()] * num_ranks
         for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-            for (stage, _, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
-                key = (scheme, stage, tp_rank)
+            for (stage, sp_rank, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
+                key = (scheme, stage, tp_rank, sp_rank % scheme.ep)
                 if key not in known:
                     known[key] = self.buckets(*key)
                 rank_buckets[rank] = known[key]
@@ -304,6 +322,7 @@ class StageModel:
         self._await_unit.clear()
         self._before_backward.clear()
         self.tp.enter(None, 1, 0)
+        self.ep.leave()
 
     def forward_stage(
         self,
@@ -346,41 +365,12 @@ class StageModel:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
 
-    def _build_specs(self, model: nn.Module, head: nn.Module) -> tuple[ParamSpec, ...]:
-        styles = dict(parameter_styles(self._base))
-        slicing: dict[int, tuple[Slicing, int]] = {}
-        for unit in self.units:
-            for binding in unit.bindings:
-                # Vocabulary rows, whatever the model's plan gathers
-                if binding.module in (head, self._embedding):
-                    slicing[binding.param] = (Slicing.COLWISE, 0)
-                    continue
-                style, name = styles.get(binding.module, ("replicated", ""))
-                slicing[binding.param] = slicing_of(
-                    style,
-                    name,
-                    binding.attribute,
-                    self.config,
-                    cuts_micro_batches=self.tp.cuts_micro_batches,
-                )
-        names = {id(p): n for n, p in model.named_parameters()}
-        return tuple(
-            ParamSpec(
-                fqn=names[id(param)],
-                shape=tuple(shape_of(param)),
-                slicing=slicing[index][0],
-                num_blocks=slicing[index][1],
-                requires_grad=param.requires_grad,
-            )
-            for index, param in enumerate(self.params)
-        )
-
     def _hook(self, head: nn.Module) -> None:
         for module, (style, _) in module_styles(self._base):
-            if style == "colwise":
-                hook_colwise(module, self.tp)
-            elif style == "rowwise":
-                hook_rowwise(module, self.tp)
+            if style in HOOKS:
+                HOOKS[style](module, self.tp)
+        for module in expert_modules(self._base):
+            hook_dispatch(module, self.ep)
         hook_embedding(self._embedding, self.tp)
         hook_colwise(head, self.tp)
 
@@ -433,8 +423,11 @@ class StageModel:
 
         It does for every family whose embedding scale is inside the embedding module; one that adds
         position embeddings or scales outside would do it again in every stage. A stage has neither
-        layers nor norm of others, so each of them must be called once.
+        layers nor norm of others, so each of them must be called once. What else layers hand on to
+        each other no probe would show: transformers' pp plan has to say that a stage needs no more.
         """
+        if not self.config.base_model_pp_plan:
+            return "transformers ships no base_model_pp_plan for it"
         self._show_layers(range(0), with_norm=False)
         calls: list[None] = []
         counting = self._pass_through.register_forward_hook(lambda *_: calls.append(None))

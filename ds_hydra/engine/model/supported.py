@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_hydra.errors import UnsupportedModelError
 
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 def check_model(model: nn.Module) -> None:
@@ -26,9 +26,6 @@ def check_model(model: nn.Module) -> None:
 
 
 def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
-    for plan in ("base_model_tp_plan", "base_model_pp_plan"):
-        if not getattr(base_config, plan, None):
-            yield f"transformers ships no {plan} for it; ds_hydra needs one to slice or split the model"
     if getattr(config, "is_encoder_decoder", False):
         yield "encoder-decoder models are not supported; use a decoder-only model"
     base = model.base_model
@@ -50,13 +47,10 @@ def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
         ):
             yield f"{key} = {value}: dropout would depend on the strategy; set it to 0 in the model's config"
     layer_types = set(getattr(base_config, "layer_types", None) or ())
-    if layer_types - SUPPORTED_LAYER_TYPES:
-        yield f"layer types {sorted(layer_types - SUPPORTED_LAYER_TYPES)} are not supported"
+    if layer_types - _SUPPORTED_LAYER_TYPES:
+        yield f"layer types {sorted(layer_types - _SUPPORTED_LAYER_TYPES)} are not supported"
     if getattr(base_config, "use_bidirectional_attention", False):
         yield "bidirectional attention is not supported; set use_bidirectional_attention to false"
-    sinks = [name for name, _ in model.named_parameters() if name.endswith("sinks")]
-    if sinks:
-        yield f"attention sinks ({sinks[0]}) are not supported"
     if len({p.dtype for p in model.parameters()}) > 1:
         dtypes = sorted({str(p.dtype) for p in model.parameters()})
         yield f"parameters of several dtypes ({', '.join(dtypes)}); cast the model to one, e.g. model.float()"

@@ -5,16 +5,23 @@ parameters is cut.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
 from ds_hydra.engine.model.adapters import SUMMED, split_style
-from ds_hydra.zero_link import Slicing
+from ds_hydra.engine.model.units import shape_of
+from ds_hydra.engine.parallel.tensor_parallel import EXPERTS, GATHERED, HOOKS, SPLIT
+from ds_hydra.zero_link import ParamSpec, Slicing
 
-SUPPORTED_STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
+SUPPORTED_STYLES = {*HOOKS, "replicated_with_grad_allreduce", "local_params"}
 """Styles that run on pulled slices."""
+_DISPATCHED, _WHOLE_EXPERTS = "ep_dispatch_experts", "grouped_gemm"
+"""Styles of transformers' ep plans: a module of experts, and its parameters."""
+_NUM_PACKED = 2
+"""Matrices in a parameter of style packed_colwise: gate and up."""
 
 _KEY_VALUE_PROJECTIONS = {"k_proj", "v_proj"}
 _QUERY_PROJECTIONS = {"q_proj"}
@@ -22,21 +29,51 @@ _QUERY_PROJECTIONS = {"q_proj"}
 
 def module_styles(base: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
     """(module, (style, last name part)) of every module of `base` that its tp plan mentions."""
-    patterns = [
-        (re.compile(pattern.replace(".", r"\.").replace("*", r"\d+")), style)
-        for pattern, style in tp_plan(base).items()
-    ]
+    plan = tp_plan(base)
     for name, module in base.named_modules():
-        for pattern, style in patterns:
-            if pattern.fullmatch(name):
-                yield module, (style, name.rsplit(".", 1)[-1])
+        if (style := plan.get(_pattern(name))) is not None:
+            yield module, (style, name.rsplit(".", 1)[-1])
 
 
-def parameter_styles(base: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]]:
-    """As `module_styles`, of the modules that hold the parameters (the parts of a LoRA layer)."""
-    for module, (style, name) in module_styles(base):
-        for part, part_style in split_style(module, style):
-            yield part, (part_style, name)
+def expert_modules(base: nn.Module) -> list[nn.Module]:
+    """The modules of experts that ranks may share, by the model's ep plan."""
+    plan = ep_plan(base)
+    return [m for name, m in base.named_modules() if plan.get(_pattern(name)) == _DISPATCHED]
+
+
+def num_experts_of(base: nn.Module) -> dict[tuple[nn.Module, str], int]:
+    """(module, attribute) of a parameter of experts that ranks may share -> how many it has."""
+    plan = ep_plan(base)
+    return {
+        (module, attribute): param.shape[0]
+        for name, module in base.named_modules()
+        for attribute, param in module._parameters.items()
+        if param is not None and plan.get(_pattern(f"{name}.{attribute}")) == _WHOLE_EXPERTS
+    }
+
+
+def parameter_styles(base: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, str]]:
+    """(module, attribute) of a parameter that the tp plan mentions, itself or its module -> (style,
+    last name part); those of a LoRA layer belong to its parts.
+    """
+    styles = {
+        (part, attribute): (part_style, name)
+        for module, (style, name) in module_styles(base)
+        if style != EXPERTS
+        for part, part_style in split_style(module, style)
+        for attribute in part._parameters
+    }
+    plan = tp_plan(base)
+    for fqn, _ in base.named_parameters(remove_duplicate=False):
+        if (style := plan.get(_pattern(fqn))) is not None:
+            owner, _, attribute = fqn.rpartition(".")
+            styles[base.get_submodule(owner), attribute] = (style, attribute)
+    return styles
+
+
+def _pattern(name: str) -> str:
+    """`name` as plans write it: an asterisk for every number."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def find_unplanned(base: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str]) -> list[str]:
@@ -46,7 +83,7 @@ def find_unplanned(base: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str])
     Their gradient would be partial on each rank of a TP group, or not; only the plan can say.
     """
     styles = {module: style for module, (style, _) in module_styles(base)}
-    planned = styles.keys() | dict(parameter_styles(base)).keys()
+    planned = parameter_styles(base).keys()
     parents = [
         module
         for module in base.modules()
@@ -56,32 +93,102 @@ def find_unplanned(base: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str])
         fqn_of[module, attribute]
         for parent in parents
         for module in parent.modules()
-        if module not in planned
         for attribute, param in module._parameters.items()
-        if param is not None
+        if param is not None and (module, attribute) not in planned
     }
     return sorted(found)
 
 
-def slicing_of(
-    style: str, name: str, attribute: str, config: Any, *, cuts_micro_batches: bool
-) -> tuple[Slicing, int]:
-    """Slicing rule and number of indivisible blocks of one parameter.
+def build_specs(
+    model: nn.Module,
+    base: nn.Module,
+    *,
+    bindings: Iterable[tuple[nn.Module, str, int]],
+    vocabulary: Container[nn.Module],
+    cuts_micro_batches: bool,
+) -> tuple[ParamSpec, ...]:
+    """What the link knows of each parameter of `model`, in their order.
+
+    `base`: a copy whose modules have them, as (module, attribute, parameter) of `bindings`.
+    `vocabulary`: embedding and head, cut by rows whatever the plan says.
+    """
+    styles, num_experts = parameter_styles(base), num_experts_of(base)
+    places = {param: (module, attribute) for module, attribute, param in bindings}
+    specs = []
+    for index, (fqn, param) in enumerate(model.named_parameters()):
+        place, shape = places[index], tuple(shape_of(param))
+        style, name = styles.get(place, ("replicated", ""))
+        in_vocabulary = place[0] in vocabulary
+        cut = (
+            _Cut(Slicing.COLWISE)
+            if in_vocabulary
+            else _cut_of(style, name, shape, param.element_size(), base.config, cuts_micro_batches)
+        )
+        specs.append(
+            ParamSpec(
+                fqn=fqn,
+                shape=shape,
+                requires_grad=param.requires_grad,
+                num_experts=num_experts.get(place, 0),
+                **asdict(cut),
+            )
+        )
+    return tuple(specs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a parameter is cut: the fields of `ParamSpec` of the same names."""
+
+    slicing: Slicing
+    num_blocks: int = 0
+    cut_dim: int = 1
+    num_packed: int = 1
+    cut_multiple: int = 1
+
+
+def _cut_of(
+    style: str,
+    name: str,
+    shape: tuple[int, ...],
+    element_size: int,
+    config: Any,
+    cuts_micro_batches: bool,
+) -> _Cut:
+    """The cut of a parameter of a module `name`, or of one that the plan mentions itself.
 
     Where TP `cuts_micro_batches`, parameters that the tp plan does not mention see a shard of the
     tokens.
     """
-    if style == "colwise":
-        if name in _KEY_VALUE_PROJECTIONS:
-            return Slicing.COLWISE, num_kv_heads(config)
-        return Slicing.COLWISE, config.num_attention_heads if name in _QUERY_PROJECTIONS else 0
-    if style == "rowwise":
-        return (Slicing.FIRST_RANK if attribute == "bias" else Slicing.ROWWISE), 0
-    if style == SUMMED and attribute == "bias":
-        return Slicing.FIRST_RANK, 0
+    num_dims = len(shape)
+    if style in ("colwise", GATHERED):
+        is_head = style == "colwise"
+        if is_head and name in _KEY_VALUE_PROJECTIONS:
+            return _Cut(Slicing.COLWISE, num_kv_heads(config))
+        is_head = is_head and name in _QUERY_PROJECTIONS
+        return _Cut(Slicing.COLWISE, config.num_attention_heads if is_head else 0)
+    if style == "packed_colwise":
+        dim = max(num_dims - 2, 0)
+        multiple = _aligned(shape, shape[dim] // _NUM_PACKED, element_size)
+        return _Cut(Slicing.ROWWISE, cut_dim=dim, num_packed=_NUM_PACKED, cut_multiple=multiple)
+    if style in ("rowwise", SPLIT):
+        if num_dims == 1:
+            return _Cut(Slicing.FIRST_RANK)
+        multiple = _aligned(shape, shape[-1], element_size)
+        return _Cut(Slicing.ROWWISE, cut_dim=num_dims - 1, cut_multiple=multiple)
+    if style == SUMMED and num_dims == 1:
+        return _Cut(Slicing.FIRST_RANK)
     if style in ("replicated_with_grad_allreduce", SUMMED):
-        return Slicing.REPLICATED_PARTIAL_GRAD, 0
-    return (Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED), 0
+        return _Cut(Slicing.REPLICATED_PARTIAL_GRAD)
+    return _Cut(Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED)
+
+
+def _aligned(shape: tuple[int, ...], width: int, element_size: int) -> int:
+    """Multiple at which experts (3 dimensions) are cut: grouped products want strides of whole 16
+    bytes.
+    """
+    multiple = 16 // element_size if len(shape) == 3 else 1
+    return multiple if width % multiple == 0 else 1
 
 
 def num_kv_heads(config: Any) -> int:
@@ -92,3 +199,8 @@ def num_kv_heads(config: Any) -> int:
 def tp_plan(model: nn.Module) -> dict[str, str]:
     """Pattern of module names -> style, as transformers ships it for the base model."""
     return dict(model.base_model.config.base_model_tp_plan or {})
+
+
+def ep_plan(model: nn.Module) -> dict[str, str]:
+    """As `tp_plan`, of expert parallelism."""
+    return dict(getattr(model.base_model.config, "base_model_ep_plan", None) or {})

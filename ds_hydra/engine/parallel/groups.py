@@ -18,21 +18,6 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import GroupKey, groups_of
 
-
-def within_groups(strategies: Iterable[Strategy], max_groups: int) -> tuple[Strategy, ...]:
-    """`strategies`, homogeneous ones first, without those that would need more than `max_groups`
-    groups in all.
-    """
-    kept: list[Strategy] = []
-    keys: set[GroupKey] = set()
-    for strategy in sorted(strategies, key=lambda s: s.is_heterogeneous):
-        wanted = keys | groups_of(strategy)
-        if len(wanted) <= max_groups:
-            kept.append(strategy)
-            keys = wanted
-    return tuple(kept)
-
-
 NCCL_PAIR_BYTES = 544 << 20
 NCCL_GROUP_BYTES = 688 << 20
 """Device memory of one NCCL communicator of two ranks, and of more: measured on 4 A100 with NVLink

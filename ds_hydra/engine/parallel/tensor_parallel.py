@@ -19,11 +19,17 @@ from ds_hydra.engine.parallel.tp_sequence_parallel import (
     LoneShard,
     TokenShards,
     gather_input,
+    gather_shards,
     input_name,
     linear_of_micro_batch,
     scatter_sum,
 )
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
+
+EXPERTS = "moe_tp_experts"
+"""Style of a module of experts, whose parameters have styles of their own."""
+GATHERED, SPLIT = "colwise_gather_output", "rowwise_split_input"
+"""As colwise and rowwise, with whole features outside the layer."""
 
 
 class TensorParallel:
@@ -134,6 +140,39 @@ class _ReduceFromGroup(torch.autograd.Function):
         return grad, None
 
 
+class _GatherFeatures(torch.autograd.Function):
+    """All-gather along the last dimension; in backward each rank has the gradient of all of it."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, size: int, rank: int) -> Tensor:
+        ctx.at = (size, rank)
+        return _gather_features(part, group, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        size, rank = ctx.at
+        return grad.chunk(size, dim=-1)[rank], None, None, None
+
+
+class _SplitFeatures(torch.autograd.Function):
+    """This rank's part of the last dimension; in backward the gradients of all parts."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup, size: int, rank: int) -> Tensor:
+        ctx.at = (group, size)
+        return whole.chunk(size, dim=-1)[rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather_features(grad, *ctx.at), None, None, None
+
+
+def _gather_features(part: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
 def hook_colwise(module: nn.Module, tp: TensorParallel) -> None:
     """Columnwise parallel linear: full input, sliced output features."""
 
@@ -191,6 +230,61 @@ def hook_rowwise(module: nn.Module, tp: TensorParallel) -> None:
         return tp.sum_over_group(output) if tp.has_parts else None
 
     module.register_forward_hook(after)
+
+
+def hook_gathered(module: nn.Module, tp: TensorParallel) -> None:
+    """Columnwise parallel linear whose whole output every rank needs."""
+    hook_colwise(module, tp)
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        return _GatherFeatures.apply(output, tp.group, tp.size, tp.rank) if tp.size > 1 else None
+
+    module.register_forward_hook(after)
+
+
+def hook_split(module: nn.Module, tp: TensorParallel) -> None:
+    """Rowwise parallel linear that every rank gives the whole input."""
+
+    def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if tp.size == 1:
+            return None
+        return (_SplitFeatures.apply(args[0], tp.group, tp.size, tp.rank), *args[1:])
+
+    module.register_forward_pre_hook(before)
+    hook_rowwise(module, tp)
+
+
+def hook_experts(module: nn.Module, tp: TensorParallel) -> None:
+    """Experts cut by width: every rank computes a part of the sum over the width of each expert.
+
+    Arguments: hidden states [T, H], experts and their weights [T, K] of each token. Weights get a
+    part of their gradient on every rank, as hidden states do.
+    """
+
+    def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not tp.has_parts:
+            return None
+        hidden, experts, weights = args
+        if tp.shards is None:
+            return tp.copy_to_group(hidden), experts, _CopyToGroup.apply(weights, tp.group)
+        return tuple(gather_shards(x, tp.shards) for x in (hidden, experts, weights))
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        return tp.sum_over_group(output.unsqueeze(0)).squeeze(0) if tp.has_parts else None
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+HOOKS = {
+    "colwise": hook_colwise,
+    "rowwise": hook_rowwise,
+    GATHERED: hook_gathered,
+    SPLIT: hook_split,
+    "packed_colwise": hook_colwise,
+    EXPERTS: hook_experts,
+}
+"""Style of a module in the tp plan -> what exchanges its inputs and outputs."""
 
 
 def hook_embedding(module: nn.Embedding, tp: TensorParallel) -> None:

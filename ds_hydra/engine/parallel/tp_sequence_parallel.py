@@ -193,6 +193,15 @@ def gather_input(shard_BtH: Tensor, shards: TokenShards) -> BlockInput:
 
 
 @torch.compiler.disable
+def gather_shards(shard: Tensor, shards: TokenShards) -> Tensor:
+    """[T, ...] of all shards [t, ...]; where it is differentiable, its gradients are parts of a
+    sum.
+    """
+    whole: Tensor = _GatherShards.apply(shard.unsqueeze(0), shards)
+    return whole.squeeze(0)
+
+
+@torch.compiler.disable
 def scatter_sum(partial_BTH: Tensor, shards: TokenShards) -> Tensor:
     """This rank's shard of the sum of the group's partial outputs."""
     shard: Tensor = _ScatterSum.apply(partial_BTH, shards)
@@ -216,6 +225,10 @@ def find_blocks(layer: nn.Module, styles: Mapping[nn.Module, str]) -> Iterator[n
     returns what the block does.
     """
     planned = {module for module in layer.modules() if styles.get(module) in ("colwise", "rowwise")}
+    if not any(
+        "Attention" in type(b).__name__ and planned & set(b.children()) for b in layer.modules()
+    ):
+        raise ValueError("attention is not cut by heads")
     for block in layer.modules():
         found = [styles[child] for child in block.children() if child in planned]
         planned -= set(block.children())

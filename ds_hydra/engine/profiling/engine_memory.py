@@ -57,7 +57,7 @@ def as_the_engine_needs(
     hardware = dict(document["hardware"])
     if config.memory_limit_bytes is None:
         hardware["reserved_bytes"] = max(
-            hardware["reserved_bytes"], _CONTEXT_BYTES + communicator_bytes(num_devices)
+            hardware["reserved_bytes"], _CONTEXT_BYTES + _communicator_bytes(num_devices)
         )
     cut = config.tp_sequence_parallel
     changed = {"memory": memory, "hardware": hardware, "tp_sequence_parallel": cut}
@@ -91,7 +91,7 @@ def _trace(
     return traced
 
 
-def communicator_bytes(num_devices: int) -> int:
+def _communicator_bytes(num_devices: int) -> int:
     """Device memory of NCCL's communicators on rank 0, with those of pull, push and the homogeneous
     strategies of all powers of two.
     """

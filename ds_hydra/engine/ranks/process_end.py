@@ -13,7 +13,7 @@ import atexit
 import functools
 import time
 
-PAUSE_S = 0.2
+_PAUSE_S = 0.2
 """Threads that only wait for Python's lock get it within milliseconds."""
 
 
@@ -22,4 +22,4 @@ def let_collectives_end_at_exit() -> None:
     """From now on this process gives its other threads time before it ends. Repeating it changes
     nothing.
     """
-    atexit.register(time.sleep, PAUSE_S)
+    atexit.register(time.sleep, _PAUSE_S)

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ds_hydra.engine.model.stage_model import StageModel
     from ds_hydra.engine.propagation import Outcome
 
-TRACE_FILE = "trace.jsonl"
-RUN_SCHEMA = "ds_hydra.run/1"
+_TRACE_FILE = "trace.jsonl"
+_RUN_SCHEMA = "ds_hydra.run/1"
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def measure_iteration(
     """Metrics of `plan` out of what each rank measured; `given` are the fields that the engine
     knows itself.
     """
-    pipelines = measure_pipelines(plan, [o.propagate_ms for o in outcomes])
+    pipelines = _measure_pipelines(plan, [o.propagate_ms for o in outcomes])
     measured_ms = max((p.measured_ms for p in pipelines), default=0.0)
     available_ms = measured_ms * len(outcomes)
     return IterationMetrics(
@@ -164,7 +164,7 @@ def measure_iteration(
         predicted_ms=plan.makespan_ms,
         measured_ms=measured_ms,
         prediction_error=measured_ms / plan.makespan_ms - 1 if plan.makespan_ms > 0 else nan,
-        imbalance=measured_imbalance(pipelines),
+        imbalance=_measured_imbalance(pipelines),
         bubble=1 - sum(o.busy_ms for o in outcomes) / available_ms if available_ms > 0 else 0.0,
         pull_ms=max(o.pull_ms for o in outcomes),
         push_ms=min(o.push_ms for o in outcomes),
@@ -194,7 +194,7 @@ def describe_run(
 ) -> dict[str, Any]:
     """What `run.json` says of a run as a whole."""
     return {
-        "schema": RUN_SCHEMA,
+        "schema": _RUN_SCHEMA,
         "version": __version__,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "num_ranks": num_ranks,
@@ -210,7 +210,7 @@ def describe_run(
     }
 
 
-def measure_pipelines(
+def _measure_pipelines(
     plan: IterationPlan, propagate_ms: Sequence[float]
 ) -> tuple[PipelineMetrics, ...]:
     """Pipelines of `plan` with the slowest of their ranks' times; `propagate_ms[rank]`."""
@@ -232,7 +232,7 @@ def measure_pipelines(
     )
 
 
-def measured_imbalance(pipelines: Sequence[PipelineMetrics]) -> float:
+def _measured_imbalance(pipelines: Sequence[PipelineMetrics]) -> float:
     """Slowest over fastest busy pipeline, minus 1."""
     times = [p.measured_ms for p in pipelines if p.num_micro_batches]
     return max(times) / min(times) - 1 if times and min(times) > 0 else 0.0
@@ -259,7 +259,7 @@ class RunLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         if self._plans is not None:
             self._plans.mkdir(exist_ok=True)
-        for name in (METRICS_FILE, TRACE_FILE):
+        for name in (METRICS_FILE, _TRACE_FILE):
             _end_last_line(run_dir / name)
         self._file = (run_dir / METRICS_FILE).open("a", encoding="utf-8")
 
@@ -281,7 +281,7 @@ class RunLog:
         document = {**timeline.to_json(), "peak_bytes": list(peak_bytes)}
         with (
             self._forgiving(timeline.iteration),
-            (self._run_dir / TRACE_FILE).open("a", encoding="utf-8") as file,
+            (self._run_dir / _TRACE_FILE).open("a", encoding="utf-8") as file,
         ):
             file.write(json.dumps(document) + "\n")
 

@@ -20,7 +20,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.dataset import TokenDataset, Tokenize
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
-NO_LIMIT = 2**31 - 1
+_NO_LIMIT = 2**31 - 1
 """A context that cuts nothing: a histogram holds untruncated lengths."""
 _BATCH_ROWS = 1000
 _BUILDERS = {
@@ -99,7 +99,7 @@ def measure_dataset(
     """
     data = TokenDataset.from_dataset(
         dataset,
-        context_length=NO_LIMIT,
+        context_length=_NO_LIMIT,
         text_column=text_column,
         tokenize=tokenize,
         append_eos=append_eos,

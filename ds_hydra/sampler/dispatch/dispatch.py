@@ -28,7 +28,7 @@ _MAX_OPEN = 64
 
 
 @compiled
-def dispatch_greedily(problem: DispatchProblem, order: IntArray, assignment: IntArray) -> float:
+def _dispatch_greedily(problem: DispatchProblem, order: IntArray, assignment: IntArray) -> float:
     """Alg. 1, one trial: gives each sequence of `order` to the pipeline that then ends first.
 
     Writes `assignment`, returns the time of the slowest pipeline; inf if a sequence fits nowhere.
@@ -98,7 +98,7 @@ def _sift_down(heap: IntArray, value: FloatArray) -> None:
 
 
 @compiled
-def fit_within(
+def _fit_within(
     problem: DispatchProblem, kinds: IntArray, limit_ms: float, assignment: IntArray
 ) -> float:
     """First-fit: each sequence, longest first, goes to the first pipeline that stays within a
@@ -179,7 +179,7 @@ def fit_trials(
         low, high = lower_ms, best
         for _ in range(num_steps):
             middle = (low + high) / 2
-            value = fit_within(problem, kinds, middle, trial)
+            value = _fit_within(problem, kinds, middle, trial)
             if value < best * (1 - EPSILON):
                 best = value
                 assignment[:] = trial
@@ -199,7 +199,7 @@ def dispatch_trials(
     trial = np.empty_like(assignment)
     for number in range(num_trials):
         order = shuffled_order(problem.lengths, 0.5 * number, seed + number)
-        value = dispatch_greedily(problem, order, trial)
+        value = _dispatch_greedily(problem, order, trial)
         if value < best * (1 - EPSILON):
             best = value
             assignment[:] = trial

@@ -53,6 +53,7 @@ def estimate_ms(
     centre = MAX_BALANCED_MICRO_BATCHES
     if constant * centre * centre > (num_stages - 1) * load_ms:
         centre = int(np.sqrt((num_stages - 1) * load_ms / constant))
+    # Four counts: the closed form is flat around its minimum, and this runs for every trial move.
     best = np.inf
     for num_micro_batches in range(
         max(min_micro_batches, centre - 2, 1), max(min_micro_batches, centre + 1) + 1

@@ -16,9 +16,6 @@ from ds_hydra.sampler.problem import DispatchProblem
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 
-MAX_EXCHANGES = 8
-"""Exchanges that one search hands back, best first."""
-
 
 @compiled
 def choose_targets(
@@ -152,6 +149,7 @@ def improve_dispatch(
     value = np.zeros(num_pipelines)
     for pipeline in range(num_pipelines):
         value[pipeline] = estimate_after_ms(problem, loads, pipeline, -1, -1)
+    # Nothing is packed yet, so estimates stand for themselves: no bias, and the best one is taken.
     bias = np.zeros(num_pipelines)
     found_ms, found = np.zeros(1), np.zeros((1, 3), dtype=np.int64)
     for _ in range(max_steps):

@@ -45,7 +45,7 @@ def pipeline_cost(problem: DispatchProblem, kind: int) -> PipelineCost:
 
 
 @compiled
-def pack_pipeline(
+def _pack_pipeline(
     problem: DispatchProblem,
     assignment: IntArray,
     pipeline: int,
@@ -73,7 +73,9 @@ def pack_pipelines(
     """Packs all pipelines quickly; writes `micro_batches`, returns the time of each pipeline."""
     value = np.zeros(problem.kind_of.size)
     for pipeline in range(value.size):
-        value[pipeline] = pack_pipeline(problem, assignment, pipeline, _FIRST_EFFORT, micro_batches)
+        value[pipeline] = _pack_pipeline(
+            problem, assignment, pipeline, _FIRST_EFFORT, micro_batches
+        )
     return value
 
 
@@ -161,6 +163,8 @@ def refine_pipelines(
     loads = count_loads(problem, assignment)
     is_searched = np.zeros(value.size, dtype=np.bool_)
     found_ms, found = np.zeros(_NUM_EXCHANGES), np.zeros((_NUM_EXCHANGES, 3), dtype=np.int64)
+    # What packing made of a pipeline beyond its estimate: most of it stays when a sequence changes,
+    # so estimate + bias tells better which exchange is worth packing.
     bias = np.zeros(value.size)
     for pipeline in range(value.size):
         bias[pipeline] = value[pipeline] - estimate_after_ms(problem, loads, pipeline, -1, -1)
@@ -171,7 +175,7 @@ def refine_pipelines(
         if not is_searched[slowest]:
             is_searched[slowest] = True
             old_micro_batches = micro_batches.copy()
-            time = pack_pipeline(problem, assignment, slowest, _SLOWEST_EFFORT, micro_batches)
+            time = _pack_pipeline(problem, assignment, slowest, _SLOWEST_EFFORT, micro_batches)
             if time < value[slowest]:
                 bias[slowest] += time - value[slowest]
                 value[slowest] = time
@@ -257,9 +261,9 @@ def _try_exchanges(
     for number in range(exchanges.shape[0]):
         partner = int(exchanges[number, 2])
         apply_exchange(assignment, slowest, exchanges[number])
-        here = pack_pipeline(problem, assignment, slowest, _EXCHANGE_EFFORT, micro_batches)
+        here = _pack_pipeline(problem, assignment, slowest, _EXCHANGE_EFFORT, micro_batches)
         if here < value[slowest] * (1 - EPSILON):
-            there = pack_pipeline(problem, assignment, partner, _EXCHANGE_EFFORT, micro_batches)
+            there = _pack_pipeline(problem, assignment, partner, _EXCHANGE_EFFORT, micro_batches)
             if there < value[slowest] * (1 - EPSILON):
                 value[slowest], value[partner] = here, there
                 return partner

@@ -67,6 +67,7 @@ def improve_micro_batches(
         if cost.is_exact:
             best, left = _swap_micro_batches(micro_batches, state, cost, best, left)
         for i in range(micro_batches.size):
+            # By the closed form nothing counts but the slowest micro-batch.
             if cost.is_exact or state.times[micro_batches[i]] == state.times.max():
                 best, left = _move_sequence(
                     sequence_ms, lengths, micro_batches, i, state, cost, best, left
@@ -90,6 +91,7 @@ def _swap_micro_batches(
         for b in range(a + 1, state.times.size):
             if left <= 0:
                 return best, left
+            # Tried in place and taken back: copies would cost as much as the recurrence itself.
             state.times[a], state.times[b] = state.times[b], state.times[a]
             value = makespan_ms(
                 state.times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
@@ -125,6 +127,7 @@ def _move_sequence(
     """
     for target in range(state.times.size):
         source = micro_batches[i]
+        # The last sequence stays: how many micro-batches there are is decided elsewhere.
         if left <= 0 or state.counts[source] == 1:
             break
         if target == source or state.tokens[target] + lengths[i] > cost.max_len_tokens:
@@ -164,6 +167,7 @@ def _swap_sequence(
     """
     for j in range(i + 1, micro_batches.size):
         source, target = micro_batches[i], micro_batches[j]
+        # Lengths descend, so j is never the longer one, and only its micro-batch can overflow.
         tokens = lengths[i] - lengths[j]
         if left <= 0:
             break

@@ -51,7 +51,7 @@ class Effort(NamedTuple):
     num_perturbations: int
 
 
-THOROUGH = Effort(12, 10_000, 40)
+_THOROUGH = Effort(12, 10_000, 40)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +214,7 @@ def pack_micro_batches(
         bounds[num_micro_batches] = micro_batch_count_bound_ms(
             num_micro_batches, load, longest, cost
         )
+    # Most promising count first, so that the bounds of the others soon exceed the best one found.
     for _ in range(effort.num_micro_batch_counts):
         num_micro_batches = int(np.argmin(bounds))
         if bounds[num_micro_batches] >= best * (1 - EPSILON):
@@ -307,7 +308,7 @@ def pack_sequences(
     )
     micro_batches = np.zeros_like(descending)
     objective, num_micro_batches = pack_micro_batches(
-        descending, sequence_ms, cost, THOROUGH, micro_batches
+        descending, sequence_ms, cost, _THOROUGH, micro_batches
     )
     lower_bound = pipeline_bound_ms(descending, sequence_ms, cost)
     if limits is not None and objective > lower_bound * (1 + limits.gap_tolerance):
@@ -371,7 +372,7 @@ def solve_packing(
             trial = solution.micro_batches
             trial_micro_batches = _drop_empty_micro_batches(trial)
             value = improve_micro_batches(
-                sequence_ms, lengths, trial, trial_micro_batches, cost, THOROUGH.num_evaluations
+                sequence_ms, lengths, trial, trial_micro_batches, cost, _THOROUGH.num_evaluations
             )
             if value < best * (1 - EPSILON):
                 best, num_micro_batches = value, trial_micro_batches

@@ -31,19 +31,19 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 logger = logging.getLogger(__name__)
 
-PARAM_BYTES = 2
+_PARAM_BYTES = 2
 """A parameter is pulled in 16 bit."""
 GRADIENT_BYTES = 4
 """A gradient is pushed in 32 bit, as the engine does, and as Megatron-LM reduces its main
 gradients.
 """
-STREAM_BYTES = 3 * PARAM_BYTES
+_STREAM_BYTES = 3 * _PARAM_BYTES
 """A micro-batch reads a parameter of a streamed layer forward and again backward, and gives its
 gradient away, as it was computed in 16 bit; the home sums in 32.
 """
-EXCHANGES = 8
+_EXCHANGES = 8
 """All-to-alls of a layer under sequence parallelism: four tensors, forward and backward."""
-STEP_BYTES = 30
+_STEP_BYTES = 30
 """AdamW reads fp32 parameter, gradient and two moments, writes all but the gradient, and the 16-bit
 copy.
 """
@@ -70,7 +70,7 @@ class Cluster:
     def step_ms(self) -> float:
         """AdamW on the shard of one rank: memory traffic only."""
         shard = self.num_params / self.num_devices
-        return 1e3 * shard * STEP_BYTES / self.hardware.memory_rate
+        return 1e3 * shard * _STEP_BYTES / self.hardware.memory_rate
 
     @lru_cache(maxsize=4096)  # noqa: B019 - a cluster is a small value, and few are made
     def link_times(
@@ -96,9 +96,9 @@ class Cluster:
         inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
         across = elements / self.hardware.inter_node_rate
         slowest = 1e3 * max(inside, across)
-        again = PARAM_BYTES if strategy.gathers else 0
+        again = _PARAM_BYTES if strategy.gathers else 0
         return LinkTimes(
-            pull_ms=PARAM_BYTES * slowest,
+            pull_ms=_PARAM_BYTES * slowest,
             push_ms=(again + gradient_bytes) * slowest,
             step_ms=self.step_ms,
         )
@@ -116,7 +116,7 @@ class Cluster:
         layers = self.shape.num_layers
         streamed = max(_streamed_share(scheme, layers)) / scheme.tp * self.num_params
         elements = streamed * (1 - 1 / self._ranks_per_node)
-        return 1e3 * STREAM_BYTES * elements / self.hardware.intra_node_rate
+        return 1e3 * _STREAM_BYTES * elements / self.hardware.intra_node_rate
 
     def gather_ms(self, scheme: Scheme) -> float:
         """What all ranks move for one micro-batch of layers that are gathered: read forward and
@@ -127,7 +127,7 @@ class Cluster:
         slowest = max(
             elements / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate
         )
-        return 1e3 * (2 * PARAM_BYTES + GRADIENT_BYTES) * slowest
+        return 1e3 * (2 * _PARAM_BYTES + GRADIENT_BYTES) * slowest
 
     def with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
         """`latency` of a group without communication, with its exchanges of SP: of S / SP tokens
@@ -142,9 +142,9 @@ class Cluster:
             if is_inside
             else hardware.inter_node_rate / hardware.devices_per_node
         )
-        once = PARAM_BYTES * self.shape.hidden_size / scheme.ranks_per_stage
+        once = _PARAM_BYTES * self.shape.hidden_size / scheme.ranks_per_stage
         once *= (1 - 1 / scheme.sp) / rate
-        count = EXCHANGES * self.shape.num_layers
+        count = _EXCHANGES * self.shape.num_layers
         return replace(
             latency,
             linear_ms=latency.linear_ms + 1e3 * count * once,
@@ -183,7 +183,7 @@ class Cluster:
         latency = self.intra_node_latency_ms if is_inside else self.inter_node_latency_ms
         return (
             latency
-            + 1e3 * micro_batch_tokens / scheme.sp * self.shape.hidden_size * PARAM_BYTES / rate
+            + 1e3 * micro_batch_tokens / scheme.sp * self.shape.hidden_size * _PARAM_BYTES / rate
         )
 
     def tp_ms(self, scheme: Scheme, micro_batch_tokens: int) -> float:
@@ -197,7 +197,7 @@ class Cluster:
             return 0.0
         is_inside = scheme.tp <= self.hardware.devices_per_node
         rate = self.hardware.intra_node_rate if is_inside else self.hardware.inter_node_rate
-        micro_batch_bytes = micro_batch_tokens / scheme.sp * self.shape.hidden_size * PARAM_BYTES
+        micro_batch_bytes = micro_batch_tokens / scheme.sp * self.shape.hidden_size * _PARAM_BYTES
         layers = self.shape.num_layers / scheme.pp
         return 1e3 * layers * 2 * 2 * (scheme.tp - 1) / scheme.tp * micro_batch_bytes / rate
 
@@ -302,7 +302,7 @@ def find_cluster(profile: Profile, num_devices: int, hardware: str | None = None
     try:
         latency = document["latency_s"]
         return Cluster(
-            shape=model_shape(profile),
+            shape=_model_shape(profile),
             hardware=Hardware.from_json(document, source=hardware or str(document["name"])),
             num_devices=num_devices,
             intra_node_latency_ms=1e3 * latency["intra_node"],
@@ -314,7 +314,7 @@ def find_cluster(profile: Profile, num_devices: int, hardware: str | None = None
         ) from error
 
 
-def model_shape(profile: Profile) -> ModelShape:
+def _model_shape(profile: Profile) -> ModelShape:
     """The decoder that `profile` belongs to; raises HydraConfigError naming the field that is
     missing.
     """

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from ds_hydra.errors import HydraConfigError
 
-WHOLE_ITERATION_SCHEMA = "ds_hydra.whole_iteration/1"
+_WHOLE_ITERATION_SCHEMA = "ds_hydra.whole_iteration/1"
 
 _LARGEST_OVERLAP = 100.0
 """k_sync beyond which f_sync is the larger of both times to within 1%; without a bound it could run
@@ -36,9 +36,9 @@ off.
 """
 _DAMPING = (1e-9, 1e9)
 
-TOTAL_WEIGHT = 2.0
+_TOTAL_WEIGHT = 2.0
 """Weight of the log error of T_iter against those of its parts."""
-PRIOR_WEIGHT = 0.06
+_PRIOR_WEIGHT = 0.06
 """Log error that a parameter off its prior by a factor e costs. Seven parameters and four measured
 iterations leave some open; without a prior they fit noise and predict other plans badly."""
 _PRIOR_SYNC, _PRIOR_SHARE = 10.0, 0.003
@@ -60,10 +60,10 @@ class IterationModel:
     swap_ms: float
 
 
-LOWER = IterationModel(
+_LOWER = IterationModel(
     bwd=1.0, sync=1.0, opt=1e-8, opt_offload=1e-8, const_ms=1e-8, off_ms=0.0, swap_ms=0.0
 )
-UPPER = IterationModel(
+_UPPER = IterationModel(
     bwd=10.0, sync=_LARGEST_OVERLAP, opt=1e3, opt_offload=1e3, const_ms=1e6, off_ms=1e6, swap_ms=1e6
 )
 """Bounds of the fit: the originals', and upper ones where they have none."""
@@ -220,7 +220,7 @@ class IterationFit:
     def to_json(self) -> dict[str, Any]:
         """The `ds_hydra.whole_iteration/1` document."""
         return {
-            "schema": WHOLE_ITERATION_SCHEMA,
+            "schema": _WHOLE_ITERATION_SCHEMA,
             "parameters": asdict(self.model),
             "rmsle": self.rmsle,
             "relative_errors": list(self.relative_errors),
@@ -258,7 +258,7 @@ def _as_array(model: IterationModel) -> FloatArray:
 
 def _to_model(coordinates: FloatArray) -> IterationModel:
     """Coordinates are logs of the distance from the lower bound, so that every value is legal."""
-    values = np.minimum(_as_array(LOWER) + np.exp(coordinates), _as_array(UPPER))
+    values = np.minimum(_as_array(_LOWER) + np.exp(coordinates), _as_array(_UPPER))
     return IterationModel(**{f.name: float(v) for f, v in zip(fields(IterationModel), values)})
 
 
@@ -286,7 +286,7 @@ def _residuals(
     for point in points:
         time = predict_iteration(model, point.setup)
         ratios.append(time.total_ms / point.iteration_ms)
-        weights.append(TOTAL_WEIGHT)
+        weights.append(_TOTAL_WEIGHT)
         if point.backward_and_sync_ms is not None:
             ratios.append(time.backward_and_sync_ms / point.backward_and_sync_ms)
             weights.append(1.0)
@@ -294,7 +294,7 @@ def _residuals(
             ratios.append(time.optimizer_ms / point.optimizer_ms)
             weights.append(1.0)
     errors: FloatArray = np.log(np.maximum(ratios, 1e-12)) * weights
-    return np.concatenate([errors, PRIOR_WEIGHT * (coordinates - prior)])
+    return np.concatenate([errors, _PRIOR_WEIGHT * (coordinates - prior)])
 
 
 def _descend(

@@ -15,7 +15,7 @@ from ds_hydra.strategy.profiles.profile import LatencyModel
 
 FloatArray = npt.NDArray[np.float64]
 
-SATURATION = 0.85
+_SATURATION = 0.85
 """UtilLen(P) is the micro-batch length at which P reaches this share of its best tokens/s (App. C).
 """
 
@@ -61,6 +61,7 @@ def fit_latency(
         np.stack([counts * lengths**2, counts * lengths, np.ones_like(lengths)], axis=1)
         / times[:, None]
     )
+    # Rows are divided by their times, so that the residuals are relative errors.
     best = solve_non_negative(terms, np.ones(len(times)))
     predicted = (terms @ best) * times
     spread = float(np.sum((times - times.mean()) ** 2))
@@ -94,4 +95,4 @@ def saturation_tokens(model: LatencyModel, longest_tokens: int) -> int:
     lengths = np.unique(np.geomspace(1, max(longest_tokens, 1), 512).astype(np.int64))
     times = model.quadratic_ms * lengths**2 + model.linear_ms * lengths + model.constant_ms
     rates = lengths / np.maximum(times, 1e-12)
-    return int(lengths[np.argmax(rates >= SATURATION * rates.max())])
+    return int(lengths[np.argmax(rates >= _SATURATION * rates.max())])

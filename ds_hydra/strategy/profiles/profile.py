@@ -23,7 +23,7 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 PROFILE_SCHEMA = "ds_hydra.profile/1"
 
 
-VOCABULARY_TOLERANCE = 0.05
+_VOCABULARY_TOLERANCE = 0.05
 """Share by which the vocabulary of a profile may differ from the model's: it only moves MaxLen a
 little.
 """
@@ -214,12 +214,15 @@ class Profile:
     def check_model(self, *, num_layers: int, hidden_size: int, vocab_size: int) -> None:
         """Raise HydraConfigError if the profile belongs to another model than the one described.
 
-        A vocabulary may differ by `VOCABULARY_TOLERANCE`, as padded and unpadded ones do.
+        A vocabulary may differ by `_VOCABULARY_TOLERANCE`, as padded and unpadded ones do.
         """
         wanted = {"num_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}
         found = {name: getattr(self.memory, name) for name in wanted}
         is_same = found["num_layers"] == num_layers and found["hidden_size"] == hidden_size
-        if not is_same or abs(found["vocab_size"] - vocab_size) > VOCABULARY_TOLERANCE * vocab_size:
+        if (
+            not is_same
+            or abs(found["vocab_size"] - vocab_size) > _VOCABULARY_TOLERANCE * vocab_size
+        ):
             differing = [
                 f"{n} {found[n]} instead of {wanted[n]}" for n in wanted if found[n] != wanted[n]
             ]

@@ -10,9 +10,9 @@ from ds_hydra.configs.files import find_profile
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
 from ds_hydra.strategy.profiles.profile import Profile
 
-STATES = "states"
-PUBLISHED = "published"
-"""Value of `STATES` in the memory of a profile whose bytes of states are those of the paper."""
+_STATES = "states"
+_PUBLISHED = "published"
+"""Value of `_STATES` in the memory of a profile whose bytes of states are those of the paper."""
 
 
 def engine_states(params_per_hidden2: float, element_bytes: float) -> dict[str, float]:
@@ -34,11 +34,11 @@ def with_engine_states(profile: Profile) -> Profile:
     engine's already.
     """
     memory = profile.document["memory"]
-    if memory.get(STATES) != PUBLISHED:
+    if memory.get(_STATES) != _PUBLISHED:
         return profile
     element = memory["input_bytes_per_token_per_layer_per_hidden"]
     found = engine_states(memory["slice_bytes_per_layer_per_hidden2"] / element, element)
-    return Profile.from_json({**profile.document, "memory": {**memory, **found, STATES: "engine"}})
+    return Profile.from_json({**profile.document, "memory": {**memory, **found, _STATES: "engine"}})
 
 
 def load_profile(name_or_path: str) -> Profile:

@@ -16,10 +16,10 @@ from ds_hydra.strategy.proposal.streamed import CanRun, with_streamed_schemes
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
-NUM_CKPT_STEPS = 16
+_NUM_CKPT_STEPS = 16
 """Numbers of checkpointed layers that are tried; finer steps find schemes that fit hardly more."""
 
-NUM_LENGTH_CLASSES = 4
+_NUM_LENGTH_CLASSES = 4
 """Lengths, each half the next and the last one the context, that a scheme is stretched to fit."""
 
 
@@ -123,7 +123,7 @@ def _stretch(
     """
     longest = profile.max_len_tokens(scheme, num_devices)
     classes = [
-        context_length >> k for k in range(NUM_LENGTH_CLASSES) if context_length >> k > longest
+        context_length >> k for k in range(_NUM_LENGTH_CLASSES) if context_length >> k > longest
     ]
     if not classes:
         return
@@ -138,7 +138,7 @@ def _stretch(
 
 
 def _variants(scheme: Scheme, num_layers: int) -> Iterator[Scheme]:
-    steps = sorted({-(-num_layers * k // NUM_CKPT_STEPS) for k in range(1, NUM_CKPT_STEPS + 1)})
+    steps = sorted({-(-num_layers * k // _NUM_CKPT_STEPS) for k in range(1, _NUM_CKPT_STEPS + 1)})
     for ckpt in steps:
         yield replace(scheme, ckpt=ckpt)
         if 1 < scheme.pp <= num_layers:

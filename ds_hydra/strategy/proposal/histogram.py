@@ -13,9 +13,9 @@ import numpy.typing as npt
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.errors import HydraConfigError
 
-LENGTHS_SCHEMA = "ds_hydra.lengths/1"
+_LENGTHS_SCHEMA = "ds_hydra.lengths/1"
 
-MAX_DRAWN_SEQUENCES = 1 << 22
+_MAX_DRAWN_SEQUENCES = 1 << 22
 """Of mini-batches that are drawn: some hundred bytes each while they are planned."""
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -84,7 +84,7 @@ class LengthHistogram:
         budget.
 
         As the sampler does, a batch takes sequences while they fit the budget and one at least.
-        Raises HydraConfigError for more than `MAX_DRAWN_SEQUENCES` in all, about.
+        Raises HydraConfigError for more than `_MAX_DRAWN_SEQUENCES` in all, about.
         """
         self._check_amount(tokens_per_iteration, num_batches)
         generator = np.random.Generator(np.random.PCG64(seed))
@@ -105,12 +105,12 @@ class LengthHistogram:
 
     def _check_amount(self, tokens_per_iteration: int, num_batches: int) -> None:
         per_batch = tokens_per_iteration * self.num_sequences // self.num_tokens + 1
-        if per_batch * num_batches > MAX_DRAWN_SEQUENCES:
-            most = MAX_DRAWN_SEQUENCES // per_batch
-            tokens = MAX_DRAWN_SEQUENCES // 2 * self.num_tokens // self.num_sequences
+        if per_batch * num_batches > _MAX_DRAWN_SEQUENCES:
+            most = _MAX_DRAWN_SEQUENCES // per_batch
+            tokens = _MAX_DRAWN_SEQUENCES // 2 * self.num_tokens // self.num_sequences
             raise HydraConfigError(
                 f"{num_batches} mini-batches of {tokens_per_iteration} tokens are about {per_batch * num_batches} "
-                f"sequences of histogram {self.name!r}, more than {MAX_DRAWN_SEQUENCES}; "
+                f"sequences of histogram {self.name!r}, more than {_MAX_DRAWN_SEQUENCES}; "
                 + (f"draw {most} mini-batches" if most else f"lower the tokens of one to {tokens}")
             )
 
@@ -141,9 +141,9 @@ class LengthHistogram:
         """The histogram in a `ds_hydra.lengths/1` document; raises HydraConfigError naming what is
         wrong.
         """
-        if document.get("schema") != LENGTHS_SCHEMA:
+        if document.get("schema") != _LENGTHS_SCHEMA:
             raise HydraConfigError(
-                f"{source}: schema is {document.get('schema')!r}, expected {LENGTHS_SCHEMA!r}"
+                f"{source}: schema is {document.get('schema')!r}, expected {_LENGTHS_SCHEMA!r}"
             )
         counts = document.get("counts")
         if not isinstance(counts, dict):
@@ -167,7 +167,7 @@ class LengthHistogram:
     def to_json(self, **more: Any) -> dict[str, Any]:
         """The `ds_hydra.lengths/1` document, with the fields `more` before the counts."""
         return {
-            "schema": LENGTHS_SCHEMA,
+            "schema": _LENGTHS_SCHEMA,
             "name": self.name,
             "num_sequences": self.num_sequences,
             "num_tokens": self.num_tokens,

@@ -14,15 +14,15 @@ from ds_hydra.strategy.schemes.scheme import ALL_LAYERS, Scheme, Strategy
 CanRun = Callable[[Scheme], bool]
 
 
-CKPT_STEPS = 16
+_CKPT_STEPS = 16
 """Numbers of checkpointed layers that are tried for gathered layers."""
 
-ROOM = 1.06
+_ROOM = 1.06
 """Tokens that pipelines hold together, over those of an iteration, where layers are checkpointed
 for it.
 """
 
-REFERENCE_TOKENS = 32768
+_REFERENCE_TOKENS = 32768
 """Length for which the cheapest <1,PP> is looked for."""
 
 
@@ -30,7 +30,7 @@ def single_rank_latency(profile: Profile, *, bounds_attention: bool = True) -> L
     """T of the whole model on one rank, or None where the profile has no <1,PP>.
 
     That of <1,1> where it was measured; else the cheapest PP times T of <1,PP>, for a micro-batch
-    of `REFERENCE_TOKENS`. With `bounds_attention` its quadratic part is at least that of the TP
+    of `_REFERENCE_TOKENS`. With `bounds_attention` its quadratic part is at least that of the TP
     schemes, for each device: attention of a profiled <1,PP> was measured on micro-batches shorter
     than those that SP ranks hold together, from which its quadratic part does not follow well.
     """
@@ -46,7 +46,7 @@ def single_rank_latency(profile: Profile, *, bounds_attention: bool = True) -> L
         for scheme, latency in profile.latency.items()
         if scheme.tp == 1 and scheme.is_plain
     ]
-    single = min(found, key=lambda t: t.micro_batch_ms([REFERENCE_TOKENS]), default=None)
+    single = min(found, key=lambda t: t.micro_batch_ms([_REFERENCE_TOKENS]), default=None)
     of_tp = [
         scheme.tp * latency.quadratic_ms
         for scheme, latency in profile.latency.items()
@@ -121,10 +121,10 @@ def _that_hold(
     `tokens`, in one micro-batch each; and where that takes some, with room for uneven lengths.
     """
     layers, found = profile.memory.num_layers, []
-    steps = [0] if profile.document.get("activation_checkpointing") else range(CKPT_STEPS + 1)
-    for wanted in (tokens, ROOM * tokens):
+    steps = [0] if profile.document.get("activation_checkpointing") else range(_CKPT_STEPS + 1)
+    for wanted in (tokens, _ROOM * tokens):
         for step in steps:
-            variant = replace(scheme, ckpt=-(-layers * step // CKPT_STEPS))
+            variant = replace(scheme, ckpt=-(-layers * step // _CKPT_STEPS))
             longest = profile.max_len_tokens(variant, num_devices)
             if num_devices // scheme.num_devices * longest >= wanted and can_run(variant):
                 found.append(variant)

@@ -47,7 +47,7 @@ def tp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
     return [ranks[begin : begin + scheme.tp] for begin in range(0, len(ranks), scheme.tp)]
 
 
-def sp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
+def _sp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
     """The SP groups of a pipeline: ranks with the same slices, in the order of their sequence
     shards.
     """
@@ -72,7 +72,7 @@ def groups_of(strategy: Strategy) -> frozenset[GroupKey]:
         if scheme.tp > 1:
             keys |= {("tp", group) for group in tp_groups(scheme, ranks)}
         if scheme.sp > 1:
-            keys |= {("sp", group) for group in sp_groups(scheme, ranks)}
+            keys |= {("sp", group) for group in _sp_groups(scheme, ranks)}
         if scheme.pp > 1:
             keys |= {("pp_down", ranks), ("pp_up", ranks)}
     return frozenset(keys)
@@ -120,7 +120,12 @@ class Role:
     @property
     def sp_ranks(self) -> range:
         """The SP group."""
-        return sp_groups(self.scheme, self.ranks)[self.stage * self.scheme.tp + self.tp_rank]
+        return _sp_groups(self.scheme, self.ranks)[self.stage * self.scheme.tp + self.tp_rank]
+
+    @property
+    def ep_rank(self) -> int:
+        """Which part of the experts of a layer the rank has."""
+        return self.sp_rank % self.scheme.ep
 
     @property
     def previous_rank(self) -> int | None:

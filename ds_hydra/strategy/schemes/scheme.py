@@ -16,13 +16,13 @@ from ds_hydra.errors import HydraConfigError
 _TERM = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<([^<>]*)>\s*")
 _DEGREES = re.compile(r"\s*(?:sp\s*(\d{1,9})\s*,\s*)?(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*")
 _OPTION = re.compile(r"\s*([a-z_]{1,20})\s*=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*")
-_COUNTED = ("ckpt", "stages", "stream")
+_COUNTED = ("ckpt", "stages", "stream", "ep")
 _OPTIONS = (*_COUNTED, "gather")
 
-MAX_LAYERS = 1 << 20
+_MAX_LAYERS = 1 << 20
 """Layers that an option of a scheme may name: far above any model."""
 
-ALL_LAYERS = MAX_LAYERS + 1
+ALL_LAYERS = _MAX_LAYERS + 1
 """`stream` of a scheme that streams every layer, the embedding and the head: above any number of
 layers, so that `min(stream, layers)` layers of a stage stream.
 """
@@ -35,8 +35,8 @@ class Scheme:
 
     Text forms: `<2,4>`, `<2,4;ckpt=12;stages=9,8,8,7>`, `<sp2,4,1>` (SP 2, TP 4,
     PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<2,2;stream=8>`, `<sp4,1;stream>` (all
-    layers), `<sp4,1;gather>`. In JSON documents the options are further keys beside "tp"
-    and "pp", where they are set.
+    layers), `<sp4,1;gather>`, `<sp4,1;ep=4>`. In JSON documents the options are further keys
+    beside "tp" and "pp", where they are set.
     """
 
     tp: int
@@ -61,6 +61,10 @@ class Scheme:
     once: two layers are with a rank, and pipelines run their micro-batches in lockstep. For PP 1,
     and for all pipelines of a strategy or none.
     """
+    ep: int = 1
+    """Expert-parallel degree: `ep` neighbours of an SP group share the experts of a layer, whole
+    ones, and send them their tokens.
+    """
     _hash: int = field(init=False, repr=False, compare=False)
     """Schemes are looked up often."""
 
@@ -74,14 +78,14 @@ class Scheme:
             raise HydraConfigError(f"scheme {named[:80]}: {sizes} must be 1 or more")
         if self.num_devices > MAX_DEVICES:
             raise HydraConfigError(f"scheme {str(self)[:80]}: more than {MAX_DEVICES} ranks")
-        if type(self.ckpt) is not int or not 0 <= self.ckpt <= MAX_LAYERS:
+        if type(self.ckpt) is not int or not 0 <= self.ckpt <= _MAX_LAYERS:
             raise HydraConfigError(
-                f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {MAX_LAYERS}"
+                f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {_MAX_LAYERS}"
             )
         if type(self.stream) is not int or not 0 <= self.stream <= ALL_LAYERS:
             raise HydraConfigError(
                 f"stream of a scheme is {repr(self.stream)[:80]}, expected a number of layers of each stage up to "
-                f'{MAX_LAYERS}, or "all"'
+                f'{_MAX_LAYERS}, or "all"'
             )
         if type(self.stages) is not tuple or not all(type(n) is int and n > 0 for n in self.stages):
             raise HydraConfigError(
@@ -95,10 +99,24 @@ class Scheme:
             raise HydraConfigError(
                 f"scheme {str(self)[:80]}: gather is for all layers of schemes of PP 1, without stream"
             )
+        self._check_ep()
         degrees_and_options = (
-            self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream, self.gather
+            self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream, self.gather, self.ep
         )  # fmt: skip
         object.__setattr__(self, "_hash", hash(degrees_and_options))
+
+    def _check_ep(self) -> None:
+        if type(self.ep) is not int or self.ep < 1 or self.sp % self.ep:
+            raise HydraConfigError(
+                f"ep of a scheme with SP {self.sp} is {repr(self.ep)[:80]}, expected a divisor of SP; experts are "
+                f"shared inside an SP group, as in '<sp{max(self.sp, 2)},{self.pp};ep={max(self.sp, 2)}>'"
+            )
+        if self.ep > 1 and (self.tp > 1 or self.stream or self.gather):
+            others = {f"TP {self.tp}": self.tp > 1, "stream": self.stream, "gather": self.gather}
+            other = next(name for name, is_set in others.items() if is_set)
+            raise HydraConfigError(
+                f"scheme {str(self)[:80]}: {other} and ep do not go together; leave one of them out"
+            )
 
     def __hash__(self) -> int:
         return self._hash
@@ -117,7 +135,8 @@ class Scheme:
 
         Raises KeyError without "tp" or "pp", HydraConfigError for values that are no scheme.
         """
-        options = {key: document[key] for key in ("ckpt", "sp", "gather") if key in document}
+        names = ("ckpt", "sp", "gather", "ep")
+        options = {key: document[key] for key in names if key in document}
         if document.get("repull"):
             raise HydraConfigError(_REPLACED)
         stages = document.get("stages", [])
@@ -143,6 +162,8 @@ class Scheme:
         document: dict[str, Any] = {"tp": self.tp, "pp": self.pp}
         if self.sp > 1:
             document["sp"] = self.sp
+        if self.ep > 1:
+            document["ep"] = self.ep
         if self.ckpt:
             document["ckpt"] = self.ckpt
         if self.stages:
@@ -176,7 +197,7 @@ class Scheme:
 
     def without_options(self) -> Scheme:
         """The same degrees with even stages and nothing checkpointed or streamed."""
-        return Scheme(self.tp, self.pp, sp=self.sp)
+        return Scheme(self.tp, self.pp, sp=self.sp, ep=self.ep)
 
     def stage_layers(self, num_layers: int, stage: int) -> range:
         """The layers of `stage`; in an even split that leaves layers over, earlier stages get one
@@ -230,7 +251,8 @@ class Scheme:
         stages = f";stages={','.join(map(str, self.stages))}" if self.stages else ""
         stream = f"={self.stream}" if not self.streams_all else ""
         streams = f";stream{stream}" if self.stream else ""
-        return f"<{degrees}{ckpt}{stages}{streams}{';gather' if self.gather else ''}>"
+        ep = f";ep={self.ep}" if self.ep > 1 else ""
+        return f"<{degrees}{ep}{ckpt}{stages}{streams}{';gather' if self.gather else ''}>"
 
 
 _REPLACED = (
@@ -240,8 +262,8 @@ _REPLACED = (
 
 _FORM = (
     "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have options, as in "
-    "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<2,2;stream=8>', '<1,1;stream>' (all layers) or "
-    "'<1,1;gather>'"
+    "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<2,2;stream=8>', '<1,1;stream>' (all layers), "
+    "'<1,1;gather>' or '<sp4,1;ep=4>' (experts)"
 )
 
 
@@ -275,7 +297,7 @@ def _read_scheme(body: str) -> Scheme:
         if len(counts) != 1 or counts[0] < 1:
             raise HydraConfigError(
                 f"scheme {'<' + body[:80] + '>'!r}: {option} is {','.join(map(str, counts))[:80]}, expected one number "
-                "of layers from 1 up; leave it out for none"
+                "from 1 up; leave it out for none"
             )
     return Scheme(
         tp=int(degrees[2] or 1),

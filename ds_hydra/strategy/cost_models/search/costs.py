@@ -15,7 +15,6 @@ leaves only half of the backward computation to overlap with.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.search.layers import LayerProfile, SearchInput
@@ -38,22 +37,6 @@ class LayerCost:
     """O_b: needed only while this layer runs backward."""
     states_mb: float
     """O_ms: weights, gradients, optimizer states."""
-
-
-class CostModel(Protocol):
-    """Where the search takes its costs from."""
-
-    def layer_cost(self, layer: LayerProfile, strategy: LayerStrategy, samples: float) -> LayerCost:
-        """Of a micro-batch of `samples`."""
-        ...
-
-    def transformation_ms(
-        self, layer: LayerProfile, before: LayerStrategy, after: LayerStrategy, samples: float
-    ) -> float:
-        """R: from the layout of the layer `before` to that of `after`, forward and backward, for
-        one micro-batch.
-        """
-        ...
 
 
 class CostEstimator:

@@ -27,7 +27,7 @@ from ds_hydra.strategy.cost_models.search.partition import (
 )
 from ds_hydra.strategy.cost_models.search.space import LayerStrategy, layer_strategies
 
-SEARCH_SCHEMA = "ds_hydra.search/1"
+_SEARCH_SCHEMA = "ds_hydra.search/1"
 Progress = Callable[[int, float], None]
 """Called after each batch size with it and the best samples per second so far."""
 
@@ -96,7 +96,7 @@ class SearchPlan:
     def to_json(self) -> dict[str, Any]:
         """Plain values; runs of layers with one strategy as [strategy, count]."""
         return {
-            "schema": SEARCH_SCHEMA,
+            "schema": _SEARCH_SCHEMA,
             "batch_size": self.batch_size,
             "pp": self.pp,
             "micro_batches": self.num_micro_batches,

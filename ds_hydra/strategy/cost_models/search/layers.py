@@ -19,7 +19,7 @@ from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.profiles.memory_model import EMBEDDING_BYTES_PER_ELEMENT
 from ds_hydra.strategy.profiles.profile import Profile
 
-LAYERS_SCHEMA = "ds_hydra.layers/1"
+_LAYERS_SCHEMA = "ds_hydra.layers/1"
 OVERLAP_SLOWDOWN = 1.3
 """Where it was not measured: Galvatron-BMW's own (§V)."""
 MB = float(1 << 20)
@@ -99,9 +99,9 @@ class SearchInput:
         """The input in a `ds_hydra.layers/1` document; raises HydraConfigError naming what is
         wrong.
         """
-        if document.get("schema") != LAYERS_SCHEMA:
+        if document.get("schema") != _LAYERS_SCHEMA:
             raise HydraConfigError(
-                f"{source}: schema is {document.get('schema')!r}, expected {LAYERS_SCHEMA!r}"
+                f"{source}: schema is {document.get('schema')!r}, expected {_LAYERS_SCHEMA!r}"
             )
         try:
             interconnects = document["all_reduce_ms_per_mb"]
@@ -125,7 +125,7 @@ class SearchInput:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise HydraConfigError(
-                f"{source}: not a valid {LAYERS_SCHEMA} document: {error!r}"
+                f"{source}: not a valid {_LAYERS_SCHEMA} document: {error!r}"
             ) from error
         _check(result, source)
         return result

@@ -24,7 +24,7 @@ class Paradigm(str, Enum):
     TP = "TP"
 
 
-ALL_PARADIGMS = frozenset(Paradigm)
+_ALL_PARADIGMS = frozenset(Paradigm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class LayerStrategy:
 def layer_strategies(
     num_devices: int,
     *,
-    paradigms: Collection[Paradigm] = ALL_PARADIGMS,
+    paradigms: Collection[Paradigm] = _ALL_PARADIGMS,
     pipelines: bool = True,
     checkpoints: bool = True,
     mixes_dp_and_sdp: bool = False,

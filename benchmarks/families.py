@@ -1,0 +1,183 @@
+"""Every causal language model type of transformers as a tiny random model: does it train, and are
+its gradients those of one process?
+
+    python -m benchmarks.families --out docs/models.md
+
+Each type is built from its own default configuration with two layers (or one of each kind) and
+small widths, and trains five sequences of unequal lengths under a few strategies on 2 CPU ranks
+(gloo), in processes of its own. A strategy that a model cannot run has to be refused by name; loss
+and every gradient of the others are compared in fp32. What is found goes to `--records` line by
+line; with the same file an interrupted command continues. The exit code is 1 where a gradient is
+wrong or an error is not one of ds_hydra's. It uses the helpers of the tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import torch
+import transformers
+from distributed import run_distributed
+from test_engine_parity import check_gradients
+from tqdm import tqdm
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ds_hydra.engine.model.packing_probe import small_config
+from ds_hydra.errors import HydraError
+
+STRATEGIES = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<sp2,1;ep=2>")
+LENGTHS = (9, 5, 17, 1, 12)
+TOLERANCE = 1e-5
+TIMEOUT_S = 300
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+FEW_EXPERTS = 8
+
+
+def build(model_type: str) -> torch.nn.Module:
+    """A tiny model of `model_type`, fp32, equal on every rank; raises what its own code raises."""
+    config = transformers.CONFIG_MAPPING[model_type]()
+    config = small_config(config.get_text_config())
+    for key in EXPERTS:
+        if (getattr(config, key, 0) or 0) > FEW_EXPERTS:
+            setattr(config, key, FEW_EXPERTS)
+    for key, value in {"vocab_size": 256, "pad_token_id": 0}.items():
+        setattr(config, key, value)
+    for key, value in list(vars(config).items()):
+        if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
+            setattr(config, key, 0.0)
+    torch.manual_seed(0)
+    model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])(config).float()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.dim() == 1 and "sinks" in name:
+                param.normal_()
+    return model
+
+
+def try_type(model_type: str) -> dict[str, Any]:
+    """On each rank: strategy -> relative error and parameter, or the reason of a refusal."""
+    transformers.logging.set_verbosity_error()
+    found: dict[str, Any] = {}
+    for strategy in STRATEGIES:
+        if strategy.endswith("ep=2>") and "2x<1,1>" not in found.get("runs", ()):
+            continue
+        try:
+            worst = check_gradients(build(model_type), (strategy,), lengths=LENGTHS)
+        except HydraError as error:
+            found[strategy] = {"refused": str(error)}
+            if strategy == STRATEGIES[0]:
+                break
+            continue
+        error, name, loss_error = max(worst.values())
+        found[strategy] = {"error": error, "parameter": name, "loss_error": loss_error}
+        found.setdefault("runs", []).append(strategy)
+    return found
+
+
+def examine(model_type: str) -> dict[str, Any]:
+    """`try_type` on 2 ranks; a foreign error is found, too."""
+    begin = time.monotonic()
+    try:
+        build(model_type)
+    except Exception as error:  # a type that transformers itself cannot build small
+        return {"type": model_type, "not_built": f"{type(error).__name__}: {error}"[:300]}
+    try:
+        found: dict[str, Any] = run_distributed(try_type, 2, model_type, timeout_s=TIMEOUT_S)[0]
+    except (AssertionError, TimeoutError) as error:
+        lines = [line for line in str(error).strip().splitlines() if line.strip()]
+        found = {"foreign": lines[-1][:300] if lines else type(error).__name__}
+    return {"type": model_type, **found, "seconds": round(time.monotonic() - begin, 1)}
+
+
+def is_wrong(record: dict[str, Any]) -> bool:
+    """Whether a strategy that ran has a gradient or loss of its own."""
+    return any(
+        max(case["error"], case["loss_error"]) > TOLERANCE
+        for case in record.values()
+        if isinstance(case, dict) and "error" in case
+    )
+
+
+def render(records: list[dict[str, Any]]) -> str:
+    """The document."""
+    built = [r for r in records if "not_built" not in r]
+    runs = [r for r in built if r.get("runs")]
+    counts = Counter(strategy for r in runs for strategy in r["runs"])
+    columns = [f"`{s}`" for s in STRATEGIES]
+    lines = [
+        "# Models",
+        "",
+        "    python -m benchmarks.families --out docs/models.md",
+        "",
+        f"All {len(records)} causal language model types of transformers {transformers.__version__}, as tiny random "
+        "models: five sequences of 1 to 17 tokens in packed micro-batches on 2 CPU ranks, fp32, against one process "
+        "that runs each sequence alone. Figures are the largest relative error of a gradient.",
+        "",
+        f"**{len(runs)} run, {len(built) - len(runs)} are refused by name, {len(records) - len(built)} could not be "
+        f"built small, {sum(map(is_wrong, built))} have a gradient off by more than {TOLERANCE:.0e}, "
+        f"{sum('foreign' in r for r in built)} raise an error that is not ds_hydra's.** "
+        + ", ".join(f"{counts[s]} under `{s}`" for s in STRATEGIES)
+        + ".",
+        "",
+        f"| type | {' | '.join(columns)} | reason of the first refusal |",
+        f"|---|{'---|' * (len(columns) + 1)}",
+    ]
+    for record in sorted(records, key=lambda r: r["type"]):
+        cells = [_cell(record.get(strategy)) for strategy in STRATEGIES]
+        lines.append(f"| {record['type']} | {' | '.join(cells)} | {_reason(record)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(case: dict[str, Any] | None) -> str:
+    if case is None:
+        return ""
+    return "refused" if "refused" in case else f"{max(case['error'], case['loss_error']):.0e}"
+
+
+def _reason(record: dict[str, Any]) -> str:
+    if "not_built" in record:
+        text = f"not built: {record['not_built']}"
+    elif "foreign" in record:
+        text = f"**foreign error**: {record['foreign']}"
+    else:
+        refused = [c["refused"] for c in record.values() if isinstance(c, dict) and "refused" in c]
+        text = refused[0] if refused else ""
+    text = re.sub(r"\s+", " ", text).replace("|", "/").replace("<", "&lt;")
+    return text if len(text) <= 200 else text[:199] + "…"
+
+
+def main() -> int:
+    """Examine every type, write the document."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--types", nargs="*", default=sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    parser.add_argument("--records", type=Path, default=Path("runs") / "families.jsonl")
+    parser.add_argument("--out", type=Path, help="the document to write")
+    args = parser.parse_args()
+    args.records.parent.mkdir(parents=True, exist_ok=True)
+    args.records.touch()
+    records = {r["type"]: r for r in map(json.loads, args.records.read_text().splitlines())}
+    with args.records.open("a") as file:
+        for model_type in tqdm([t for t in args.types if t not in records]):
+            records[model_type] = examine(model_type)
+            print(json.dumps(records[model_type]), file=file, flush=True)
+    found = [records[t] for t in args.types]
+    document = render(found)
+    print(document.split("\n| type", maxsplit=1)[0])
+    if args.out:
+        args.out.write_text(document, encoding="utf-8")
+    return int(any(is_wrong(r) or "foreign" in r for r in found))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

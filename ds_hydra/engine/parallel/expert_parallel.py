@@ -1,0 +1,154 @@
+"""Expert parallelism inside an SP group: each rank has some of a layer's experts, whole ones, and
+tokens travel to them.
+
+[Note: Tokens travel to experts]
+A token's hidden state is sent once for each expert that it chose, sorted by expert, to the rank
+that has it: the one of the sender's own `ep` neighbours in the SP group, which hold all experts
+between them. What the expert makes of it, weighted, comes back the same way and is added up in the
+order of the router. Both exchanges are one all-to-all of unequal parts over the SP group, their
+backward the opposite one, so nothing crosses pipelines and every rank of the group takes part, with
+tokens or without. A rank whose experts nobody chose computes one row of weight 0: its gradients are
+zeros, not missing.
+
+Legend: T tokens of this rank's sequence shard, K experts of a token, S = T * K, R rows received,
+H hidden size, E experts of the layer, e = E / EP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class ExpertParallel:
+    """The SP group whose ranks share experts now; size 1 switches every hook off."""
+
+    def __init__(self) -> None:
+        self.leave()
+
+    def enter(self, group: dist.ProcessGroup | None, sp_size: int, sp_rank: int, size: int) -> None:
+        """Share experts among `size` neighbours of the SP group `group` from now on."""
+        self._group, self._sp_size, self.size = group, sp_size, size
+        self._first_neighbour = sp_rank // size * size
+
+    def leave(self) -> None:
+        """Have all experts of a layer again."""
+        self.enter(None, 1, 0, 1)
+
+    @torch.compiler.disable
+    def dispatch(
+        self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, num_experts: int
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Travel]:
+        """What this rank's experts get: hidden states [R, H], experts [R, 1] counted from its first
+        one, weights [R, 1]; and the way back. Collective over the SP group, in backward too.
+        """
+        num_chosen, each = experts_TK.shape[1], num_experts // self.size
+        order_S = experts_TK.flatten().argsort(stable=True)
+        sent_E = experts_TK.flatten().bincount(minlength=num_experts)
+        counts_PE = sent_E.new_zeros(self._sp_size, each)
+        counts_PE[self._first_neighbour : self._first_neighbour + self.size] = sent_E.view(-1, each)
+        received_PE = torch.empty_like(counts_PE)
+        dist.all_to_all_single(received_PE, counts_PE, group=self._group)
+        travel = Travel(
+            self._group, order_S, counts_PE.sum(dim=1).tolist(), received_PE.sum(dim=1).tolist()
+        )
+        # Copies before the sort: their gradients add up in the order of the router
+        rows_SH = hidden_TH.unsqueeze(1).expand(-1, num_chosen, -1).flatten(0, 1)[order_S]
+        rows_RH, weights_R = (
+            travel.there(x) for x in (rows_SH, weights_TK.flatten()[order_S].unsqueeze(1))
+        )
+        names_PE = torch.arange(each, device=counts_PE.device).expand_as(received_PE)
+        experts_R = names_PE.flatten().repeat_interleave(received_PE.flatten()).unsqueeze(1)
+        if not len(rows_RH):
+            rows_RH, weights_R, experts_R = (
+                torch.cat([x, x.new_zeros(1, x.shape[1])]) for x in (rows_RH, weights_R, experts_R)
+            )
+        return (rows_RH, experts_R, weights_R), travel
+
+    @torch.compiler.disable
+    def combine(self, output_RH: Tensor, travel: Travel, num_tokens: int) -> Tensor:
+        """[T, H]: the sum over each token's experts, of what they made of it."""
+        rows_SH = travel.back(output_RH)
+        inverse_S = torch.empty_like(travel.order_S)
+        inverse_S[travel.order_S] = torch.arange(len(inverse_S), device=inverse_S.device)
+        return rows_SH[inverse_S].unflatten(0, (num_tokens, -1)).sum(dim=1)
+
+
+class Travel:
+    """Where the S rows of a sequence shard go, sorted by expert, and how many come from where."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        order_S: Tensor,
+        sent_P: Sequence[int],
+        received_P: Sequence[int],
+    ) -> None:
+        self.order_S = order_S
+        self._group, self._sent_P, self._received_P = group, sent_P, received_P
+
+    def there(self, rows_S: Tensor) -> Tensor:
+        """The rows for this rank's experts, ordered by sender and expert."""
+        rows: Tensor = _Exchange.apply(rows_S, self._group, self._sent_P, self._received_P)
+        return rows
+
+    def back(self, rows_R: Tensor) -> Tensor:
+        """The senders' rows, in the order in which they went."""
+        rows_R = rows_R[: sum(self._received_P)]
+        rows: Tensor = _Exchange.apply(rows_R, self._group, self._received_P, self._sent_P)
+        return rows
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows, `sent_P[i]` of them to rank i; in backward the other way round."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        group: dist.ProcessGroup | None,
+        sent_P: list[int],
+        received_P: list[int],
+    ) -> Tensor:
+        ctx.way_back = (group, received_P, sent_P)
+        return _exchange(rows, group, sent_P, received_P)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grad, *ctx.way_back), None, None, None
+
+
+def _exchange(
+    rows: Tensor, group: dist.ProcessGroup | None, sent_P: list[int], received_P: list[int]
+) -> Tensor:
+    received = rows.new_empty(sum(received_P), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), received_P, sent_P, group=group)
+    return received
+
+
+def hook_dispatch(module: nn.Module, ep: ExpertParallel) -> None:
+    """Let `module`, called with hidden states, experts and weights of tokens, run on the tokens of
+    the experts that this rank has.
+    """
+    num_experts: int = module.num_experts  # type: ignore[assignment]
+    running: list[tuple[Travel, int]] = []
+
+    def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if ep.size == 1:
+            return None
+        hidden, experts, weights = args
+        received, travel = ep.dispatch(hidden, experts, weights, num_experts)
+        running.append((travel, len(hidden)))
+        module.num_experts = num_experts // ep.size
+        return received
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        module.num_experts = num_experts
+        return ep.combine(output, *running.pop()) if running else None
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
