@@ -50,9 +50,9 @@ check: $(DEVELOPED) docs  ## lint, types, import contract, documentation
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-reproduce: $(INSTALLED)  ## simulate every case of the paper -> docs/reproduction.md (some 15 minutes)
+reproduce: $(INSTALLED)  ## simulate every case -> docs/reproduction.md; continues where it stopped
 	$(BIN)/python -m benchmarks.simulate --iterations 100 --all --out docs/benchmarks/simulate.json \
-		--document docs/reproduction.md
+		--document docs/reproduction.md --page docs/benchmarks/simulate.md
 
 docs: $(DEVELOPED)  ## build the documentation into build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

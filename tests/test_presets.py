@@ -20,7 +20,7 @@ def load(kind, name):
 def test_what_is_shipped():
     assert list_files("models") == MODELS
     assert list_files("profiles") == tuple(f"a800_{model}" for model in MODELS)
-    assert list_files("lengths") == ("commoncrawl", "github")
+    assert list_files("lengths") == ("commoncrawl", "github", "lmsys")
     assert set(list_files("deepspeed")) == {f"{model}_zero3" for model in MODELS} | {
         f"{model}_{gpus}gpus"
         for model in MODELS

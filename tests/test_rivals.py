@@ -10,6 +10,7 @@ import pytest
 from test_cluster import make_cluster
 from test_simulator import make_scenario, small_profile
 
+from ds_hydra.configs import find_file
 from ds_hydra.simulator.chunks import chunked
 from ds_hydra.simulator.context_parallel import ContextParallel
 from ds_hydra.simulator.fixed_length import pack_evenly
@@ -17,6 +18,8 @@ from ds_hydra.simulator.mixed_groups import MixedGroups, dynamic_cp, flexsp, sol
 from ds_hydra.simulator.sharded import sharded_groups, with_traffic_ms
 from ds_hydra.simulator.ulysses import balanced_ulysses, odc, without_lockstep
 from ds_hydra.simulator.wlb import hold_back, wlb
+from ds_hydra.simulator.wlb_table import FITTED_ATTENTION, cut, packing_table
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.neighbours import cuts
 from ds_hydra.strategy.schemes.scheme import Scheme
 
@@ -43,8 +46,8 @@ def test_mixed_groups_find_the_best_of_small_steps():
         tried = np.array(cuts(4, sizes))
         assert solve_step(lengths, table, constants, np.array(sizes), max_len, tried, 4, found)
         best = np.inf
-        for cut in tried:
-            kinds = np.repeat(np.arange(3), cut)
+        for counts in tried:
+            kinds = np.repeat(np.arange(3), counts)
             for placed in product(range(kinds.size), repeat=5):
                 ends = constants[kinds].copy()
                 filled = np.zeros(kinds.size)
@@ -134,3 +137,22 @@ def test_what_is_seen_of_the_gathers_comes_on_top():
     assert hidden[0] == 1e6
     assert seen[0] > 1e6
     assert small_profile().latency.keys() == scenario.profile.latency.keys()
+
+
+def test_packing_table_is_that_of_the_paper():
+    """Table 2 of WLB-LLM: within 3% but for the queues, and in its order without the fit."""
+    histogram = LengthHistogram.load(find_file("lengths", "github"))
+    fitted = packing_table(histogram, attention_cost=FITTED_ATTENTION)
+    assert fitted.original == pytest.approx(1.44, rel=0.03)
+    assert fitted.fixed_greedy == pytest.approx(1.41, rel=0.03)
+    assert fitted.variable == pytest.approx(1.24, rel=0.03)
+    assert fitted.queued == pytest.approx(1.05, rel=0.04)
+    assert 0 < fitted.mean_delay < 0.5
+    free = packing_table(histogram, attention_cost=1.0)
+    assert free.original > free.fixed_greedy > free.variable > free.queued >= 1
+
+
+def test_documents_are_cut_where_a_micro_batch_is_full():
+    pieces, micro_batch = cut(np.array([100_000, 100_000, 400_000]))
+    assert pieces.tolist() == [100_000, 31_072, 68_928, 62_144, 131_072, 131_072]
+    assert micro_batch.tolist() == [0, 0, 1, 1, 2, 3]

@@ -11,7 +11,7 @@ import pytest
 from reference import make_batch, make_profile
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.simulator import baselines
+from ds_hydra.simulator import baselines, cases
 from ds_hydra.simulator.baselines import balanced, dynamic, fixed_length, hotspa, two_stage
 from ds_hydra.simulator.cases import list_cases, load_case
 from ds_hydra.simulator.compare import compare
@@ -348,6 +348,21 @@ def test_every_shipped_case_loads_and_names_figures_that_exist(comparison):
         for expected in case.expected:
             if expected.metric.split(".")[0] not in ("link_s", "step_s", "exposed_link_s"):
                 assert our_figure(comparison, expected.metric) != ""
+
+
+@pytest.mark.parametrize("group", ["infinipipe", "flexsp", "skrull", "bytescale"])
+def test_cases_of_other_papers_are_there(group):
+    names = [name for name in list_cases() if name.startswith(f"{group}/")]
+    assert names
+    assert load_case(names[0]).expected
+
+
+def test_a_case_that_lacks_a_field_says_which(monkeypatch):
+    monkeypatch.setattr(cases, "_read_group", lambda group: {"x": {"figure": "Fig. 1"}})
+    with pytest.raises(
+        HydraConfigError, match=r"lacks histogram, num_devices, .*, model, hardware"
+    ):
+        load_case("paper/x")
 
 
 def test_unknown_case_lists_near_misses():

@@ -12,6 +12,7 @@ import typer
 from tqdm import tqdm
 
 from ds_hydra.commands.common import errors_to_stderr, log, write_document, write_documents, writing
+from ds_hydra.commands.simulate_text import describe_simulation
 from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
 from ds_hydra.errors import HydraConfigError
 
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from ds_hydra.simulator.sweep import Axes
     from ds_hydra.simulator.systems import Settings
     from ds_hydra.simulator.workload import Workload
+    from ds_hydra.strategy.profiles.profile import Profile
+
+
+DEFAULT_CONTEXT, DEFAULT_HISTOGRAM = 32768, "commoncrawl"
+"""Of `--model`."""
 
 
 class SimulatedSpace(str, Enum):
@@ -45,8 +51,21 @@ def simulate(
     profile: Annotated[
         str | None, typer.Option(help="A ds_hydra.profile/1 file, or the name of a shipped one.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of --profile: a shipped model or a config.json of Hugging Face; --hardware says on what. "
+            "Times are then those of a roofline."
+        ),
+    ] = None,
     histogram: Annotated[
-        str | None, typer.Option(help="A ds_hydra.lengths/1 file, or the name of a shipped one.")
+        str | None,
+        typer.Option(
+            help="A ds_hydra.lengths/1 file, or the name of a shipped one; commoncrawl with --model if not given."
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="With --model, nodes in place of --devices.")
     ] = None,
     devices: Annotated[
         str | None, typer.Option(help="Devices; several, e.g. 64,128,256, sweep.")
@@ -121,6 +140,8 @@ def simulate(
     Example: ds-hydra simulate --profile a800_llama2_32b --histogram commoncrawl --devices 64
     --context 32768
     --tokens 200000 --iterations 100
+
+    Without a profile: ds-hydra simulate --model llama2_7b --hardware h100 --nodes 8
     """
     from ds_hydra.simulator.cases import list_cases as names_of_cases
 
@@ -131,12 +152,23 @@ def simulate(
     with errors_to_stderr():
         settings = _settings(iterations, systems, overlap, seed, space)
         _check_timeline(timeline_of, settings)
-        loaded = _load_case(case, (profile, histogram, devices, context, tokens, strategies))
+        loaded = _load_case(
+            case, (profile, model, histogram, nodes, devices, context, tokens, strategies)
+        )
         if loaded is not None:
             workload, axes = loaded.workload, None
         else:
+            estimated = None
+            if model is not None:
+                _refuse(profile is not None, "give --profile or --model, one of them")
+                histogram, devices, context, estimated = _estimate(
+                    model, hardware, histogram, nodes, devices, context
+                )
+            _refuse(
+                model is None and nodes is not None, "--nodes goes with --model; give --devices"
+            )
             workload, axes = _workload(
-                profile, histogram, devices, context, tokens, baseline, strategies
+                profile, histogram, devices, context, tokens, baseline, strategies, estimated
             )
         if axes is not None and axes.is_sweep:
             _refuse(
@@ -166,7 +198,7 @@ def simulate(
             )
         if plot is not None:
             _plot(found, plot)
-    print(json.dumps(document) if as_json else _describe(documents, loaded, document))
+    print(json.dumps(document) if as_json else describe_simulation(documents, document))
 
 
 def _refuse(is_wrong: bool, message: str) -> None:
@@ -217,6 +249,7 @@ def _workload(
     tokens: str | None,
     baseline: str | None,
     strategies: Path | None,
+    estimated: Profile | None,
 ) -> tuple[Workload, Axes]:
     from ds_hydra.configs import find_file
     from ds_hydra.configs.files import find_profile
@@ -229,7 +262,7 @@ def _workload(
     from ds_hydra.strategy.schemes.scheme import Strategy
 
     given = {
-        "--profile": profile,
+        "--profile": estimated.name if estimated else profile,
         "--histogram": histogram,
         "--devices": devices,
         "--context": context,
@@ -249,7 +282,7 @@ def _workload(
     candidates = load_strategies(str(strategies)) if strategies else ()
     given_strategy = Strategy.parse(baseline) if baseline else None
     named = (*candidates, *([given_strategy] if given_strategy else []))
-    known = with_schemes_of(Profile.load(find_profile(profile)), named)
+    known = with_schemes_of(estimated or Profile.load(find_profile(profile)), named)
     workload = Workload(
         name=f"{profile}, {histogram}",
         profile=known,
@@ -261,6 +294,45 @@ def _workload(
         strategies=candidates,
     )
     return workload, axes
+
+
+def _estimate(
+    model: str,
+    hardware: str | None,
+    histogram: str | None,
+    nodes: int | None,
+    devices: str | None,
+    context: str | None,
+) -> tuple[str, str, str, Profile]:
+    """Histogram, devices and context, with defaults, and the profile of `model` by a roofline; says
+    what it assumes.
+    """
+    from ds_hydra.configs import find_file
+    from ds_hydra.configs.files import read_json_object
+    from ds_hydra.strategy.cost_models.analytic import Hardware
+    from ds_hydra.strategy.proposal.estimate import estimate_from_config
+
+    _refuse(hardware is None, "--model needs --hardware, e.g. h100")
+    assert hardware is not None
+    _refuse((nodes is None) == (devices is None), "with --model give --nodes or --devices")
+    if nodes is not None:
+        source = find_file("hardware", hardware)
+        described = Hardware.from_json(read_json_object(source), source=str(source))
+        devices = str(nodes * described.devices_per_node)
+    assert devices is not None
+    assumed = []
+    if context is None:
+        context = str(DEFAULT_CONTEXT)
+        assumed.append(f"context: {DEFAULT_CONTEXT}, as --context is not given")
+    if histogram is None:
+        histogram = DEFAULT_HISTOGRAM
+        assumed.append(f"lengths: those of {DEFAULT_HISTOGRAM}, as --histogram is not given")
+    most = max(_numbers("--devices", devices, MAX_DEVICES))
+    longest = max(_numbers("--context", context, MAX_LENGTH_TOKENS))
+    profile, more = estimate_from_config(model, hardware, most, longest)
+    for sentence in (*more, *assumed):
+        log(f"assumed: {sentence}")
+    return histogram, devices, context, profile
 
 
 def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
@@ -330,64 +402,3 @@ def _add_expected(document: dict[str, Any], case: Case | None, found: list[Compa
             {"what": e.what, "paper": e.paper, "ours": our_figure(found[0], e.metric)}
             for e in case.expected
         ]
-
-
-def _describe(documents: list[dict[str, Any]], case: Case | None, document: dict[str, Any]) -> str:
-    lines = []
-    for point in documents:
-        lines += [_head(point), *_system_lines(point), ""]
-    if case is not None:
-        lines.append(f"published ({case.figure} of the paper) and simulated here:")
-        lines += [
-            f"  {e['what']}: paper {e['paper']}, here {e['ours']}" for e in document["published"]
-        ]
-    return "\n".join(lines).rstrip()
-
-
-def _head(point: dict[str, Any]) -> str:
-    ours = point["systems"][0]
-    return (
-        f"{point['name']}: {point['num_devices']} devices, context {point['context_length']:,}, "
-        f"{point['tokens_per_iteration']:,} tokens per iteration, {point['iterations']} mini-batches\n"
-        f"ds_hydra: {ours['strategy']}\n"
-        f"propagation {point['distance_to_bound']:.1%} above the perfect-balance bound of "
-        f"{point['perfect_balance_ms']:,.0f} ms; perfect balance has imbalance {point['imbalance_of_bound']:.2f}"
-        + (_plain_head(point["plain"]) if "plain" in point else "")
-        + ("\nT under SP and of streamed layers is estimated" if point["space"] == "full" else "")
-    )
-
-
-def _plain_head(plain: dict[str, Any]) -> str:
-    return (
-        f"\n<TP,PP> alone: {plain['distance_to_bound']:.1%} above the bound of that space, "
-        f"{plain['perfect_balance_ms']:,.0f} ms (imbalance {plain['imbalance_of_bound']:.2f})"
-    )
-
-
-def _system_lines(point: dict[str, Any]) -> list[str]:
-    ours, *_ = point["systems"]
-    has_price, has_spread = "dollars_per_billion_tokens" in ours, "speedup_69_percent_seen" in ours
-    lines = [
-        f"{'':34}{'iteration, ms':>18}{'tokens/s':>12}{'speed-up (95%)':>20}"
-        + (f"{'20% off':>13}{'69% seen':>10}" if has_spread else "")
-        + f"{'propagation':>13}{'imbalance':>11}{'bubble':>8}{'$/10^9 tokens' if has_price else '':>15}  strategy"
-    ]
-    for s in point["systems"]:
-        low, high = s["speedup_95"]
-        price = f"{s['dollars_per_billion_tokens']:,.0f}" if has_price else ""
-        strategy = "" if s["name"] == "ds_hydra" else s["strategy"]
-        spread = ""
-        if has_spread:
-            least, most = s["speedup_20_percent_off"]
-            spread = f"{f'{least:.2f}-{most:.2f}':>13}{s['speedup_69_percent_seen']:>10.2f}"
-        lines.append(
-            f"{s['label']:34}{s['iteration_ms']:>10,.0f} ± {s['iteration_ms_standard_error']:<5,.0f}"
-            f"{s['tokens_per_s']:>12,.0f}{s['speedup']:>8.2f} ({low:.2f}-{high:.2f}){spread}"
-            f"{s['speedup_of_propagation']:>13.2f}{s['imbalance']:>11.2f}{s['bubble']:>8.0%}{price:>15}  {strategy}"
-        )
-    if has_spread:
-        lines.append(
-            "20% off: smallest and largest speed-up if T, interconnects or attention are 20% slower or faster; "
-            "69% seen: with that share of all transfers on top of propagation"
-        )
-    return lines

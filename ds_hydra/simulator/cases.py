@@ -12,6 +12,7 @@ from ds_hydra.configs.files import read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.simulator.workload import Workload
 from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.estimate import estimate_from_config
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import Strategy, parse_strategies
 
@@ -69,20 +70,48 @@ def _read_group(group: str) -> Mapping[str, Mapping[str, Any]]:
     return cases
 
 
+_FIELDS = (
+    "figure", "histogram", "num_devices", "context_length", "tokens_per_iteration", "expected",
+)  # fmt: skip
+
+
 def _read_case(name: str, document: Mapping[str, Any]) -> Case:
+    missing = [field for field in _FIELDS if field not in document]
+    if "profile" not in document:
+        missing += [field for field in ("model", "hardware") if field not in document]
+    if missing:
+        raise HydraConfigError(
+            f"case {name!r} lacks {', '.join(missing)}"
+            + ("; a case has a profile, or a model and hardware" if "model" in missing else "")
+        )
     given = document.get("given")
+    histogram = LengthHistogram.load(find_file("lengths", document["histogram"]))
+    context_length = document["context_length"]
     return Case(
         name=name,
         figure=document["figure"],
         workload=Workload(
             name=name,
-            profile=Profile.load(find_file("profiles", document["profile"])),
-            histogram=LengthHistogram.load(find_file("lengths", document["histogram"])),
+            profile=_profile(document),
+            histogram=histogram.limit(context_length, document.get("over_length", "truncate")),
             num_devices=document["num_devices"],
-            context_length=document["context_length"],
+            context_length=context_length,
             tokens_per_iteration=document["tokens_per_iteration"],
             given=Strategy.parse(given) if given else None,
             strategies=parse_strategies(document.get("strategies", ())),
         ),
         expected=tuple(Expected(**expected) for expected in document["expected"]),
     )
+
+
+def _profile(document: Mapping[str, Any]) -> Profile:
+    """The published one, or a roofline's."""
+    if "profile" in document:
+        return Profile.load(find_file("profiles", document["profile"]))
+    estimated, _ = estimate_from_config(
+        document["model"],
+        document["hardware"],
+        document["num_devices"],
+        document["context_length"],
+    )
+    return estimated

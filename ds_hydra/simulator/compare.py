@@ -49,9 +49,12 @@ def compare(
     single strategies for all mini-batches, are taken over instead of proposed. Raises
     HydraConfigError where no scheme of ds_hydra fits the context or a given strategy does not fit.
     """
-    check_workload(workload)
+    is_plain = settings.space == "plain" or bool(workload.strategies)
+    start = _scenario(workload, cluster, replace(settings, iterations=0))
+    own = replace(start, profile=with_engine_states(workload.profile))
+    check_workload(workload, is_plain=is_plain or not (own.statics() or _fits_extended(own)))
     scenario = _scenario(workload, cluster, settings)
-    own = replace(scenario, profile=with_engine_states(workload.profile))
+    own = replace(own, batches=scenario.batches)
     candidates = {name: p.strategies for name, p in known.planned.items()} if known else {}
     planned = {DS_HYDRA: _ours(workload, own, settings, candidates.get(DS_HYDRA))}
     if HALF in settings.systems and cluster is not None:
@@ -76,6 +79,12 @@ def compare(
         results=(planned[DS_HYDRA].result, *(result for result in results if result is not None)),
         planned=planned,
     )
+
+
+def _fits_extended(own: Scenario) -> bool:
+    """Whether a scheme of the full space fits the context."""
+    full = extended_scenario(own)
+    return any(full.max_len_tokens(s) >= own.context_length for s in extended_schemes(full))
 
 
 def _scenario(workload: Workload, cluster: Cluster | None, settings: Settings) -> Scenario:

@@ -33,7 +33,7 @@ def our_figure(comparison: Comparison, metric: str) -> str:
             f"metric {metric!r} is not known; there are {', '.join(sorted(_METRICS))}"
         )
     needed = [system for system in systems if system != "no_overlap"]
-    found = [comparison.get(system) for system in (PAPER, *needed)]
+    found = [comparison.get(system) for system in needed]
     return "not simulated" if None in found else compute(comparison, systems)
 
 
@@ -60,6 +60,8 @@ def _gain(comparison: Comparison, systems: list[str]) -> str:
 
 
 def _speedup_of_propagation(comparison: Comparison, systems: list[str]) -> str:
+    if comparison.get(PAPER) is None:
+        return "not simulated"
     ours, other = (_result(comparison, name).propagation_ms for name in (PAPER, systems[0]))
     return f"{float(other.sum() / ours.sum()):.2f}"
 

@@ -30,11 +30,12 @@ class Workload:
     strategies: tuple[Strategy, ...] = ()
 
 
-def check_workload(workload: Workload) -> None:
+def check_workload(workload: Workload, *, is_plain: bool = True) -> None:
     """Raise HydraConfigError for a context that nothing fits, or a strategy that has no place in
     the cluster.
     """
-    check_context(workload.profile, workload.num_devices, workload.context_length)
+    if is_plain:
+        check_context(workload.profile, workload.num_devices, workload.context_length)
     if workload.tokens_per_iteration < workload.context_length:
         raise HydraConfigError(
             f"{workload.tokens_per_iteration} tokens per iteration are fewer than one sequence of the context, "
