@@ -562,9 +562,9 @@ def train_without_a_scheme():
     """Iterations of an engine whose measured profile leaves out <1,2>, which was proposed."""
     import datasets
 
-    from ds_hydra.engine import runtime
+    from ds_hydra.engine import candidates
 
-    runtime.measure_profile = lambda *_arguments: small_profile(6_000_000, num_layers=4)
+    candidates.measure_profile = lambda *_arguments: small_profile(6_000_000, num_layers=4)
     rows = [{"input_ids": e["input_ids"].tolist()} for b in batches(2) for e in b]
     hydra = {"tokens_per_iteration": 300}
     results = []

@@ -26,8 +26,12 @@ from test_faults import raised_by
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch, scheme_entry
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.ranks.hosts import Hosts, ranks_per_node, warn_of_placement
-from ds_hydra.engine.strategy_links import find_ranks_per_node
+from ds_hydra.engine.ranks.hosts import (
+    Hosts,
+    find_ranks_per_node,
+    ranks_per_node,
+    warn_of_placement,
+)
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.strategy import Profile, Strategy

@@ -17,18 +17,18 @@ pytestmark = [
 
 CHECKS = (
     "parity_llama", "parity_tied_with_shards", "parity_checkpointed", "iteration", "evaluation", "collectives",
-    "without_the_wait_for_slices", "mixed_devices", "a_block_freed_early",
+    "without_the_wait_for_slices", "mixed_devices", "a_block_freed_early", "items", "a_tensor_of_the_cpu",
+    "device_wide_synchronise", "swapped_collectives", "swapped_messages", "times_of_the_step",
 )  # fmt: skip
 
 MAX_HOST_WAITS = 8
 """Of ds_hydra in an iteration, whatever its micro-batches, layers and parameters."""
 
 
-@pytest.fixture(scope="module")
-def results():
-    """Of both ranks; starting them is the cost."""
+def run_checks(*checks):
+    """What both ranks found; starting them is the cost."""
     script = Path(__file__).parent / "standin" / "run.py"
-    command = [sys.executable, str(script), "2", *CHECKS]
+    command = [sys.executable, str(script), "2", *checks]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -37,6 +37,11 @@ def results():
     )
     assert len(found) == 2, done.stderr[-3000:]
     return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_checks(*CHECKS)
 
 
 @pytest.mark.parametrize("check", [name for name in CHECKS if name.startswith("parity")])
@@ -74,3 +79,24 @@ def test_faults_are_seen(results):
         assert rank["without_the_wait_for_slices"] > 0
         assert rank["a_block_freed_early"] > 0
         assert "same device" in rank["mixed_devices"]
+        assert rank["items"]["with"] == rank["items"]["without"] + rank["items"]["read"]
+        assert rank["items"]["read"] > 0
+        assert "tensor on cpu" in rank["a_tensor_of_the_cpu"]
+
+
+def test_times_include_what_the_host_waits_for_after_the_step(results):
+    for rank in results:
+        step_ms, iteration_ms = rank["times_of_the_step"]
+        assert 200 <= step_ms < iteration_ms
+
+
+def test_orders_that_differ_between_ranks_are_seen(results):
+    for check in ("swapped_collectives", "swapped_messages"):
+        found = [rank[check] for rank in results]
+        assert any("on another rank" in text for text in found), found
+
+
+def test_a_synchronise_of_the_device_does_not_hang(results):
+    first, second = (rank["device_wide_synchronise"] for rank in results)
+    assert first == second
+    assert all(loss > 0 for loss in first)

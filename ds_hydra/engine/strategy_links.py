@@ -18,7 +18,11 @@ from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.ranks.agreement import max_over_ranks
-from ds_hydra.engine.ranks.hosts import Hosts, ranks_per_node, warn_of_placement
+from ds_hydra.engine.ranks.hosts import (
+    Hosts,
+    find_ranks_per_node,
+    warn_of_placement,
+)
 from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
 from ds_hydra.engine.transfer.gathering import GatherSession, plan_rounds
 from ds_hydra.engine.transfer.home import SharedMemoryHome
@@ -51,15 +55,6 @@ from ds_hydra.zero_link.home_parts import flat_specs, parts_from_other_hosts
 
 GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Values of `hydra.link.gradient_dtype`."""
-
-
-def find_ranks_per_node(config: LinkConfig, host_of: Sequence[int]) -> int | None:
-    """Ranks of a node for node-aware routes, or None for direct ones (always on a single node).
-
-    `host_of`, the host of every rank, answers what `hydra.link.devices_per_node` leaves open.
-    """
-    found = config.devices_per_node or ranks_per_node(host_of)
-    return found if config.routes == "node" and 1 < found < len(host_of) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,37 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.zero_link.buffers import ExchangeBuffers
-from ds_hydra.zero_link.messages import SINGLE_NUMEL, Batch, LinkPlan, Message, Phase, Piece, Store
+from ds_hydra.zero_link.messages import Batch, LinkPlan, Message, Phase, Piece, Store
 from ds_hydra.zero_link.packed import Copy, PackedPhase, Side, pack_phase
-
-
-def _view(tensor: Tensor, piece: Piece) -> Tensor:
-    """[rows, cols] of a flat tensor."""
-    offset = tensor.storage_offset() + piece.offset
-    return tensor.as_strided((piece.rows, piece.cols), (piece.stride, 1), offset)
-
-
-def _in_buffer(buffer: Tensor, message: Message) -> Iterable[tuple[Piece, Tensor]]:
-    """Each piece of `message` and its [rows, cols] place in the packed `buffer`."""
-    begin = 0
-    for piece in message:
-        yield piece, buffer[begin : begin + piece.numel].view(piece.rows, piece.cols)
-        begin += piece.numel
-
-
-def _numel(message: Message) -> int:
-    return sum(piece.numel for piece in message)
-
-
-def _is_one_run(message: Message) -> bool:
-    """Whether `message` is one contiguous block, which needs no buffer."""
-    return len(message) == 1 and message[0].numel >= SINGLE_NUMEL and message[0].is_run
-
-
-def _cut(space: Tensor, message: Message) -> tuple[Tensor, Tensor]:
-    """The place of `message` at the beginning of `space`, and the rest."""
-    numel = _numel(message)
-    return space[:numel], space[numel:]
+from ds_hydra.zero_link.views import cut_off, is_one_run, message_numel, places_in, view_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +43,7 @@ class _Stores:
 
     def view(self, batch: Batch, piece: Piece) -> Tensor:
         """[rows, cols] of a piece of `batch`."""
-        return _view(self.tensor(batch.store, piece.key), piece)
+        return view_of(self.tensor(batch.store, piece.key), piece)
 
 
 @dataclass(slots=True)
@@ -345,7 +317,7 @@ class Link:
         operations: list[dist.P2POp] = []
 
         def stays(_: Batch, message: Message) -> bool:
-            return in_place and _is_one_run(message)
+            return in_place and is_one_run(message)
 
         space = self._take(posted, receive, stays, dtype)
         for batch in receive:
@@ -354,12 +326,12 @@ class Link:
                     if stays(batch, message):
                         target = stores.view(batch, message[0]).flatten()
                     else:
-                        target, space = _cut(space, message)
+                        target, space = cut_off(space, message)
                         posted.received.append((peer, batch, message, target))
                     operations.append(dist.P2POp(dist.irecv, target, peer, self._groups[group]))
 
         def is_sent_from_its_place(batch: Batch, message: Message) -> bool:
-            if not _is_one_run(message):
+            if not is_one_run(message):
                 return False
             return stores.tensor(batch.store, message[0].key).dtype == dtype
 
@@ -369,8 +341,8 @@ class Link:
                 if is_sent_from_its_place(batch, message):
                     source = stores.view(batch, message[0]).flatten()
                 else:
-                    source, space = _cut(space, message)
-                    for piece, place in _in_buffer(source, message):
+                    source, space = cut_off(space, message)
+                    for piece, place in places_in(source, message):
                         place.copy_(stores.view(batch, piece))
                 for peer in batch.peers:
                     operations.append(dist.P2POp(dist.isend, source, peer, self._groups[group]))
@@ -391,7 +363,7 @@ class Link:
         each.
         """
         numel = sum(
-            _numel(message) * (1 if once else len(batch.peers))
+            message_numel(message) * (1 if once else len(batch.peers))
             for batch in batches
             for message in batch.messages
             if not needs_none(batch, message)
@@ -404,7 +376,7 @@ class Link:
         """Wait, and copy what did not arrive in its place."""
         posted.wait()
         for _, batch, message, buffer in posted.received:
-            for piece, place in _in_buffer(buffer, message):
+            for piece, place in places_in(buffer, message):
                 stores.view(batch, piece).copy_(place)
         self._give_back(posted)
 
@@ -419,7 +391,7 @@ class Link:
         def add(is_wanted: Callable[[int], bool]) -> None:
             for peer, batch, message, buffer in received:
                 if is_wanted(peer):
-                    for piece, place in _in_buffer(buffer, message):
+                    for piece, place in places_in(buffer, message):
                         stores.view(batch, piece).add_(place)
 
         add(lambda peer: peer < rank)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from models import VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 from test_engine_parity import LENGTHS, hand_plan, relative_errors
 
+from ds_hydra.engine import propagation
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.engine.transfer import link_session
 from ds_hydra.strategy import Strategy
@@ -135,6 +137,123 @@ def without_the_wait_for_slices() -> int:
     ):
         engine.train_batch(examples, strategy="2x<1,1>")
     return found["num_races"]
+
+
+def items() -> dict[str, int]:
+    """Host waits of ds_hydra, and of somebody who reads the loss of every micro-batch."""
+    engine = _start("llama")
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    engine.train_batch(examples, strategy="2x<1,1>")
+    original = propagation.Propagator._forward_micro_batch
+
+    count = 0
+
+    def read(*arguments: Any) -> Any:
+        nonlocal count
+        output = original(*arguments)
+        output.sum().item()
+        count += 1
+        return output
+
+    with _observed() as found:
+        engine.train_batch(examples, strategy="2x<1,1>")
+    with (
+        mock.patch.object(propagation.Propagator, "_forward_micro_batch", read),
+        _observed() as with_items,
+    ):
+        engine.train_batch(examples, strategy="2x<1,1>")
+    return {"without": found["num_waits"], "with": with_items["num_waits"], "read": count}
+
+
+def times_of_the_step() -> list[float]:
+    """Step and iteration, ms, where the host waits 200 ms for the optimizer's kernels."""
+    engine = _start("llama")
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    original = engine.get_global_grad_norm
+
+    def wait() -> Any:
+        time.sleep(0.2)
+        return original()
+
+    with mock.patch.object(engine, "get_global_grad_norm", wait):
+        engine.train_batch(examples, strategy="2x<1,1>")
+    return [engine.last_metrics.step_ms, engine.last_metrics.iteration_ms]
+
+
+@contextlib.contextmanager
+def _synchronising() -> Iterator[None]:
+    """The device is synchronised before every forward pass, as an allocator that runs full does."""
+    original = propagation.Propagator._forward_micro_batch
+
+    def forward(*arguments: Any) -> Any:
+        torch.standin.synchronize()
+        return original(*arguments)
+
+    process_group.occupies_device = True
+    try:
+        with mock.patch.object(propagation.Propagator, "_forward_micro_batch", forward):
+            yield
+    finally:
+        process_group.occupies_device = False
+
+
+UNEVEN = "1x<1,2;stages=3,1>"
+"""The second rank has no bucket of its own in two rounds."""
+
+
+def device_wide_synchronise() -> list[float]:
+    """Losses of iterations in which the device is synchronised, all orders compared."""
+    engine = _start("llama")
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    process_group.checks_order = True
+    try:
+        with _synchronising():
+            return [float(engine.train_batch(examples, strategy=s)) for s in (*STRATEGIES, UNEVEN)]
+    finally:
+        process_group.checks_order = False
+
+
+def swapped_collectives() -> str:
+    """What two collectives in another order on one rank lead to."""
+    group = dist.new_group([0, 1])
+    small, large = torch.ones(3, device="standin"), torch.ones(5, device="standin")
+    process_group.checks_order = True
+    try:
+        for tensor in (small, large) if dist.get_rank() else (large, small):
+            dist.all_reduce(tensor, group=group, async_op=True)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        process_group.checks_order = False
+    return "nothing"
+
+
+def swapped_messages() -> str:
+    """What two messages of a pair, received in another order than sent, lead to."""
+    group = dist.new_group([0, 1])
+    small, large = torch.ones(3, device="standin"), torch.ones(5, device="standin")
+    process_group.checks_order = True
+    try:
+        if dist.get_rank():
+            dist.irecv(large, 0, group)
+            dist.irecv(small, 0, group)
+        else:
+            dist.isend(small, 1, group)
+            dist.isend(large, 1, group)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        process_group.checks_order = False
+    return "nothing"
+
+
+def a_tensor_of_the_cpu() -> str:
+    """What a collective over a tensor that was left on the CPU leads to."""
+    try:
+        dist.all_reduce(torch.ones(2))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
 
 
 def mixed_devices() -> str:

@@ -37,6 +37,12 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
         return True
 
 
+def synchronize() -> None:
+    """Wait for the whole device, collectives included."""
+    streams.observer.wait("synchronize of the device")
+    process_group.drain()
+
+
 class _Module:
     """`torch.standin`."""
 
@@ -65,7 +71,7 @@ class _Module:
         assert index is not None, f"set_device({device!r})"
 
     def synchronize(self, device: Any = None) -> None:
-        streams.observer.wait("synchronize of the device")
+        synchronize()
 
     def manual_seed(self, seed: int) -> None:
         pass
@@ -125,7 +131,7 @@ def _accelerator() -> Any:
         device_count = read(lambda: int(os.environ.get("LOCAL_SIZE", 1)))
         current_stream = read(streams.current_stream)
         default_stream = read(streams.default_stream)
-        synchronize = read(lambda: streams.observer.wait("synchronize of the device"))
+        synchronize = read(lambda: synchronize())
         memory_allocated = memory_reserved = read(lambda: extension().allocated_bytes())
         max_memory_allocated = max_memory_reserved = read(lambda: extension().peak_bytes())
         reset_peak_memory_stats = reset_max_memory_allocated = read(

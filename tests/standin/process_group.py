@@ -7,6 +7,9 @@ Every communicator keeps the list of its collectives, which all of its ranks mus
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import datetime
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +26,29 @@ calls: list[tuple[int, list[str]]] = []
 are not among them: gloo fails where their sizes do not match.
 """
 
+checks_order = False
+"""While true, ranks compare what they call as they call it: collectives of a communicator in one
+order on all ranks, messages of a pair in the order in which they were posted. Switch it on all
+ranks at the same point.
+"""
+
+occupies_device = False
+"""While true, a synchronise of the device waits for all that was posted, as NCCL's kernels make it:
+they run until the other ranks have joined.
+"""
+
+HANG_S = 15
+"""Limit of one wait in a synchronise."""
+
+_under_way: set[_Work] = set()
+
+
+def drain() -> None:
+    """A synchronise of the device: what was posted has ended."""
+    while occupies_device and _under_way:
+        with contextlib.suppress(KeyError):
+            next(iter(set(_under_way))).finish(datetime.timedelta(seconds=HANG_S))
+
 
 class _Work(dist._Work):
     """A collective under way. Its host part runs in a thread; its device part is `event`."""
@@ -34,13 +60,17 @@ class _Work(dist._Work):
         self.event.record(stream)
         self._inner = run()
         self._is_done = threading.Event()
+        self._lock = threading.Lock()
+        _under_way.add(self)
 
-    def finish(self) -> None:
+    def finish(self, limit: datetime.timedelta | None = None) -> None:
         """The collective has ended on the device; where that cannot be known, wait for it."""
-        inner, self._inner = self._inner, None
-        if inner is not None:
-            inner.wait()
+        with self._lock:
+            if self._inner is not None:
+                _ = self._inner.wait() if limit is None else self._inner.wait(limit)
+            self._inner = None
         self._is_done.set()
+        _under_way.discard(self)
 
     def wait(self, timeout: Any = None) -> bool:
         self.finish()
@@ -67,6 +97,8 @@ class StandInGroup(dist.ProcessGroup):
         self._stream = Stream()
         self._as_host = as_host
         self._backend_name = name
+        self._store = store
+        self._counts: collections.Counter[str] = collections.Counter()
         self._calls: list[str] = []
         calls.append((size, self._calls))
 
@@ -89,6 +121,7 @@ class StandInGroup(dist.ProcessGroup):
         if name not in ("send", "recv"):
             sizes = [tuple(tensor.shape) for tensor in writes]
             self._calls.append(f"{name} {sizes if name != 'all_to_all' else ''}")
+            self._agree("collective", self._calls[-1])
         is_async = opts is None or getattr(opts, "asyncOp", True)
         stream = self._stream if is_async else current_stream()
         if is_async:
@@ -110,6 +143,22 @@ class StandInGroup(dist.ProcessGroup):
         if not is_async:
             work.wait()
         return work
+
+    def _agree(self, order: str, call: str) -> None:
+        """Raise where another rank does something else at this place of `order`."""
+        self._counts[order] += 1
+        if not checks_order:
+            return
+        key = f"order/{order}/{self._counts[order]}"
+        first = self._store.compare_set(key, "", call).decode()
+        if first != call:
+            raise RuntimeError(
+                f"rank {self.rank()}: {order} {self._counts[order]} is {call!r}, on another rank {first!r}"
+            )
+
+    def _agree_on_message(self, source: int, to: int, tensors: Sequence[Tensor]) -> None:
+        sizes = [tensor.numel() for tensor in tensors]
+        self._agree(f"message from {source} to {to}", f"{sizes} elements")
 
     def _hosts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self._as_host(tensor) for tensor in tensors]
@@ -167,10 +216,12 @@ class StandInGroup(dist.ProcessGroup):
 
     def send(self, tensors: Any, to: int, tag: int = 0) -> _Work:
         hosts = self._hosts(tensors)
+        self._agree_on_message(self.rank(), to, tensors)
         return self._run("send", tensors, [], lambda: self._gloo.send(hosts, to, tag))
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> _Work:
         hosts = self._hosts(tensors)
+        self._agree_on_message(source, self.rank(), tensors)
         return self._run("recv", [], tensors, lambda: self._gloo.recv(hosts, source, tag))
 
     def barrier(self, opts: Any = None) -> _Work:

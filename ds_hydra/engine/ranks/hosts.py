@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.ranks.agreement import gather_rows
 
 logger = logging.getLogger(__name__)
@@ -120,3 +121,12 @@ def warn_of_placement(host_of: Sequence[int]) -> None:
             ", ".join(map(str, sizes[:8])),
             ranks_per_node(host_of),
         )
+
+
+def find_ranks_per_node(config: LinkConfig, host_of: Sequence[int]) -> int | None:
+    """Ranks of a node for node-aware routes, or None for direct ones (always on a single node).
+
+    `host_of`, the host of every rank, answers what `hydra.link.devices_per_node` leaves open.
+    """
+    found = config.devices_per_node or ranks_per_node(host_of)
+    return found if config.routes == "node" and 1 < found < len(host_of) else None
