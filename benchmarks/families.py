@@ -40,6 +40,7 @@ STRATEGIES = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<sp2,1;ep=2>")
 LENGTHS = (9, 5, 17, 1, 12)
 TOLERANCE = 1e-5
 TIMEOUT_S = 300
+MOST_PARAMETERS = 200_000_000
 FEW_EXPERTS = {
     "num_experts": 8,
     "num_local_experts": 8,
@@ -70,7 +71,14 @@ def build(model_type: str) -> torch.nn.Module:
         if ("dropout" in key or key.endswith("_pdrop")) and isinstance(value, float):
             setattr(config, key, 0.0)
     torch.manual_seed(0)
-    model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])(config).float()
+    with torch.device("meta"):
+        kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+        num_parameters = kind(config).num_parameters()
+    if num_parameters > MOST_PARAMETERS:
+        raise ValueError(
+            f"{num_parameters / 1e6:,.0f} million parameters that no width makes fewer"
+        )
+    model = kind(config).float()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if param.dim() == 1 and "sinks" in name:
@@ -160,7 +168,7 @@ def _cell(case: dict[str, Any] | None) -> str:
 
 def _reason(record: dict[str, Any]) -> str:
     if "cannot_run" in record:
-        text = f"does not run by itself: {record['not_built']}"
+        text = f"does not run by itself: {record['cannot_run']}"
     elif "foreign" in record:
         text = f"**foreign error**: {record['foreign']}"
     else:

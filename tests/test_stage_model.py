@@ -106,6 +106,13 @@ def test_a_model_without_plans_runs_with_tp_1_and_pp_1():
         StageModel(model).check_scheme(Scheme(2, 1))
 
 
+def test_layers_with_other_numbers_of_key_value_heads_refuse_tp():
+    model = tiny("llama")
+    model.model.layers[1].self_attn.k_proj = torch.nn.Linear(32, 32, bias=False)
+    with pytest.raises(UnsupportedModelError, match=r"keys of 16, 32 features.*use TP 1"):
+        StageModel(model).check_scheme(Scheme(2, 1))
+
+
 def test_whole_features_are_not_cut_unevenly():
     """Phi-3 gathers gate and up of all ranks, and cuts them again for down."""
     with pytest.raises(

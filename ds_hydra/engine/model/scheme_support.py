@@ -48,6 +48,7 @@ def check_tensor_parallel(
             "are sliced; use TP 1 in hydra.strategies"
         )
     _check_heads(scheme, model.base_model.config)
+    _check_equal_layers(scheme, model)
     _check_features(scheme, model.base_model)
     _check_widths(scheme, specs)
     if unplanned:
@@ -82,6 +83,20 @@ def _check_heads(scheme: Scheme, config: Any) -> None:
         raise HydraConfigError(
             f"scheme {scheme}: TP {scheme.tp} and the model's {kv_heads} key-value heads do not divide "
             f"each other; use TP {', '.join(map(str, works))} in hydra.strategies"
+        )
+
+
+def _check_equal_layers(scheme: Scheme, model: nn.Module) -> None:
+    """Refuse key-value heads whose number differs between layers: the configuration has one."""
+    widths = {
+        module.out_features
+        for module, (style, name) in module_styles(model.base_model)
+        if style == "colwise" and name == "k_proj"
+    }
+    if len(widths) > 1:
+        raise UnsupportedModelError(
+            f"scheme {scheme}: layers of {type(model).__name__} have keys of {', '.join(map(str, sorted(widths)))} "
+            "features, and TP cuts those of all layers alike; use TP 1 in hydra.strategies"
         )
 
 
