@@ -248,6 +248,13 @@ def test_json_blocks_are_accepted_by_what_reads_them(block):
     assert find_deepspeed_problems(ds_config) == []
 
 
+def test_python_in_the_makefile_runs():
+    lines = re.findall(r'python -c "([^"]+)"', (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert lines
+    for line in lines:
+        exec(line, {})
+
+
 def test_the_checks_of_this_file_find_mistakes():
     wrong = Block("page", 1, "sh", None, "ds-hydra check config.json --devicez 8\n")
     with pytest.raises(AssertionError, match="devicez"):
