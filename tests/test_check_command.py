@@ -336,8 +336,8 @@ def test_init_without_a_shipped_profile_turns_on_checkpointing_only_where_it_mus
     ("arguments", "message"),
     [
         (
-            ("--model", "llama2_7b", "--device", "b200", "--devices", 8, "--context", 4096),
-            "'b200' is not among",
+            ("--model", "llama2_7b", "--device", "b300", "--devices", 8, "--context", 4096),
+            "'b300' is not among",
         ),
         (
             ("--model", "lama2_7b", "--device", "a800", "--devices", 8, "--context", 4096),

@@ -109,7 +109,7 @@ MISTAKES = {
     "model without a plan": (
         lambda: initialize(gpt2()),
         UnsupportedModelError,
-        ("gpt2", "tp_plan"),
+        ("gpt2", "embed_tokens"),
     ),
     "loss of balance": (
         lambda: initialize(mixtral()),

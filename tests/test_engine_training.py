@@ -506,6 +506,9 @@ def what_is_held():
     before, generator = Holdings.of(engine), random.Random(2)
     for iteration in range(40):
         train_random_iteration(engine, generator, iteration)
+    engine.hydra.propagator.links.thread.submit(
+        lambda: None
+    ).result()  # which has let go of the last
     after = Holdings.of(engine)
     gc.enable()
     dist.barrier()  # ranks that leave close connections

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.profiling import measurements, profile_run, profiler
 from ds_hydra.engine.profiling import overlap_slowdown as slowdown
-from ds_hydra.engine.profiling import profile_run, profiler
 from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.profile_run import ProfileRequest, run_profile
 from ds_hydra.errors import HydraConfigError
@@ -145,6 +145,18 @@ def on_ranks(model, folder):
         "document": document,
         "waits": waits,
     }
+
+
+@pytest.mark.parametrize(("value", "is_read"), [(0.0, True), (-1.0, False), (float("nan"), False)])
+def test_a_measured_zero_is_continued(tmp_path, value, is_read):
+    """A slowdown that is too short to tell is 0."""
+    path, identity = tmp_path / "p.json.partial", {"model": "m"}
+    Measurements(path=path, identity=identity).get("slowdown", lambda: value)
+    if is_read:
+        assert measurements._read(path, identity) == {"slowdown": value}
+    else:
+        with pytest.raises(HydraConfigError, match="of values from 0 up"):
+            measurements._read(path, identity)
 
 
 @pytest.mark.distributed

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.distributed,
     pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler to build the device"),
 ]

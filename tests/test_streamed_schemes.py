@@ -232,6 +232,8 @@ def test_gathered_micro_batches_run_in_lockstep():
     assignment, micro_batches = np.array([1, 0, 0, 1]), np.array([1, 0, 1, 0])
     assert lockstep_wait_ms(problem, assignment, micro_batches, np.array([50.0, 70.0])) == 20.0
     assert lockstep_wait_ms(problem, assignment, 0 * micro_batches, np.array([50.0, 70.0])) == 0.0
+    all_in_one = np.zeros(4, dtype=np.int64)
+    assert lockstep_wait_ms(problem, all_in_one, micro_batches, np.array([120.0, 0.0])) == 0.0
     plan = plan_iteration(
         make_batch([60, 60, 60, 60]),
         strategies=[Strategy((GATHERED,) * 2)],

@@ -22,9 +22,11 @@ def lockstep_wait_ms(
     for pipeline, kind in enumerate(problem.kind_of):
         members = np.flatnonzero(assignment == pipeline)
         numbers = micro_batches[members]
-        times = np.bincount(numbers, weights=problem.sequence_ms[kind, members])
-        times[np.unique(numbers)] += problem.constant_ms[kind]
-        is_there = np.bincount(numbers) > 0
-        times = np.where(is_there, np.maximum(times, problem.traffic_ms[kind]), 0.0)
-        steps[: times.size] = np.maximum(steps[: times.size], times)
+        if members.size:
+            times = np.bincount(
+                numbers, weights=problem.sequence_ms[kind, members], minlength=steps.size
+            )
+            times = np.maximum(times + problem.constant_ms[kind], problem.traffic_ms[kind])
+            is_there = np.bincount(numbers, minlength=steps.size) > 0
+            steps = np.maximum(steps, np.where(is_there, times, 0.0))
     return max(0.0, float(steps.sum() - value.max()))

@@ -225,10 +225,9 @@ def find_blocks(layer: nn.Module, styles: Mapping[nn.Module, str]) -> Iterator[n
     returns what the block does.
     """
     planned = {module for module in layer.modules() if styles.get(module) in ("colwise", "rowwise")}
-    if not any(
-        "Attention" in type(b).__name__ and planned & set(b.children()) for b in layer.modules()
-    ):
-        raise ValueError("attention is not cut by heads")
+    for module in layer.modules():
+        if "Attention" in type(module).__name__ and not planned & set(module.children()):
+            raise ValueError("attention is not cut by heads")
     for block in layer.modules():
         found = [styles[child] for child in block.children() if child in planned]
         planned -= set(block.children())

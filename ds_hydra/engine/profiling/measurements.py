@@ -98,14 +98,14 @@ def _read(path: Path, identity: Mapping[str, Any]) -> dict[str, float]:
         found, digest = document["identity"], document["digest"]
         values = {str(name): float(value) for name, value in document["values"].items()}
         is_whole = document["schema"] == _SCHEMA and digest == _digest(found)
-        is_whole = is_whole and all(isfinite(value) and value > 0 for value in values.values())
+        is_whole = is_whole and all(isfinite(value) and value >= 0 for value in values.values())
     except (HydraConfigError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise HydraConfigError(
             f"cannot continue {path}: {error!r}; remove it to measure from the start"
         ) from error
     if not is_whole:
         raise HydraConfigError(
-            f"cannot continue {path}: it is no whole {_SCHEMA} of values above 0; remove it to start anew"
+            f"cannot continue {path}: it is no whole {_SCHEMA} of values from 0 up; remove it to start anew"
         )
     if digest != _digest(identity):
         raise HydraConfigError(
