@@ -175,12 +175,10 @@ def _check_shared_memory() -> Finding:
             check="shared memory", status=Status.WARNING, text=f"there is no {_SHARED_MEMORY}"
         )
     text, figures = f"{free / 2**30:.1f} GiB free in {_SHARED_MEMORY}", {"free_bytes": free}
-    if free >= _LEAST_SHARED_BYTES:
-        return Finding(check="shared memory", status=Status.OK, text=text, figures=figures)
-    return Finding(
-        check="shared memory",
-        status=Status.WARNING,
-        text=text,
+    return Finding.judge(
+        "shared memory",
+        text,
+        is_well=free >= _LEAST_SHARED_BYTES,
         advice="start the container with --shm-size=16g or --ipc=host (Kubernetes: an emptyDir of medium Memory)",
         figures=figures,
     )
@@ -189,12 +187,10 @@ def _check_shared_memory() -> Finding:
 def _check_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     text, figures = f"{soft:,} open files allowed", {"soft": soft, "hard": hard}
-    if soft >= _LEAST_FILES:
-        return Finding(check="open files", status=Status.OK, text=text, figures=figures)
-    return Finding(
-        check="open files",
-        status=Status.WARNING,
-        text=text,
+    return Finding.judge(
+        "open files",
+        text,
+        is_well=soft >= _LEAST_FILES,
         advice=f"ulimit -n {min(hard, 65536) if hard > 0 else 65536} before the launcher",
         figures=figures,
     )
@@ -205,12 +201,10 @@ def _check_host(num_ranks_here: int) -> Finding:
     text = f"{cores} cores and {free / 2**30:.0f} GiB of memory free for {num_ranks_here} ranks"
     figures = {"cores": cores, "free_bytes": free, "ranks": num_ranks_here}
     is_device = get_accelerator().device_name() != "cpu"
-    if cores >= num_ranks_here * (2 if is_device else 1):
-        return Finding(check="host", status=Status.OK, text=text, figures=figures)
-    return Finding(
-        check="host",
-        status=Status.WARNING,
-        text=text,
+    return Finding.judge(
+        "host",
+        text,
+        is_well=cores >= num_ranks_here * (2 if is_device else 1),
         advice="give every rank a core, and a second one on an accelerator for its exchanges; times below are too long",
         figures=figures,
     )

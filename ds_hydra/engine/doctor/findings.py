@@ -29,6 +29,15 @@ class Finding:
     advice: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def judge(
+        cls, check: str, text: str, *, is_well: bool, advice: str, figures: Mapping[str, Any]
+    ) -> Finding:
+        """A check that ends well, or with a warning and its advice."""
+        if is_well:
+            return cls(check=check, status=Status.OK, text=text, figures=figures)
+        return cls(check=check, status=Status.WARNING, text=text, advice=advice, figures=figures)
+
     def to_json(self) -> dict[str, Any]:
         """As in `ds_hydra.doctor/1`."""
         return {

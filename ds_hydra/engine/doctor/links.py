@@ -150,18 +150,16 @@ def _judge(
         wanted /= hardware.devices_per_node  # a node's links, shared by its devices
     text += f", {hardware.name} is described with {wanted / 1e9:.2f}"
     figures |= {"described_bytes_per_s": wanted, "hardware": hardware.name}
-    if rate >= _LEAST_SHARE * wanted:
-        return Finding(check=check, status=Status.OK, text=text, figures=figures)
     if hardware.name == CPU_NAME:
         advice = "other processes share the cores and the memory of CPU ranks"
     elif across:
         advice = "NCCL_DEBUG=INFO shows the transport: check NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GPUDirect RDMA"
     else:
         advice = "nvidia-smi topo -m; NCCL_P2P_DISABLE must be unset, and ACS off in the BIOS of PCIe machines"
-    return Finding(
-        check=check,
-        status=Status.WARNING,
-        text=text,
+    return Finding.judge(
+        check,
+        text,
+        is_well=rate >= _LEAST_SHARE * wanted,
         advice=f"{advice}; or describe this machine in a hardware file, so that plans count on what is there",
         figures=figures,
     )

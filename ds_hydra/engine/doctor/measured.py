@@ -81,12 +81,10 @@ def check_speed_of_ranks(device: torch.device) -> Finding:
     ratio = all_ms[slowest] / statistics.median(all_ms)
     text = f"slowest is rank {slowest}, {ratio:.2f} x the median"
     figures = {"matmul_ms": all_ms}
-    if ratio <= _MOST_BEHIND:
-        return Finding(check="speed of ranks", status=Status.OK, text=text, figures=figures)
-    return Finding(
-        check="speed of ranks",
-        status=Status.WARNING,
-        text=text,
+    return Finding.judge(
+        "speed of ranks",
+        text,
+        is_well=ratio <= _MOST_BEHIND,
         advice="look at clocks, temperature and other processes of that device; a second run tells noise from damage",
         figures=figures,
     )
@@ -117,13 +115,9 @@ def check_profile_point(device: torch.device, hardware: Hardware | None) -> list
 
 def _judge_time(probe: ProbeModel, measured_ms: float, hardware: Hardware | None) -> Finding:
     config = probe.config
-    flop_ms = measured_ms / 1e3
-    params = (
-        sum((4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size,))
-        * config.num_hidden_layers
-        + config.hidden_size * config.vocab_size
-    )
-    rate = 6 * params * probe.num_tokens / flop_ms
+    layer_params = 4 * config.hidden_size**2 + 3 * config.hidden_size * config.intermediate_size
+    params = layer_params * config.num_hidden_layers + config.hidden_size * config.vocab_size
+    rate = 6 * params * probe.num_tokens / (measured_ms / 1e3)
     text = (
         f"{probe.name}, {probe.num_tokens} tokens: {measured_ms:.1f} ms ({rate / 1e12:.3g} TFLOP/s)"
     )
@@ -146,12 +140,10 @@ def _judge_time(probe: ProbeModel, measured_ms: float, hardware: Hardware | None
     expected_ms = latency.micro_batch_ms([probe.num_tokens])
     text += f", estimated {expected_ms:.1f} for {hardware.name}"
     figures |= {"estimated_ms": expected_ms, "hardware": hardware.name}
-    if measured_ms <= _MOST_SLOWER * expected_ms:
-        return Finding(check="profile point", status=Status.OK, text=text, figures=figures)
-    return Finding(
-        check="profile point",
-        status=Status.WARNING,
-        text=text,
+    return Finding.judge(
+        "profile point",
+        text,
+        is_well=measured_ms <= _MOST_SLOWER * expected_ms,
         advice="measure a profile (ds-hydra profile) instead of planning with estimates for this hardware",
         figures=figures,
     )
@@ -168,12 +160,10 @@ def _judge_memory(probe: ProbeModel, measured: float) -> Finding:
     ratio = measured / expected
     text = f"a token takes {measured:,.0f} bytes, {ratio:.2f} x what the memory model counts"
     figures = {"measured_bytes": measured, "expected_bytes": expected}
-    if ratio <= _MOST_ABOVE:
-        return Finding(check="memory", status=Status.OK, text=text, figures=figures)
-    return Finding(
-        check="memory",
-        status=Status.WARNING,
-        text=text,
+    return Finding.judge(
+        "memory",
+        text,
+        is_well=ratio <= _MOST_ABOVE,
         advice="measure a profile here (ds-hydra profile), or lower hydra.memory_limit_bytes by that share",
         figures=figures,
     )
