@@ -270,6 +270,7 @@ def test_what_was_not_profiled_is_estimated_between_perfect_scaling_and_tp():
     }
     known = Profile.from_json({**PROFILE, "schemes": [*PROFILE["schemes"], measured]})
     assert with_estimates(known, strategies[:1]) is known
+    assert with_estimates(profile, parse_strategies(["1x<sp2,1;ep=2>"])) is profile
 
 
 def test_memory_of_a_micro_batch_is_shared_and_that_of_states_is_not():

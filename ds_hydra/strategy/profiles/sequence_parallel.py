@@ -19,6 +19,8 @@ def estimate_latency(profile: Profile, scheme: Scheme) -> LatencyModel | None:
     neither launches nor collectives get fewer. Where <SP x TP,PP> was not measured, communication
     counts nothing.
     """
+    if scheme.ep > 1:  # tokens that travel to experts are measured, not estimated
+        return None
     base = profile.latency.get(replace(scheme, sp=1))
     wide = profile.latency.get(replace(scheme, sp=1, tp=scheme.ranks_per_stage))
     if base is None:
