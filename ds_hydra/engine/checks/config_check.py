@@ -23,6 +23,7 @@ from ds_hydra.engine.checks.estimate import estimate_profile, load_hardware
 from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.scheme_support import check_context
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
 from ds_hydra.engine.profiling.profile_document import fit_memory
@@ -189,6 +190,7 @@ class _Budget:
             num_ranks=self._report.num_devices,
             tp_sequence_parallel=self._hydra.tp_sequence_parallel,
         )
+        check_context(self._stage_model.trial, config, self._hydra.context_length)
         positions = getattr(config, "max_position_embeddings", None)
         if positions is not None and self._hydra.context_length > positions:
             self._report.warnings.append(

@@ -8,15 +8,18 @@ key-value heads (after TP slicing), T tokens of the micro-batch, D head dimensio
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
 
 from ds_hydra.engine.parallel.ulysses import SequenceShard, gather_micro_batch, scatter_micro_batch
 from ds_hydra.engine.ranks.host_memory import to_device
@@ -27,9 +30,7 @@ ATTENTION_NAME = "hydra_varlen"
 
 @dataclass(frozen=True, slots=True)
 class PackedMicroBatch:
-    """Where the sequences of a packed micro-batch are; passed through the model's own keyword
-    arguments.
-    """
+    """Where the sequences of a packed micro-batch are; attention finds it `in_sight`."""
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
@@ -74,6 +75,50 @@ class PackedMicroBatch:
         return self.position_ids.shape[1]
 
 
+_sight: list[PackedMicroBatch] = []
+"""The micro-batches whose forward runs, the innermost last: layers of some families drop keyword
+arguments, and a layer that is recomputed in backward has to see its own micro-batch again.
+"""
+
+
+def find_in_sight() -> PackedMicroBatch | None:
+    """The micro-batch whose forward runs now."""
+    return _sight[-1] if _sight else None
+
+
+@contextlib.contextmanager
+def in_sight(micro_batch: PackedMicroBatch) -> Iterator[None]:
+    """Let attention and rotary embeddings see `micro_batch`."""
+    _sight.append(micro_batch)
+    try:
+        yield
+    finally:
+        _sight.pop()
+
+
+def recompute_in_sight(model: nn.Module) -> None:
+    """Let checkpointed layers of `model` see the micro-batch of their forward when they run again;
+    those that nobody has checkpointed yet get torch's checkpoint.
+    """
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            given = getattr(module, "_gradient_checkpointing_func", None)
+            given = given or functools.partial(checkpoint, use_reentrant=False)
+            module._gradient_checkpointing_func = functools.partial(_checkpoint, given)
+
+
+@torch.compiler.disable(recursive=False)
+def _checkpoint(given: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    micro_batch = find_in_sight()
+    assert micro_batch is not None, "layers outside a stage model"
+
+    def run(*args: Any) -> Any:
+        with in_sight(micro_batch):
+            return function(*args)
+
+    return given(run, *args)
+
+
 @torch.compiler.disable  # the lengths of a micro-batch are not shapes: each micro-batch would compile anew
 def hydra_varlen(
     module: nn.Module,
@@ -84,13 +129,13 @@ def hydra_varlen(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed_micro_batch: PackedMicroBatch | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_ignored: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of `packed_micro_batch`; returns ([1, T, H, D], None).
+    """Causal attention inside each sequence of the micro-batch in sight; returns ([1, T, H, D],
+    None).
 
     Under sequence parallelism T are the tokens of this rank's sequence shard, and the call is
     collective over the SP group.
@@ -105,11 +150,8 @@ def hydra_varlen(
             f"{type(module).__name__}: attention dropout {dropout} is not supported; set attention_dropout to 0 "
             "in the model's config"
         )
-    if packed_micro_batch is None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__}: the layers around it drop keyword arguments, so it never learns which tokens "
-            "belong to one sequence"
-        )
+    packed_micro_batch = find_in_sight()
+    assert packed_micro_batch is not None, "attention outside a stage model"
     if attention_mask is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__}: the model hands it a mask of its own, and attention over a packed micro-batch "
@@ -304,7 +346,7 @@ def check_kernels(config: Any, device: torch.device, dtype: torch.dtype) -> None
         )
 
 
-@cache
+@functools.cache
 def find_kernel(needs_softcap: bool) -> _Kernel | None:
     """flash-attn's varlen kernel where installed, else torch's (which has no softcap), else
     None.
@@ -364,8 +406,9 @@ def _torch_varlen_kernel() -> _Kernel | None:
     return torch_varlen
 
 
-def register() -> None:
-    """Make `hydra_varlen` known to transformers; safe to call repeatedly."""
-    from transformers import AttentionInterface
-
+def use_packed_attention(model: nn.Module) -> None:
+    """Let the attention of `model` be `hydra_varlen`."""
     AttentionInterface.register(ATTENTION_NAME, hydra_varlen)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = ATTENTION_NAME
