@@ -44,7 +44,7 @@ more.
 _SMALLEST_SHARE = 1e-3
 """Of the largest norm: smaller tensors are compared with so much of it."""
 
-_MOST_PARAMETERS = 100_000_000
+_MOST_PARAMETERS = 200_000_000
 
 _verdicts: dict[tuple[type, str], Trial | str] = {}
 
