@@ -8,8 +8,9 @@ shard of a micro-batch is as good as the micro-batch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,9 +21,26 @@ from ds_hydra.engine.model.attention import PackedMicroBatch
 
 
 class MicroBatchInSight:
-    """The micro-batch whose forward runs now."""
+    """The micro-batch whose forward runs now, or whose checkpointed layer is computed again."""
 
     micro_batch: PackedMicroBatch | None = None
+    is_computed_again = False
+
+    def for_checkpoint(
+        self,
+    ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        """What `torch.utils.checkpoint` calls when a layer runs: contexts of this pass, and of the
+        one that backward repeats.
+        """
+        return contextlib.nullcontext(), self._computed_again(self.micro_batch)
+
+    @contextlib.contextmanager
+    def _computed_again(self, micro_batch: PackedMicroBatch | None) -> Iterator[None]:
+        self.micro_batch, self.is_computed_again = micro_batch, True
+        try:
+            yield
+        finally:
+            self.micro_batch, self.is_computed_again = None, False
 
 
 def follow_each_sequence(model: nn.Module, sight: MicroBatchInSight) -> None:

@@ -26,6 +26,7 @@ from ds_hydra.engine.model import attention
 from ds_hydra.engine.model.adapters import is_lora, unwrap_adapters
 from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.compilation import compile_each
+from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
 from ds_hydra.engine.model.rotary import MicroBatchInSight, follow_each_sequence
 from ds_hydra.engine.model.scheme_support import (
@@ -72,6 +73,7 @@ class StageModel:
         activation_checkpointing: bool = False,
         compile_layers: bool = False,
         tp_sequence_parallel: bool = False,
+        aux_loss: bool = True,
         simulated_tp_size: int = 1,
     ):
         model = unwrap_adapters(model)
@@ -105,11 +107,10 @@ class StageModel:
         self._always_checkpointed = [
             getattr(layer, "gradient_checkpointing", False) for layer in self._layers
         ]
-        for layer, is_checkpointed in zip(self._layers, self._always_checkpointed, strict=True):
-            if not is_checkpointed:
-                layer._gradient_checkpointing_func = functools.partial(
-                    checkpoint, use_reentrant=False
-                )
+        for layer in self._layers:
+            layer._gradient_checkpointing_func = functools.partial(
+                checkpoint, use_reentrant=False, context_fn=self._sight.for_checkpoint
+            )
         self._norm = self._base.norm
         self._embedding: nn.Embedding = self._model.get_input_embeddings()
         self._padding_idx = self._embedding.padding_idx
@@ -136,19 +137,17 @@ class StageModel:
                 module.register_forward_pre_hook(self._before_unit)
         for module in (self._embedding, *self._layers):
             module.register_forward_hook(self._after_layer)
+        bindings = [(b.module, b.attribute, b.param) for u in self.units for b in u.bindings]
         self.specs = build_specs(
             model,
             self._base,
-            bindings=[(b.module, b.attribute, b.param) for u in self.units for b in u.bindings],
+            bindings=bindings,
             vocabulary=(head, self._embedding),
             cuts_micro_batches=tp_sequence_parallel,
         )
-        fqn_of = {
-            (b.module, b.attribute): self.specs[b.param].fqn
-            for unit in self.units
-            for b in unit.bindings
-        }
+        fqn_of = {(module, name): self.specs[param].fqn for module, name, param in bindings}
         self._unplanned = find_unplanned(self._base, fqn_of)
+        self.balance = ExpertBalance(self._model, self.tp, self._sight, with_loss=aux_loss)
         self._hook(head)
         self._uncut_because = self._hook_blocks(head) if tp_sequence_parallel else ""
         self._pass_through = PassThrough()
