@@ -53,6 +53,9 @@ from ds_hydra.strategy import Strategy
 leave_out_shared_memory()
 
 
+_GRADIENT_VIEWS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+
+
 class HydraEngine(CheckpointingEngine):
     """A DeepSpeed engine trained by `train_batch()` alone.
 
@@ -263,8 +266,10 @@ class HydraEngine(CheckpointingEngine):
         """This rank's fp32 gradient shards, set to zero; the same memory in every iteration, and
         that of the home if there is one.
         """
-        if (home := self.hydra.propagator.links.home) is not None:
+        home = self.hydra.propagator.links.home
+        if home is not None and self._grads_P is not home.grads_P:
             self._grads_P = home.grads_P
+            self._lend(home.grads_P)
         if not self._grads_P:
             self._grads_P = [self._gradient_shard(p) for p in self.hydra.stage_model.params]
         torch._foreach_zero_(self._grads_P)
@@ -281,6 +286,24 @@ class HydraEngine(CheckpointingEngine):
                 return own
         numel = param.ds_tensor.numel() if param.requires_grad else 0
         return torch.empty(numel, dtype=torch.float32, device=self.device)
+
+    def _lend(self, grads_P: Sequence[Tensor]) -> None:
+        """Let ZeRO-3 have its gradients in `grads_P` and give up memory of its own, 4 bytes for each
+        element of a shard.
+
+        DeepSpeed's table of views is private; where it is not found, `_deposit` copies. In fp16 it
+        looks for Inf in that memory itself.
+        """
+        views = getattr(self.optimizer, _GRADIENT_VIEWS, None)
+        if views is None or self.fp16_enabled() or self.optimizer.offload_optimizer:
+            return
+        if self.optimizer.gradient_accumulation_dtype != torch.float32:
+            return
+        for param, grad_P in zip(self.hydra.stage_model.params, grads_P, strict=True):
+            if param.requires_grad:
+                views[param.ds_id] = grad_P
+                self._deposited.add(grad_P.data_ptr())
+        self.optimizer.grad_partitions_flat_buffer = grads_P[0].new_empty(0)
 
     def _deposit(self, grads_P: Sequence[Tensor]) -> None:
         """Hand the gradient shards to ZeRO-3 as if its own backward had reduced them."""

@@ -14,9 +14,9 @@ from ds_hydra.strategy.schemes.scheme import Scheme
 _LARGEST_COUNT, _LARGEST_BYTES = 1 << 32, 1 << 63
 """Beyond these a profile is damaged, and arithmetic on it would overflow."""
 
-OPTIMIZER_BYTES = 4 + 8 + 4 + 4
-"""Per parameter at its owner: fp32 master, two Adam moments, DeepSpeed's gradient, our
-accumulator.
+OPTIMIZER_BYTES = 4 + 8 + 4
+"""Per parameter at its owner: fp32 master, two Adam moments, gradient. DeepSpeed's step takes 4 more
+for one sub-group at a time, when activations are gone.
 """
 
 GRADIENT_BYTES = 4
@@ -69,8 +69,8 @@ class MemoryModel:
     Where all ranks gather each layer for every pass there is neither home nor anything that stays:
     shards and window alone.
 
-    A profile that the engine measured says i + 20 bytes a parameter for the shards: with the home
-    of one node 28 in 16 bit, which is what the engine holds. The published constants have 12.5
+    A profile that the engine measured says i + 16 bytes a parameter for the shards: with the home
+    of one node 24 in 16 bit, which is what the engine holds. The published constants have 12.5
     there. Other pipelines of the same node have their share of the home besides.
 
     Stage k of a scheme with `stages` or `ckpt` has n layers, m of them checkpointed, and at most PP
