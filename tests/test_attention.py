@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.engine.model import attention
+from ds_hydra.engine.model import attention, sequence_attention
 from ds_hydra.engine.model.attention import PackedMicroBatch, hydra_varlen
 from ds_hydra.errors import UnsupportedModelError
 
@@ -55,7 +55,7 @@ def test_packed_micro_batch_equals_its_sequences(
     sinks = torch.randn(4, requires_grad=True) if has_sinks else None
     inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
     micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
-    with patch.object(attention, "_QUERY_BLOCK", block):
+    with patch.object(sequence_attention, "_QUERY_BLOCK", block):
         out, _ = hydra_varlen(
             MODULE,
             query,
@@ -89,7 +89,7 @@ def scores_computed(monkeypatch, lengths, window=None):
         pairs.append(query.shape[2] * key.shape[2])
         return torch.zeros(*query.shape[:-1], value.shape[-1])
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", counting)
+    monkeypatch.setattr(sequence_attention.F, "scaled_dot_product_attention", counting)
     micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
     shape = (1, 2, micro_batch.num_tokens, 4)
     hydra_varlen(
@@ -135,7 +135,7 @@ def flash_attn_2(calls):
         heads = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
         window = window_size[0] + 1 if window_size[0] >= 0 else None
         lengths = cu_seqlens_q.diff().tolist()
-        out = attention.attention_per_sequence(
+        out = sequence_attention.attention_per_sequence(
             *heads, lengths, softmax_scale, window, softcap or None
         )
         return out[0].transpose(0, 1)
@@ -162,7 +162,7 @@ def test_flash_attn_is_called_as_it_is_and_adds_in_one_order(with_flash_attn, wi
     micro_batch = PackedMicroBatch.build((5, 4), torch.device("cpu"))
     heads_last = [t[0].transpose(0, 1) for t in (query, key, value)]
     got = kernel(*heads_last, micro_batch.cu_seqlens, 5, 0.3, window, softcap)
-    wanted = attention.attention_per_sequence(query, key, value, (5, 4), 0.3, window, softcap)
+    wanted = sequence_attention.attention_per_sequence(query, key, value, (5, 4), 0.3, window, softcap)
     torch.testing.assert_close(got, wanted[0].transpose(0, 1))
     expected = (2, 0) if window else (-1, -1)
     assert with_flash_attn == [

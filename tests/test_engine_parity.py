@@ -23,6 +23,7 @@ from models import FAMILIES, VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 
 from ds_hydra.engine.ranks.agreement import gather_rows
+from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Strategy
 
@@ -64,7 +65,12 @@ def hand_plan(
         rows = tuple(tuple(mine[a:b]) for a, b in itertools.pairwise(cuts) if mine[a:b])
         pipelines.append(
             PipelinePlan(
-                scheme=scheme, ranks=ranks, micro_batches=rows, makespan_ms=0, lower_bound_ms=0
+                scheme=scheme,
+                ranks=ranks,
+                micro_batches=rows,
+                makespan_ms=0,
+                lower_bound_ms=0,
+                rows=cut_micro_batches(rows, lengths, scheme.cp),
             )
         )
     return IterationPlan(

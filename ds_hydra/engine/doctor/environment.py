@@ -17,7 +17,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_hydra.engine.doctor.findings import Finding, Status
-from ds_hydra.engine.model.attention import attention_per_sequence, find_kernel
+from ds_hydra.engine.model.attention import find_kernel
+from ds_hydra.engine.model.sequence_attention import attention_per_sequence
 from ds_hydra.engine.ranks.accelerator_settings import WANTED
 from ds_hydra.engine.ranks.host_memory import available_bytes
 from ds_hydra.strategy.compiled import HAS_NUMBA

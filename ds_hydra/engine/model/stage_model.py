@@ -42,6 +42,7 @@ from ds_hydra.engine.model.tp_plan import (
     module_styles,
 )
 from ds_hydra.engine.model.units import PassThrough, Unit, check_units, shape_of, unit_of
+from ds_hydra.engine.parallel.context_parallel import checkpoint_contexts
 from ds_hydra.engine.parallel.expert_parallel import ExpertParallel, hook_dispatch
 from ds_hydra.engine.parallel.tensor_parallel import (
     HOOKS,
@@ -56,6 +57,8 @@ from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import coordinates
 from ds_hydra.zero_link import Bucket, RankBuckets, SliceRef
+
+_CHECKPOINTING: dict[str, Any] = {"use_reentrant": False, "context_fn": checkpoint_contexts}
 
 
 class StageModel:
@@ -100,16 +103,14 @@ class StageModel:
         self._sight = MicroBatchInSight()
         follow_each_sequence(self._model, self._sight)
         if activation_checkpointing:
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+            self._model.gradient_checkpointing_enable(_CHECKPOINTING)
         self._layers = list(self._base.layers)
         self._always_checkpointed = [
             getattr(layer, "gradient_checkpointing", False) for layer in self._layers
         ]
         for layer, is_checkpointed in zip(self._layers, self._always_checkpointed, strict=True):
             if not is_checkpointed:
-                layer._gradient_checkpointing_func = functools.partial(
-                    checkpoint, use_reentrant=False
-                )
+                layer._gradient_checkpointing_func = functools.partial(checkpoint, **_CHECKPOINTING)
         self._norm = self._base.norm
         self._embedding: nn.Embedding = self._model.get_input_embeddings()
         self._padding_idx = self._embedding.padding_idx
@@ -276,8 +277,8 @@ class StageModel:
         known: dict[tuple[Scheme, int, int, int], RankBuckets] = {}
         rank_buckets: list[RankBuckets] = [()] * num_ranks
         for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-            for (stage, sp_rank, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
-                key = (scheme, stage, tp_rank, sp_rank % scheme.ep)
+            for (stage, shard, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
+                key = (scheme, stage, tp_rank, shard % scheme.ep)
                 if key not in known:
                     known[key] = self.buckets(*key)
                 rank_buckets[rank] = known[key]
