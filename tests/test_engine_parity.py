@@ -206,7 +206,7 @@ LENGTHS_BY_TURNS = (20, 5, 33, 15, 64, 9, 65, 12, 3)
 
 def check_rope(rope):
     overrides = {"rope_parameters": ROPES[rope], "max_position_embeddings": 16}
-    strategies = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<1,1>")
+    strategies = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>", "1x<1,1>")
     return check_gradients("llama", strategies, None, overrides, LENGTHS_BY_TURNS)
 
 
