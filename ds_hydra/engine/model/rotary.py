@@ -8,14 +8,14 @@ shard of a micro-batch is as good as the micro-batch.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.engine.model.attention import PackedMicroBatch
 
@@ -26,19 +26,19 @@ class MicroBatchInSight:
     micro_batch: PackedMicroBatch | None = None
     is_computed_again = False
 
-    def for_checkpoint(
-        self,
-    ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """What `torch.utils.checkpoint` calls when a layer runs: contexts of this pass, and of the
-        one that backward repeats.
-        """
-        return contextlib.nullcontext(), self._computed_again(self.micro_batch)
+    def checkpointed(self, layer: Callable[..., Any], *args: Any) -> Any:
+        """`layer(*args)`, computed again in backward with the same micro-batch in sight."""
+        run = functools.partial(self._run, self.micro_batch, layer)
+        return checkpoint(run, *args, use_reentrant=False)
 
-    @contextlib.contextmanager
-    def _computed_again(self, micro_batch: PackedMicroBatch | None) -> Iterator[None]:
+    def _run(
+        self, micro_batch: PackedMicroBatch | None, layer: Callable[..., Any], *args: Any
+    ) -> Any:
+        if self.micro_batch is micro_batch:
+            return layer(*args)
         self.micro_batch, self.is_computed_again = micro_batch, True
         try:
-            yield
+            return layer(*args)
         finally:
             self.micro_batch, self.is_computed_again = None, False
 

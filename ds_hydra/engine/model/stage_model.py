@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.engine.model import attention
 from ds_hydra.engine.model.adapters import is_lora, unwrap_adapters
@@ -108,9 +107,7 @@ class StageModel:
             getattr(layer, "gradient_checkpointing", False) for layer in self._layers
         ]
         for layer in self._layers:
-            layer._gradient_checkpointing_func = functools.partial(
-                checkpoint, use_reentrant=False, context_fn=self._sight.for_checkpoint
-            )
+            layer._gradient_checkpointing_func = self._sight.checkpointed
         self._norm = self._base.norm
         self._embedding: nn.Embedding = self._model.get_input_embeddings()
         self._padding_idx = self._embedding.padding_idx
