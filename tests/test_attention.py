@@ -211,8 +211,8 @@ def test_flash_attn_is_called_as_it_is_and_adds_in_one_order(with_flash_attn, wi
     query = torch.randn(1, 4, 9, 8)
     key, value = (torch.randn(1, 2, 12, 8) for _ in range(2))
     kernel = attention.find_kernel(needs_softcap=True)
-    segments = [Segment(5, 0, 5), Segment(9, 3, 7)]  # all of one sequence, a piece of another
-    micro_batch = PackedMicroBatch.of_segments(segments, torch.device("cpu"))
+    segments = [Segment(0, 5, 0, 5), Segment(1, 9, 3, 7)]  # all of one sequence, a piece of another
+    micro_batch = PackedMicroBatch.of_segments(segments, (5, 9), torch.device("cpu"))
     heads_last = [t[0].transpose(0, 1) for t in (query, key, value)]
     ends = (micro_batch.cu_seqlens, micro_batch.cu_keys)
     got = kernel(*heads_last, *ends, 5, 7, 0.3, window, softcap)

@@ -27,8 +27,9 @@ ATTENTION_NAME = "hydra_varlen"
 
 
 class Segment(NamedTuple):
-    """Tokens `begin` to `end` of a sequence of `length` tokens."""
+    """Tokens `begin` to `end` of sequence `number` of a micro-batch, which has `length`."""
 
+    number: int
     length: int
     begin: int
     end: int
@@ -42,6 +43,8 @@ class PackedMicroBatch:
 
     segments: tuple[Segment, ...]
     """Whole sequences, or the pieces of them that a row has, in their order; then padding."""
+    sequence_lengths: tuple[int, ...]
+    """Of all sequences of the micro-batch, then 0 for padding."""
     cu_seqlens: Tensor
     """[num_segments + 1] int32 on the compute device: begin of every segment, then the number of
     tokens.
@@ -69,25 +72,29 @@ class PackedMicroBatch:
         """The micro-batch that concatenates sequences of `lengths` tokens, or a sequence shard of
         it.
         """
-        whole = [Segment(length, 0, length) for length in lengths]
-        return cls.of_segments(whole, device, sequence_shard)
+        whole = [Segment(number, length, 0, length) for number, length in enumerate(lengths)]
+        return cls.of_segments(whole, lengths, device, sequence_shard)
 
     @classmethod
     def of_segments(
         cls,
         segments: Sequence[Segment],
+        lengths: Sequence[int],
         device: torch.device,
         sequence_shard: SequenceShard | None = None,
         keys: KeysOfRow | None = None,
         least: int = 0,
     ) -> PackedMicroBatch:
-        """The concatenated `segments`, where they are cut padded to `least` tokens at least."""
+        """The concatenated `segments` of a micro-batch of `lengths`, where they are cut padded to
+        `least` tokens at least.
+        """
         positions = torch.cat(
             [torch.arange(0), *(torch.arange(segment.begin, segment.end) for segment in segments)]
         )
         if sequence_shard is not None:
             padding = sequence_shard.padded(max(len(positions), least)) - len(positions)
-            segments = [*segments, Segment(padding, 0, padding)] if padding else segments
+            if padding:
+                segments = [*segments, Segment(len(lengths), padding, 0, padding)]
             positions = sequence_shard.cut(positions, least=least)
 
         def boundaries(lengths: list[int]) -> Tensor:
@@ -96,6 +103,7 @@ class PackedMicroBatch:
 
         return cls(
             segments=tuple(segments),
+            sequence_lengths=(*lengths, 0),
             cu_seqlens=boundaries([segment.end - segment.begin for segment in segments]),
             cu_keys=boundaries([segment.end for segment in segments]),
             position_ids=to_device(positions.unsqueeze(0), device),

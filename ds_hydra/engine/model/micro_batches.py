@@ -5,7 +5,7 @@ Legend: tensors ending in `_T` have one value per token of a packed micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from ds_hydra.engine.parallel.one_f_one_b import StageInfo
 from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
+from ds_hydra.sampler.packing.cuts import Row
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 
 Example = tuple[Tensor, Tensor]
@@ -57,12 +58,7 @@ class MicroBatchTensors:
         micro_batches = []
         for number in range(len(pipeline.micro_batches)):
             row = pipeline.own_row(number, context.rank if context else 0, plan.lengths)
-            keys, least = None, 0
-            if context is not None:
-                assert sequence_shard is not None, "rows are padded to the longest of them"
-                rows = pipeline.rows[number]
-                least = max(sum(piece.end - piece.begin for piece in row) for row in rows)
-                keys = KeysOfRow.find(rows, context, sequence_shard.padded(least), device)
+            least = _longest_row(pipeline.rows[number]) if context else 0
 
             def join(parts: list[Tensor], fill: int, least: int = least) -> Tensor:
                 row_T = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
@@ -78,10 +74,38 @@ class MicroBatchTensors:
                 if stage.is_last:
                     shifted = [shift_labels(labels)[part] for (_, labels), part in examples]
                     targets = join(shifted, IGNORED_LABEL)
-            segments = [Segment(plan.lengths[p.position], p.begin, p.end) for p in row]
-            packed = PackedMicroBatch.of_segments(segments, device, sequence_shard, keys, least)
+            packed = _pack(plan, pipeline, number, row, device, sequence_shard, context)
             micro_batches.append(cls(packed=packed, input_ids_T=ids, targets_T=targets))
         return micro_batches
+
+
+def _longest_row(rows: Sequence[Row]) -> int:
+    return max(sum(piece.end - piece.begin for piece in row) for row in rows)
+
+
+def _pack(
+    plan: IterationPlan,
+    pipeline: PipelinePlan,
+    number: int,
+    row: Row,
+    device: torch.device,
+    sequence_shard: SequenceShard | None,
+    context: ContextRow | None,
+) -> PackedMicroBatch:
+    """Where the sequences of micro-batch `number` are, or those of a row of it."""
+    micro_batch = pipeline.micro_batches[number]
+    number_of = {position: number for number, position in enumerate(micro_batch)}
+    segments = [
+        Segment(number_of[p.position], plan.lengths[p.position], p.begin, p.end) for p in row
+    ]
+    keys, least = None, 0
+    if context is not None:
+        assert sequence_shard is not None, "rows are padded to the longest of them"
+        rows = pipeline.rows[number]
+        least = _longest_row(rows)
+        keys = KeysOfRow.find(rows, context, sequence_shard.padded(least), device)
+    lengths = plan.micro_batch_lengths(micro_batch)
+    return PackedMicroBatch.of_segments(segments, lengths, device, sequence_shard, keys, least)
 
 
 def shift_labels(labels_T: Tensor) -> Tensor:
