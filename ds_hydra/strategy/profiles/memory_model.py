@@ -230,7 +230,8 @@ class MemoryModel:
         if scheme.gather:
             layer, ends = self._num_params()
             passing = STREAM_WINDOW * max(layer, ends / 2) / scheme.tp * 2 * self.input_bytes
-            return self._all_state_bytes() / num_devices * self.sharded_fraction + passing
+            sharded = self._all_state_bytes() / num_devices * self.sharded_fraction
+            return sharded + passing + self.exchange_bytes / scheme.tp
         if scheme.stream:
             return self._streaming_bytes(scheme, num_devices, num_layers)
         sharded = self._all_state_bytes() / num_devices
