@@ -30,7 +30,6 @@ from ds_hydra.strategy.proposal.streamed import CanRun, with_streams_of
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
     MAX_GROUPS_OF_RANK,
-    count_groups,
     groups_of_all,
     most_groups_of_rank,
 )

@@ -47,8 +47,8 @@ class PruningSettings:
     one greedy dispatch. `tolerance`: how much slower, on average over the sampled mini-batches, the
     set that stays may be than the set of all candidates; `extended_tolerance` the same where
     strategies of extended schemes come on top: each costs communicators. `max_communicators`:
-    process groups that the set may need at most, `max_groups_of_rank` those of one rank. `links_of`: pull and push of a strategy, which
-    then count; None where they are not known.
+    process groups that the set may need at most, `max_groups_of_rank` those of one rank.
+    `links_of`: pull and push of a strategy, which then count; None where they are not known.
     """
 
     num_batches: int = 32

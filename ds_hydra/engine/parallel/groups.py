@@ -19,7 +19,6 @@ from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import (
     MAX_GROUPS_OF_RANK,
     GroupKey,
-    groups_of,
     groups_of_all,
     most_groups_of_rank,
 )

@@ -65,7 +65,7 @@ class MemoryModel:
                  + (parameters of the stage that stay) / TP * (i + 4)
 
     Where all ranks gather each layer for every pass there is neither home nor anything that stays:
-    shards and window alone.
+    shards, window and exchange buffers alone.
 
     A profile that the engine measured says i + 20 bytes a parameter for the shards: with the home
     28 in 16 bit, which is what the engine holds. The published constants have 12.5 there. Other
