@@ -118,10 +118,7 @@ def check_gradients(family, strategies, hydra=None, overrides=None, lengths=LENG
             )
             grads_P = engine._zero_gradient_shards()
             outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
-            loss = (
-                sum(o.loss_sum for o in engine.hydra.gather_outcomes(outcome).ranks)
-                / plan.num_label_tokens
-            )
+            loss = engine.hydra.gather_outcomes(outcome).loss(plan)
             errors = relative_errors(gather_gradients(engine, grads_P), wanted, names)
             name = max(errors, key=errors.get)
             worst[text, empty_pipeline] = (errors[name], name, abs(loss / wanted_loss - 1))

@@ -53,6 +53,33 @@ def of_every_family():
     }
 
 
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 10.0}
+"""A coefficient that makes it as large as the rest of the loss."""
+
+
+def with_a_loss_of_balance():
+    return {
+        (family, len(lengths), *case): value
+        for family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+        for lengths in (LENGTHS, SHORT)
+        for case, value in check_gradients(
+            family,
+            (*BY_FAMILY.get(family, STRATEGIES), *WITH_EP),
+            overrides=BALANCED,
+            lengths=lengths,
+        ).items()
+    }
+
+
+def with_a_loss_of_balance_and_shards():
+    return check_gradients(
+        "qwen3_moe",
+        ("2x<2,1>", "1x<4,1;stream>", "1x<sp2,2,1>"),
+        overrides=BALANCED,
+        hydra=CUT_MICRO_BATCHES,
+    )
+
+
 def with_shards_of_micro_batches():
     return {
         (family, *case): found
@@ -77,16 +104,33 @@ def with_experts_on_several_ranks():
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "what", [of_every_family, with_shards_of_micro_batches, with_experts_on_several_ranks]
+    "what",
+    [
+        of_every_family,
+        with_shards_of_micro_batches,
+        with_experts_on_several_ranks,
+        with_a_loss_of_balance,
+        with_a_loss_of_balance_and_shards,
+    ],
 )
 def test_gradients_equal_one_process(what):
     assert_parity(run_distributed(what, 4)[0])
 
 
+def with_shared_experts():
+    strategies = ("1x<2,1>", "1x<1,2;ckpt=2>", "1x<sp2,1;ep=2>")
+    off = {"moe": {"aux_loss": "off"}}
+    return (
+        check_gradients("qwen2_moe", strategies, overrides=BALANCED),
+        check_gradients("qwen2_moe", strategies[:1], hydra=off, overrides=BALANCED),
+    )
+
+
 @pytest.mark.distributed
-def test_shared_experts_have_the_gradients_of_one_process():
-    strategies = ("1x<2,1>", "1x<1,2>", "1x<sp2,1;ep=2>")
-    assert_parity(run_distributed(check_gradients, 2, "qwen2_moe", strategies)[0])
+def test_shared_experts_and_their_balance_have_the_gradients_of_one_process():
+    balanced, off = run_distributed(with_shared_experts, 2)[0]
+    assert_parity(balanced)
+    assert min(off.values())[0] > 0.1
 
 
 def crowd(num_iterations):
@@ -168,12 +212,6 @@ def test_the_roofline_of_dense_layers_is_not_given_for_them(family):
 @pytest.mark.parametrize(
     ("family", "setting", "value", "message"),
     [
-        (
-            "qwen3_moe",
-            "output_router_logits",
-            True,
-            "output_router_logits is true.*set .* to false",
-        ),
         ("mixtral", "router_jitter_noise", 0.1, "router_jitter_noise = 0.1.*set it to 0"),
     ],
 )

@@ -217,6 +217,16 @@ class LinkConfig(_Section):
     """
 
 
+class MoeConfig(_Section):
+    """`hydra.moe`: how experts are kept balanced."""
+
+    aux_loss: Literal["sequence", "off"] = "sequence"
+    """Loss of balance of a model with `output_router_logits`: of each sequence by itself, or none
+    ("off").
+
+    transformers' own is over a micro-batch and would depend on the strategy. """
+
+
 class HydraConfig(_Section):
     """The whole section. `HydraConfig.parse` builds it and raises HydraConfigError with every
     problem.
@@ -313,6 +323,9 @@ class HydraConfig(_Section):
     profiling: ProfilingConfig = ProfilingConfig()
     """How the machine is measured when `profile` is null."""
 
+    moe: MoeConfig = MoeConfig()
+    """How experts are kept balanced."""
+
     faults: FaultsConfig = FaultsConfig()
     """What happens when a rank is lost or told to stop."""
 
@@ -400,6 +413,7 @@ _SECTIONS: dict[_Location, type[BaseModel]] = {
     ("link",): LinkConfig,
     ("planner",): PlannerConfig,
     ("profiling",): ProfilingConfig,
+    ("moe",): MoeConfig,
     ("faults",): FaultsConfig,
 }
 

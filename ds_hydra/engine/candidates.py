@@ -27,7 +27,6 @@ from ds_hydra.engine.ranks.agreement import (
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
 from ds_hydra.engine.telemetry.metrics import RunLog
-from ds_hydra.engine.transfer.stream_plan import check_streams
 from ds_hydra.errors import (
     HydraConfigError,
     InfeasiblePlanError,
@@ -273,13 +272,14 @@ class EngineCandidates:
             raise_together(self._try_to_log_profile(), self._device)
 
     def _model_can_run(self, scheme: Scheme) -> bool:
-        """Whether this model can run under `scheme` on these devices."""
+        """Whether this model can run under `scheme` on these devices; layers stream there only
+        where the user says so, until that has run on accelerators.
+        """
         try:
             self.stage_model.check_scheme(scheme)
-            check_streams([scheme] if scheme.stream else [], self._device.type)
         except HydraConfigError:
             return False
-        return True
+        return not scheme.stream or self._device.type == "cpu"
 
     def _try_to_log_profile(self) -> Exception | None:
         """`write_profile` on the rank that has a run folder; returns what went wrong."""

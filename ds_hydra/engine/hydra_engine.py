@@ -111,6 +111,7 @@ class HydraEngine(CheckpointingEngine):
             activation_checkpointing=config.activation_checkpointing,
             compile_layers=config.compile_layers,
             tp_sequence_parallel=config.tp_sequence_parallel,
+            aux_loss=config.moe.aux_loss == "sequence",
         )
         stage_model = run_together(make_stage_model, self.device)
         memory = MemoryWatch()  # before DeepSpeed's buffers and states
@@ -156,7 +157,7 @@ class HydraEngine(CheckpointingEngine):
                 grads_P = self._zero_gradient_shards()
                 outcome = self.hydra.train(iteration, grads_P, self._loss_scale())
                 outcomes = self.hydra.gather_outcomes(outcome, grads_P)
-            loss = sum(o.loss_sum for o in outcomes.ranks) / iteration.plan.num_label_tokens
+            loss = outcomes.loss(iteration.plan)
             before_step = time.perf_counter()
             with self.hydra.section("step"):
                 if outcomes.nonfinite_ranks and not self.fp16_enabled():
@@ -181,8 +182,7 @@ class HydraEngine(CheckpointingEngine):
         with self.hydra.section("evaluation"):
             iteration = self.hydra.plan_examples(batch, strategy, self.global_steps)
             outcome = self.hydra.propagator.evaluate(iteration.plan, iteration.load)
-            outcomes = self.hydra.gather_outcomes(outcome).ranks
-        loss = sum(o.loss_sum for o in outcomes) / iteration.plan.num_label_tokens
+            loss = self.hydra.gather_outcomes(outcome).loss(iteration.plan)
         return to_device(torch.tensor(loss, dtype=torch.float32), self.device)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

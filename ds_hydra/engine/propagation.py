@@ -38,6 +38,8 @@ class Outcome:
 
     loss_sum: float
     """Sum over labelled tokens, each on exactly one rank; 0.0 on ranks without any."""
+    balance_loss: float
+    """This rank's part of the loss of balance of experts, as it is added to the mean."""
     propagate_ms: float
     """Forward and backward, without waiting for slices."""
     pull_ms: float
@@ -153,6 +155,7 @@ class Propagator:
         waited_in_passes_ms = times.visible_pull_ms if self.links.thread.overlap else 0.0
         return Outcome(
             loss_sum=loss_sum,
+            balance_loss=self.stage_model.balance.value,
             propagate_ms=max(0.0, self._clock.ms_between(begin, end) - times.visible_pull_ms),
             busy_ms=max(0.0, self.recorder.busy_ms - waited_in_passes_ms),
             **asdict(times),
@@ -203,6 +206,7 @@ class Propagator:
         Collective over the pipeline only.
         """
         role = work.role
+        self.stage_model.balance.begin(self._device, loss_scale, plan.num_tokens)
         if role is None or not plan.pipelines[role.pipeline].micro_batches:
             return 0.0
         self._enter(role, work, slices)

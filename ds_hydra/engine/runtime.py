@@ -82,6 +82,15 @@ class Outcomes:
     is_stop_requested: bool
     """Whether any rank was told to stop (SIGTERM)."""
 
+    @property
+    def balance_loss(self) -> float:
+        """The loss of balance of experts."""
+        return sum(o.balance_loss for o in self.ranks)
+
+    def loss(self, plan: IterationPlan) -> float:
+        """Mean over the label tokens of `plan`, and the loss of balance."""
+        return sum(o.loss_sum for o in self.ranks) / plan.num_label_tokens + self.balance_loss
+
 
 class HydraRuntime:
     """Everything of ds_hydra on one rank. Methods are collective over all ranks unless they say
@@ -388,9 +397,11 @@ class HydraRuntime:
     def describe(self) -> str:
         """Candidates and communicators, for the start of a run."""
         names = ", ".join(str(s) for s in self.strategies)
+        loss = self.stage_model.balance.loss
+        notes = [*self.candidates.reasons, *([] if loss is None else [str(loss)])]
         return (
             f"ds_hydra: {len(self.strategies)} candidate strategies on {self.num_ranks} ranks ({names}); "
-            f"{self.propagator.groups}" + "".join(f"\n  {line}" for line in self.candidates.reasons)
+            f"{self.propagator.groups}" + "".join(f"\n  {line}" for line in notes)
         )
 
     def _open_log(self) -> Exception | None:

@@ -289,8 +289,8 @@ class _Budget:
         )
         if streaming:
             self._report.warnings.append(
-                f"hydra.strategies have streamed layers ({', '.join(map(str, streaming))}): CPU ranks of a host can "
-                "share them; on accelerators the engine refuses them"
+                f"hydra.strategies have streamed layers ({', '.join(map(str, streaming))}): their home on accelerators "
+                "(torch's symmetric memory, CUDA alone) has run on a stand-in device only"
             )
 
     def _describe_home(self, given: Sequence[Strategy]) -> None:

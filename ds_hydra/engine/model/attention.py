@@ -44,6 +44,8 @@ class PackedMicroBatch:
     """What this rank holds of the micro-batch where it is cut or padded; lengths are of the padded
     micro-batch.
     """
+    num_padding: int = 0
+    """Tokens of its last sequence where that is padding."""
 
     @classmethod
     def build(
@@ -56,6 +58,7 @@ class PackedMicroBatch:
         it.
         """
         positions = torch.cat([torch.arange(length) for length in lengths])
+        padding = 0
         if sequence_shard is not None:
             padding = sequence_shard.num_padding(len(positions))
             lengths = [*lengths, padding] if padding else lengths
@@ -66,6 +69,7 @@ class PackedMicroBatch:
             to_device(ends, device),
             to_device(positions.unsqueeze(0), device),
             sequence_shard,
+            padding,
         )
 
     @property

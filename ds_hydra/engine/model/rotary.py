@@ -15,14 +15,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.engine.model.attention import PackedMicroBatch
 
 
 class MicroBatchInSight:
-    """The micro-batch whose forward runs now."""
+    """The micro-batch whose forward runs now, or whose checkpointed layer is computed again."""
 
     micro_batch: PackedMicroBatch | None = None
+    is_computed_again = False
+
+    def checkpointed(self, layer: Callable[..., Any], *args: Any) -> Any:
+        """`layer(*args)`, computed again in backward with the same micro-batch in sight."""
+        run = functools.partial(self._run, self.micro_batch, layer)
+        return checkpoint(run, *args, use_reentrant=False)
+
+    def _run(
+        self, micro_batch: PackedMicroBatch | None, layer: Callable[..., Any], *args: Any
+    ) -> Any:
+        if self.micro_batch is micro_batch:
+            return layer(*args)
+        self.micro_batch, self.is_computed_again = micro_batch, True
+        try:
+            return layer(*args)
+        finally:
+            self.micro_batch, self.is_computed_again = None, False
 
 
 def follow_each_sequence(model: nn.Module, sight: MicroBatchInSight) -> None:

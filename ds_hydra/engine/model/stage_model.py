@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.engine.model import attention
 from ds_hydra.engine.model.adapters import is_lora, unwrap_adapters
 from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.compilation import compile_each
+from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
 from ds_hydra.engine.model.rotary import MicroBatchInSight, follow_each_sequence
 from ds_hydra.engine.model.scheme_support import (
@@ -72,6 +72,7 @@ class StageModel:
         activation_checkpointing: bool = False,
         compile_layers: bool = False,
         tp_sequence_parallel: bool = False,
+        aux_loss: bool = True,
         simulated_tp_size: int = 1,
     ):
         model = unwrap_adapters(model)
@@ -105,11 +106,8 @@ class StageModel:
         self._always_checkpointed = [
             getattr(layer, "gradient_checkpointing", False) for layer in self._layers
         ]
-        for layer, is_checkpointed in zip(self._layers, self._always_checkpointed, strict=True):
-            if not is_checkpointed:
-                layer._gradient_checkpointing_func = functools.partial(
-                    checkpoint, use_reentrant=False
-                )
+        for layer in self._layers:
+            layer._gradient_checkpointing_func = self._sight.checkpointed
         self._norm = self._base.norm
         self._embedding: nn.Embedding = self._model.get_input_embeddings()
         self._padding_idx = self._embedding.padding_idx
@@ -136,19 +134,17 @@ class StageModel:
                 module.register_forward_pre_hook(self._before_unit)
         for module in (self._embedding, *self._layers):
             module.register_forward_hook(self._after_layer)
+        bindings = [(b.module, b.attribute, b.param) for u in self.units for b in u.bindings]
         self.specs = build_specs(
             model,
             self._base,
-            bindings=[(b.module, b.attribute, b.param) for u in self.units for b in u.bindings],
+            bindings=bindings,
             vocabulary=(head, self._embedding),
             cuts_micro_batches=tp_sequence_parallel,
         )
-        fqn_of = {
-            (b.module, b.attribute): self.specs[b.param].fqn
-            for unit in self.units
-            for b in unit.bindings
-        }
+        fqn_of = {(module, name): self.specs[param].fqn for module, name, param in bindings}
         self._unplanned = find_unplanned(self._base, fqn_of)
+        self.balance = ExpertBalance(self._model, self.tp, self._sight, with_loss=aux_loss)
         self._hook(head)
         self._uncut_because = self._hook_blocks(head) if tp_sequence_parallel else ""
         self._pass_through = PassThrough()
@@ -242,21 +238,17 @@ class StageModel:
         )
 
     def stage_streams(
-        self, scheme: Scheme, stage: int, tp_rank: int, ep_rank: int = 0
+        self, scheme: Scheme, stage: int, tp_rank: int, ep_rank: int = 0, *, has_views: bool = True
     ) -> StageStreams:
-        """Which of the buckets of `tp_rank` stream, which of them have to be copied, and what."""
+        """Which buckets of `tp_rank` stream, and what is copied of a home that `has_views`."""
         units = self.stage_units(scheme, stage)
         streamed = {self.units[1 + i] for i in scheme.streamed_layers(self.num_layers, stage)}
         if scheme.streams_all:
             streamed |= {self.units[0], self.units[-1]}
         buckets = self.buckets(scheme, stage, tp_rank, ep_rank)
-        copied = copied_params(self.specs, buckets)
-        window = [
-            r
-            for r in self._unshared(units)
-            if units[r] in streamed.intersection(self.units[1:-1])
-            and any(b.param in copied for b in units[r].bindings)
-        ]
+        copied = copied_params(self.specs, buckets, has_views=has_views)
+        used = [r for r, unit in enumerate(units) if any(b.param in copied for b in unit.bindings)]
+        window = [r for r in self._unshared(units) if units[r] in streamed and r in used]
         return StageStreams(
             buckets=frozenset(r for r, unit in enumerate(units) if unit in streamed),
             window=self._in_order(units, stage, window),

@@ -32,11 +32,6 @@ def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
     missing = [part for part in ("embed_tokens", "layers", "norm") if not hasattr(base, part)]
     if missing or model.get_output_embeddings() is None:
         yield f"has no {', '.join(missing) or 'output head'} where ds_hydra looks for it"
-    if getattr(config, "output_router_logits", False):
-        yield (
-            "output_router_logits is true, and the loss of balance that comes with it is over the micro-batch and "
-            "would depend on the strategy; set model.config.output_router_logits to false"
-        )
     for key, value in vars(base_config).items():
         if "jitter" in key and value:
             yield f"{key} = {value}: noise in the router would depend on the strategy; set it to 0 in model.config"
