@@ -280,8 +280,9 @@ class HydraRuntime:
         names = [field.name for field in fields(Outcome)]
         mine = [*(getattr(outcome, name) for name in names), 0.0, float(self._stop_request.is_set)]
         mine_N = to_device(torch.tensor(mine, dtype=torch.float64), self._device)
-        if grads_P:
-            mine_N[-2] = ~torch.stack([grad_P.sum() for grad_P in grads_P]).isfinite().all()
+        if held_P := [grad_P for grad_P in grads_P if grad_P.numel()]:  # not of what is frozen
+            norms = torch.stack(torch._foreach_norm(held_P))  # one kernel on a device
+            mine_N[-2] = ~norms.isfinite().all()
         rows = gather_rows(mine_N).tolist()
         balance, expert_tokens_LE = self.stage_model.balance, None
         if grads_P and balance.layers:
