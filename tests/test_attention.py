@@ -172,12 +172,30 @@ def test_what_the_kernels_cannot_do_is_refused():
 
 
 def flash_attn_2(calls):
-    """flash_attn_varlen_func with the arguments of flash-attn 2.8, on the CPU."""
+    """flash_attn_varlen_func with the arguments of flash-attn 2.8.3, on the CPU."""
 
     def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
         causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
         return_attn_probs=False, block_table=None,
+    ):  # fmt: skip
+        attend = flash_attn_3(calls)
+        return attend(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=softmax_scale,
+            causal=causal, window_size=window_size, softcap=softcap, deterministic=deterministic,
+        )  # fmt: skip
+
+    return flash_attn_varlen_func
+
+
+def flash_attn_3(calls):
+    """The same with those of flash-attn 3 (folder hopper of 2.8.3), if it took the name of 2."""
+
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+        softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+        window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False,
+        sm_margin=0,
     ):  # fmt: skip
         assert causal
         assert max_seqlen_q == int(cu_seqlens_q.diff().max())
@@ -194,11 +212,11 @@ def flash_attn_2(calls):
     return flash_attn_varlen_func
 
 
-@pytest.fixture
-def with_flash_attn(monkeypatch):
+@pytest.fixture(params=[flash_attn_2, flash_attn_3])
+def with_flash_attn(monkeypatch, request):
     calls = []
     module = types.ModuleType("flash_attn")
-    module.flash_attn_varlen_func = flash_attn_2(calls)
+    module.flash_attn_varlen_func = request.param(calls)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     attention.find_kernel.cache_clear()
     yield calls

@@ -226,6 +226,12 @@ class MoeConfig(_Section):
 
     transformers' own is over a micro-batch and would depend on the strategy. """
 
+    bias_update_rate: float = Field(default=0.0, ge=0, lt=1)
+    """Step by which the bias of routers (`e_score_correction_bias`) follows the tokens of each
+    expert; 0: fixed, as transformers leaves it.
+
+    DeepSeek-V3 was pre-trained with 0.001, and 0 in its last 500 billion tokens. """
+
 
 class HydraConfig(_Section):
     """The whole section. `HydraConfig.parse` builds it and raises HydraConfigError with every

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checkpointing.engine import CheckpointingEngine
 from ds_hydra.engine.examples import local_rank, read_data
+from ds_hydra.engine.model.bias_correction import BiasCorrection
 from ds_hydra.engine.model.packing_probe import check_packing
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.propagation import Outcome
 from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.engine.ranks.deepspeed_ops import (
     free_shared_memory,
@@ -43,8 +43,8 @@ from ds_hydra.engine.ranks.watchdog import (
     leave_watchdog,
     watch,
 )
-from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration
-from ds_hydra.engine.telemetry.metrics import IterationMetrics, measure_iteration
+from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration, Outcomes
+from ds_hydra.engine.telemetry.metrics import IterationMetrics, expert_imbalance, measure_iteration
 from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.simulator.timeline import EventKind
@@ -74,6 +74,7 @@ class HydraEngine(CheckpointingEngine):
         let_collectives_end_at_exit()
         self._hydra_config = hydra_config
         self._hydra: HydraRuntime | None = None
+        self._bias_correction: BiasCorrection | None = None
         self._grads_P: list[Tensor] = []
         self._deposited: set[int] = set()
         """Addresses of gradient shards that are ZeRO-3's own."""
@@ -119,6 +120,9 @@ class HydraEngine(CheckpointingEngine):
         _modules_of_engines.update(model.modules())
         run_together(functools.partial(self._check_partitions, stage_model), self.device)
         run_together(functools.partial(self._complete_optimizer, stage_model), self.device)
+        if rate := config.moe.bias_update_rate:
+            find = functools.partial(BiasCorrection, self.module, rate, self.global_rank)
+            self._bias_correction = run_together(find, self.device)
         self._hydra = HydraRuntime(config, stage_model, self.device, memory)
 
     @property
@@ -165,10 +169,10 @@ class HydraEngine(CheckpointingEngine):
                 else:
                     with self.hydra.propagator.recorder.span(EventKind.STEP):
                         self._deposit(grads_P)
-                        self._step(iteration)
+                        self._step(iteration, outcomes)
             if batch is None:
                 self.hydra.mark_trained(iteration.plan.iteration)
-            self._report(iteration, outcomes.ranks, loss, start, before_step)
+            self._report(iteration, outcomes, loss, start, before_step)
         if outcomes.is_stop_requested and self._hydra_config.faults.save_on_sigterm is not None:
             self._save_and_exit(self._hydra_config.faults.save_on_sigterm)
         return to_device(torch.tensor(loss, dtype=torch.float32), self.device)
@@ -289,13 +293,16 @@ class HydraEngine(CheckpointingEngine):
                 safe_set_local_grad(param, grad_P)
         self.optimizer.independent_gradient_partition_epilogue()
 
-    def _step(self, iteration: Iteration) -> None:
+    def _step(self, iteration: Iteration, outcomes: Outcomes) -> None:
         # DeepSpeed counts train_batch_size() samples per step; monitors shall see what was trained.
         self.global_samples += len(iteration.plan.lengths) - self.train_batch_size()
         self.set_gradient_accumulation_boundary(True)
         super().step()
         # Without this a later plain step() would take every micro-step for a boundary.
         self._is_gradient_accumulation_boundary = None
+        if self._bias_correction is not None and self.was_step_applied():
+            assert outcomes.expert_tokens_LE is not None
+            self._bias_correction.update(outcomes.expert_tokens_LE)
 
     def _skip_step(self, iteration: Iteration, ranks: Sequence[int]) -> None:
         """Count an iteration without changing a weight, as DeepSpeed does after an overflow in
@@ -326,7 +333,7 @@ class HydraEngine(CheckpointingEngine):
     def _report(
         self,
         iteration: Iteration,
-        outcomes: Sequence[Outcome],
+        outcomes: Outcomes,
         loss: float,
         start: float,
         before_step: float,
@@ -337,8 +344,10 @@ class HydraEngine(CheckpointingEngine):
         now = time.perf_counter()
         metrics = measure_iteration(
             iteration.plan,
-            outcomes,
+            outcomes.ranks,
             loss=loss,
+            balance_loss=outcomes.balance_loss,
+            expert_imbalance=expert_imbalance(outcomes.expert_tokens_LE),
             iteration_ms=(now - start) * 1e3,
             step_ms=(now - before_step) * 1e3,
             planning_ms=iteration.planned.planning_ms,
@@ -352,7 +361,7 @@ class HydraEngine(CheckpointingEngine):
         )
         self.hydra.learn(iteration.plan, [p.measured_ms for p in metrics.pipelines])
         self.last_metrics = metrics
-        self.hydra.write_log(metrics, iteration.plan)
+        self.hydra.write_log(metrics, iteration.plan, outcomes.expert_tokens_LE)
         if self.monitor.enabled and self.global_rank == 0:
             self.monitor.write_events(metrics.monitor_events(self.global_samples))
 

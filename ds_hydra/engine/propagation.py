@@ -31,7 +31,7 @@ from ds_hydra.engine.transfer.slices import Slices
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.schemes.placement import Role
+from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +64,14 @@ class Propagator:
         *,
         device: torch.device,
         max_groups: int,
+        max_groups_of_rank: int = MAX_GROUPS_OF_RANK,
         link_config: LinkConfig | None = None,
     ):
         self.stage_model = stage_model
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self._device = device
-        self.groups = GroupPool(max_groups, device)
+        self.groups = GroupPool(max_groups, device, max_groups_of_rank)
         self.hosts = find_hosts(device)
         self.links = StrategyLinks(
             stage_model, self.groups, self.hosts, link_config or LinkConfig(), device

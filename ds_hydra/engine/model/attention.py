@@ -250,15 +250,22 @@ def check_kernels(config: Any, device: torch.device, dtype: torch.dtype) -> None
     """Raise UnsupportedModelError where the model of `config` would hold all scores of a sequence
     on an accelerator, because no kernel caps them.
     """
+    if device.type == "cuda" and (problem := find_softcap_problem(config, dtype)):
+        raise UnsupportedModelError(problem)
+
+
+def find_softcap_problem(config: Any, dtype: torch.dtype) -> str:
+    """Why no kernel of an accelerator computes the attention of `config` in `dtype` with the
+    packages installed here; "" where one does.
+    """
     softcap = getattr(config, "attn_logit_softcapping", None)
-    if not softcap or device.type != "cuda":
-        return
-    if dtype not in _KERNEL_DTYPES or find_kernel(needs_softcap=True) is None:
-        raise UnsupportedModelError(
-            f"attn_logit_softcapping is {softcap}, which flash-attn alone computes, in 16 bit: without it the scores "
-            f"of a sequence would take heads x length^2 numbers. pip install flash-attn and enable bf16 (now {dtype}), "
-            "or set attn_logit_softcapping to null in the model's config"
-        )
+    if not softcap or (dtype in _KERNEL_DTYPES and find_kernel(needs_softcap=True) is not None):
+        return ""
+    return (
+        f"attn_logit_softcapping is {softcap}, which flash-attn alone computes, in 16 bit: without it the scores "
+        f"of a sequence would take heads x length^2 numbers. pip install flash-attn and enable bf16 (now {dtype}), "
+        "or set attn_logit_softcapping to null in the model's config"
+    )
 
 
 @cache

@@ -137,6 +137,12 @@ class ExpertBalance:
         """
         return self._counts_LE
 
+    def describe_tokens(self, tokens_LE: Tensor | None) -> dict[str, Any] | None:
+        """Layers with experts and the tokens of each expert, for a trace."""
+        if tokens_LE is None:
+            return None
+        return {"layers": list(self.layers), "tokens": tokens_LE.tolist()}
+
     @property
     def value(self) -> float:
         """This rank's part of the loss of balance since `begin`, coefficient included."""

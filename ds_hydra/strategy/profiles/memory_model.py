@@ -65,7 +65,7 @@ class MemoryModel:
                  + (parameters of the stage that stay) / TP * (i + 4)
 
     Where all ranks gather each layer for every pass there is neither home nor anything that stays:
-    shards and window alone.
+    shards, window and exchange buffers alone.
 
     A profile that the engine measured says i + 20 bytes a parameter for the shards: with the home
     28 in 16 bit, which is what the engine holds. The published constants have 12.5 there. Other
@@ -230,7 +230,8 @@ class MemoryModel:
         if scheme.gather:
             layer, ends = self._num_params()
             passing = STREAM_WINDOW * max(layer, ends / 2) / scheme.tp * 2 * self.input_bytes
-            return self._all_state_bytes() / num_devices * self.sharded_fraction + passing
+            sharded = self._all_state_bytes() / num_devices * self.sharded_fraction
+            return sharded + passing + self.exchange_bytes / scheme.tp
         if scheme.stream:
             return self._streaming_bytes(scheme, num_devices, num_layers)
         sharded = self._all_state_bytes() / num_devices

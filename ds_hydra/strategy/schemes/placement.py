@@ -7,6 +7,7 @@ gives it the same ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +19,14 @@ Ranks = TypeVar("Ranks", tuple[int, ...], range)
 
 GroupKey = tuple[str, range]
 """(purpose, ranks): groups with equal ranks but another purpose never share a communicator."""
+
+MAX_GROUPS_OF_RANK = 27
+"""Groups that one rank may be in. Each has a stream of its own, and a CUDA device 32 queues: the
+others are the computation's, the link's, two of DeepSpeed's, and the group of all ranks that torch
+begins with.
+"""
+LINK_GROUPS = 4
+"""Those of pull and push, at most, among them."""
 
 
 @lru_cache(maxsize=1024)
@@ -95,7 +104,21 @@ def groups_of(strategy: Strategy) -> frozenset[GroupKey]:
 
 def count_groups(strategies: Iterable[Strategy]) -> int:
     """Process groups that `strategies` need together; those with the same ranks are shared."""
-    return len(frozenset().union(*map(groups_of, strategies)))
+    return len(groups_of_all(strategies))
+
+
+def most_groups_of_rank(keys: Iterable[GroupKey]) -> int:
+    """The largest number of groups that one rank is in.
+
+    >>> most_groups_of_rank([("tp", range(2)), ("tp", range(4)), ("tp", range(2, 4))])
+    2
+    """
+    return max(Counter(rank for _, ranks in keys for rank in ranks).values(), default=0)
+
+
+def groups_of_all(strategies: Iterable[Strategy]) -> frozenset[GroupKey]:
+    """Groups that `strategies` need together."""
+    return frozenset().union(*map(groups_of, strategies))
 
 
 @dataclass(frozen=True, slots=True)
