@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from shared_data import shared_json
-from transformers import LlamaConfig, Qwen3Config
+from transformers import Gemma2Config, LlamaConfig, Qwen3Config
 
 from ds_hydra.configs.files import find_profile
 from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
@@ -151,6 +151,8 @@ def test_grouped_query_heads_and_other_models_are_traced():
     assert trace_layer_memory(qwen, num_tokens=128, tp=2).kept_bytes > 0
     with pytest.raises(UnsupportedModelError, match="8 attention heads do not divide into TP 3"):
         trace_layer_memory(small_llama(), tp=3)
+    with pytest.raises(UnsupportedModelError, match="Gemma2ForCausalLM does not support"):
+        trace_layer_memory(Gemma2Config(hidden_size=64, num_hidden_layers=2))
 
 
 def of_7b(**changes):
@@ -273,6 +275,13 @@ def test_a_home_takes_what_the_engine_opens(num_devices, per_node):
     whole = ParamSpec(fqn="all", shape=(num_rows, 4096))
     opened = home_bytes([whole], 2, num_devices, min(per_node, num_devices))
     assert memory.home_bytes(num_devices) == pytest.approx(sum(opened), rel=1e-3)
+
+
+@pytest.mark.parametrize("text", ["<2,1>", "<2,1;gather>"])
+def test_exchange_buffers_count_with_slices_that_stay_and_that_pass(text):
+    scheme = Scheme.parse(text)
+    without, counted = (of_7b(exchange_bytes=n).memory for n in (0, 1 << 30))
+    assert counted.rank_bytes(scheme, 8, 9) - without.rank_bytes(scheme, 8, 9) == 1 << 29
 
 
 def test_pipelines_on_other_nodes_hold_no_home():

@@ -169,7 +169,7 @@ def _build(kind: type[nn.Module], config: Any, generator: torch.Generator) -> nn
                 param.copy_(noise * param.shape[-1] ** -0.5)
             else:
                 param.add_(noise * 0.1)
-    return model.train()
+    return model.train().requires_grad_(True)  # some families fix biases of routers
 
 
 def _run_alone(model: nn.Module, sequence: _Sequence) -> Tensor:

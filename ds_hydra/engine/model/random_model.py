@@ -32,7 +32,8 @@ def build_random_stage_model(
     UnsupportedModelError for what cannot be trained. On the meta device nothing is allocated.
     """
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        # Eager is what every class has; the stage model brings its own attention
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     model.tie_weights()
     check_packing(model)
     generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(0)

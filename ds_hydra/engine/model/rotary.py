@@ -8,16 +8,17 @@ shard of a micro-batch is as good as the micro-batch.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.engine.model.attention import PackedMicroBatch
+from ds_hydra.engine.parallel.context_parallel import checkpoint_contexts
 
 
 class MicroBatchInSight:
@@ -26,19 +27,19 @@ class MicroBatchInSight:
     micro_batch: PackedMicroBatch | None = None
     is_computed_again = False
 
-    def for_checkpoint(
-        self,
-    ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """What `torch.utils.checkpoint` calls when a layer runs: contexts of this pass, and of the
-        one that backward repeats.
-        """
-        return contextlib.nullcontext(), self._computed_again(self.micro_batch)
+    def checkpointed(self, layer: Callable[..., Any], *args: Any) -> Any:
+        """`layer(*args)`, computed again in backward with the same micro-batch in sight."""
+        run = functools.partial(self._run, self.micro_batch, layer)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=checkpoint_contexts)
 
-    @contextlib.contextmanager
-    def _computed_again(self, micro_batch: PackedMicroBatch | None) -> Iterator[None]:
+    def _run(
+        self, micro_batch: PackedMicroBatch | None, layer: Callable[..., Any], *args: Any
+    ) -> Any:
+        if self.micro_batch is micro_batch:
+            return layer(*args)
         self.micro_batch, self.is_computed_again = micro_batch, True
         try:
-            yield
+            return layer(*args)
         finally:
             self.micro_batch, self.is_computed_again = None, False
 
@@ -76,14 +77,17 @@ def _forward(
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
     original = _original_length(module, layer_type)
     tables: dict[int, Any] = {}
-    for length in sorted(set(micro_batch.lengths), reverse=True):
+    for length in sorted({segment.length for segment in micro_batch.segments}, reverse=True):
         if (key := max(length, original)) not in tables:  # one table for all that are no longer
             _forget_lengths(module, layer_type)
             positions = torch.arange(length, device=x.device).unsqueeze(0)
             tables[key] = plain(x, positions, **kwargs)
     parts = [
-        tree_map(lambda table, end=length: table[:, :end], tables[max(length, original)])
-        for length in micro_batch.lengths
+        tree_map(
+            lambda table, part=part: table[:, part.begin : part.end],
+            tables[max(part.length, original)],
+        )
+        for part in micro_batch.segments
     ]
     whole = tree_map(lambda *of_sequences: torch.cat(of_sequences, dim=1), *parts)
     if micro_batch.sequence_shard is None:

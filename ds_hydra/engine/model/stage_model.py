@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.engine.model import attention
 from ds_hydra.engine.model.adapters import is_lora, unwrap_adapters
@@ -108,9 +107,7 @@ class StageModel:
             getattr(layer, "gradient_checkpointing", False) for layer in self._layers
         ]
         for layer in self._layers:
-            layer._gradient_checkpointing_func = functools.partial(
-                checkpoint, use_reentrant=False, context_fn=self._sight.for_checkpoint
-            )
+            layer._gradient_checkpointing_func = self._sight.checkpointed
         self._norm = self._base.norm
         self._embedding: nn.Embedding = self._model.get_input_embeddings()
         self._padding_idx = self._embedding.padding_idx
@@ -271,8 +268,8 @@ class StageModel:
         known: dict[tuple[Scheme, int, int, int], RankBuckets] = {}
         rank_buckets: list[RankBuckets] = [()] * num_ranks
         for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-            for (stage, sp_rank, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
-                key = (scheme, stage, tp_rank, sp_rank % scheme.ep)
+            for (stage, shard, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
+                key = (scheme, stage, tp_rank, shard % scheme.ep)
                 if key not in known:
                     known[key] = self.buckets(*key)
                 rank_buckets[rank] = known[key]

@@ -15,8 +15,8 @@ _LARGEST_COUNT, _LARGEST_BYTES = 1 << 32, 1 << 63
 """Beyond these a profile is damaged, and arithmetic on it would overflow."""
 
 OPTIMIZER_BYTES = 4 + 8 + 4
-"""Per parameter at its owner: fp32 master, two Adam moments, gradient. DeepSpeed's step takes 4 more
-for one sub-group at a time, when activations are gone.
+"""Per parameter at its owner: fp32 master, two Adam moments, gradient. DeepSpeed's step takes 4
+more for one sub-group at a time, when activations are gone.
 """
 
 GRADIENT_BYTES = 4
@@ -67,7 +67,7 @@ class MemoryModel:
                  + (parameters of the stage that stay) / TP * (i + 4)
 
     Where all ranks gather each layer for every pass there is neither home nor anything that stays:
-    shards and window alone.
+    shards, window and exchange buffers alone.
 
     A profile that the engine measured says i + 16 bytes a parameter for the shards: with the home
     of one node 24 in 16 bit, which is what the engine holds. The published constants have 12.5
@@ -233,7 +233,8 @@ class MemoryModel:
         if scheme.gather:
             layer, ends = self._num_params()
             passing = STREAM_WINDOW * max(layer, ends / 2) / scheme.tp * 2 * self.input_bytes
-            return self._all_state_bytes() / num_devices * self.sharded_fraction + passing
+            sharded = self._all_state_bytes() / num_devices * self.sharded_fraction
+            return sharded + passing + self.exchange_bytes / scheme.tp
         if scheme.stream:
             return self._streaming_bytes(scheme, num_devices, num_layers)
         sharded = self._all_state_bytes() / num_devices
