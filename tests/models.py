@@ -104,6 +104,17 @@ MIXTURES_OF_EXPERTS = {
         sliding_window=7,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
+    "ernie4_5_moe": _builder(
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=1,
+        moe_layer_end_index=3,
+        moe_intermediate_size=24,
+        head_dim=8,
+    ),
     "olmoe": _builder("OlmoeForCausalLM", "OlmoeConfig", num_experts=4, num_experts_per_tok=2),
     "granitemoe": _builder("GraniteMoeForCausalLM", "GraniteMoeConfig", num_local_experts=4),
 }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 Examples = list[dict[str, Tensor]]
 
@@ -38,13 +39,40 @@ def summed_loss(model: Any, example: dict[str, Tensor]) -> Tensor:
     )
 
 
-def token_mean_gradients(model: nn.Module, examples: Examples) -> tuple[float, list[Tensor]]:
-    """Loss and gradients of the token mean over all labels of all examples."""
+def balance_loss(model: Any, example: dict[str, Tensor]) -> Tensor:
+    """The loss of balance of one sequence run alone, mean over layers, coefficient included:
+    transformers' own function where the family has one, else DeepSeek-V3's Eqs. 17-20.
+    """
+    output = model.base_model(
+        input_ids=example["input_ids"].unsqueeze(0), use_cache=False, output_router_logits=True
+    )
+    num_chosen = model.config.num_experts_per_tok
+    own = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    losses = []
+    for logits in output.router_logits:
+        num_tokens, num_experts = logits.shape
+        if own is not None:
+            losses.append(own((logits,), num_experts, num_chosen))
+            continue
+        scores = logits.sigmoid() / logits.sigmoid().sum(dim=1, keepdim=True)
+        hits = torch.zeros_like(scores).scatter(1, scores.topk(num_chosen).indices, 1.0)
+        fraction = hits.sum(dim=0) * num_experts / (num_chosen * num_tokens)
+        losses.append((fraction * scores.mean(dim=0)).sum())
+    return torch.stack(losses).mean() * model.config.router_aux_loss_coef
+
+
+def token_mean_gradients(model: Any, examples: Examples) -> tuple[float, list[Tensor]]:
+    """Loss and gradients of the token mean over all labels of all examples, and of the balance of
+    each by its tokens where the model has `output_router_logits`.
+    """
     total = num_label_tokens(examples)
+    num_tokens = sum(len(e["input_ids"]) for e in examples)
     model.zero_grad()
     loss = 0.0
     for example in examples:
         part = summed_loss(model, example) / total
+        if getattr(model.config, "output_router_logits", False):
+            part = part + balance_loss(model, example) * len(example["input_ids"]) / num_tokens
         part.backward()
         loss += float(part)
     return loss, [

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import transformers
 from reference import make_profile
 from typer.testing import CliRunner
 
@@ -14,6 +15,7 @@ from ds_hydra.commands.check import describe_report
 from ds_hydra.configs import find_file, list_files, load_model_preset
 from ds_hydra.engine.checks.config_check import check_config
 from ds_hydra.engine.checks.report import CheckRequest
+from ds_hydra.engine.model import attention
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 BASE = {
@@ -57,11 +59,11 @@ def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp
         if line.strip()[0] == "<"
     }
     # With the engine's states and all else that it holds; 9,669 and 75,238 by App. B.1
-    assert rows["<1,2>"] == "4,862"
-    assert rows["<8,1>"] == "59,608"
+    assert rows["<1,2>"] == "5,392"
+    assert rows["<8,1>"] == "63,725"
     states_alone = invoke("check", path, "--devices", 8)  # the rest is counted with a model
-    assert "7,157" in states_alone.stdout
-    assert "64,337" in states_alone.stdout
+    assert "7,795" in states_alone.stdout
+    assert "68,454" in states_alone.stdout
     assert "communicators: " in result.stdout
     assert "max_position_embeddings of 4096" in result.stdout
 
@@ -126,7 +128,7 @@ def test_a_problem_is_exit_code_1_with_the_document_on_stdout(tmp_path):
         (changed(hydra={"profile": "a800_llama_7b"}), "did you mean 'a800_llama2_7b'?"),
         (
             changed(hydra={"context_length": 100_000}),
-            "lower the context to 64337, or use 16 devices",
+            "lower the context to 68454, or use 16 devices",
         ),
         (
             changed(hydra={"strategies": ["3x<4,1>"]}),
@@ -182,6 +184,21 @@ def test_a_model_is_compared_with_the_profile_and_asked_for_its_schemes(tmp_path
     assert "TP 4 does not divide the model's 2 attention heads" in found[0]
     report = check_config(CheckRequest(config=BASE, num_devices=8, model=str(tmp_path)))
     assert {row["scheme"][1] for row in report.schemes} <= {"1", "2"}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_softcapped_attention_is_refused_on_gpus_as_by_the_engine(tmp_path, dtype, monkeypatch):
+    config = transformers.Gemma2Config(num_hidden_layers=2, hidden_size=64, head_dim=16)
+    config.save_pretrained(tmp_path)
+    asked = changed(hydra={"profile": None}, bf16={"enabled": dtype == "bf16"})
+    request = CheckRequest(config=asked, num_devices=8, model=str(tmp_path))
+
+    def warnings(kernel):
+        monkeypatch.setattr(attention, "find_kernel", lambda needs_softcap: kernel)
+        return " ".join(check_config(request).warnings)
+
+    assert "refuses this model: attn_logit_softcapping is 50.0" in warnings(None)
+    assert ("attn_logit_softcapping" in warnings(lambda: None)) == (dtype == "fp32")
 
 
 def test_auto_values_are_for_the_trainer_and_no_problem():

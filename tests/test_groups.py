@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ds_hydra.engine.parallel.groups import (
     NCCL_GROUP_BYTES,
     NCCL_PAIR_BYTES,
+    check_groups_of_rank,
     describe_groups,
 )
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.schemes.placement import count_groups, groups_of
+from ds_hydra.strategy.schemes.placement import (
+    LINK_GROUPS,
+    MAX_GROUPS_OF_RANK,
+    count_groups,
+    groups_of,
+    groups_of_all,
+    most_groups_of_rank,
+)
 
 EVERYONE = range(4)
 KEYS = [
@@ -53,3 +65,22 @@ def test_sp_groups_are_the_ranks_with_the_same_slices():
         (8, 9),
     }
     assert count_groups([strategy]) == len(keys)
+
+
+def test_a_rank_is_in_no_more_groups_than_a_device_has_queues():
+    keys = [("tp", range(size)) for size in range(2, MAX_GROUPS_OF_RANK + 2)]
+    check_groups_of_rank(keys)
+    check_groups_of_rank([*keys, ("tp", range(90, 99))])  # of other ranks
+    with pytest.raises(HydraConfigError, match="one rank into 28 process groups, more than the 27"):
+        check_groups_of_rank([*keys, ("pp_up", range(2))])
+
+
+@pytest.mark.parametrize("num_devices", [8, 16, 64, 512])
+def test_candidates_before_the_lengths_leave_groups_for_what_these_suggest(num_devices):
+    settings = CandidateSettings(
+        num_devices=num_devices, context_length=4096, max_groups=100_000, can_run=lambda _: True
+    )
+    start = decide_candidates(None, None, settings).strategies
+    most = most_groups_of_rank(groups_of_all(start))
+    assert most <= MAX_GROUPS_OF_RANK - LINK_GROUPS - 8
+    assert most == 15 or num_devices < 64

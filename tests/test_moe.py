@@ -1,7 +1,9 @@
 """Mixtures of experts: gradients of one process, and what is refused."""
 
+import copy
 import math
 
+import deepspeed
 import pytest
 import torch
 from distributed import run_distributed
@@ -12,6 +14,7 @@ from test_engine_parity import LENGTHS, assert_parity, check_gradients
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.estimate import estimate_profile, load_hardware
+from ds_hydra.engine.model.bias_correction import BiasCorrection
 from ds_hydra.engine.model.packing_probe import try_small_copy
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
@@ -37,6 +40,8 @@ WITHOUT_TP = ("4x<1,1>", "1x<1,4>", "1x<sp2,2>", "1x<1,2;stream> + 1x<sp2,1>")
 BY_FAMILY = {"olmoe": WITHOUT_PP, "granitemoe": WITHOUT_PP, "gpt_oss": WITHOUT_TP}
 """Where transformers ships no plan for the other."""
 
+WITH_CP = ("1x<cp4,1>", "1x<sp2,cp2,1;ep=2>", "1x<cp2,1;ckpt=2> + 1x<sp2,1;stream>")
+
 WITH_EP = ("1x<sp4,1;ep=4>", "1x<sp2,1;ep=2> + 2x<1,1>", "1x<sp2,2;ep=2;ckpt=2>", "1x<sp4,1;ep=2>")
 
 SHORT = (1, 1, 5, 2, 1, 3)
@@ -51,6 +56,33 @@ def of_every_family():
         for family in MIXTURES_OF_EXPERTS
         for case, found in check_gradients(family, BY_FAMILY.get(family, STRATEGIES)).items()
     }
+
+
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 10.0}
+"""A coefficient that makes it as large as the rest of the loss."""
+
+
+def with_a_loss_of_balance():
+    return {
+        (family, len(lengths), *case): value
+        for family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+        for lengths in (LENGTHS, SHORT)
+        for case, value in check_gradients(
+            family,
+            (*BY_FAMILY.get(family, STRATEGIES), *WITH_EP, *WITH_CP),
+            overrides=BALANCED,
+            lengths=lengths,
+        ).items()
+    }
+
+
+def with_a_loss_of_balance_and_shards():
+    return check_gradients(
+        "qwen3_moe",
+        ("2x<2,1>", "1x<4,1;stream>", "1x<sp2,2,1>", "1x<cp2,2,1>"),
+        overrides=BALANCED,
+        hydra=CUT_MICRO_BATCHES,
+    )
 
 
 def with_shards_of_micro_batches():
@@ -77,16 +109,114 @@ def with_experts_on_several_ranks():
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "what", [of_every_family, with_shards_of_micro_batches, with_experts_on_several_ranks]
+    "what",
+    [
+        of_every_family,
+        with_shards_of_micro_batches,
+        with_experts_on_several_ranks,
+        with_a_loss_of_balance,
+        with_a_loss_of_balance_and_shards,
+    ],
 )
 def test_gradients_equal_one_process(what):
     assert_parity(run_distributed(what, 4)[0])
 
 
+def with_shared_experts():
+    strategies = ("1x<2,1>", "1x<1,2;ckpt=2>", "1x<sp2,1;ep=2>")
+    off = {"moe": {"aux_loss": "off"}}
+    return (
+        check_gradients("qwen2_moe", strategies, overrides=BALANCED),
+        check_gradients("qwen2_moe", strategies[:1], hydra=off, overrides=BALANCED),
+    )
+
+
 @pytest.mark.distributed
-def test_shared_experts_have_the_gradients_of_one_process():
-    strategies = ("1x<2,1>", "1x<1,2>", "1x<sp2,1;ep=2>")
-    assert_parity(run_distributed(check_gradients, 2, "qwen2_moe", strategies)[0])
+def test_shared_experts_and_their_balance_have_the_gradients_of_one_process():
+    balanced, off = run_distributed(with_shared_experts, 2)[0]
+    assert_parity(balanced)
+    assert min(off.values())[0] > 0.1
+
+
+def routed_tokens(model, examples):
+    """[layers, E]: tokens of all examples, run alone, that choose each expert."""
+    counts = []
+
+    def count(module, args):
+        counts[-1].append(torch.bincount(args[1].flatten(), minlength=module.num_experts))
+
+    experts = [m for name, m in model.named_modules() if name.endswith(".experts")]
+    handles = [m.register_forward_pre_hook(count) for m in experts]
+    for example in examples:
+        counts.append([])
+        model(input_ids=example["input_ids"].unsqueeze(0), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return torch.stack([torch.stack(layers) for layers in counts]).sum(dim=0)
+
+
+def biases_of(model):
+    named = [*model.named_buffers(), *model.named_parameters()]
+    return [b for name, b in named if name.endswith("e_score_correction_bias")]
+
+
+def full(bias):
+    if not hasattr(bias, "ds_tensor"):
+        return bias.clone()
+    with deepspeed.zero.GatheredParameters(bias):
+        return bias.detach().clone()
+
+
+def corrected_biases(folder):
+    """For a family with buffers and one with parameters: biases after each of three iterations of
+    unequal strategies, wanted ones, and those out of a checkpoint.
+    """
+    found = []
+    for family in ("deepseek_v3", "ernie4_5_moe"):
+        model = tiny(family)
+        reference = copy.deepcopy(model)
+        engine = start_hydra(model, hydra={"moe": {"bias_update_rate": 0.03125}})
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        for seed, strategy in enumerate(("1x<2,1;ckpt=4>", "1x<1,2>", "1x<sp2,1;ep=2>")):
+            examples = random_examples(LENGTHS, VOCAB_SIZE, seed=seed)
+            with torch.no_grad():
+                counts = routed_tokens(reference, examples).double()
+                for bias, tokens in zip(biases_of(reference), counts, strict=True):
+                    bias += 0.03125 * (tokens.mean() - tokens).sign().view_as(bias)
+            engine.train_batch(examples, strategy=strategy)
+            found += zip(map(full, biases_of(model)), biases_of(copy.deepcopy(reference)))
+        engine.save_checkpoint(f"{folder}/{family}")
+        engine.train_batch(examples, strategy=strategy)
+        engine.load_checkpoint(f"{folder}/{family}")
+        found += zip(map(full, biases_of(model)), biases_of(reference))
+        metrics = engine.last_metrics.expert_imbalance
+        assert metrics > 0
+    return found
+
+
+@pytest.mark.distributed
+def test_biases_of_routers_follow_the_tokens_of_the_whole_mini_batch(tmp_path):
+    found = run_distributed(corrected_biases, 2, str(tmp_path))[0]
+    assert len(found) == 2 * 4 * 3
+    assert sum(bool(wanted.any()) for _, wanted in found) > len(found) / 2
+    for mine, wanted in found:
+        torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "message"),
+    [
+        ("mixtral", torch.float32, r"is 0.001, and routers of Mixtral\w* have no correction.*to 0"),
+        (
+            "deepseek_v3",
+            torch.bfloat16,
+            "DeepseekV3ForCausalLM are torch.bfloat16.*keep them in fp32",
+        ),
+    ],
+)
+def test_biases_that_cannot_follow_are_refused(family, dtype, message):
+    with pytest.raises((HydraConfigError, UnsupportedModelError), match=message):
+        BiasCorrection(tiny(family).to(dtype), 0.001, rank=0)
 
 
 def crowd(num_iterations):
@@ -168,12 +298,6 @@ def test_the_roofline_of_dense_layers_is_not_given_for_them(family):
 @pytest.mark.parametrize(
     ("family", "setting", "value", "message"),
     [
-        (
-            "qwen3_moe",
-            "output_router_logits",
-            True,
-            "output_router_logits is true.*set .* to false",
-        ),
         ("mixtral", "router_jitter_noise", 0.1, "router_jitter_noise = 0.1.*set it to 0"),
     ],
 )

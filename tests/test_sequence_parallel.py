@@ -17,7 +17,8 @@ from test_engine_training import batches
 
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
-from ds_hydra.engine.model.attention import PackedMicroBatch, hydra_varlen, in_sight
+from ds_hydra.engine.model.attention import PackedMicroBatch, hydra_varlen
+from ds_hydra.engine.model.sight import in_sight
 from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.profiling.profiler import token_bytes
 from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from deepspeed.utils import safe_get_local_grad
 from distributed import run_distributed
 from engines import start_hydra
 from faults import die, run_until_end
@@ -22,6 +23,7 @@ from passing_layers import (
     parity_of_families,
     repeats,
 )
+from peer_homes import homes_in_parts
 from single_process import random_examples
 from test_engine_parity import RELATIVE_TOLERANCE, assert_parity, check_gradients
 from test_nodes import own_counters
@@ -69,17 +71,47 @@ def _closed_to_rank_2(open_memory, *arguments):
     return open_memory(1, 1 << 20, *arguments[2:])
 
 
-def checks():
-    parity = {}
-    for family in ("llama_tied", "qwen3"):
-        parity |= check_gradients(family, STRATEGIES)
+def in_parts():
+    """The same of homes that accelerators have."""
+    with homes_in_parts():
+        return {
+            "parity": check_gradients("llama_tied", STRATEGIES),
+            "repeats": repeats("2x<2,1;stream>"),
+            "frozen": losses_with_frozen_layers(FROZEN),
+            "memory": link_memory(MEASURED),
+        }
+
+
+def lent():
+    """Whether ZeRO-3's gradients lie in the home, and elements that DeepSpeed has beside it."""
+    engine = start_hydra(tiny("llama"))
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    engine.train_batch(examples, strategy="2x<1,1>")
+    before = engine.optimizer.grad_partitions_flat_buffer.numel()
+    engine.train_batch(examples, strategy="4x<1,1;stream>")
+    model, home = engine.hydra.stage_model, engine.hydra.propagator.links.home
+    return before, engine.optimizer.grad_partitions_flat_buffer.numel(), [
+        safe_get_local_grad(param).data_ptr() == grad_P.data_ptr()
+        for param, grad_P in zip(model.params, home.grads_P, strict=True)
+    ]  # fmt: skip
+
+
+def families():
     return {
-        "parity": parity,
         "families": parity_of_families(OF_EVERY_FAMILY),
+        "qwen3": check_gradients("qwen3", STRATEGIES),
         "rows cut": check_gradients(
             "llama", ("1x<4,1;stream>", "1x<2,2;stream;ckpt=2>"), {"tp_sequence_parallel": True}
         ),
+    }
+
+
+def checks():
+    return {
+        "parity": check_gradients("llama_tied", STRATEGIES),
         "repeats": repeats("2x<2,1;stream>"),
+        "in parts": in_parts(),
+        "lent": lent(),
         "frozen": losses_with_frozen_layers(FROZEN),
         "memory": link_memory(MEASURED),
         "refusals": refusals(),
@@ -94,8 +126,13 @@ def results():
 @pytest.mark.distributed
 def test_gradients_equal_one_process(results):
     assert_parity(results[0]["parity"])
-    assert_parity(results[0]["families"])
-    assert_parity(results[0]["rows cut"])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_gradients_of_every_family():
+    for found in run_distributed(families, 4, timeout_s=900)[0].values():
+        assert_parity(found)
 
 
 @pytest.mark.distributed
@@ -120,14 +157,35 @@ def check_frozen(evaluated, trained):
 def test_a_rank_holds_its_part_of_the_home_and_two_copied_layers(results):
     for result in results:
         found, shared, scratch = result["memory"]
-        whole = found["4x<1,1>"][0]
-        for text, (stated, held) in found.items():
-            home = shared if "stream" in text else 0
-            assert held == stated.slice_bytes + stated.gradient_bytes - home, text
-        streamed, _ = found["4x<1,1;stream>"]
+        check_memory(found, shared)
+        whole, streamed = found["4x<1,1>"][0], found["4x<1,1;stream>"][0]
         kept = whole.slice_bytes + whole.gradient_bytes
         assert streamed.slice_bytes + streamed.gradient_bytes - scratch < 0.35 * kept
         assert found["4x<1,1;stream>"][1] == 0
+
+
+@pytest.mark.distributed
+def test_zero_has_its_gradients_in_the_home(results):
+    for result in results:
+        before, after, is_there = result["lent"]
+        assert before > after == 0
+        assert all(is_there)
+
+
+def check_memory(found, shared):
+    """What was stated is what was held, without the `shared` home where layers stream."""
+    for text, (stated, held) in found.items():
+        home = shared if "stream" in text else 0
+        assert held == stated.slice_bytes + stated.gradient_bytes - home, text
+
+
+@pytest.mark.distributed
+def test_homes_in_parts(results):
+    assert_parity(results[0]["in parts"]["parity"])
+    for result in results:
+        assert result["in parts"]["repeats"] == [True] * 3
+        check_frozen(*result["in parts"]["frozen"])
+        check_memory(*result["in parts"]["memory"][:2])
 
 
 @pytest.mark.distributed
@@ -140,9 +198,10 @@ def test_memory_that_cannot_be_shared_is_refused_on_every_rank(results):
         assert "start all ranks of a host as one user in one container" in closed
 
 
-def test_an_accelerator_is_refused():
-    with pytest.raises(HydraConfigError, match=r"<1,1;stream>: streamed .* on cuda leave stream"):
-        check_streams([Scheme.parse("<1,1;stream>")], "cuda")
+def test_an_accelerator_without_peer_memory_is_refused():
+    check_streams([Scheme.parse("<1,1;stream>")], "cuda")
+    with pytest.raises(HydraConfigError, match=r"<1,1;stream>: .* for cpu and cuda, not for npu;"):
+        check_streams([Scheme.parse("<1,1;stream>")], "npu")
 
 
 ON_TWO_HOSTS = (
@@ -202,6 +261,12 @@ def as_on_one_host(count):
         "repeats": repeats("1x<2,1;stream> + 2x<1,1;stream>"),
         "frozen": losses_with_frozen_layers(FROZEN),
     }
+    with homes_in_parts():
+        found["errors"] |= {
+            f"in parts {case}": [error, loss_error]
+            for case, (error, _, loss_error) in check_gradients("llama_tied", ON_TWO_HOSTS).items()
+        }
+        found["repeats"] += repeats("1x<2,1;stream> + 2x<1,1;stream>")
     if count:
         engine = start_hydra(tiny("llama", hidden_size=128, intermediate_size=352))
         found["bytes"] = {
@@ -222,8 +287,8 @@ def test_homes_of_several_hosts(tmp_path, ranks_on):
         ended = run_on_hosts(as_on_one_host, hosts, ranks_on, tmp_path, len(ranks_on) == 2)
     for rank in ended:
         assert rank.exit_code == 0, rank.stderr
-        assert rank.value["repeats"] == [True] * 3
-    assert len(ended[0].value["errors"]) == 2 * (
+        assert rank.value["repeats"] == [True] * 6
+    assert len(ended[0].value["errors"]) == 3 * (
         len(ON_TWO_HOSTS) + 3
     )  # three can have an empty pipeline
     check_frozen(*ended[0].value["frozen"])

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.scheme_support import check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
 from ds_hydra.engine.profiling.profile_document import fit_memory, nominal_profile
@@ -27,7 +28,6 @@ from ds_hydra.engine.ranks.agreement import (
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
 from ds_hydra.engine.telemetry.metrics import RunLog
-from ds_hydra.engine.transfer.stream_plan import check_streams
 from ds_hydra.errors import (
     HydraConfigError,
     InfeasiblePlanError,
@@ -273,13 +273,14 @@ class EngineCandidates:
             raise_together(self._try_to_log_profile(), self._device)
 
     def _model_can_run(self, scheme: Scheme) -> bool:
-        """Whether this model can run under `scheme` on these devices."""
+        """Whether this model can run under `scheme` on these devices; layers stream there only
+        where the user says so, until that has run on accelerators.
+        """
         try:
             self.stage_model.check_scheme(scheme)
-            check_streams([scheme] if scheme.stream else [], self._device.type)
         except HydraConfigError:
             return False
-        return True
+        return not scheme.stream or self._device.type == "cpu"
 
     def _try_to_log_profile(self) -> Exception | None:
         """`write_profile` on the rank that has a run folder; returns what went wrong."""
@@ -304,6 +305,8 @@ class EngineCandidates:
 
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise HydraConfigError where the ranks or the model cannot run `strategy`."""
+        for scheme in set(strategy.schemes):
+            check_context_parallel(scheme, self.config.context_length)
         if strategy.num_devices > self.num_ranks:
             raise HydraConfigError(
                 f"strategy {strategy} needs {strategy.num_devices} ranks, there are {self.num_ranks}; change "

@@ -20,16 +20,17 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.utils import logger, safe_get_local_grad, safe_set_local_grad
+from deepspeed.utils import logger
 from torch import Tensor, nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checkpointing.engine import CheckpointingEngine
 from ds_hydra.engine.examples import local_rank, read_data
+from ds_hydra.engine.gradient_shards import GradientShards
+from ds_hydra.engine.model.bias_correction import BiasCorrection
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_context
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.propagation import Outcome
 from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.engine.ranks.deepspeed_ops import (
     free_shared_memory,
@@ -44,8 +45,8 @@ from ds_hydra.engine.ranks.watchdog import (
     leave_watchdog,
     watch,
 )
-from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration
-from ds_hydra.engine.telemetry.metrics import IterationMetrics, measure_iteration
+from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration, Outcomes
+from ds_hydra.engine.telemetry.metrics import IterationMetrics, expert_imbalance, measure_iteration
 from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.simulator.timeline import EventKind
@@ -75,8 +76,8 @@ class HydraEngine(CheckpointingEngine):
         let_collectives_end_at_exit()
         self._hydra_config = hydra_config
         self._hydra: HydraRuntime | None = None
-        self._grads_P: list[Tensor] = []
-        self._deposited: set[int] = set()
+        self._bias_correction: BiasCorrection | None = None
+        self._gradients: GradientShards | None = None
         """Addresses of gradient shards that are ZeRO-3's own."""
         self.last_metrics: IterationMetrics | None = None
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
@@ -111,6 +112,7 @@ class HydraEngine(CheckpointingEngine):
             activation_checkpointing=config.activation_checkpointing,
             compile_layers=config.compile_layers,
             tp_sequence_parallel=config.tp_sequence_parallel,
+            aux_loss=config.moe.aux_loss == "sequence",
         )
         stage_model = run_together(make_stage_model, self.device)
         check_context(stage_model.trial, stage_model.config, config.context_length)
@@ -119,6 +121,9 @@ class HydraEngine(CheckpointingEngine):
         _modules_of_engines.update(model.modules())
         run_together(functools.partial(self._check_partitions, stage_model), self.device)
         run_together(functools.partial(self._complete_optimizer, stage_model), self.device)
+        if rate := config.moe.bias_update_rate:
+            find = functools.partial(BiasCorrection, self.module, rate, self.global_rank)
+            self._bias_correction = run_together(find, self.device)
         self._hydra = HydraRuntime(config, stage_model, self.device, memory)
 
     @property
@@ -157,18 +162,18 @@ class HydraEngine(CheckpointingEngine):
                 grads_P = self._zero_gradient_shards()
                 outcome = self.hydra.train(iteration, grads_P, self._loss_scale())
                 outcomes = self.hydra.gather_outcomes(outcome, grads_P)
-            loss = sum(o.loss_sum for o in outcomes.ranks) / iteration.plan.num_label_tokens
+            loss = outcomes.loss(iteration.plan)
             before_step = time.perf_counter()
             with self.hydra.section("step"):
                 if outcomes.nonfinite_ranks and not self.fp16_enabled():
                     self._skip_step(iteration, outcomes.nonfinite_ranks)
                 else:
                     with self.hydra.propagator.recorder.span(EventKind.STEP):
-                        self._deposit(grads_P)
-                        self._step(iteration)
+                        self._gradients.deposit()
+                        self._step(iteration, outcomes)
             if batch is None:
                 self.hydra.mark_trained(iteration.plan.iteration)
-            self._report(iteration, outcomes.ranks, loss, start, before_step)
+            self._report(iteration, outcomes, loss, start, before_step)
         if outcomes.is_stop_requested and self._hydra_config.faults.save_on_sigterm is not None:
             self._save_and_exit(self._hydra_config.faults.save_on_sigterm)
         return to_device(torch.tensor(loss, dtype=torch.float32), self.device)
@@ -182,8 +187,7 @@ class HydraEngine(CheckpointingEngine):
         with self.hydra.section("evaluation"):
             iteration = self.hydra.plan_examples(batch, strategy, self.global_steps)
             outcome = self.hydra.propagator.evaluate(iteration.plan, iteration.load)
-            outcomes = self.hydra.gather_outcomes(outcome).ranks
-        loss = sum(o.loss_sum for o in outcomes) / iteration.plan.num_label_tokens
+            loss = self.hydra.gather_outcomes(outcome).loss(iteration.plan)
         return to_device(torch.tensor(loss, dtype=torch.float32), self.device)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -231,7 +235,7 @@ class HydraEngine(CheckpointingEngine):
         if getattr(self, "_hydra", None) is not None:
             self.hydra.close()
             # The model has hooks of DeepSpeed that hold the engine
-            self._hydra, self._grads_P = None, []
+            self._hydra = self._gradients = None
         super().destroy()
         # Never taken away, so that DeepSpeed would keep every model, and its engine, for ever
         parameter_offload.FWD_MODULE_STACK[:] = [
@@ -261,42 +265,23 @@ class HydraEngine(CheckpointingEngine):
         return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
 
     def _zero_gradient_shards(self) -> list[Tensor]:
-        """This rank's fp32 gradient shards, set to zero; the same memory in every iteration, and
-        that of the home if there is one.
-        """
-        if (home := self.hydra.propagator.links.home) is not None:
-            self._grads_P = home.grads_P
-        if not self._grads_P:
-            self._grads_P = [self._gradient_shard(p) for p in self.hydra.stage_model.params]
-        torch._foreach_zero_(self._grads_P)
-        return self._grads_P
+        """This rank's fp32 gradient shards, set to zero."""
+        if self._gradients is None:
+            params = self.hydra.stage_model.params
+            self._gradients = GradientShards(self.optimizer, params, self.device)
+        home = self.hydra.propagator.links.home
+        return self._gradients.zeroed(home, is_fp16=self.fp16_enabled())
 
-    def _gradient_shard(self, param: nn.Parameter) -> Tensor:
-        """[shard] fp32 for the gradient of `param`: ZeRO-3's own memory where that is fp32 on this
-        device, else memory that `_deposit` copies from; empty for frozen parameters.
-        """
-        if param.requires_grad and not self.optimizer.offload_optimizer:
-            own, again = safe_get_local_grad(param), safe_get_local_grad(param)
-            if own.data_ptr() == again.data_ptr():  # no copy in fp32
-                self._deposited.add(own.data_ptr())
-                return own
-        numel = param.ds_tensor.numel() if param.requires_grad else 0
-        return torch.empty(numel, dtype=torch.float32, device=self.device)
-
-    def _deposit(self, grads_P: Sequence[Tensor]) -> None:
-        """Hand the gradient shards to ZeRO-3 as if its own backward had reduced them."""
-        for param, grad_P in zip(self.hydra.stage_model.params, grads_P, strict=True):
-            if param.requires_grad and grad_P.data_ptr() not in self._deposited:
-                safe_set_local_grad(param, grad_P)
-        self.optimizer.independent_gradient_partition_epilogue()
-
-    def _step(self, iteration: Iteration) -> None:
+    def _step(self, iteration: Iteration, outcomes: Outcomes) -> None:
         # DeepSpeed counts train_batch_size() samples per step; monitors shall see what was trained.
         self.global_samples += len(iteration.plan.lengths) - self.train_batch_size()
         self.set_gradient_accumulation_boundary(True)
         super().step()
         # Without this a later plain step() would take every micro-step for a boundary.
         self._is_gradient_accumulation_boundary = None
+        if self._bias_correction is not None and self.was_step_applied():
+            assert outcomes.expert_tokens_LE is not None
+            self._bias_correction.update(outcomes.expert_tokens_LE)
 
     def _skip_step(self, iteration: Iteration, ranks: Sequence[int]) -> None:
         """Count an iteration without changing a weight, as DeepSpeed does after an overflow in
@@ -327,7 +312,7 @@ class HydraEngine(CheckpointingEngine):
     def _report(
         self,
         iteration: Iteration,
-        outcomes: Sequence[Outcome],
+        outcomes: Outcomes,
         loss: float,
         start: float,
         before_step: float,
@@ -338,8 +323,10 @@ class HydraEngine(CheckpointingEngine):
         now = time.perf_counter()
         metrics = measure_iteration(
             iteration.plan,
-            outcomes,
+            outcomes.ranks,
             loss=loss,
+            balance_loss=outcomes.balance_loss,
+            expert_imbalance=expert_imbalance(outcomes.expert_tokens_LE),
             iteration_ms=(now - start) * 1e3,
             step_ms=(now - before_step) * 1e3,
             planning_ms=iteration.planned.planning_ms,
@@ -353,7 +340,7 @@ class HydraEngine(CheckpointingEngine):
         )
         self.hydra.learn(iteration.plan, [p.measured_ms for p in metrics.pipelines])
         self.last_metrics = metrics
-        self.hydra.write_log(metrics, iteration.plan)
+        self.hydra.write_log(metrics, iteration.plan, outcomes.expert_tokens_LE)
         if self.monitor.enabled and self.global_rank == 0:
             self.monitor.write_events(metrics.monitor_events(self.global_samples))
 

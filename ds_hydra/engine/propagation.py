@@ -16,9 +16,11 @@ from torch import Tensor
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.parallel.context_parallel import ContextRow
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo, StageIO, run_1f1b, run_forward_only
 from ds_hydra.engine.parallel.tensor_parallel import summed_cross_entropy
+from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
 from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, raise_together
 from ds_hydra.engine.ranks.host_memory import to_device
@@ -29,7 +31,7 @@ from ds_hydra.engine.transfer.slices import Slices
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.schemes.placement import Role
+from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,8 @@ class Outcome:
 
     loss_sum: float
     """Sum over labelled tokens, each on exactly one rank; 0.0 on ranks without any."""
+    balance_loss: float
+    """This rank's part of the loss of balance of experts, as it is added to the mean."""
     propagate_ms: float
     """Forward and backward, without waiting for slices."""
     pull_ms: float
@@ -60,13 +64,14 @@ class Propagator:
         *,
         device: torch.device,
         max_groups: int,
+        max_groups_of_rank: int = MAX_GROUPS_OF_RANK,
         link_config: LinkConfig | None = None,
     ):
         self.stage_model = stage_model
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self._device = device
-        self.groups = GroupPool(max_groups, device)
+        self.groups = GroupPool(max_groups, device, max_groups_of_rank)
         self.hosts = find_hosts(device)
         self.links = StrategyLinks(
             stage_model, self.groups, self.hosts, link_config or LinkConfig(), device
@@ -152,6 +157,7 @@ class Propagator:
         waited_in_passes_ms = times.visible_pull_ms if self.links.thread.overlap else 0.0
         return Outcome(
             loss_sum=loss_sum,
+            balance_loss=self.stage_model.balance.value,
             propagate_ms=max(0.0, self._clock.ms_between(begin, end) - times.visible_pull_ms),
             busy_ms=max(0.0, self.recorder.busy_ms - waited_in_passes_ms),
             **asdict(times),
@@ -202,6 +208,7 @@ class Propagator:
         Collective over the pipeline only.
         """
         role = work.role
+        self.stage_model.balance.begin(self._device, loss_scale, plan.num_tokens)
         if role is None or not plan.pipelines[role.pipeline].micro_batches:
             return 0.0
         self._enter(role, work, slices)
@@ -209,7 +216,13 @@ class Propagator:
             stage = self._stage_info(role, slices)
             sequence_shard = self._sequence_shard(role)
             micro_batches = MicroBatchTensors.load(
-                plan, plan.pipelines[role.pipeline], stage, load, self._device, sequence_shard
+                plan,
+                plan.pipelines[role.pipeline],
+                stage,
+                load,
+                self._device,
+                sequence_shard,
+                self._context(role),
             )
             scale = 1.0 if loss_scale is None else loss_scale / plan.num_label_tokens
 
@@ -275,10 +288,17 @@ class Propagator:
     def _sequence_shard(self, role: Role) -> SequenceShard | None:
         """What this rank holds of each micro-batch, where its pipeline cuts or pads it."""
         sp, multiple = role.scheme.sp, self.stage_model.tp.micro_batch_multiple(role.scheme.tp)
-        if sp == 1 and multiple == 1:
+        if role.scheme.num_shards == 1 and multiple == 1:
             return None
         group = self.groups.get("sp", role.sp_ranks) if sp > 1 else None
         return SequenceShard(group, sp, role.sp_rank, multiple)
+
+    def _context(self, role: Role) -> ContextRow | None:
+        """Which row of each micro-batch this rank has, where its pipeline cuts them into rows."""
+        cp = role.scheme.cp
+        if cp == 1:
+            return None
+        return ContextRow(TokenShards(self.groups.get("cp", role.cp_ranks), cp), role.cp_rank)
 
     def _stage_io(self, role: Role) -> StageIO:
         pp = role.scheme.pp

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -81,6 +82,17 @@ class Outcomes:
     """Ranks with NaN or Inf among the gradients that they own."""
     is_stop_requested: bool
     """Whether any rank was told to stop (SIGTERM)."""
+    expert_tokens_LE: Tensor | None = None
+    """[layers with experts, E]: tokens that chose an expert, if a training iteration had any."""
+
+    @property
+    def balance_loss(self) -> float:
+        """The loss of balance of experts."""
+        return sum(o.balance_loss for o in self.ranks)
+
+    def loss(self, plan: IterationPlan) -> float:
+        """Mean over the label tokens of `plan`, and the loss of balance."""
+        return sum(o.loss_sum for o in self.ranks) / plan.num_label_tokens + self.balance_loss
 
 
 class HydraRuntime:
@@ -268,13 +280,19 @@ class HydraRuntime:
         names = [field.name for field in fields(Outcome)]
         mine = [*(getattr(outcome, name) for name in names), 0.0, float(self._stop_request.is_set)]
         mine_N = to_device(torch.tensor(mine, dtype=torch.float64), self._device)
-        if grads_P:
-            mine_N[-2] = ~torch.stack([grad_P.sum() for grad_P in grads_P]).isfinite().all()
+        if held_P := [grad_P for grad_P in grads_P if grad_P.numel()]:  # not of what is frozen
+            norms = torch.stack(torch._foreach_norm(held_P))  # one kernel on a device
+            mine_N[-2] = ~norms.isfinite().all()
         rows = gather_rows(mine_N).tolist()
+        balance, expert_tokens_LE = self.stage_model.balance, None
+        if grads_P and balance.layers:
+            dist.all_reduce(balance.counts_LE)
+            expert_tokens_LE = balance.counts_LE.cpu()
         return Outcomes(
             ranks=[Outcome(**dict(zip(names, row[:-2], strict=True))) for row in rows],
             nonfinite_ranks=[rank for rank, row in enumerate(rows) if row[-2]],
             is_stop_requested=any(row[-1] for row in rows),
+            expert_tokens_LE=expert_tokens_LE,
         )
 
     def find_candidate(self, strategy: Strategy) -> int:
@@ -290,7 +308,9 @@ class HydraRuntime:
         profile = self.candidates.profile
         return math.nan if profile is None else pack_occupancy(plan, profile)
 
-    def write_log(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
+    def write_log(
+        self, metrics: IterationMetrics, plan: IterationPlan, expert_tokens_LE: Tensor | None
+    ) -> None:
         """Add the iteration to the run folder; on chosen iterations with the times of all
         stages.
         """
@@ -300,7 +320,8 @@ class HydraRuntime:
             mine = torch.tensor([self._memory.peak_bytes()], dtype=torch.int64, device=self._device)
             peak_bytes = gather_rows(mine).flatten().tolist()
             if self.log is not None:
-                self.log.write_trace(timeline, peak_bytes)
+                experts = self.stage_model.balance.describe_tokens(expert_tokens_LE)
+                self.log.write_trace(timeline, peak_bytes, experts)
         if self.log is not None:
             self.log.write(metrics, plan)
 
@@ -387,9 +408,11 @@ class HydraRuntime:
     def describe(self) -> str:
         """Candidates and communicators, for the start of a run."""
         names = ", ".join(str(s) for s in self.strategies)
+        loss = self.stage_model.balance.loss
+        notes = [*self.candidates.reasons, *([] if loss is None else [str(loss)])]
         return (
             f"ds_hydra: {len(self.strategies)} candidate strategies on {self.num_ranks} ranks ({names}); "
-            f"{self.propagator.groups}" + "".join(f"\n  {line}" for line in self.candidates.reasons)
+            f"{self.propagator.groups}" + "".join(f"\n  {line}" for line in notes)
         )
 
     def _open_log(self) -> Exception | None:

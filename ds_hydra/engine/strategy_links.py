@@ -1,5 +1,4 @@
-"""This rank's pull and push of every strategy: link plans, the memory that slices take, and the
-sessions that fill and empty it.
+"""This rank's pull and push of every strategy: link plans, memory of slices, sessions.
 
 Legend: tensors ending in `_P` are flat ZeRO-3 shards.
 """
@@ -18,17 +17,14 @@ from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.ranks.agreement import max_over_ranks
-from ds_hydra.engine.ranks.hosts import (
-    Hosts,
-    find_ranks_per_node,
-    warn_of_placement,
-)
+from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_node, warn_of_placement
 from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
 from ds_hydra.engine.transfer.gathering import GatherSession, plan_rounds
-from ds_hydra.engine.transfer.home import SharedMemoryHome
+from ds_hydra.engine.transfer.home import Home
 from ds_hydra.engine.transfer.link_agreement import check_link_plans
 from ds_hydra.engine.transfer.link_memory import LinkMemory
 from ds_hydra.engine.transfer.link_session import DeviceClock, LinkSession, LinkThread
+from ds_hydra.engine.transfer.peer_home import open_home
 from ds_hydra.engine.transfer.slices import (
     SlicePool,
     Slices,
@@ -118,6 +114,7 @@ class StrategyLinks:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self._device = device
+        self._groups = groups
         self.hosts = hosts
         everyone = range(self.num_ranks)
         if self.rank == 0 and config.devices_per_node is None:
@@ -143,7 +140,7 @@ class StrategyLinks:
                 self._frozen_at_home = self._keep_frozen()
         self._links: dict[Strategy, StrategyLink] = {}
         self._stream_links: dict[Strategy, StreamLink] = {}
-        self.home: SharedMemoryHome | None = None
+        self.home: Home | None = None
         """Where weights and sums of streamed layers are, once a strategy has some."""
 
     def close(self) -> None:
@@ -163,9 +160,15 @@ class StrategyLinks:
         check_streams(streaming, self._device.type)
         if streaming and self.home is None:
             purpose = f"scheme {streaming[0]}: streamed layers need a home; leave stream out of hydra.strategies"
-            dtype = self.shards_P()[0].dtype
-            self.home = SharedMemoryHome(
-                self.stage_model.specs, dtype, self._device, self.hosts, purpose
+            layers = [[b.param for b in u.bindings] for u in self.stage_model.units[1:-1]]
+            self.home = open_home(
+                self.stage_model.specs,
+                layers,
+                self.shards_P()[0].dtype,
+                self.thread,
+                self.hosts,
+                self._groups,
+                purpose,
             )
 
     def weight_addresses(self) -> set[int]:
@@ -330,10 +333,10 @@ class StrategyLinks:
         if strategy not in self._stream_links:
             role = Role.find(strategy, self.rank)
             buckets, streams = (), StageStreams()
-            if role is not None:
+            if role is not None and self.home is not None:
                 place = role.scheme, role.stage, role.tp_rank, role.ep_rank
                 buckets = self.stage_model.buckets(*place)
-                streams = self.stage_model.stage_streams(*place)
+                streams = self.stage_model.stage_streams(*place, has_views=self.home.has_views)
             across = self._across_hosts(strategy) if len(self.hosts.names) > 1 else AcrossHosts()
             memory = self._stream_memory_of(buckets, streams, across)
             self._stream_links[strategy] = StreamLink(role, buckets, streams, across, memory)

@@ -27,12 +27,22 @@ from ds_hydra.strategy.proposal.program import (
     usable_schemes,
 )
 from ds_hydra.strategy.proposal.streamed import CanRun, with_streams_of
-from ds_hydra.strategy.schemes.placement import count_groups
+from ds_hydra.strategy.schemes.placement import (
+    LINK_GROUPS,
+    MAX_GROUPS_OF_RANK,
+    groups_of_all,
+    most_groups_of_rank,
+)
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 MAX_ENUMERATED_RANKS = 8
 """Ranks up to which every strategy of two schemes is a candidate; for more, the lengths of the data
 decide.
+"""
+
+_START_GROUPS_OF_RANK = 15
+"""Groups of one rank that may be taken before the lengths are known: eight are left for what these
+suggest. Proposals of 7B and 32B on 64 devices had up to seven.
 """
 
 
@@ -171,6 +181,7 @@ def decide_candidates(
         pruning=replace(
             settings.pruning,
             max_communicators=settings.max_groups - settings.num_other_groups,
+            max_groups_of_rank=MAX_GROUPS_OF_RANK - LINK_GROUPS - _staying_groups(start, settings),
             links_of=settings.links_of,
         ),
         progress=progress,
@@ -248,9 +259,19 @@ def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tu
         wanted = [Strategy((scheme,) * (number // scheme.num_devices)) for scheme in schemes]
     kept: list[Strategy] = []
     for strategy in sorted(wanted, key=lambda s: s.is_heterogeneous):
-        if count_groups([*kept, strategy]) <= settings.max_groups // 2:
+        keys = groups_of_all([*kept, strategy])
+        if len(keys) > settings.max_groups // 2:
+            continue
+        if most_groups_of_rank(keys) <= _START_GROUPS_OF_RANK:
             kept.append(strategy)
     return tuple(kept)
+
+
+def _staying_groups(start: Sequence[Strategy], settings: CandidateSettings) -> int:
+    """Groups of a rank that stay beside those of a proposal, which does not replace `start` on many
+    devices.
+    """
+    return 0 if settings.is_enumerated else most_groups_of_rank(groups_of_all(start))
 
 
 def _is_usable(scheme: Scheme, profile: Profile | None, settings: CandidateSettings) -> bool:

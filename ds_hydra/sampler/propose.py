@@ -33,7 +33,11 @@ from ds_hydra.strategy.proposal.program import (
 )
 from ds_hydra.strategy.proposal.streamed import CanRun
 from ds_hydra.strategy.schemes.neighbours import full_strategies
-from ds_hydra.strategy.schemes.placement import count_groups
+from ds_hydra.strategy.schemes.placement import (
+    count_groups,
+    groups_of_all,
+    most_groups_of_rank,
+)
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 _MAX_SINGLE_STAGE = 2000
@@ -284,9 +288,11 @@ def _grow(
         if not affordable or max(gains) <= 0:
             break
         added = affordable[int(np.argmax(gains))]
+        open_.remove(added)
+        if most_groups_of_rank(groups_of_all([*chosen, added])) > pruning.max_groups_of_rank:
+            continue
         chosen.append(added)
         times = np.minimum(times, table[added])
-        open_.remove(added)
     return chosen
 
 

@@ -22,6 +22,7 @@ from ds_hydra.strategy.proposal.program import (
     homogeneous_strategies,
 )
 from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
+from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 Progress = Callable[[int, int], None]
@@ -46,8 +47,8 @@ class PruningSettings:
     one greedy dispatch. `tolerance`: how much slower, on average over the sampled mini-batches, the
     set that stays may be than the set of all candidates; `extended_tolerance` the same where
     strategies of extended schemes come on top: each costs communicators. `max_communicators`:
-    process groups that the set may need at most. `links_of`: pull and push of a strategy, which
-    then count; None where they are not known.
+    process groups that the set may need at most, `max_groups_of_rank` those of one rank.
+    `links_of`: pull and push of a strategy, which then count; None where they are not known.
     """
 
     num_batches: int = 32
@@ -56,6 +57,7 @@ class PruningSettings:
     tolerance: float = 0.002
     extended_tolerance: float = 0.01
     max_communicators: int = 512
+    max_groups_of_rank: int = MAX_GROUPS_OF_RANK
     seed: int = 0
     planner: PlannerSettings = HEURISTIC
     links_of: Callable[[Strategy], LinkTimes] | None = None

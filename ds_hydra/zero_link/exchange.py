@@ -428,8 +428,16 @@ def _packed_views(buffer: Tensor, copies: Sequence[Copy]) -> list[Tensor]:
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """What is contiguous on both sides in one kernel, where the device has one."""
+    run_targets, run_sources = [], []
     for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+        if target.is_contiguous() and source.is_contiguous():
+            run_targets.append(target)
+            run_sources.append(source)
+        else:
+            target.copy_(source)
+    if run_targets:
+        torch._foreach_copy_(run_targets, run_sources)
 
 
 def _bucket(buckets: Sequence[Sequence[Tensor]], index: int) -> Sequence[Tensor]:

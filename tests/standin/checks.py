@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from engines import start_hydra
 from models import VOCAB_SIZE, tiny
+from peer_homes import homes_in_parts
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 from test_engine_parity import LENGTHS, hand_plan, relative_errors
 
@@ -21,9 +22,10 @@ from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.engine.transfer import link_session
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import exchange, messages
-from standin import process_group
+from standin import device, process_group
 from standin.streams import observer
 
+STREAMED = ("2x<1,1;stream>", "1x<2,1;stream>", "1x<1,2;stream=1>", "1x<sp2,1;stream>")
 STRATEGIES = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<1,1>")
 
 messages.SINGLE_NUMEL = exchange.SINGLE_NUMEL = 64  # tiny models send in place, too
@@ -88,6 +90,26 @@ def parity_tied_with_shards() -> dict[str, Any]:
 
 def parity_checkpointed() -> dict[str, Any]:
     return _parity("qwen3", ("1x<2,1>", "1x<1,2>"), activation_checkpointing=True)
+
+
+def parity_streamed() -> dict[str, Any]:
+    """Homes in parts, which are read and added to one-sidedly."""
+    with homes_in_parts("standin", device.extension().as_device):
+        return _parity("llama", STREAMED)
+
+
+def iteration_streamed() -> dict[str, Any]:
+    """An iteration of layers that stream, and where host threads waited in it."""
+    engine_examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    results = {}
+    with homes_in_parts("standin", device.extension().as_device):
+        engine = _start("llama_tied")
+        for text in STREAMED:
+            engine.train_batch(engine_examples, strategy=text)
+            with _observed() as found:
+                found["loss"] = float(engine.train_batch(engine_examples, strategy=text))
+            results[text] = found
+    return results
 
 
 def iteration() -> dict[str, Any]:

@@ -337,6 +337,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("as_host", &as_host);
+  m.def("as_device", [](const Tensor& host) { return tensor_over(as_device_storage(host), KEYS, host); });
   m.def("allocated_bytes", [] { return allocated_bytes.load(); });
   m.def("peak_bytes", [] { return peak_bytes.load(); });
   m.def("reset_peak", [] { peak_bytes = allocated_bytes.load(); });

@@ -105,6 +105,14 @@ class StandInGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return self._backend_name
 
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    @property
+    def group_name(self) -> str:
+        """As torch knows it when the group is destroyed."""
+        return self._group_name
+
     def _run(
         self,
         name: str,

@@ -157,7 +157,9 @@ class Observer:
             self._homes[storage] = current_stream().id
 
     def _free(self, storage: int) -> None:
-        """A caching allocator hands the block out again on the stream that allocated it."""
+        """A caching allocator hands the block out again on the stream that allocated it, at once:
+        what the host has waited for by now is over.
+        """
         with self._lock:
             home = self._homes.pop(storage, DEFAULT_STREAM)
             known = self._used_by.pop(storage, set())
@@ -165,7 +167,9 @@ class Observer:
                 f"freed for stream {home} at {where()} while {touch.name} on stream "
                 f"{touch.stream} at {touch.place} may still run"
                 for touch in self._touches.pop(storage, [])
-                if touch.stream not in known and not self._is_before(touch, home)
+                if touch.stream not in known
+                and not self._is_before(touch, home)
+                and not self.has_settled({touch.stream: touch.number})
             ]
 
 

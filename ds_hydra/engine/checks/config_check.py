@@ -21,10 +21,12 @@ from ds_hydra.engine.checks.deepspeed_section import (
 )
 from ds_hydra.engine.checks.estimate import estimate_profile, load_hardware
 from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
+from ds_hydra.engine.model.attention import find_softcap_problem
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.model.random_model import build_random_stage_model
-from ds_hydra.engine.model.scheme_support import check_context
+from ds_hydra.engine.model.scheme_support import check_context, check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.parallel.groups import check_groups_of_rank
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
 from ds_hydra.engine.profiling.profile_document import fit_memory
 from ds_hydra.engine.profiling.profiler import default_lengths
@@ -43,7 +45,11 @@ from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.schemes.placement import count_groups, groups_of
+from ds_hydra.strategy.schemes.placement import (
+    count_groups,
+    groups_of_all,
+    most_groups_of_rank,
+)
 from ds_hydra.zero_link.home_parts import home_bytes
 
 DEFAULT_DEVICES = 8
@@ -191,6 +197,8 @@ class _Budget:
             tp_sequence_parallel=self._hydra.tp_sequence_parallel,
         )
         check_context(self._stage_model.trial, config, self._hydra.context_length)
+        if problem := find_softcap_problem(config, self._dtype):
+            self._report.warnings.append(f"on GPUs the engine refuses this model: {problem}")
         positions = getattr(config, "max_position_embeddings", None)
         if positions is not None and self._hydra.context_length > positions:
             self._report.warnings.append(
@@ -283,8 +291,8 @@ class _Budget:
         )
         if streaming:
             self._report.warnings.append(
-                f"hydra.strategies have streamed layers ({', '.join(map(str, streaming))}): CPU ranks of a host can "
-                "share them; on accelerators the engine refuses them"
+                f"hydra.strategies have streamed layers ({', '.join(map(str, streaming))}): their home on accelerators "
+                "(torch's symmetric memory, CUDA alone) has run on a stand-in device only"
             )
 
     def _describe_home(self, given: Sequence[Strategy]) -> None:
@@ -323,6 +331,7 @@ class _Budget:
         report, context, number = self._report, self._hydra.context_length, self._report.num_devices
         for strategy in given:
             for scheme in strategy.schemes:
+                check_context_parallel(scheme, context)
                 if self._stage_model is not None:
                     self._stage_model.check_scheme(scheme)
         profile = self._profile = profile.with_schemes(
@@ -428,11 +437,12 @@ class _Budget:
         number, limit = self._report.num_devices, self._hydra.max_process_groups
         everyone = range(number)
         purposes = self._link_purposes()
-        keys = {(purpose, everyone) for purpose in purposes}.union(*map(groups_of, strategies))
-        most = max(sum(rank in ranks for _, ranks in keys) for rank in range(number))
+        keys = groups_of_all(strategies) | {(purpose, everyone) for purpose in purposes}
+        most = most_groups_of_rank(keys)
         self._report.communicators = {"total": len(keys), "most_on_one_rank": most, "limit": limit}
         if len(keys) > limit:
             raise HydraConfigError(
                 f"the strategies need {len(keys)} process groups, more than hydra.max_process_groups = {limit}; raise "
                 f"it to {len(keys)} (each costs communicator memory) or list fewer strategies in hydra.strategies"
             )
+        check_groups_of_rank(keys)

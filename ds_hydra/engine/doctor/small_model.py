@@ -21,12 +21,12 @@ from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.doctor.findings import Finding, Status
 from ds_hydra.engine.doctor.vigil import Vigil
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.groups import groups_of
 from ds_hydra.engine.profiling.profile_document import nominal_profile
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.strategy import Profile, Scheme, Strategy
+from ds_hydra.strategy.schemes.placement import groups_of
 
 TOLERANCE = {"cpu": 1e-5}
 _DEVICE_TOLERANCE = 1e-4

@@ -1,5 +1,4 @@
-"""Where a model of any family has its decoder layers, embedding and head, and what stands in for a
-layer of another stage.
+"""Where a model of any family has its decoder layers, embedding and head.
 
 Names differ between families (`model.layers`, `transformer.h`, `gpt_neox.layers`), so layers are
 the largest list of modules that is in no other list, embedding and head are what transformers'
@@ -13,11 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from ds_hydra.engine.model.units import Binding, shape_of
+from ds_hydra.engine.model.units import shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,52 +80,6 @@ def _base_of(model: nn.Module, layers: nn.ModuleList) -> nn.Module:
         return base
     holders = (m for m in model.children() if isinstance(m, PreTrainedModel))
     return next((m for m in holders if layers in m.modules()), model)
-
-
-class StageEnd(Exception):
-    """Leaves the model's forward after the last layer of a stage that is not the last one."""
-
-    def __init__(self, hidden: Tensor):
-        super().__init__()
-        self.hidden = hidden
-
-
-class Slot(nn.Module):
-    """Stands in for a layer of another stage.
-
-    It answers as layers of the model do, with a tensor or with a tuple of `num_outputs` of which
-    the hidden state is the first. The first one gives the hidden state of the stage before,
-    whatever the model has made of its inputs; the one after a stage's own layers ends the forward;
-    others pass the hidden state through.
-    """
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.__dict__["_layer"] = layer  # no child of it
-        self.num_outputs = 0
-        self.entering: Tensor | None = None
-        self.ends = False
-
-    def __getattr__(self, name: str) -> Any:
-        """What the model asks its layer for, as the kind of its attention."""
-        return getattr(self.__dict__["_layer"], name)
-
-    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
-        """`hidden_states`, or those that enter the stage; raises StageEnd where the stage ends."""
-        if self.ends:
-            raise StageEnd(hidden_states)
-        hidden = hidden_states if self.entering is None else self.entering
-        return (hidden, None)[: self.num_outputs] if self.num_outputs else hidden
-
-
-def bind_zeros(bindings: Iterable[Binding], params: Sequence[nn.Parameter], device: Any) -> None:
-    """Put zeros of the shapes of `params` into the modules of `bindings`: strides of 0, hence no
-    memory.
-    """
-    for binding in bindings:
-        meta = params[binding.param]
-        zero = torch.zeros((), dtype=meta.dtype, device=device).expand(meta.shape)
-        binding.module._parameters[binding.attribute] = nn.Parameter(zero, requires_grad=False)
 
 
 @contextlib.contextmanager

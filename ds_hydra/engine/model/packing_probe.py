@@ -25,6 +25,7 @@ from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.decoder_parts import DecoderParts, noting_calls
 from ds_hydra.engine.model.scheme_support import Trial
 from ds_hydra.engine.model.small_config import VOCABULARY, small_configs
+from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.model.supported import check_model, other_layer_types
 from ds_hydra.errors import UnsupportedModelError
@@ -80,7 +81,7 @@ def try_small_copy(model: nn.Module) -> Trial:
 def _log(kind: type[nn.Module], trial: Trial) -> None:
     if trial.one_by_one_because:
         logger.warning(
-            "%s runs the sequences of a micro-batch one after the other with its own attention, under TP 1 and SP 1, "
+            "%s runs the sequences of a micro-batch one after the other with its own attention, under TP, SP and CP 1, "
             "because %s",
             kind.__name__,
             trial.one_by_one_because,
@@ -108,7 +109,7 @@ def _try(kind: type[nn.Module], config: Any) -> Trial:
     if not try_.runs_beyond_positions():
         trial = replace(trial, positions_end=True)
     if any(number != 1 for number in try_.calls.values()):
-        trial = replace(trial, no_streams_because="it calls a layer more than once, or not at all")
+        trial = replace(trial, no_streams_because=NOT_ONCE)
     if try_.num_layers > 1 and (problem := try_.compare(trial, Scheme(1, try_.num_layers))):
         trial = replace(trial, no_stages_because=problem)
     return trial
@@ -168,8 +169,8 @@ class _SmallCopy:
         except Exception as error:  # a family's own code
             what = "it cannot run in stages" if scheme.pp > 1 else "a packed micro-batch fails"
             return f"{what} ({type(error).__name__}: {str(error)[:200]})"
-        trained = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        names = ["values", *(f"gradients of {name}" for name in trained)]
+        named = self._model.named_parameters()
+        names = ["values", *(f"gradients of {name}" for name, _ in named)]
         how = "run in stages" if scheme.pp > 1 else "share a micro-batch"
         problem = _compare(names, together, self._alone)
         return problem and f"{problem} where two sequences {how}"
@@ -213,11 +214,9 @@ class _SmallCopy:
         return [hidden[0] * torch.cat([sequence.weights for sequence in self._sequences])]
 
     def _gradients(self, weighted: Sequence[Tensor]) -> list[Tensor]:
-        """The weighted logits of all sequences, and the gradient of their sum for each parameter
-        that is trained.
-        """
+        """The weighted logits of all sequences, and the gradient of their sum by parameter."""
         values = torch.cat(list(weighted))
-        params = [p for p in self._model.parameters() if p.requires_grad]
+        params = list(self._model.parameters())
         grads = torch.autograd.grad(values.sum(), params, allow_unused=True, materialize_grads=True)
         return [values.detach(), *grads]
 
@@ -249,7 +248,7 @@ def _build(kind: type[nn.Module], config: Any, generator: torch.Generator) -> nn
                 param.copy_(noise * param.shape[-1] ** -0.5)
             else:
                 param.add_(noise * 0.1)
-    return model.train()
+    return model.train().requires_grad_(True)  # some families fix biases of routers
 
 
 def _run_alone(model: nn.Module, sequence: _Sequence) -> Tensor:

@@ -32,7 +32,7 @@ def build_random_stage_model(
     UnsupportedModelError for what cannot be trained. On the meta device nothing is allocated.
     """
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
     trial = try_small_copy(model)
     generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(0)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.tp_plan import SUPPORTED_STYLES, module_styles, num_kv_heads, tp_plan
 from ds_hydra.engine.parallel.tensor_parallel import GATHERED, SPLIT
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
@@ -44,20 +45,22 @@ def check_trial(scheme: Scheme, trial: Trial, name: str) -> None:
     """Raise UnsupportedModelError where a model of the class `name` runs sequences one after the
     other and `scheme` wants more than whole layers.
     """
-    if trial.one_by_one_because and (scheme.tp > 1 or scheme.sp > 1):
+    if trial.one_by_one_because and (scheme.tp > 1 or scheme.sp > 1 or scheme.cp > 1):
         raise UnsupportedModelError(
             f"scheme {scheme}: {name} runs the sequences of a micro-batch one after the other, because "
-            f"{trial.one_by_one_because}; use TP 1 and SP 1 in hydra.strategies"
+            f"{trial.one_by_one_because}; use TP 1, SP 1 and CP 1 in hydra.strategies"
         )
 
 
-def check_streams(scheme: Scheme, trial: Trial, name: str, *, has_plain_embedding: bool) -> None:
+def check_streams(
+    scheme: Scheme, trial: Trial, name: str, *, calls_once: bool, has_plain_embedding: bool
+) -> None:
     """Raise UnsupportedModelError where the layers of a model of the class `name` cannot come and
     go as `stream` and `gather` want it: each is read once in forward and once in backward.
     """
     if not (scheme.stream or scheme.gather):
         return
-    because = trial.no_streams_because
+    because = trial.no_streams_because or ("" if calls_once else NOT_ONCE)
     if trial.one_by_one_because:
         because = f"it runs sequences one after the other ({trial.one_by_one_because})"
     elif not has_plain_embedding:
@@ -78,6 +81,15 @@ def check_sequence_parallel(scheme: Scheme, config: Any) -> None:
             f"scheme {scheme}: SP {scheme.sp} x TP {scheme.tp} = {scheme.sp * scheme.tp} does not divide the "
             f"model's {heads} attention heads; use SP {', '.join(map(str, works))} with TP {scheme.tp} in "
             "hydra.strategies"
+        )
+
+
+def check_context_parallel(scheme: Scheme, context_length: int) -> None:
+    """Raise HydraConfigError where no sequence has a token for every row of a micro-batch."""
+    if scheme.cp > context_length:
+        raise HydraConfigError(
+            f"scheme {scheme}: CP {scheme.cp} is above hydra.context_length, {context_length} tokens, so that rows of "
+            f"every micro-batch would have none; use CP {context_length} or less in hydra.strategies"
         )
 
 

@@ -14,7 +14,6 @@ the forward ends after a stage's own layers.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -26,14 +25,8 @@ from ds_hydra.engine.model import attention
 from ds_hydra.engine.model.adapters import is_lora, unwrap_adapters
 from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.compilation import compile_each
-from ds_hydra.engine.model.decoder_parts import (
-    DecoderParts,
-    Slot,
-    StageEnd,
-    bind_zeros,
-    noting_calls,
-    with_holders,
-)
+from ds_hydra.engine.model.decoder_parts import DecoderParts, with_holders
+from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
 from ds_hydra.engine.model.rotary import follow_each_sequence
 from ds_hydra.engine.model.scheme_support import (
@@ -45,6 +38,8 @@ from ds_hydra.engine.model.scheme_support import (
     check_tensor_parallel,
     check_trial,
 )
+from ds_hydra.engine.model.sight import checkpointed
+from ds_hydra.engine.model.stage_forward import NOT_ONCE, StageForward, bind_zeros
 from ds_hydra.engine.model.supported import check_model
 from ds_hydra.engine.model.tp_plan import (
     build_specs,
@@ -85,6 +80,7 @@ class StageModel:
         activation_checkpointing: bool = False,
         compile_layers: bool = False,
         tp_sequence_parallel: bool = False,
+        aux_loss: bool = True,
         simulated_tp_size: int = 1,
     ):
         model = unwrap_adapters(model)
@@ -109,18 +105,18 @@ class StageModel:
         self._base, head, self._embedding = parts.base, parts.head, parts.embedding
         if not trial.one_by_one_because:
             attention.use_packed_attention(self._model)
-        self._takes_positions = "position_ids" in inspect.signature(type(model).forward).parameters
         self._model.train()
         follow_each_sequence(self._model)
         if activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._layer_list = parts.layers
         self._layers = list(parts.layers)
-        self._slots = [Slot(layer) for layer in self._layers]
+        self._forward = StageForward(self._model, parts, one_by_one=bool(trial.one_by_one_because))
         self._always_checkpointed = [
             getattr(layer, "gradient_checkpointing", False) for layer in self._layers
         ]
-        attention.recompute_in_sight(self._model)
+        for module in self._model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module._gradient_checkpointing_func = checkpointed
         self._padding_idx = getattr(self._embedding, "padding_idx", None)
         if is_lora(head):
             raise UnsupportedModelError(
@@ -131,7 +127,6 @@ class StageModel:
         """Rows of the embedding."""
         self.num_logits: int = head.weight.shape[0]
         """Rows of the head; one of both may have been resized alone."""
-        self.no_pp_because = trial.no_stages_because
         self.units = self._find_units(parts)
         self._await_unit: dict[nn.Module, list[int]] = {}
         self._await_bucket: Callable[[int], None] = lambda _: None
@@ -140,22 +135,24 @@ class StageModel:
             module.register_forward_pre_hook(self._before_unit)
         for module in (self._embedding, *self._layers):
             module.register_forward_hook(self._after_layer)
+        bindings = [(b.module, b.attribute, b.param) for u in self.units for b in u.bindings]
         self.specs = build_specs(
             model,
             self._base,
-            bindings=[(b.module, b.attribute, b.param) for u in self.units for b in u.bindings],
+            bindings=bindings,
             vocabulary=(head, self._embedding),
             cuts_micro_batches=tp_sequence_parallel,
         )
-        fqn_of = {
-            (b.module, b.attribute): self.specs[b.param].fqn
-            for unit in self.units
-            for b in unit.bindings
-        }
+        fqn_of = {(module, name): self.specs[param].fqn for module, name, param in bindings}
         self._unplanned = find_unplanned(self._base, fqn_of)
+        self.balance = ExpertBalance(self._model, self._layers, self.tp, with_loss=aux_loss)
         self._hook(head)
         self._uncut_because = self._hook_blocks(head) if tp_sequence_parallel else ""
-        self.no_pp_because = self.no_pp_because or self._try_slots()
+        bind_zeros(self.units[0].bindings, self._meta_params, self._forward.device)
+        hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
+        found = self._forward.find_slot_problem(hidden.to(self._meta_params[0].dtype))
+        self.no_pp_because = trial.no_stages_because or self.no_pp_because or found
+        self.unbind()
         if compile_layers:
             compile_each(self._layers)
 
@@ -181,7 +178,13 @@ class StageModel:
         scheme.check_layers(self.num_layers)
         name = type(self._model).__name__
         check_trial(scheme, self.trial, name)
-        check_streams(scheme, self.trial, name, has_plain_embedding=self.has_plain_embedding)
+        check_streams(
+            scheme,
+            self.trial,
+            name,
+            calls_once=self.no_pp_because != NOT_ONCE,
+            has_plain_embedding=self.has_plain_embedding,
+        )
         if scheme.ckpt:
             check_checkpointing(scheme, self._layers, name, always=any(self._always_checkpointed))
         if scheme.pp > 1 and self.no_pp_because:
@@ -247,21 +250,17 @@ class StageModel:
         )
 
     def stage_streams(
-        self, scheme: Scheme, stage: int, tp_rank: int, ep_rank: int = 0
+        self, scheme: Scheme, stage: int, tp_rank: int, ep_rank: int = 0, *, has_views: bool = True
     ) -> StageStreams:
-        """Which of the buckets of `tp_rank` stream, which of them have to be copied, and what."""
+        """Which buckets of `tp_rank` stream, and what is copied of a home that `has_views`."""
         units = self.stage_units(scheme, stage)
         streamed = {self.units[1 + i] for i in scheme.streamed_layers(self.num_layers, stage)}
         if scheme.streams_all:
             streamed |= {self.units[0], self.units[-1]}
         buckets = self.buckets(scheme, stage, tp_rank, ep_rank)
-        copied = copied_params(self.specs, buckets)
-        window = [
-            r
-            for r in self._unshared(units)
-            if units[r] in streamed.intersection(self.units[1:-1])
-            and any(b.param in copied for b in units[r].bindings)
-        ]
+        copied = copied_params(self.specs, buckets, has_views=has_views)
+        used = [r for r, unit in enumerate(units) if any(b.param in copied for b in unit.bindings)]
+        window = [r for r in self._unshared(units) if units[r] in streamed and r in used]
         return StageStreams(
             buckets=frozenset(r for r, unit in enumerate(units) if unit in streamed),
             window=self._in_order(units, stage, window),
@@ -281,8 +280,8 @@ class StageModel:
         known: dict[tuple[Scheme, int, int, int], RankBuckets] = {}
         rank_buckets: list[RankBuckets] = [()] * num_ranks
         for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-            for (stage, sp_rank, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
-                key = (scheme, stage, tp_rank, sp_rank % scheme.ep)
+            for (stage, shard, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
+                key = (scheme, stage, tp_rank, shard % scheme.ep)
                 if key not in known:
                     known[key] = self.buckets(*key)
                 rank_buckets[rank] = known[key]
@@ -321,7 +320,7 @@ class StageModel:
             self._layers[index].gradient_checkpointing = (
                 self._always_checkpointed[index] or index < scheme.ckpt
             )
-        self._show_layers(own)
+        self._forward.show_layers(own)
 
     def unbind(self) -> None:
         """Put meta parameters back, so that nothing of the iteration stays alive."""
@@ -347,44 +346,10 @@ class StageModel:
         `input_ids` [1, T] on the first stage, else `hidden` [1, T, H] from the stage before; where
         TP cuts micro-batches hidden states are this rank's shard [1, T / TP, H].
         """
-        if self.trial.one_by_one_because and len(micro_batch.lengths) > 1:
-            outputs = [
-                self._forward(PackedMicroBatch.build([length], here.device), ids, part, is_last)
-                for length, here, ids, part in zip(
-                    micro_batch.lengths,
-                    micro_batch.position_ids.split(micro_batch.lengths, dim=1),
-                    _split(input_ids, micro_batch.lengths),
-                    _split(hidden, micro_batch.lengths),
-                    strict=True,
-                )
-            ]
-            return torch.cat(outputs, dim=1)
-        return self._forward(micro_batch, input_ids, hidden, is_last)
-
-    def _forward(
-        self,
-        micro_batch: PackedMicroBatch,
-        input_ids: Tensor | None,
-        hidden: Tensor | None,
-        is_last: bool,
-    ) -> Tensor:
-        inputs: dict[str, Any] = {"input_ids": input_ids}
-        if hidden is not None:  # what runs before the layers gets something to run on
-            width = self._embedding.weight.shape[1]
-            inputs = {"inputs_embeds": hidden.new_zeros(*hidden.shape[:2], width)}
-        if self._takes_positions and not self.trial.one_by_one_because:
-            inputs["position_ids"] = micro_batch.position_ids
-        self._slots[0].entering = hidden
         try:
-            with attention.in_sight(micro_batch):
-                output: Tensor = self._model(**inputs, use_cache=False).logits
-            assert is_last, "the layer after the stage was not called"
-        except StageEnd as end:
-            output = end.hidden
+            return self._forward.run(micro_batch, input_ids, hidden, is_last=is_last)
         finally:
-            self._slots[0].entering = None
             self.tp.forget_input()
-        return output
 
     def carry_over(self) -> None:
         """Take over what was set on the trained model's modules (`ModuleState.carry_over`)."""
@@ -447,93 +412,26 @@ class StageModel:
         local = self._padding_idx - self.tp.first_row(self.vocab_size)
         return local if 0 <= local < num_rows else None
 
-    def _show_layers(self, own: range) -> None:
-        """Put the layers `own` in their places; the forward ends after them where others follow."""
-        for index, (layer, slot) in enumerate(zip(self._layers, self._slots, strict=True)):
-            self._layer_list._modules[str(index)] = layer if index in own else slot
-            slot.ends = index == own.stop
-
     def _find_units(self, parts: DecoderParts) -> tuple[Unit, ...]:
         """What travels together: all that runs before the layers, each layer, all that follows;
         what runs before but is no table may run after them, too.
         """
         outer = parts.outer_modules(self._model)
-        before = [m for m in self._called_before_layers(outer) if m is not self._embedding]
-        first = [self._embedding, *before]
+        index_of = {id(meta): i for i, meta in enumerate(self._meta_params)}
+        before, self.no_pp_because = self._forward.find_modules_before(
+            outer, bindings_of(outer, index_of), self._meta_params
+        )
+        first = [self._embedding, *(m for m in before if m is not self._embedding)]
         last = [m for m in outer if m not in first or not isinstance(m, nn.Embedding)]
         self.has_plain_embedding = len(first) == 1
         """Whether nothing but the embedding has parameters that are used before the layers."""
-        index_of = {id(meta): i for i, meta in enumerate(self._meta_params)}
 
         def unit(name: str, modules: Sequence[nn.Module], owners: Iterable[nn.Module]) -> Unit:
             return Unit(name, tuple(modules), bindings_of(owners, index_of))
 
-        model, layers = self._model, self._layer_list
+        model, layers = self._model, parts.layers
         return (
             unit("embed", with_holders(first, model, layers), first),
             *(unit(f"layer.{i}", [m], m.modules()) for i, m in enumerate(self._layers)),
             unit("head", with_holders(last, model, layers), last),
         )
-
-    def _called_before_layers(self, outer: Sequence[nn.Module]) -> list[nn.Module]:
-        """Those of `outer` that run before the first layer, found by running them on zeros."""
-        index_of = {id(meta): i for i, meta in enumerate(self._meta_params)}
-        bindings = bindings_of(outer, index_of)
-        bind_zeros(bindings, self._meta_params, self._device)
-        self._show_layers(range(-1, 0))
-        try:
-            with noting_calls(outer) as calls:
-                self._forward_few(input_ids=torch.zeros(1, 5, dtype=torch.int64))
-        except Exception as error:  # a family's own code, where it wants more than tokens
-            self.no_pp_because = f"running it without layers fails ({error})"
-        finally:
-            self._show_layers(range(self.num_layers))
-            for binding in bindings:
-                binding.module._parameters[binding.attribute] = self._meta_params[binding.param]
-        return [m for m in outer if m in calls]
-
-    @property
-    def _device(self) -> torch.device:
-        return next((b.device for b in self._model.buffers()), torch.device("cpu"))
-
-    def _forward_few(self, **inputs: Tensor) -> Tensor:
-        """Five tokens through what is in the layers' places, without gradient."""
-        micro_batch = PackedMicroBatch.build(
-            [5] if self.trial.one_by_one_because else [3, 2], self._device
-        )
-        here = {name: value.to(self._device) for name, value in inputs.items()}
-        with torch.no_grad():
-            return self._forward(micro_batch, here.get("input_ids"), here.get("hidden"), False)
-
-    def _try_slots(self) -> str:
-        """Let slots answer as the layers do; why they cannot stand in for them, or ""."""
-        if self.num_layers == 1:
-            return ""
-        hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
-        hidden = hidden.to(self._meta_params[0].dtype)
-        bind_zeros(self.units[0].bindings, self._meta_params, self._device)
-        self._show_layers(range(0))
-        self._slots[0].ends, self._slots[-1].ends = False, True
-        problem = ""
-        for num_outputs in (0, 1, 2):
-            for slot in self._slots:
-                slot.num_outputs = num_outputs
-            try:
-                with noting_calls(self._slots) as calls:
-                    output = self._forward_few(hidden=hidden)
-                if set(calls.values()) != {1} or len(calls) < self.num_layers:
-                    problem = "it calls a layer more than once, or not at all"
-                elif torch.equal(output.cpu(), hidden):
-                    problem = ""
-                    break
-                else:
-                    problem = "its layers do not hand their hidden state to each other alone"
-            except Exception as error:  # a family's own code
-                problem = f"running it without layers fails ({error})"
-        self._show_layers(range(self.num_layers))
-        self.unbind()
-        return problem
-
-
-def _split(tensor: Tensor | None, lengths: Sequence[int]) -> Sequence[Tensor | None]:
-    return [None] * len(lengths) if tensor is None else tensor.split(lengths, dim=1)

@@ -37,11 +37,6 @@ def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
         DecoderParts.find(model)
     except LookupError as error:
         yield str(error)
-    if getattr(config, "output_router_logits", False):
-        yield (
-            "output_router_logits is true, and the loss of balance that comes with it is over the micro-batch and "
-            "would depend on the strategy; set model.config.output_router_logits to false"
-        )
     for key, value in vars(base_config).items():
         if "jitter" in key and value:
             yield f"{key} = {value}: noise in the router would depend on the strategy; set it to 0 in model.config"

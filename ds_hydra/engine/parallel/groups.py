@@ -16,7 +16,12 @@ import torch.distributed as dist
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.schemes.placement import GroupKey, groups_of
+from ds_hydra.strategy.schemes.placement import (
+    MAX_GROUPS_OF_RANK,
+    GroupKey,
+    groups_of_all,
+    most_groups_of_rank,
+)
 
 NCCL_PAIR_BYTES = 544 << 20
 NCCL_GROUP_BYTES = 688 << 20
@@ -41,13 +46,29 @@ def describe_groups(keys: Iterable[GroupKey], rank: int, backend: str) -> str:
     return text
 
 
+def check_groups_of_rank(
+    keys: Iterable[GroupKey], max_groups_of_rank: int = MAX_GROUPS_OF_RANK
+) -> None:
+    """Raise HydraConfigError where one rank would be in more groups than a device has queues for;
+    the same on all ranks.
+    """
+    most = most_groups_of_rank(keys)
+    if most > max_groups_of_rank:
+        raise HydraConfigError(
+            f"the strategies put one rank into {most} process groups, more than the {max_groups_of_rank} that a "
+            "device has queues for; list fewer strategies in hydra.strategies, or some of fewer distinct sizes"
+        )
+
+
 class GroupPool:
     """Process groups keyed by purpose and ranks. Every method that creates groups is collective
     over all ranks.
     """
 
-    def __init__(self, max_groups: int, device: torch.device):
-        self._max_groups = max_groups
+    def __init__(
+        self, max_groups: int, device: torch.device, max_groups_of_rank: int = MAX_GROUPS_OF_RANK
+    ):
+        self._max_groups, self._max_groups_of_rank = max_groups, max_groups_of_rank
         self._device = device
         self._groups: dict[GroupKey, dist.ProcessGroup | None] = {}
 
@@ -61,9 +82,9 @@ class GroupPool:
 
     def ensure(self, strategies: Iterable[Strategy]) -> None:
         """Create the groups of all `strategies` that do not exist yet; raises HydraConfigError
-        beyond the bound.
+        beyond the bounds.
         """
-        wanted = set().union(*map(groups_of, strategies)) - self._groups.keys()
+        wanted = groups_of_all(strategies) - self._groups.keys()
         self.create(sorted(wanted, key=lambda key: (key[0], tuple(key[1]))))
 
     def create(self, keys: Iterable[GroupKey]) -> None:
@@ -80,6 +101,7 @@ class GroupPool:
                 f"{self._max_groups}; raise it to {total} (each group costs communicator memory) or list "
                 "fewer strategies in hydra.strategies"
             )
+        check_groups_of_rank([*self._groups, *keys], self._max_groups_of_rank)
         for purpose, ranks in keys:
             group = dist.new_group(list(ranks))
             # Ranks outside a group get a sentinel: nothing to communicate with.

@@ -50,7 +50,8 @@ class StageIO:
     after).
 
     Two groups, one per direction, so that an activation going down and a gradient coming up between
-    the same two ranks never wait for each other on one communicator.
+    the same two ranks never wait for each other on one communicator. Every message is a batch of
+    one: for a lone one NCCL makes a communicator of the two ranks, which nobody has counted.
     """
 
     previous_rank: int | None
@@ -83,14 +84,15 @@ class StageIO:
 
     def _send(self, tensor: Tensor, peer: int | None, group: dist.ProcessGroup | None) -> None:
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, dst=peer, group=group)
+        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, peer, group)])
         # The tensor must live until it has left; drop those that have.
         self._in_flight = [entry for entry in self._in_flight if not entry[0].is_completed()]
         self._in_flight.append((work, tensor))
 
     @staticmethod
     def _receive(like: Tensor, peer: int | None, group: dist.ProcessGroup | None) -> Tensor:
-        dist.irecv(like, src=peer, group=group).wait()
+        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, like, peer, group)])
+        work.wait()
         return like
 
 

@@ -9,12 +9,13 @@ from transformers import PretrainedConfig
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.groups import NCCL_GROUP_BYTES, NCCL_PAIR_BYTES, groups_of
+from ds_hydra.engine.parallel.groups import NCCL_GROUP_BYTES, NCCL_PAIR_BYTES
 from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import layer_params, state_memory
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
+from ds_hydra.strategy.schemes.placement import groups_of
 
 _CONTEXT_BYTES = 1 << 30
 """Of CUDA and its libraries in each process."""

@@ -116,7 +116,10 @@ def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn
     """A layer, which runs on one of `num_shards` shards of a micro-batch, and what makes its rotary
     embeddings.
     """
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").base_model
+    try:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").base_model
+    except ValueError as error:  # softcapped attention, of which the eager kind keeps all scores
+        raise UnsupportedModelError(str(error).split(".")[0]) from error
     if not hasattr(model, "layers") or not hasattr(model, "rotary_emb"):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no 'layers' and 'rotary_emb' to trace"

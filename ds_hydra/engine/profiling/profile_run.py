@@ -35,7 +35,7 @@ from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import Topology
 from ds_hydra.strategy.proposal.candidates import fitting_schemes
-from ds_hydra.strategy.schemes.placement import count_groups
+from ds_hydra.strategy.schemes.placement import LINK_GROUPS, count_groups
 
 _OVERLAP_TOKENS = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -125,9 +125,10 @@ def _profile_ranks(
 ) -> dict[str, Any]:
     num_ranks = dist.get_world_size()
     strategies = [Strategy((scheme,) * (num_ranks // scheme.num_devices)) for scheme in schemes]
-    num_groups = count_groups(strategies)
-    # Pull and push, with node-aware routes two of each
-    propagator = Propagator(stage_model, device=device, max_groups=num_groups + 4)
+    num_groups = count_groups(strategies) + LINK_GROUPS
+    propagator = Propagator(
+        stage_model, device=device, max_groups=num_groups, max_groups_of_rank=num_groups
+    )
     try:
         document = measure_profile(propagator, strategies, config, known)
         if num_ranks > 1:

@@ -41,11 +41,11 @@ def digit_width(num_addends: int) -> int:
 
 
 class Adder:
-    """Adds to sums on the CPU, piece by piece in memory of its own; not for several threads."""
+    """Adds to sums on `device`, piece by piece in memory of its own; not for several threads."""
 
-    def __init__(self, piece_numel: int):
-        self._scaled = torch.empty(piece_numel, dtype=torch.float32)
-        self._digits = torch.empty(piece_numel, dtype=torch.int32)
+    def __init__(self, piece_numel: int, device: torch.device):
+        self._scaled = torch.empty(piece_numel, dtype=torch.float32, device=device)
+        self._digits = torch.empty(piece_numel, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:

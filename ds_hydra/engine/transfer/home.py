@@ -14,6 +14,8 @@ the home themselves: at the beginning of an iteration each rank copies its shard
 Sums are those of `exact_sums.py`. Of each, the upper half lies where the fp32 gradients of the
 shards lie, which an engine has anyway and which `collect` replaces by the sums.
 
+Accelerators have no memory that is one for all ranks of a host: `peer_home.py` is their home.
+
 With several hosts each has a home. `fill`, `begin_sums` and `collect` then also take the runs of
 other hosts' shards that this rank brings and takes away ([Note: Homes of several hosts]): the
 caller receives weights into `weight_runs` and sends `sum_runs`, which hold fp32 values after
@@ -45,9 +47,18 @@ _ALIGNMENT = 64
 class Home(Protocol):
     """What a home does for streamed layers, wherever its memory is.
 
-    `fill`, `begin_sums`, then a barrier, then `read` and `add` in any order on any rank, then a
-    barrier, then `collect`.
+    `fill`, `begin_sums`, then a barrier, then `read`, `copy` and `add` in any order on any rank,
+    `finish_adds`, then a barrier, then `collect`.
     """
+
+    has_views: bool
+    """Whether `read` gives what is in one piece."""
+    grads_P: list[Tensor]
+    """This rank's fp32 gradient shards, which `collect` may replace in place."""
+    weight_bytes: int
+    """This rank's part of the weights."""
+    sum_bytes: int
+    """This rank's part of the sums, without the memory of `grads_P`."""
 
     def fill(self, shards_P: Sequence[Tensor]) -> None:
         """Take over this rank's shards of all parameters."""
@@ -62,7 +73,12 @@ class Home(Protocol):
         """Copy the weights in `region` into the flat tensor `into`."""
 
     def add(self, param: int, region: Region, grad: Tensor) -> None:
-        """Add `grad`, any shape, to the sums of `region`; waits only for adds to the same rows."""
+        """Add `grad`, any shape, to the sums of `region`; waits only for adds to the same rows. It
+        may not change before `finish_adds`.
+        """
+
+    def finish_adds(self) -> None:
+        """Return once what this rank added is in the sums."""
 
     def collect(self, grads_P: Sequence[Tensor], brought: RankBuckets = ()) -> None:
         """Put the sums of this rank's shards of trained parameters into `grads_P`, and those of
@@ -74,6 +90,13 @@ class Home(Protocol):
 
     def sum_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
         """Where `collect` puts the sums of what this rank brought, fp32."""
+
+    @property
+    def address(self) -> int:
+        """Where its memory, or this rank's part of it, begins."""
+
+    def close(self) -> None:
+        """Let go of the memory."""
 
 
 class _Sums(NamedTuple):
@@ -90,6 +113,8 @@ class SharedMemoryHome:
     `close` lets go of it.
     """
 
+    has_views = True
+
     def __init__(
         self,
         specs: Sequence[ParamSpec],
@@ -102,7 +127,7 @@ class SharedMemoryHome:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         beside = hosts.ranks_beside(self._rank)
         self._place, self._num_beside = beside.index(self._rank), len(beside)
-        layout = _Layout()
+        layout = Layout()
         padded = [spec.shard_numel(self._num_ranks) * self._num_ranks for spec in specs]
         trained = [spec.requires_grad for spec in specs]
         weights = [layout.place(n, dtype) for n in padded]
@@ -125,7 +150,7 @@ class SharedMemoryHome:
         ]
         """This rank's fp32 gradient shards, which `collect` may replace in place."""
         widest = max(spec.num_cols for spec in specs)
-        self._adder = Adder(max(PIECE_NUMEL, widest))
+        self._adder = Adder(max(PIECE_NUMEL, widest), device)
         self._width = 0
         own = home_bytes(specs, dtype.itemsize, self._num_ranks, self._num_beside)
         self.weight_bytes = own.weights
@@ -180,6 +205,9 @@ class SharedMemoryHome:
                     region.col,
                     self._width,
                 )
+
+    def finish_adds(self) -> None:
+        """Nothing to wait for: they are done when `add` returns."""
 
     def collect(self, grads_P: Sequence[Tensor], brought: RankBuckets = ()) -> None:
         """Put the sums of this rank's shards of trained parameters into `grads_P`, and those of
@@ -236,7 +264,9 @@ class SharedMemoryHome:
     def _evaluate(self, param: int, run: slice, values: Tensor) -> None:
         """Put the sums of `run` into `values`, which may lie in place of their upper half."""
         spec, sums = self._specs[param], self._sums(param)
-        for rows, cols in _rectangles(run.start, min(run.stop, spec.numel), spec.num_cols):
+        for rows, cols in rectangles(
+            run.start, min(run.stop, spec.numel), spec.num_cols, PIECE_NUMEL
+        ):
             high, low = sums.high[rows, cols], sums.low[rows, cols]
             value = value_of(high, low, sums.top[rows], self._width)
             begin = rows.start * spec.num_cols + cols.start - run.start
@@ -261,7 +291,7 @@ class SharedMemoryHome:
             yield begin, min(begin + step, region.num_rows)
 
 
-class _Layout:
+class Layout:
     """Where tensors lie in one piece of memory."""
 
     def __init__(self) -> None:
@@ -284,14 +314,16 @@ def _cut(memory: Tensor, *, begin: int, numel: int, dtype: torch.dtype) -> Tenso
     return memory[begin : begin + numel * dtype.itemsize].view(dtype).data
 
 
-def _rectangles(begin: int, end: int, num_cols: int) -> Iterator[tuple[slice, slice]]:
-    """Elements [begin, end) of a row-major matrix as rectangles of at most `PIECE_NUMEL` elements,
+def rectangles(
+    begin: int, end: int, num_cols: int, piece_numel: int
+) -> Iterator[tuple[slice, slice]]:
+    """Elements [begin, end) of a row-major matrix as rectangles of at most `piece_numel` elements,
     or one row.
 
-    >>> [(rows.start, cols.start, cols.stop) for rows, cols in _rectangles(3, 11, 4)]
+    >>> [(rows.start, cols.start, cols.stop) for rows, cols in rectangles(3, 11, 4, 8)]
     [(0, 3, 4), (1, 0, 4), (2, 0, 3)]
     """
-    step = max(1, PIECE_NUMEL // num_cols)
+    step = max(1, piece_numel // num_cols)
     while begin < end:
         row, col = divmod(begin, num_cols)
         if col or end - begin < num_cols:

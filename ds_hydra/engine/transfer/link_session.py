@@ -87,7 +87,7 @@ class LinkThread:
 
     def __init__(self, device: torch.device, *, overlap: bool):
         self.overlap = overlap
-        self._device = device
+        self.device = device
         self._jobs: queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = (
             queue.SimpleQueue()
         )
@@ -124,8 +124,8 @@ class LinkThread:
 
     def _serve(self) -> None:
         context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if self._device.type != "cpu":
-            get_accelerator().set_device(self._device.index)  # a new thread starts on device 0
+        if self.device.type != "cpu":
+            get_accelerator().set_device(self.device.index)  # a new thread starts on device 0
             context = get_accelerator().stream(get_accelerator().Stream())
         with context:
             while (entry := self._jobs.get()) is not None:

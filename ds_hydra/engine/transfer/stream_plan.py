@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from ds_hydra.engine.parallel.one_f_one_b import Pass, one_forward_one_backward
+from ds_hydra.engine.ranks.peer_memory import ALLOCATORS
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.zero_link import ParamSpec, RankBuckets, Region
@@ -73,12 +74,11 @@ class StageStreams:
 
 def check_streams(schemes: Sequence[Scheme], device_type: str) -> None:
     """Raise HydraConfigError where the layers of `schemes`, which all have some, cannot stream."""
-    if not schemes:
-        return
-    if device_type != "cpu":
+    if schemes and device_type != "cpu" and device_type not in ALLOCATORS:
         raise HydraConfigError(
-            f"scheme {schemes[0]}: streamed layers are read from memory that CPU ranks share; on {device_type} leave "
-            "stream out of hydra.strategies, and let ckpt, or more TP or PP, save the memory"
+            f"scheme {schemes[0]}: streamed layers are read from memory that the ranks of a host share, which is "
+            f"written for cpu and {', '.join(ALLOCATORS)}, not for {device_type}; leave stream out of "
+            "hydra.strategies, and let ckpt, or more TP or PP, save the memory"
         )
 
 
@@ -87,10 +87,16 @@ def is_in_one_piece(spec: ParamSpec, region: Region) -> bool:
     return not region.numel or region.num_cols == spec.num_cols or region.num_rows == 1
 
 
-def copied_params(specs: Sequence[ParamSpec], buckets: RankBuckets) -> frozenset[int]:
-    """Parameters whose slices among `buckets` are not in one piece."""
-    refs = (ref for bucket in buckets for ref in bucket)
-    return frozenset(r.param for r in refs if not is_in_one_piece(specs[r.param], r.region))
+def copied_params(
+    specs: Sequence[ParamSpec], buckets: RankBuckets, *, has_views: bool
+) -> frozenset[int]:
+    """Parameters among `buckets` that are copied: where a home `has_views`, as on the CPU, those
+    whose slices are not in one piece.
+    """
+    refs = [ref for bucket in buckets for ref in bucket if ref.region.numel]
+    return frozenset(
+        r.param for r in refs if not (has_views and is_in_one_piece(specs[r.param], r.region))
+    )
 
 
 def only_copied(buckets: RankBuckets, copied: frozenset[int]) -> RankBuckets:

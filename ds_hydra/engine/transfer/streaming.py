@@ -18,6 +18,7 @@ and adds when its own computation is there, so ranks may have any micro-batches,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -165,7 +166,7 @@ class StreamSession:
         self._work.append((begin, end))
         self._visible.append((begin, end))
         if self._thread.overlap and self._loads:
-            self._loading = self._thread.submit(self._load_all)
+            self._loading = self._thread.submit(functools.partial(self._load_all, end))
         return self
 
     def __exit__(
@@ -213,11 +214,13 @@ class StreamSession:
         begin = self._clock.stamp()
         if self._with_gradients:
             self._add_kept()
+        self._home.finish_adds()
         dist.barrier()  # everyone has read and added
         if self._grads_P is not None:
             self._home.collect(self._grads_P, self._across.brought)
             self._across.empty(self._home, self._grads_P)
         end = self._clock.stamp()
+        self._clock.settle(end)
         push_ms = self._clock.ms_between(begin, end) if self._grads_P is not None else 0.0
         return LinkTimes(
             pull_ms=self._total_ms(self._work),
@@ -257,9 +260,10 @@ class StreamSession:
                 raise self._error from None
         self._visible.append((begin, self._clock.stamp()))
 
-    def _load_all(self) -> None:
-        """Every load in order, each as soon as its slot is free."""
+    def _load_all(self, filled: Any) -> None:
+        """Every load in order, each as soon as its slot is free, after the stamp `filled`."""
         try:
+            self._clock.wait_for(filled)
             for number, load in enumerate(self._loads):
                 self._wait_for_slot(load)
                 self._load(self._window[load.position])

@@ -1,0 +1,290 @@
+"""How tokens spread over experts: how many each expert gets, and a loss that balances them.
+
+[Note: Balance of each sequence]
+transformers' loss of balance is over all tokens of a micro-batch, so it would change with the
+strategy. Here it is that of each sequence by itself, DeepSeek-V3's complementary loss (Sec. 2.1.2,
+Eqs. 17-20): for sequence s of T_s tokens in one layer
+
+    L_s = E sum_e (c_se / T_s) (p_se / T_s)
+
+where c_se tokens have expert e among their highest scores and p_se is the sum of the normalised
+scores of e. The mean over layers and tokens, times the model's own coefficient, joins the
+loss. Only p has a gradient, so a rank that holds some tokens of a sequence needs the counts of all
+of them and nothing else: one all-reduce in forward, none in backward. The gradient enters where
+routers hand weights to experts; a layer that is computed again, streams, or lies on another stage
+needs no more.
+
+Legend: T tokens of this rank, K experts of a token, E experts, N sequences of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ds_hydra.engine.model.attention import PackedMicroBatch
+from ds_hydra.engine.model.sight import find_in_sight, is_computed_again
+from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
+
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha")
+_OWN_LOSS = "load_balancing_loss_func"
+"""What transformers calls the loss of balance in the module of a family that has one."""
+_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Names of what routers add to scores to choose experts, and to nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalanceLoss:
+    """A model's loss of balance, taken for each sequence."""
+
+    key: str
+    """Of the configuration, that names `coefficient`."""
+    coefficient: float
+    is_own: bool
+    """Whether transformers has one for the family: softmax of the router's logits, and a value of K
+    where all experts get as much. Else Eqs. 17-20: a value of 1.
+    """
+    has_sigmoid: bool
+    """Whether scores are sigmoids divided by their sum (Eq. 19)."""
+
+    @classmethod
+    def find(cls, model: nn.Module) -> BalanceLoss | None:
+        """That of `model` if its configuration asks for one as transformers understands it
+        (`output_router_logits`), and names a coefficient.
+        """
+        config = model.base_model.config  # type: ignore[union-attr]
+        asked = any(getattr(c, "output_router_logits", False) for c in (model.config, config))
+        key = next((key for key in _COEFFICIENTS if getattr(config, key, None)), None)
+        if not asked or key is None:
+            return None
+        is_own = hasattr(sys.modules[type(model).__module__], _OWN_LOSS)
+        return cls(
+            key=key,
+            coefficient=float(getattr(config, key)),
+            is_own=is_own,
+            has_sigmoid=not is_own and bool(find_biases(model)),
+        )
+
+    def __str__(self) -> str:
+        meant = (
+            "transformers' is over all layers and tokens of a micro-batch at once"
+            if self.is_own
+            else "as DeepSeek-V3's, transformers has none for this model"
+        )
+        return (
+            f"loss of balance of each sequence in each layer, mean over tokens and layers, times {self.key} = "
+            f'{self.coefficient:g} ({meant}; hydra.moe.aux_loss = "off" leaves it out)'
+        )
+
+    def scores(self, logits_TE: Tensor) -> Tensor:
+        """[T, E] in fp32, 1 in total for each token."""
+        if not self.has_sigmoid:
+            return logits_TE.float().softmax(dim=-1)
+        scores_TE = logits_TE.float().sigmoid()
+        return scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+
+
+class ExpertBalance:
+    """Watches the experts of a model's layers: counts tokens, adds the loss of balance.
+
+    Its hooks stand before those of TP and `ep`, so they see this rank's own tokens.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        tp: TensorParallel,
+        *,
+        with_loss: bool,
+    ) -> None:
+        self._tp = tp
+        self.loss = BalanceLoss.find(model) if with_loss else None
+        for config in (model.config, model.base_model.config):  # type: ignore[union-attr]
+            if getattr(config, "output_router_logits", False):
+                config.output_router_logits = False  # the model would add its own
+        found = [(i, m) for i, layer in enumerate(layers) for m in layer.modules() if is_experts(m)]
+        self.layers = tuple(index for index, _ in found)
+        """Layers with experts."""
+        self.num_experts = max((_num_experts(m) for _, m in found), default=0)
+        self._counts_LE = torch.zeros(len(found), self.num_experts, dtype=torch.int64)
+        self._value = 0.0
+        self._scale, self._num_tokens = 0.0, 1
+        self._logits_TE: Tensor | None = None
+        routers = _routers(model.base_model) if self.loss is not None else {}
+        self._num_routers = len(routers)
+        for router, index in routers.items():
+            self._hook_router(router, index)
+        for row, (_, module) in enumerate(found):
+            self._hook_experts(module, row)
+
+    def begin(self, device: torch.device, loss_scale: float | None, num_tokens: int) -> None:
+        """Start an iteration of `num_tokens`; `loss_scale` None computes no gradient."""
+        self._counts_LE = torch.zeros_like(self._counts_LE, device=device)
+        self._value = torch.zeros((), device=device)
+        self._scale, self._num_tokens = loss_scale or 0.0, num_tokens
+
+    @property
+    def counts_LE(self) -> Tensor:
+        """[layers with experts, E] int64: how many of this rank's tokens chose an expert since
+        `begin`; ranks that hold the same tokens count them once.
+        """
+        return self._counts_LE
+
+    def describe_tokens(self, tokens_LE: Tensor | None) -> dict[str, Any] | None:
+        """Layers with experts and the tokens of each expert, for a trace."""
+        if tokens_LE is None:
+            return None
+        return {"layers": list(self.layers), "tokens": tokens_LE.tolist()}
+
+    @property
+    def value(self) -> float:
+        """This rank's part of the loss of balance since `begin`, coefficient included."""
+        return float(self._value)
+
+    def _hook_router(self, router: nn.Module, index: int) -> None:
+        def after(_module: nn.Module, _args: Any, output: Any) -> None:
+            logits = output[index] if isinstance(output, tuple) else output
+            self._logits_TE = logits.flatten(0, -2)
+
+        router.register_forward_hook(torch.compiler.disable(after))
+
+    def _hook_experts(self, experts: nn.Module, row: int) -> None:
+        def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            logits_TE, self._logits_TE = self._logits_TE, None
+            if (micro_batch := find_in_sight()) is None:
+                return None
+            hidden_TH, experts_TK, weights_TK = args
+            sequences_T, lengths_N = self._sequences(micro_batch, len(experts_TK))
+            if self._is_counted:
+                self._count(row, experts_TK, lengths_N[sequences_T] > 0)
+            if logits_TE is None:
+                return None
+            loss = self._sequence_loss(
+                logits_TE, experts_TK.shape[1], sequences_T, lengths_N, micro_batch
+            )
+            if self._is_counted:
+                self._value += loss.detach()
+            return hidden_TH, experts_TK, _AddLoss.apply(weights_TK, loss, self._scale)
+
+        experts.register_forward_pre_hook(torch.compiler.disable(before))
+
+    @property
+    def _is_counted(self) -> bool:
+        """False for what backward computes again, and for tokens that another TP rank counts."""
+        has_own_tokens = self._tp.shards is not None or self._tp.rank == 0
+        return has_own_tokens and not is_computed_again()
+
+    def _sequences(self, micro_batch: PackedMicroBatch, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """[T]: the sequence of each token of this rank; [N]: lengths of all sequences of the
+        micro-batch, 0 for padding.
+        """
+        ends = micro_batch.cu_seqlens
+        shard = micro_batch.sequence_shard
+        rank = 0 if shard is None else shard.rank
+        if self._tp.shards is not None:
+            rank = rank * self._tp.shards.size + self._tp.rank
+        begin = rank * num_tokens
+        places_T = torch.arange(begin, begin + num_tokens, dtype=ends.dtype, device=ends.device)
+        numbers = torch.tensor([s.number for s in micro_batch.segments], device=ends.device)
+        lengths_N = torch.tensor(micro_batch.sequence_lengths, device=ends.device)
+        return numbers[torch.searchsorted(ends, places_T, right=True) - 1], lengths_N
+
+    def _count(self, row: int, experts_TK: Tensor, is_real_T: Tensor) -> None:
+        ones_TK = is_real_T.unsqueeze(1).expand_as(experts_TK).flatten().long()
+        self._counts_LE[row].scatter_add_(0, experts_TK.flatten().long(), ones_TK)
+
+    def _sequence_loss(
+        self,
+        logits_TE: Tensor,
+        num_chosen: int,
+        sequences_T: Tensor,
+        lengths_N: Tensor,
+        micro_batch: PackedMicroBatch,
+    ) -> Tensor:
+        """This rank's part of the loss of one layer and micro-batch, coefficient included.
+
+        Collective over the ranks that share the micro-batch.
+        """
+        assert self.loss is not None
+        scores_TE = self.loss.scores(logits_TE)
+        num_experts = scores_TE.shape[1]
+        with torch.no_grad():
+            chosen_TK = scores_TE.topk(num_chosen, dim=-1).indices
+            places_TK = sequences_T.unsqueeze(1) * num_experts + chosen_TK
+            counts_NE = scores_TE.new_zeros(len(lengths_N) * num_experts)
+            counts_NE.scatter_add_(
+                0, places_TK.flatten(), torch.ones_like(places_TK, dtype=scores_TE.dtype).flatten()
+            )
+            counts_NE = counts_NE.view(-1, num_experts)
+            self._sum_over_shards(counts_NE, micro_batch)
+            factor = num_experts if self.loss.is_own else num_experts / num_chosen
+            factor *= self.loss.coefficient / self._num_routers / self._num_tokens
+            is_real_N = lengths_N > 0
+            factors_N = torch.where(is_real_N, factor / lengths_N.clamp(min=1), 0.0)
+            weights_TE = (counts_NE * factors_N.unsqueeze(1))[sequences_T]
+        return (scores_TE * weights_TE).sum()
+
+    def _sum_over_shards(self, counts_NE: Tensor, micro_batch: PackedMicroBatch) -> None:
+        shard, keys = micro_batch.sequence_shard, micro_batch.keys
+        if self._tp.shards is not None and self._tp.size > 1:
+            dist.all_reduce(counts_NE, group=self._tp.group)
+        if shard is not None and shard.size > 1:
+            dist.all_reduce(counts_NE, group=shard.group)
+        if keys is not None:
+            dist.all_reduce(counts_NE, group=keys.group.group)
+
+
+class _AddLoss(torch.autograd.Function):
+    """The weights of experts, untouched; in backward `loss` gets the gradient `scale`."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.gradient = loss.new_full((), scale)
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.gradient, None
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether `module` has the experts of a layer as transformers writes them, called with hidden
+    states [T, H], experts and weights [T, K].
+    """
+    return hasattr(module, "_is_expert_parallel")
+
+
+def find_biases(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """(module, attribute) of the corrections of routers' biases, one for each layer that has
+    them.
+    """
+    return [
+        (module, attribute)
+        for module in model.modules()
+        for held in (module._buffers, module._parameters)
+        for attribute, value in held.items()
+        if attribute in _BIASES and value is not None
+    ]
+
+
+def _num_experts(experts: Any) -> int:
+    return int(experts.num_experts)
+
+
+def _routers(base: Any) -> dict[nn.Module, int]:
+    """Module whose output, at the index, are logits [..., E], by what transformers records."""
+    found = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits", [])
+    recorders = found if isinstance(found, list) else [found]
+    return {
+        module: getattr(recorder, "index", 0)
+        for recorder in recorders
+        for module in base.modules()
+        if isinstance(module, getattr(recorder, "target_class", recorder))
+    }

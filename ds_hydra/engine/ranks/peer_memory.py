@@ -1,0 +1,57 @@
+"""Memory of accelerators that the ranks of a host map, each a part of its own device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hydra.engine.ranks.agreement import raise_together
+from ds_hydra.errors import HydraConfigError
+
+Allocate = Callable[[int, torch.device, dist.ProcessGroup], Sequence[Tensor]]
+"""Bytes of each member's part, in the order of the group, from equal sizes on all; collective over
+the group. This rank's own part is its own memory.
+"""
+
+
+def allocate_symmetric(
+    nbytes: int, device: torch.device, group: dist.ProcessGroup
+) -> Sequence[Tensor]:
+    """Parts of `nbytes` by torch's symmetric memory: copies go over NVLink or PCIe."""
+    from torch.distributed import _symmetric_memory
+
+    own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    handle = _symmetric_memory.rendezvous(own, group)
+    return [
+        own if peer == group.rank() else handle.get_buffer(peer, (nbytes,), torch.uint8)
+        for peer in range(group.size())
+    ]
+
+
+ALLOCATORS: dict[str, Allocate] = {"cuda": allocate_symmetric}
+"""By type of device."""
+
+
+class PeerMemory:
+    """`nbytes` of device memory of each rank of `group`, zero at first, as bytes in `parts`.
+
+    Collective over all ranks of the run, whatever their hosts. Raises HydraConfigError on all of
+    them where a device has too little memory or cannot be mapped; `purpose` says what for, and
+    what to leave out instead.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, nbytes: int, purpose: str, device: torch.device):
+        error: HydraConfigError | None = None
+        try:
+            self.parts = ALLOCATORS[device.type](nbytes, device, group)
+            self.parts[group.rank()].zero_()
+        except (RuntimeError, ImportError) as caught:  # torch.OutOfMemoryError is a RuntimeError
+            error = HydraConfigError(
+                f"{purpose}: {nbytes / 1e9:.2f} GB of {device} cannot be shared with the ranks of this host "
+                f"({str(caught).splitlines()[0]}); their devices must reach each other's memory (NVLink or PCIe "
+                "peer-to-peer), all of a host's ranks in one container"
+            )
+        raise_together(error, device)

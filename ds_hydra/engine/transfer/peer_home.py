@@ -1,0 +1,395 @@
+"""The home of a node of accelerators: a part on each device, which the others reach.
+
+[Note: Home of accelerators]
+The part of a rank holds its own shards and, with several hosts, those of the ranks of other hosts
+that it brings ([Note: Homes of several hosts]). So filling and emptying touch no other device;
+reading a layer copies its shards from the devices that hold them, into the slots of two layers,
+and adding changes sums there. Every device keeps sums as `exact_sums.py` says, by rows within a
+shard, so they have the same bits in any order.
+
+Two ranks must not add to the same sums at once, and devices cannot lock. A thread of the host
+does it: it lets a gradient become complete, takes the lock of the part it adds to (ranks begin
+with different ones), adds on a stream of its own, waits until that is done, and goes on.
+Computation waits for it only when `passing_bytes` of gradients are under way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hydra.engine.parallel.groups import GroupPool
+from ds_hydra.engine.ranks.hosts import Hosts
+from ds_hydra.engine.ranks.peer_memory import ALLOCATORS, PeerMemory
+from ds_hydra.engine.ranks.shared_memory import SharedMemory
+from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
+from ds_hydra.engine.transfer.home import Home, Layout, SharedMemoryHome, rectangles
+from ds_hydra.engine.transfer.link_session import DeviceClock, LinkThread
+from ds_hydra.engine.transfer.stream_plan import STREAM_WINDOW
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, Region
+
+PIECE_NUMEL = 1 << 22
+"""Elements that are added at once: a device has no use for small pieces, and scratch of 32 MiB."""
+
+
+class _Part(NamedTuple):
+    """What a rank holds of one parameter: tensors [shards, n], `top` [shards, rows of a shard]."""
+
+    weights: Tensor
+    high: Tensor
+    low: Tensor
+    top: Tensor
+
+
+class _Place(NamedTuple):
+    """Elements [begin, end) of a flat parameter, within one shard."""
+
+    begin: int
+    end: int
+    shard: int
+
+
+class _Block(NamedTuple):
+    """Sums of a rectangle: `high`, `low` [m, n], `top` [m, 1]."""
+
+    high: Tensor
+    low: Tensor
+    top: Tensor
+
+
+class PeerHome:
+    """A `Home` on the devices of a host, whose ranks `group` has. Collective over all ranks of the
+    run.
+
+    It adds in a thread of its own, which overlaps as `thread` does.
+    """
+
+    has_views = False
+
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        dtype: torch.dtype,
+        thread: LinkThread,
+        hosts: Hosts,
+        group: dist.ProcessGroup,
+        purpose: str,
+        passing_bytes: int,
+    ):
+        self._specs, device = specs, thread.device
+        rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        beside = hosts.ranks_beside(rank)
+        self._place = beside.index(rank)
+        held = shards_held(hosts.of_rank, hosts.of_rank[rank])
+        self._holder = {
+            shard: (place, slot)
+            for place, shards in enumerate(held)
+            for slot, shard in enumerate(shards)
+        }
+        self._numels = [spec.shard_numel(self._num_ranks) for spec in specs]
+        layout = _parts_layout(specs, self._numels, dtype, max(map(len, held)))
+        self._memory = PeerMemory(group, layout.nbytes, purpose, device)
+        self._locks = SharedMemory(beside, 1, purpose, device)
+        self._parts = [layout.cut(part) for part in self._memory.parts]
+        own = self._parts[self._place]
+        self.grads_P = [
+            part.high[0].view(torch.float32) if spec.requires_grad else torch.empty(0)
+            for spec, part in zip(specs, own, strict=True)
+        ]
+        """This rank's fp32 gradient shards, which `collect` may replace in place."""
+        self._clock = DeviceClock(device)
+        self._thread = LinkThread(device, overlap=thread.overlap)
+        self._pending: deque[tuple[Future[None], int]] = deque()
+        self._passing_bytes = passing_bytes
+        self._added: Any = None
+        widest, largest = (max(numel) for numel in zip(*((s.num_cols, s.numel) for s in specs)))
+        self._adder = Adder(max(widest, min(PIECE_NUMEL, largest)), device)
+        self._nothing = torch.empty(0, dtype=torch.float32, device=device)
+        self._width = 0
+        self.weight_bytes = sum(part.weights.nbytes for part in own)
+        """This rank's part of the weights."""
+        self.sum_bytes = (
+            layout.nbytes
+            - self.weight_bytes
+            - sum(grad_P.nbytes for grad_P in self.grads_P)
+            + self._adder.nbytes
+            + passing_bytes
+        )
+        """This rank's part of the sums, without `grads_P`, and gradients under way."""
+
+    def fill(self, shards_P: Sequence[Tensor]) -> None:
+        """Copy this rank's shards to their place."""
+        own = [part.weights[0] for part in self._parts[self._place]]
+        torch._foreach_copy_(own, list(shards_P))
+
+    def begin_sums(self, num_addends: int, brought: RankBuckets = ()) -> None:
+        """Set this rank's part of the sums to zero; every element gets at most `num_addends`."""
+        del brought  # every shard that this rank holds is zeroed
+        while self._pending:  # of an iteration that failed
+            self._pending.popleft()[0].exception()
+        self._width = digit_width(num_addends)
+        own = [
+            part
+            for spec, part in zip(self._specs, self._parts[self._place], strict=True)
+            if spec.requires_grad
+        ]
+        torch._foreach_zero_([sums for part in own for sums in (part.high, part.low, part.top)])
+
+    def read(self, param: int, region: Region) -> Tensor | None:
+        """None: weights come in copies."""
+        del param, region
+
+    def copy(self, param: int, region: Region, into: Tensor) -> None:
+        """Copy the weights in `region` into the flat tensor `into`."""
+        spec = self._specs[param]
+        targets, sources = [], []
+        matrix = into.view(region.num_rows, region.num_cols)
+        for place in self._places(param, region):
+            begin = self._numels[param] * place.shard
+            weights = self._at(param, place.shard).weights
+            if region.num_cols == spec.num_cols:
+                offset = region.row * spec.num_cols
+                targets.append(into[place.begin - offset : place.end - offset])
+                sources.append(weights[place.begin - begin : place.end - begin])
+                continue
+            for rows, cols in rectangles(place.begin, place.end, spec.num_cols, PIECE_NUMEL):
+                shared = _common(cols, region)
+                if shared is None:
+                    continue
+                targets.append(matrix[_less(rows, region.row), _less(shared, region.col)])
+                sources.append(_rectangle(weights, begin, rows, shared, spec.num_cols))
+        torch._foreach_copy_(targets, sources)
+
+    def add(self, param: int, region: Region, grad: Tensor) -> None:
+        """Let `grad`, any shape, be added to the sums of `region`; it may not change any more."""
+        addend = grad.detach().reshape(region.num_rows, region.num_cols)
+        job = functools.partial(self._add, param, region, addend, self._clock.stamp())
+        self._pending.append((self._thread.submit(job), grad.nbytes))
+        while len(self._pending) > 1 and (
+            sum(nbytes for _, nbytes in self._pending) > self._passing_bytes
+        ):
+            self._pending.popleft()[0].result()
+
+    def finish_adds(self) -> None:
+        """Return once what was added is in the sums, and let the current stream go on after it.
+        Raises what went wrong.
+        """
+        while self._pending:
+            self._pending.popleft()[0].result()
+        if self._added is not None:
+            self._clock.wait_for(self._added)
+
+    def collect(self, grads_P: Sequence[Tensor], brought: RankBuckets = ()) -> None:
+        """Put the sums of this rank's shards of trained parameters into `grads_P`, and those of
+        what it brought into `sum_runs`.
+        """
+        rank = dist.get_rank()
+        for param, (spec, grad_P) in enumerate(zip(self._specs, grads_P, strict=True)):
+            if spec.requires_grad:
+                begin = rank * self._numels[param]
+                self._evaluate(param, begin, begin + self._numels[param], grad_P)
+        for bucket in brought:
+            for ref, values in zip(bucket, self._sum_runs(bucket), strict=True):
+                if ref.pushes_gradient:
+                    begin = ref.region.row
+                    self._evaluate(ref.param, begin, begin + ref.region.num_rows, values)
+
+    def weight_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
+        """Where the weights belong that this rank brings of other hosts."""
+        return [
+            [self._run("weights", ref.param, ref.region) for ref in bucket] for bucket in brought
+        ]
+
+    def sum_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
+        """Where `collect` puts the sums of what this rank brought, fp32: in place of the sums'
+        upper half.
+        """
+        return [self._sum_runs(bucket) for bucket in brought]
+
+    @property
+    def address(self) -> int:
+        """Where this rank's part begins."""
+        return self._memory.parts[self._place].untyped_storage().data_ptr()
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._thread.close()
+        self._locks.close()
+
+    def _at(self, param: int, shard: int) -> _Part:
+        """Flat tensors of a shard, wherever they are."""
+        place, slot = self._holder[shard]
+        part = self._parts[place][param]
+        return _Part._make(held[slot] if len(held) else held.flatten() for held in part)
+
+    def _run(self, kind: str, param: int, region: Region) -> Tensor:
+        """The elements of a flat region, in a shard that this rank holds."""
+        shard, begin = divmod(region.row, self._numels[param])
+        flat: Tensor = getattr(self._at(param, shard), kind)
+        return flat[begin : begin + region.num_rows]
+
+    def _sum_runs(self, bucket: Bucket) -> list[Tensor]:
+        return [
+            self._run("high", ref.param, ref.region).view(torch.float32)
+            if ref.pushes_gradient
+            else self._nothing
+            for ref in bucket
+        ]
+
+    def _places(self, param: int, region: Region) -> Iterator[_Place]:
+        """The rows of `region`, by shards."""
+        num_cols = self._specs[param].num_cols
+        begin, end = region.row * num_cols, (region.row + region.num_rows) * num_cols
+        return _by_shards(begin, end, self._numels[param])
+
+    def _add(self, param: int, region: Region, addend: Tensor, stamp: Any) -> None:
+        self._clock.wait_for(stamp)
+        places = list(self._places(param, region))
+        first = len(places) * self._place // len(self._parts)
+        for place in places[first:] + places[:first]:
+            lock = param * len(self._parts) + self._holder[place.shard][0]
+            with self._locks.locked(lock, 1):
+                for rows, cols, block in self._blocks(param, place):
+                    shared = _common(cols, region)
+                    if shared is not None:
+                        part = addend[_less(rows, region.row), _less(shared, region.col)]
+                        begin_col = shared.start - cols.start
+                        self._adder.add(*block, part, begin_col, self._width)
+                self._added = self._clock.stamp()
+                self._clock.settle(self._added)
+
+    def _blocks(self, param: int, place: _Place) -> Iterator[tuple[slice, slice, _Block]]:
+        """Sums of a place as rectangles of whole rows, as far as they are in the shard."""
+        num_cols, first = self._specs[param].num_cols, place.shard * self._numels[param]
+        part = self._at(param, place.shard)
+        for rows, cols in rectangles(place.begin, place.end, num_cols, PIECE_NUMEL):
+            high, low = (
+                _rectangle(flat, first, rows, cols, num_cols) for flat in (part.high, part.low)
+            )
+            top = part.top[_less(rows, first // num_cols)].view(-1, 1)
+            yield rows, cols, _Block(high, low, top)
+
+    def _evaluate(self, param: int, begin: int, end: int, values: Tensor) -> None:
+        """Put the sums of [begin, end) into `values`, which may lie in place of `high`."""
+        end = min(end, self._specs[param].numel)
+        num_cols = self._specs[param].num_cols
+        for place in _by_shards(begin, end, self._numels[param]):
+            for rows, cols, block in self._blocks(param, place):
+                value = value_of(block.high, block.low, block.top, self._width)
+                offset = rows.start * num_cols + cols.start - begin
+                values[offset : offset + value.numel()].copy_(value.flatten())
+
+
+def open_home(
+    specs: Sequence[ParamSpec],
+    layers: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    thread: LinkThread,
+    hosts: Hosts,
+    groups: GroupPool,
+    purpose: str,
+) -> Home:
+    """The home of this rank's host on the devices of `thread`, for `layers` of these parameters.
+    Collective over all ranks of the run.
+    """
+    if thread.device.type not in ALLOCATORS:
+        return SharedMemoryHome(specs, dtype, thread.device, hosts, purpose)
+    group = _group_of_host(groups, hosts, purpose)
+    widest = max(sum(specs[param].numel for param in layer) for layer in layers)
+    passing_bytes = STREAM_WINDOW * widest * dtype.itemsize
+    return PeerHome(specs, dtype, thread, hosts, group, purpose, passing_bytes)
+
+
+def _group_of_host(groups: GroupPool, hosts: Hosts, purpose: str) -> dist.ProcessGroup:
+    """The group of the ranks of this rank's host. Collective over all ranks of the run; raises
+    HydraConfigError where the ranks of a host are not consecutive.
+    """
+    num_ranks = len(hosts.of_rank)
+    beside = [hosts.ranks_beside(rank) for rank in range(num_ranks)]
+    if any(len(ranks) != ranks[-1] - ranks[0] + 1 for ranks in beside):
+        raise HydraConfigError(
+            f"{purpose}, or start the ranks host by host: hosts of the ranks are {hosts.of_rank}, and those of a host "
+            "must be consecutive"
+        )
+    members = [range(ranks[0], ranks[-1] + 1) for ranks in beside]
+    groups.create([("home", ranks) for ranks in dict.fromkeys(members)])
+    return groups.get("home", members[dist.get_rank()])
+
+
+def shards_held(host_of: Sequence[int], host: int) -> list[list[int]]:
+    """For each rank of `host` the shards that it holds there: its own, then those of other hosts
+    that it brings, as `parts_from_other_hosts` deals them.
+
+    >>> shards_held([0, 0, 1, 1, 1], 0)
+    [[0, 2, 4], [1, 3]]
+    """
+    members = [rank for rank, where in enumerate(host_of) if where == host]
+    outside = [rank for rank, where in enumerate(host_of) if where != host]
+    return [[rank, *outside[place :: len(members)]] for place, rank in enumerate(members)]
+
+
+class _PartsLayout(Layout):
+    """Where the tensors of all parameters lie in a rank's part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._takes: list[list[Any]] = []
+
+    def add(self, *tensors: tuple[tuple[int, int], torch.dtype]) -> None:
+        """Room for the tensors of one parameter, by shape and dtype."""
+        self._takes.append(
+            [(self.place(shape[0] * shape[1], dtype), shape) for shape, dtype in tensors]
+        )
+
+    def cut(self, memory: Tensor) -> list[_Part]:
+        """The tensors of each parameter in a part."""
+        return [_Part(*(take(memory).view(shape) for take, shape in row)) for row in self._takes]
+
+
+def _parts_layout(
+    specs: Sequence[ParamSpec], numels: Sequence[int], dtype: torch.dtype, num_shards: int
+) -> _PartsLayout:
+    layout = _PartsLayout()
+    for spec, numel in zip(specs, numels, strict=True):
+        summed = num_shards if spec.requires_grad else 0
+        num_rows = min(spec.num_rows, (numel - 1) // spec.num_cols + 2)
+        sums = (summed, numel), torch.int32
+        layout.add(((num_shards, numel), dtype), sums, sums, ((summed, num_rows), torch.int32))
+    return layout
+
+
+def _by_shards(begin: int, end: int, shard_numel: int) -> Iterator[_Place]:
+    """
+    >>> [tuple(place) for place in _by_shards(3, 9, 4)]
+    [(3, 4, 0), (4, 8, 1), (8, 9, 2)]
+    """
+    while begin < end:
+        shard = begin // shard_numel
+        last = min(end, (shard + 1) * shard_numel)
+        yield _Place(begin, last, shard)
+        begin = last
+
+
+def _rectangle(flat: Tensor, first: int, rows: slice, cols: slice, num_cols: int) -> Tensor:
+    """Elements of a matrix, of which `flat` holds those from `first` on."""
+    offset = flat.storage_offset() + rows.start * num_cols + cols.start - first
+    shape = rows.stop - rows.start, cols.stop - cols.start
+    return flat.as_strided(shape, (num_cols, 1), offset)
+
+
+def _common(cols: slice, region: Region) -> slice | None:
+    """Columns that are in both."""
+    begin, end = max(cols.start, region.col), min(cols.stop, region.col + region.num_cols)
+    return slice(begin, end) if begin < end else None
+
+
+def _less(part: slice, offset: int) -> slice:
+    return slice(part.start - offset, part.stop - offset)
