@@ -85,6 +85,8 @@ def gather_gradients(engine, grads_P):
     gathered = gather_rows(torch.cat(list(grads_P))).split([g.numel() for g in grads_P], dim=1)
     return [
         rows.flatten()[: spec.numel].view(spec.shape)
+        if spec.requires_grad
+        else torch.zeros(spec.shape)
         for spec, rows in zip(engine.hydra.stage_model.specs, gathered, strict=True)
     ]
 
