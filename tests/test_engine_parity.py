@@ -23,6 +23,7 @@ from models import FAMILIES, VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 
 from ds_hydra.engine.ranks.agreement import gather_rows
+from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Strategy
 
@@ -64,7 +65,12 @@ def hand_plan(
         rows = tuple(tuple(mine[a:b]) for a, b in itertools.pairwise(cuts) if mine[a:b])
         pipelines.append(
             PipelinePlan(
-                scheme=scheme, ranks=ranks, micro_batches=rows, makespan_ms=0, lower_bound_ms=0
+                scheme=scheme,
+                ranks=ranks,
+                micro_batches=rows,
+                makespan_ms=0,
+                lower_bound_ms=0,
+                rows=cut_micro_batches(rows, lengths, scheme.cp),
             )
         )
     return IterationPlan(
@@ -199,7 +205,7 @@ LENGTHS_BY_TURNS = (20, 5, 33, 15, 64, 9, 65, 12, 3)
 
 def check_rope(rope):
     overrides = {"rope_parameters": ROPES[rope], "max_position_embeddings": 16}
-    strategies = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<1,1>")
+    strategies = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>", "1x<1,1>")
     return check_gradients("llama", strategies, None, overrides, LENGTHS_BY_TURNS)
 
 

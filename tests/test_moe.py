@@ -42,6 +42,8 @@ WITHOUT_TP = ("4x<1,1>", "1x<1,4>", "1x<sp2,2>", "1x<1,2;stream> + 1x<sp2,1>")
 BY_FAMILY = {"olmoe": WITHOUT_PP, "granitemoe": WITHOUT_PP, "gpt_oss": WITHOUT_TP}
 """Where transformers ships no plan for the other."""
 
+WITH_CP = ("1x<cp4,1>", "1x<sp2,cp2,1;ep=2>", "1x<cp2,1;ckpt=2> + 1x<sp2,1;stream>")
+
 WITH_EP = ("1x<sp4,1;ep=4>", "1x<sp2,1;ep=2> + 2x<1,1>", "1x<sp2,2;ep=2;ckpt=2>", "1x<sp4,1;ep=2>")
 
 SHORT = (1, 1, 5, 2, 1, 3)
@@ -69,7 +71,7 @@ def with_a_loss_of_balance():
         for lengths in (LENGTHS, SHORT)
         for case, value in check_gradients(
             family,
-            (*BY_FAMILY.get(family, STRATEGIES), *WITH_EP),
+            (*BY_FAMILY.get(family, STRATEGIES), *WITH_EP, *WITH_CP),
             overrides=BALANCED,
             lengths=lengths,
         ).items()
@@ -79,7 +81,7 @@ def with_a_loss_of_balance():
 def with_a_loss_of_balance_and_shards():
     return check_gradients(
         "qwen3_moe",
-        ("2x<2,1>", "1x<4,1;stream>", "1x<sp2,2,1>"),
+        ("2x<2,1>", "1x<4,1;stream>", "1x<sp2,2,1>", "1x<cp2,2,1>"),
         overrides=BALANCED,
         hydra=CUT_MICRO_BATCHES,
     )

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.scheme_support import check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
 from ds_hydra.engine.profiling.profile_document import (
@@ -304,6 +305,8 @@ class EngineCandidates:
 
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise HydraConfigError where the ranks or the model cannot run `strategy`."""
+        for scheme in set(strategy.schemes):
+            check_context_parallel(scheme, self.config.context_length)
         if strategy.num_devices > self.num_ranks:
             raise HydraConfigError(
                 f"strategy {strategy} needs {strategy.num_devices} ranks, there are {self.num_ranks}; change "

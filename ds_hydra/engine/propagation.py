@@ -16,9 +16,11 @@ from torch import Tensor
 from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.parallel.context_parallel import ContextRow
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo, StageIO, run_1f1b, run_forward_only
 from ds_hydra.engine.parallel.tensor_parallel import summed_cross_entropy
+from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
 from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, raise_together
 from ds_hydra.engine.ranks.host_memory import to_device
@@ -214,7 +216,13 @@ class Propagator:
             stage = self._stage_info(role, slices)
             sequence_shard = self._sequence_shard(role)
             micro_batches = MicroBatchTensors.load(
-                plan, plan.pipelines[role.pipeline], stage, load, self._device, sequence_shard
+                plan,
+                plan.pipelines[role.pipeline],
+                stage,
+                load,
+                self._device,
+                sequence_shard,
+                self._context(role),
             )
             scale = 1.0 if loss_scale is None else loss_scale / plan.num_label_tokens
 
@@ -280,10 +288,17 @@ class Propagator:
     def _sequence_shard(self, role: Role) -> SequenceShard | None:
         """What this rank holds of each micro-batch, where its pipeline cuts or pads it."""
         sp, multiple = role.scheme.sp, self.stage_model.tp.micro_batch_multiple(role.scheme.tp)
-        if sp == 1 and multiple == 1:
+        if role.scheme.num_shards == 1 and multiple == 1:
             return None
         group = self.groups.get("sp", role.sp_ranks) if sp > 1 else None
         return SequenceShard(group, sp, role.sp_rank, multiple)
+
+    def _context(self, role: Role) -> ContextRow | None:
+        """Which row of each micro-batch this rank has, where its pipeline cuts them into rows."""
+        cp = role.scheme.cp
+        if cp == 1:
+            return None
+        return ContextRow(TokenShards(self.groups.get("cp", role.cp_ranks), cp), role.cp_rank)
 
     def _stage_io(self, role: Role) -> StageIO:
         pp = role.scheme.pp

@@ -24,6 +24,7 @@ from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
 from ds_hydra.engine.model.attention import find_softcap_problem
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.scheme_support import check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import check_groups_of_rank
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
@@ -324,6 +325,7 @@ class _Budget:
         report, context, number = self._report, self._hydra.context_length, self._report.num_devices
         for strategy in given:
             for scheme in strategy.schemes:
+                check_context_parallel(scheme, context)
                 if self._stage_model is not None:
                     self._stage_model.check_scheme(scheme)
         profile = self._profile = profile.with_schemes(

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.rotary import MicroBatchInSight
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
-from ds_hydra.engine.parallel.ulysses import SequenceShard
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha")
 _OWN_LOSS = "load_balancing_loss_func"
@@ -168,7 +167,7 @@ class ExpertBalance:
             if logits_TE is None:
                 return None
             loss = self._sequence_loss(
-                logits_TE, experts_TK.shape[1], sequences_T, lengths_N, micro_batch.sequence_shard
+                logits_TE, experts_TK.shape[1], sequences_T, lengths_N, micro_batch
             )
             if self._is_counted:
                 self._value += loss.detach()
@@ -183,7 +182,9 @@ class ExpertBalance:
         return has_own_tokens and not self._sight.is_computed_again
 
     def _sequences(self, micro_batch: PackedMicroBatch, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """[T]: the sequence of each token of this rank; [N]: their lengths, 0 for padding."""
+        """[T]: the sequence of each token of this rank; [N]: lengths of all sequences of the
+        micro-batch, 0 for padding.
+        """
         ends = micro_batch.cu_seqlens
         shard = micro_batch.sequence_shard
         rank = 0 if shard is None else shard.rank
@@ -191,10 +192,9 @@ class ExpertBalance:
             rank = rank * self._tp.shards.size + self._tp.rank
         begin = rank * num_tokens
         places_T = torch.arange(begin, begin + num_tokens, dtype=ends.dtype, device=ends.device)
-        lengths_N = ends.diff()
-        if micro_batch.num_padding:
-            lengths_N[-1] = 0
-        return torch.searchsorted(ends, places_T, right=True) - 1, lengths_N
+        numbers = torch.tensor([s.number for s in micro_batch.segments], device=ends.device)
+        lengths_N = torch.tensor(micro_batch.sequence_lengths, device=ends.device)
+        return numbers[torch.searchsorted(ends, places_T, right=True) - 1], lengths_N
 
     def _count(self, row: int, experts_TK: Tensor, is_real_T: Tensor) -> None:
         ones_TK = is_real_T.unsqueeze(1).expand_as(experts_TK).flatten().long()
@@ -206,7 +206,7 @@ class ExpertBalance:
         num_chosen: int,
         sequences_T: Tensor,
         lengths_N: Tensor,
-        shard: SequenceShard | None,
+        micro_batch: PackedMicroBatch,
     ) -> Tensor:
         """This rank's part of the loss of one layer and micro-batch, coefficient included.
 
@@ -223,7 +223,7 @@ class ExpertBalance:
                 0, places_TK.flatten(), torch.ones_like(places_TK, dtype=scores_TE.dtype).flatten()
             )
             counts_NE = counts_NE.view(-1, num_experts)
-            self._sum_over_shards(counts_NE, shard)
+            self._sum_over_shards(counts_NE, micro_batch)
             factor = num_experts if self.loss.is_own else num_experts / num_chosen
             factor *= self.loss.coefficient / self._num_routers / self._num_tokens
             is_real_N = lengths_N > 0
@@ -231,11 +231,14 @@ class ExpertBalance:
             weights_TE = (counts_NE * factors_N.unsqueeze(1))[sequences_T]
         return (scores_TE * weights_TE).sum()
 
-    def _sum_over_shards(self, counts_NE: Tensor, shard: SequenceShard | None) -> None:
+    def _sum_over_shards(self, counts_NE: Tensor, micro_batch: PackedMicroBatch) -> None:
+        shard, keys = micro_batch.sequence_shard, micro_batch.keys
         if self._tp.shards is not None and self._tp.size > 1:
             dist.all_reduce(counts_NE, group=self._tp.group)
         if shard is not None and shard.size > 1:
             dist.all_reduce(counts_NE, group=shard.group)
+        if keys is not None:
+            dist.all_reduce(counts_NE, group=keys.group.group)
 
 
 class _AddLoss(torch.autograd.Function):

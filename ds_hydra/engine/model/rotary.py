@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from ds_hydra.engine.model.attention import PackedMicroBatch
+from ds_hydra.engine.parallel.context_parallel import checkpoint_contexts
 
 
 class MicroBatchInSight:
@@ -29,7 +30,7 @@ class MicroBatchInSight:
     def checkpointed(self, layer: Callable[..., Any], *args: Any) -> Any:
         """`layer(*args)`, computed again in backward with the same micro-batch in sight."""
         run = functools.partial(self._run, self.micro_batch, layer)
-        return checkpoint(run, *args, use_reentrant=False)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=checkpoint_contexts)
 
     def _run(
         self, micro_batch: PackedMicroBatch | None, layer: Callable[..., Any], *args: Any
@@ -76,14 +77,17 @@ def _forward(
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
     original = _original_length(module, layer_type)
     tables: dict[int, Any] = {}
-    for length in sorted(set(micro_batch.lengths), reverse=True):
+    for length in sorted({segment.length for segment in micro_batch.segments}, reverse=True):
         if (key := max(length, original)) not in tables:  # one table for all that are no longer
             _forget_lengths(module, layer_type)
             positions = torch.arange(length, device=x.device).unsqueeze(0)
             tables[key] = plain(x, positions, **kwargs)
     parts = [
-        tree_map(lambda table, end=length: table[:, :end], tables[max(length, original)])
-        for length in micro_batch.lengths
+        tree_map(
+            lambda table, part=part: table[:, part.begin : part.end],
+            tables[max(part.length, original)],
+        )
+        for part in micro_batch.segments
     ]
     whole = tree_map(lambda *of_sequences: torch.cat(of_sequences, dim=1), *parts)
     if micro_batch.sequence_shard is None:

@@ -27,6 +27,15 @@ def check_sequence_parallel(scheme: Scheme, config: Any) -> None:
         )
 
 
+def check_context_parallel(scheme: Scheme, context_length: int) -> None:
+    """Raise HydraConfigError where no sequence has a token for every row of a micro-batch."""
+    if scheme.cp > context_length:
+        raise HydraConfigError(
+            f"scheme {scheme}: CP {scheme.cp} is above hydra.context_length, {context_length} tokens, so that rows of "
+            f"every micro-batch would have none; use CP {context_length} or less in hydra.strategies"
+        )
+
+
 def check_tensor_parallel(
     scheme: Scheme,
     model: nn.Module,

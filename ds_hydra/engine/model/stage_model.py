@@ -268,8 +268,8 @@ class StageModel:
         known: dict[tuple[Scheme, int, int, int], RankBuckets] = {}
         rank_buckets: list[RankBuckets] = [()] * num_ranks
         for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-            for (stage, sp_rank, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
-                key = (scheme, stage, tp_rank, sp_rank % scheme.ep)
+            for (stage, shard, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
+                key = (scheme, stage, tp_rank, shard % scheme.ep)
                 if key not in known:
                     known[key] = self.buckets(*key)
                 rank_buckets[rank] = known[key]

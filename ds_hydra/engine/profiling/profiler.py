@@ -31,6 +31,7 @@ from ds_hydra.engine.profiling.profile_document import (
 )
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import activation_share
@@ -246,6 +247,7 @@ def _probe_plan(strategy: Strategy, num_ranks: int, micro_batch: ProbeMicroBatch
                 scheme=scheme,
                 ranks=ranks,
                 micro_batches=micro_batches,
+                rows=cut_micro_batches(micro_batches, [micro_batch.length] * count, scheme.cp),
                 makespan_ms=0.0,
                 lower_bound_ms=0.0,
             )
