@@ -71,7 +71,7 @@ class ContextParallel:
         if not is_inside:  # one edge of each ring crosses between two nodes, all TP ranks' at once
             rate = min(rate, hardware.inter_node_rate / min(tp, hardware.devices_per_node))
         layers = shape.num_layers / self.scheme.pp
-        sent = KEY_VALUE_BYTES * shape.hidden_size * shape.key_value_share / tp
+        sent = KEY_VALUE_BYTES * shape.heads_width * shape.key_value_share / tp
         return 1e3 * layers * sent * (self.cp - 1) / self.cp / rate
 
 

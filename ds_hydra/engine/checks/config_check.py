@@ -28,7 +28,7 @@ from ds_hydra.engine.model.scheme_support import check_context, check_context_pa
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import check_groups_of_rank
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
-from ds_hydra.engine.profiling.profile_document import fit_memory
+from ds_hydra.engine.profiling.profile_document import fit_memory, model_facts
 from ds_hydra.engine.profiling.profiler import default_lengths
 from ds_hydra.engine.strategy_links import GRADIENT_DTYPES
 from ds_hydra.errors import HydraConfigError, HydraError
@@ -221,12 +221,7 @@ class _Budget:
             known = load_profile(name)
             report.profile = f"{name}: {known.document.get('source', 'of unknown source')}"
             if self._stage_model is not None:
-                shape = self._stage_model
-                known.check_model(
-                    num_layers=shape.num_layers,
-                    hidden_size=shape.hidden_size,
-                    vocab_size=shape.vocab_size,
-                )
+                known.check_model(**model_facts(self._stage_model))
             known.check_tp_sequence_parallel(hydra.tp_sequence_parallel)
             self._say_what_was_measured(name, known)
             if self._request.device is not None:
