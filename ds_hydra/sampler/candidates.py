@@ -26,6 +26,7 @@ from ds_hydra.strategy.proposal.program import (
     default_tokens_per_iteration,
     usable_schemes,
 )
+from ds_hydra.strategy.proposal.rows import with_rows_of
 from ds_hydra.strategy.proposal.streamed import CanRun, with_streams_of
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
@@ -192,10 +193,11 @@ def decide_candidates(
 
 
 def with_estimates_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
-    """`profile` with an estimate for each scheme of `strategies` that has SP, or whose layers all
-    stream or are gathered, where it did not measure that and can estimate it.
+    """`profile` with an estimate for each scheme of `strategies` that has SP or CP, or whose layers
+    all stream or are gathered, where it did not measure that and can estimate it.
     """
-    return with_streams_of(with_estimates(profile, strategies), strategies)
+    known = with_rows_of(with_estimates(profile, strategies), strategies)
+    return with_streams_of(known, strategies)
 
 
 def with_schemes_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
