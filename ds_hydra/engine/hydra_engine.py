@@ -20,12 +20,13 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.utils import logger, safe_get_local_grad, safe_set_local_grad
+from deepspeed.utils import logger
 from torch import Tensor, nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checkpointing.engine import CheckpointingEngine
 from ds_hydra.engine.examples import local_rank, read_data
+from ds_hydra.engine.gradient_shards import GradientShards
 from ds_hydra.engine.model.bias_correction import BiasCorrection
 from ds_hydra.engine.model.packing_probe import check_packing
 from ds_hydra.engine.model.stage_model import StageModel
@@ -75,8 +76,7 @@ class HydraEngine(CheckpointingEngine):
         self._hydra_config = hydra_config
         self._hydra: HydraRuntime | None = None
         self._bias_correction: BiasCorrection | None = None
-        self._grads_P: list[Tensor] = []
-        self._deposited: set[int] = set()
+        self._gradients: GradientShards | None = None
         """Addresses of gradient shards that are ZeRO-3's own."""
         self.last_metrics: IterationMetrics | None = None
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
@@ -168,7 +168,7 @@ class HydraEngine(CheckpointingEngine):
                     self._skip_step(iteration, outcomes.nonfinite_ranks)
                 else:
                     with self.hydra.propagator.recorder.span(EventKind.STEP):
-                        self._deposit(grads_P)
+                        self._gradients.deposit()
                         self._step(iteration, outcomes)
             if batch is None:
                 self.hydra.mark_trained(iteration.plan.iteration)
@@ -234,7 +234,7 @@ class HydraEngine(CheckpointingEngine):
         if getattr(self, "_hydra", None) is not None:
             self.hydra.close()
             # The model has hooks of DeepSpeed that hold the engine
-            self._hydra, self._grads_P = None, []
+            self._hydra = self._gradients = None
         super().destroy()
         # Never taken away, so that DeepSpeed would keep every model, and its engine, for ever
         parameter_offload.FWD_MODULE_STACK[:] = [
@@ -264,34 +264,12 @@ class HydraEngine(CheckpointingEngine):
         return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
 
     def _zero_gradient_shards(self) -> list[Tensor]:
-        """This rank's fp32 gradient shards, set to zero; the same memory in every iteration, and
-        that of the home if there is one.
-        """
-        if (home := self.hydra.propagator.links.home) is not None:
-            self._grads_P = home.grads_P
-        if not self._grads_P:
-            self._grads_P = [self._gradient_shard(p) for p in self.hydra.stage_model.params]
-        torch._foreach_zero_(self._grads_P)
-        return self._grads_P
-
-    def _gradient_shard(self, param: nn.Parameter) -> Tensor:
-        """[shard] fp32 for the gradient of `param`: ZeRO-3's own memory where that is fp32 on this
-        device, else memory that `_deposit` copies from; empty for frozen parameters.
-        """
-        if param.requires_grad and not self.optimizer.offload_optimizer:
-            own, again = safe_get_local_grad(param), safe_get_local_grad(param)
-            if own.data_ptr() == again.data_ptr():  # no copy in fp32
-                self._deposited.add(own.data_ptr())
-                return own
-        numel = param.ds_tensor.numel() if param.requires_grad else 0
-        return torch.empty(numel, dtype=torch.float32, device=self.device)
-
-    def _deposit(self, grads_P: Sequence[Tensor]) -> None:
-        """Hand the gradient shards to ZeRO-3 as if its own backward had reduced them."""
-        for param, grad_P in zip(self.hydra.stage_model.params, grads_P, strict=True):
-            if param.requires_grad and grad_P.data_ptr() not in self._deposited:
-                safe_set_local_grad(param, grad_P)
-        self.optimizer.independent_gradient_partition_epilogue()
+        """This rank's fp32 gradient shards, set to zero."""
+        if self._gradients is None:
+            params = self.hydra.stage_model.params
+            self._gradients = GradientShards(self.optimizer, params, self.device)
+        home = self.hydra.propagator.links.home
+        return self._gradients.zeroed(home, is_fp16=self.fp16_enabled())
 
     def _step(self, iteration: Iteration, outcomes: Outcomes) -> None:
         # DeepSpeed counts train_batch_size() samples per step; monitors shall see what was trained.

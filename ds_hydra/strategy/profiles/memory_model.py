@@ -14,13 +14,15 @@ from ds_hydra.strategy.schemes.scheme import Scheme
 _LARGEST_COUNT, _LARGEST_BYTES = 1 << 32, 1 << 63
 """Beyond these a profile is damaged, and arithmetic on it would overflow."""
 
-OPTIMIZER_BYTES = 4 + 8 + 4 + 4
-"""Per parameter at its owner: fp32 master, two Adam moments, DeepSpeed's gradient, our
-accumulator.
+OPTIMIZER_BYTES = 4 + 8 + 4
+"""Per parameter at its owner: fp32 master, two Adam moments, gradient. DeepSpeed's step takes 4
+more for one sub-group at a time, when activations are gone.
 """
 
 GRADIENT_BYTES = 4
-"""Per element of a pulled slice, or of a home: its fp32 gradient."""
+"""Per element of a pulled slice, and of a ZeRO-3 shard: its fp32 gradient."""
+SUM_BYTES = 8
+"""Per element of a home: both digits of its sum, of which one lies in the gradient of the shard."""
 
 STREAM_WINDOW = 2
 """Streamed layers that are with a rank at any time: the one that runs and the next one."""
@@ -76,16 +78,16 @@ class MemoryModel:
     and head, and R = `devices_per_node` ranks of a node (N if those are fewer),
 
     states       (L H^2 B + H V e) / N * alpha                    shards, as above
-                 + (L H^2 p + E) / R * (i + 4)                    home of weights and sums
+                 + (L H^2 p + E) * ((i + 8) / R - 4 / N)          home of weights and sums
                  + (two layers, or twice the head) / TP * 2 i     window, with its gradients
                  + (parameters of the stage that stay) / TP * (i + 4)
 
     Where all ranks gather each layer for every pass there is neither home nor anything that stays:
     shards, window and exchange buffers alone.
 
-    A profile that the engine measured says i + 20 bytes a parameter for the shards: with the home
-    28 in 16 bit, which is what the engine holds. The published constants have 12.5 there. Other
-    pipelines of the same node have their share of the home besides.
+    A profile that the engine measured says i + 16 bytes a parameter for the shards: with the home
+    of one node 24 in 16 bit, which is what the engine holds. The published constants have 12.5
+    there. Other pipelines of the same node have their share of the home besides.
 
     Stage k of a scheme with `stages` or `ckpt` has n layers, m of them checkpointed, and at most PP
     - k micro-batches in flight:
@@ -226,7 +228,8 @@ class MemoryModel:
         """Share of each rank of a node in one copy of the weights and sums of their gradients."""
         layer, ends = self._num_params()
         num_ranks = min(self.devices_per_node, num_devices)
-        return (self.num_layers * layer + ends) / num_ranks * (self.input_bytes + GRADIENT_BYTES)
+        each = (self.input_bytes + SUM_BYTES) / num_ranks - GRADIENT_BYTES / num_devices
+        return (self.num_layers * layer + ends) * each
 
     def _num_params(self) -> tuple[float, float]:
         """Of a layer, and of embedding and head."""
