@@ -20,6 +20,7 @@ from ds_hydra.simulator.scenario import Scenario
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.proposal.expert_parallel import with_shared_experts
 from ds_hydra.strategy.proposal.extended import stretched_schemes
 from ds_hydra.strategy.proposal.rows import schemes_beyond_heads, with_rows
 from ds_hydra.strategy.proposal.streamed import with_streamed_schemes
@@ -41,6 +42,7 @@ def extended_scenario(scenario: Scenario) -> Scenario:
     cluster = scenario.cluster
     profile = with_sequence_parallelism(scenario.profile, scenario.num_devices, cluster)
     if cluster is not None:
+        profile = with_shared_experts(profile, num_devices=scenario.num_devices, cluster=cluster)
         profile = with_streamed_schemes(
             profile,
             num_devices=scenario.num_devices,

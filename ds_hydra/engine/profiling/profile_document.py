@@ -18,7 +18,8 @@ from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.profiles.fit import fit_latency, saturation_tokens
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
-from ds_hydra.strategy.profiles.states import engine_states
+from ds_hydra.strategy.profiles.states import engine_states, expert_memory
+from ds_hydra.strategy.proposal.estimate import find_experts
 
 
 def fit_memory(document: Mapping[str, Any], config: HydraConfig) -> Profile:
@@ -77,6 +78,7 @@ def nominal_profile(stage_model: StageModel, schemes: Iterable[Scheme]) -> dict[
 def describe_model(stage_model: StageModel) -> dict[str, Any]:
     """The profile's "model" section."""
     config = stage_model.config
+    experts = find_experts(config.to_dict(), stage_model.num_layers, config.model_type)
     return {
         "name": config.model_type,
         "num_layers": stage_model.num_layers,
@@ -85,7 +87,16 @@ def describe_model(stage_model: StageModel) -> dict[str, Any]:
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": num_kv_heads(config),
         "vocab_size": stage_model.vocab_size,
+        **({} if experts is None else {"experts": experts.to_json()}),
     }
+
+
+def model_facts(stage_model: StageModel) -> dict[str, int]:
+    """What `Profile.check_model` compares."""
+    described = describe_model(stage_model)
+    names = ("num_layers", "hidden_size", "vocab_size")
+    num_experts = described.get("experts", {}).get("num", 0)
+    return {**{name: described[name] for name in names}, "num_experts": num_experts}
 
 
 class ProbeMicroBatch(NamedTuple):
@@ -169,7 +180,12 @@ def state_memory(stage_model: StageModel) -> dict[str, float]:
     use.
     """
     element = torch.finfo(stage_model.params[0].dtype).bits // 8
-    return engine_states(layer_params(stage_model) / stage_model.hidden_size**2, element)
+    params = layer_params(stage_model)
+    experts = sum(spec.numel for spec in stage_model.specs if spec.num_experts)
+    return {
+        **engine_states(params / stage_model.hidden_size**2, element),
+        **expert_memory(experts / stage_model.num_layers / params),
+    }
 
 
 def describe_hardware() -> dict[str, Any]:

@@ -25,8 +25,10 @@ from ds_hydra.configs.files import read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import (
     KEY_VALUE_EXCHANGES,
+    Experts,
     Hardware,
     ModelShape,
+    expert_parallel_latency,
     key_values_ms,
 )
 from ds_hydra.strategy.profiles.link_times import LinkTimes
@@ -95,7 +97,10 @@ class Cluster:
         elements = self._node_elements(strategy, is_fully_sharded)
         layers = self.shape.num_layers
         widest = (
-            max(_widest_slice(s, layers, self._ranks_per_node) for s in set(strategy.schemes))
+            max(
+                self._held_share(s) * _widest_slice(s, layers, self._ranks_per_node)
+                for s in set(strategy.schemes)
+            )
             * self.num_params
         )
         inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
@@ -107,6 +112,11 @@ class Cluster:
             push_ms=(again + gradient_bytes) * slowest,
             step_ms=self.step_ms,
         )
+
+    def _held_share(self, scheme: Scheme) -> float:
+        """What is left of the model where ranks share its experts."""
+        experts = self.shape.num_layers * self.shape.expert_params / self.num_params
+        return 1 - experts * (1 - 1 / scheme.ep)
 
     @property
     def _ranks_per_node(self) -> int:
@@ -148,7 +158,7 @@ class Cluster:
             if is_inside
             else hardware.inter_node_rate / hardware.devices_per_node
         )
-        once = _PARAM_BYTES * self.shape.hidden_size / scheme.ranks_per_stage
+        once = _PARAM_BYTES * self.shape.heads_width / scheme.ranks_per_stage
         once *= (1 - 1 / scheme.sp) / rate
         count = _EXCHANGES * self.shape.num_layers
         return replace(
@@ -167,6 +177,17 @@ class Cluster:
             linear_ms=latency.linear_ms + key_values_ms(self.shape, self.hardware, scheme),
             constant_ms=latency.constant_ms
             + KEY_VALUE_EXCHANGES * layers * self.hardware.collective_overhead_ms,
+        )
+
+    def with_experts(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
+        """`latency` of `scheme` without ep, with tokens that travel to experts evenly."""
+        more = expert_parallel_latency(self.shape, self.hardware, scheme)
+        if more is None:
+            return latency
+        return replace(
+            latency,
+            linear_ms=latency.linear_ms + more.linear_ms,
+            constant_ms=latency.constant_ms + more.constant_ms,
         )
 
     def pushing(self, share: float) -> Callable[[Strategy], LinkTimes]:
@@ -353,4 +374,6 @@ def _model_shape(profile: Profile) -> ModelShape:
     return ModelShape(
         **{name: model[name] for name in names},
         key_value_share=profile.memory.key_value_share,
+        attention_width=model.get("attention_width", 0),
+        experts=Experts(**model["experts"]) if model.get("experts") else None,
     )

@@ -74,6 +74,9 @@ class MemoryModel:
 
     Ours: `exchange_bytes` / TP of packed exchange buffers, where they are counted.
 
+    Ours: with ep a rank holds 1 / ep of a layer's experts, which are `expert_fraction` of its
+    parameters; shards are what they were.
+
     Ours: where layers stream, with p = s / i parameters per layer and H^2, E = 2 H V of embedding
     and head, and R = `devices_per_node` ranks of a node (N if those are fewer),
 
@@ -118,6 +121,7 @@ class MemoryModel:
     devices_per_node: int = 8
     exchange_bytes: float = 0.0
     key_value_share: float = 1.0
+    expert_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         counts = (self.num_layers, self.hidden_size, self.vocab_size)
@@ -154,6 +158,10 @@ class MemoryModel:
                 raise HydraConfigError(f"{name} bytes are {value}, expected 0 or more")
         if not 0 <= self.sharded_fraction <= 1:
             raise HydraConfigError(f"sharded_fraction is {self.sharded_fraction}, expected 0 to 1")
+        if not 0 <= self.expert_fraction < 1:
+            raise HydraConfigError(
+                f"expert_fraction is {self.expert_fraction}, expected 0 to less than 1"
+            )
 
     def knows(self, scheme: Scheme) -> bool:
         """Whether it says what `scheme` needs."""
@@ -268,7 +276,8 @@ class MemoryModel:
         if scheme.stream:
             return self._streaming_bytes(scheme, num_devices, num_layers)
         sharded = self._all_state_bytes() / num_devices
-        held = self._all_state_bytes(num_layers) / scheme.tp
+        share = 1 - self.expert_fraction * (1 - 1 / scheme.ep)
+        held = self._all_state_bytes(share * num_layers) / scheme.tp
         states = sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
         return states + self.exchange_bytes / scheme.tp
 
