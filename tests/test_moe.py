@@ -15,10 +15,12 @@ from test_engine_parity import LENGTHS, assert_parity, check_gradients
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.estimate import estimate_profile, load_hardware
 from ds_hydra.engine.model.bias_correction import BiasCorrection
-from ds_hydra.engine.model.packing_probe import check_packing
+from ds_hydra.engine.model.packing_probe import try_small_copy
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.profiling.profile_document import layer_params, model_facts, state_memory
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
+from ds_hydra.strategy.proposal.estimate import describe_model, estimate_from_config
 
 CONFIG = HydraConfig(context_length=64, tokens_per_iteration=64)
 
@@ -252,7 +254,7 @@ def test_experts_that_every_token_chooses_repeat_bit_for_bit():
 
 @pytest.mark.parametrize("family", MIXTURES_OF_EXPERTS)
 def test_the_probe_lets_them_pass(family):
-    check_packing(tiny(family))
+    try_small_copy(tiny(family))
 
 
 def test_experts_are_cut_where_grouped_products_allow():
@@ -288,11 +290,25 @@ def test_attention_that_is_not_cut_sees_whole_micro_batches():
         StageModel(tiny("deepseek_v3"), tp_sequence_parallel=True).check_scheme(Scheme(2, 1))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_the_roofline_of_dense_layers_is_not_given_for_them(family):
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "ernie4_5_moe"])
+def test_a_described_model_has_the_parameters_of_the_real_one(family):
+    """But for norms, routers and, in DeepSeek-V3, latent attention."""
     stage_model = StageModel(tiny(family))
-    with pytest.raises(HydraConfigError, match=r"mixture of experts .* = \d+.*ds-hydra profile"):
-        estimate_profile(stage_model, load_hardware("a800"), 8, CONFIG, name="estimate")
+    shape, _ = describe_model(stage_model.config.to_dict(), family)
+    assert shape.layer_params == pytest.approx(layer_params(stage_model), rel=0.1)
+    experts = state_memory(stage_model)["expert_fraction"] * layer_params(stage_model)
+    assert shape.expert_params == pytest.approx(experts)
+    profile = estimate_profile(stage_model, load_hardware("a800"), 8, CONFIG, name="estimate")
+    assert Scheme(1, 1, sp=4, ep=4) in profile.latency
+
+
+def test_a_profile_of_a_dense_model_is_refused():
+    dense, _ = estimate_from_config("llama2_7b", "h100", 8, 4096)
+    facts = {"num_layers": 32, "hidden_size": 4096, "vocab_size": 32000}
+    dense.check_model(**facts)
+    with pytest.raises(HydraConfigError, match="another model: num_experts 0 instead of 8"):
+        dense.check_model(**facts, num_experts=8)
+    assert model_facts(StageModel(tiny("mixtral")))["num_experts"] == 4
 
 
 @pytest.mark.parametrize(
@@ -303,4 +319,4 @@ def test_the_roofline_of_dense_layers_is_not_given_for_them(family):
 )
 def test_what_would_depend_on_the_strategy_is_refused(family, setting, value, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        check_packing(tiny(family, **{setting: value}))
+        try_small_copy(tiny(family, **{setting: value}))
