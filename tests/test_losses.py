@@ -125,7 +125,9 @@ def wanted_of(name, model, examples):
         return pairs[name]().mean()
     total = torch.cat(terms).sum()
     if name == "cross entropy":
-        return total / sum(float(e["importance"][1:][e["labels"][1:] != -100].sum()) for e in examples)
+        return total / sum(
+            float(e["importance"][1:][e["labels"][1:] != -100].sum()) for e in examples
+        )
     return total / (sum(c > 0 for c in counts) if name == "grpo of sequences" else sum(counts))
 
 
@@ -207,7 +209,9 @@ def mistakes(engine, examples):
         {k: v for k, v in e.items() if k != "importance"} if n == 4 else e
         for n, e in enumerate(examples)
     ]
-    short = [e | {"importance": e["importance"][:-1]} if n == 2 else e for n, e in enumerate(examples)]
+    short = [
+        e | {"importance": e["importance"][:-1]} if n == 2 else e for n, e in enumerate(examples)
+    ]
     no_number = [
         e | {"importance": ["a"] * len(e["input_ids"])} if n == 5 else e
         for n, e in enumerate(examples)

@@ -81,7 +81,6 @@ class HydraEngine(CheckpointingEngine):
         self._hydra: HydraRuntime | None = None
         self._bias_correction: BiasCorrection | None = None
         self._gradients: GradientShards | None = None
-        """Addresses of gradient shards that are ZeRO-3's own."""
         self.last_metrics: IterationMetrics | None = None
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
         step time.
@@ -154,14 +153,10 @@ class HydraEngine(CheckpointingEngine):
         HydraDataError where `loss` is not finite.
         """
         start = time.perf_counter()
-        if batch is None and strategy is not None:
+        if batch is None and (strategy is not None or loss is not None):
             raise HydraConfigError(
-                "a forced strategy needs a given mini-batch: call train_batch(batch=examples, strategy=...), "
-                "or list the strategies to choose from in hydra.strategies"
-            )
-        if batch is None and loss is not None:
-            raise HydraConfigError(
-                "a loss needs a given mini-batch, whose fields it reads: call train_batch(batch=examples, loss=...)"
+                "a forced strategy, and a loss, need a given mini-batch: call train_batch(batch=examples, ...); "
+                "strategies to choose from are listed in hydra.strategies"
             )
         with self.hydra.section("plan"):
             problem = self._find_refrozen()
@@ -201,8 +196,7 @@ class HydraEngine(CheckpointingEngine):
         arguments as in `train_batch`.
         """
         with self.hydra.section("evaluation"):
-            steps = self.global_steps
-            iteration = self.hydra.plan_examples(batch, strategy, steps, loss=loss)
+            iteration = self.hydra.plan_examples(batch, strategy, self.global_steps, loss=loss)
             iteration = weigh(iteration, self.hydra.propagator, self.device)
             plan, objective = iteration.plan, iteration.objective
             outcome = self.hydra.propagator.evaluate(plan, iteration.load, objective)
@@ -246,9 +240,8 @@ class HydraEngine(CheckpointingEngine):
         """Take `dataset` as the source of `train_batch()`; returns an endless iterable of
         mini-batches.
 
-        Called with `training_data` at the end of initialisation. The iterable yields global
-        mini-batches (lists of examples) for `train_batch(batch=...)`, and is not needed for
-        `train_batch()`.
+        The iterable yields global mini-batches (lists of examples) for `train_batch(batch=...)`,
+        and is not needed for `train_batch()`.
         """
         with watch("reading data"):
             data = read_data(dataset, self._hydra_config, self.device)
