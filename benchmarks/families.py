@@ -37,7 +37,7 @@ from ds_hydra.engine.model.small_config import small_configs
 from ds_hydra.engine.model.supported import check_model, find_text_config
 from ds_hydra.errors import HydraError
 
-STRATEGIES = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<sp2,1;ep=2>")
+STRATEGIES = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>", "1x<sp2,1;ep=2>")
 LENGTHS = (9, 5, 17, 1, 12)
 POSITIONS = 20
 """Fewer than the tokens of a micro-batch: learned positions follow the sequences."""
