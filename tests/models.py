@@ -119,4 +119,27 @@ MIXTURES_OF_EXPERTS = {
     "granitemoe": _builder("GraniteMoeForCausalLM", "GraniteMoeConfig", num_local_experts=4),
 }
 
-BUILDERS = FAMILIES | MIXTURES_OF_EXPERTS
+_NO_DROPOUT = dict.fromkeys(
+    ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout"), 0.0
+)
+
+OTHER_STRUCTURES = {
+    "gpt2": _builder("GPT2LMHeadModel", "GPT2Config", **_NO_DROPOUT),
+    "gpt_neox": _builder("GPTNeoXForCausalLM", "GPTNeoXConfig", **_NO_DROPOUT),
+    "stablelm": _builder("StableLmForCausalLM", "StableLmConfig", **_NO_DROPOUT),
+    "bloom": _builder("BloomForCausalLM", "BloomConfig", **_NO_DROPOUT),
+    "olmo_hybrid": _builder(
+        "OlmoHybridForCausalLM",
+        "OlmoHybridConfig",
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+}
+"""Learned positions and other names; attention and MLP side by side; layers that drop keyword
+arguments; ALiBi and states of their own, which run one sequence after the other.
+"""
+
+BUILDERS = FAMILIES | MIXTURES_OF_EXPERTS | OTHER_STRUCTURES

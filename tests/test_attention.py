@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.engine.model import attention, sequence_attention
 from ds_hydra.engine.model.attention import PackedMicroBatch, Segment, hydra_varlen
+from ds_hydra.engine.model.sight import in_sight
 from ds_hydra.errors import UnsupportedModelError
 
 MODULE = torch.nn.Identity()
@@ -55,18 +56,9 @@ def test_packed_micro_batch_equals_its_sequences(
     sinks = torch.randn(4, requires_grad=True) if has_sinks else None
     inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
     micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
-    with patch.object(sequence_attention, "_QUERY_BLOCK", block):
-        out, _ = hydra_varlen(
-            MODULE,
-            query,
-            key,
-            value,
-            None,
-            packed_micro_batch=micro_batch,
-            sliding_window=window,
-            softcap=softcap,
-            s_aux=sinks,
-        )
+    options = {"sliding_window": window, "softcap": softcap, "s_aux": sinks}
+    with patch.object(sequence_attention, "_QUERY_BLOCK", block), in_sight(micro_batch):
+        out, _ = hydra_varlen(MODULE, query, key, value, None, **options)
     parts = zip(
         query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
     )
@@ -142,10 +134,9 @@ def scores_computed(monkeypatch, lengths, window=None):
     monkeypatch.setattr(sequence_attention.F, "scaled_dot_product_attention", counting)
     micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
     shape = (1, 2, micro_batch.num_tokens, 4)
-    hydra_varlen(
-        MODULE, torch.zeros(shape), torch.zeros(shape), torch.zeros(shape), None,
-        packed_micro_batch=micro_batch, sliding_window=window,
-    )  # fmt: skip
+    heads = [torch.zeros(shape) for _ in range(3)]
+    with in_sight(micro_batch):
+        hydra_varlen(MODULE, *heads, None, sliding_window=window)
     return sum(pairs)
 
 
@@ -167,8 +158,11 @@ def test_positions_restart_in_every_sequence():
 def test_what_the_kernels_cannot_do_is_refused():
     micro_batch = PackedMicroBatch.build([2], torch.device("cpu"))
     heads = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(UnsupportedModelError, match="attention_dropout"):
-        hydra_varlen(MODULE, heads, heads, heads, None, packed_micro_batch=micro_batch, dropout=0.1)
+    with in_sight(micro_batch):
+        with pytest.raises(UnsupportedModelError, match="attention_dropout"):
+            hydra_varlen(MODULE, heads, heads, heads, None, dropout=0.1)
+        with pytest.raises(UnsupportedModelError, match="a mask of its own"):
+            hydra_varlen(MODULE, heads, heads, heads, torch.ones(2, 2))
 
 
 def flash_attn_2(calls):

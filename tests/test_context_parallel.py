@@ -18,6 +18,7 @@ from test_sequence_parallel import LAYER_BY_LAYER, SHORT_ROWS, check_families
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_hydra.engine.model.attention import PackedMicroBatch, Segment, hydra_varlen
+from ds_hydra.engine.model.sight import in_sight
 from ds_hydra.engine.parallel.context_parallel import ContextRow, KeysOfRow
 from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
 from ds_hydra.engine.parallel.ulysses import SequenceShard
@@ -47,7 +48,8 @@ def own_row(group, rank, lengths):
 
 def attend(packed, tensors, options):
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    out, _ = hydra_varlen(MODULE, *leaves, None, packed_micro_batch=packed, **options)
+    with in_sight(packed):
+        out, _ = hydra_varlen(MODULE, *leaves, None, **options)
     return out, leaves
 
 

@@ -87,7 +87,7 @@ def hand_plan(
 
 
 def gather_gradients(engine, grads_P):
-    """Full gradients out of every rank's shards, in one collective."""
+    """Full gradients out of every rank's shards, in one collective; zeros of what is frozen."""
     gathered = gather_rows(torch.cat(list(grads_P))).split([g.numel() for g in grads_P], dim=1)
     return [
         rows.flatten()[: spec.numel].view(spec.shape)
@@ -158,6 +158,25 @@ def test_gradients_equal_one_process_on_other_numbers_of_ranks(world_size):
     assert_parity(
         run_distributed(check_gradients, world_size, "llama_tied", STRATEGIES[world_size])[0]
     )
+
+
+def check_structures():
+    worst = {}
+    for family, schemes in {
+        "gpt2": ("2x<1,1>", "1x<1,2>", "1x<sp2,1>", "1x<1,2;ckpt=1>"),
+        "gpt_neox": ("1x<2,1>", "1x<1,2>"),
+        "stablelm": ("1x<1,2>", "1x<1,2;ckpt=2>"),
+        "bloom": ("2x<1,1>", "1x<1,2>"),
+        "olmo_hybrid": ("1x<1,2>",),
+    }.items():
+        found = check_gradients(family, schemes)
+        worst |= {(family, *case): value for case, value in found.items()}
+    return worst
+
+
+@pytest.mark.distributed
+def test_other_structures_have_the_gradients_of_one_process():
+    assert_parity(run_distributed(check_structures, 2)[0])
 
 
 def check_resized():

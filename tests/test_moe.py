@@ -15,7 +15,7 @@ from test_engine_parity import LENGTHS, assert_parity, check_gradients
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.estimate import estimate_profile, load_hardware
 from ds_hydra.engine.model.bias_correction import BiasCorrection
-from ds_hydra.engine.model.packing_probe import check_packing
+from ds_hydra.engine.model.packing_probe import try_small_copy
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import layer_params, model_facts, state_memory
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
@@ -254,7 +254,7 @@ def test_experts_that_every_token_chooses_repeat_bit_for_bit():
 
 @pytest.mark.parametrize("family", MIXTURES_OF_EXPERTS)
 def test_the_probe_lets_them_pass(family):
-    check_packing(tiny(family))
+    try_small_copy(tiny(family))
 
 
 def test_experts_are_cut_where_grouped_products_allow():
@@ -320,7 +320,7 @@ def test_a_profile_of_a_dense_model_is_refused():
 )
 def test_what_would_depend_on_the_strategy_is_refused(family, setting, value, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        check_packing(tiny(family, **{setting: value}))
+        try_small_copy(tiny(family, **{setting: value}))
 
 
 def test_routers_of_another_dtype_are_refused():

@@ -28,7 +28,8 @@ from ds_hydra.engine.checkpointing.engine import CheckpointingEngine
 from ds_hydra.engine.examples import local_rank, read_data
 from ds_hydra.engine.gradient_shards import GradientShards
 from ds_hydra.engine.model.bias_correction import BiasCorrection
-from ds_hydra.engine.model.packing_probe import check_packing
+from ds_hydra.engine.model.packing_probe import build_stage_model
+from ds_hydra.engine.model.scheme_support import check_context
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.engine.ranks.deepspeed_ops import (
@@ -102,12 +103,11 @@ class HydraEngine(CheckpointingEngine):
         self, args: Any, model: nn.Module, engine_args: Any, engine_kwargs: Mapping[str, Any]
     ) -> None:
         run_together(_clear_up, self.device)
-        run_together(functools.partial(check_packing, model), self.device)
         # The copy must be made before DeepSpeed hooks the model's modules and partitions its
         # parameters.
         config = self._hydra_config
         make_stage_model = functools.partial(
-            StageModel,
+            build_stage_model,
             model,
             activation_checkpointing=config.activation_checkpointing,
             compile_layers=config.compile_layers,
@@ -115,6 +115,7 @@ class HydraEngine(CheckpointingEngine):
             aux_loss=config.moe.aux_loss == "sequence",
         )
         stage_model = run_together(make_stage_model, self.device)
+        check_context(stage_model.trial, stage_model.config, config.context_length)
         memory = MemoryWatch()  # before DeepSpeed's buffers and states
         super().__init__(args, model, *engine_args, **engine_kwargs)
         _modules_of_engines.update(model.modules())

@@ -24,7 +24,7 @@ from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
 from ds_hydra.engine.model.attention import find_softcap_problem
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.model.random_model import build_random_stage_model
-from ds_hydra.engine.model.scheme_support import check_context_parallel
+from ds_hydra.engine.model.scheme_support import check_context, check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import check_groups_of_rank
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
@@ -196,6 +196,7 @@ class _Budget:
             num_ranks=self._report.num_devices,
             tp_sequence_parallel=self._hydra.tp_sequence_parallel,
         )
+        check_context(self._stage_model.trial, config, self._hydra.context_length)
         if problem := find_softcap_problem(config, self._dtype):
             self._report.warnings.append(f"on GPUs the engine refuses this model: {problem}")
         positions = getattr(config, "max_position_embeddings", None)

@@ -8,16 +8,18 @@ key-value heads (after TP slicing), T tokens of the micro-batch, D head dimensio
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from ds_hydra.engine.model.sequence_attention import attention_per_sequence
+from ds_hydra.engine.model.sight import find_in_sight
 from ds_hydra.engine.parallel.context_parallel import KeysOfRow, attend_to_all_rows
 from ds_hydra.engine.parallel.ulysses import SequenceShard, gather_micro_batch, scatter_micro_batch
 from ds_hydra.engine.ranks.host_memory import to_device
@@ -37,9 +39,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedMicroBatch:
-    """Where the sequences of a packed micro-batch are; passed through the model's own keyword
-    arguments.
-    """
+    """Where the sequences of a packed micro-batch are; attention finds it `in_sight`."""
 
     segments: tuple[Segment, ...]
     """Whole sequences, or the pieces of them that a row has, in their order; then padding."""
@@ -137,13 +137,13 @@ def hydra_varlen(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed_micro_batch: PackedMicroBatch | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_ignored: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of `packed_micro_batch`; returns ([1, T, H, D], None).
+    """Causal attention inside each sequence of the micro-batch in sight; returns ([1, T, H, D],
+    None).
 
     Under sequence parallelism T are the tokens of this rank's sequence shard, and the call is
     collective over the SP group, under context parallelism over the CP group.
@@ -158,11 +158,8 @@ def hydra_varlen(
             f"{type(module).__name__}: attention dropout {dropout} is not supported; set attention_dropout to 0 "
             "in the model's config"
         )
-    if packed_micro_batch is None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__}: the layers around it drop keyword arguments, so it never learns which tokens "
-            "belong to one sequence"
-        )
+    packed_micro_batch = find_in_sight()
+    assert packed_micro_batch is not None, "attention outside a stage model"
     if attention_mask is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__}: the model hands it a mask of its own, and attention over a packed micro-batch "
@@ -268,7 +265,7 @@ def find_softcap_problem(config: Any, dtype: torch.dtype) -> str:
     )
 
 
-@cache
+@functools.cache
 def find_kernel(needs_softcap: bool) -> _Kernel | None:
     """flash-attn's varlen kernel where installed, else torch's (which has no softcap), else
     None.
@@ -328,8 +325,9 @@ def _torch_varlen_kernel() -> _Kernel | None:
     return torch_varlen
 
 
-def register() -> None:
-    """Make `hydra_varlen` known to transformers; safe to call repeatedly."""
-    from transformers import AttentionInterface
-
+def use_packed_attention(model: nn.Module) -> None:
+    """Let the attention of `model` be `hydra_varlen`."""
     AttentionInterface.register(ATTENTION_NAME, hydra_varlen)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = ATTENTION_NAME

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.engine.model.adapters import unwrap_adapters
+from ds_hydra.engine.model.decoder_parts import DecoderParts
 from ds_hydra.engine.model.expert_balance import find_biases, is_experts
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 
@@ -30,7 +31,7 @@ class BiasCorrection:
         self._rate, self._rank = rate, rank
         self._biases: list[tuple[int, Tensor]] = []
         row = 0
-        for layer in unwrap_adapters(model).base_model.layers:  # type: ignore[union-attr]
+        for layer in DecoderParts.find(unwrap_adapters(model)).layers:
             biases = [_tensors_of(module)[name] for module, name in find_biases(layer)]
             rows = sum(map(is_experts, layer.modules()))
             if biases and rows == len(biases):

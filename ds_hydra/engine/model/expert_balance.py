@@ -20,6 +20,7 @@ Legend: T tokens of this rank, K experts of a token, E experts, N sequences of t
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hydra.engine.model.attention import PackedMicroBatch
-from ds_hydra.engine.model.rotary import MicroBatchInSight
+from ds_hydra.engine.model.sight import find_in_sight, is_computed_again
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha")
@@ -98,17 +99,16 @@ class ExpertBalance:
     def __init__(
         self,
         model: nn.Module,
+        layers: Sequence[nn.Module],
         tp: TensorParallel,
-        sight: MicroBatchInSight,
         *,
         with_loss: bool,
     ) -> None:
-        self._tp, self._sight = tp, sight
+        self._tp = tp
         self.loss = BalanceLoss.find(model) if with_loss else None
         for config in (model.config, model.base_model.config):  # type: ignore[union-attr]
             if getattr(config, "output_router_logits", False):
                 config.output_router_logits = False  # the model would add its own
-        layers = list(model.base_model.layers)  # type: ignore[union-attr, arg-type]
         found = [(i, m) for i, layer in enumerate(layers) for m in layer.modules() if is_experts(m)]
         self.layers = tuple(index for index, _ in found)
         """Layers with experts."""
@@ -158,7 +158,7 @@ class ExpertBalance:
     def _hook_experts(self, experts: nn.Module, row: int) -> None:
         def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             logits_TE, self._logits_TE = self._logits_TE, None
-            if (micro_batch := self._sight.micro_batch) is None:
+            if (micro_batch := find_in_sight()) is None:
                 return None
             hidden_TH, experts_TK, weights_TK = args
             sequences_T, lengths_N = self._sequences(micro_batch, len(experts_TK))
@@ -179,7 +179,7 @@ class ExpertBalance:
     def _is_counted(self) -> bool:
         """False for what backward computes again, and for tokens that another TP rank counts."""
         has_own_tokens = self._tp.shards is not None or self._tp.rank == 0
-        return has_own_tokens and not self._sight.is_computed_again
+        return has_own_tokens and not is_computed_again()
 
     def _sequences(self, micro_batch: PackedMicroBatch, num_tokens: int) -> tuple[Tensor, Tensor]:
         """[T]: the sequence of each token of this rank; [N]: lengths of all sequences of the

@@ -15,42 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
-from ds_hydra.engine.model.attention import PackedMicroBatch
-from ds_hydra.engine.parallel.context_parallel import checkpoint_contexts
+from ds_hydra.engine.model.sight import find_in_sight
 
 
-class MicroBatchInSight:
-    """The micro-batch whose forward runs now, or whose checkpointed layer is computed again."""
-
-    micro_batch: PackedMicroBatch | None = None
-    is_computed_again = False
-
-    def checkpointed(self, layer: Callable[..., Any], *args: Any) -> Any:
-        """`layer(*args)`, computed again in backward with the same micro-batch in sight."""
-        run = functools.partial(self._run, self.micro_batch, layer)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=checkpoint_contexts)
-
-    def _run(
-        self, micro_batch: PackedMicroBatch | None, layer: Callable[..., Any], *args: Any
-    ) -> Any:
-        if self.micro_batch is micro_batch:
-            return layer(*args)
-        self.micro_batch, self.is_computed_again = micro_batch, True
-        try:
-            return layer(*args)
-        finally:
-            self.micro_batch, self.is_computed_again = None, False
-
-
-def follow_each_sequence(model: nn.Module, sight: MicroBatchInSight) -> None:
+def follow_each_sequence(model: nn.Module) -> None:
     """Let the rotary embeddings of `model` whose frequencies follow from lengths serve packed
     micro-batches.
     """
     for module in model.modules():
         if _types_by_length(module):
-            module.forward = functools.partial(_forward, module, module.forward, sight)  # type: ignore[method-assign]
+            module.forward = functools.partial(_forward, module, module.forward)  # type: ignore[method-assign]
 
 
 def _types_by_length(module: nn.Module) -> list[str]:
@@ -62,7 +37,6 @@ def _types_by_length(module: nn.Module) -> list[str]:
 def _forward(
     module: nn.Module,
     plain: Callable[..., Any],
-    sight: MicroBatchInSight,
     x: Tensor,
     position_ids: Tensor,
     layer_type: str | None = None,
@@ -70,10 +44,8 @@ def _forward(
     """What `plain` gives each sequence of the micro-batch alone; `position_ids` say no more than
     the micro-batch does.
     """
-    assert sight.micro_batch is not None, (
-        "rotary embeddings of packed micro-batches are made by the base model"
-    )
-    micro_batch = sight.micro_batch
+    micro_batch = find_in_sight()
+    assert micro_batch is not None, "a model without its stage model"
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
     original = _original_length(module, layer_type)
     tables: dict[int, Any] = {}
