@@ -59,7 +59,7 @@ TINY_MOE = {
     "num_key_value_heads": 4,
     "head_dim": 32,
     "output_router_logits": True,
-    "router_aux_loss_coef": 0.01,
+    "router_aux_loss_coef": 0.1,
 }
 """About 20 million parameters, 6 million of them for a token."""
 
