@@ -91,6 +91,11 @@ def run_examples(folder):
                 ]
             )
         results[name] = losses, printed.getvalue()
+    for loss in ("grpo", "dpo", "distillation"):
+        with contextlib.redirect_stdout(io.StringIO()):
+            results[loss] = load("post_training/train.py").main(
+                ["--loss", loss, "--iterations", "6"]
+            )
     config = ["--deepspeed", small_config("hf_trainer", folder)]
     few = [*cache, *config, "--max_steps", "3", "--logging_steps", "1", "--disable_tqdm", "true"]
     pretrain = [
@@ -128,6 +133,10 @@ def test_every_example_runs(tmp_path):
         in first["llama2_commoncrawl"][1]
     )
     assert "held-out loss" in first["custom_loop"][1]
+    for loss in ("grpo", "dpo", "distillation"):
+        assert first[loss] == results[1][loss]
+    assert first["distillation"][-1] < first["distillation"][0]
+    assert first["dpo"][-1] < 0.6931 < first["dpo"][0] + 1e-3
     assert first["pretrain"]["eval_perplexity"] > 1
     assert first["sft"]["eval_loss"] > 0
     assert (tmp_path / "pretrain/model.safetensors").exists()

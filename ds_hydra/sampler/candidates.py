@@ -27,6 +27,7 @@ from ds_hydra.strategy.proposal.program import (
     default_tokens_per_iteration,
     usable_schemes,
 )
+from ds_hydra.strategy.proposal.rows import with_rows_of
 from ds_hydra.strategy.proposal.streamed import CanRun, with_streams_of
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
@@ -193,10 +194,11 @@ def decide_candidates(
 
 
 def with_estimates_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
-    """`profile` with an estimate for each scheme of `strategies` that has SP, shares experts, or
-    whose layers all stream or are gathered, where it did not measure that and can estimate it.
+    """`profile` with an estimate for each scheme of `strategies` that has SP or CP, shares experts,
+    or whose layers all stream or are gathered, where it did not measure that and can estimate it.
     """
-    known = with_experts_of(with_estimates(profile, strategies), strategies)
+    known = with_rows_of(with_estimates(profile, strategies), strategies)
+    known = with_experts_of(known, strategies)
     return with_streams_of(known, strategies)
 
 
