@@ -188,11 +188,21 @@ def is_wrong(record: dict[str, Any]) -> bool:
     )
 
 
+def has_both_plans(model_type: str) -> bool:
+    """Whether transformers ships a tp plan and a pp plan for the decoder of `model_type`."""
+    kind = transformers.CONFIG_MAPPING[model_type]
+    kind = kind.sub_configs.get("text_config", kind)
+    plans = ("base_model_tp_plan", "base_model_pp_plan")
+    return all(getattr(kind, plan, None) for plan in plans)
+
+
 def render(records: list[dict[str, Any]]) -> str:
     """The document."""
     built = [r for r in records if "cannot_run" not in r]
     runs = [r for r in built if r.get("runs")]
     counts = Counter(strategy for r in runs for strategy in r["runs"])
+    planned = [r for r in records if has_both_plans(r["type"])]
+    cut = [r for r in planned if {"1x<2,1>", "1x<1,2>"}.intersection(r.get("runs", ()))]
     columns = [f"`{s}`" for s in STRATEGIES]
     lines = [
         "# Models",
@@ -207,7 +217,7 @@ def render(records: list[dict[str, Any]]) -> str:
         f"that small by themselves, {sum(map(is_wrong, built))} have a gradient off by more than {TOLERANCE:.0e}, "
         f"{sum('foreign' in r for r in built)} raise an error that is not ds_hydra's.** "
         + ", ".join(f"{counts[s]} under `{s}`" for s in STRATEGIES)
-        + ".",
+        + f". Of the {len(planned)} with both a tp plan and a pp plan {len(cut)} run under TP or PP.",
         "",
         f"| type | {' | '.join(columns)} | reason of the first refusal |",
         f"|---|{'---|' * (len(columns) + 1)}",
