@@ -61,6 +61,8 @@ def small_config(name, folder):
     config = json.loads((EXAMPLES / name / "ds_config.json").read_text())
     config["hydra"] |= {"tokens_per_iteration": 1024, "context_length": 512}
     config["hydra"]["profiling"] = {"lengths": [8, 32, 64], "repeats": 1, "warmup": 0}
+    if "strategies" in config["hydra"]:  # of 4 ranks
+        config["hydra"]["strategies"] = ["2x<1,1>", "1x<sp2,1;ep=2>"]
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))
     return str(path)
@@ -74,7 +76,7 @@ def run_examples(folder):
     shared = Path(folder).parent
     cache = ["--cache_dir", str(folder / "cache")]
     results = {}
-    for name in ("llama2_github", "llama2_commoncrawl", "custom_loop"):
+    for name in ("llama2_github", "llama2_commoncrawl", "moe", "custom_loop"):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             losses = load(f"{name}/train.py").main(
@@ -120,7 +122,7 @@ def test_every_example_runs(tmp_path):
     pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
     results = run_distributed(run_examples, 2, str(tmp_path))
     first = results[0]
-    for name in ("llama2_github", "llama2_commoncrawl", "custom_loop"):
+    for name in ("llama2_github", "llama2_commoncrawl", "moe", "custom_loop"):
         losses, _ = first[name]
         assert losses == results[1][name][0]
         assert len(losses) == 4
