@@ -39,7 +39,6 @@ from ds_hydra.engine.model.expert_balance import is_experts
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.small_config import small_configs
 from ds_hydra.engine.model.supported import check_model, find_other_inputs, find_text_config
-from ds_hydra.engine.model.tp_plan import tp_plan
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 
@@ -154,11 +153,7 @@ def try_type(model_type: str) -> dict[str, Any]:
     """
     transformers.logging.set_verbosity_error()
     model = build(model_type)
-    base_config = model.base_model.config
-    found: dict[str, Any] = {
-        "has_both_plans": bool(tp_plan(model) and getattr(base_config, "base_model_pp_plan", None)),
-        "has_experts": any(map(is_experts, model.modules())),
-    }
+    found: dict[str, Any] = {"has_experts": any(map(is_experts, model.modules()))}
     try:
         stage_model = build_stage_model(model)
     except HydraError as error:
@@ -221,6 +216,14 @@ def is_wrong(record: dict[str, Any]) -> bool:
     )
 
 
+def has_both_plans(model_type: str) -> bool:
+    """Whether transformers ships a tp plan and a pp plan for the decoder of `model_type`."""
+    kind = transformers.CONFIG_MAPPING[model_type]
+    kind = kind.sub_configs.get("text_config", kind)
+    plans = ("base_model_tp_plan", "base_model_pp_plan")
+    return all(getattr(kind, plan, None) for plan in plans)
+
+
 def render(records: list[dict[str, Any]]) -> str:
     """The document: a figure or a numbered reason in each cell."""
     records = sorted(records, key=lambda r: r["type"])
@@ -243,6 +246,7 @@ def render(records: list[dict[str, Any]]) -> str:
             "**Reasons**",
             "",
             *(f"{number}. {reason}" for reason, number in reasons.items()),
+            *(f"- **{r['type']}**: {_plain(r['foreign'])}" for r in records if "foreign" in r),
             "",
             "**Not judged**, because the type does not run by itself at a small size:",
             "",
@@ -256,8 +260,8 @@ def _introduction(records: list[dict[str, Any]]) -> list[str]:
     built = [r for r in records if "cannot_run" not in r]
     runs = [r for r in built if r.get("runs")]
     counts = Counter(strategy for r in runs for strategy in r["runs"])
-    planned = [r for r in built if r.get("has_both_plans")]
-    split = [r for r in planned if {"1x<2,1>", "1x<1,2>"} & set(r.get("runs", ()))]
+    planned = [r for r in records if has_both_plans(r["type"])]
+    cut = [r for r in planned if {"1x<2,1>", "1x<1,2>"}.intersection(r.get("runs", ()))]
     off = sum("own_error" in r for r in runs)
     return [
         "# Models",
@@ -274,7 +278,7 @@ def _introduction(records: list[dict[str, Any]]) -> list[str]:
         f"themselves, {sum(map(is_wrong, built))} are wrong, {sum('foreign' in r for r in built)} raise an error that "
         "is not ds_hydra's.** "
         + ", ".join(f"{counts[s]} under `{s}`" for s in STRATEGIES)
-        + f". Of {len(planned)} types with a tp plan and a pp plan {len(split)} run under TP or PP.",
+        + f". Of the {len(planned)} with both a tp plan and a pp plan {len(cut)} run under TP or PP.",
         "",
         f"A gradient is wrong that is off by more than {TOLERANCE:.0e} and by more than four times what the one "
         f"process is off in fp32 against fp64 ({off} types are off by more than the former). Sequences of a "

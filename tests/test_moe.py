@@ -315,8 +315,19 @@ def test_a_profile_of_a_dense_model_is_refused():
     ("family", "setting", "value", "message"),
     [
         ("mixtral", "router_jitter_noise", 0.1, "router_jitter_noise = 0.1.*set it to 0"),
+        ("qwen3_moe", "expert_capacity", 64, "expert_capacity = 64: which tokens.*to None"),
     ],
 )
 def test_what_would_depend_on_the_strategy_is_refused(family, setting, value, message):
     with pytest.raises(UnsupportedModelError, match=message):
         try_small_copy(tiny(family, **{setting: value}))
+
+
+def test_routers_of_another_dtype_are_refused():
+    model = tiny("mixtral").bfloat16()
+    for layer in model.model.layers:
+        layer.mlp.gate.float()
+    with pytest.raises(
+        UnsupportedModelError, match=r"several dtypes.*bfloat16.*float32.*model.float"
+    ):
+        StageModel(model)

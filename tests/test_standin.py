@@ -69,7 +69,7 @@ def test_the_host_waits_for_the_device_a_few_times_in_an_iteration(results):
             own = {
                 place: n
                 for place, n in found["waits"].items()
-                if "at ds_hydra" in place and "peer_home.py" not in place  # a thread that only adds
+                if "at ds_hydra" in place and "inbox.py" not in place  # threads that only add
             }
             assert 0 < sum(own.values()) <= MAX_HOST_WAITS, (text, own)
 

@@ -25,8 +25,11 @@ from torch import Tensor, nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checkpointing.engine import CheckpointingEngine
-from ds_hydra.engine.examples import local_rank, read_data
+from ds_hydra.engine.examples import local_rank, only_ids, read_data
 from ds_hydra.engine.gradient_shards import GradientShards
+from ds_hydra.engine.iteration import Iteration, Outcomes, score, weigh
+from ds_hydra.engine.losses.loss import Loss
+from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.engine.model.bias_correction import BiasCorrection
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_context
@@ -45,7 +48,7 @@ from ds_hydra.engine.ranks.watchdog import (
     leave_watchdog,
     watch,
 )
-from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration, Outcomes
+from ds_hydra.engine.runtime import ExampleLike, HydraRuntime
 from ds_hydra.engine.telemetry.metrics import IterationMetrics, expert_imbalance, measure_iteration
 from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
@@ -78,7 +81,6 @@ class HydraEngine(CheckpointingEngine):
         self._hydra: HydraRuntime | None = None
         self._bias_correction: BiasCorrection | None = None
         self._gradients: GradientShards | None = None
-        """Addresses of gradient shards that are ZeRO-3's own."""
         self.last_metrics: IterationMetrics | None = None
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
         step time.
@@ -134,35 +136,41 @@ class HydraEngine(CheckpointingEngine):
         return self._hydra
 
     def train_batch(
-        self, batch: Sequence[ExampleLike] | None = None, strategy: str | Strategy | None = None
+        self,
+        batch: Sequence[ExampleLike] | None = None,
+        strategy: str | Strategy | None = None,
+        loss: Loss | None = None,
     ) -> Tensor:
         """One iteration: plan, pull, propagate, push, optimizer step. Returns the global token-mean
         loss.
 
         Without `batch` the engine's own sampler draws the next mini-batch; otherwise `batch` is the
         global mini-batch, the same list of {"input_ids": [l], "labels": [l]} on every rank.
-        `strategy` (for example "2x<1,2>") forces one, else the best candidate is taken. The loss is
-        a 0-dim fp32 tensor, equal on all ranks. Raises InfeasiblePlanError on all ranks where no
-        strategy can fit a sequence.
+        `strategy` (for example "2x<1,2>") forces one, else the best candidate is taken. `loss`
+        takes the place of the mean cross entropy of a given mini-batch (`ds_hydra.losses`); its
+        fields are columns of the examples. The loss is a 0-dim fp32 tensor, equal on all ranks.
+        Raises, on all ranks, InfeasiblePlanError where no strategy can fit a sequence, and
+        HydraDataError where `loss` is not finite.
         """
         start = time.perf_counter()
-        if batch is None and strategy is not None:
+        if batch is None and (strategy is not None or loss is not None):
             raise HydraConfigError(
-                "a forced strategy needs a given mini-batch: call train_batch(batch=examples, strategy=...), "
-                "or list the strategies to choose from in hydra.strategies"
+                "a forced strategy, and a loss, need a given mini-batch: call train_batch(batch=examples, ...); "
+                "strategies to choose from are listed in hydra.strategies"
             )
         with self.hydra.section("plan"):
             problem = self._find_refrozen()
             iteration = (
                 self.hydra.next_iteration(problem)
                 if batch is None
-                else self.hydra.plan_examples(batch, strategy, self.global_steps, problem)
+                else self.hydra.plan_examples(batch, strategy, self.global_steps, problem, loss)
             )
             with self.hydra.section("propagation"):
+                iteration = weigh(iteration, self.hydra.propagator, self.device)
                 grads_P = self._zero_gradient_shards()
                 outcome = self.hydra.train(iteration, grads_P, self._loss_scale())
                 outcomes = self.hydra.gather_outcomes(outcome, grads_P)
-            loss = outcomes.loss(iteration.plan)
+            value = outcomes.loss(iteration.plan, iteration.objective)
             before_step = time.perf_counter()
             with self.hydra.section("step"):
                 if outcomes.nonfinite_ranks and not self.fp16_enabled():
@@ -173,22 +181,45 @@ class HydraEngine(CheckpointingEngine):
                         self._step(iteration, outcomes)
             if batch is None:
                 self.hydra.mark_trained(iteration.plan.iteration)
-            self._report(iteration, outcomes, loss, start, before_step)
+            self._report(iteration, outcomes, value, start, before_step)
         if outcomes.is_stop_requested and self._hydra_config.faults.save_on_sigterm is not None:
             self._save_and_exit(self._hydra_config.faults.save_on_sigterm)
-        return to_device(torch.tensor(loss, dtype=torch.float32), self.device)
+        return to_device(torch.tensor(value, dtype=torch.float32), self.device)
 
     def eval_batch(
-        self, batch: Sequence[ExampleLike], strategy: str | Strategy | None = None
+        self,
+        batch: Sequence[ExampleLike],
+        strategy: str | Strategy | None = None,
+        loss: Loss | None = None,
     ) -> Tensor:
-        """Global token-mean loss of `batch` without gradients or a step; arguments as in
-        `train_batch`.
+        """Loss of `batch`, without `loss` the global token-mean, without gradients or a step;
+        arguments as in `train_batch`.
         """
         with self.hydra.section("evaluation"):
-            iteration = self.hydra.plan_examples(batch, strategy, self.global_steps)
-            outcome = self.hydra.propagator.evaluate(iteration.plan, iteration.load)
-            loss = self.hydra.gather_outcomes(outcome).loss(iteration.plan)
-        return to_device(torch.tensor(loss, dtype=torch.float32), self.device)
+            iteration = self.hydra.plan_examples(batch, strategy, self.global_steps, loss=loss)
+            iteration = weigh(iteration, self.hydra.propagator, self.device)
+            plan, objective = iteration.plan, iteration.objective
+            outcome = self.hydra.propagator.evaluate(plan, iteration.load, objective)
+            value = self.hydra.gather_outcomes(outcome).loss(plan, objective)
+        return to_device(torch.tensor(value, dtype=torch.float32), self.device)
+
+    def score(
+        self,
+        batch: Sequence[ExampleLike],
+        strategy: str | Strategy | None = None,
+        *,
+        entropy: bool = False,
+    ) -> Scores:
+        """Log-probabilities of all tokens of `batch`, and on request entropies, forward only.
+
+        `batch` and `strategy` as in `train_batch`; labels do not matter. Returned on every rank, in
+        the order of `batch`: value i of a sequence is about token i given those before it, 0 for
+        the first.
+        """
+        with self.hydra.section("scores"):
+            rows = [only_ids(row) for row in batch]
+            iteration = self.hydra.plan_examples(rows, strategy, self.global_steps)
+            return score(iteration, self.hydra.propagator, self.device, entropy=entropy)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Evaluation only: in training mode the layers run inside `train_batch`."""
@@ -209,9 +240,8 @@ class HydraEngine(CheckpointingEngine):
         """Take `dataset` as the source of `train_batch()`; returns an endless iterable of
         mini-batches.
 
-        Called with `training_data` at the end of initialisation. The iterable yields global
-        mini-batches (lists of examples) for `train_batch(batch=...)`, and is not needed for
-        `train_batch()`.
+        The iterable yields global mini-batches (lists of examples) for `train_batch(batch=...)`,
+        and is not needed for `train_batch()`.
         """
         with watch("reading data"):
             data = read_data(dataset, self._hydra_config, self.device)

@@ -26,7 +26,7 @@ from standin import device, process_group
 from standin.streams import observer
 
 STREAMED = ("2x<1,1;stream>", "1x<2,1;stream>", "1x<1,2;stream=1>", "1x<sp2,1;stream>")
-STRATEGIES = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<1,1>")
+STRATEGIES = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>", "1x<1,1>")
 
 messages.SINGLE_NUMEL = exchange.SINGLE_NUMEL = 64  # tiny models send in place, too
 

@@ -117,6 +117,8 @@ class ExpertBalance:
         self._value = 0.0
         self._scale, self._num_tokens = 0.0, 1
         self._logits_TE: Tensor | None = None
+        self._seen: tuple[PackedMicroBatch, Tensor, Tensor] | None = None
+        """The last micro-batch, and what `_sequences` says of it."""
         routers = _routers(model.base_model) if self.loss is not None else {}
         self._num_routers = len(routers)
         for router, index in routers.items():
@@ -128,6 +130,7 @@ class ExpertBalance:
         """Start an iteration of `num_tokens`; `loss_scale` None computes no gradient."""
         self._counts_LE = torch.zeros_like(self._counts_LE, device=device)
         self._value = torch.zeros((), device=device)
+        self._seen = None
         self._scale, self._num_tokens = loss_scale or 0.0, num_tokens
 
     @property
@@ -161,7 +164,9 @@ class ExpertBalance:
             if (micro_batch := find_in_sight()) is None:
                 return None
             hidden_TH, experts_TK, weights_TK = args
-            sequences_T, lengths_N = self._sequences(micro_batch, len(experts_TK))
+            if self._seen is None or self._seen[0] is not micro_batch:
+                self._seen = micro_batch, *self._sequences(micro_batch, len(experts_TK))
+            _, sequences_T, lengths_N = self._seen
             if self._is_counted:
                 self._count(row, experts_TK, lengths_N[sequences_T] > 0)
             if logits_TE is None:

@@ -5,12 +5,13 @@ Legend: tensors ending in `_T` have one value per token of a packed micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ds_hydra.engine.losses.objective import Objective
 from ds_hydra.engine.model.attention import PackedMicroBatch, Segment
 from ds_hydra.engine.parallel.context_parallel import ContextRow, KeysOfRow
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo
@@ -40,6 +41,8 @@ class MicroBatchTensors:
     """[1, T]."""
     targets_T: Tensor | None
     """[T]: the next token inside the same sequence, IGNORED_LABEL at sequence ends."""
+    fields: Mapping[str, Tensor] | None = None
+    """[T] or [T, k] of each field that the loss of the iteration reads; None without one."""
 
     @classmethod
     def load(
@@ -51,9 +54,10 @@ class MicroBatchTensors:
         device: torch.device,
         sequence_shard: SequenceShard | None = None,
         context: ContextRow | None = None,
+        objective: Objective | None = None,
     ) -> list[MicroBatchTensors]:
         """The micro-batches of `pipeline` that `stage` needs, or this rank's row of each, cut to
-        `sequence_shard` after labels were shifted.
+        `sequence_shard` after labels were shifted; with the fields of `objective`.
         """
         micro_batches = []
         for number in range(len(pipeline.micro_batches)):
@@ -66,7 +70,7 @@ class MicroBatchTensors:
                     row_T = sequence_shard.cut(row_T, fill, least)
                 return to_device(row_T, device)
 
-            ids, targets = None, None
+            ids, targets, fields = None, None, None
             if stage.is_first or stage.is_last:
                 examples = [(load(piece.position), slice(piece.begin, piece.end)) for piece in row]
                 if stage.is_first:
@@ -74,8 +78,18 @@ class MicroBatchTensors:
                 if stage.is_last:
                     shifted = [shift_labels(labels)[part] for (_, labels), part in examples]
                     targets = join(shifted, IGNORED_LABEL)
+                if stage.is_last and objective is not None:
+                    rows = [
+                        objective.rows_of(
+                            p.position, slice(p.begin, p.end), plan.lengths[p.position]
+                        )
+                        for p in row
+                    ]
+                    fields = {name: join([r[name] for r in rows], 0) for name in rows[0]}
             packed = _pack(plan, pipeline, number, row, device, sequence_shard, context)
-            micro_batches.append(cls(packed=packed, input_ids_T=ids, targets_T=targets))
+            micro_batches.append(
+                cls(packed=packed, input_ids_T=ids, targets_T=targets, fields=fields)
+            )
         return micro_batches
 
 

@@ -40,6 +40,11 @@ def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
     for key, value in vars(base_config).items():
         if "jitter" in key and value:
             yield f"{key} = {value}: noise in the router would depend on the strategy; set it to 0 in model.config"
+        if key in ("expert_capacity", "capacity_factor") and value:
+            yield (
+                f"{key} = {value}: which tokens an expert drops would depend on the strategy; set it to None in "
+                "model.config, or use a model that drops none"
+            )
         if (
             ("dropout" in key or key.endswith("_pdrop"))
             and not key.startswith(_OF_OTHER_HEADS)

@@ -45,11 +45,11 @@ class SequenceShard:
         return -(-num_tokens // step) * step
 
     def cut(self, micro_batch_T: Tensor, fill: int = 0, least: int = 0) -> Tensor:
-        """[t] of this rank out of one value per token of the micro-batch, padded with `fill`, to
+        """[t, ...] of this rank out of one row per token of the micro-batch, padded with `fill`, to
         `least` tokens at least.
         """
         num_padding = self.padded(max(len(micro_batch_T), least)) - len(micro_batch_T)
-        padding = micro_batch_T.new_full((num_padding,), fill)
+        padding = micro_batch_T.new_full((num_padding, *micro_batch_T.shape[1:]), fill)
         return torch.cat([micro_batch_T, padding]).chunk(self.size)[self.rank]
 
 

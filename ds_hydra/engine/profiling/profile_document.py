@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.model.tp_plan import num_kv_heads
 from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.profiles.fit import fit_latency, saturation_tokens
@@ -84,6 +85,7 @@ def describe_model(stage_model: StageModel) -> dict[str, Any]:
         "hidden_size": stage_model.hidden_size,
         "intermediate_size": getattr(config, "intermediate_size", None),
         "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": num_kv_heads(config),
         "vocab_size": stage_model.vocab_size,
         **({} if experts is None else {"experts": experts.to_json()}),
     }
@@ -144,11 +146,15 @@ def scheme_entry(scheme: Scheme, times_ms: Mapping[ProbeMicroBatch, float]) -> d
 
 
 def saturation(entries: Sequence[dict[str, Any]], longest: int) -> dict[str, int]:
-    """UtilLen per TP degree, from its smallest SP and PP; of the piece of a micro-batch that one
-    rank has under SP.
+    """UtilLen per TP degree, from its smallest SP, CP and PP; of the piece of a micro-batch that
+    one rank has under them.
     """
+
+    def num_shards(entry: dict[str, Any]) -> int:
+        return int(entry.get("sp", 1) * entry.get("cp", 1))
+
     by_tp: dict[int, dict[str, Any]] = {}
-    for entry in sorted(entries, key=lambda e: (-e.get("sp", 1), -e["pp"])):
+    for entry in sorted(entries, key=lambda e: (-num_shards(e), -e["pp"])):
         by_tp[entry["tp"]] = entry
     return {
         str(tp): max(
@@ -157,7 +163,7 @@ def saturation(entries: Sequence[dict[str, Any]], longest: int) -> dict[str, int
                 fit_latency(entry["measured"]["lengths"], entry["measured"]["times_ms"]).model,
                 longest,
             )
-            // entry.get("sp", 1),
+            // num_shards(entry),
         )
         for tp, entry in sorted(by_tp.items())
     }

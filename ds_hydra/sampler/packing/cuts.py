@@ -16,10 +16,8 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
+from ds_hydra.strategy.profiles.memory_model import ROW_TOLERANCE
 from ds_hydra.strategy.profiles.profile import LatencyModel
-
-_TOLERANCE = 0.02
-"""By how much rows may miss an even share of time and of tokens before more sequences are cut."""
 
 _EVEN = LatencyModel(quadratic_ms=1.0, linear_ms=4096.0, constant_ms=0.0)
 """Attention as dear as all else at 4,096 tokens, where nobody knows."""
@@ -86,7 +84,7 @@ def cut_micro_batch(
         overhang = rows.overhang(known)
         if overhang < best_overhang:
             best, best_overhang = rows, overhang
-        if max(overhang) <= 1 + _TOLERANCE:
+        if max(overhang) <= 1 + ROW_TOLERANCE:
             break
     assert best is not None
     return tuple((*a, *b) for a, b in zip(best.first, best.second))

@@ -41,6 +41,10 @@ unit.
 _COLLECTIVES = 4
 _EXCHANGES = 4
 """All-to-alls of SP for each layer: to heads and back, forward and backward."""
+KEY_VALUE_EXCHANGES = 3
+"""Of CP for each layer: keys and values forward, again backward, and their gradients."""
+_KEY_VALUE_BYTES = KEY_VALUE_EXCHANGES * 2 * 2
+"""Of a token, layer and hidden unit in these, in 16 bit."""
 _EXPERT_EXCHANGES = 4
 """Times that hidden states travel to experts or back for each layer, forward and backward."""
 _EXPERT_COLLECTIVES = 7
@@ -199,6 +203,23 @@ class ModelShape:
         return document
 
 
+def key_values_ms(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> float:
+    """What a token of a micro-batch costs CP ranks of a stage in keys and values of other rows.
+
+    Rings of the CP group have one edge between two nodes, all ranks of a row at once. Left out:
+    key-value heads that SP or TP ranks have repeatedly.
+    """
+    if scheme.cp == 1:
+        return 0.0
+    width = scheme.sp * scheme.tp
+    rate = hardware.intra_node_rate
+    if scheme.cp * width > hardware.devices_per_node:
+        rate = min(rate, hardware.inter_node_rate / min(width, hardware.devices_per_node))
+    layers = shape.num_layers / scheme.pp
+    sent = _KEY_VALUE_BYTES * shape.heads_width * shape.key_value_share / width
+    return 1e3 * layers * sent * (scheme.cp - 1) / scheme.cp / rate
+
+
 def expert_parallel_latency(
     shape: ModelShape, hardware: Hardware, scheme: Scheme, skew: float = 1.0
 ) -> LatencyModel | None:
@@ -220,7 +241,7 @@ def expert_parallel_latency(
     linear_s = skew * travelled / rate + (skew - 1) * computed / hardware.matmul_flops
     return LatencyModel(
         quadratic_ms=0.0,
-        linear_ms=1e3 * linear_s / scheme.sp,
+        linear_ms=1e3 * linear_s / scheme.num_shards,
         constant_ms=layers * _EXPERT_COLLECTIVES * hardware.collective_overhead_ms,
     )
 
@@ -231,9 +252,9 @@ def predict_latency(
     """T(l, scheme) by the roofline. The stage has L / PP layers and its share of the head.
 
     SP ranks share the micro-batch and exchange queries, keys, values and outputs of attention,
-    forward and backward.
+    forward and backward; CP ranks keys and values.
     """
-    tp, sp, hidden = scheme.tp, scheme.sp, shape.hidden_size
+    tp, sp, cp, hidden = scheme.tp, scheme.sp, scheme.cp, shape.hidden_size
     layers = shape.num_layers / scheme.pp
     matmul = 6 * (shape.active_layer_params * layers + hidden * shape.vocab_size / scheme.pp) / tp
     elementwise = 3 * shape.kept_bytes * hidden / tp * layers
@@ -246,19 +267,27 @@ def predict_latency(
         + exchanged / interconnect
     )
     if sp > 1:
-        is_inside = scheme.ranks_per_stage <= hardware.devices_per_node
+        is_inside = sp * tp <= hardware.devices_per_node
         interconnect = hardware.intra_node_rate if is_inside else hardware.inter_node_rate
         heads = (2 + 2 * shape.key_value_share) * shape.heads_width / tp
         linear_s = (linear_s + 2 * (sp - 1) / sp * 2 * heads * layers / interconnect) / sp
     num_collectives = (_COLLECTIVES if tp > 1 else 0) + (_EXCHANGES if sp > 1 else 0)
+    num_collectives += KEY_VALUE_EXCHANGES if cp > 1 else 0
     collectives_ms = num_collectives * hardware.collective_overhead_ms
     experts_s = _TOUCHED_BYTES * shape.expert_params * layers / (tp * scheme.ep)
     constant_ms = layers * (hardware.layer_overhead_ms + collectives_ms)
     constant_ms += 1e3 * experts_s / hardware.memory_rate
     more = expert_parallel_latency(shape, hardware, scheme, expert_skew)
     return LatencyModel(
-        quadratic_ms=1e3 * 7 * shape.heads_width * layers / (sp * tp) / hardware.attention_flops,
-        linear_ms=1e3 * linear_s + (more.linear_ms if more else 0.0),
+        quadratic_ms=1e3
+        * 7
+        * shape.heads_width
+        * layers
+        / (cp * sp * tp)
+        / hardware.attention_flops,
+        linear_ms=1e3 * linear_s / cp
+        + key_values_ms(shape, hardware, scheme)
+        + (more.linear_ms if more else 0.0),
         constant_ms=constant_ms + (more.constant_ms if more else 0.0),
     )
 
@@ -281,8 +310,11 @@ def predict_profile(
         for scheme in schemes
     }
     saturation: dict[str, int] = {}
-    for scheme, model in sorted(latency.items(), key=lambda item: (-item[0].sp, -item[0].pp)):
-        saturation[str(scheme.tp)] = max(1, saturation_tokens(model, context_length) // scheme.sp)
+    for scheme, model in sorted(
+        latency.items(), key=lambda item: (-item[0].num_shards, -item[0].pp)
+    ):
+        tokens = saturation_tokens(model, context_length) // scheme.num_shards
+        saturation[str(scheme.tp)] = max(1, tokens)
     return {
         "schema": PROFILE_SCHEMA,
         "source": f"roofline of {hardware.name}, nothing measured",

@@ -12,7 +12,7 @@ messages in pull and push.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
@@ -24,10 +24,12 @@ from ds_hydra.configs import find_file, list_files
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import (
+    KEY_VALUE_EXCHANGES,
     Experts,
     Hardware,
     ModelShape,
     expert_parallel_latency,
+    key_values_ms,
 )
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
@@ -63,6 +65,8 @@ class Cluster:
     num_devices: int
     intra_node_latency_ms: float
     inter_node_latency_ms: float
+    gradient_bytes: float = GRADIENT_BYTES
+    """Of an element that is pushed where states are fully sharded (`link.gradient_dtype`)."""
 
     @property
     def num_params(self) -> float:
@@ -70,6 +74,11 @@ class Cluster:
         return self.shape.num_layers * self.shape.layer_params + 2 * (
             self.shape.vocab_size * self.shape.hidden_size
         )
+
+    @property
+    def halved(self) -> Cluster:
+        """The same with gradients of half the bytes."""
+        return replace(self, gradient_bytes=self.gradient_bytes / 2)
 
     @property
     def step_ms(self) -> float:
@@ -83,7 +92,6 @@ class Cluster:
         strategy: Strategy,
         *,
         is_fully_sharded: bool = True,
-        gradient_bytes: float = GRADIENT_BYTES,
     ) -> LinkTimes:
         """Pull, push and step of `strategy`; where it gathers layers for every pass, the push has
         the pulls of the backward pass in it, and further micro-batches count in T.
@@ -105,6 +113,7 @@ class Cluster:
         across = elements / self.hardware.inter_node_rate
         slowest = 1e3 * max(inside, across)
         again = _PARAM_BYTES if strategy.gathers else 0
+        gradient_bytes = self.gradient_bytes if is_fully_sharded else GRADIENT_BYTES
         return LinkTimes(
             pull_ms=_PARAM_BYTES * slowest,
             push_ms=(again + gradient_bytes) * slowest,
@@ -140,16 +149,17 @@ class Cluster:
         slowest = max(
             elements / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate
         )
-        return 1e3 * (2 * _PARAM_BYTES + GRADIENT_BYTES) * slowest
+        return 1e3 * (2 * _PARAM_BYTES + self.gradient_bytes) * slowest
 
     def with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
-        """`latency` of a group without communication, with its exchanges of SP: of S / SP tokens
-        and H / TP of a micro-batch every rank sends all but its own share.
+        """`latency` of a group without communication, with its exchanges of SP and CP: of S / SP
+        tokens and H / TP of a micro-batch every rank sends all but its own share.
         """
+        latency = self.with_key_values(latency, scheme)
         if scheme.sp == 1:
             return latency
         hardware = self.hardware
-        is_inside = scheme.ranks_per_stage <= hardware.devices_per_node
+        is_inside = scheme.sp * scheme.tp <= hardware.devices_per_node
         rate = (
             hardware.intra_node_rate
             if is_inside
@@ -164,6 +174,18 @@ class Cluster:
             constant_ms=latency.constant_ms + count * hardware.collective_overhead_ms,
         )
 
+    def with_key_values(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
+        """`latency` with what CP ranks exchange on top, which nothing hides."""
+        if scheme.cp == 1:
+            return latency
+        layers = self.shape.num_layers / scheme.pp
+        return replace(
+            latency,
+            linear_ms=latency.linear_ms + key_values_ms(self.shape, self.hardware, scheme),
+            constant_ms=latency.constant_ms
+            + KEY_VALUE_EXCHANGES * layers * self.hardware.collective_overhead_ms,
+        )
+
     def with_experts(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
         """`latency` of `scheme` without ep, with tokens that travel to experts evenly."""
         more = expert_parallel_latency(self.shape, self.hardware, scheme)
@@ -175,21 +197,13 @@ class Cluster:
             constant_ms=latency.constant_ms + more.constant_ms,
         )
 
-    def pushing(self, share: float) -> Callable[[Strategy], LinkTimes]:
-        """`link_times` of a strategy with gradients of `share` of 32 bit."""
-
-        def link_times(strategy: Strategy) -> LinkTimes:
-            return self.link_times(strategy, gradient_bytes=share * GRADIENT_BYTES)
-
-        return link_times
-
     def _node_elements(self, strategy: Strategy, is_fully_sharded: bool) -> float:
         """Elements that the busiest node receives from other nodes in one pull."""
         node_size = self.hardware.devices_per_node
         if self.num_devices <= node_size:
             return 0.0
         nodes = _slices_of_nodes(strategy, node_size, self.shape.num_layers)
-        num_holders = len(strategy.schemes) * strategy.schemes[0].sp
+        num_holders = len(strategy.schemes) * strategy.schemes[0].num_shards
         return max(_needed_share(slices, num_holders, node_size / self.num_devices,
                                  is_fully_sharded) for slices in nodes) * self.num_params  # fmt: skip
 
@@ -207,7 +221,12 @@ class Cluster:
         latency = self.intra_node_latency_ms if is_inside else self.inter_node_latency_ms
         return (
             latency
-            + 1e3 * micro_batch_tokens / scheme.sp * self.shape.hidden_size * _PARAM_BYTES / rate
+            + 1e3
+            * micro_batch_tokens
+            / scheme.num_shards
+            * self.shape.hidden_size
+            * _PARAM_BYTES
+            / rate
         )
 
     def tp_ms(self, scheme: Scheme, micro_batch_tokens: int) -> float:
@@ -221,7 +240,8 @@ class Cluster:
             return 0.0
         is_inside = scheme.tp <= self.hardware.devices_per_node
         rate = self.hardware.intra_node_rate if is_inside else self.hardware.inter_node_rate
-        micro_batch_bytes = micro_batch_tokens / scheme.sp * self.shape.hidden_size * _PARAM_BYTES
+        shard_tokens = micro_batch_tokens / scheme.num_shards
+        micro_batch_bytes = shard_tokens * self.shape.hidden_size * _PARAM_BYTES
         layers = self.shape.num_layers / scheme.pp
         return 1e3 * layers * 2 * 2 * (scheme.tp - 1) / scheme.tp * micro_batch_bytes / rate
 
@@ -291,14 +311,18 @@ def _needed_share(
     return float(is_needed.mean(axis=1) @ np.diff(edges)) * (1 - node_share)
 
 
-def try_cluster(profile: Profile, num_devices: int) -> Cluster | None:
-    """`find_cluster`, or None where the profile does not describe its model well enough.
+def try_cluster(
+    profile: Profile, num_devices: int, gradient_bytes: float = GRADIENT_BYTES
+) -> Cluster | None:
+    """`find_cluster` with pushed gradients of so many bytes, or None where the profile does not
+    describe its model well enough.
 
     From files alone, never from measured iterations, so that a resumed run chooses as the one
     before.
     """
     try:
-        return find_cluster(profile, num_devices)
+        found = find_cluster(profile, num_devices)
+        return None if found is None else replace(found, gradient_bytes=gradient_bytes)
     except HydraConfigError as error:
         logger.info("pull and push do not count in the choice of strategies: %s", error)
         return None
@@ -350,10 +374,9 @@ def _model_shape(profile: Profile) -> ModelShape:
             f"profile {profile.name!r}: model.{missing[0]} is missing, which the bytes of pull and push need; "
             f"add it to the profile"
         )
-    heads, kv_heads = model.get("num_attention_heads"), model.get("num_key_value_heads")
     return ModelShape(
         **{name: model[name] for name in names},
-        key_value_share=kv_heads / heads if heads and kv_heads else 1.0,
+        key_value_share=profile.memory.key_value_share,
         attention_width=model.get("attention_width", 0),
         experts=Experts(**model["experts"]) if model.get("experts") else None,
     )

@@ -95,7 +95,7 @@ def with_streamed_schemes(
         if not fits or scheme.num_devices > num_devices or not can_run(scheme):
             continue
         if single is not None and plain.tp == 1:
-            model = cluster.with_exchanges(_shared(single, plain.sp), plain)
+            model = cluster.with_exchanges(_shared(single, plain.num_shards), plain)
             source: dict[str, object] = {"estimated": True}
         else:
             model, source = profile.latency[plain], {"derived_from": str(plain)}
