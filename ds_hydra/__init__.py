@@ -2,12 +2,12 @@
 
 from ds_hydra.version import __version__
 
-__all__ = ["HydraEngine", "HydraTrainer", "__version__", "initialize"]
+__all__ = ["HydraEngine", "HydraTrainer", "__version__", "initialize", "losses"]
 
 
 def __getattr__(name: str) -> object:
     """Import the engine (and with it torch and deepspeed) only when it is asked for."""
-    if name in ("initialize", "HydraEngine"):
+    if name in ("initialize", "HydraEngine", "losses"):
         from ds_hydra import engine
 
         return getattr(engine, name)

@@ -28,6 +28,7 @@ from transformers import (
     LlamaConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    Qwen3MoeConfig,
 )
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -47,12 +48,30 @@ CPU.
 """
 
 
+TINY_MOE = {
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "moe_intermediate_size": 160,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+}
+"""About 20 million parameters, 6 million of them for a token."""
+
+
 def argument_parser(doc: str, ds_config: Path, *, iterations: int) -> argparse.ArgumentParser:
     """The arguments that all examples take, also those that launchers add."""
     parser = argparse.ArgumentParser(
         description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--model", default="tiny", help="tiny, llama2-7b, llama2-13b or llama2-32b")
+    parser.add_argument(
+        "--model", default="tiny", help="tiny, tiny-moe, llama2-7b, llama2-13b or llama2-32b"
+    )
     parser.add_argument("--tokenizer", help="folder or hub id; none trains a small one on the data")
     parser.add_argument("--iterations", type=int, default=iterations, help="optimizer steps")
     parser.add_argument(
@@ -91,10 +110,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def build_model(name: str, vocab_size: int, config: dict[str, Any]) -> PreTrainedModel:
-    """An untrained LLaMA, partitioned while it is built: no rank holds all of it."""
-    shape = TINY if name == "tiny" else load_model_preset(name.replace("-", "_"))
+    """An untrained LLaMA or Qwen3-MoE, partitioned while it is built: no rank holds all of it."""
+    small = {"tiny": TINY, "tiny-moe": TINY_MOE}.get(name)
+    kind = Qwen3MoeConfig if small is TINY_MOE else LlamaConfig
     shape = {
-        **shape,
+        **(small or load_model_preset(name.replace("-", "_"))),
         "vocab_size": vocab_size,
         "max_position_embeddings": config["hydra"]["context_length"],
     }
@@ -103,7 +123,7 @@ def build_model(name: str, vocab_size: int, config: dict[str, Any]) -> PreTraine
     # As long as it lives, models are partitioned
     keep_alive = HfDeepSpeedConfig(read_ds_config(config)[0])
     model = AutoModelForCausalLM.from_config(
-        LlamaConfig(**shape, bos_token_id=None, eos_token_id=0),
+        kind(**shape, bos_token_id=None, eos_token_id=0),
         dtype=torch.bfloat16 if is_bf16 else torch.float32,
     )
     del keep_alive

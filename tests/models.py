@@ -104,8 +104,42 @@ MIXTURES_OF_EXPERTS = {
         sliding_window=7,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
+    "ernie4_5_moe": _builder(
+        "Ernie4_5_MoeForCausalLM",
+        "Ernie4_5_MoeConfig",
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=1,
+        moe_layer_end_index=3,
+        moe_intermediate_size=24,
+        head_dim=8,
+    ),
     "olmoe": _builder("OlmoeForCausalLM", "OlmoeConfig", num_experts=4, num_experts_per_tok=2),
     "granitemoe": _builder("GraniteMoeForCausalLM", "GraniteMoeConfig", num_local_experts=4),
 }
 
-BUILDERS = FAMILIES | MIXTURES_OF_EXPERTS
+_NO_DROPOUT = dict.fromkeys(
+    ("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "attention_dropout"), 0.0
+)
+
+OTHER_STRUCTURES = {
+    "gpt2": _builder("GPT2LMHeadModel", "GPT2Config", **_NO_DROPOUT),
+    "gpt_neox": _builder("GPTNeoXForCausalLM", "GPTNeoXConfig", **_NO_DROPOUT),
+    "stablelm": _builder("StableLmForCausalLM", "StableLmConfig", **_NO_DROPOUT),
+    "bloom": _builder("BloomForCausalLM", "BloomConfig", **_NO_DROPOUT),
+    "olmo_hybrid": _builder(
+        "OlmoHybridForCausalLM",
+        "OlmoHybridConfig",
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+}
+"""Learned positions and other names; attention and MLP side by side; layers that drop keyword
+arguments; ALiBi and states of their own, which run one sequence after the other.
+"""
+
+BUILDERS = FAMILIES | MIXTURES_OF_EXPERTS | OTHER_STRUCTURES

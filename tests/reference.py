@@ -71,6 +71,7 @@ def wide_schemes(draw, max_tp: int = 16, max_pp: int = 8) -> Scheme:
         ckpt=draw(st.sampled_from([0, 0, 1, 12])),
         sp=draw(st.sampled_from([1, 1, 2, 4])),
         stream=draw(st.sampled_from([0, 0, 1, ALL_LAYERS])),
+        cp=draw(st.sampled_from([1, 1, 2, 3])),
     )
 
 

@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.engine.model import attention
-from ds_hydra.engine.model.attention import PackedMicroBatch, hydra_varlen
+from ds_hydra.engine.model import attention, sequence_attention
+from ds_hydra.engine.model.attention import PackedMicroBatch, Segment, hydra_varlen
+from ds_hydra.engine.model.sight import in_sight
 from ds_hydra.errors import UnsupportedModelError
 
 MODULE = torch.nn.Identity()
@@ -55,18 +56,9 @@ def test_packed_micro_batch_equals_its_sequences(
     sinks = torch.randn(4, requires_grad=True) if has_sinks else None
     inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
     micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
-    with patch.object(attention, "_QUERY_BLOCK", block):
-        out, _ = hydra_varlen(
-            MODULE,
-            query,
-            key,
-            value,
-            None,
-            packed_micro_batch=micro_batch,
-            sliding_window=window,
-            softcap=softcap,
-            s_aux=sinks,
-        )
+    options = {"sliding_window": window, "softcap": softcap, "s_aux": sinks}
+    with patch.object(sequence_attention, "_QUERY_BLOCK", block), in_sight(micro_batch):
+        out, _ = hydra_varlen(MODULE, query, key, value, None, **options)
     parts = zip(
         query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True
     )
@@ -81,6 +73,56 @@ def test_packed_micro_batch_equals_its_sequences(
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@given(
+    spans=st.lists(
+        st.tuples(st.integers(0, 20), st.integers(1, 9)).map(lambda x: (x[0], sum(x))),
+        min_size=1,
+        max_size=4,
+    ),
+    groups=st.sampled_from([1, 2, 4]),
+    window=st.sampled_from([None, 1, 3, 8]),
+    softcap=st.sampled_from([None, 2.0]),
+    has_sinks=st.booleans(),
+    value_width=st.sampled_from([8, 6]),
+)
+def test_pieces_see_the_keys_before_them(spans, groups, window, softcap, has_sinks, value_width):
+    """Each piece is the end of a sequence of which all keys are there."""
+    torch.manual_seed(len(spans))
+    ends = [end for _, end in spans]
+    lengths = [end - begin for begin, end in spans]
+    query = torch.randn(1, 4, sum(lengths), 8, requires_grad=True)
+    key = torch.randn(1, 4 // groups, sum(ends), 8, requires_grad=True)
+    value = torch.randn(1, 4 // groups, sum(ends), value_width, requires_grad=True)
+    sinks = torch.randn(4, requires_grad=True) if has_sinks else None
+    inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
+    with patch.object(sequence_attention, "_QUERY_BLOCK", 4):
+        out = sequence_attention.attention_per_sequence(
+            query, key, value, lengths, 8**-0.5, window, softcap, sinks, ends
+        )
+    parts = zip(query.split(lengths, 2), key.split(ends, 2), value.split(ends, 2), spans)
+    wanted = torch.cat(
+        [
+            dense_reference(
+                torch.cat([q.new_zeros(1, 4, begin, 8), q], 2),
+                k,
+                v,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+            )[:, :, begin:]
+            for q, k, v, (begin, _) in parts
+        ],
+        2,
+    )
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
+    weight = torch.randn_like(wanted)
+    gradients = torch.autograd.grad((out * weight).sum(), inputs)
+    for got, expected in zip(
+        gradients, torch.autograd.grad((wanted * weight).sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
 def scores_computed(monkeypatch, lengths, window=None):
     """Query-key pairs that reach the attention kernel for a micro-batch of `lengths`."""
     pairs = []
@@ -89,13 +131,12 @@ def scores_computed(monkeypatch, lengths, window=None):
         pairs.append(query.shape[2] * key.shape[2])
         return torch.zeros(*query.shape[:-1], value.shape[-1])
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", counting)
+    monkeypatch.setattr(sequence_attention.F, "scaled_dot_product_attention", counting)
     micro_batch = PackedMicroBatch.build(lengths, torch.device("cpu"))
     shape = (1, 2, micro_batch.num_tokens, 4)
-    hydra_varlen(
-        MODULE, torch.zeros(shape), torch.zeros(shape), torch.zeros(shape), None,
-        packed_micro_batch=micro_batch, sliding_window=window,
-    )  # fmt: skip
+    heads = [torch.zeros(shape) for _ in range(3)]
+    with in_sight(micro_batch):
+        hydra_varlen(MODULE, *heads, None, sliding_window=window)
     return sum(pairs)
 
 
@@ -117,8 +158,11 @@ def test_positions_restart_in_every_sequence():
 def test_what_the_kernels_cannot_do_is_refused():
     micro_batch = PackedMicroBatch.build([2], torch.device("cpu"))
     heads = torch.zeros(1, 1, 2, 4)
-    with pytest.raises(UnsupportedModelError, match="attention_dropout"):
-        hydra_varlen(MODULE, heads, heads, heads, None, packed_micro_batch=micro_batch, dropout=0.1)
+    with in_sight(micro_batch):
+        with pytest.raises(UnsupportedModelError, match="attention_dropout"):
+            hydra_varlen(MODULE, heads, heads, heads, None, dropout=0.1)
+        with pytest.raises(UnsupportedModelError, match="a mask of its own"):
+            hydra_varlen(MODULE, heads, heads, heads, torch.ones(2, 2))
 
 
 def flash_attn_2(calls):
@@ -148,13 +192,14 @@ def flash_attn_3(calls):
         sm_margin=0,
     ):  # fmt: skip
         assert causal
-        assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+        assert max_seqlen_k == int(cu_seqlens_k.diff().max())
         calls.append({"deterministic": deterministic, "window": window_size, "softcap": softcap})
         heads = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
         window = window_size[0] + 1 if window_size[0] >= 0 else None
-        lengths = cu_seqlens_q.diff().tolist()
-        out = attention.attention_per_sequence(
-            *heads, lengths, softmax_scale, window, softcap or None
+        lengths, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+        out = sequence_attention.attention_per_sequence(
+            *heads, lengths, softmax_scale, window, softcap or None, None, keys
         )
         return out[0].transpose(0, 1)
 
@@ -175,12 +220,17 @@ def with_flash_attn(monkeypatch, request):
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 2.0)])
 def test_flash_attn_is_called_as_it_is_and_adds_in_one_order(with_flash_attn, window, softcap):
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, heads, 9, 8) for heads in (4, 2, 2))
+    query = torch.randn(1, 4, 9, 8)
+    key, value = (torch.randn(1, 2, 12, 8) for _ in range(2))
     kernel = attention.find_kernel(needs_softcap=True)
-    micro_batch = PackedMicroBatch.build((5, 4), torch.device("cpu"))
+    segments = [Segment(0, 5, 0, 5), Segment(1, 9, 3, 7)]  # all of one sequence, a piece of another
+    micro_batch = PackedMicroBatch.of_segments(segments, (5, 9), torch.device("cpu"))
     heads_last = [t[0].transpose(0, 1) for t in (query, key, value)]
-    got = kernel(*heads_last, micro_batch.cu_seqlens, 5, 0.3, window, softcap)
-    wanted = attention.attention_per_sequence(query, key, value, (5, 4), 0.3, window, softcap)
+    ends = (micro_batch.cu_seqlens, micro_batch.cu_keys)
+    got = kernel(*heads_last, *ends, 5, 7, 0.3, window, softcap)
+    wanted = sequence_attention.attention_per_sequence(
+        query, key, value, (5, 4), 0.3, window, softcap, None, (5, 7)
+    )
     torch.testing.assert_close(got, wanted[0].transpose(0, 1))
     expected = (2, 0) if window else (-1, -1)
     assert with_flash_attn == [
@@ -205,7 +255,9 @@ def test_torchs_varlen_attention_takes_what_it_is_given(monkeypatch):
     attention.find_kernel.cache_clear()
     query, key = torch.zeros(9, 4, 8), torch.zeros(9, 2, 8)
     ends = torch.tensor([0, 5, 9], dtype=torch.int32)
-    kernel(query, key, key, ends, 5, 0.3, 3, None)
+    kernel(query, key, key, ends, ends + 1, 5, 6, 0.3, 3, None)
+    assert calls[0]["cu_seq_q"] is ends
+    assert calls[0]["cu_seq_k"].tolist() == [1, 6, 10]
     assert calls[0]["window_size"] == (2, 0)
     assert calls[0]["enable_gqa"] is True
 

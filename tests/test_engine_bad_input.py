@@ -101,6 +101,11 @@ MISTAKES = {
         HydraConfigError,
         ("<1,2>", "1 layers", "hydra.strategies"),
     ),
+    "CP above the context": (
+        lambda: initialize(hydra={"strategies": ["1x<cp256,1>"]}),
+        HydraConfigError,
+        ("<cp256,1>", "CP 256", "hydra.context_length, 128 tokens", "CP 128 or less"),
+    ),
     "no strategy text": (
         lambda: initialize(hydra={"strategies": ["2x1"]}),
         HydraConfigError,
@@ -188,6 +193,15 @@ def make_mistakes(folder):
     dist.barrier()
     strategies = ["2x<1,1>", "1x<2,1>"]
     hydra = {"profile": str(profile), "strategies": strategies, "context_length": 120}
+    of_tp = small_profile(400_000)
+    del of_tp["schemes"][0]
+    without_cp = Path(folder) / "without_cp.json"
+    if dist.get_rank() == 0:
+        without_cp.write_text(json.dumps(of_tp))
+    dist.barrier()
+    raised["profile without CP"] = error_of(
+        lambda: initialize(hydra={"profile": str(without_cp), "strategies": ["1x<cp2,1>"]})
+    )
     raised["longer than any pipeline fits"] = error_of(
         lambda: initialize(data=dataset(110, 110, 110), hydra=hydra)
     )
@@ -243,6 +257,7 @@ def make_mistakes(folder):
 
 
 LATER_MISTAKES = {
+    "profile without CP": (HydraConfigError, ("<cp2,1>", "which has <2,1>", "hydra.strategies")),
     "longer than any pipeline fits": (InfeasiblePlanError, ("110", "hydra.memory_limit_bytes")),
     "forward by hand": (HydraConfigError, ("forward()", "train_batch")),
     "backward by hand": (HydraConfigError, ("backward()", "train_batch")),

@@ -23,6 +23,7 @@ from models import FAMILIES, VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 
 from ds_hydra.engine.ranks.agreement import gather_rows
+from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Strategy
 
@@ -64,7 +65,12 @@ def hand_plan(
         rows = tuple(tuple(mine[a:b]) for a, b in itertools.pairwise(cuts) if mine[a:b])
         pipelines.append(
             PipelinePlan(
-                scheme=scheme, ranks=ranks, micro_batches=rows, makespan_ms=0, lower_bound_ms=0
+                scheme=scheme,
+                ranks=ranks,
+                micro_batches=rows,
+                makespan_ms=0,
+                lower_bound_ms=0,
+                rows=cut_micro_batches(rows, lengths, scheme.cp),
             )
         )
     return IterationPlan(
@@ -81,10 +87,12 @@ def hand_plan(
 
 
 def gather_gradients(engine, grads_P):
-    """Full gradients out of every rank's shards, in one collective."""
+    """Full gradients out of every rank's shards, in one collective; zeros of what is frozen."""
     gathered = gather_rows(torch.cat(list(grads_P))).split([g.numel() for g in grads_P], dim=1)
     return [
         rows.flatten()[: spec.numel].view(spec.shape)
+        if spec.requires_grad
+        else torch.zeros(spec.shape)
         for spec, rows in zip(engine.hydra.stage_model.specs, gathered, strict=True)
     ]
 
@@ -152,6 +160,25 @@ def test_gradients_equal_one_process_on_other_numbers_of_ranks(world_size):
     )
 
 
+def check_structures():
+    worst = {}
+    for family, schemes in {
+        "gpt2": ("2x<1,1>", "1x<1,2>", "1x<sp2,1>", "1x<1,2;ckpt=1>"),
+        "gpt_neox": ("1x<2,1>", "1x<1,2>"),
+        "stablelm": ("1x<1,2>", "1x<1,2;ckpt=2>"),
+        "bloom": ("2x<1,1>", "1x<1,2>"),
+        "olmo_hybrid": ("1x<1,2>",),
+    }.items():
+        found = check_gradients(family, schemes)
+        worst |= {(family, *case): value for case, value in found.items()}
+    return worst
+
+
+@pytest.mark.distributed
+def test_other_structures_have_the_gradients_of_one_process():
+    assert_parity(run_distributed(check_structures, 2)[0])
+
+
 def check_resized():
     """Embedding and head of different row counts, the padding token among the rows."""
     worst = {}
@@ -197,7 +224,7 @@ LENGTHS_BY_TURNS = (20, 5, 33, 15, 64, 9, 65, 12, 3)
 
 def check_rope(rope):
     overrides = {"rope_parameters": ROPES[rope], "max_position_embeddings": 16}
-    strategies = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<1,1>")
+    strategies = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>", "1x<1,1>")
     return check_gradients("llama", strategies, None, overrides, LENGTHS_BY_TURNS)
 
 

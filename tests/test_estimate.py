@@ -9,9 +9,11 @@ from test_simulate_command import invoke
 
 from ds_hydra.configs import list_files, load_model_preset
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.candidates import with_estimates_of
+from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
 from ds_hydra.strategy.proposal.estimate import describe_model, estimate_from_config
-from ds_hydra.strategy.schemes.scheme import Scheme
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 CONFIG = {
     "model_type": "qwen2", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 160,
@@ -23,6 +25,68 @@ def test_a_model_by_hand():
     shape, heads = describe_model(CONFIG, "x")
     assert heads == 8
     assert shape.layer_params == (2 + 2 / 4) * 64**2 + 3 * 64 * 160
+
+
+MIXTURE = {**CONFIG, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+
+@pytest.mark.parametrize(
+    ("changes", "share", "shared"),
+    [
+        ({}, 1.0, 0),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, 0.25, 0),
+        ({"first_k_dense_replace": 1, "n_shared_experts": 2}, 0.75, 80),
+        ({"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}, 0.75, 0),
+        ({"shared_expert_intermediate_size": 96}, 1.0, 96),
+    ],
+)
+def test_a_mixture_by_hand(changes, share, shared):
+    shape, _ = describe_model({**MIXTURE, **changes}, "x")
+    attention, dense = (2 + 2 / 4) * 64**2, 3 * 64 * 160
+    active = (1 - share) * dense + share * 3 * 64 * (shared + 2 * 40)
+    assert shape.active_layer_params == pytest.approx(attention + active)
+    assert shape.layer_params == pytest.approx(attention + active + share * 3 * 64 * 6 * 40)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [("qwen3_30b_a3b", 30.5, 3.3), ("mixtral_8x7b", 46.7, 12.9), ("gpt_oss_20b", 20.9, 4.2)],
+)
+def test_mixtures_have_the_parameters_that_their_makers_state(name, total, active):
+    """gpt-oss counts 3.6 billion, without the embedding."""
+    _, assumed = estimate_from_config(name, "h100", 8, 4096)
+    assert f"{active} of {total} billion parameters active" in assumed[-1]
+
+
+def test_ranks_that_share_experts_hold_fewer_and_wait_for_the_busiest():
+    even, skewed = (
+        estimate_from_config("mixtral_8x7b", "h100", 16, 8192, skew)[0] for skew in (1.0, 2.0)
+    )
+    shared, alone = Scheme(1, 1, sp=8, ep=8), Scheme(8, 1)
+    held = even.memory.rank_bytes(shared, 64, 0)
+    fraction = even.document["memory"]["expert_fraction"]
+    assert fraction == pytest.approx(1 - (4096**2 * 2.5) / (4096**2 * 2.5 + 3 * 8 * 4096 * 14336))
+    every = even.memory.rank_bytes(Scheme(1, 1, sp=8), 64, 0)
+    of_experts = 32 * 3 * 8 * 4096 * 14336 * (2 + GRADIENT_BYTES)
+    assert every - held == pytest.approx(of_experts * 7 / 8)
+    assert even.get_latency(shared).linear_ms < skewed.get_latency(shared).linear_ms
+    assert even.get_latency(alone) == skewed.get_latency(alone)
+    cluster = find_cluster(even, 8)
+    pulls = [
+        cluster.link_times(Strategy((scheme,))).pull_ms for scheme in (shared, Scheme(1, 1, sp=8))
+    ]
+    assert pulls[0] < 0.5 * pulls[1]
+
+
+def test_ep_of_a_measured_profile_is_estimated_from_sp():
+    profile, _ = estimate_from_config("mixtral_8x7b", "h100", 8, 8192)
+    strategies = [Strategy.parse("1x<sp8,1;ep=8>"), Strategy.parse("2x<sp4,1;ep=2>")]
+    measured = profile.only(s for s in profile.latency if s.sp == 1)
+    known = with_estimates_of(measured, strategies)
+    assert set(known.latency) - set(measured.latency) == {s.schemes[0] for s in strategies}
+    assert known.assumed == {s.schemes[0] for s in strategies}
+    dense, _ = estimate_from_config("llama2_7b", "h100", 8, 8192)
+    assert with_estimates_of(dense, strategies[:1]).latency == dense.latency
 
 
 def test_every_hardware_runs_a_preset_and_says_what_is_assumed():
@@ -43,7 +107,10 @@ def test_every_hardware_runs_a_preset_and_says_what_is_assumed():
     [
         ({"hidden_size": None}, "qwen2 has no hidden_size, so it cannot be described"),
         ({"num_hidden_layers": None, "text_config": {}}, "its text_config may be one"),
-        ({"num_experts": 8}, "mixture of experts (num_experts = 8)"),
+        (
+            {"num_experts": 8},
+            "qwen2 has 8 experts, and a token chooses 0 of them (num_experts_per_tok",
+        ),
         ({"is_encoder_decoder": True}, "has an encoder"),
         ({"vocab_size": "many"}, "vocab_size is 'many', expected a whole number"),
         ({"num_key_value_heads": 9}, "num_key_value_heads is 9"),
@@ -53,6 +120,15 @@ def test_models_that_cannot_be_described(changes, words):
     with pytest.raises(HydraConfigError) as caught:
         describe_model({**CONFIG, **changes}, "config.json")
     assert words in str(caught.value)
+
+
+def test_simulate_answers_for_a_mixture():
+    options = ["--hardware", "h100", "--devices", 16, "--iterations", 1, "--no-spread"]
+    options += ["--systems", "megatron", "--context", 8192, "--tokens", 50000]
+    result = invoke("--model", "gpt_oss_20b", *options, "--expert-skew", 1.5, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert "experts get 1.5 times the mean" in result.stderr
+    assert json.loads(result.stdout)["num_devices"] == 16
 
 
 def test_simulate_takes_a_config_json(tmp_path):

@@ -61,6 +61,8 @@ def small_config(name, folder):
     config = json.loads((EXAMPLES / name / "ds_config.json").read_text())
     config["hydra"] |= {"tokens_per_iteration": 1024, "context_length": 512}
     config["hydra"]["profiling"] = {"lengths": [8, 32, 64], "repeats": 1, "warmup": 0}
+    if "strategies" in config["hydra"]:  # of 4 ranks
+        config["hydra"]["strategies"] = ["2x<1,1>", "1x<sp2,1;ep=2>"]
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))
     return str(path)
@@ -74,7 +76,7 @@ def run_examples(folder):
     shared = Path(folder).parent
     cache = ["--cache_dir", str(folder / "cache")]
     results = {}
-    for name in ("llama2_github", "llama2_commoncrawl", "custom_loop"):
+    for name in ("llama2_github", "llama2_commoncrawl", "moe", "custom_loop"):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             losses = load(f"{name}/train.py").main(
@@ -89,6 +91,11 @@ def run_examples(folder):
                 ]
             )
         results[name] = losses, printed.getvalue()
+    for loss in ("grpo", "dpo", "distillation"):
+        with contextlib.redirect_stdout(io.StringIO()):
+            results[loss] = load("post_training/train.py").main(
+                ["--loss", loss, "--iterations", "6"]
+            )
     config = ["--deepspeed", small_config("hf_trainer", folder)]
     few = [*cache, *config, "--max_steps", "3", "--logging_steps", "1", "--disable_tqdm", "true"]
     pretrain = [
@@ -115,7 +122,7 @@ def test_every_example_runs(tmp_path):
     pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
     results = run_distributed(run_examples, 2, str(tmp_path))
     first = results[0]
-    for name in ("llama2_github", "llama2_commoncrawl", "custom_loop"):
+    for name in ("llama2_github", "llama2_commoncrawl", "moe", "custom_loop"):
         losses, _ = first[name]
         assert losses == results[1][name][0]
         assert len(losses) == 4
@@ -126,6 +133,10 @@ def test_every_example_runs(tmp_path):
         in first["llama2_commoncrawl"][1]
     )
     assert "held-out loss" in first["custom_loop"][1]
+    for loss in ("grpo", "dpo", "distillation"):
+        assert first[loss] == results[1][loss]
+    assert first["distillation"][-1] < first["distillation"][0]
+    assert first["dpo"][-1] < 0.6931 < first["dpo"][0] + 1e-3
     assert first["pretrain"]["eval_perplexity"] > 1
     assert first["sft"]["eval_loss"] > 0
     assert (tmp_path / "pretrain/model.safetensors").exists()

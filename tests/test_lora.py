@@ -33,6 +33,7 @@ STRATEGIES = (
     "1x<4,1>",
     "1x<1,2> + 1x<2,1>",
     "1x<sp2,2,1>",
+    "1x<cp2,2,1>",
     "1x<1,2;stream> + 1x<2,1;stream>",
     "1x<sp2,2,1;stream>",
     "1x<2,2;stream=1>",
@@ -62,7 +63,7 @@ def gradients(engine, model, examples, strategy):
     iteration = engine.hydra.plan_examples(examples, strategy, 0)
     grads_P = engine._zero_gradient_shards()
     outcomes = engine.hydra.gather_outcomes(engine.hydra.train(iteration, grads_P, 1.0))
-    engine._deposit(grads_P)
+    engine._gradients.deposit()
     loss = sum(o.loss_sum for o in outcomes.ranks) / iteration.plan.num_label_tokens
     return loss, [safe_get_full_grad(p).clone() for p in model.parameters() if p.requires_grad]
 

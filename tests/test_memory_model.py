@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from shared_data import shared_json
@@ -14,6 +16,8 @@ from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import OPTIMIZER_BYTES
 from ds_hydra.strategy.profiles.profile import has_re_pulls
 from ds_hydra.strategy.schemes.scheme import ALL_LAYERS
+from ds_hydra.zero_link import ParamSpec
+from ds_hydra.zero_link.home_parts import home_bytes
 
 MODELS = ("7b", "13b", "32b")
 
@@ -227,8 +231,8 @@ def test_what_a_profile_lacks_for_a_part_is_named():
 
 
 def test_streamed_layers_cost_shards_a_share_of_the_home_and_a_window():
-    """LLaMA 7B in 16 bit on 64 devices: the published shards over all, 6 bytes a parameter over the
-    node's ranks, two layers with their gradients.
+    """7B in 16 bit on 64 devices: the published shards over all, 10 bytes a parameter over the
+    node's ranks but for the gradients of its own shards, two layers with their gradients.
     """
     profile = Profile.load(find_profile("a800_llama2_7b"))
     memory, every = profile.memory, Scheme(1, 1, stream=ALL_LAYERS)
@@ -236,7 +240,7 @@ def test_streamed_layers_cost_shards_a_share_of_the_home_and_a_window():
     params = 32 * layer + 2 * 4096 * 30592
     ends = 2 * 4096 * 30592
     sharded = 0.75 * (32 * 4096**2 * 210 + 8 * ends)
-    shared = sharded / 64 + 6 * params / 8
+    shared = sharded / 64 + (10 / 8 - 4 / 64) * params
     assert memory.rank_bytes(every, 64, 0) == pytest.approx(shared + 2 * 4 * layer)
     assert memory.rank_bytes(every, 4, 0) == pytest.approx(
         (sharded + 6 * params) / 4 + 2 * 4 * layer
@@ -250,8 +254,8 @@ def test_streamed_layers_cost_shards_a_share_of_the_home_and_a_window():
     assert 0 < longest[every] < min(t for s, t in longest.items() if s.sp > 1)
 
 
-def test_a_profile_of_the_engine_has_28_bytes_a_parameter_for_a_streamed_scheme():
-    """22 in shards, 6 in the home; none of them in slices."""
+def test_a_profile_of_the_engine_has_24_bytes_a_parameter_for_a_streamed_scheme():
+    """18 in shards, 6 in the home; none of them in slices."""
     layer, element = 24.125 / 2, 2
     profile = of_7b(
         state_bytes_per_layer_per_hidden2=layer * (element + OPTIMIZER_BYTES + element + 4),
@@ -260,7 +264,17 @@ def test_a_profile_of_the_engine_has_28_bytes_a_parameter_for_a_streamed_scheme(
     every = Scheme(1, 1, stream=ALL_LAYERS)
     states = profile.memory.rank_bytes(every, 8, 0) - 2 * 4 * layer * 4096**2
     params = 32 * layer * 4096**2 + 2 * 4096 * 30592
-    assert states * 8 / params == pytest.approx(28, rel=0.03)  # embedding: 16
+    assert states * 8 / params == pytest.approx(24, rel=0.03)  # embedding: 16
+
+
+@pytest.mark.parametrize(("num_devices", "per_node"), [(8, 8), (16, 8), (64, 8), (4, 8)])
+def test_a_home_takes_what_the_engine_opens(num_devices, per_node):
+    memory = replace(Profile.load(find_profile("a800_llama2_7b")).memory, devices_per_node=per_node)
+    layer, ends = memory._num_params()
+    num_rows = round(memory.num_layers * layer + ends) // 4096
+    whole = ParamSpec(fqn="all", shape=(num_rows, 4096))
+    opened = home_bytes([whole], 2, num_devices, min(per_node, num_devices))
+    assert memory.home_bytes(num_devices) == pytest.approx(sum(opened), rel=1e-3)
 
 
 @pytest.mark.parametrize("text", ["<2,1>", "<2,1;gather>"])

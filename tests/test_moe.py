@@ -1,7 +1,9 @@
 """Mixtures of experts: gradients of one process, and what is refused."""
 
+import copy
 import math
 
+import deepspeed
 import pytest
 import torch
 from distributed import run_distributed
@@ -12,10 +14,13 @@ from test_engine_parity import LENGTHS, assert_parity, check_gradients
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.estimate import estimate_profile, load_hardware
-from ds_hydra.engine.model.packing_probe import check_packing
+from ds_hydra.engine.model.bias_correction import BiasCorrection
+from ds_hydra.engine.model.packing_probe import try_small_copy
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.profiling.profile_document import layer_params, model_facts, state_memory
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
+from ds_hydra.strategy.proposal.estimate import describe_model, estimate_from_config
 
 CONFIG = HydraConfig(context_length=64, tokens_per_iteration=64)
 
@@ -36,6 +41,8 @@ WITHOUT_PP = ("4x<1,1>", "1x<4,1>", "1x<sp2,2,1>", "2x<1,1;stream> + 1x<2,1;ckpt
 WITHOUT_TP = ("4x<1,1>", "1x<1,4>", "1x<sp2,2>", "1x<1,2;stream> + 1x<sp2,1>")
 BY_FAMILY = {"olmoe": WITHOUT_PP, "granitemoe": WITHOUT_PP, "gpt_oss": WITHOUT_TP}
 """Where transformers ships no plan for the other."""
+
+WITH_CP = ("1x<cp4,1>", "1x<sp2,cp2,1;ep=2>", "1x<cp2,1;ckpt=2> + 1x<sp2,1;stream>")
 
 WITH_EP = ("1x<sp4,1;ep=4>", "1x<sp2,1;ep=2> + 2x<1,1>", "1x<sp2,2;ep=2;ckpt=2>", "1x<sp4,1;ep=2>")
 
@@ -64,7 +71,7 @@ def with_a_loss_of_balance():
         for lengths in (LENGTHS, SHORT)
         for case, value in check_gradients(
             family,
-            (*BY_FAMILY.get(family, STRATEGIES), *WITH_EP),
+            (*BY_FAMILY.get(family, STRATEGIES), *WITH_EP, *WITH_CP),
             overrides=BALANCED,
             lengths=lengths,
         ).items()
@@ -74,7 +81,7 @@ def with_a_loss_of_balance():
 def with_a_loss_of_balance_and_shards():
     return check_gradients(
         "qwen3_moe",
-        ("2x<2,1>", "1x<4,1;stream>", "1x<sp2,2,1>"),
+        ("2x<2,1>", "1x<4,1;stream>", "1x<sp2,2,1>", "1x<cp2,2,1>"),
         overrides=BALANCED,
         hydra=CUT_MICRO_BATCHES,
     )
@@ -133,6 +140,87 @@ def test_shared_experts_and_their_balance_have_the_gradients_of_one_process():
     assert min(off.values())[0] > 0.1
 
 
+def routed_tokens(model, examples):
+    """[layers, E]: tokens of all examples, run alone, that choose each expert."""
+    counts = []
+
+    def count(module, args):
+        counts[-1].append(torch.bincount(args[1].flatten(), minlength=module.num_experts))
+
+    experts = [m for name, m in model.named_modules() if name.endswith(".experts")]
+    handles = [m.register_forward_pre_hook(count) for m in experts]
+    for example in examples:
+        counts.append([])
+        model(input_ids=example["input_ids"].unsqueeze(0), use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return torch.stack([torch.stack(layers) for layers in counts]).sum(dim=0)
+
+
+def biases_of(model):
+    named = [*model.named_buffers(), *model.named_parameters()]
+    return [b for name, b in named if name.endswith("e_score_correction_bias")]
+
+
+def full(bias):
+    if not hasattr(bias, "ds_tensor"):
+        return bias.clone()
+    with deepspeed.zero.GatheredParameters(bias):
+        return bias.detach().clone()
+
+
+def corrected_biases(folder):
+    """For a family with buffers and one with parameters: biases after each of three iterations of
+    unequal strategies, wanted ones, and those out of a checkpoint.
+    """
+    found = []
+    for family in ("deepseek_v3", "ernie4_5_moe"):
+        model = tiny(family)
+        reference = copy.deepcopy(model)
+        engine = start_hydra(model, hydra={"moe": {"bias_update_rate": 0.03125}})
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        for seed, strategy in enumerate(("1x<2,1;ckpt=4>", "1x<1,2>", "1x<sp2,1;ep=2>")):
+            examples = random_examples(LENGTHS, VOCAB_SIZE, seed=seed)
+            with torch.no_grad():
+                counts = routed_tokens(reference, examples).double()
+                for bias, tokens in zip(biases_of(reference), counts, strict=True):
+                    bias += 0.03125 * (tokens.mean() - tokens).sign().view_as(bias)
+            engine.train_batch(examples, strategy=strategy)
+            found += zip(map(full, biases_of(model)), biases_of(copy.deepcopy(reference)))
+        engine.save_checkpoint(f"{folder}/{family}")
+        engine.train_batch(examples, strategy=strategy)
+        engine.load_checkpoint(f"{folder}/{family}")
+        found += zip(map(full, biases_of(model)), biases_of(reference))
+        metrics = engine.last_metrics.expert_imbalance
+        assert metrics > 0
+    return found
+
+
+@pytest.mark.distributed
+def test_biases_of_routers_follow_the_tokens_of_the_whole_mini_batch(tmp_path):
+    found = run_distributed(corrected_biases, 2, str(tmp_path))[0]
+    assert len(found) == 2 * 4 * 3
+    assert sum(bool(wanted.any()) for _, wanted in found) > len(found) / 2
+    for mine, wanted in found:
+        torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "message"),
+    [
+        ("mixtral", torch.float32, r"is 0.001, and routers of Mixtral\w* have no correction.*to 0"),
+        (
+            "deepseek_v3",
+            torch.bfloat16,
+            "DeepseekV3ForCausalLM are torch.bfloat16.*keep them in fp32",
+        ),
+    ],
+)
+def test_biases_that_cannot_follow_are_refused(family, dtype, message):
+    with pytest.raises((HydraConfigError, UnsupportedModelError), match=message):
+        BiasCorrection(tiny(family).to(dtype), 0.001, rank=0)
+
+
 def crowd(num_iterations):
     """Losses where all tokens choose the same experts, of 3 ranks one idle; weights at the end."""
     model = tiny("mixtral")
@@ -166,7 +254,7 @@ def test_experts_that_every_token_chooses_repeat_bit_for_bit():
 
 @pytest.mark.parametrize("family", MIXTURES_OF_EXPERTS)
 def test_the_probe_lets_them_pass(family):
-    check_packing(tiny(family))
+    try_small_copy(tiny(family))
 
 
 def test_experts_are_cut_where_grouped_products_allow():
@@ -202,19 +290,44 @@ def test_attention_that_is_not_cut_sees_whole_micro_batches():
         StageModel(tiny("deepseek_v3"), tp_sequence_parallel=True).check_scheme(Scheme(2, 1))
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_the_roofline_of_dense_layers_is_not_given_for_them(family):
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3", "ernie4_5_moe"])
+def test_a_described_model_has_the_parameters_of_the_real_one(family):
+    """But for norms, routers and, in DeepSeek-V3, latent attention."""
     stage_model = StageModel(tiny(family))
-    with pytest.raises(HydraConfigError, match=r"mixture of experts .* = \d+.*ds-hydra profile"):
-        estimate_profile(stage_model, load_hardware("a800"), 8, CONFIG, name="estimate")
+    shape, _ = describe_model(stage_model.config.to_dict(), family)
+    assert shape.layer_params == pytest.approx(layer_params(stage_model), rel=0.1)
+    experts = state_memory(stage_model)["expert_fraction"] * layer_params(stage_model)
+    assert shape.expert_params == pytest.approx(experts)
+    profile = estimate_profile(stage_model, load_hardware("a800"), 8, CONFIG, name="estimate")
+    assert Scheme(1, 1, sp=4, ep=4) in profile.latency
+
+
+def test_a_profile_of_a_dense_model_is_refused():
+    dense, _ = estimate_from_config("llama2_7b", "h100", 8, 4096)
+    facts = {"num_layers": 32, "hidden_size": 4096, "vocab_size": 32000}
+    dense.check_model(**facts)
+    with pytest.raises(HydraConfigError, match="another model: num_experts 0 instead of 8"):
+        dense.check_model(**facts, num_experts=8)
+    assert model_facts(StageModel(tiny("mixtral")))["num_experts"] == 4
 
 
 @pytest.mark.parametrize(
     ("family", "setting", "value", "message"),
     [
         ("mixtral", "router_jitter_noise", 0.1, "router_jitter_noise = 0.1.*set it to 0"),
+        ("qwen3_moe", "expert_capacity", 64, "expert_capacity = 64: which tokens.*to None"),
     ],
 )
 def test_what_would_depend_on_the_strategy_is_refused(family, setting, value, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        check_packing(tiny(family, **{setting: value}))
+        try_small_copy(tiny(family, **{setting: value}))
+
+
+def test_routers_of_another_dtype_are_refused():
+    model = tiny("mixtral").bfloat16()
+    for layer in model.model.layers:
+        layer.mlp.gate.float()
+    with pytest.raises(
+        UnsupportedModelError, match=r"several dtypes.*bfloat16.*float32.*model.float"
+    ):
+        StageModel(model)

@@ -16,6 +16,7 @@ from ds_hydra.configs.files import LARGEST
 from ds_hydra.engine.ranks.agreement import ENVELOPE_BYTES, broadcast_bytes
 from ds_hydra.errors import HydraError
 from ds_hydra.sampler.background import PlannedIteration
+from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -31,17 +32,18 @@ def plans(draw):
     num_sequences = draw(st.integers(0, 12))
     order = draw(st.permutations(range(num_sequences)))
     owner = [draw(st.integers(0, len(schemes) - 1)) for _ in order]
+    lengths = draw(st.lists(st.integers(1, 10**6), min_size=num_sequences, max_size=num_sequences))
     pipelines = []
     for number, (scheme, ranks) in enumerate(zip(strategy.schemes, strategy.place())):
         mine = [i for i, pipeline in zip(order, owner) if pipeline == number]
         cut = draw(st.integers(0, len(mine)))
+        micro_batches = tuple(tuple(m) for m in (mine[:cut], mine[cut:]) if m)
         pipelines.append(
             PipelinePlan(
                 scheme=scheme,
                 ranks=ranks,
-                micro_batches=tuple(
-                    tuple(micro_batch) for micro_batch in (mine[:cut], mine[cut:]) if micro_batch
-                ),
+                micro_batches=micro_batches,
+                rows=cut_micro_batches(micro_batches, lengths, scheme.cp),
                 makespan_ms=draw(times),
                 lower_bound_ms=draw(times),
             )
@@ -52,7 +54,7 @@ def plans(draw):
         num_devices=strategy.num_devices + draw(st.integers(0, 3)),
         strategy=strategy,
         sample_indices=tuple(draw(st.lists(counts, **size))),
-        lengths=tuple(draw(st.lists(st.integers(1, 10**6), **size))),
+        lengths=tuple(lengths),
         num_label_tokens=draw(counts),
         pipelines=tuple(pipelines),
         makespan_ms=draw(times),

@@ -689,3 +689,20 @@ def test_the_trace_of_simulated_iterations_with_overlapping_links_follows_the_fo
         ],
     ):
         check_trace_events(trace_timelines(events))
+
+
+def trace_experts(folder, experts):
+    path = folder / "trace.jsonl"
+    lines = [{**json.loads(line), "experts": experts} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_tokens_of_experts_are_drawn_where_there_are_experts(tmp_path):
+    folder = write_run_folder(tmp_path / "run", 3)
+    assert "Tokens of each expert" not in render_runs([load_run(folder)])
+    trace_experts(folder, {"layers": [1, 3], "tokens": [[20, 20], [30, 10]]})
+    html = render_runs([load_run(folder)])
+    assert "layer 3, expert 0: 30 tokens, 1.50 of the mean" in html
+    assert "layer 1, expert 1: 20 tokens, 1.00 of the mean" in html
+    trace_experts(folder, {"layers": [1, 3], "tokens": [[20, 20]]})
+    assert any("2 layers and tokens of 1" in note for note in load_run(folder).notes)

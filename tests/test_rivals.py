@@ -19,6 +19,7 @@ from ds_hydra.simulator.sharded import sharded_groups, with_traffic_ms
 from ds_hydra.simulator.ulysses import balanced_ulysses, odc, without_lockstep
 from ds_hydra.simulator.wlb import hold_back, wlb
 from ds_hydra.simulator.wlb_table import FITTED_ATTENTION, cut, packing_table
+from ds_hydra.strategy.cost_models.analytic import key_values_ms
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.neighbours import cuts
 from ds_hydra.strategy.schemes.scheme import Scheme
@@ -110,7 +111,8 @@ def test_ring_hides_behind_attention():
     assert alone.sequences_ms(lengths) == pytest.approx((1e-3 * lengths**2 + lengths) / 2)
     linked = dataclasses.replace(scenario, cluster=make_cluster(4))
     ring = ContextParallel(scenario=linked, scheme=Scheme(1, 1), cp=2)
-    sent = ring._ring_ms_per_token() * lengths
+    cluster = linked.cluster
+    sent = key_values_ms(cluster.shape, cluster.hardware, Scheme(1, 1, cp=2)) * lengths
     assert (sent > 0).all()
     expected = np.maximum(1e-3 * lengths**2 / 2, sent) + lengths / 2
     assert ring.sequences_ms(lengths) == pytest.approx(expected)

@@ -18,6 +18,7 @@ from test_engine_training import batches
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.model.attention import PackedMicroBatch, hydra_varlen
+from ds_hydra.engine.model.sight import in_sight
 from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.profiling.profiler import token_bytes
 from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies
@@ -40,7 +41,8 @@ HEADS = ((4, 4), (4, 2), (4, 1), (12, 3), (12, 6))
 def attend(micro_batch, query, key, value, **options):
     """Output and gradients of a loss that weighs every token differently."""
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    out, _ = hydra_varlen(MODULE, *leaves, None, packed_micro_batch=micro_batch, **options)
+    with in_sight(micro_batch):
+        out, _ = hydra_varlen(MODULE, *leaves, None, **options)
     return out, leaves
 
 
@@ -99,7 +101,8 @@ def check_sequence_shards():
     micro_batch = PackedMicroBatch.build([5, 2], CPU, sequence_shard)
     cut = sequence_shard.cut(torch.arange(7), fill=-100).tolist()
     query, key = (torch.randn(1, heads, 2, 8, dtype=torch.bfloat16) for heads in (4, 2))
-    out, _ = hydra_varlen(MODULE, query, key, key, None, packed_micro_batch=micro_batch)
+    with in_sight(micro_batch):
+        out, _ = hydra_varlen(MODULE, query, key, key, None)
     return (
         micro_batch.position_ids[0].tolist(),
         cut,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import types
 
 import pytest
@@ -11,7 +12,9 @@ import transformers
 from models import FAMILIES, tiny
 
 from ds_hydra.engine.model import packing_probe
+from ds_hydra.engine.model.scheme_support import check_context
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.model.supported import check_model
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
 
@@ -95,15 +98,14 @@ def test_styles_that_are_not_run_refuse_tp_by_name():
         StageModel(model).check_scheme(Scheme(2, 1))
 
 
-def test_a_model_without_plans_runs_with_tp_1_and_pp_1():
-    stage_model = StageModel(tiny("granitemoe"))
-    stage_model.check_scheme(Scheme(1, 1, sp=2))
-    with pytest.raises(UnsupportedModelError, match=r"no base_model_pp_plan.*use PP 1"):
-        stage_model.check_scheme(Scheme(1, 2))
-    model = tiny("llama")
+def test_a_model_without_plans_runs_with_tp_1():
+    model = tiny("granitemoe")
+    model.config.base_model_tp_plan = model.config.base_model_pp_plan = None
+    stage_model = packing_probe.build_stage_model(model)
+    stage_model.check_scheme(Scheme(1, 2, sp=2))
     model.config.base_model_tp_plan = None
     with pytest.raises(UnsupportedModelError, match=r"no base_model_tp_plan.*use TP 1"):
-        StageModel(model).check_scheme(Scheme(2, 1))
+        stage_model.check_scheme(Scheme(2, 1))
 
 
 def test_layers_with_other_numbers_of_key_value_heads_refuse_tp():
@@ -232,7 +234,7 @@ def test_code_that_follows_the_copy_is_taken_along():
 def test_families_that_keep_sequences_apart_pass_the_probe(family, caplog):
     model, state = tiny(family), torch.get_rng_state()
     with caplog.at_level("INFO", logger=packing_probe.__name__):
-        packing_probe.check_packing(model)
+        packing_probe.try_small_copy(model)
     assert not caplog.records, "the probe was not run"
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -258,16 +260,63 @@ class WithoutSmallCopy(Leaking):
         super().__init__(config)
 
 
-def test_families_that_do_not_keep_sequences_apart_are_refused_by_name():
+def test_families_that_do_not_keep_sequences_apart_run_them_one_by_one(caplog):
     config = transformers.LlamaConfig(**SIZES)
-    with pytest.raises(
-        UnsupportedModelError, match=r"Leaking \(model type 'llama'\) does not .* are off by \d+%"
-    ):
-        packing_probe.check_packing(Leaking(config))
     settings = SIZES | {"num_experts": 0, "attention_dropout": 0.0, "hidden_dropout": 0.0}
     doge = transformers.DogeForCausalLM(transformers.DogeConfig(**settings))
-    with pytest.raises(UnsupportedModelError, match=r"'doge'.*DogeAttention: .*a mask of its own"):
-        packing_probe.check_packing(doge)
+    for model, why in (
+        (Leaking(config), r"are off by \d+% where two sequences share a micro-batch"),
+        (doge, "DogeAttention: .*a mask of its own"),
+        (tiny("olmo_hybrid"), "layers of type linear_attention"),
+    ):
+        stage_model = packing_probe.build_stage_model(model)
+        assert re.search(f"one after the other .*{why}", caplog.messages.pop())
+        stage_model.check_scheme(Scheme(1, 2))
+        for scheme in (Scheme(2, 1), Scheme(1, 1, sp=2), Scheme(1, 1, stream=1)):
+            with pytest.raises(UnsupportedModelError, match=f"one after the other.*{why}"):
+                stage_model.check_scheme(scheme)
+
+
+class Growing(Leaking):
+    """What a sequence gives depends on how many came before it."""
+
+    class Mixed(torch.nn.Linear):
+        calls = 0
+
+        def __init__(self, width):
+            super().__init__(width, width, bias=False)
+
+        def forward(self, hidden_BTD):
+            type(self).calls += 1
+            return super().forward(hidden_BTD) * self.calls
+
+
+def test_models_that_no_micro_batch_is_right_for_are_refused_by_name():
+    bert = transformers.BertConfig(
+        **SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    for model, words in (
+        (Growing(transformers.LlamaConfig(**SIZES)), r"Growing .*apart: .*; and one after the"),
+        (transformers.BertLMHeadModel(bert), "tokens see later ones.*set is_decoder to true"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=words):
+            packing_probe.try_small_copy(model)
+    vision = types.SimpleNamespace(
+        model_type="gemma3", get_text_config=transformers.Gemma3TextConfig
+    )
+    model = tiny("llama")
+    model.config = vision
+    with pytest.raises(UnsupportedModelError, match=r"'gemma3'.*train Gemma3ForCausalLM with its"):
+        check_model(model)
+
+
+def test_sequences_are_not_longer_than_learned_positions():
+    trial = packing_probe.try_small_copy(tiny("gpt2", n_positions=64))
+    config = transformers.GPT2Config(n_positions=64)
+    check_context(trial, config, 64)
+    with pytest.raises(HydraConfigError, match=r"is 65, above the 64 positions.*to 64 or less"):
+        check_context(trial, config, 65)
+    check_context(packing_probe.try_small_copy(tiny("llama")), tiny("llama").config, 10**6)
 
 
 def test_families_that_cannot_be_tried_are_refused_by_name():
@@ -277,18 +326,25 @@ def test_families_that_cannot_be_tried_are_refused_by_name():
     with pytest.raises(
         UnsupportedModelError, match=r"WithoutSmallCopy cannot be tried .*TypeError"
     ):
-        packing_probe.check_packing(WithoutSmallCopy(transformers.LlamaConfig(**SIZES), 1))
+        packing_probe.try_small_copy(WithoutSmallCopy(transformers.LlamaConfig(**SIZES), 1))
     latent = SIZES | {"num_key_value_heads": 1, "num_attention_heads": 4}
     latent |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
     model = transformers.MiniCPM3ForCausalLM(transformers.MiniCPM3Config(**latent, v_head_dim=4))
     with pytest.raises(
         UnsupportedModelError, match=r"MiniCPM3ForCausalLM cannot be tried .*size of"
     ):
-        packing_probe.check_packing(model)
+        packing_probe.try_small_copy(model)
+
+
+def test_inputs_of_every_layer_refuse_stages_and_streams():
     settings = SIZES | {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}
     model = transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**settings))
-    with pytest.raises(UnsupportedModelError, match=r"parameters outside embedding.*per_layer"):
-        packing_probe.check_packing(model)
+    stage_model = packing_probe.build_stage_model(model)
+    stage_model.check_scheme(Scheme(1, 1, sp=2))
+    with pytest.raises(UnsupportedModelError, match=r"<1,2>: .*into stages, because.*input_ids"):
+        stage_model.check_scheme(Scheme(1, 2))
+    with pytest.raises(UnsupportedModelError, match="it has more than an embedding before its lay"):
+        stage_model.check_scheme(Scheme(1, 1, stream=1))
 
 
 class NormedTwice(transformers.LlamaModel):
@@ -300,10 +356,31 @@ class NormedTwice(transformers.LlamaModel):
         return super().forward(inputs_embeds=self.norm(inputs_embeds), **kwargs)
 
 
-def test_a_norm_of_several_uses_refuses_stages():
-    model = tiny("llama")
-    model.model.__class__ = NormedTwice
-    stage_model = StageModel(model)
-    stage_model.check_scheme(Scheme(2, 1))
-    with pytest.raises(UnsupportedModelError, match=r"<1,2>.*final norm more than once; use PP 1"):
+class WithNormedEmbedding(transformers.LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.__class__ = NormedTwice
+
+
+class LayersTwice(transformers.LlamaForCausalLM):
+    """Every layer runs twice."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.__class__ = self.Twice
+
+    class Twice(transformers.LlamaModel):
+        def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+            once = super().forward(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+            return super().forward(inputs_embeds=once.last_hidden_state, **kwargs)
+
+
+def test_what_runs_twice_is_in_every_stage_that_needs_it_or_refuses_stages():
+    config = transformers.LlamaConfig(**SIZES)
+    packing_probe.build_stage_model(WithNormedEmbedding(config)).check_scheme(Scheme(1, 2))
+    stage_model = packing_probe.build_stage_model(LayersTwice(config))
+    stage_model.check_scheme(Scheme(1, 1))
+    with pytest.raises(UnsupportedModelError, match=r"<1,2>: .*be split into stages, because"):
         stage_model.check_scheme(Scheme(1, 2))
+    with pytest.raises(UnsupportedModelError, match="it calls a layer more than once"):
+        stage_model.check_scheme(Scheme(1, 1, stream=1))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from deepspeed.utils import safe_get_local_grad
 from distributed import run_distributed
 from engines import start_hydra
 from faults import die, run_until_end
@@ -81,6 +82,20 @@ def in_parts():
         }
 
 
+def lent():
+    """Whether ZeRO-3's gradients lie in the home, and elements that DeepSpeed has beside it."""
+    engine = start_hydra(tiny("llama"))
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    engine.train_batch(examples, strategy="2x<1,1>")
+    before = engine.optimizer.grad_partitions_flat_buffer.numel()
+    engine.train_batch(examples, strategy="4x<1,1;stream>")
+    model, home = engine.hydra.stage_model, engine.hydra.propagator.links.home
+    return before, engine.optimizer.grad_partitions_flat_buffer.numel(), [
+        safe_get_local_grad(param).data_ptr() == grad_P.data_ptr()
+        for param, grad_P in zip(model.params, home.grads_P, strict=True)
+    ]  # fmt: skip
+
+
 def families():
     return {
         "families": parity_of_families(OF_EVERY_FAMILY),
@@ -96,6 +111,7 @@ def checks():
         "parity": check_gradients("llama_tied", STRATEGIES),
         "repeats": repeats("2x<2,1;stream>"),
         "in parts": in_parts(),
+        "lent": lent(),
         "frozen": losses_with_frozen_layers(FROZEN),
         "memory": link_memory(MEASURED),
         "refusals": refusals(),
@@ -146,6 +162,14 @@ def test_a_rank_holds_its_part_of_the_home_and_two_copied_layers(results):
         kept = whole.slice_bytes + whole.gradient_bytes
         assert streamed.slice_bytes + streamed.gradient_bytes - scratch < 0.35 * kept
         assert found["4x<1,1;stream>"][1] == 0
+
+
+@pytest.mark.distributed
+def test_zero_has_its_gradients_in_the_home(results):
+    for result in results:
+        before, after, is_there = result["lent"]
+        assert before > after == 0
+        assert all(is_there)
 
 
 def check_memory(found, shared):

@@ -89,6 +89,12 @@ def profile(
             help="Sequence parallel degrees, e.g. 1,2; every one with all TP and PP degrees."
         ),
     ] = "1",
+    cp: Annotated[
+        str,
+        typer.Option(
+            help="Context parallel degrees, e.g. 1,2; every one with all SP, TP and PP degrees."
+        ),
+    ] = "1",
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -154,6 +160,7 @@ def profile(
             "tp": _numbers("--tp", tp),
             "pp": _numbers("--pp", pp),
             "sp": _numbers("--sp", sp),
+            "cp": _numbers("--cp", cp),
         }
         check_folder(out)
         # After all that can be checked without them: the imports take seconds.

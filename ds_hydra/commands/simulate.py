@@ -116,6 +116,13 @@ def simulate(
             "transfers seen; not in a sweep."
         ),
     ] = True,
+    expert_skew: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            help="With --model, tokens that experts of the busiest rank get over the mean, where ranks share experts.",
+        ),
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the mini-batches.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="PNG of a sweep.")] = None,
     timeline_of: Annotated[
@@ -162,7 +169,7 @@ def simulate(
             if model is not None:
                 _refuse(profile is not None, "give --profile or --model, one of them")
                 histogram, devices, context, estimated = _estimate(
-                    model, hardware, histogram, nodes, devices, context
+                    model, hardware, histogram, nodes, devices, context, expert_skew
                 )
             _refuse(
                 model is None and nodes is not None, "--nodes goes with --model; give --devices"
@@ -303,6 +310,7 @@ def _estimate(
     nodes: int | None,
     devices: str | None,
     context: str | None,
+    expert_skew: float,
 ) -> tuple[str, str, str, Profile]:
     """Histogram, devices and context, with defaults, and the profile of `model` by a roofline; says
     what it assumes.
@@ -329,7 +337,7 @@ def _estimate(
         assumed.append(f"lengths: those of {DEFAULT_HISTOGRAM}, as --histogram is not given")
     most = max(_numbers("--devices", devices, MAX_DEVICES))
     longest = max(_numbers("--context", context, MAX_LENGTH_TOKENS))
-    profile, more = estimate_from_config(model, hardware, most, longest)
+    profile, more = estimate_from_config(model, hardware, most, longest, expert_skew)
     for sentence in (*more, *assumed):
         log(f"assumed: {sentence}")
     return histogram, devices, context, profile

@@ -226,6 +226,12 @@ class MoeConfig(_Section):
 
     transformers' own is over a micro-batch and would depend on the strategy. """
 
+    bias_update_rate: float = Field(default=0.0, ge=0, lt=1)
+    """Step by which the bias of routers (`e_score_correction_bias`) follows the tokens of each
+    expert; 0: fixed, as transformers leaves it.
+
+    DeepSeek-V3 was pre-trained with 0.001, and 0 in its last 500 billion tokens. """
+
 
 class HydraConfig(_Section):
     """The whole section. `HydraConfig.parse` builds it and raises HydraConfigError with every
@@ -247,7 +253,8 @@ class HydraConfig(_Section):
     proposes them.
 
     A pipeline is `<TP,PP>`, or `<spN,TP,PP>` (`<spN,PP>`) where N ranks share its micro-batches by
-    sequence parallelism. Options may follow: `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers,
+    sequence parallelism, `<cpN,TP,PP>` by context parallelism, `<spM,cpN,TP,PP>` by both. Options
+    may follow: `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers,
     layers of each stage), `<2,2;stream=8>` or `<1,1;stream>` (layers of each stage that stream, or
     all), `<1,1;gather>` (layers gathered for every pass), `<sp4,1;ep=4>` (four ranks of an SP group
     share a layer's experts).

@@ -14,9 +14,14 @@ import torch
 from numpy.typing import NDArray
 
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.scheme_support import check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
-from ds_hydra.engine.profiling.profile_document import fit_memory, nominal_profile
+from ds_hydra.engine.profiling.profile_document import (
+    fit_memory,
+    model_facts,
+    nominal_profile,
+)
 from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.agreement import (
@@ -173,11 +178,7 @@ class EngineCandidates:
         if self.config.profile is not None:
             document = load_profile(self.config.profile).document
             self.profile = fit_memory(document, self.config)
-            self.profile.check_model(
-                num_layers=self.stage_model.num_layers,
-                hidden_size=self.stage_model.hidden_size,
-                vocab_size=self.stage_model.vocab_size,
-            )
+            self.profile.check_model(**model_facts(self.stage_model))
             self.profile.check_tp_sequence_parallel(self.config.tp_sequence_parallel)
             self.profile = as_the_engine_needs(
                 self.profile, self.stage_model, self.config, self.num_ranks
@@ -304,6 +305,8 @@ class EngineCandidates:
 
     def check_strategy(self, strategy: Strategy) -> None:
         """Raise HydraConfigError where the ranks or the model cannot run `strategy`."""
+        for scheme in set(strategy.schemes):
+            check_context_parallel(scheme, self.config.context_length)
         if strategy.num_devices > self.num_ranks:
             raise HydraConfigError(
                 f"strategy {strategy} needs {strategy.num_devices} ranks, there are {self.num_ranks}; change "

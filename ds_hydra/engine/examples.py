@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -112,6 +112,13 @@ def check_examples(
         lengths=lengths,
         num_label_tokens=num_label_tokens,
     )
+
+
+def only_ids(row: Any) -> Any:
+    """An example without labels, all of whose tokens are predicted."""
+    if not isinstance(row, Mapping):
+        return row
+    return {key: row[key] for key in ("input_ids", "attention_mask") if key in row}
 
 
 def fetch_examples(

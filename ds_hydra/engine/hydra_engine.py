@@ -20,15 +20,20 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import parameter_offload
-from deepspeed.utils import logger, safe_get_local_grad, safe_set_local_grad
+from deepspeed.utils import logger
 from torch import Tensor, nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checkpointing.engine import CheckpointingEngine
-from ds_hydra.engine.examples import local_rank, read_data
-from ds_hydra.engine.model.packing_probe import check_packing
+from ds_hydra.engine.examples import local_rank, only_ids, read_data
+from ds_hydra.engine.gradient_shards import GradientShards
+from ds_hydra.engine.iteration import Iteration, Outcomes, score, weigh
+from ds_hydra.engine.losses.loss import Loss
+from ds_hydra.engine.losses.objective import Scores
+from ds_hydra.engine.model.bias_correction import BiasCorrection
+from ds_hydra.engine.model.packing_probe import build_stage_model
+from ds_hydra.engine.model.scheme_support import check_context
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.propagation import Outcome
 from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.engine.ranks.deepspeed_ops import (
     free_shared_memory,
@@ -43,8 +48,8 @@ from ds_hydra.engine.ranks.watchdog import (
     leave_watchdog,
     watch,
 )
-from ds_hydra.engine.runtime import ExampleLike, HydraRuntime, Iteration
-from ds_hydra.engine.telemetry.metrics import IterationMetrics, measure_iteration
+from ds_hydra.engine.runtime import ExampleLike, HydraRuntime
+from ds_hydra.engine.telemetry.metrics import IterationMetrics, expert_imbalance, measure_iteration
 from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 from ds_hydra.simulator.timeline import EventKind
@@ -74,9 +79,8 @@ class HydraEngine(CheckpointingEngine):
         let_collectives_end_at_exit()
         self._hydra_config = hydra_config
         self._hydra: HydraRuntime | None = None
-        self._grads_P: list[Tensor] = []
-        self._deposited: set[int] = set()
-        """Addresses of gradient shards that are ZeRO-3's own."""
+        self._bias_correction: BiasCorrection | None = None
+        self._gradients: GradientShards | None = None
         self.last_metrics: IterationMetrics | None = None
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
         step time.
@@ -101,12 +105,11 @@ class HydraEngine(CheckpointingEngine):
         self, args: Any, model: nn.Module, engine_args: Any, engine_kwargs: Mapping[str, Any]
     ) -> None:
         run_together(_clear_up, self.device)
-        run_together(functools.partial(check_packing, model), self.device)
         # The copy must be made before DeepSpeed hooks the model's modules and partitions its
         # parameters.
         config = self._hydra_config
         make_stage_model = functools.partial(
-            StageModel,
+            build_stage_model,
             model,
             activation_checkpointing=config.activation_checkpointing,
             compile_layers=config.compile_layers,
@@ -114,11 +117,15 @@ class HydraEngine(CheckpointingEngine):
             aux_loss=config.moe.aux_loss == "sequence",
         )
         stage_model = run_together(make_stage_model, self.device)
+        check_context(stage_model.trial, stage_model.config, config.context_length)
         memory = MemoryWatch()  # before DeepSpeed's buffers and states
         super().__init__(args, model, *engine_args, **engine_kwargs)
         _modules_of_engines.update(model.modules())
         run_together(functools.partial(self._check_partitions, stage_model), self.device)
         run_together(functools.partial(self._complete_optimizer, stage_model), self.device)
+        if rate := config.moe.bias_update_rate:
+            find = functools.partial(BiasCorrection, self.module, rate, self.global_rank)
+            self._bias_correction = run_together(find, self.device)
         self._hydra = HydraRuntime(config, stage_model, self.device, memory)
 
     @property
@@ -129,61 +136,90 @@ class HydraEngine(CheckpointingEngine):
         return self._hydra
 
     def train_batch(
-        self, batch: Sequence[ExampleLike] | None = None, strategy: str | Strategy | None = None
+        self,
+        batch: Sequence[ExampleLike] | None = None,
+        strategy: str | Strategy | None = None,
+        loss: Loss | None = None,
     ) -> Tensor:
         """One iteration: plan, pull, propagate, push, optimizer step. Returns the global token-mean
         loss.
 
         Without `batch` the engine's own sampler draws the next mini-batch; otherwise `batch` is the
         global mini-batch, the same list of {"input_ids": [l], "labels": [l]} on every rank.
-        `strategy` (for example "2x<1,2>") forces one, else the best candidate is taken. The loss is
-        a 0-dim fp32 tensor, equal on all ranks. Raises InfeasiblePlanError on all ranks where no
-        strategy can fit a sequence.
+        `strategy` (for example "2x<1,2>") forces one, else the best candidate is taken. `loss`
+        takes the place of the mean cross entropy of a given mini-batch (`ds_hydra.losses`); its
+        fields are columns of the examples. The loss is a 0-dim fp32 tensor, equal on all ranks.
+        Raises, on all ranks, InfeasiblePlanError where no strategy can fit a sequence, and
+        HydraDataError where `loss` is not finite.
         """
         start = time.perf_counter()
-        if batch is None and strategy is not None:
+        if batch is None and (strategy is not None or loss is not None):
             raise HydraConfigError(
-                "a forced strategy needs a given mini-batch: call train_batch(batch=examples, strategy=...), "
-                "or list the strategies to choose from in hydra.strategies"
+                "a forced strategy, and a loss, need a given mini-batch: call train_batch(batch=examples, ...); "
+                "strategies to choose from are listed in hydra.strategies"
             )
         with self.hydra.section("plan"):
             problem = self._find_refrozen()
             iteration = (
                 self.hydra.next_iteration(problem)
                 if batch is None
-                else self.hydra.plan_examples(batch, strategy, self.global_steps, problem)
+                else self.hydra.plan_examples(batch, strategy, self.global_steps, problem, loss)
             )
             with self.hydra.section("propagation"):
+                iteration = weigh(iteration, self.hydra.propagator, self.device)
                 grads_P = self._zero_gradient_shards()
                 outcome = self.hydra.train(iteration, grads_P, self._loss_scale())
                 outcomes = self.hydra.gather_outcomes(outcome, grads_P)
-            loss = outcomes.loss(iteration.plan)
+            value = outcomes.loss(iteration.plan, iteration.objective)
             before_step = time.perf_counter()
             with self.hydra.section("step"):
                 if outcomes.nonfinite_ranks and not self.fp16_enabled():
                     self._skip_step(iteration, outcomes.nonfinite_ranks)
                 else:
                     with self.hydra.propagator.recorder.span(EventKind.STEP):
-                        self._deposit(grads_P)
-                        self._step(iteration)
+                        self._gradients.deposit()
+                        self._step(iteration, outcomes)
             if batch is None:
                 self.hydra.mark_trained(iteration.plan.iteration)
-            self._report(iteration, outcomes.ranks, loss, start, before_step)
+            self._report(iteration, outcomes, value, start, before_step)
         if outcomes.is_stop_requested and self._hydra_config.faults.save_on_sigterm is not None:
             self._save_and_exit(self._hydra_config.faults.save_on_sigterm)
-        return to_device(torch.tensor(loss, dtype=torch.float32), self.device)
+        return to_device(torch.tensor(value, dtype=torch.float32), self.device)
 
     def eval_batch(
-        self, batch: Sequence[ExampleLike], strategy: str | Strategy | None = None
+        self,
+        batch: Sequence[ExampleLike],
+        strategy: str | Strategy | None = None,
+        loss: Loss | None = None,
     ) -> Tensor:
-        """Global token-mean loss of `batch` without gradients or a step; arguments as in
-        `train_batch`.
+        """Loss of `batch`, without `loss` the global token-mean, without gradients or a step;
+        arguments as in `train_batch`.
         """
         with self.hydra.section("evaluation"):
-            iteration = self.hydra.plan_examples(batch, strategy, self.global_steps)
-            outcome = self.hydra.propagator.evaluate(iteration.plan, iteration.load)
-            loss = self.hydra.gather_outcomes(outcome).loss(iteration.plan)
-        return to_device(torch.tensor(loss, dtype=torch.float32), self.device)
+            iteration = self.hydra.plan_examples(batch, strategy, self.global_steps, loss=loss)
+            iteration = weigh(iteration, self.hydra.propagator, self.device)
+            plan, objective = iteration.plan, iteration.objective
+            outcome = self.hydra.propagator.evaluate(plan, iteration.load, objective)
+            value = self.hydra.gather_outcomes(outcome).loss(plan, objective)
+        return to_device(torch.tensor(value, dtype=torch.float32), self.device)
+
+    def score(
+        self,
+        batch: Sequence[ExampleLike],
+        strategy: str | Strategy | None = None,
+        *,
+        entropy: bool = False,
+    ) -> Scores:
+        """Log-probabilities of all tokens of `batch`, and on request entropies, forward only.
+
+        `batch` and `strategy` as in `train_batch`; labels do not matter. Returned on every rank, in
+        the order of `batch`: value i of a sequence is about token i given those before it, 0 for
+        the first.
+        """
+        with self.hydra.section("scores"):
+            rows = [only_ids(row) for row in batch]
+            iteration = self.hydra.plan_examples(rows, strategy, self.global_steps)
+            return score(iteration, self.hydra.propagator, self.device, entropy=entropy)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Evaluation only: in training mode the layers run inside `train_batch`."""
@@ -204,9 +240,8 @@ class HydraEngine(CheckpointingEngine):
         """Take `dataset` as the source of `train_batch()`; returns an endless iterable of
         mini-batches.
 
-        Called with `training_data` at the end of initialisation. The iterable yields global
-        mini-batches (lists of examples) for `train_batch(batch=...)`, and is not needed for
-        `train_batch()`.
+        The iterable yields global mini-batches (lists of examples) for `train_batch(batch=...)`,
+        and is not needed for `train_batch()`.
         """
         with watch("reading data"):
             data = read_data(dataset, self._hydra_config, self.device)
@@ -230,7 +265,7 @@ class HydraEngine(CheckpointingEngine):
         if getattr(self, "_hydra", None) is not None:
             self.hydra.close()
             # The model has hooks of DeepSpeed that hold the engine
-            self._hydra, self._grads_P = None, []
+            self._hydra = self._gradients = None
         super().destroy()
         # Never taken away, so that DeepSpeed would keep every model, and its engine, for ever
         parameter_offload.FWD_MODULE_STACK[:] = [
@@ -260,42 +295,23 @@ class HydraEngine(CheckpointingEngine):
         return float(self.optimizer.loss_scale) if self.fp16_enabled() else 1.0
 
     def _zero_gradient_shards(self) -> list[Tensor]:
-        """This rank's fp32 gradient shards, set to zero; the same memory in every iteration, and
-        that of the home if there is one.
-        """
-        if (home := self.hydra.propagator.links.home) is not None:
-            self._grads_P = home.grads_P
-        if not self._grads_P:
-            self._grads_P = [self._gradient_shard(p) for p in self.hydra.stage_model.params]
-        torch._foreach_zero_(self._grads_P)
-        return self._grads_P
+        """This rank's fp32 gradient shards, set to zero."""
+        if self._gradients is None:
+            params = self.hydra.stage_model.params
+            self._gradients = GradientShards(self.optimizer, params, self.device)
+        home = self.hydra.propagator.links.home
+        return self._gradients.zeroed(home, is_fp16=self.fp16_enabled())
 
-    def _gradient_shard(self, param: nn.Parameter) -> Tensor:
-        """[shard] fp32 for the gradient of `param`: ZeRO-3's own memory where that is fp32 on this
-        device, else memory that `_deposit` copies from; empty for frozen parameters.
-        """
-        if param.requires_grad and not self.optimizer.offload_optimizer:
-            own, again = safe_get_local_grad(param), safe_get_local_grad(param)
-            if own.data_ptr() == again.data_ptr():  # no copy in fp32
-                self._deposited.add(own.data_ptr())
-                return own
-        numel = param.ds_tensor.numel() if param.requires_grad else 0
-        return torch.empty(numel, dtype=torch.float32, device=self.device)
-
-    def _deposit(self, grads_P: Sequence[Tensor]) -> None:
-        """Hand the gradient shards to ZeRO-3 as if its own backward had reduced them."""
-        for param, grad_P in zip(self.hydra.stage_model.params, grads_P, strict=True):
-            if param.requires_grad and grad_P.data_ptr() not in self._deposited:
-                safe_set_local_grad(param, grad_P)
-        self.optimizer.independent_gradient_partition_epilogue()
-
-    def _step(self, iteration: Iteration) -> None:
+    def _step(self, iteration: Iteration, outcomes: Outcomes) -> None:
         # DeepSpeed counts train_batch_size() samples per step; monitors shall see what was trained.
         self.global_samples += len(iteration.plan.lengths) - self.train_batch_size()
         self.set_gradient_accumulation_boundary(True)
         super().step()
         # Without this a later plain step() would take every micro-step for a boundary.
         self._is_gradient_accumulation_boundary = None
+        if self._bias_correction is not None and self.was_step_applied():
+            assert outcomes.expert_tokens_LE is not None
+            self._bias_correction.update(outcomes.expert_tokens_LE)
 
     def _skip_step(self, iteration: Iteration, ranks: Sequence[int]) -> None:
         """Count an iteration without changing a weight, as DeepSpeed does after an overflow in
@@ -326,7 +342,7 @@ class HydraEngine(CheckpointingEngine):
     def _report(
         self,
         iteration: Iteration,
-        outcomes: Sequence[Outcome],
+        outcomes: Outcomes,
         loss: float,
         start: float,
         before_step: float,
@@ -337,8 +353,10 @@ class HydraEngine(CheckpointingEngine):
         now = time.perf_counter()
         metrics = measure_iteration(
             iteration.plan,
-            outcomes,
+            outcomes.ranks,
             loss=loss,
+            balance_loss=outcomes.balance_loss,
+            expert_imbalance=expert_imbalance(outcomes.expert_tokens_LE),
             iteration_ms=(now - start) * 1e3,
             step_ms=(now - before_step) * 1e3,
             planning_ms=iteration.planned.planning_ms,
@@ -352,7 +370,7 @@ class HydraEngine(CheckpointingEngine):
         )
         self.hydra.learn(iteration.plan, [p.measured_ms for p in metrics.pipelines])
         self.last_metrics = metrics
-        self.hydra.write_log(metrics, iteration.plan)
+        self.hydra.write_log(metrics, iteration.plan, outcomes.expert_tokens_LE)
         if self.monitor.enabled and self.global_rank == 0:
             self.monitor.write_events(metrics.monitor_events(self.global_samples))
 

@@ -6,6 +6,7 @@ value per token of a packed micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -14,11 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import LinkConfig
+from ds_hydra.engine.losses.loss import Loss, Tokens
+from ds_hydra.engine.losses.objective import Objective
 from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.parallel.context_parallel import ContextRow
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo, StageIO, run_1f1b, run_forward_only
 from ds_hydra.engine.parallel.tensor_parallel import summed_cross_entropy
+from ds_hydra.engine.parallel.token_scores import score_tokens
+from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
 from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.ranks.agreement import gather_rows, max_over_ranks, raise_together
 from ds_hydra.engine.ranks.host_memory import to_device
@@ -40,6 +46,8 @@ class Outcome:
     """Sum over labelled tokens, each on exactly one rank; 0.0 on ranks without any."""
     balance_loss: float
     """This rank's part of the loss of balance of experts, as it is added to the mean."""
+    nonfinite_position: float
+    """Of a sequence in the first micro-batch whose loss is NaN or Inf; -1 where there is none."""
     propagate_ms: float
     """Forward and backward, without waiting for slices."""
     pull_ms: float
@@ -122,19 +130,26 @@ class Propagator:
         ]
 
     def train(
-        self, plan: IterationPlan, load: LoadExample, grads_P: Sequence[Tensor], loss_scale: float
+        self,
+        plan: IterationPlan,
+        load: LoadExample,
+        grads_P: Sequence[Tensor],
+        loss_scale: float,
+        objective: Objective | None = None,
     ) -> Outcome:
-        """Add the gradient of the global token-mean loss, times `loss_scale`, to this rank's
-        `grads_P`.
+        """Add the gradient of the global token-mean loss, or of `objective`, times `loss_scale`, to
+        this rank's `grads_P`.
 
         `grads_P[param]` are flat fp32 shards (empty for frozen parameters). Slices live only inside
         this call.
         """
-        return self._run(plan, load, grads_P, loss_scale)
+        return self._run(plan, load, grads_P, loss_scale, objective)
 
-    def evaluate(self, plan: IterationPlan, load: LoadExample) -> Outcome:
+    def evaluate(
+        self, plan: IterationPlan, load: LoadExample, objective: Objective | None = None
+    ) -> Outcome:
         """Forward only; no gradient is computed."""
-        return self._run(plan, load, None, None)
+        return self._run(plan, load, None, None, objective)
 
     def _run(
         self,
@@ -142,20 +157,26 @@ class Propagator:
         load: LoadExample,
         grads_P: Sequence[Tensor] | None,
         loss_scale: float | None,
+        objective: Objective | None,
     ) -> Outcome:
         self.recorder.begin()
         begin = self._clock.stamp()
         training = loss_scale is not None
         slices, session, work = self.links.open_plan(plan, training=training, grads_P=grads_P)
         with session:
-            loss_sum = self._propagate(plan, work, slices, load, loss_scale)
+            losses = self._propagate(plan, work, slices, load, loss_scale, objective)
             end = self._clock.stamp()
             times = session.finish()
         session.record(self.recorder)
         waited_in_passes_ms = times.visible_pull_ms if self.links.thread.overlap else 0.0
+        bad = next((n for n, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        position = -1
+        if bad is not None and work.role is not None:
+            position = plan.pipelines[work.role.pipeline].micro_batches[bad][0]
         return Outcome(
-            loss_sum=loss_sum,
+            loss_sum=sum(losses),
             balance_loss=self.stage_model.balance.value,
+            nonfinite_position=position,
             propagate_ms=max(0.0, self._clock.ms_between(begin, end) - times.visible_pull_ms),
             busy_ms=max(0.0, self.recorder.busy_ms - waited_in_passes_ms),
             **asdict(times),
@@ -182,8 +203,8 @@ class Propagator:
             begin = self._clock.stamp()
             others = beside()
             self._propagate(plan, work, slices, load, 1.0)
-            for work in others:
-                work.wait()
+            for other in others:
+                other.wait()
             end = self._clock.stamp()
             session.finish()
         return self.max_over_ranks(self._clock.ms_between(begin, end))
@@ -199,27 +220,37 @@ class Propagator:
         slices: Slices,
         load: LoadExample,
         loss_scale: float | None,
-    ) -> float:
-        """Loss sum of this rank's tokens (on one TP rank of the last stage); trains where
-        `loss_scale` is given.
+        objective: Objective | None = None,
+    ) -> list[float]:
+        """Loss sum of this rank's tokens of each micro-batch (on one TP rank of the last stage);
+        trains where `loss_scale` is given.
 
         Collective over the pipeline only.
         """
         role = work.role
         self.stage_model.balance.begin(self._device, loss_scale, plan.num_tokens)
         if role is None or not plan.pipelines[role.pipeline].micro_batches:
-            return 0.0
+            return []
         self._enter(role, work, slices)
         try:
             stage = self._stage_info(role, slices)
             sequence_shard = self._sequence_shard(role)
             micro_batches = MicroBatchTensors.load(
-                plan, plan.pipelines[role.pipeline], stage, load, self._device, sequence_shard
+                plan,
+                plan.pipelines[role.pipeline],
+                stage,
+                load,
+                self._device,
+                sequence_shard,
+                self._context(role),
+                objective,
             )
-            scale = 1.0 if loss_scale is None else loss_scale / plan.num_label_tokens
+            normaliser = plan.num_label_tokens if objective is None else objective.normaliser
+            scale = 1.0 if loss_scale is None else loss_scale / normaliser
 
             def forward(index: int, hidden: Tensor | None) -> Tensor:
-                return self._forward_micro_batch(stage, micro_batches[index], hidden, scale)
+                loss = None if objective is None else objective.loss
+                return self._forward_micro_batch(stage, micro_batches[index], hidden, scale, loss)
 
             io = self._stage_io(role)
             micro_batch_tokens = [
@@ -236,11 +267,17 @@ class Propagator:
         finally:
             self.stage_model.unbind()
         if not losses or role.tp_rank > 0:
-            return 0.0
-        return float(torch.stack(losses).double().sum()) / scale
+            return []
+        found: list[float] = (torch.stack(losses).double() / scale).tolist()
+        return found
 
     def _forward_micro_batch(
-        self, stage: StageInfo, micro_batch: MicroBatchTensors, hidden: Tensor | None, scale: float
+        self,
+        stage: StageInfo,
+        micro_batch: MicroBatchTensors,
+        hidden: Tensor | None,
+        scale: float,
+        loss: Loss | None,
     ) -> Tensor:
         output = self.stage_model.forward_stage(
             micro_batch.packed,
@@ -253,6 +290,20 @@ class Propagator:
         assert micro_batch.targets_T is not None
         tp = self.stage_model.tp
         first_column = tp.first_row(self.stage_model.num_logits)
+        if loss is not None:
+            assert micro_batch.fields is not None
+            wanted = loss.candidates
+            scores = score_tokens(
+                output.squeeze(0),
+                micro_batch.targets_T,
+                tp,
+                first_column=first_column,
+                num_columns=self.stage_model.num_logits,
+                entropy=loss.needs_entropy,
+                mean=loss.needs_mean_log_prob,
+                candidates_TK=None if wanted is None else micro_batch.fields[wanted],
+            )
+            return loss(Tokens(scores=scores, fields=micro_batch.fields)) * scale
         return summed_cross_entropy(
             output.squeeze(0), micro_batch.targets_T, tp, scale, first_column
         )
@@ -280,10 +331,17 @@ class Propagator:
     def _sequence_shard(self, role: Role) -> SequenceShard | None:
         """What this rank holds of each micro-batch, where its pipeline cuts or pads it."""
         sp, multiple = role.scheme.sp, self.stage_model.tp.micro_batch_multiple(role.scheme.tp)
-        if sp == 1 and multiple == 1:
+        if role.scheme.num_shards == 1 and multiple == 1:
             return None
         group = self.groups.get("sp", role.sp_ranks) if sp > 1 else None
         return SequenceShard(group, sp, role.sp_rank, multiple)
+
+    def _context(self, role: Role) -> ContextRow | None:
+        """Which row of each micro-batch this rank has, where its pipeline cuts them into rows."""
+        cp = role.scheme.cp
+        if cp == 1:
+            return None
+        return ContextRow(TokenShards(self.groups.get("cp", role.cp_ranks), cp), role.cp_rank)
 
     def _stage_io(self, role: Role) -> StageIO:
         pp = role.scheme.pp

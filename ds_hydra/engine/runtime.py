@@ -10,11 +10,12 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
@@ -25,7 +26,10 @@ from ds_hydra.engine.examples import (
     fetch_examples,
     fingerprint_tensors,
 )
-from ds_hydra.engine.model.micro_batches import Example, LoadExample
+from ds_hydra.engine.iteration import Iteration, Outcomes
+from ds_hydra.engine.losses.loss import CrossEntropy, Loss
+from ds_hydra.engine.losses.objective import Objective, read_by
+from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
 from ds_hydra.engine.propagation import Outcome, Propagator
@@ -39,10 +43,7 @@ from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.metrics import IterationMetrics, RunLog, describe_run, pack_occupancy
 from ds_hydra.engine.telemetry.straggler import StragglerFinder
 from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_timeline
-from ds_hydra.errors import (
-    HydraConfigError,
-)
-from ds_hydra.sampler.background import PlannedIteration
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.examples import to_examples
@@ -57,39 +58,6 @@ ExampleLike = Mapping[str, Any]
 """One sequence: "input_ids" and optionally "labels" (not shifted, -100 where nothing is
 predicted), masks and "attention_mask" (see sampler/data/examples.py).
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Iteration:
-    """A plan that all ranks agree on, and where its sequences come from."""
-
-    planned: PlannedIteration
-    load: LoadExample
-
-    @property
-    def plan(self) -> IterationPlan:
-        """The plan."""
-        return self.planned.plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcomes:
-    """What all ranks measured in one iteration."""
-
-    ranks: list[Outcome]
-    nonfinite_ranks: list[int]
-    """Ranks with NaN or Inf among the gradients that they own."""
-    is_stop_requested: bool
-    """Whether any rank was told to stop (SIGTERM)."""
-
-    @property
-    def balance_loss(self) -> float:
-        """The loss of balance of experts."""
-        return sum(o.balance_loss for o in self.ranks)
-
-    def loss(self, plan: IterationPlan) -> float:
-        """Mean over the label tokens of `plan`, and the loss of balance."""
-        return sum(o.loss_sum for o in self.ranks) / plan.num_label_tokens + self.balance_loss
 
 
 class HydraRuntime:
@@ -215,12 +183,13 @@ class HydraRuntime:
         strategy: str | Strategy | None,
         iteration: int,
         problem: Exception | None = None,
+        loss: Loss | None = None,
     ) -> Iteration:
         """A plan for a given global mini-batch, the same list on every rank, optionally of one
-        strategy; `problem` as in `next_iteration`.
+        strategy and for one loss; `problem` as in `next_iteration`.
         """
         forced: Strategy | None = None
-        tensors, batch = [], None
+        tensors, batch, objective = [], None, None
         try:
             if strategy is not None:
                 forced = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
@@ -228,7 +197,7 @@ class HydraRuntime:
             self.stage_model.carry_over()
             tensors = [
                 (torch.from_numpy(input_ids), torch.from_numpy(labels))
-                for input_ids, labels in to_examples(examples)
+                for input_ids, labels in to_examples(examples, read_by(loss))
             ]
             batch = check_examples(
                 tensors,
@@ -237,6 +206,8 @@ class HydraRuntime:
                 vocab_size=self.stage_model.vocab_size,
                 num_logits=self.stage_model.num_logits,
             )
+            if loss is not None and not (isinstance(loss, CrossEntropy) and loss.is_plain):
+                objective = Objective.read(loss, examples, [labels for _, labels in tensors])
         except HydraConfigError as caught:
             problem = problem or caught
         raise_together(problem, self._device)
@@ -255,7 +226,7 @@ class HydraRuntime:
             self._device,
         )
         self.propagator.check_plan(planned.plan, fingerprint_tensors(tensors))
-        return Iteration(planned, tensors.__getitem__)
+        return Iteration(planned, tensors.__getitem__, objective, [labels for _, labels in tensors])
 
     def prepare_forced(self, strategy: Strategy) -> None:
         """Check `strategy` and create its groups."""
@@ -264,7 +235,9 @@ class HydraRuntime:
 
     def train(self, iteration: Iteration, grads_P: Sequence[Tensor], loss_scale: float) -> Outcome:
         """Gradients of the iteration, added into `grads_P`."""
-        return self.propagator.train(iteration.plan, iteration.load, grads_P, loss_scale)
+        return self.propagator.train(
+            iteration.plan, iteration.load, grads_P, loss_scale, iteration.objective
+        )
 
     def section(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """What all ranks do together: the loss of one of them is an error on the others. Not
@@ -281,10 +254,15 @@ class HydraRuntime:
             norms = torch.stack(torch._foreach_norm(held_P))  # one kernel on a device
             mine_N[-2] = ~norms.isfinite().all()
         rows = gather_rows(mine_N).tolist()
+        balance, expert_tokens_LE = self.stage_model.balance, None
+        if grads_P and balance.layers:
+            dist.all_reduce(balance.counts_LE)
+            expert_tokens_LE = balance.counts_LE.cpu()
         return Outcomes(
             ranks=[Outcome(**dict(zip(names, row[:-2], strict=True))) for row in rows],
             nonfinite_ranks=[rank for rank, row in enumerate(rows) if row[-2]],
             is_stop_requested=any(row[-1] for row in rows),
+            expert_tokens_LE=expert_tokens_LE,
         )
 
     def find_candidate(self, strategy: Strategy) -> int:
@@ -300,7 +278,9 @@ class HydraRuntime:
         profile = self.candidates.profile
         return math.nan if profile is None else pack_occupancy(plan, profile)
 
-    def write_log(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
+    def write_log(
+        self, metrics: IterationMetrics, plan: IterationPlan, expert_tokens_LE: Tensor | None
+    ) -> None:
         """Add the iteration to the run folder; on chosen iterations with the times of all
         stages.
         """
@@ -310,7 +290,8 @@ class HydraRuntime:
             mine = torch.tensor([self._memory.peak_bytes()], dtype=torch.int64, device=self._device)
             peak_bytes = gather_rows(mine).flatten().tolist()
             if self.log is not None:
-                self.log.write_trace(timeline, peak_bytes)
+                experts = self.stage_model.balance.describe_tokens(expert_tokens_LE)
+                self.log.write_trace(timeline, peak_bytes, experts)
         if self.log is not None:
             self.log.write(metrics, plan)
 

@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.report import charts, strip
+from ds_hydra.report.experts import draw_experts
 from ds_hydra.report.gantt import align, draw_gantt
 from ds_hydra.report.run_folder import Run
 from ds_hydra.report.run_report import IterationRecord, RunSummary
@@ -110,6 +111,7 @@ def render_runs(runs: Sequence[Run]) -> str:
                 "Most that was used so far: on a GPU what was allocated, on a CPU what the process grew by.",
                 charts.draw_memory(runs),
             ),
+            *_experts(runs),
             Section(
                 "slowest",
                 "Slowest iterations, and why",
@@ -118,6 +120,20 @@ def render_runs(runs: Sequence[Run]) -> str:
             ),
         ],
     )
+
+
+def _experts(runs: Sequence[Run]) -> list[Section]:
+    """Nothing for models without experts."""
+    if not any(trace.expert_tokens for run in runs for trace in run.traces.values()):
+        return []
+    return [
+        Section(
+            "experts",
+            "Tokens of each expert",
+            "In the last traced iteration, over the mean of the layer; and the most chosen expert of the worst layer.",
+            draw_experts(runs),
+        )
+    ]
 
 
 def render_simulation(timelines: Sequence[Timeline], *, title: str, subtitle: str = "") -> str:

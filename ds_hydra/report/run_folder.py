@@ -16,6 +16,7 @@ from ds_hydra.configs.files import (
     read_counts,
     read_json_lines,
     read_json_object,
+    read_list,
     read_text,
 )
 from ds_hydra.errors import HydraConfigError, HydraError
@@ -41,6 +42,8 @@ class Trace:
 
     timeline: Timeline
     peak_bytes: tuple[int, ...]
+    expert_tokens: Mapping[int, tuple[int, ...]]
+    """Layer -> tokens that chose each of its experts; empty without experts."""
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], source: str) -> Trace:
@@ -48,7 +51,21 @@ class Trace:
         return cls(
             Timeline.from_json(document, source=source),
             read_counts({"peak_bytes": [], **document}, "peak_bytes", most=1 << 62),
+            _read_expert_tokens(check_object(document.get("experts", {}), "experts")),
         )
+
+
+def _read_expert_tokens(experts: Mapping[str, Any]) -> dict[int, tuple[int, ...]]:
+    if not experts:
+        return {}
+    layers = read_counts(experts, "layers")
+    rows = read_list(experts, "tokens")
+    if len(rows) != len(layers):
+        raise HydraConfigError(f"experts has {len(layers)} layers and tokens of {len(rows)}")
+    return {
+        layer: read_counts({"tokens": row}, "tokens", most=1 << 62)
+        for layer, row in zip(layers, rows, strict=True)
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

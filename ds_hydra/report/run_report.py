@@ -76,6 +76,8 @@ class IterationRecord:
     longest_tokens: int = 0
     bubble: float = nan
     pack_occupancy: float = nan
+    expert_imbalance: float = nan
+    """Of a model with experts alone."""
     waited_ms: float = 0.0
     pull_ms: float = 0.0
     push_ms: float = 0.0
@@ -129,6 +131,7 @@ _OPTIONAL: Mapping[str, Callable[[Mapping[str, Any], str], float]] = {
     "longest_tokens": read_count,
     "bubble": read_number,
     "pack_occupancy": read_number,
+    "expert_imbalance": read_number,
     "waited_ms": read_time,
     "pull_ms": read_time,
     "push_ms": read_time,

@@ -24,6 +24,7 @@ from ds_hydra.sampler.dispatch.refine import (
 )
 from ds_hydra.sampler.ilp import SolverLimits
 from ds_hydra.sampler.lockstep import lockstep_wait_ms
+from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.packing.packing import solve_packing
 from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
@@ -343,12 +344,13 @@ class BatchPlanner:
             members[best.micro_batches[members] == micro_batch]
             for micro_batch in range(num_micro_batches)
         ]
+        placed = tuple(tuple(self.order[micro_batch].tolist()) for micro_batch in micro_batches)
+        latency = self.profile.get_latency(scheme)
         return PipelinePlan(
             scheme=scheme,
             ranks=ranks,
-            micro_batches=tuple(
-                tuple(self.order[micro_batch].tolist()) for micro_batch in micro_batches
-            ),
+            micro_batches=placed,
+            rows=cut_micro_batches(placed, self.batch.lengths, scheme.cp, latency),
             makespan_ms=self._makespan_ms(best.problem, kind, micro_batches),
             lower_bound_ms=pipeline_bound_ms(self.lengths[members], costs, cost),
         )

@@ -19,6 +19,7 @@ from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies, power_of_two_schemes
+from ds_hydra.strategy.proposal.expert_parallel import with_experts_of
 from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
@@ -26,6 +27,7 @@ from ds_hydra.strategy.proposal.program import (
     default_tokens_per_iteration,
     usable_schemes,
 )
+from ds_hydra.strategy.proposal.rows import with_rows_of
 from ds_hydra.strategy.proposal.streamed import CanRun, with_streams_of
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
@@ -192,10 +194,12 @@ def decide_candidates(
 
 
 def with_estimates_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
-    """`profile` with an estimate for each scheme of `strategies` that has SP, or whose layers all
-    stream or are gathered, where it did not measure that and can estimate it.
+    """`profile` with an estimate for each scheme of `strategies` that has SP or CP, shares experts,
+    or whose layers all stream or are gathered, where it did not measure that and can estimate it.
     """
-    return with_streams_of(with_estimates(profile, strategies), strategies)
+    known = with_rows_of(with_estimates(profile, strategies), strategies)
+    known = with_experts_of(known, strategies)
+    return with_streams_of(known, strategies)
 
 
 def with_schemes_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:

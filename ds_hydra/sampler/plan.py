@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,6 +22,7 @@ from ds_hydra.configs.files import (
     read_time,
 )
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
+from ds_hydra.sampler.packing.cuts import Piece, Row, tile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, read_ranks
 
 
@@ -47,8 +49,9 @@ class GlobalBatch:
 class PipelinePlan:
     """What one pipeline runs: its ranks and its packed micro-batches in 1F1B order.
 
-    `micro_batches[j]` lists positions in `IterationPlan.lengths`; `ranks[(stage * sp + s) * tp +
-    t]`.
+    `micro_batches[j]` lists positions in `IterationPlan.lengths`; `ranks[((stage * cp + c) * sp +
+    s) * tp + t]`. Under context parallelism `rows[j][c]` are the pieces of micro-batch j that row c
+    has ([Note: Rows of a micro-batch]).
     """
 
     scheme: Scheme
@@ -56,6 +59,13 @@ class PipelinePlan:
     micro_batches: tuple[tuple[int, ...], ...]
     makespan_ms: float
     lower_bound_ms: float
+    rows: tuple[tuple[Row, ...], ...] = ()
+
+    def own_row(self, micro_batch: int, row: int, lengths: Sequence[int]) -> Row:
+        """The pieces of row `row`, whole sequences where there is no context parallelism."""
+        if self.rows:
+            return self.rows[micro_batch][row]
+        return tuple(Piece(i, 0, lengths[i]) for i in self.micro_batches[micro_batch])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +108,24 @@ class IterationPlan:
             raise InfeasiblePlanError(
                 f"plan of iteration {self.iteration}: pipelines do not follow strategy {self.strategy}"
             )
+        if not all(self._is_cut(pipeline) for pipeline in self.pipelines):
+            raise InfeasiblePlanError(
+                f"plan of iteration {self.iteration}: the rows of a pipeline are not its micro-batches, every token "
+                "once and as many rows as CP says"
+            )
         if self.strategy.num_devices > self.num_devices:
             raise InfeasiblePlanError(
                 f"strategy {self.strategy} needs {self.strategy.num_devices} ranks, there are {self.num_devices}"
             )
+
+    def _is_cut(self, pipeline: PipelinePlan) -> bool:
+        cp, micro_batches, rows = pipeline.scheme.cp, pipeline.micro_batches, pipeline.rows
+        if cp == 1:
+            return not rows
+        return len(rows) == len(micro_batches) and all(
+            len(of_one) == cp and tile(of_one, micro_batch, self.lengths)
+            for micro_batch, of_one in zip(micro_batches, rows)
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -145,6 +169,7 @@ class IterationPlan:
                     "makespan_ms": p.makespan_ms,
                     "lower_bound_ms": p.lower_bound_ms,
                     "micro_batches": [list(micro_batch) for micro_batch in p.micro_batches],
+                    **({"rows": _rows_to_json(p.rows)} if p.rows else {}),
                 }
                 for p in self.pipelines
             ],
@@ -195,7 +220,19 @@ class IterationPlan:
                 f"  {ranks:<12} {p.scheme!s:<8} {len(p.micro_batches):>13} {sum(lengths):>8} "
                 f"{max(lengths, default=0):>8} {p.makespan_ms:>9.1f}"
             )
+            lines += _describe_rows(p)
         return "\n".join(lines)
+
+
+def _describe_rows(pipeline: PipelinePlan) -> Iterator[str]:
+    """One line for each micro-batch: how even its rows are."""
+    for number, rows in enumerate(pipeline.rows):
+        pieces = Counter(piece.position for row in rows for piece in row)
+        tokens = [sum(piece.end - piece.begin for piece in row) for row in rows]
+        yield (
+            f"    micro-batch {number}: {sum(count > 1 for count in pieces.values())} of {len(pieces)} sequences "
+            f"cut, {min(tokens)} to {max(tokens)} tokens in {len(rows)} rows"
+        )
 
 
 def _read_pipeline(document: Mapping[str, Any]) -> PipelinePlan:
@@ -207,6 +244,19 @@ def _read_pipeline(document: Mapping[str, Any]) -> PipelinePlan:
             check_counts(micro_batch, "a micro-batch")
             for micro_batch in read_list(document, "micro_batches")
         ),
+        rows=tuple(
+            tuple(tuple(_read_piece(p) for p in row) for row in rows)
+            for rows in document.get("rows", [])
+        ),
         makespan_ms=read_time(document, "makespan_ms"),
         lower_bound_ms=read_time(document, "lower_bound_ms"),
     )
+
+
+def _rows_to_json(rows: Sequence[Sequence[Row]]) -> list[list[list[list[int]]]]:
+    return [[[list(piece) for piece in row] for row in of_one] for of_one in rows]
+
+
+def _read_piece(values: Any) -> Piece:
+    position, begin, end = check_counts(values, "a piece of a row", most=MAX_LENGTH_TOKENS)
+    return Piece(position, begin, end)

@@ -11,14 +11,10 @@ import numpy as np
 
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.simulator.scenario import Scenario
+from ds_hydra.strategy.cost_models.analytic import key_values_ms
 from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
-
-KEY_VALUE_BYTES = 3 * 2 * 2
-"""Of a token, layer and hidden unit around the ring: keys and values forward, again backward, and
-their gradients, in 16 bit.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +43,12 @@ class ContextParallel:
     @property
     def strategy(self) -> Strategy:
         """As many pipelines as there are devices for; CP ranks hold the same slices."""
-        wide = replace(self.scheme, sp=self.cp)
-        return Strategy((wide,) * (self.scenario.num_devices // wide.num_devices))
+        number = self.scenario.num_devices // self._wide.num_devices
+        return Strategy((self._wide,) * number)
+
+    @property
+    def _wide(self) -> Scheme:
+        return replace(self.scheme, cp=self.cp)
 
     def __str__(self) -> str:
         number = len(self.strategy.schemes)
@@ -58,21 +58,12 @@ class ContextParallel:
         """What each sequence adds to the time of its micro-batch in one stage."""
         tokens = lengths.astype(np.float64)
         attention = self.latency.quadratic_ms * tokens**2 / self.cp
-        ring = self._ring_ms_per_token() * tokens
-        return np.maximum(attention, ring) + self.latency.linear_ms * tokens / self.cp
-
-    def _ring_ms_per_token(self) -> float:
         cluster = self.scenario.cluster
-        if cluster is None or self.cp == 1:
-            return 0.0
-        hardware, shape, tp = cluster.hardware, cluster.shape, self.scheme.tp
-        is_inside = self.cp * tp <= hardware.devices_per_node
-        rate = hardware.intra_node_rate
-        if not is_inside:  # one edge of each ring crosses between two nodes, all TP ranks' at once
-            rate = min(rate, hardware.inter_node_rate / min(tp, hardware.devices_per_node))
-        layers = shape.num_layers / self.scheme.pp
-        sent = KEY_VALUE_BYTES * shape.hidden_size * shape.key_value_share / tp
-        return 1e3 * layers * sent * (self.cp - 1) / self.cp / rate
+        ring = (
+            0.0 if cluster is None else key_values_ms(cluster.shape, cluster.hardware, self._wide)
+        )
+        attention = np.maximum(attention, ring * tokens)
+        return attention + self.latency.linear_ms * tokens / self.cp
 
 
 def context_parallel(scenario: Scenario) -> Iterator[ContextParallel]:

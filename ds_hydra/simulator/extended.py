@@ -1,5 +1,5 @@
-"""The full space of ds_hydra, sequence parallelism and streamed layers beside <TP,PP>: which
-schemes there are, and which strategies it gets.
+"""The full space of ds_hydra, sequence and context parallelism and streamed layers beside <TP,PP>:
+which schemes there are, and which strategies it gets.
 
 Nobody has published T of such schemes, and the paper has no such system, so every time here is an
 estimate.
@@ -20,7 +20,9 @@ from ds_hydra.simulator.scenario import Scenario
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.proposal.expert_parallel import with_shared_experts
 from ds_hydra.strategy.proposal.extended import stretched_schemes
+from ds_hydra.strategy.proposal.rows import schemes_beyond_heads, with_rows
 from ds_hydra.strategy.proposal.streamed import with_streamed_schemes
 from ds_hydra.strategy.schemes.neighbours import neighbour_strategies
 from ds_hydra.strategy.schemes.placement import count_groups
@@ -40,6 +42,7 @@ def extended_scenario(scenario: Scenario) -> Scenario:
     cluster = scenario.cluster
     profile = with_sequence_parallelism(scenario.profile, scenario.num_devices, cluster)
     if cluster is not None:
+        profile = with_shared_experts(profile, num_devices=scenario.num_devices, cluster=cluster)
         profile = with_streamed_schemes(
             profile,
             num_devices=scenario.num_devices,
@@ -81,7 +84,7 @@ def with_sequence_parallelism(
     profile: Profile, num_devices: int, cluster: Cluster | None
 ) -> Profile:
     """`profile` with an estimate for every <SP,TP,1> on up to `num_devices` ranks, SP a power of
-    two.
+    two, and for CP on top where heads forbid more SP.
 
     Where <SP x TP,1> was profiled, by `estimate_latency`. Where it was not, a micro-batch's
     exchanges count as in `ulysses.py`, by the interconnects of `cluster`; without one such schemes
@@ -102,11 +105,12 @@ def with_sequence_parallelism(
                 if not is_profiled and cluster is not None:
                     exchanged.append(extended)
     known = with_estimates(profile, [Strategy((scheme,)) for scheme in wanted])
-    if cluster is None or not exchanged:
-        return known
-    return known.with_latency(
-        {s: cluster.with_exchanges(known.get_latency(s), s) for s in exchanged}
-    )
+    if cluster is not None and exchanged:
+        known = known.with_latency(
+            {s: cluster.with_exchanges(known.get_latency(s), s) for s in exchanged}
+        )
+    beyond = [s for s in schemes_beyond_heads(profile, num_devices) if s.pp == 1]
+    return with_rows(known, beyond, cluster)
 
 
 def extended_strategies(

@@ -119,6 +119,7 @@ def solve_step(
     where no cut holds the sequences. `table`: ms of [size, sequence]. See [Note: Mixed groups].
     """
     num_sizes, num_sequences = table.shape
+    # A bound for each cut, cheapest first: placing is what takes long, and a few cuts are placed.
     bounds = np.full(cuts.shape[0], np.inf)
     total = lengths.sum()
     for row in range(cuts.shape[0]):

@@ -116,6 +116,7 @@ def balance_micro_batches_by_time(
     Micro-batch r belongs to step r // `num_groups`. To the micro-batch that then ends first, or
     with `by_steps` to the one that makes its step least longer, of equals to the emptiest.
     """
+    # By steps, because groups wait for each other after each: only the slowest of a step counts.
     times, tokens = np.zeros(num_groups * num_steps), np.zeros(num_groups * num_steps)
     step_ms = np.zeros(num_steps)
     for i in range(lengths.size):

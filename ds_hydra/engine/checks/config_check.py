@@ -24,10 +24,11 @@ from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
 from ds_hydra.engine.model.attention import find_softcap_problem
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.model.scheme_support import check_context, check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import check_groups_of_rank
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
-from ds_hydra.engine.profiling.profile_document import fit_memory
+from ds_hydra.engine.profiling.profile_document import fit_memory, model_facts
 from ds_hydra.engine.profiling.profiler import default_lengths
 from ds_hydra.engine.strategy_links import GRADIENT_DTYPES
 from ds_hydra.errors import HydraConfigError, HydraError
@@ -195,6 +196,7 @@ class _Budget:
             num_ranks=self._report.num_devices,
             tp_sequence_parallel=self._hydra.tp_sequence_parallel,
         )
+        check_context(self._stage_model.trial, config, self._hydra.context_length)
         if problem := find_softcap_problem(config, self._dtype):
             self._report.warnings.append(f"on GPUs the engine refuses this model: {problem}")
         positions = getattr(config, "max_position_embeddings", None)
@@ -219,12 +221,7 @@ class _Budget:
             known = load_profile(name)
             report.profile = f"{name}: {known.document.get('source', 'of unknown source')}"
             if self._stage_model is not None:
-                shape = self._stage_model
-                known.check_model(
-                    num_layers=shape.num_layers,
-                    hidden_size=shape.hidden_size,
-                    vocab_size=shape.vocab_size,
-                )
+                known.check_model(**model_facts(self._stage_model))
             known.check_tp_sequence_parallel(hydra.tp_sequence_parallel)
             self._say_what_was_measured(name, known)
             if self._request.device is not None:
@@ -329,6 +326,7 @@ class _Budget:
         report, context, number = self._report, self._hydra.context_length, self._report.num_devices
         for strategy in given:
             for scheme in strategy.schemes:
+                check_context_parallel(scheme, context)
                 if self._stage_model is not None:
                     self._stage_model.check_scheme(scheme)
         profile = self._profile = profile.with_schemes(

@@ -8,19 +8,17 @@ from ds_hydra.configs import HydraConfig, find_file
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import state_memory
-from ds_hydra.errors import HydraConfigError, HydraError
+from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Profile, Scheme
-from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_profile
+from ds_hydra.strategy.cost_models.analytic import Hardware, predict_profile
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
+from ds_hydra.strategy.proposal.estimate import describe_model, shared_experts
 
 
 def load_hardware(name: str) -> Hardware:
     """The shipped hardware of that name, or a `ds_hydra.hardware/1` file."""
     path = find_file("hardware", name)
     return Hardware.from_json(read_json_object(path), source=str(path))
-
-
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def estimate_profile(
@@ -32,32 +30,22 @@ def estimate_profile(
     Activations are 36 + 1.5 TP bytes for each token, layer and hidden unit of 1/TP of a
     micro-batch, which is within 2% of the published A800 profiles. Recomputed layers keep their
     input, 2 TP (2 with `hydra.tp_sequence_parallel`), and one of L layers is whole at a time.
-
-    Raises HydraConfigError for a mixture of experts, whose tokens use a part of the weights.
     """
     config: PretrainedConfig = stage_model.config
-    if key := next((key for key in _EXPERT_KEYS if (getattr(config, key, 0) or 0) > 1), None):
-        raise HydraConfigError(
-            f"{config.model_type} is a mixture of experts ({key} = {getattr(config, key)}), and the estimate for "
-            "--device knows dense layers alone; measure it (`ds-hydra profile`) and give hydra.profile"
-        )
-    schemes = [s for s in power_of_two_schemes(num_devices) if _check_quietly(stage_model, s)]
+    shape, heads = describe_model(
+        {**config.to_dict(), "vocab_size": stage_model.vocab_size}, config.model_type
+    )
+    wanted = (*power_of_two_schemes(num_devices), *shared_experts(shape, heads, num_devices))
+    schemes = [s for s in wanted if _check_quietly(stage_model, s)]
     layers = stage_model.num_layers
-    heads = config.num_attention_heads
 
     def activation_bytes(tp: int) -> float:
-        kept = 36 + 1.5 * tp
+        kept = shape.kept_bytes + 1.5 * tp
         inputs = 2.0 if hydra.tp_sequence_parallel else 2.0 * tp
         return inputs + kept / layers if hydra.activation_checkpointing else kept
 
     document = predict_profile(
-        ModelShape(
-            num_layers=layers,
-            hidden_size=stage_model.hidden_size,
-            intermediate_size=config.intermediate_size,
-            vocab_size=stage_model.vocab_size,
-            key_value_share=(getattr(config, "num_key_value_heads", None) or heads) / heads,
-        ),
+        shape,
         hardware,
         schemes,
         name=name,

@@ -17,7 +17,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_hydra.engine.doctor.findings import Finding, Status
-from ds_hydra.engine.model.attention import attention_per_sequence, find_kernel
+from ds_hydra.engine.model.attention import find_kernel
+from ds_hydra.engine.model.sequence_attention import attention_per_sequence
 from ds_hydra.engine.ranks.accelerator_settings import WANTED
 from ds_hydra.engine.ranks.host_memory import available_bytes
 from ds_hydra.strategy.compiled import HAS_NUMBA
@@ -142,20 +143,26 @@ def _check_attention(device: torch.device) -> Finding:
 def kernel_error(kernel: Any, device: torch.device) -> float:
     """Largest relative error of outputs and gradients of a packed micro-batch in bf16."""
     generator = torch.Generator(device=device).manual_seed(0)
-    lengths = (5, 64, 1, 90)
-    total, heads, kv_heads, head_dim = sum(lengths), 8, 4, 64
+    lengths, key_lengths = (5, 64, 1, 90), (5, 100, 7, 90)  # whole sequences, ends of others
+    heads, kv_heads, head_dim = 8, 4, 64
 
-    def random(num_heads: int) -> torch.Tensor:
-        shape = (1, num_heads, total, head_dim)
+    def random(num_heads: int, num_tokens: int) -> torch.Tensor:
+        shape = (1, num_heads, num_tokens, head_dim)
         return torch.randn(shape, generator=generator, device=device).requires_grad_()
 
-    inputs = [random(heads), random(kv_heads), random(kv_heads)]
+    inputs = [random(heads, sum(lengths))]
+    inputs += [random(kv_heads, sum(key_lengths)) for _ in range(2)]
     scale = head_dim**-0.5
-    wanted = attention_per_sequence(*inputs, lengths, scale, None, None)
+    wanted = attention_per_sequence(*inputs, lengths, scale, None, None, None, key_lengths)
     wanted_grads = torch.autograd.grad(wanted.square().sum(), inputs)
     halves = [t.detach().bfloat16().requires_grad_() for t in inputs]
-    ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
-    got = kernel(*(t[0].transpose(0, 1) for t in halves), ends, max(lengths), scale, None, None)
+    ends, key_ends = (
+        torch.tensor([0, *of], device=device).cumsum(0, dtype=torch.int32)
+        for of in (lengths, key_lengths)
+    )
+    heads_last = (t[0].transpose(0, 1) for t in halves)
+    longest = (max(lengths), max(key_lengths))
+    got = kernel(*heads_last, ends, key_ends, *longest, scale, None, None)
     got = got.transpose(0, 1).unsqueeze(0)
     grads = torch.autograd.grad(got.float().square().sum(), halves)
     pairs = zip((got, *grads), (wanted, *wanted_grads), strict=True)

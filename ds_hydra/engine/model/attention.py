@@ -8,16 +8,19 @@ key-value heads (after TP slicing), T tokens of the micro-batch, D head dimensio
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
+from ds_hydra.engine.model.sequence_attention import attention_per_sequence
+from ds_hydra.engine.model.sight import find_in_sight
+from ds_hydra.engine.parallel.context_parallel import KeysOfRow, attend_to_all_rows
 from ds_hydra.engine.parallel.ulysses import SequenceShard, gather_micro_batch, scatter_micro_batch
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.errors import UnsupportedModelError
@@ -25,27 +28,39 @@ from ds_hydra.errors import UnsupportedModelError
 ATTENTION_NAME = "hydra_varlen"
 
 
+class Segment(NamedTuple):
+    """Tokens `begin` to `end` of sequence `number` of a micro-batch, which has `length`."""
+
+    number: int
+    length: int
+    begin: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class PackedMicroBatch:
-    """Where the sequences of a packed micro-batch are; passed through the model's own keyword
-    arguments.
-    """
+    """Where the sequences of a packed micro-batch are; attention finds it `in_sight`."""
 
-    lengths: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    """Whole sequences, or the pieces of them that a row has, in their order; then padding."""
+    sequence_lengths: tuple[int, ...]
+    """Of all sequences of the micro-batch, then 0 for padding."""
     cu_seqlens: Tensor
-    """[num_sequences + 1] int32 on the compute device: begin of every sequence, then the
-    micro-batch's length.
+    """[num_segments + 1] int32 on the compute device: begin of every segment, then the number of
+    tokens.
     """
+    cu_keys: Tensor
+    """The same of the keys that each segment attends to."""
     position_ids: Tensor
     """[1, T] on the compute device: positions that restart at 0 in every sequence; of this rank's
     sequence shard.
     """
     sequence_shard: SequenceShard | None = None
-    """What this rank holds of the micro-batch where it is cut or padded; lengths are of the padded
-    micro-batch.
+    """What this rank holds of the micro-batch, or of its row, where that is cut or padded; segments
+    are those before.
     """
-    num_padding: int = 0
-    """Tokens of its last sequence where that is padding."""
+    keys: KeysOfRow | None = None
+    """Where they are, where the micro-batch is cut into rows."""
 
     @classmethod
     def build(
@@ -57,20 +72,54 @@ class PackedMicroBatch:
         """The micro-batch that concatenates sequences of `lengths` tokens, or a sequence shard of
         it.
         """
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        padding = 0
-        if sequence_shard is not None:
-            padding = sequence_shard.num_padding(len(positions))
-            lengths = [*lengths, padding] if padding else lengths
-            positions = sequence_shard.cut(positions)
-        ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(
-            tuple(lengths),
-            to_device(ends, device),
-            to_device(positions.unsqueeze(0), device),
-            sequence_shard,
-            padding,
+        whole = [Segment(number, length, 0, length) for number, length in enumerate(lengths)]
+        return cls.of_segments(whole, lengths, device, sequence_shard)
+
+    @classmethod
+    def of_segments(
+        cls,
+        segments: Sequence[Segment],
+        lengths: Sequence[int],
+        device: torch.device,
+        sequence_shard: SequenceShard | None = None,
+        keys: KeysOfRow | None = None,
+        least: int = 0,
+    ) -> PackedMicroBatch:
+        """The concatenated `segments` of a micro-batch of `lengths`, where they are cut padded to
+        `least` tokens at least.
+        """
+        positions = torch.cat(
+            [torch.arange(0), *(torch.arange(segment.begin, segment.end) for segment in segments)]
         )
+        if sequence_shard is not None:
+            padding = sequence_shard.padded(max(len(positions), least)) - len(positions)
+            if padding:
+                segments = [*segments, Segment(len(lengths), padding, 0, padding)]
+            positions = sequence_shard.cut(positions, least=least)
+
+        def boundaries(lengths: list[int]) -> Tensor:
+            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            return to_device(ends, device)
+
+        return cls(
+            segments=tuple(segments),
+            sequence_lengths=(*lengths, 0),
+            cu_seqlens=boundaries([segment.end - segment.begin for segment in segments]),
+            cu_keys=boundaries([segment.end for segment in segments]),
+            position_ids=to_device(positions.unsqueeze(0), device),
+            sequence_shard=sequence_shard,
+            keys=keys,
+        )
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each segment."""
+        return tuple(segment.end - segment.begin for segment in self.segments)
+
+    @property
+    def key_lengths(self) -> tuple[int, ...]:
+        """Tokens that the last token of each segment sees, itself among them."""
+        return tuple(segment.end for segment in self.segments)
 
     @property
     def num_tokens(self) -> int:
@@ -88,16 +137,16 @@ def hydra_varlen(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    packed_micro_batch: PackedMicroBatch | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_ignored: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of `packed_micro_batch`; returns ([1, T, H, D], None).
+    """Causal attention inside each sequence of the micro-batch in sight; returns ([1, T, H, D],
+    None).
 
     Under sequence parallelism T are the tokens of this rank's sequence shard, and the call is
-    collective over the SP group.
+    collective over the SP group, under context parallelism over the CP group.
 
     `sliding_window` w lets a token see itself and the w - 1 tokens before it; `softcap` c replaces
     scores s by c tanh(s / c). `s_aux` [H] are attention sinks: scores of one more column in each
@@ -109,11 +158,8 @@ def hydra_varlen(
             f"{type(module).__name__}: attention dropout {dropout} is not supported; set attention_dropout to 0 "
             "in the model's config"
         )
-    if packed_micro_batch is None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__}: the layers around it drop keyword arguments, so it never learns which tokens "
-            "belong to one sequence"
-        )
+    packed_micro_batch = find_in_sight()
+    assert packed_micro_batch is not None, "attention outside a stage model"
     if attention_mask is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__}: the model hands it a mask of its own, and attention over a packed micro-batch "
@@ -127,32 +173,40 @@ def hydra_varlen(
         )
         if s_aux is not None:
             s_aux = s_aux.chunk(sequence_shard.size)[sequence_shard.rank]
-    out_BTHD = _attend(
-        query_BHTD,
-        key_BKTD,
-        value_BKTD,
-        packed_micro_batch,
-        scaling,
-        sliding_window,
-        softcap,
-        s_aux,
-    )
+
+    def attend(query_BHTD: Tensor, key_BKND: Tensor, value_BKND: Tensor) -> Tensor:
+        return _attend(
+            query_BHTD,
+            key_BKND,
+            value_BKND,
+            packed_micro_batch,
+            scaling,
+            sliding_window,
+            softcap,
+            s_aux,
+        )
+
+    keys = packed_micro_batch.keys
+    if keys is None:
+        out_BTHD = attend(query_BHTD, key_BKTD, value_BKTD)
+    else:
+        out_BTHD = attend_to_all_rows(query_BHTD, key_BKTD, value_BKTD, keys, attend)
     out_BTHD = scatter_micro_batch(out_BTHD, sequence_shard) if is_cut else out_BTHD
     return out_BTHD.contiguous(), None  # some families view it
 
 
 def _attend(
     query_BHTD: Tensor,
-    key_BKTD: Tensor,
-    value_BKTD: Tensor,
+    key_BKND: Tensor,
+    value_BKND: Tensor,
     packed_micro_batch: PackedMicroBatch,
     scaling: float | None,
     sliding_window: int | None,
     softcap: float | None,
     sinks_H: Tensor | None,
 ) -> Tensor:
-    """[1, T, H, D] of whole sequences, by the best kernel there is; none takes sinks."""
-    longest = max(packed_micro_batch.lengths)
+    """[1, T, H, D] of segments and their N keys, by the best kernel there is; none takes sinks."""
+    longest = max(packed_micro_batch.key_lengths)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
     if query_BHTD.is_cuda and query_BHTD.dtype in _KERNEL_DTYPES and sinks_H is None:
@@ -160,9 +214,11 @@ def _attend(
         if kernel is not None:
             out_THD = kernel(
                 query_BHTD[0].transpose(0, 1),
-                key_BKTD[0].transpose(0, 1),
-                value_BKTD[0].transpose(0, 1),
+                key_BKND[0].transpose(0, 1),
+                value_BKND[0].transpose(0, 1),
                 packed_micro_batch.cu_seqlens,
+                packed_micro_batch.cu_keys,
+                max(packed_micro_batch.lengths),
                 longest,
                 scale,
                 window,
@@ -171,122 +227,16 @@ def _attend(
             return out_THD.unsqueeze(0)
     out_BHTD = attention_per_sequence(
         query_BHTD,
-        key_BKTD,
-        value_BKTD,
+        key_BKND,
+        value_BKND,
         packed_micro_batch.lengths,
         scale,
         window,
         softcap,
         sinks_H,
+        packed_micro_batch.key_lengths,
     )
     return out_BHTD.transpose(1, 2)
-
-
-def attention_per_sequence(
-    query_BHTD: Tensor,
-    key_BKTD: Tensor,
-    value_BKTD: Tensor,
-    lengths: Sequence[int],
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """One attention call per sequence: the cost is the sum over sequences, whatever the backend.
-
-    `lengths` of the micro-batch's sequences add up to T; returns [1, H, T, D].
-    """
-    # split's backward is one concatenation; slicing each sequence would zero-fill a whole
-    # micro-batch per sequence.
-    sequences = zip(
-        query_BHTD.split(lengths, dim=2),
-        key_BKTD.split(lengths, dim=2),
-        value_BKTD.split(lengths, dim=2),
-        strict=True,
-    )
-    if softcap is not None or sinks_H is not None:
-        parts = [_scored(q, k, v, scale, window, softcap, sinks_H) for q, k, v in sequences]
-    elif window is not None:
-        parts = [_windowed(q, k, v, scale, window) for q, k, v in sequences]
-    else:
-        parts = [
-            F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=_is_grouped(q, k)
-            )
-            for q, k, v in sequences
-        ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-
-
-def _is_grouped(query: Tensor, key: Tensor) -> bool:
-    return query.shape[1] != key.shape[1]
-
-
-def _windowed(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
-    """Sliding window attention of one sequence in query blocks of `window`: linear in its
-    length.
-    """
-    outputs = []
-    for begin in range(0, query.shape[2], window):
-        end = min(begin + window, query.shape[2])
-        first = max(0, begin - window + 1)
-        allowed = _window_mask(begin, end, first, window, query.device)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                query[:, :, begin:end],
-                key[:, :, first:end],
-                value[:, :, first:end],
-                attn_mask=allowed,
-                scale=scale,
-                enable_gqa=_is_grouped(query, key),
-            )
-        )
-    return torch.cat(outputs, dim=2)
-
-
-_QUERY_BLOCK = 1024
-"""Queries whose scores are worked on together."""
-
-
-def _scored(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """Attention of one sequence whose scores are capped by tanh or share their softmax with sinks,
-    which no fused CPU kernel offers.
-    """
-    num_groups, length = query.shape[1] // key.shape[1], query.shape[2]
-    key = key.repeat_interleave(num_groups, dim=1)
-    value = value.repeat_interleave(num_groups, dim=1)
-    outputs = []
-    for begin in range(0, length, _QUERY_BLOCK):
-        end = min(begin + _QUERY_BLOCK, length)
-        first = max(0, begin - window + 1) if window else 0
-        scores = query[:, :, begin:end] @ key[:, :, first:end].transpose(-1, -2) * scale
-        if softcap is not None:
-            scores = torch.tanh(scores / softcap) * softcap
-        allowed = _window_mask(begin, end, first, window or length, query.device)
-        scores = scores.masked_fill(~allowed, float("-inf"))
-        if sinks_H is not None:
-            sinks = sinks_H.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, sinks], dim=-1)
-        weights = scores.softmax(dim=-1, dtype=torch.float32).to(query.dtype)
-        outputs.append(weights[..., : end - first] @ value[:, :, first:end])
-    return torch.cat(outputs, dim=2)
-
-
-def _window_mask(begin: int, end: int, first: int, window: int, device: torch.device) -> Tensor:
-    """[end - begin, end - first] True where query position i may see key position j: i - window < j
-    <= i.
-    """
-    queries = torch.arange(begin, end, device=device).unsqueeze(1)
-    keys = torch.arange(first, end, device=device).unsqueeze(0)
-    return (keys <= queries) & (keys > queries - window)
 
 
 _Kernel = Callable[..., Tensor]
@@ -315,7 +265,7 @@ def find_softcap_problem(config: Any, dtype: torch.dtype) -> str:
     )
 
 
-@cache
+@functools.cache
 def find_kernel(needs_softcap: bool) -> _Kernel | None:
     """flash-attn's varlen kernel where installed, else torch's (which has no softcap), else
     None.
@@ -329,15 +279,15 @@ def find_kernel(needs_softcap: bool) -> _Kernel | None:
     known = inspect.signature(flash_attn_varlen_func).parameters
     in_order = {"deterministic": True} if "deterministic" in known else {}
 
-    def flash(q, k, v, cu_seqlens, longest, scale, window, softcap):  # type: ignore[no-untyped-def]
+    def flash(q, k, v, cu_seqlens, cu_keys, longest, longest_key, scale, window, softcap):  # type: ignore[no-untyped-def]
         return flash_attn_varlen_func(
             q,
             k,
             v,
             cu_seqlens,
-            cu_seqlens,
+            cu_keys,
             longest,
-            longest,
+            longest_key,
             softmax_scale=scale,
             causal=True,
             window_size=(window - 1, 0) if window else (-1, -1),
@@ -357,16 +307,16 @@ def _torch_varlen_kernel() -> _Kernel | None:
     if "window_size" not in parameters:  # older torch: another way to ask for causal attention
         return None
 
-    def torch_varlen(q, k, v, cu_seqlens, longest, scale, window, softcap):  # type: ignore[no-untyped-def]
+    def torch_varlen(q, k, v, cu_seqlens, cu_keys, longest, longest_key, scale, window, softcap):  # type: ignore[no-untyped-def]
         grouped = q.shape[1] != k.shape[1]
         return varlen_attn(
             q,
             k,
             v,
             cu_seqlens,
-            cu_seqlens,
+            cu_keys,
             longest,
-            longest,
+            longest_key,
             scale=scale,
             window_size=(window - 1 if window else -1, 0),
             **({"enable_gqa": True} if grouped and "enable_gqa" in parameters else {}),
@@ -375,8 +325,9 @@ def _torch_varlen_kernel() -> _Kernel | None:
     return torch_varlen
 
 
-def register() -> None:
-    """Make `hydra_varlen` known to transformers; safe to call repeatedly."""
-    from transformers import AttentionInterface
-
+def use_packed_attention(model: nn.Module) -> None:
+    """Let the attention of `model` be `hydra_varlen`."""
     AttentionInterface.register(ATTENTION_NAME, hydra_varlen)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = ATTENTION_NAME

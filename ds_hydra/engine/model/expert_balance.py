@@ -20,6 +20,7 @@ Legend: T tokens of this rank, K experts of a token, E experts, N sequences of t
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +29,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hydra.engine.model.attention import PackedMicroBatch
-from ds_hydra.engine.model.rotary import MicroBatchInSight
+from ds_hydra.engine.model.sight import find_in_sight, is_computed_again
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
-from ds_hydra.engine.parallel.ulysses import SequenceShard
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha")
 _OWN_LOSS = "load_balancing_loss_func"
@@ -99,17 +99,16 @@ class ExpertBalance:
     def __init__(
         self,
         model: nn.Module,
+        layers: Sequence[nn.Module],
         tp: TensorParallel,
-        sight: MicroBatchInSight,
         *,
         with_loss: bool,
     ) -> None:
-        self._tp, self._sight = tp, sight
+        self._tp = tp
         self.loss = BalanceLoss.find(model) if with_loss else None
         for config in (model.config, model.base_model.config):  # type: ignore[union-attr]
             if getattr(config, "output_router_logits", False):
                 config.output_router_logits = False  # the model would add its own
-        layers = list(model.base_model.layers)  # type: ignore[union-attr, arg-type]
         found = [(i, m) for i, layer in enumerate(layers) for m in layer.modules() if is_experts(m)]
         self.layers = tuple(index for index, _ in found)
         """Layers with experts."""
@@ -118,6 +117,8 @@ class ExpertBalance:
         self._value = 0.0
         self._scale, self._num_tokens = 0.0, 1
         self._logits_TE: Tensor | None = None
+        self._seen: tuple[PackedMicroBatch, Tensor, Tensor] | None = None
+        """The last micro-batch, and what `_sequences` says of it."""
         routers = _routers(model.base_model) if self.loss is not None else {}
         self._num_routers = len(routers)
         for router, index in routers.items():
@@ -129,6 +130,7 @@ class ExpertBalance:
         """Start an iteration of `num_tokens`; `loss_scale` None computes no gradient."""
         self._counts_LE = torch.zeros_like(self._counts_LE, device=device)
         self._value = torch.zeros((), device=device)
+        self._seen = None
         self._scale, self._num_tokens = loss_scale or 0.0, num_tokens
 
     @property
@@ -137,6 +139,12 @@ class ExpertBalance:
         `begin`; ranks that hold the same tokens count them once.
         """
         return self._counts_LE
+
+    def describe_tokens(self, tokens_LE: Tensor | None) -> dict[str, Any] | None:
+        """Layers with experts and the tokens of each expert, for a trace."""
+        if tokens_LE is None:
+            return None
+        return {"layers": list(self.layers), "tokens": tokens_LE.tolist()}
 
     @property
     def value(self) -> float:
@@ -153,16 +161,18 @@ class ExpertBalance:
     def _hook_experts(self, experts: nn.Module, row: int) -> None:
         def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             logits_TE, self._logits_TE = self._logits_TE, None
-            if (micro_batch := self._sight.micro_batch) is None:
+            if (micro_batch := find_in_sight()) is None:
                 return None
             hidden_TH, experts_TK, weights_TK = args
-            sequences_T, lengths_N = self._sequences(micro_batch, len(experts_TK))
+            if self._seen is None or self._seen[0] is not micro_batch:
+                self._seen = micro_batch, *self._sequences(micro_batch, len(experts_TK))
+            _, sequences_T, lengths_N = self._seen
             if self._is_counted:
                 self._count(row, experts_TK, lengths_N[sequences_T] > 0)
             if logits_TE is None:
                 return None
             loss = self._sequence_loss(
-                logits_TE, experts_TK.shape[1], sequences_T, lengths_N, micro_batch.sequence_shard
+                logits_TE, experts_TK.shape[1], sequences_T, lengths_N, micro_batch
             )
             if self._is_counted:
                 self._value += loss.detach()
@@ -174,10 +184,12 @@ class ExpertBalance:
     def _is_counted(self) -> bool:
         """False for what backward computes again, and for tokens that another TP rank counts."""
         has_own_tokens = self._tp.shards is not None or self._tp.rank == 0
-        return has_own_tokens and not self._sight.is_computed_again
+        return has_own_tokens and not is_computed_again()
 
     def _sequences(self, micro_batch: PackedMicroBatch, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """[T]: the sequence of each token of this rank; [N]: their lengths, 0 for padding."""
+        """[T]: the sequence of each token of this rank; [N]: lengths of all sequences of the
+        micro-batch, 0 for padding.
+        """
         ends = micro_batch.cu_seqlens
         shard = micro_batch.sequence_shard
         rank = 0 if shard is None else shard.rank
@@ -185,10 +197,9 @@ class ExpertBalance:
             rank = rank * self._tp.shards.size + self._tp.rank
         begin = rank * num_tokens
         places_T = torch.arange(begin, begin + num_tokens, dtype=ends.dtype, device=ends.device)
-        lengths_N = ends.diff()
-        if micro_batch.num_padding:
-            lengths_N[-1] = 0
-        return torch.searchsorted(ends, places_T, right=True) - 1, lengths_N
+        numbers = torch.tensor([s.number for s in micro_batch.segments], device=ends.device)
+        lengths_N = torch.tensor(micro_batch.sequence_lengths, device=ends.device)
+        return numbers[torch.searchsorted(ends, places_T, right=True) - 1], lengths_N
 
     def _count(self, row: int, experts_TK: Tensor, is_real_T: Tensor) -> None:
         ones_TK = is_real_T.unsqueeze(1).expand_as(experts_TK).flatten().long()
@@ -200,7 +211,7 @@ class ExpertBalance:
         num_chosen: int,
         sequences_T: Tensor,
         lengths_N: Tensor,
-        shard: SequenceShard | None,
+        micro_batch: PackedMicroBatch,
     ) -> Tensor:
         """This rank's part of the loss of one layer and micro-batch, coefficient included.
 
@@ -217,7 +228,7 @@ class ExpertBalance:
                 0, places_TK.flatten(), torch.ones_like(places_TK, dtype=scores_TE.dtype).flatten()
             )
             counts_NE = counts_NE.view(-1, num_experts)
-            self._sum_over_shards(counts_NE, shard)
+            self._sum_over_shards(counts_NE, micro_batch)
             factor = num_experts if self.loss.is_own else num_experts / num_chosen
             factor *= self.loss.coefficient / self._num_routers / self._num_tokens
             is_real_N = lengths_N > 0
@@ -225,11 +236,14 @@ class ExpertBalance:
             weights_TE = (counts_NE * factors_N.unsqueeze(1))[sequences_T]
         return (scores_TE * weights_TE).sum()
 
-    def _sum_over_shards(self, counts_NE: Tensor, shard: SequenceShard | None) -> None:
+    def _sum_over_shards(self, counts_NE: Tensor, micro_batch: PackedMicroBatch) -> None:
+        shard, keys = micro_batch.sequence_shard, micro_batch.keys
         if self._tp.shards is not None and self._tp.size > 1:
             dist.all_reduce(counts_NE, group=self._tp.group)
         if shard is not None and shard.size > 1:
             dist.all_reduce(counts_NE, group=shard.group)
+        if keys is not None:
+            dist.all_reduce(counts_NE, group=keys.group.group)
 
 
 class _AddLoss(torch.autograd.Function):

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 from transformers.initialization import no_init_weights
 
 from ds_hydra.configs.files import list_files, load_model_preset
-from ds_hydra.engine.model.packing_probe import check_packing
+from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 
@@ -45,5 +45,4 @@ def load_stage_model(name: str) -> StageModel:
         raise UnsupportedModelError(
             f"--model {name}: {str(error).splitlines()[0]}; use a causal language model"
         ) from error
-    check_packing(model)
-    return StageModel(model)
+    return build_stage_model(model)

@@ -5,17 +5,20 @@ Legend: tensors ending in `_T` have one value per token of a packed micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ds_hydra.engine.model.attention import PackedMicroBatch
+from ds_hydra.engine.losses.objective import Objective
+from ds_hydra.engine.model.attention import PackedMicroBatch, Segment
+from ds_hydra.engine.parallel.context_parallel import ContextRow, KeysOfRow
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo
 from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
+from ds_hydra.sampler.packing.cuts import Row
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 
 Example = tuple[Tensor, Tensor]
@@ -38,6 +41,8 @@ class MicroBatchTensors:
     """[1, T]."""
     targets_T: Tensor | None
     """[T]: the next token inside the same sequence, IGNORED_LABEL at sequence ends."""
+    fields: Mapping[str, Tensor] | None = None
+    """[T] or [T, k] of each field that the loss of the iteration reads; None without one."""
 
     @classmethod
     def load(
@@ -48,34 +53,73 @@ class MicroBatchTensors:
         load: LoadExample,
         device: torch.device,
         sequence_shard: SequenceShard | None = None,
+        context: ContextRow | None = None,
+        objective: Objective | None = None,
     ) -> list[MicroBatchTensors]:
-        """The micro-batches of `pipeline` that `stage` needs, cut to `sequence_shard` after labels
-        were shifted.
+        """The micro-batches of `pipeline` that `stage` needs, or this rank's row of each, cut to
+        `sequence_shard` after labels were shifted; with the fields of `objective`.
         """
-
-        def join(parts: list[Tensor], fill: int) -> Tensor:
-            micro_batch_T = torch.cat(parts)
-            return to_device(
-                micro_batch_T
-                if sequence_shard is None
-                else sequence_shard.cut(micro_batch_T, fill),
-                device,
-            )
-
         micro_batches = []
-        for micro_batch in pipeline.micro_batches:
-            ids, targets = None, None
+        for number in range(len(pipeline.micro_batches)):
+            row = pipeline.own_row(number, context.rank if context else 0, plan.lengths)
+            least = _longest_row(pipeline.rows[number]) if context else 0
+
+            def join(parts: list[Tensor], fill: int, least: int = least) -> Tensor:
+                row_T = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
+                if sequence_shard is not None:
+                    row_T = sequence_shard.cut(row_T, fill, least)
+                return to_device(row_T, device)
+
+            ids, targets, fields = None, None, None
             if stage.is_first or stage.is_last:
-                examples = [load(position) for position in micro_batch]
+                examples = [(load(piece.position), slice(piece.begin, piece.end)) for piece in row]
                 if stage.is_first:
-                    ids = join([input_ids for input_ids, _ in examples], 0).unsqueeze(0)
+                    ids = join([ids[part] for (ids, _), part in examples], 0).unsqueeze(0)
                 if stage.is_last:
-                    targets = join([shift_labels(labels) for _, labels in examples], IGNORED_LABEL)
-            packed = PackedMicroBatch.build(
-                plan.micro_batch_lengths(micro_batch), device, sequence_shard
+                    shifted = [shift_labels(labels)[part] for (_, labels), part in examples]
+                    targets = join(shifted, IGNORED_LABEL)
+                if stage.is_last and objective is not None:
+                    rows = [
+                        objective.rows_of(
+                            p.position, slice(p.begin, p.end), plan.lengths[p.position]
+                        )
+                        for p in row
+                    ]
+                    fields = {name: join([r[name] for r in rows], 0) for name in rows[0]}
+            packed = _pack(plan, pipeline, number, row, device, sequence_shard, context)
+            micro_batches.append(
+                cls(packed=packed, input_ids_T=ids, targets_T=targets, fields=fields)
             )
-            micro_batches.append(cls(packed=packed, input_ids_T=ids, targets_T=targets))
         return micro_batches
+
+
+def _longest_row(rows: Sequence[Row]) -> int:
+    return max(sum(piece.end - piece.begin for piece in row) for row in rows)
+
+
+def _pack(
+    plan: IterationPlan,
+    pipeline: PipelinePlan,
+    number: int,
+    row: Row,
+    device: torch.device,
+    sequence_shard: SequenceShard | None,
+    context: ContextRow | None,
+) -> PackedMicroBatch:
+    """Where the sequences of micro-batch `number` are, or those of a row of it."""
+    micro_batch = pipeline.micro_batches[number]
+    number_of = {position: number for number, position in enumerate(micro_batch)}
+    segments = [
+        Segment(number_of[p.position], plan.lengths[p.position], p.begin, p.end) for p in row
+    ]
+    keys, least = None, 0
+    if context is not None:
+        assert sequence_shard is not None, "rows are padded to the longest of them"
+        rows = pipeline.rows[number]
+        least = _longest_row(rows)
+        keys = KeysOfRow.find(rows, context, sequence_shard.padded(least), device)
+    lengths = plan.micro_batch_lengths(micro_batch)
+    return PackedMicroBatch.of_segments(segments, lengths, device, sequence_shard, keys, least)
 
 
 def shift_labels(labels_T: Tensor) -> Tensor:

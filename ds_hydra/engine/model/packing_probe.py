@@ -1,13 +1,20 @@
-"""Whether a family keeps the sequences of a packed micro-batch apart, tried on a tiny model of its
-class when the engine starts: two sequences in a micro-batch against each alone, values and
-gradients.
+"""What a tiny model of a family shows when the engine starts, values and gradients against each
+sequence alone: whether a packed micro-batch keeps its sequences apart, whether layers run in
+stages.
+
+[Note: One by one]
+Where attention does not go through transformers' AttentionInterface, or layers have states of
+their own (linear attention, convolutions), a packed micro-batch would mix its sequences. Such a
+model runs the sequences of a micro-batch one after the other, with its own attention, which is
+right for any model that is causal.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,15 +22,20 @@ from torch import Tensor, nn
 
 from ds_hydra.engine.model.adapters import unwrap_adapters
 from ds_hydra.engine.model.attention import PackedMicroBatch
+from ds_hydra.engine.model.decoder_parts import DecoderParts, noting_calls
+from ds_hydra.engine.model.scheme_support import Trial
+from ds_hydra.engine.model.small_config import VOCABULARY, small_configs
+from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.model.supported import check_model
+from ds_hydra.engine.model.supported import check_model, other_layer_types
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme
 
+logger = logging.getLogger(__name__)
+
 _LENGTHS = (7, 4)
-_WINDOW = 3
-_VOCABULARY = 32
-_WIDTH = 48
+_POSITIONS = 10
+"""Learned positions: more than a sequence takes, fewer than a micro-batch of both."""
 
 _MOST_DIFFERENCE = 1e-3
 """Relative. Orders of sums differ by about 1e-6 in fp32, a sequence that sees another by 1e-2 and
@@ -33,113 +45,180 @@ more.
 _SMALLEST_SHARE = 1e-3
 """Of the largest norm: smaller tensors are compared with so much of it."""
 
-_verdicts: dict[tuple[type, str], str] = {}
+_MOST_PARAMETERS = 200_000_000
+
+_verdicts: dict[tuple[type, str], Trial | str] = {}
 
 
-def check_packing(model: nn.Module) -> None:
-    """Raise UnsupportedModelError where a micro-batch of two sequences is not what each of them is
-    alone, or where that cannot be tried on a small model of the class.
+def build_stage_model(model: nn.Module, **options: Any) -> StageModel:
+    """The stage model of `model` with what its small copy shows; `options` are StageModel's."""
+    return StageModel(model, try_small_copy(model), **options)
 
+
+def try_small_copy(model: nn.Module) -> Trial:
+    """What a small model of the class of `model` shows.
+
+    Raises UnsupportedModelError where sequences are not what each of them is alone, even one after
+    the other, where tokens see later ones, or where no small model of the class runs.
     Deterministic, so equal on all ranks; takes tenths of a second, on the CPU.
     """
     model = unwrap_adapters(model)
     check_model(model)
-    try:
-        config = small_config(model.config)
-    except Exception as error:  # a configuration may check what is set
-        StageModel(model)  # which may have a better reason
-        raise UnsupportedModelError(_describe_untried(type(model), error)) from error
-    key = (type(model), config.to_json_string())
+    kind, key = type(model), (type(model), model.config.to_json_string())
     if key not in _verdicts:
-        _verdicts[key] = _find_problem(type(model), config)
-    if _verdicts[key]:
-        raise UnsupportedModelError(_verdicts[key])
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            try:
+                _verdicts[key] = trial = _try(kind, model.config)
+                _log(kind, trial)
+            except UnsupportedModelError as error:
+                _verdicts[key] = str(error)
+    verdict = _verdicts[key]
+    if isinstance(verdict, str):
+        raise UnsupportedModelError(verdict)
+    return verdict
 
 
-def _describe_untried(kind: type[nn.Module], error: Exception) -> str:
-    return (
-        f"{kind.__name__} cannot be tried on a small model of its class ({type(error).__name__}: {error}), and "
+def _log(kind: type[nn.Module], trial: Trial) -> None:
+    if trial.one_by_one_because:
+        logger.warning(
+            "%s runs the sequences of a micro-batch one after the other with its own attention, under TP, SP and CP 1, "
+            "because %s",
+            kind.__name__,
+            trial.one_by_one_because,
+        )
+
+
+def _try(kind: type[nn.Module], config: Any) -> Trial:
+    try_ = _first_that_runs(kind, config)
+    problem = ""
+    if types := other_layer_types(config):
+        problem = f"it has layers of type {', '.join(types)}"
+    problem = problem or try_.compare(Trial(), Scheme(1, 1))
+    trial = Trial(one_by_one_because=problem)
+    if problem:
+        if still := try_.compare(trial, Scheme(1, 1)):
+            raise UnsupportedModelError(
+                f"{kind.__name__} (model type {config.model_type!r}) does not keep the sequences of a packed "
+                f"micro-batch apart: {problem}; and one after the other {still}"
+            )
+        if try_.looks_ahead():
+            raise UnsupportedModelError(
+                f"{kind.__name__} (model type {config.model_type!r}): its tokens see later ones, which is no causal "
+                "language model; set is_decoder to true in its config where it has that"
+            )
+    if not try_.runs_beyond_positions():
+        trial = replace(trial, positions_end=True)
+    if any(number != 1 for number in try_.calls.values()):
+        trial = replace(trial, no_streams_because=NOT_ONCE)
+    if try_.num_layers > 1 and (problem := try_.compare(trial, Scheme(1, try_.num_layers))):
+        trial = replace(trial, no_stages_because=problem)
+    return trial
+
+
+def _first_that_runs(kind: type[nn.Module], config: Any) -> _SmallCopy:
+    """A small copy at the first sizes at which the family's own code runs. Raises
+    UnsupportedModelError with what it says at the smallest ones.
+    """
+    first: Exception | None = None
+    for small in small_configs(config, _POSITIONS):
+        try:
+            with torch.device("meta"):
+                number = sum(p.numel() for p in kind(small).parameters())
+            if number > _MOST_PARAMETERS:
+                raise ValueError(
+                    f"{number / 1e6:,.0f} million parameters that no width makes fewer"
+                )
+            return _SmallCopy(kind, small)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # a family's own code, at sizes that it was not written for
+            first = first or error
+    raise UnsupportedModelError(
+        f"{kind.__name__} cannot be tried on a small model of its class ({type(first).__name__}: {first}), and "
         "whether it keeps the sequences of a packed micro-batch apart would not be known; its class has to take a "
         "configuration alone, and its configuration to be one that runs"
-    )
+    ) from first
 
 
-def small_config(config: Any) -> Any:
-    """`config` with two layers (or one of each kind) and small widths; heads keep their size and
-    their grouping.
-    """
-    small = copy.deepcopy(config)
-    text = small.get_text_config()
-    layers = _layers_of_each_kind(text)
-    num_layers = text.num_hidden_layers
-    for key, value in list(vars(text).items()):
-        if isinstance(value, list | tuple) and len(value) == num_layers:
-            setattr(text, key, type(value)(value[i] for i in layers))
-    text.num_hidden_layers = len(layers)
-    for key, value in _small_widths(text).items():
-        if getattr(text, key, None) is not None:
-            setattr(text, key, value)
-    if (getattr(text, "pad_token_id", None) or 0) >= _VOCABULARY:
-        text.pad_token_id = _VOCABULARY - 1
-    return small
+class _SmallCopy:
+    """A small model, two sequences, and what each of them gives alone."""
 
+    def __init__(self, kind: type[nn.Module], config: Any):
+        generator = torch.Generator().manual_seed(0)
+        self._model = _build(kind, config, generator)
+        self._sequences = [_Sequence.draw(length, generator) for length in _LENGTHS]
+        # Some models keep what they have computed: a copy of the same parameters runs
+        same = {id(param): param for param in self._model.parameters()}
+        self._runs: Any = copy.deepcopy(self._model, same)
+        layers = list(DecoderParts.find(self._runs).layers)
+        self.num_layers = len(layers)
+        with noting_calls(layers) as calls:
+            alone = [_run_alone(self._runs, sequence) for sequence in self._sequences]
+        self.calls = {layer: calls.get(layer, 0) / len(alone) for layer in layers}
+        self._alone = self._gradients(alone)
 
-def _layers_of_each_kind(config: Any) -> list[int]:
-    """Two layers, or the first of each of more kinds, in their order; a kind is what the lists of
-    the configuration with an entry for each layer say of it.
-    """
-    num_layers = config.num_hidden_layers
-    of_layers = [
-        value
-        for value in vars(config).values()
-        if isinstance(value, list | tuple) and len(value) == num_layers
-    ]
-    kinds = [tuple(map(str, kind)) for kind in zip(*of_layers)] or [()] * num_layers
-    first = {kinds.index(kind) for kind in kinds}
-    return sorted(first | set(range(min(2, num_layers))))
-
-
-def _small_widths(config: Any) -> dict[str, int]:
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    small_heads = 2 if heads > 1 else 1
-    return {
-        "num_attention_heads": small_heads,
-        "num_key_value_heads": small_heads if kv_heads == heads else 1,
-        "hidden_size": small_heads * head_dim,
-        "intermediate_size": _WIDTH,
-        "moe_intermediate_size": _WIDTH,
-        "shared_expert_intermediate_size": _WIDTH,
-        "first_k_dense_replace": min(1, getattr(config, "first_k_dense_replace", None) or 0),
-        "vocab_size": _VOCABULARY,
-        "sliding_window": _WINDOW,
-    }
-
-
-def _find_problem(kind: type[nn.Module], config: Any) -> str:
-    generator = torch.Generator().manual_seed(0)
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.enable_grad():
+    def compare(self, trial: Trial, scheme: Scheme) -> str:
+        """What differs where the sequences share a micro-batch that runs under `scheme`, or ""."""
         try:
-            model = _build(kind, config, generator)
-            stage_model = StageModel(model)
-            sequences = [_Sequence.draw(length, generator) for length in _LENGTHS]
-            alone = _gradients(model, [_run_alone(model, sequence) for sequence in sequences])
+            stage_model = StageModel(self._model, trial)
+            if scheme.pp > 1 and stage_model.no_pp_because:
+                return stage_model.no_pp_because
+            together = self._gradients(self._run_together(stage_model, scheme))
         except UnsupportedModelError as error:
             return str(error)
-        except Exception as error:  # a family's own code, at sizes that it was not written for
-            return _describe_untried(kind, error)
+        except Exception as error:  # a family's own code
+            what = "it cannot run in stages" if scheme.pp > 1 else "a packed micro-batch fails"
+            return f"{what} ({type(error).__name__}: {str(error)[:200]})"
+        named = self._model.named_parameters()
+        names = ["values", *(f"gradients of {name}" for name, _ in named)]
+        how = "run in stages" if scheme.pp > 1 else "share a micro-batch"
+        problem = _compare(names, together, self._alone)
+        return problem and f"{problem} where two sequences {how}"
+
+    def looks_ahead(self) -> bool:
+        """Whether another last token changes what a sequence gives before it."""
+        input_ids = self._sequences[0].input_ids
+        other = input_ids.clone()
+        other[0, -1] = (other[0, -1] + 1) % VOCABULARY
+        with torch.no_grad():
+            mine, theirs = (
+                self._runs(input_ids=ids, use_cache=False).logits[0, :-1]
+                for ids in (input_ids, other)
+            )
+        return float((mine - theirs).norm()) > _MOST_DIFFERENCE * float(mine.norm())
+
+    def runs_beyond_positions(self) -> bool:
+        """Whether a sequence may be longer than the positions of the configuration."""
+        positions = getattr(self._runs.config, "max_position_embeddings", None)
+        if positions != _POSITIONS:
+            return True
         try:
-            together = _gradients(model, _run_together(stage_model, sequences))
-            names = ["values", *(f"gradients of {name}" for name, _ in model.named_parameters())]
-            problem = _compare(names, together, alone)
-        except Exception as error:
-            problem = f"it cannot run one ({type(error).__name__}: {error})"
-    return problem and (
-        f"{kind.__name__} (model type {config.model_type!r}) does not keep the sequences of a packed "
-        f"micro-batch apart: {problem}; use a model whose attention goes through "
-        "transformers' AttentionInterface"
-    )
+            with torch.no_grad():
+                self._runs(input_ids=torch.ones(1, positions + 5, dtype=int), use_cache=False)
+        except Exception:  # a family's own code
+            return False
+        return True
+
+    def _run_together(self, stage_model: StageModel, scheme: Scheme) -> list[Tensor]:
+        micro_batch = PackedMicroBatch.build(_LENGTHS, torch.device("cpu"))
+        input_ids: Tensor | None = torch.cat([s.input_ids for s in self._sequences], dim=1)
+        hidden: Tensor | None = None
+        for stage in range(scheme.pp):
+            stage_model.bind(scheme, stage, dict(enumerate(stage_model.params)))
+            hidden = stage_model.forward_stage(
+                micro_batch, input_ids=input_ids, hidden=hidden, is_last=stage == scheme.pp - 1
+            )
+            stage_model.unbind()
+            input_ids = None
+        assert hidden is not None
+        return [hidden[0] * torch.cat([sequence.weights for sequence in self._sequences])]
+
+    def _gradients(self, weighted: Sequence[Tensor]) -> list[Tensor]:
+        """The weighted logits of all sequences, and the gradient of their sum by parameter."""
+        values = torch.cat(list(weighted))
+        params = list(self._model.parameters())
+        grads = torch.autograd.grad(values.sum(), params, allow_unused=True, materialize_grads=True)
+        return [values.detach(), *grads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +231,8 @@ class _Sequence:
     @classmethod
     def draw(cls, length: int, generator: torch.Generator) -> _Sequence:
         return cls(
-            torch.randint(0, _VOCABULARY, (1, length), generator=generator),
-            torch.randn(length, _VOCABULARY, generator=generator),
+            torch.randint(0, VOCABULARY, (1, length), generator=generator),
+            torch.randn(length, VOCABULARY, generator=generator),
         )
 
 
@@ -169,28 +248,12 @@ def _build(kind: type[nn.Module], config: Any, generator: torch.Generator) -> nn
                 param.copy_(noise * param.shape[-1] ** -0.5)
             else:
                 param.add_(noise * 0.1)
-    return model.train()
+    return model.train().requires_grad_(True)  # some families fix biases of routers
 
 
 def _run_alone(model: nn.Module, sequence: _Sequence) -> Tensor:
     logits = model(input_ids=sequence.input_ids, use_cache=False).logits[0]
     return logits * sequence.weights
-
-
-def _run_together(stage_model: StageModel, sequences: Sequence[_Sequence]) -> list[Tensor]:
-    stage_model.bind(Scheme(1, 1), 0, dict(enumerate(stage_model.params)))
-    micro_batch = PackedMicroBatch.build(_LENGTHS, torch.device("cpu"))
-    input_ids = torch.cat([sequence.input_ids for sequence in sequences], dim=1)
-    logits = stage_model.forward_stage(micro_batch, input_ids=input_ids, hidden=None, is_last=True)
-    return [logits[0] * torch.cat([sequence.weights for sequence in sequences])]
-
-
-def _gradients(model: nn.Module, weighted: Sequence[Tensor]) -> list[Tensor]:
-    """The weighted logits of all sequences, and the gradient of their sum for each parameter."""
-    values = torch.cat(list(weighted))
-    params = list(model.parameters())
-    grads = torch.autograd.grad(values.sum(), params, allow_unused=True, materialize_grads=True)
-    return [values.detach(), *grads]
 
 
 def _compare(names: Sequence[str], got: Sequence[Tensor], wanted: Sequence[Tensor]) -> str:
@@ -202,4 +265,4 @@ def _compare(names: Sequence[str], got: Sequence[Tensor], wanted: Sequence[Tenso
     worst = max(range(len(errors)), key=errors.__getitem__)
     if errors[worst] <= _MOST_DIFFERENCE:
         return ""
-    return f"{names[worst]} are off by {errors[worst]:.0%} where two sequences share one"
+    return f"{names[worst]} are off by {errors[worst]:.0%}"

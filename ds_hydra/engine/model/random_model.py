@@ -8,7 +8,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ds_hydra.engine.model.packing_probe import check_packing
+from ds_hydra.engine.model.packing_probe import try_small_copy
 from ds_hydra.engine.model.stage_model import StageModel
 
 _SPREAD = 0.02
@@ -32,10 +32,9 @@ def build_random_stage_model(
     UnsupportedModelError for what cannot be trained. On the meta device nothing is allocated.
     """
     with init_empty_weights(include_buffers=False):
-        # Eager is what every class has; the stage model brings its own attention
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
-    check_packing(model)
+    trial = try_small_copy(model)
     generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(0)
     for parameter in model.parameters():
         shard_P = torch.ones(-(-parameter.numel() // num_ranks), dtype=dtype, device=device)
@@ -44,6 +43,7 @@ def build_random_stage_model(
         parameter.ds_tensor = shard_P
     stage_model = StageModel(
         model,
+        trial,
         activation_checkpointing=activation_checkpointing,
         compile_layers=compile_layers,
         tp_sequence_parallel=tp_sequence_parallel,

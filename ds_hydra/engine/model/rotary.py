@@ -15,41 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
 
-from ds_hydra.engine.model.attention import PackedMicroBatch
-
-
-class MicroBatchInSight:
-    """The micro-batch whose forward runs now, or whose checkpointed layer is computed again."""
-
-    micro_batch: PackedMicroBatch | None = None
-    is_computed_again = False
-
-    def checkpointed(self, layer: Callable[..., Any], *args: Any) -> Any:
-        """`layer(*args)`, computed again in backward with the same micro-batch in sight."""
-        run = functools.partial(self._run, self.micro_batch, layer)
-        return checkpoint(run, *args, use_reentrant=False)
-
-    def _run(
-        self, micro_batch: PackedMicroBatch | None, layer: Callable[..., Any], *args: Any
-    ) -> Any:
-        if self.micro_batch is micro_batch:
-            return layer(*args)
-        self.micro_batch, self.is_computed_again = micro_batch, True
-        try:
-            return layer(*args)
-        finally:
-            self.micro_batch, self.is_computed_again = None, False
+from ds_hydra.engine.model.sight import find_in_sight
 
 
-def follow_each_sequence(model: nn.Module, sight: MicroBatchInSight) -> None:
+def follow_each_sequence(model: nn.Module) -> None:
     """Let the rotary embeddings of `model` whose frequencies follow from lengths serve packed
     micro-batches.
     """
     for module in model.modules():
         if _types_by_length(module):
-            module.forward = functools.partial(_forward, module, module.forward, sight)  # type: ignore[method-assign]
+            module.forward = functools.partial(_forward, module, module.forward)  # type: ignore[method-assign]
 
 
 def _types_by_length(module: nn.Module) -> list[str]:
@@ -61,7 +37,6 @@ def _types_by_length(module: nn.Module) -> list[str]:
 def _forward(
     module: nn.Module,
     plain: Callable[..., Any],
-    sight: MicroBatchInSight,
     x: Tensor,
     position_ids: Tensor,
     layer_type: str | None = None,
@@ -69,21 +44,22 @@ def _forward(
     """What `plain` gives each sequence of the micro-batch alone; `position_ids` say no more than
     the micro-batch does.
     """
-    assert sight.micro_batch is not None, (
-        "rotary embeddings of packed micro-batches are made by the base model"
-    )
-    micro_batch = sight.micro_batch
+    micro_batch = find_in_sight()
+    assert micro_batch is not None, "a model without its stage model"
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
     original = _original_length(module, layer_type)
     tables: dict[int, Any] = {}
-    for length in sorted(set(micro_batch.lengths), reverse=True):
+    for length in sorted({segment.length for segment in micro_batch.segments}, reverse=True):
         if (key := max(length, original)) not in tables:  # one table for all that are no longer
             _forget_lengths(module, layer_type)
             positions = torch.arange(length, device=x.device).unsqueeze(0)
             tables[key] = plain(x, positions, **kwargs)
     parts = [
-        tree_map(lambda table, end=length: table[:, :end], tables[max(length, original)])
-        for length in micro_batch.lengths
+        tree_map(
+            lambda table, part=part: table[:, part.begin : part.end],
+            tables[max(part.length, original)],
+        )
+        for part in micro_batch.segments
     ]
     whole = tree_map(lambda *of_sequences: torch.cat(of_sequences, dim=1), *parts)
     if micro_batch.sequence_shard is None:

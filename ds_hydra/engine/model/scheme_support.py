@@ -3,16 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.tp_plan import SUPPORTED_STYLES, module_styles, num_kv_heads, tp_plan
 from ds_hydra.engine.parallel.tensor_parallel import GATHERED, SPLIT
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
 from ds_hydra.zero_link import ParamSpec, Slicing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """What a small copy of a model has shown; "" where nothing stands in the way."""
+
+    one_by_one_because: str = ""
+    """Why the sequences of a micro-batch run one after the other ([Note: One by one])."""
+    no_stages_because: str = ""
+    """Why its layers cannot be split into stages."""
+    no_streams_because: str = ""
+    """Why its layers cannot come and go."""
+    positions_end: bool = False
+    """Whether no sequence may be longer than `max_position_embeddings`: positions are learned."""
+
+
+def check_context(trial: Trial, config: Any, context_length: int) -> None:
+    """Raise HydraConfigError where sequences may be longer than the positions that were learned."""
+    if trial.positions_end and context_length > config.max_position_embeddings:
+        raise HydraConfigError(
+            f"hydra.context_length is {context_length}, above the {config.max_position_embeddings} positions that "
+            f"the model has (max_position_embeddings); set hydra.context_length to {config.max_position_embeddings} "
+            "or less"
+        )
+
+
+def check_trial(scheme: Scheme, trial: Trial, name: str) -> None:
+    """Raise UnsupportedModelError where a model of the class `name` runs sequences one after the
+    other and `scheme` wants more than whole layers.
+    """
+    if trial.one_by_one_because and (scheme.tp > 1 or scheme.sp > 1 or scheme.cp > 1):
+        raise UnsupportedModelError(
+            f"scheme {scheme}: {name} runs the sequences of a micro-batch one after the other, because "
+            f"{trial.one_by_one_because}; use TP 1, SP 1 and CP 1 in hydra.strategies"
+        )
+
+
+def check_streams(
+    scheme: Scheme, trial: Trial, name: str, *, calls_once: bool, has_plain_embedding: bool
+) -> None:
+    """Raise UnsupportedModelError where the layers of a model of the class `name` cannot come and
+    go as `stream` and `gather` want it: each is read once in forward and once in backward.
+    """
+    if not (scheme.stream or scheme.gather):
+        return
+    because = trial.no_streams_because or ("" if calls_once else NOT_ONCE)
+    if trial.one_by_one_because:
+        because = f"it runs sequences one after the other ({trial.one_by_one_because})"
+    elif not has_plain_embedding:
+        because = because or "it has more than an embedding before its layers"
+    if because:
+        raise UnsupportedModelError(
+            f"scheme {scheme}: the layers of {name} cannot come and go, because {because}; leave stream and gather "
+            "out of hydra.strategies"
+        )
 
 
 def check_sequence_parallel(scheme: Scheme, config: Any) -> None:
@@ -24,6 +81,15 @@ def check_sequence_parallel(scheme: Scheme, config: Any) -> None:
             f"scheme {scheme}: SP {scheme.sp} x TP {scheme.tp} = {scheme.sp * scheme.tp} does not divide the "
             f"model's {heads} attention heads; use SP {', '.join(map(str, works))} with TP {scheme.tp} in "
             "hydra.strategies"
+        )
+
+
+def check_context_parallel(scheme: Scheme, context_length: int) -> None:
+    """Raise HydraConfigError where no sequence has a token for every row of a micro-batch."""
+    if scheme.cp > context_length:
+        raise HydraConfigError(
+            f"scheme {scheme}: CP {scheme.cp} is above hydra.context_length, {context_length} tokens, so that rows of "
+            f"every micro-batch would have none; use CP {context_length} or less in hydra.strategies"
         )
 
 

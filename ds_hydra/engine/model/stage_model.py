@@ -5,17 +5,17 @@ slice goes.
 DeepSpeed's hooks on the trained model would gather whole parameters, collectively. Propagation
 therefore runs on a deep copy whose parameters are on the meta device (no memory) and whose buffers
 are real. A stage binds its slices into the copy's modules, runs the model's own `forward`, and
-unbinds them. Layers of other stages are replaced by modules that pass the hidden state through, so
-the outer forward (rotary embedding, layer types, logit scaling) is the model's own for every
-family.
+unbinds them. Layers of other stages are replaced by `Slot`s, so the outer forward (rotary
+embedding, layer types, logit scaling) is the model's own for every family. What runs before the
+layers runs in every stage, later ones have zeros for its parameters and do not use what it gives;
+the forward ends after a stage's own layers.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,15 +25,21 @@ from ds_hydra.engine.model import attention
 from ds_hydra.engine.model.adapters import is_lora, unwrap_adapters
 from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.compilation import compile_each
+from ds_hydra.engine.model.decoder_parts import DecoderParts, with_holders
 from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
-from ds_hydra.engine.model.rotary import MicroBatchInSight, follow_each_sequence
+from ds_hydra.engine.model.rotary import follow_each_sequence
 from ds_hydra.engine.model.scheme_support import (
+    Trial,
     check_checkpointing,
     check_expert_parallel,
     check_sequence_parallel,
+    check_streams,
     check_tensor_parallel,
+    check_trial,
 )
+from ds_hydra.engine.model.sight import checkpointed
+from ds_hydra.engine.model.stage_forward import NOT_ONCE, StageForward, bind_zeros
 from ds_hydra.engine.model.supported import check_model
 from ds_hydra.engine.model.tp_plan import (
     build_specs,
@@ -41,7 +47,7 @@ from ds_hydra.engine.model.tp_plan import (
     find_unplanned,
     module_styles,
 )
-from ds_hydra.engine.model.units import PassThrough, Unit, check_units, shape_of, unit_of
+from ds_hydra.engine.model.units import Unit, bindings_of, shape_of
 from ds_hydra.engine.parallel.expert_parallel import ExpertParallel, hook_dispatch
 from ds_hydra.engine.parallel.tensor_parallel import (
     HOOKS,
@@ -62,12 +68,14 @@ class StageModel:
     """A parameter-free copy of a causal language model, runnable one stage at a time.
 
     `params` are the model's own parameters in the order of `specs`, those of LoRA adapters among
-    them. Raises UnsupportedModelError by name for what cannot be trained.
+    them. `trial` is what a small copy of the model has shown (`packing_probe.try_small_copy`).
+    Raises UnsupportedModelError by name for what cannot be trained.
     """
 
     def __init__(
         self,
         model: nn.Module,
+        trial: Trial | None = None,
         *,
         activation_checkpointing: bool = False,
         compile_layers: bool = False,
@@ -78,7 +86,7 @@ class StageModel:
         model = unwrap_adapters(model)
         check_model(model)
         check_user_code(model)
-        attention.register()
+        self.trial = trial = trial or Trial()
         self.params: list[nn.Parameter] = list(model.parameters())
         self.tp = TensorParallel(
             cuts_micro_batches=tp_sequence_parallel, simulated_tp_size=simulated_tp_size
@@ -91,27 +99,25 @@ class StageModel:
             for p in self.params
         }
         self._meta_params: list[nn.Parameter] = [memo[id(p)] for p in self.params]
-        index_of = {id(meta): i for i, meta in enumerate(self._meta_params)}
         self._model = copy.deepcopy(model, memo)
         self._state = ModuleState(model, self._model)
-        self._model.config._attn_implementation = attention.ATTENTION_NAME
-        self._base = self._model.base_model
-        self._base.config._attn_implementation = attention.ATTENTION_NAME
+        parts = DecoderParts.find(self._model)
+        self._base, head, self._embedding = parts.base, parts.head, parts.embedding
+        if not trial.one_by_one_because:
+            attention.use_packed_attention(self._model)
         self._model.train()
-        self._sight = MicroBatchInSight()
-        follow_each_sequence(self._model, self._sight)
+        follow_each_sequence(self._model)
         if activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._layers = list(self._base.layers)
+        self._layers = list(parts.layers)
+        self._forward = StageForward(self._model, parts, one_by_one=bool(trial.one_by_one_because))
         self._always_checkpointed = [
             getattr(layer, "gradient_checkpointing", False) for layer in self._layers
         ]
-        for layer in self._layers:
-            layer._gradient_checkpointing_func = self._sight.checkpointed
-        self._norm = self._base.norm
-        self._embedding: nn.Embedding = self._model.get_input_embeddings()
-        self._padding_idx = self._embedding.padding_idx
-        head = self._model.get_output_embeddings()
+        for module in self._model.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module._gradient_checkpointing_func = checkpointed
+        self._padding_idx = getattr(self._embedding, "padding_idx", None)
         if is_lora(head):
             raise UnsupportedModelError(
                 "adapter at the output head: ds_hydra cuts the head by vocabulary and has no rule for an adapter "
@@ -121,17 +127,12 @@ class StageModel:
         """Rows of the embedding."""
         self.num_logits: int = head.weight.shape[0]
         """Rows of the head; one of both may have been resized alone."""
-        self.units: tuple[Unit, ...] = (
-            unit_of("embed", [self._embedding], index_of),
-            *(unit_of(f"layer.{i}", [layer], index_of) for i, layer in enumerate(self._layers)),
-            unit_of("head", [self._norm, head], index_of),
-        )
-        check_units(model, self.units)
-        self._await_unit: dict[nn.Module, Callable[[], None]] = {}
+        self.units = self._find_units(parts)
+        self._await_unit: dict[nn.Module, list[int]] = {}
+        self._await_bucket: Callable[[int], None] = lambda _: None
         self._before_backward: dict[nn.Module, Callable[[], None] | None] = {}
-        for unit in self.units:
-            for module in unit.modules:
-                module.register_forward_pre_hook(self._before_unit)
+        for module in {module for unit in self.units for module in unit.modules}:
+            module.register_forward_pre_hook(self._before_unit)
         for module in (self._embedding, *self._layers):
             module.register_forward_hook(self._after_layer)
         bindings = [(b.module, b.attribute, b.param) for u in self.units for b in u.bindings]
@@ -144,11 +145,14 @@ class StageModel:
         )
         fqn_of = {(module, name): self.specs[param].fqn for module, name, param in bindings}
         self._unplanned = find_unplanned(self._base, fqn_of)
-        self.balance = ExpertBalance(self._model, self.tp, self._sight, with_loss=aux_loss)
+        self.balance = ExpertBalance(self._model, self._layers, self.tp, with_loss=aux_loss)
         self._hook(head)
         self._uncut_because = self._hook_blocks(head) if tp_sequence_parallel else ""
-        self._pass_through = PassThrough()
-        self._no_pp_because = self._probe_pass_through()
+        bind_zeros(self.units[0].bindings, self._meta_params, self._forward.device)
+        hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
+        found = self._forward.find_slot_problem(hidden.to(self._meta_params[0].dtype))
+        self.no_pp_because = trial.no_stages_because or self.no_pp_because or found
+        self.unbind()
         if compile_layers:
             compile_each(self._layers)
 
@@ -173,12 +177,20 @@ class StageModel:
         """
         scheme.check_layers(self.num_layers)
         name = type(self._model).__name__
+        check_trial(scheme, self.trial, name)
+        check_streams(
+            scheme,
+            self.trial,
+            name,
+            calls_once=self.no_pp_because != NOT_ONCE,
+            has_plain_embedding=self.has_plain_embedding,
+        )
         if scheme.ckpt:
             check_checkpointing(scheme, self._layers, name, always=any(self._always_checkpointed))
-        if scheme.pp > 1 and self._no_pp_because:
+        if scheme.pp > 1 and self.no_pp_because:
             raise UnsupportedModelError(
                 f"scheme {scheme}: the layers of {name} cannot be split into stages, because "
-                f"{self._no_pp_because}; use PP 1 in hydra.strategies"
+                f"{self.no_pp_because}; use PP 1 in hydra.strategies"
             )
         if scheme.tp > 1:
             check_tensor_parallel(
@@ -268,8 +280,8 @@ class StageModel:
         known: dict[tuple[Scheme, int, int, int], RankBuckets] = {}
         rank_buckets: list[RankBuckets] = [()] * num_ranks
         for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
-            for (stage, sp_rank, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
-                key = (scheme, stage, tp_rank, sp_rank % scheme.ep)
+            for (stage, shard, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
+                key = (scheme, stage, tp_rank, shard % scheme.ep)
                 if key not in known:
                     known[key] = self.buckets(*key)
                 rank_buckets[rank] = known[key]
@@ -291,20 +303,24 @@ class StageModel:
         every backward pass of it. Where that is None no gradient goes through the layer, because
         nothing below is trained.
         """
+        if stage > 0:
+            device = next(iter(leaves.values())).device
+            bind_zeros(self.units[0].bindings, self._meta_params, device)
         for index, unit in enumerate(self.stage_units(scheme, stage)):
             if before_backward is not None and index in before_backward:
                 self._before_backward[unit.modules[0]] = before_backward[index]
             for module in unit.modules:
-                self._await_unit[module] = functools.partial(await_bucket, index)
+                self._await_unit.setdefault(module, []).append(index)
             for binding in unit.bindings:
                 binding.module._parameters[binding.attribute] = leaves[binding.param]
+        self._await_bucket = await_bucket
         self._embedding.padding_idx = self._local_padding_idx(self._embedding.weight.shape[0])
         own = self.stage_layers(scheme, stage)
         for index in own:
             self._layers[index].gradient_checkpointing = (
                 self._always_checkpointed[index] or index < scheme.ckpt
             )
-        self._show_layers(own, with_norm=stage == scheme.pp - 1)
+        self._forward.show_layers(own)
 
     def unbind(self) -> None:
         """Put meta parameters back, so that nothing of the iteration stays alive."""
@@ -330,18 +346,10 @@ class StageModel:
         `input_ids` [1, T] on the first stage, else `hidden` [1, T, H] from the stage before; where
         TP cuts micro-batches hidden states are this rank's shard [1, T / TP, H].
         """
-        inputs = {"input_ids": input_ids} if hidden is None else {"inputs_embeds": hidden}
-        model = self._model if is_last else self._base
-        self._sight.micro_batch = micro_batch
-        output = model(
-            **inputs,
-            position_ids=micro_batch.position_ids,
-            use_cache=False,
-            packed_micro_batch=micro_batch,
-        )
-        self._sight.micro_batch = None
-        self.tp.forget_input()
-        return output.logits if is_last else output.last_hidden_state
+        try:
+            return self._forward.run(micro_batch, input_ids, hidden, is_last=is_last)
+        finally:
+            self.tp.forget_input()
 
     def carry_over(self) -> None:
         """Take over what was set on the trained model's modules (`ModuleState.carry_over`)."""
@@ -380,8 +388,8 @@ class StageModel:
         return ""
 
     def _before_unit(self, module: nn.Module, _args: Any) -> None:
-        if module in self._await_unit:
-            self._await_unit[module]()
+        for index in self._await_unit.get(module, ()):
+            self._await_bucket(index)
 
     def _after_layer(self, layer: nn.Module, _args: Any, output: Any) -> Any:
         """Let the gradient of the layer's output, the first that backward has of it, call
@@ -404,39 +412,26 @@ class StageModel:
         local = self._padding_idx - self.tp.first_row(self.vocab_size)
         return local if 0 <= local < num_rows else None
 
-    def _show_layers(self, own: range, *, with_norm: bool) -> None:
-        for index, layer in enumerate(self._layers):
-            self._base.layers._modules[str(index)] = layer if index in own else self._pass_through
-        self._base.norm = self._norm if with_norm else self._pass_through
-
-    def _probe_pass_through(self) -> str:
-        """Why the outer forward does not leave `inputs_embeds` alone when all layers pass them
-        through, or "".
-
-        It does for every family whose embedding scale is inside the embedding module; one that adds
-        position embeddings or scales outside would do it again in every stage. A stage has neither
-        layers nor norm of others, so each of them must be called once. What else layers hand on to
-        each other no probe would show: transformers' pp plan has to say that a stage needs no more.
+    def _find_units(self, parts: DecoderParts) -> tuple[Unit, ...]:
+        """What travels together: all that runs before the layers, each layer, all that follows;
+        what runs before but is no table may run after them, too.
         """
-        if not self.config.base_model_pp_plan:
-            return "transformers ships no base_model_pp_plan for it"
-        self._show_layers(range(0), with_norm=False)
-        calls: list[None] = []
-        counting = self._pass_through.register_forward_hook(lambda *_: calls.append(None))
-        micro_batch = PackedMicroBatch.build([3, 2], torch.device("cpu"))
-        hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
-        try:
-            with torch.no_grad():
-                output = self.forward_stage(
-                    micro_batch, input_ids=None, hidden=hidden, is_last=False
-                )
-            problem = ""
-            if not torch.equal(output, hidden):
-                problem = "it changes embeddings outside its embedding module"
-            elif len(calls) != self.num_layers + 1:
-                problem = "it calls a layer or its final norm more than once"
-        except (RuntimeError, NotImplementedError, TypeError) as error:
-            problem = f"running it without layers fails ({error})"
-        counting.remove()
-        self._show_layers(range(self.num_layers), with_norm=True)
-        return problem
+        outer = parts.outer_modules(self._model)
+        index_of = {id(meta): i for i, meta in enumerate(self._meta_params)}
+        before, self.no_pp_because = self._forward.find_modules_before(
+            outer, bindings_of(outer, index_of), self._meta_params
+        )
+        first = [self._embedding, *(m for m in before if m is not self._embedding)]
+        last = [m for m in outer if m not in first or not isinstance(m, nn.Embedding)]
+        self.has_plain_embedding = len(first) == 1
+        """Whether nothing but the embedding has parameters that are used before the layers."""
+
+        def unit(name: str, modules: Sequence[nn.Module], owners: Iterable[nn.Module]) -> Unit:
+            return Unit(name, tuple(modules), bindings_of(owners, index_of))
+
+        model, layers = self._model, parts.layers
+        return (
+            unit("embed", with_holders(first, model, layers), first),
+            *(unit(f"layer.{i}", [m], m.modules()) for i, m in enumerate(self._layers)),
+            unit("head", with_holders(last, model, layers), last),
+        )

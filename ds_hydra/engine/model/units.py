@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from ds_hydra.errors import UnsupportedModelError
+from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +20,16 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Parameters that travel together: the embedding, one decoder layer, or norm and head."""
+    """Parameters that travel together: the embedding and what else runs before the layers, one
+    decoder layer, or all that follows.
+
+    `modules`: those before whose forward the parameters have to be there; a layer, or the
+    embedding, is the first.
+    """
 
     name: str
     modules: tuple[nn.Module, ...]
     bindings: tuple[Binding, ...]
-
-
-class PassThrough(nn.Module):
-    """Stands in for a layer of another stage, or for the final norm: returns the hidden state."""
-
-    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        """`hidden_states`, untouched."""
-        return hidden_states
 
 
 def shape_of(param: nn.Parameter) -> torch.Size:
@@ -43,24 +37,11 @@ def shape_of(param: nn.Parameter) -> torch.Size:
     return param.ds_shape if hasattr(param, "ds_shape") else param.shape
 
 
-def unit_of(name: str, modules: Sequence[nn.Module], index_of: dict[int, int]) -> Unit:
-    """The unit of all parameters in `modules`; `index_of` by their `id`."""
-    bindings = [
+def bindings_of(owners: Iterable[nn.Module], index_of: Mapping[int, int]) -> tuple[Binding, ...]:
+    """Where the parameters of `owners` themselves live; `index_of` by their `id`."""
+    return tuple(
         Binding(module, attribute, index_of[id(param)])
-        for root in modules
-        for module in root.modules()
+        for module in owners
         for attribute, param in module._parameters.items()
         if param is not None
-    ]
-    return Unit(name, tuple(modules), tuple(bindings))
-
-
-def check_units(model: nn.Module, units: Sequence[Unit]) -> None:
-    """Raise UnsupportedModelError where `model` has parameters in none of its `units`."""
-    covered = {binding.param for unit in units for binding in unit.bindings}
-    missing = [n for i, (n, _) in enumerate(model.named_parameters()) if i not in covered]
-    if missing:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has parameters outside embedding, layers, norm and head: "
-            f"{', '.join(missing[:4])}; ds_hydra does not propagate through them"
-        )
+    )

@@ -335,7 +335,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         scale: float,
         reuses_logits: bool,
     ) -> Tensor:
-        chunks = _micro_batch_chunks(logits_TV)
+        chunks = micro_batch_chunks(logits_TV)
         counts_T = targets_T != IGNORED_LABEL
         local_T = targets_T - first_column
         inside_T = counts_T & (local_T >= 0) & (local_T < logits_TV.shape[-1])
@@ -387,7 +387,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return grad_TV, None, None, None, None, None
 
 
-def _micro_batch_chunks(logits_TV: Tensor) -> list[slice]:
+def micro_batch_chunks(logits_TV: Tensor) -> list[slice]:
     """Consecutive rows, as many at a time as are worked on together."""
     num_rows, num_columns = logits_TV.shape
     elements = _CHUNK_ELEMENTS.get(logits_TV.device.type, _LARGE_CHUNK_ELEMENTS)
@@ -413,7 +413,7 @@ _PRODUCTS = {
 """Autograd nodes of a matrix product; its backward does not read its output."""
 
 
-def _is_product(tensor: Tensor) -> bool:
+def is_product(tensor: Tensor) -> bool:
     """Whether `tensor` is a matrix product that may be overwritten, seen through views."""
     node = tensor.grad_fn
     while node is not None and node.name() in _VIEWS:
@@ -436,5 +436,5 @@ def summed_cross_entropy(
     sum.
     """
     return _SummedCrossEntropy.apply(
-        logits_TV, targets_T, tp, first_column, scale, _is_product(logits_TV)
+        logits_TV, targets_T, tp, first_column, scale, is_product(logits_TV)
     )

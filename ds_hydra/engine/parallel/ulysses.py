@@ -39,13 +39,17 @@ class SequenceShard:
     rank: int
     multiple: int = 1
 
-    def num_padding(self, num_tokens: int) -> int:
-        """Tokens to add to a micro-batch of `num_tokens` so that it can be cut evenly."""
-        return -num_tokens % (self.size * self.multiple)
+    def padded(self, num_tokens: int) -> int:
+        """Tokens of a micro-batch of `num_tokens` with those that let it be cut evenly."""
+        step = self.size * self.multiple
+        return -(-num_tokens // step) * step
 
-    def cut(self, micro_batch_T: Tensor, fill: int = 0) -> Tensor:
-        """[t] of this rank out of one value per token of the micro-batch, padded with `fill`."""
-        padding = micro_batch_T.new_full((self.num_padding(len(micro_batch_T)),), fill)
+    def cut(self, micro_batch_T: Tensor, fill: int = 0, least: int = 0) -> Tensor:
+        """[t, ...] of this rank out of one row per token of the micro-batch, padded with `fill`, to
+        `least` tokens at least.
+        """
+        num_padding = self.padded(max(len(micro_batch_T), least)) - len(micro_batch_T)
+        padding = micro_batch_T.new_full((num_padding, *micro_batch_T.shape[1:]), fill)
         return torch.cat([micro_batch_T, padding]).chunk(self.size)[self.rank]
 
 

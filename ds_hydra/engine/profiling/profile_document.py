@@ -13,11 +13,13 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.model.tp_plan import num_kv_heads
 from ds_hydra.engine.ranks.hosts import count_ranks_here
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.profiles.fit import fit_latency, saturation_tokens
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
-from ds_hydra.strategy.profiles.states import engine_states
+from ds_hydra.strategy.profiles.states import engine_states, expert_memory
+from ds_hydra.strategy.proposal.estimate import find_experts
 
 
 def fit_memory(document: Mapping[str, Any], config: HydraConfig) -> Profile:
@@ -76,14 +78,25 @@ def nominal_profile(stage_model: StageModel, schemes: Iterable[Scheme]) -> dict[
 def describe_model(stage_model: StageModel) -> dict[str, Any]:
     """The profile's "model" section."""
     config = stage_model.config
+    experts = find_experts(config.to_dict(), stage_model.num_layers, config.model_type)
     return {
         "name": config.model_type,
         "num_layers": stage_model.num_layers,
         "hidden_size": stage_model.hidden_size,
         "intermediate_size": getattr(config, "intermediate_size", None),
         "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": num_kv_heads(config),
         "vocab_size": stage_model.vocab_size,
+        **({} if experts is None else {"experts": experts.to_json()}),
     }
+
+
+def model_facts(stage_model: StageModel) -> dict[str, int]:
+    """What `Profile.check_model` compares."""
+    described = describe_model(stage_model)
+    names = ("num_layers", "hidden_size", "vocab_size")
+    num_experts = described.get("experts", {}).get("num", 0)
+    return {**{name: described[name] for name in names}, "num_experts": num_experts}
 
 
 class ProbeMicroBatch(NamedTuple):
@@ -133,11 +146,15 @@ def scheme_entry(scheme: Scheme, times_ms: Mapping[ProbeMicroBatch, float]) -> d
 
 
 def saturation(entries: Sequence[dict[str, Any]], longest: int) -> dict[str, int]:
-    """UtilLen per TP degree, from its smallest SP and PP; of the piece of a micro-batch that one
-    rank has under SP.
+    """UtilLen per TP degree, from its smallest SP, CP and PP; of the piece of a micro-batch that
+    one rank has under them.
     """
+
+    def num_shards(entry: dict[str, Any]) -> int:
+        return int(entry.get("sp", 1) * entry.get("cp", 1))
+
     by_tp: dict[int, dict[str, Any]] = {}
-    for entry in sorted(entries, key=lambda e: (-e.get("sp", 1), -e["pp"])):
+    for entry in sorted(entries, key=lambda e: (-num_shards(e), -e["pp"])):
         by_tp[entry["tp"]] = entry
     return {
         str(tp): max(
@@ -146,7 +163,7 @@ def saturation(entries: Sequence[dict[str, Any]], longest: int) -> dict[str, int
                 fit_latency(entry["measured"]["lengths"], entry["measured"]["times_ms"]).model,
                 longest,
             )
-            // entry.get("sp", 1),
+            // num_shards(entry),
         )
         for tp, entry in sorted(by_tp.items())
     }
@@ -163,7 +180,12 @@ def state_memory(stage_model: StageModel) -> dict[str, float]:
     use.
     """
     element = torch.finfo(stage_model.params[0].dtype).bits // 8
-    return engine_states(layer_params(stage_model) / stage_model.hidden_size**2, element)
+    params = layer_params(stage_model)
+    experts = sum(spec.numel for spec in stage_model.specs if spec.num_experts)
+    return {
+        **engine_states(params / stage_model.hidden_size**2, element),
+        **expert_memory(experts / stage_model.num_layers / params),
+    }
 
 
 def describe_hardware() -> dict[str, Any]:

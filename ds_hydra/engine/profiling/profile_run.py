@@ -45,7 +45,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class ProfileRequest:
     """What to profile. `config` holds context, memory limit, checkpointing, lengths and repeats.
 
-    `dtype` None: bf16, fp32 on a CPU. `tp`, `pp`, `sp`: degrees to measure, None for all that fit.
+    `dtype` None: bf16, fp32 on a CPU. `tp`, `pp`, `sp`, `cp`: degrees to measure, None for all that
+    fit.
     `topology`: the cluster that one device stands for.
     """
 
@@ -55,6 +56,7 @@ class ProfileRequest:
     tp: tuple[int, ...] | None = None
     pp: tuple[int, ...] | None = None
     sp: tuple[int, ...] = (1,)
+    cp: tuple[int, ...] = (1,)
     topology: Topology | None = None
 
 
@@ -170,10 +172,11 @@ def _prepare(
                 "started; leave it out to measure them, or start one"
             )
         request.topology.check_one_kind()
-        if max(request.sp) > 1:
+        if max(*request.sp, *request.cp) > 1:
+            name, degrees = ("sp", request.sp) if max(request.sp) > 1 else ("cp", request.cp)
             raise HydraConfigError(
-                f"--sp is {','.join(map(str, request.sp))}, and with --topology schemes are composed of TP slices; "
-                "leave out --sp, or start the ranks that are to be measured"
+                f"--{name} is {','.join(map(str, degrees))}, and with --topology schemes are composed of TP slices; "
+                f"leave out --{name}, or start the ranks that are to be measured"
             )
         num_devices = request.topology.num_devices
     model_config = load_model_config(request.model)
@@ -197,7 +200,8 @@ def _schemes(
     is none.
     """
     allowed, refused = [], ""
-    for scheme in fitting_schemes(num_devices, tp=request.tp, pp=request.pp, sp=request.sp):
+    wanted = {"tp": request.tp, "pp": request.pp, "sp": request.sp, "cp": request.cp}
+    for scheme in fitting_schemes(num_devices, **wanted):
         try:
             stage_model.check_scheme(scheme)
             allowed.append(scheme)
@@ -206,7 +210,8 @@ def _schemes(
     if not allowed:
         raise HydraConfigError(
             f"no scheme of {_degrees('--tp', request.tp)}, {_degrees('--pp', request.pp)} and "
-            f"{_degrees('--sp', request.sp)} fits {num_devices} devices and the model{refused}"
+            f"{_degrees('--sp', request.sp)}, {_degrees('--cp', request.cp)} fits {num_devices} devices and the "
+            f"model{refused}"
         )
     return tuple(allowed)
 

@@ -9,6 +9,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from ds_hydra.engine.profiling.profile_document import (
 )
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import activation_share
@@ -142,9 +144,13 @@ def _measure_memory(
     """The profile without its times: hardware, model, and activation bytes of every TP degree.
 
     Measured with a short micro-batch under the deepest pipeline of each degree, which needs the
-    least memory; without sequence parallelism where there is a choice.
+    least memory; without sequence parallelism where there is a choice, never with context
+    parallelism.
     """
-    deepest = {s.tp: s.without_options() for s in sorted(homogeneous, key=lambda s: (-s.sp, s.pp))}
+    ordered = sorted(homogeneous, key=lambda s: (-s.cp, -s.sp, s.pp))
+    # What autograd keeps in attention over rows is not seen from outside
+    deepest = {s.tp: replace(s.without_options(), cp=1) for s in ordered}
+    propagator.prepare(_homogeneous(s, propagator.num_ranks) for s in deepest.values())
     length = min(config.context_length, 512)
     stage_model = propagator.stage_model
     activation = {}
@@ -246,6 +252,7 @@ def _probe_plan(strategy: Strategy, num_ranks: int, micro_batch: ProbeMicroBatch
                 scheme=scheme,
                 ranks=ranks,
                 micro_batches=micro_batches,
+                rows=cut_micro_batches(micro_batches, [micro_batch.length] * count, scheme.cp),
                 makespan_ms=0.0,
                 lower_bound_ms=0.0,
             )

@@ -85,6 +85,12 @@ class IterationMetrics:
     """
     pack_occupancy: float
     """Tokens over MaxLen of the micro-batches; NaN where the run has no profile."""
+    balance_loss: float
+    """The part of `loss` that balances experts."""
+    expert_imbalance: float
+    """Tokens of the most chosen expert over the mean of its layer, minus 1, in the worst layer; NaN
+    without experts.
+    """
     lr: float
     grad_norm: float
     planning_ms: float
@@ -130,6 +136,7 @@ class IterationMetrics:
             "link_ms": self.visible_pull_ms + self.visible_push_ms,
             "prediction_error": self.prediction_error,
             "pack_occupancy": self.pack_occupancy,
+            "expert_imbalance": self.expert_imbalance,
             "strategy": self.strategy_index,
         }
         return [
@@ -187,6 +194,14 @@ def pack_occupancy(plan: IterationPlan, profile: Profile) -> float:
         micro_batch = profile.max_len_tokens(pipeline.scheme, plan.num_devices)
         capacity += max(0, micro_batch) * len(pipeline.micro_batches)
     return plan.num_tokens / capacity if capacity else nan
+
+
+def expert_imbalance(tokens_LE: torch.Tensor | None) -> float:
+    """`IterationMetrics.expert_imbalance` of the tokens of each expert [layers, E]."""
+    if tokens_LE is None:
+        return nan
+    tokens_LE = tokens_LE.double()
+    return float((tokens_LE.amax(dim=1) / tokens_LE.mean(dim=1)).max()) - 1
 
 
 def describe_run(
@@ -274,11 +289,18 @@ class RunLog:
                 path = self._plans / f"iteration_{plan.iteration:06d}.json"
                 path.write_text(json.dumps(plan.to_json()), encoding="utf-8")
 
-    def write_trace(self, timeline: Timeline, peak_bytes: Sequence[int]) -> None:
-        """Append the times of all stages, and the most memory each rank has used, to `trace.jsonl`;
-        may be lost too.
+    def write_trace(
+        self,
+        timeline: Timeline,
+        peak_bytes: Sequence[int],
+        experts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Append the times of all stages, the most memory each rank has used, and the tokens of
+        each expert to `trace.jsonl`; may be lost too.
         """
         document = {**timeline.to_json(), "peak_bytes": list(peak_bytes)}
+        if experts is not None:
+            document["experts"] = dict(experts)
         with (
             self._forgiving(timeline.iteration),
             (self._run_dir / _TRACE_FILE).open("a", encoding="utf-8") as file,

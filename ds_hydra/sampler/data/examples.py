@@ -5,7 +5,7 @@ Datasets, given mini-batches and the Trainer all read their examples here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -46,19 +46,22 @@ _REFUSED_COLUMNS = {
 }  # fmt: skip
 
 
-def check_columns(columns: Iterable[str], what: str) -> None:
+def check_columns(columns: Iterable[str], what: str, read: Collection[str] = ()) -> None:
     """Raise HydraConfigError where a column beside the known ones would change what is trained.
 
-    Columns that no model reads (an id, a source, a text) are ignored.
+    Columns that no model reads (an id, a source, a text) are ignored, and those that a loss has
+    `read`.
     """
     for name in columns:
-        if name in _REFUSED_COLUMNS:
+        if name in _REFUSED_COLUMNS and name not in read:
             raise HydraConfigError(
                 f"{what} has {name!r}, which is not used; {_REFUSED_COLUMNS[name]}"
             )
 
 
-def to_example(row: Mapping[str, Any], what: str) -> tuple[IntArray, IntArray]:
+def to_example(
+    row: Mapping[str, Any], what: str, read: Collection[str] = ()
+) -> tuple[IntArray, IntArray]:
     """`input_ids` and `labels` [length] of one example; `what` names it in errors.
 
     Labels are those given, else the token ids, and -100 where one of `MASKS` is 0. Padding at the
@@ -77,7 +80,7 @@ def to_example(row: Mapping[str, Any], what: str) -> tuple[IntArray, IntArray]:
         raise HydraConfigError(
             f"{what} has keys {sorted(map(str, row))}, expected 'input_ids' (and 'labels')"
         )
-    check_columns(row, what)
+    check_columns(row, what, read)
     input_ids = _read_integers(row["input_ids"], "input_ids", what)
     beside = {
         name: _read_integers(row[name], name, what)
@@ -100,8 +103,10 @@ def to_example(row: Mapping[str, Any], what: str) -> tuple[IntArray, IntArray]:
     return input_ids, labels
 
 
-def to_examples(batch: Any) -> list[tuple[IntArray, IntArray]]:
-    """Each example of a given mini-batch. Raises HydraConfigError naming the first that is none."""
+def to_examples(batch: Any, read: Collection[str] = ()) -> list[tuple[IntArray, IntArray]]:
+    """Each example of a given mini-batch, whose columns `read` a loss reads. Raises
+    HydraConfigError naming the first that is none.
+    """
     if isinstance(batch, Mapping):
         raise HydraConfigError(
             f"the mini-batch is a dict of {', '.join(map(repr, batch))}, expected a list with one dict for each "
@@ -114,7 +119,7 @@ def to_examples(batch: Any) -> list[tuple[IntArray, IntArray]]:
         )
     examples = []
     for index, row in enumerate(batch):
-        example = to_example(row, f"example {index} of the mini-batch")
+        example = to_example(row, f"example {index} of the mini-batch", read)
         if not len(example[0]):
             raise HydraConfigError(
                 f"example {index} of the mini-batch has no token; leave it out of the mini-batch"

@@ -262,6 +262,7 @@ def _try_exchanges(
         partner = int(exchanges[number, 2])
         apply_exchange(assignment, slowest, exchanges[number])
         here = _pack_pipeline(problem, assignment, slowest, _EXCHANGE_EFFORT, micro_batches)
+        # The partner is packed only where this side gains: packing is what takes long.
         if here < value[slowest] * (1 - EPSILON):
             there = _pack_pipeline(problem, assignment, partner, _EXCHANGE_EFFORT, micro_batches)
             if there < value[slowest] * (1 - EPSILON):

@@ -133,6 +133,7 @@ def _fill_targets(
 
     Changes `target_ms` to what is left of it. False if some sequence fits in no micro-batch.
     """
+    # Targets are unequal: short micro-batches fill and drain a pipeline best.
     tokens = np.zeros(target_ms.size, dtype=np.int64)
     for i in range(lengths.size):
         best = -1

@@ -10,9 +10,15 @@ size:
     collectives 4 * 2 (TP - 1) / TP * 2 H  bytes for each token over the TP group's slowest
                                            interconnect
 
-Attention is 14 H for each pair seen twice (2 + 5 products of the flash kernel's two passes), half
-of it causal. The head adds 6 H V / TP, shared between the stages. Left out: P2P, the optimizer, and
-imbalance.
+Of a mixture of experts, each of size I_e, a token uses K: I is then that of its K experts and the
+shared one. All E are read twice and their gradient is written for each micro-batch, whatever its
+length, 6 * 3 E H I_e / (TP ep) bytes. With ep a token's hidden state travels to each of its experts
+and back, forward and backward, 4 * 2 K H (ep - 1) / ep bytes, and the busiest rank gets `skew`
+times the mean of tokens.
+
+Heads as wide as W together, where that is not H, count as W. Attention is 14 W for each pair seen
+twice (2 + 5 products of the flash kernel's two passes), half of it causal. The head adds 6 H V /
+TP, shared between the stages. Left out: P2P, the optimizer, and imbalance.
 """
 
 from __future__ import annotations
@@ -35,6 +41,22 @@ unit.
 _COLLECTIVES = 4
 _EXCHANGES = 4
 """All-to-alls of SP for each layer: to heads and back, forward and backward."""
+KEY_VALUE_EXCHANGES = 3
+"""Of CP for each layer: keys and values forward, again backward, and their gradients."""
+_KEY_VALUE_BYTES = KEY_VALUE_EXCHANGES * 2 * 2
+"""Of a token, layer and hidden unit in these, in 16 bit."""
+_EXPERT_EXCHANGES = 4
+"""Times that hidden states travel to experts or back for each layer, forward and backward."""
+_EXPERT_COLLECTIVES = 7
+"""How many tokens come, hidden states and weights, what experts made of them; in backward the last
+three.
+"""
+_KEPT_OF_MLP, _KEPT_OF_EXPERTS = 8, 4
+"""Bytes that a token leaves for each unit of I, gate, up, activation and product in 16 bit; and for
+each expert and hidden unit: what went in and what came out. `_KEPT_BYTES` has I / H = 2.7.
+"""
+_USUAL_WIDTH = 2.7
+_TOUCHED_BYTES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,33 +111,153 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The experts of a layer that has them."""
+
+    num: int
+    chosen: int
+    """Experts of a token (K)."""
+    size: int
+    """Intermediate size of one."""
+    shared_size: int = 0
+    """Intermediate size of what all tokens use beside."""
+    layer_share: float = 1.0
+    """Layers with experts over all layers; the others are dense."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """What of a decoder the roofline needs."""
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    """Of a layer without experts."""
     vocab_size: int
     key_value_share: float = 1.0
     """Key-value heads over attention heads."""
+    attention_width: int = 0
+    """Features of all attention heads; 0: the hidden size."""
+    experts: Experts | None = None
+
+    @property
+    def heads_width(self) -> int:
+        """Features of all attention heads."""
+        return self.attention_width or self.hidden_size
+
+    def _params(self, intermediate_size: float) -> float:
+        attention = (2 + 2 * self.key_value_share) * self.hidden_size * self.heads_width
+        return attention + 3 * self.hidden_size * intermediate_size
+
+    @property
+    def active_intermediate_size(self) -> float:
+        """I of a token, mean over layers."""
+        if self.experts is None:
+            return self.intermediate_size
+        e = self.experts
+        sparse = e.shared_size + e.chosen * e.size
+        return (1 - e.layer_share) * self.intermediate_size + e.layer_share * sparse
+
+    @property
+    def expert_params(self) -> float:
+        """Elements of all experts of a layer, mean over layers."""
+        e = self.experts
+        return 0.0 if e is None else 3.0 * self.hidden_size * e.num * e.size * e.layer_share
+
+    @property
+    def active_layer_params(self) -> float:
+        """Elements of one layer's matrices that a token meets, mean over layers."""
+        return self._params(self.active_intermediate_size)
 
     @property
     def layer_params(self) -> float:
-        """Elements of one layer's matrices."""
-        attention = (2 + 2 * self.key_value_share) * self.hidden_size**2
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        """Elements of one layer's matrices, mean over layers."""
+        chosen = 0.0 if self.experts is None else self.experts.chosen / self.experts.num
+        return self.active_layer_params + (1 - chosen) * self.expert_params
+
+    @property
+    def kept_bytes(self) -> float:
+        """A of App. B.1 for TP 1."""
+        if self.experts is None:
+            return _KEPT_BYTES
+        width = self.active_intermediate_size / self.hidden_size - _USUAL_WIDTH
+        rows = self.experts.layer_share * self.experts.chosen
+        return _KEPT_BYTES + _KEPT_OF_MLP * width + _KEPT_OF_EXPERTS * rows
+
+    def to_json(self) -> dict[str, Any]:
+        """What the "model" section of a profile says of it beside its name."""
+        document: dict[str, Any] = {
+            "num_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "vocab_size": self.vocab_size,
+        }
+        if self.attention_width:
+            document["attention_width"] = self.attention_width
+        if self.experts is not None:
+            document["experts"] = self.experts.to_json()
+        return document
 
 
-def predict_latency(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> LatencyModel:
+def key_values_ms(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> float:
+    """What a token of a micro-batch costs CP ranks of a stage in keys and values of other rows.
+
+    Rings of the CP group have one edge between two nodes, all ranks of a row at once. Left out:
+    key-value heads that SP or TP ranks have repeatedly.
+    """
+    if scheme.cp == 1:
+        return 0.0
+    width = scheme.sp * scheme.tp
+    rate = hardware.intra_node_rate
+    if scheme.cp * width > hardware.devices_per_node:
+        rate = min(rate, hardware.inter_node_rate / min(width, hardware.devices_per_node))
+    layers = shape.num_layers / scheme.pp
+    sent = _KEY_VALUE_BYTES * shape.heads_width * shape.key_value_share / width
+    return 1e3 * layers * sent * (scheme.cp - 1) / scheme.cp / rate
+
+
+def expert_parallel_latency(
+    shape: ModelShape, hardware: Hardware, scheme: Scheme, skew: float = 1.0
+) -> LatencyModel | None:
+    """What `ep` adds to T of `scheme` without it: tokens that travel, and experts of the busiest
+    rank, which get `skew` times the mean; None without ep or experts.
+    """
+    e, ep = shape.experts, scheme.ep
+    if e is None or ep == 1:
+        return None
+    layers = shape.num_layers / scheme.pp * e.layer_share
+    is_inside = ep <= hardware.devices_per_node
+    rate = (
+        hardware.intra_node_rate
+        if is_inside
+        else hardware.inter_node_rate / hardware.devices_per_node
+    )
+    travelled = _EXPERT_EXCHANGES * 2 * e.chosen * shape.hidden_size * (1 - 1 / ep) * layers
+    computed = 6 * 3 * shape.hidden_size * e.chosen * e.size * layers
+    linear_s = skew * travelled / rate + (skew - 1) * computed / hardware.matmul_flops
+    return LatencyModel(
+        quadratic_ms=0.0,
+        linear_ms=1e3 * linear_s / scheme.num_shards,
+        constant_ms=layers * _EXPERT_COLLECTIVES * hardware.collective_overhead_ms,
+    )
+
+
+def predict_latency(
+    shape: ModelShape, hardware: Hardware, scheme: Scheme, *, expert_skew: float = 1.0
+) -> LatencyModel:
     """T(l, scheme) by the roofline. The stage has L / PP layers and its share of the head.
 
     SP ranks share the micro-batch and exchange queries, keys, values and outputs of attention,
-    forward and backward.
+    forward and backward; CP ranks keys and values.
     """
-    tp, sp, hidden = scheme.tp, scheme.sp, shape.hidden_size
+    tp, sp, cp, hidden = scheme.tp, scheme.sp, scheme.cp, shape.hidden_size
     layers = shape.num_layers / scheme.pp
-    matmul = 6 * (shape.layer_params * layers + hidden * shape.vocab_size / scheme.pp) / tp
-    elementwise = 3 * _KEPT_BYTES * hidden / tp * layers
+    matmul = 6 * (shape.active_layer_params * layers + hidden * shape.vocab_size / scheme.pp) / tp
+    elementwise = 3 * shape.kept_bytes * hidden / tp * layers
     is_inside = tp <= hardware.devices_per_node
     interconnect = hardware.intra_node_rate if is_inside else hardware.inter_node_rate
     exchanged = _COLLECTIVES * 2 * (tp - 1) / tp * 2 * hidden * layers
@@ -125,16 +267,28 @@ def predict_latency(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> La
         + exchanged / interconnect
     )
     if sp > 1:
-        is_inside = scheme.ranks_per_stage <= hardware.devices_per_node
+        is_inside = sp * tp <= hardware.devices_per_node
         interconnect = hardware.intra_node_rate if is_inside else hardware.inter_node_rate
-        heads = (2 + 2 * shape.key_value_share) * hidden / tp
+        heads = (2 + 2 * shape.key_value_share) * shape.heads_width / tp
         linear_s = (linear_s + 2 * (sp - 1) / sp * 2 * heads * layers / interconnect) / sp
     num_collectives = (_COLLECTIVES if tp > 1 else 0) + (_EXCHANGES if sp > 1 else 0)
+    num_collectives += KEY_VALUE_EXCHANGES if cp > 1 else 0
     collectives_ms = num_collectives * hardware.collective_overhead_ms
+    experts_s = _TOUCHED_BYTES * shape.expert_params * layers / (tp * scheme.ep)
+    constant_ms = layers * (hardware.layer_overhead_ms + collectives_ms)
+    constant_ms += 1e3 * experts_s / hardware.memory_rate
+    more = expert_parallel_latency(shape, hardware, scheme, expert_skew)
     return LatencyModel(
-        quadratic_ms=1e3 * 7 * hidden * layers / (sp * tp) / hardware.attention_flops,
-        linear_ms=1e3 * linear_s,
-        constant_ms=layers * (hardware.layer_overhead_ms + collectives_ms),
+        quadratic_ms=1e3
+        * 7
+        * shape.heads_width
+        * layers
+        / (cp * sp * tp)
+        / hardware.attention_flops,
+        linear_ms=1e3 * linear_s / cp
+        + key_values_ms(shape, hardware, scheme)
+        + (more.linear_ms if more else 0.0),
+        constant_ms=constant_ms + (more.constant_ms if more else 0.0),
     )
 
 
@@ -146,14 +300,21 @@ def predict_profile(
     name: str,
     memory: Mapping[str, Any],
     context_length: int,
+    expert_skew: float = 1.0,
 ) -> dict[str, Any]:
     """A `ds_hydra.profile/1` document without a measurement. `memory` is its section of that
-    name.
+    name; `expert_skew` as in `expert_parallel_latency`.
     """
-    latency = {scheme: predict_latency(shape, hardware, scheme) for scheme in schemes}
+    latency = {
+        scheme: predict_latency(shape, hardware, scheme, expert_skew=expert_skew)
+        for scheme in schemes
+    }
     saturation: dict[str, int] = {}
-    for scheme, model in sorted(latency.items(), key=lambda item: (-item[0].sp, -item[0].pp)):
-        saturation[str(scheme.tp)] = max(1, saturation_tokens(model, context_length) // scheme.sp)
+    for scheme, model in sorted(
+        latency.items(), key=lambda item: (-item[0].num_shards, -item[0].pp)
+    ):
+        tokens = saturation_tokens(model, context_length) // scheme.num_shards
+        saturation[str(scheme.tp)] = max(1, tokens)
     return {
         "schema": PROFILE_SCHEMA,
         "source": f"roofline of {hardware.name}, nothing measured",
@@ -164,13 +325,7 @@ def predict_profile(
             "reserved_bytes": hardware.memory_bytes // 16,
             "safety_margin_bytes": hardware.memory_bytes // 16,
         },
-        "model": {
-            "name": name,
-            "num_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "intermediate_size": shape.intermediate_size,
-            "vocab_size": shape.vocab_size,
-        },
+        "model": {"name": name, **shape.to_json()},
         "memory": dict(memory),
         "saturation_tokens": saturation,
         "schemes": [

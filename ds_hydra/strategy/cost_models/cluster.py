@@ -23,7 +23,14 @@ import numpy as np
 from ds_hydra.configs import find_file, list_files
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape
+from ds_hydra.strategy.cost_models.analytic import (
+    KEY_VALUE_EXCHANGES,
+    Experts,
+    Hardware,
+    ModelShape,
+    expert_parallel_latency,
+    key_values_ms,
+)
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.placement import coordinates
@@ -90,7 +97,10 @@ class Cluster:
         elements = self._node_elements(strategy, is_fully_sharded)
         layers = self.shape.num_layers
         widest = (
-            max(_widest_slice(s, layers, self._ranks_per_node) for s in set(strategy.schemes))
+            max(
+                self._held_share(s) * _widest_slice(s, layers, self._ranks_per_node)
+                for s in set(strategy.schemes)
+            )
             * self.num_params
         )
         inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
@@ -102,6 +112,11 @@ class Cluster:
             push_ms=(again + gradient_bytes) * slowest,
             step_ms=self.step_ms,
         )
+
+    def _held_share(self, scheme: Scheme) -> float:
+        """What is left of the model where ranks share its experts."""
+        experts = self.shape.num_layers * self.shape.expert_params / self.num_params
+        return 1 - experts * (1 - 1 / scheme.ep)
 
     @property
     def _ranks_per_node(self) -> int:
@@ -130,25 +145,49 @@ class Cluster:
         return 1e3 * (2 * _PARAM_BYTES + GRADIENT_BYTES) * slowest
 
     def with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
-        """`latency` of a group without communication, with its exchanges of SP: of S / SP tokens
-        and H / TP of a micro-batch every rank sends all but its own share.
+        """`latency` of a group without communication, with its exchanges of SP and CP: of S / SP
+        tokens and H / TP of a micro-batch every rank sends all but its own share.
         """
+        latency = self.with_key_values(latency, scheme)
         if scheme.sp == 1:
             return latency
         hardware = self.hardware
-        is_inside = scheme.ranks_per_stage <= hardware.devices_per_node
+        is_inside = scheme.sp * scheme.tp <= hardware.devices_per_node
         rate = (
             hardware.intra_node_rate
             if is_inside
             else hardware.inter_node_rate / hardware.devices_per_node
         )
-        once = _PARAM_BYTES * self.shape.hidden_size / scheme.ranks_per_stage
+        once = _PARAM_BYTES * self.shape.heads_width / scheme.ranks_per_stage
         once *= (1 - 1 / scheme.sp) / rate
         count = _EXCHANGES * self.shape.num_layers
         return replace(
             latency,
             linear_ms=latency.linear_ms + 1e3 * count * once,
             constant_ms=latency.constant_ms + count * hardware.collective_overhead_ms,
+        )
+
+    def with_key_values(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
+        """`latency` with what CP ranks exchange on top, which nothing hides."""
+        if scheme.cp == 1:
+            return latency
+        layers = self.shape.num_layers / scheme.pp
+        return replace(
+            latency,
+            linear_ms=latency.linear_ms + key_values_ms(self.shape, self.hardware, scheme),
+            constant_ms=latency.constant_ms
+            + KEY_VALUE_EXCHANGES * layers * self.hardware.collective_overhead_ms,
+        )
+
+    def with_experts(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
+        """`latency` of `scheme` without ep, with tokens that travel to experts evenly."""
+        more = expert_parallel_latency(self.shape, self.hardware, scheme)
+        if more is None:
+            return latency
+        return replace(
+            latency,
+            linear_ms=latency.linear_ms + more.linear_ms,
+            constant_ms=latency.constant_ms + more.constant_ms,
         )
 
     def pushing(self, share: float) -> Callable[[Strategy], LinkTimes]:
@@ -165,7 +204,7 @@ class Cluster:
         if self.num_devices <= node_size:
             return 0.0
         nodes = _slices_of_nodes(strategy, node_size, self.shape.num_layers)
-        num_holders = len(strategy.schemes) * strategy.schemes[0].sp
+        num_holders = len(strategy.schemes) * strategy.schemes[0].num_shards
         return max(_needed_share(slices, num_holders, node_size / self.num_devices,
                                  is_fully_sharded) for slices in nodes) * self.num_params  # fmt: skip
 
@@ -183,7 +222,12 @@ class Cluster:
         latency = self.intra_node_latency_ms if is_inside else self.inter_node_latency_ms
         return (
             latency
-            + 1e3 * micro_batch_tokens / scheme.sp * self.shape.hidden_size * _PARAM_BYTES / rate
+            + 1e3
+            * micro_batch_tokens
+            / scheme.num_shards
+            * self.shape.hidden_size
+            * _PARAM_BYTES
+            / rate
         )
 
     def tp_ms(self, scheme: Scheme, micro_batch_tokens: int) -> float:
@@ -197,7 +241,8 @@ class Cluster:
             return 0.0
         is_inside = scheme.tp <= self.hardware.devices_per_node
         rate = self.hardware.intra_node_rate if is_inside else self.hardware.inter_node_rate
-        micro_batch_bytes = micro_batch_tokens / scheme.sp * self.shape.hidden_size * _PARAM_BYTES
+        shard_tokens = micro_batch_tokens / scheme.num_shards
+        micro_batch_bytes = shard_tokens * self.shape.hidden_size * _PARAM_BYTES
         layers = self.shape.num_layers / scheme.pp
         return 1e3 * layers * 2 * 2 * (scheme.tp - 1) / scheme.tp * micro_batch_bytes / rate
 
@@ -326,8 +371,9 @@ def _model_shape(profile: Profile) -> ModelShape:
             f"profile {profile.name!r}: model.{missing[0]} is missing, which the bytes of pull and push need; "
             f"add it to the profile"
         )
-    heads, kv_heads = model.get("num_attention_heads"), model.get("num_key_value_heads")
     return ModelShape(
         **{name: model[name] for name in names},
-        key_value_share=kv_heads / heads if heads and kv_heads else 1.0,
+        key_value_share=profile.memory.key_value_share,
+        attention_width=model.get("attention_width", 0),
+        experts=Experts(**model["experts"]) if model.get("experts") else None,
     )

@@ -14,13 +14,15 @@ from ds_hydra.strategy.schemes.scheme import Scheme
 _LARGEST_COUNT, _LARGEST_BYTES = 1 << 32, 1 << 63
 """Beyond these a profile is damaged, and arithmetic on it would overflow."""
 
-OPTIMIZER_BYTES = 4 + 8 + 4 + 4
-"""Per parameter at its owner: fp32 master, two Adam moments, DeepSpeed's gradient, our
-accumulator.
+OPTIMIZER_BYTES = 4 + 8 + 4
+"""Per parameter at its owner: fp32 master, two Adam moments, gradient. DeepSpeed's step takes 4
+more for one sub-group at a time, when activations are gone.
 """
 
 GRADIENT_BYTES = 4
-"""Per element of a pulled slice, or of a home: its fp32 gradient."""
+"""Per element of a pulled slice, and of a ZeRO-3 shard: its fp32 gradient."""
+SUM_BYTES = 8
+"""Per element of a home: both digits of its sum, of which one lies in the gradient of the shard."""
 
 STREAM_WINDOW = 2
 """Streamed layers that are with a rank at any time: the one that runs and the next one."""
@@ -34,10 +36,23 @@ output is kept on both sides of an exchange, and key-value heads may be repeated
 repeated heads, 1.10 with, on a Llama of 4 heads.
 """
 
+_ELEMENT_BYTES = 2
+"""Of a number in 16 bit, where a profile does not say."""
+
+ROW_TOLERANCE = 0.02
+"""Share by which a row of a micro-batch may have more tokens than its part."""
+
+_GATHERED_COPIES = 3
+"""Of the keys and values of all rows, in one layer: gathered, those that a row's pieces see, their
+gradient.
+"""
+
 
 def activation_share(scheme: Scheme) -> float:
     """What one rank keeps of a micro-batch's activations under `scheme`, as a share of A L H S."""
-    return (SP_ACTIVATIONS if scheme.sp > 1 else 1.0) / scheme.ranks_per_stage
+    of_sp = SP_ACTIVATIONS if scheme.sp > 1 else 1.0
+    of_cp = 1 + ROW_TOLERANCE if scheme.cp > 1 else 1.0
+    return of_sp * of_cp / scheme.ranks_per_stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,24 +67,30 @@ class MemoryModel:
     with L = `num_layers`, H = `hidden_size`, V = `vocab_size`, A = `activation_bytes[tp]`,
     B = `state_bytes`, alpha = `sharded_fraction`, e = 16. Activations do not shrink with PP,
     because a 1F1B stage holds up to PP micro-batches of its L/PP layers. Ours: of SP ranks each has
-    1/SP of every micro-batch, which costs `SP_ACTIVATIONS` times its share of the micro-batch.
+    1/SP of every micro-batch, which costs `SP_ACTIVATIONS` times its share of the micro-batch. Of
+    CP ranks each has a row of it, and in one layer at a time keys and values of all rows,
+
+    gathered     S * 2 K H / (SP TP) * i * 3          K = `key_value_share` heads a query head
 
     Ours: `exchange_bytes` / TP of packed exchange buffers, where they are counted.
+
+    Ours: with ep a rank holds 1 / ep of a layer's experts, which are `expert_fraction` of its
+    parameters; shards are what they were.
 
     Ours: where layers stream, with p = s / i parameters per layer and H^2, E = 2 H V of embedding
     and head, and R = `devices_per_node` ranks of a node (N if those are fewer),
 
     states       (L H^2 B + H V e) / N * alpha                    shards, as above
-                 + (L H^2 p + E) / R * (i + 4)                    home of weights and sums
+                 + (L H^2 p + E) * ((i + 8) / R - 4 / N)          home of weights and sums
                  + (two layers, or twice the head) / TP * 2 i     window, with its gradients
                  + (parameters of the stage that stay) / TP * (i + 4)
 
     Where all ranks gather each layer for every pass there is neither home nor anything that stays:
     shards, window and exchange buffers alone.
 
-    A profile that the engine measured says i + 20 bytes a parameter for the shards: with the home
-    28 in 16 bit, which is what the engine holds. The published constants have 12.5 there. Other
-    pipelines of the same node have their share of the home besides.
+    A profile that the engine measured says i + 16 bytes a parameter for the shards: with the home
+    of one node 24 in 16 bit, which is what the engine holds. The published constants have 12.5
+    there. Other pipelines of the same node have their share of the home besides.
 
     Stage k of a scheme with `stages` or `ckpt` has n layers, m of them checkpointed, and at most PP
     - k micro-batches in flight:
@@ -99,6 +120,8 @@ class MemoryModel:
     tp_sequence_parallel: bool = False
     devices_per_node: int = 8
     exchange_bytes: float = 0.0
+    key_value_share: float = 1.0
+    expert_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         counts = (self.num_layers, self.hidden_size, self.vocab_size)
@@ -126,11 +149,19 @@ class MemoryModel:
             )
         if not 0 <= self.exchange_bytes <= _LARGEST_BYTES:
             raise HydraConfigError(f"exchange bytes are {self.exchange_bytes}, expected 0 or more")
+        if not 0 < self.key_value_share <= 1:
+            raise HydraConfigError(
+                f"key-value heads a query head are {self.key_value_share}, expected above 0 to 1"
+            )
         for name, value in (("slice", self.slice_bytes), ("input", self.input_bytes)):
             if not 0 <= value <= _LARGEST_COUNT:
                 raise HydraConfigError(f"{name} bytes are {value}, expected 0 or more")
         if not 0 <= self.sharded_fraction <= 1:
             raise HydraConfigError(f"sharded_fraction is {self.sharded_fraction}, expected 0 to 1")
+        if not 0 <= self.expert_fraction < 1:
+            raise HydraConfigError(
+                f"expert_fraction is {self.expert_fraction}, expected 0 to less than 1"
+            )
 
     def knows(self, scheme: Scheme) -> bool:
         """Whether it says what `scheme` needs."""
@@ -163,14 +194,15 @@ class MemoryModel:
         layer = self._layer_bytes_per_token(scheme)
         if not scheme.stages and not scheme.ckpt:
             layers = self.num_layers / scheme.pp
-            return [(self._state_bytes(scheme, num_devices, layers), self.num_layers * layer)]
+            per_token = self.num_layers * layer + self._gathered_bytes(scheme)
+            return [(self._state_bytes(scheme, num_devices, layers), per_token)]
         if scheme.ckpt and not self.input_bytes:
             raise HydraConfigError(
                 f"scheme {scheme}: the profile does not say what a checkpointed layer keeps; add "
                 "input_bytes_per_token_per_layer_per_hidden to its memory (2 where hidden states are 16 bit), or "
                 "measure it anew"
             )
-        num_ranks = scheme.ranks_per_stage if self.tp_sequence_parallel else scheme.sp
+        num_ranks = scheme.ranks_per_stage if self.tp_sequence_parallel else scheme.num_shards
         kept = self.hidden_size / num_ranks * self.input_bytes
         again = self.vocab_size / scheme.ranks_per_stage * 2 * self.input_bytes
         stages = []
@@ -180,6 +212,7 @@ class MemoryModel:
                 whole * layer + stage.num_checkpointed * kept
             )
             per_token += layer if stage.num_checkpointed else 0.0
+            per_token += self._gathered_bytes(scheme)
             per_token += again if stage.is_last else 0.0
             stages.append((self._state_bytes(scheme, num_devices, stage.num_layers), per_token))
         return stages
@@ -192,11 +225,19 @@ class MemoryModel:
             )
         return self.hidden_size * activation_share(scheme) * self.activation_bytes[scheme.tp]
 
+    def _gathered_bytes(self, scheme: Scheme) -> float:
+        """Per token of a micro-batch: keys and values of all rows, in the layer that runs."""
+        if scheme.cp == 1:
+            return 0.0
+        numbers = 2 * self.key_value_share * self.hidden_size / (scheme.sp * scheme.tp)
+        return _GATHERED_COPIES * numbers * (self.input_bytes or _ELEMENT_BYTES)
+
     def home_bytes(self, num_devices: int) -> float:
         """Share of each rank of a node in one copy of the weights and sums of their gradients."""
         layer, ends = self._num_params()
         num_ranks = min(self.devices_per_node, num_devices)
-        return (self.num_layers * layer + ends) / num_ranks * (self.input_bytes + GRADIENT_BYTES)
+        each = (self.input_bytes + SUM_BYTES) / num_ranks - GRADIENT_BYTES / num_devices
+        return (self.num_layers * layer + ends) * each
 
     def _num_params(self) -> tuple[float, float]:
         """Of a layer, and of embedding and head."""
@@ -235,7 +276,8 @@ class MemoryModel:
         if scheme.stream:
             return self._streaming_bytes(scheme, num_devices, num_layers)
         sharded = self._all_state_bytes() / num_devices
-        held = self._all_state_bytes(num_layers) / scheme.tp
+        share = 1 - self.expert_fraction * (1 - 1 / scheme.ep)
+        held = self._all_state_bytes(share * num_layers) / scheme.tp
         states = sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
         return states + self.exchange_bytes / scheme.tp
 

@@ -211,14 +211,24 @@ class Profile:
         entries = [e for e in self.document["schemes"] if Scheme.from_json(e) in kept]
         return Profile.from_json({**self.document, "schemes": entries})
 
-    def check_model(self, *, num_layers: int, hidden_size: int, vocab_size: int) -> None:
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer; 0 for a dense model."""
+        return int((self.document["model"].get("experts") or {}).get("num", 0))
+
+    def check_model(
+        self, *, num_layers: int, hidden_size: int, vocab_size: int, num_experts: int = 0
+    ) -> None:
         """Raise HydraConfigError if the profile belongs to another model than the one described.
 
         A vocabulary may differ by `_VOCABULARY_TOLERANCE`, as padded and unpadded ones do.
         """
         wanted = {"num_layers": num_layers, "hidden_size": hidden_size, "vocab_size": vocab_size}
         found = {name: getattr(self.memory, name) for name in wanted}
-        is_same = found["num_layers"] == num_layers and found["hidden_size"] == hidden_size
+        wanted["num_experts"], found["num_experts"] = num_experts, self.num_experts
+        is_same = all(
+            found[name] == wanted[name] for name in ("num_layers", "hidden_size", "num_experts")
+        )
         if (
             not is_same
             or abs(found["vocab_size"] - vocab_size) > _VOCABULARY_TOLERANCE * vocab_size
@@ -289,6 +299,8 @@ class Profile:
                     tp_sequence_parallel=document.get("tp_sequence_parallel", False),
                     devices_per_node=int(hardware.get("devices_per_node", 8)),
                     exchange_bytes=float(memory.get("exchange_bytes", 0)),
+                    key_value_share=_key_value_share(model),
+                    expert_fraction=float(memory.get("expert_fraction", 0)),
                 ),
                 saturation_tokens={
                     int(tp): int(tokens)
@@ -319,6 +331,12 @@ def _schemes_with_home(strategy: Strategy, devices_per_node: int) -> frozenset[S
     ]
     streaming = set().union(*(at for scheme, at in nodes if scheme.stream))
     return frozenset(scheme for scheme, at in nodes if at & streaming)
+
+
+def _key_value_share(model: Mapping[str, Any]) -> float:
+    """Key-value heads a query head; 1.0 where `model` does not say."""
+    heads, kv_heads = model.get("num_attention_heads"), model.get("num_key_value_heads")
+    return float(kv_heads / heads) if heads and kv_heads else 1.0
 
 
 def _read_slowdown(value: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""What a profile says of schemes with sequence parallelism that it did not measure."""
+"""What a profile says of schemes with sequence or context parallelism that it did not measure."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def estimate_latency(profile: Profile, scheme: Scheme) -> LatencyModel | None:
     neither launches nor collectives get fewer. Where <SP x TP,PP> was not measured, communication
     counts nothing.
     """
+    if scheme.cp > 1:
+        return _estimate_rows(profile, scheme)
     if scheme.ep > 1:  # tokens that travel to experts are measured, not estimated
         return None
     base = profile.latency.get(replace(scheme, sp=1))
@@ -34,9 +36,35 @@ def estimate_latency(profile: Profile, scheme: Scheme) -> LatencyModel | None:
     )
 
 
+def _estimate_rows(profile: Profile, scheme: Scheme) -> LatencyModel | None:
+    """T of `scheme` with CP from that without, which CP ranks share, and from <CP x SP x TP,PP>.
+
+    CP ranks gather keys and values of a micro-batch, in backward again, and give away their
+    gradients: 6 numbers a token and layer of K H / (SP x TP), K key-value heads a query head, where
+    each of n = CP x SP x TP ranks of a TP group sends 8 H (n - 1) / n in its all-reduces. What
+    <n,PP> takes beyond its share of <TP,PP> is 8 H (n - TP) / n. None where <n,PP> was not
+    measured, because nothing else tells how fast numbers travel.
+    """
+    uncut = replace(scheme, cp=1)
+    base = profile.latency.get(uncut) or estimate_latency(profile, uncut)
+    narrow = profile.latency.get(Scheme(scheme.tp, scheme.pp))
+    num_ranks, group = scheme.ranks_per_stage, scheme.sp * scheme.tp
+    wide = profile.latency.get(Scheme(num_ranks, scheme.pp))
+    if scheme.ep > 1 or base is None or narrow is None or wide is None:
+        return None
+    excess_ms = max(0.0, wide.linear_ms - narrow.linear_ms * scheme.tp / num_ranks)
+    gathered = 6 * profile.memory.key_value_share / group * (1 - 1 / scheme.cp)
+    reduced = 8 * (1 - scheme.tp / num_ranks)
+    return LatencyModel(
+        quadratic_ms=base.quadratic_ms / scheme.cp,
+        linear_ms=base.linear_ms / scheme.cp + excess_ms * gathered / reduced,
+        constant_ms=max(base.constant_ms, wide.constant_ms),
+    )
+
+
 def with_estimates(profile: Profile, strategies: Iterable[Strategy]) -> Profile:
-    """`profile` with an estimate for each scheme with SP in `strategies` that it did not measure
-    and can estimate.
+    """`profile` with an estimate for each scheme with SP or CP in `strategies` that it did not
+    measure and can estimate.
 
     Of even stages without other options, from which `Profile.with_schemes` derives those with
     options. Such entries of its document are marked by "estimated". Without any the profile itself.
@@ -45,7 +73,7 @@ def with_estimates(profile: Profile, strategies: Iterable[Strategy]) -> Profile:
         scheme.without_options()
         for strategy in strategies
         for scheme in strategy.schemes
-        if scheme.sp > 1
+        if scheme.num_shards > 1
     }
     entries = []
     for scheme in sorted(wanted - profile.latency.keys()):

@@ -29,6 +29,13 @@ def engine_states(params_per_hidden2: float, element_bytes: float) -> dict[str, 
     }
 
 
+def expert_memory(fraction: float) -> dict[str, float]:
+    """What the memory of a profile says of experts that are so large a part of a layer; nothing for
+    a dense model.
+    """
+    return {"expert_fraction": fraction} if fraction else {}
+
+
 def with_engine_states(profile: Profile) -> Profile:
     """`profile` with the engine's bytes in place of published ones; as it is where they are the
     engine's already.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ def fitting_schemes(
     tp: Iterable[int] | None = None,
     pp: Iterable[int] | None = None,
     sp: Iterable[int] = (1,),
+    cp: Iterable[int] = (1,),
 ) -> tuple[Scheme, ...]:
-    """Every <SP,TP,PP> that fits `num_devices`, smallest first: of the given degrees, else of
+    """Every <SP,CP,TP,PP> that fits `num_devices`, smallest first: of the given degrees, else of
     powers of two and divisors of `num_devices` (which fill clusters of 6 or 12 devices).
 
     >>> [str(s) for s in fitting_schemes(6, tp=[1, 2])]
@@ -35,13 +37,13 @@ def fitting_schemes(
     """
     degrees = [n for n in range(1, num_devices + 1) if num_devices % n == 0 or n & (n - 1) == 0]
     schemes = {
-        Scheme(t, p, sp=s)
-        for s in sp
+        Scheme(t, p, sp=s, cp=c)
+        for s, c in product(sp, cp)
         for t in tp or degrees
         for p in pp or degrees
-        if s * t * p <= num_devices
+        if s * c * t * p <= num_devices
     }
-    return tuple(sorted(schemes, key=lambda s: (s.num_devices, s.pp, s.sp)))
+    return tuple(sorted(schemes, key=lambda s: (s.num_devices, s.pp, s.sp, s.cp)))
 
 
 def enumerate_strategies(

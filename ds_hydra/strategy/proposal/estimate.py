@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds_hydra.configs.files import check_count, find_file, read_json_object
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_profile
+from ds_hydra.strategy.cost_models.analytic import Experts, Hardware, ModelShape, predict_profile
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.profiles.states import engine_states
+from ds_hydra.strategy.profiles.states import engine_states, expert_memory
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
+from ds_hydra.strategy.schemes.scheme import Scheme
 
 _FIELDS = {
     "num_layers": "num_hidden_layers",
@@ -18,15 +19,23 @@ _FIELDS = {
     "intermediate_size": "intermediate_size",
     "vocab_size": "vocab_size",
 }
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+_NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+"""What families call these."""
 _ELEMENT_BYTES = 2
 
 
 def estimate_from_config(
-    model: str, hardware_name: str, num_devices: int, context_length: int
+    model: str,
+    hardware_name: str,
+    num_devices: int,
+    context_length: int,
+    expert_skew: float = 1.0,
 ) -> tuple[Profile, tuple[str, ...]]:
     """Profile of `model` (a shipped preset, or the path of a config.json) on the named hardware,
-    and what it assumes, one sentence each.
+    and what it assumes, one sentence each. With experts it has schemes with ep, too, on whose
+    busiest rank experts get `expert_skew` times the mean of tokens.
 
     Raises HydraConfigError naming what of the model cannot be described.
     """
@@ -42,6 +51,7 @@ def estimate_from_config(
         for s in power_of_two_schemes(num_devices)
         if heads % s.tp == 0 and s.pp <= shape.num_layers
     ]
+    schemes += shared_experts(shape, heads, num_devices)
     document = predict_profile(
         shape,
         hardware,
@@ -49,11 +59,13 @@ def estimate_from_config(
         name=path.parent.name if path.stem == "config" else path.stem,
         memory={
             "activation_bytes_per_token_per_layer_per_hidden": {
-                str(tp): 36 + 1.5 * tp for tp in {scheme.tp for scheme in schemes}
+                str(tp): shape.kept_bytes + 1.5 * tp for tp in {scheme.tp for scheme in schemes}
             },
             **engine_states(params, _ELEMENT_BYTES),
+            **expert_memory(shape.expert_params / shape.layer_params),
         },
         context_length=context_length,
+        expert_skew=expert_skew,
     )
     document["model"]["num_attention_heads"] = heads
     document["model"]["num_key_value_heads"] = round(heads * shape.key_value_share)
@@ -61,15 +73,13 @@ def estimate_from_config(
     assumed = [
         f"T: roofline of {hardware.name}, {reached['matmul']:.0%} of its peak in matmuls, "
         f"{reached['attention']:.0%} in attention ({described.get('source', 'no source given')})",
-        "memory: 36 + 1.5 TP bytes a token, layer and hidden unit, the engine's states, an eighth left free",
+        f"memory: {shape.kept_bytes:.3g} + 1.5 TP bytes a token, layer and hidden unit, the engine's states, an eighth "
+        "left free",
     ]
     if config.get("sliding_window") and config.get("use_sliding_window", True):
         assumed.append("attention: over the whole sequence, though the model has a sliding window")
-    width = heads * (config.get("head_dim") or shape.hidden_size // heads)
-    if width != shape.hidden_size:
-        assumed.append(
-            f"attention: as wide as the hidden size, {shape.hidden_size}, where heads have {width}"
-        )
+    if shape.experts is not None:
+        assumed.append(_describe_experts(shape, expert_skew))
     return Profile.from_json(document), tuple(assumed)
 
 
@@ -80,11 +90,6 @@ def describe_model(config: Mapping[str, Any], source: str) -> tuple[ModelShape, 
     family = config.get("model_type", "the model")
     if config.get("is_encoder_decoder"):
         raise HydraConfigError(f"{source}: {family} has an encoder; ds_hydra trains decoders alone")
-    if key := next((key for key in _EXPERT_KEYS if (config.get(key) or 0) > 1), None):
-        raise HydraConfigError(
-            f"{source}: {family} is a mixture of experts ({key} = {config[key]}), which the roofline does not know; "
-            "measure it (`ds-hydra profile`) and give --profile"
-        )
     wanted = (*_FIELDS.values(), "num_attention_heads")
     missing = [name for name in wanted if config.get(name) is None]
     if missing:
@@ -101,4 +106,79 @@ def describe_model(config: Mapping[str, Any], source: str) -> tuple[ModelShape, 
     key_value_heads = heads if given is None else check_count(
         given, f"{source}: num_key_value_heads", least=1, most=heads
     )  # fmt: skip
-    return ModelShape(**counts, key_value_share=key_value_heads / heads), heads
+    head_size = config.get("v_head_dim") or config.get("head_dim")
+    width = heads * head_size if isinstance(head_size, int) else counts["hidden_size"]
+    shape = ModelShape(
+        **counts,
+        key_value_share=key_value_heads / heads,
+        attention_width=0 if width == counts["hidden_size"] else width,
+        experts=find_experts(config, counts["num_layers"], source),
+    )
+    return shape, heads
+
+
+def find_experts(config: Mapping[str, Any], num_layers: int, source: str) -> Experts | None:
+    """The experts that a config.json describes, None for a dense model; raises HydraConfigError
+    where it has experts and does not say how many a token chooses.
+    """
+    num = _first_count(config, _NUM_EXPERTS)
+    if num < 2:
+        return None
+    chosen = _first_count(config, _NUM_CHOSEN)
+    if not 1 <= chosen <= num:
+        raise HydraConfigError(
+            f"{source}: {config.get('model_type')} has {num} experts, and a token chooses {chosen} of them "
+            f"({' or '.join(_NUM_CHOSEN)}), expected 1 to {num}"
+        )
+    size = _first_count(config, ("moe_intermediate_size", "intermediate_size"))
+    shared = _first_count(config, ("shared_expert_intermediate_size",))
+    return Experts(
+        num=num,
+        chosen=chosen,
+        size=size,
+        shared_size=shared or _first_count(config, _NUM_SHARED) * size,
+        layer_share=_layers_with_experts(config, num_layers) / num_layers,
+    )
+
+
+def _first_count(config: Mapping[str, Any], keys: Sequence[str]) -> int:
+    """The first of `keys` that is a positive number, or the first of several; 0 without."""
+    for key in keys:
+        value = config.get(key)
+        value = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(value, int) and value > 0:
+            return value
+    return 0
+
+
+def _layers_with_experts(config: Mapping[str, Any], num_layers: int) -> int:
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list | tuple) and len(kinds) == num_layers:
+        return sum(kind != "dense" for kind in kinds)
+    first = _first_count(config, ("first_k_dense_replace", "moe_layer_start_index"))
+    step = _first_count(config, ("decoder_sparse_step", "moe_layer_freq")) or 1
+    dense = config.get("mlp_only_layers") or ()
+    return sum(i not in dense and (i + 1) % step == 0 for i in range(first, num_layers))
+
+
+def shared_experts(shape: ModelShape, heads: int, num_devices: int) -> list[Scheme]:
+    """<spN,PP;ep=N> of powers of two that fit `num_devices` and divide heads and experts."""
+    num = shape.experts.num if shape.experts is not None else 1
+    return [
+        Scheme(1, s.pp, sp=s.tp, ep=s.tp)
+        for s in power_of_two_schemes(num_devices)
+        if s.tp > 1 and heads % s.tp == 0 and num % s.tp == 0 and s.pp <= shape.num_layers
+    ]
+
+
+def _describe_experts(shape: ModelShape, skew: float) -> str:
+    assert shape.experts is not None
+    ends = 2 * shape.vocab_size * shape.hidden_size
+    total, active = (
+        (shape.num_layers * params + ends) / 1e9
+        for params in (shape.layer_params, shape.active_layer_params)
+    )
+    return (
+        f"experts: {shape.experts.chosen} of {shape.experts.num} for a token, {active:.1f} of {total:.1f} billion "
+        f"parameters active; with ep the busiest rank's experts get {skew:g} times the mean of tokens (--expert-skew)"
+    )

@@ -1,5 +1,5 @@
-"""Schemes beside <TP,PP> that a proposal may consider: what follows from a profile for SP, CKPT and
-uneven stages.
+"""Schemes beside <TP,PP> that a proposal may consider: what follows from a profile for SP, CP, CKPT
+and uneven stages.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import numpy as np
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
+from ds_hydra.strategy.proposal.expert_parallel import with_shared_experts
+from ds_hydra.strategy.proposal.rows import schemes_beyond_heads, with_rows
 from ds_hydra.strategy.proposal.streamed import CanRun, with_streamed_schemes
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -37,6 +39,8 @@ def with_extended_schemes(
 
     - <SP,TP,PP> where <TP,PP> and <SP x TP,PP> were measured (`with_estimates`), so that the heads
       divide.
+    - <SP,CP,TP,PP> where the heads no longer divide by more SP (`schemes_beyond_heads`).
+    - <spN,PP;ep=N> of a mixture of experts, where `cluster` says how fast tokens travel.
     - <SP,TP,1;stream>, and <SP,TP,1;gather> for `tokens_per_iteration`, where `cluster` says how
       fast layers move (`with_streamed_schemes`).
     - Checkpointed layers and uneven stages, where they let a scheme fit a class of lengths that it
@@ -50,7 +54,11 @@ def with_extended_schemes(
     measured = profile.only(profile.latency.keys() - profile.assumed)
     found = list(_with_sequence_parallelism(measured, num_devices, can_run))
     known = with_estimates(measured, (Strategy((scheme,)) for scheme in found))
+    known = with_rows(known, filter(can_run, schemes_beyond_heads(measured, num_devices)), cluster)
     if cluster is not None:
+        known = with_shared_experts(
+            known, num_devices=num_devices, cluster=cluster, can_run=can_run
+        )
         known = with_streamed_schemes(
             known,
             num_devices=num_devices,

@@ -181,7 +181,7 @@ def charge_ms(
         raise ValueError("charge 'per_micro_batch' needs tokens_per_iteration")
     share_tokens = max(1.0, settings.tokens_per_iteration * scheme.num_devices / num_devices)
     fewest = max(1, int(np.ceil(share_tokens / profile.max_len_tokens(scheme, num_devices))))
-    saturated = profile.saturation_tokens.get(scheme.tp, 1) * scheme.sp
+    saturated = profile.saturation_tokens.get(scheme.tp, 1) * scheme.num_shards
     most = max(fewest, int(share_tokens // saturated))
     micro_batches = np.unique(np.geomspace(fewest, most, 64).astype(np.int64)).astype(np.float64)
     work = model.linear_ms * share_tokens

@@ -86,7 +86,7 @@ def with_streamed_schemes(
     heads = profile.document["model"].get("num_attention_heads", num_devices)
     wide = [Scheme(1, 1, sp=1 << exponent) for exponent in range(num_devices.bit_length())]
     wide = [scheme for scheme in wide if single is not None and heads % scheme.sp == 0]
-    known = [s for s in profile.latency if s.pp == 1 and s == s.without_options()]
+    known = [s for s in profile.latency if s.pp == s.ep == 1 and s == s.without_options()]
     kinds = (False,) if tokens_per_iteration is None else (False, True)
     for plain, gathers in product(dict.fromkeys([*known, *wide]), kinds):
         scheme = replace(plain, stream=0 if gathers else ALL_LAYERS, gather=gathers)
@@ -95,7 +95,7 @@ def with_streamed_schemes(
         if not fits or scheme.num_devices > num_devices or not can_run(scheme):
             continue
         if single is not None and plain.tp == 1:
-            model = cluster.with_exchanges(_shared(single, plain.sp), plain)
+            model = cluster.with_exchanges(_shared(single, plain.num_shards), plain)
             source: dict[str, object] = {"estimated": True}
         else:
             model, source = profile.latency[plain], {"derived_from": str(plain)}

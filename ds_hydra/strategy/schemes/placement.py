@@ -1,4 +1,4 @@
-"""Where the ranks of a strategy stand: stages, and the groups that TP, SP and PP need.
+"""Where the ranks of a strategy stand: stages, and the groups that TP, SP, CP and PP need.
 
 Pipelines are consecutive blocks of ranks, so stages and groups are ranges: equal ones are equal
 values, however many ranks they have, and two strategies share a group where placement in blocks
@@ -31,8 +31,8 @@ LINK_GROUPS = 4
 
 @lru_cache(maxsize=1024)
 def coordinates(scheme: Scheme) -> tuple[tuple[int, int, int], ...]:
-    """(stage, place in the SP group, place in the TP group) of each rank of a pipeline, in the
-    order of its ranks.
+    """(stage, sequence shard, place in the TP group) of each rank of a pipeline, in the order of
+    its ranks; sequence shard `c * sp + s` is number `s` of the SP group that has row `c`.
 
     >>> coordinates(Scheme(2, 2))
     ((0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1))
@@ -40,7 +40,7 @@ def coordinates(scheme: Scheme) -> tuple[tuple[int, int, int], ...]:
     return tuple(
         (stage, s, t)
         for stage in range(scheme.pp)
-        for s in range(scheme.sp)
+        for s in range(scheme.num_shards)
         for t in range(scheme.tp)
     )
 
@@ -57,10 +57,23 @@ def tp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
 
 
 def _sp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
-    """The SP groups of a pipeline: ranks with the same slices, in the order of their sequence
-    shards.
+    """The SP groups of a pipeline: ranks with the same slices and the same row, in the order of
+    their sequence shards.
     """
-    return [stage[t :: scheme.tp] for stage in stages_of(scheme, ranks) for t in range(scheme.tp)]
+    size = scheme.sp * scheme.tp
+    return [
+        ranks[begin + t : begin + size : scheme.tp]
+        for begin in range(0, len(ranks), size)
+        for t in range(scheme.tp)
+    ]
+
+
+def _cp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
+    """The CP groups of a pipeline: ranks with the same slices and the same place in their SP
+    groups, in the order of their rows.
+    """
+    step = scheme.sp * scheme.tp
+    return [stage[begin::step] for stage in stages_of(scheme, ranks) for begin in range(step)]
 
 
 def stage_hops(scheme: Scheme, ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -70,7 +83,7 @@ def stage_hops(scheme: Scheme, ranks: Sequence[int]) -> Iterator[tuple[int, int]
 
 @lru_cache(maxsize=4096)
 def groups_of(strategy: Strategy) -> frozenset[GroupKey]:
-    """Groups that `strategy` needs: one per TP and SP group, and one per direction for each
+    """Groups that `strategy` needs: one per TP, SP and CP group, and one per direction for each
     pipeline with PP > 1.
     """
     keys: set[GroupKey] = set()
@@ -82,6 +95,8 @@ def groups_of(strategy: Strategy) -> frozenset[GroupKey]:
             keys |= {("tp", group) for group in tp_groups(scheme, ranks)}
         if scheme.sp > 1:
             keys |= {("sp", group) for group in _sp_groups(scheme, ranks)}
+        if scheme.cp > 1:
+            keys |= {("cp", group) for group in _cp_groups(scheme, ranks)}
         if scheme.pp > 1:
             keys |= {("pp_down", ranks), ("pp_up", ranks)}
     return frozenset(keys)
@@ -113,7 +128,8 @@ class Role:
     pipeline: int
     scheme: Scheme
     stage: int
-    sp_rank: int
+    shard: int
+    """The sequence shard of its micro-batches that it has."""
     tp_rank: int
     ranks: range
     """Those of the pipeline."""
@@ -132,18 +148,38 @@ class Role:
     @property
     def rank(self) -> int:
         """The rank itself."""
-        place = (self.stage * self.scheme.sp + self.sp_rank) * self.scheme.tp + self.tp_rank
-        return self.ranks[place]
+        return self.ranks[self._tp_group * self.scheme.tp + self.tp_rank]
+
+    @property
+    def _tp_group(self) -> int:
+        return self.stage * self.scheme.num_shards + self.shard
+
+    @property
+    def sp_rank(self) -> int:
+        """Its place in the SP group."""
+        return self.shard % self.scheme.sp
+
+    @property
+    def cp_rank(self) -> int:
+        """Which row of its micro-batches it works on."""
+        return self.shard // self.scheme.sp
 
     @property
     def tp_ranks(self) -> range:
         """The TP group."""
-        return tp_groups(self.scheme, self.ranks)[self.stage * self.scheme.sp + self.sp_rank]
+        return tp_groups(self.scheme, self.ranks)[self._tp_group]
 
     @property
     def sp_ranks(self) -> range:
         """The SP group."""
-        return _sp_groups(self.scheme, self.ranks)[self.stage * self.scheme.tp + self.tp_rank]
+        row = self.stage * self.scheme.cp + self.cp_rank
+        return _sp_groups(self.scheme, self.ranks)[row * self.scheme.tp + self.tp_rank]
+
+    @property
+    def cp_ranks(self) -> range:
+        """The CP group."""
+        place = (self.stage * self.scheme.sp + self.sp_rank) * self.scheme.tp + self.tp_rank
+        return _cp_groups(self.scheme, self.ranks)[place]
 
     @property
     def ep_rank(self) -> int:

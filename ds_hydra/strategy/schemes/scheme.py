@@ -14,7 +14,9 @@ from ds_hydra.configs.files import MAX_DEVICES, read_counts
 from ds_hydra.errors import HydraConfigError
 
 _TERM = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<([^<>]*)>\s*")
-_DEGREES = re.compile(r"\s*(?:sp\s*(\d{1,9})\s*,\s*)?(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*")
+_DEGREES = re.compile(
+    r"\s*(?:sp\s*(\d{1,9})\s*,\s*)?(?:cp\s*(\d{1,9})\s*,\s*)?(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*"
+)
 _OPTION = re.compile(r"\s*([a-z_]{1,20})\s*=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*")
 _COUNTED = ("ckpt", "stages", "stream", "ep")
 _OPTIONS = (*_COUNTED, "gather")
@@ -34,9 +36,9 @@ class Scheme:
     have besides.
 
     Text forms: `<2,4>`, `<2,4;ckpt=12;stages=9,8,8,7>`, `<sp2,4,1>` (SP 2, TP 4,
-    PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<2,2;stream=8>`, `<sp4,1;stream>` (all
-    layers), `<sp4,1;gather>`, `<sp4,1;ep=4>`. In JSON documents the options are further keys
-    beside "tp" and "pp", where they are set.
+    PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<cp2,1>`, `<sp4,cp2,1>`, `<2,2;stream=8>`,
+    `<sp4,1;stream>` (all layers), `<sp4,1;gather>`, `<sp4,1;ep=4>`. In JSON documents the options
+    are further keys beside "tp" and "pp", where they are set.
     """
 
     tp: int
@@ -50,7 +52,7 @@ class Scheme:
     stages hold more micro-batches, so they save most); 0 leaves it to the model's own gradient
     checkpointing."""
     sp: int = 1
-    """Sequence-parallel degree: a stage has `sp * tp` ranks."""
+    """Sequence-parallel degree: so many ranks share a row by heads in attention."""
     stream: int = 0
     """The first layers of each stage whose weights are read from the node's home layer by layer and
     whose gradients are added there, instead of staying with the rank; `ALL_LAYERS` streams all of
@@ -65,17 +67,20 @@ class Scheme:
     """Expert-parallel degree: `ep` neighbours of an SP group share the experts of a layer, whole
     ones, and send them their tokens.
     """
+    cp: int = 1
+    """Context-parallel degree: a micro-batch is cut into `cp` rows of pieces of its sequences, and
+    a stage has `cp * sp * tp` ranks.
+    """
     _hash: int = field(init=False, repr=False, compare=False)
     """Schemes are looked up often."""
 
     def __post_init__(self) -> None:
-        degrees = (self.sp, self.tp, self.pp)
-        if not all(type(degree) is int and degree >= 1 for degree in degrees):
-            named = (
-                f"<sp{self.sp},{self.tp},{self.pp}>" if self.sp != 1 else f"<{self.tp},{self.pp}>"
-            )
-            sizes = "TP and PP degrees" if self.sp == 1 else "SP, TP and PP degrees"
-            raise HydraConfigError(f"scheme {named[:80]}: {sizes} must be 1 or more")
+        degrees = {"SP": self.sp, "CP": self.cp, "TP": self.tp, "PP": self.pp}
+        if not all(type(degree) is int and degree >= 1 for degree in degrees.values()):
+            named = [k for k, n in degrees.items() if n != 1 or k in ("TP", "PP")]
+            shown = ",".join(f"{k.lower() if k in ('SP', 'CP') else ''}{degrees[k]}" for k in named)
+            sizes = f"{', '.join(named[:-1])} and PP degrees"
+            raise HydraConfigError(f"scheme <{shown:.78}>: {sizes} must be 1 or more")
         if self.num_devices > MAX_DEVICES:
             raise HydraConfigError(f"scheme {str(self)[:80]}: more than {MAX_DEVICES} ranks")
         if type(self.ckpt) is not int or not 0 <= self.ckpt <= _MAX_LAYERS:
@@ -101,7 +106,7 @@ class Scheme:
             )
         self._check_ep()
         degrees_and_options = (
-            self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream, self.gather, self.ep
+            self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream, self.gather, self.ep, self.cp
         )  # fmt: skip
         object.__setattr__(self, "_hash", hash(degrees_and_options))
 
@@ -135,7 +140,7 @@ class Scheme:
 
         Raises KeyError without "tp" or "pp", HydraConfigError for values that are no scheme.
         """
-        names = ("ckpt", "sp", "gather", "ep")
+        names = ("ckpt", "sp", "gather", "ep", "cp")
         options = {key: document[key] for key in names if key in document}
         if document.get("repull"):
             raise HydraConfigError(_REPLACED)
@@ -162,6 +167,8 @@ class Scheme:
         document: dict[str, Any] = {"tp": self.tp, "pp": self.pp}
         if self.sp > 1:
             document["sp"] = self.sp
+        if self.cp > 1:
+            document["cp"] = self.cp
         if self.ep > 1:
             document["ep"] = self.ep
         if self.ckpt:
@@ -177,18 +184,23 @@ class Scheme:
     @property
     def num_devices(self) -> int:
         """Ranks that one pipeline of this scheme occupies (N(P) in §7)."""
-        return self.sp * self.tp * self.pp
+        return self.ranks_per_stage * self.pp
 
     @property
     def ranks_per_stage(self) -> int:
         """Ranks that share the micro-batches of one stage."""
-        return self.sp * self.tp
+        return self.num_shards * self.tp
+
+    @property
+    def num_shards(self) -> int:
+        """Sequence shards that a micro-batch is cut into, by SP and CP."""
+        return self.sp * self.cp
 
     @property
     def is_plain(self) -> bool:
         """Whether it is <TP,PP> and nothing more."""
         has_options = self.stages or self.ckpt or self.stream or self.gather
-        return not has_options and self.sp == 1
+        return not has_options and self.num_shards == 1
 
     @property
     def streams_all(self) -> bool:
@@ -197,7 +209,7 @@ class Scheme:
 
     def without_options(self) -> Scheme:
         """The same degrees with even stages and nothing checkpointed or streamed."""
-        return Scheme(self.tp, self.pp, sp=self.sp, ep=self.ep)
+        return Scheme(self.tp, self.pp, sp=self.sp, ep=self.ep, cp=self.cp)
 
     def stage_layers(self, num_layers: int, stage: int) -> range:
         """The layers of `stage`; in an even split that leaves layers over, earlier stages get one
@@ -244,9 +256,10 @@ class Scheme:
             )
 
     def __str__(self) -> str:
-        degrees = f"{self.tp},{self.pp}"
-        if self.sp > 1:
-            degrees = f"sp{self.sp},{degrees}" if self.tp > 1 else f"sp{self.sp},{self.pp}"
+        sp = f"sp{self.sp}," if self.sp > 1 else ""
+        cp = f"cp{self.cp}," if self.cp > 1 else ""
+        tp = f"{self.tp}," if self.tp > 1 or not (sp or cp) else ""
+        degrees = f"{sp}{cp}{tp}{self.pp}"
         ckpt = f";ckpt={self.ckpt}" if self.ckpt else ""
         stages = f";stages={','.join(map(str, self.stages))}" if self.stages else ""
         stream = f"={self.stream}" if not self.streams_all else ""
@@ -262,8 +275,8 @@ _REPLACED = (
 
 _FORM = (
     "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have options, as in "
-    "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<2,2;stream=8>', '<1,1;stream>' (all layers), "
-    "'<1,1;gather>' or '<sp4,1;ep=4>' (experts)"
+    "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<cp2,1>' (<CP,PP>), '<2,2;stream=8>', "
+    "'<1,1;stream>' (all layers), '<1,1;gather>' or '<sp4,1;ep=4>' (experts)"
 )
 
 
@@ -271,7 +284,7 @@ def _read_scheme(body: str) -> Scheme:
     """The scheme whose text is `body` between angle brackets."""
     first, *rest = body.split(";")
     degrees = _DEGREES.fullmatch(first)
-    if degrees is None or (degrees[1] is None and degrees[2] is None):
+    if degrees is None or not (degrees[1] or degrees[2] or degrees[3]):
         raise HydraConfigError(f"cannot read {'<' + body[:80] + '>'!r}; {_FORM}")
     options: dict[str, tuple[int, ...]] = {}
     gather = False
@@ -300,10 +313,11 @@ def _read_scheme(body: str) -> Scheme:
                 "from 1 up; leave it out for none"
             )
     return Scheme(
-        tp=int(degrees[2] or 1),
-        pp=int(degrees[3]),
+        tp=int(degrees[3] or 1),
+        pp=int(degrees[4]),
         stages=stages,
         sp=int(degrees[1] or 1),
+        cp=int(degrees[2] or 1),
         gather=gather,
         **{option: counts[0] for option, counts in options.items()},
     )
@@ -396,9 +410,9 @@ class Strategy:
     def place(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each pipeline: consecutive blocks in the order of `schemes`, starting at rank 0.
 
-        Inside a pipeline rank `ranks[(stage * sp + s) * tp + t]` runs TP slice `t` of `stage` on
-        part `s` of the sequences. Ranks from `num_devices` on are in no pipeline (idle during
-        propagation).
+        Inside a pipeline rank `ranks[((stage * cp + c) * sp + s) * tp + t]` runs TP slice `t` of
+        `stage` on sequence shard `s` of row `c` of every micro-batch. Ranks from `num_devices` on
+        are in no pipeline (idle during propagation).
 
         >>> Strategy.parse("1x<2,1> + 2x<1,1>").place()
         ((0, 1), (2,), (3,))

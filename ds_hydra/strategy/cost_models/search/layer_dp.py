@@ -172,6 +172,8 @@ def _largest_valid(
     """Strategies of the largest forward budget whose peak (Eq. 2) fits; -1 everywhere where none
     does.
     """
+    # Budgets bound what forward keeps; the peak is in a backward pass and known only of a whole
+    # choice, so the largest budget need not be valid where a smaller one is.
     num_layers = choice.shape[0]
     found = np.full(num_layers, -1, dtype=np.int64)
     for budget in range(cost.shape[0] - 1, -1, -1):

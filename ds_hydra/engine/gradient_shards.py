@@ -1,0 +1,72 @@
+"""This rank's fp32 gradient shards, in ZeRO-3's own memory where that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from deepspeed.utils import safe_get_local_grad, safe_set_local_grad
+from torch import Tensor, nn
+
+from ds_hydra.engine.transfer.home import Home
+
+_GRADIENT_VIEWS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
+
+
+class GradientShards:
+    """Gradient shards [shard] of `params`, the same memory in every iteration; not collective.
+
+    That of the home if there is one, which ZeRO-3 then has its gradients in, too; else ZeRO-3's
+    where it is fp32 on this device; else memory that `deposit` copies from. Empty for frozen
+    parameters.
+    """
+
+    def __init__(self, optimizer: Any, params: Sequence[nn.Parameter], device: torch.device):
+        self._optimizer = optimizer
+        self._params = params
+        self._device = device
+        self._grads_P: list[Tensor] = []
+        self._in_zero: set[int] = set()
+
+    def zeroed(self, home: Home | None, *, is_fp16: bool) -> list[Tensor]:
+        """The shards, set to zero."""
+        if home is not None and self._grads_P is not home.grads_P:
+            self._grads_P = home.grads_P
+            if not is_fp16:  # DeepSpeed looks for Inf in its own memory
+                self._lend()
+        if not self._grads_P:
+            self._grads_P = [self._of(param) for param in self._params]
+        torch._foreach_zero_(self._grads_P)
+        return self._grads_P
+
+    def deposit(self) -> None:
+        """Hand them to ZeRO-3 as if its own backward had reduced them."""
+        for param, grad_P in zip(self._params, self._grads_P, strict=True):
+            if param.requires_grad and grad_P.data_ptr() not in self._in_zero:
+                safe_set_local_grad(param, grad_P)
+        self._optimizer.independent_gradient_partition_epilogue()
+
+    def _of(self, param: nn.Parameter) -> Tensor:
+        if param.requires_grad and not self._optimizer.offload_optimizer:
+            own, again = safe_get_local_grad(param), safe_get_local_grad(param)
+            if own.data_ptr() == again.data_ptr():  # no copy in fp32
+                self._in_zero.add(own.data_ptr())
+                return own
+        numel = param.ds_tensor.numel() if param.requires_grad else 0
+        return torch.empty(numel, dtype=torch.float32, device=self._device)
+
+    def _lend(self) -> None:
+        """Let ZeRO-3 have its gradients here, and give up 4 bytes for each element of a shard.
+
+        DeepSpeed's table of views is private; where it is not found, `deposit` copies.
+        """
+        views = getattr(self._optimizer, _GRADIENT_VIEWS, None)
+        is_fp32 = self._optimizer.gradient_accumulation_dtype == torch.float32
+        if views is None or not is_fp32 or self._optimizer.offload_optimizer:
+            return
+        for param, grad_P in zip(self._params, self._grads_P, strict=True):
+            if param.requires_grad:
+                views[param.ds_id] = grad_P
+                self._in_zero.add(grad_P.data_ptr())
+        self._optimizer.grad_partitions_flat_buffer = self._grads_P[0].new_empty(0)

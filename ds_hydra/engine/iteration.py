@@ -1,0 +1,109 @@
+"""One iteration: the plan that ranks agree on, what it minimises, and what they measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ds_hydra.engine.losses.loss import SequenceLoss
+from ds_hydra.engine.losses.objective import (
+    Collector,
+    Objective,
+    Scores,
+    WeightedObjective,
+    name_of,
+)
+from ds_hydra.engine.model.micro_batches import LoadExample
+from ds_hydra.engine.propagation import Outcome, Propagator
+from ds_hydra.engine.ranks.agreement import raise_together
+from ds_hydra.errors import HydraDataError
+from ds_hydra.sampler.background import PlannedIteration
+from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.strategy.schemes.placement import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """A plan that all ranks agree on, and where its sequences come from."""
+
+    planned: PlannedIteration
+    load: LoadExample
+    objective: Objective | None = None
+    """What a given loss makes of a given mini-batch; None for the mean cross entropy."""
+    labels: Sequence[Tensor] = ()
+    """[l] of each sequence of a given mini-batch."""
+
+    @property
+    def plan(self) -> IterationPlan:
+        """The plan."""
+        return self.planned.plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """What all ranks measured in one iteration."""
+
+    ranks: list[Outcome]
+    nonfinite_ranks: list[int]
+    """Ranks with NaN or Inf among the gradients that they own."""
+    is_stop_requested: bool
+    """Whether any rank was told to stop (SIGTERM)."""
+    expert_tokens_LE: Tensor | None = None
+    """[layers with experts, E]: tokens that chose an expert, if a training iteration had any."""
+
+    @property
+    def balance_loss(self) -> float:
+        """The loss of balance of experts."""
+        return sum(o.balance_loss for o in self.ranks)
+
+    def loss(self, plan: IterationPlan, objective: Objective | None = None) -> float:
+        """Mean over the label tokens of `plan`, or what `objective` divides by, and the loss of
+        balance. Raises HydraDataError, on all ranks, where the loss of `objective` is not finite.
+        """
+        if objective is None:
+            return sum(o.loss_sum for o in self.ranks) / plan.num_label_tokens + self.balance_loss
+        for position in (int(o.nonfinite_position) for o in self.ranks):
+            if position >= 0:
+                of_pipelines = (p.micro_batches for p in plan.pipelines)
+                beside = next(m for ms in of_pipelines for m in ms if position in m)
+                raise HydraDataError(
+                    f"iteration {plan.iteration}: loss {name_of(objective.loss)} is not finite in the micro-batch of "
+                    f"examples {', '.join(map(str, sorted(beside)))}; no weight was changed. Look at their fields "
+                    f"{', '.join((*objective.loss.token_fields, *objective.loss.sequence_fields)) or '(none)'}"
+                )
+        if isinstance(objective, WeightedObjective):
+            return objective.value + self.balance_loss
+        return sum(o.loss_sum for o in self.ranks) / objective.normaliser + self.balance_loss
+
+
+def score(
+    iteration: Iteration, propagator: Propagator, device: torch.device, *, entropy: bool = False
+) -> Scores:
+    """Scores of every token of the iteration's sequences, forward only. Collective over all ranks,
+    returned on each.
+    """
+    lengths = iteration.plan.lengths
+    collector = Collector(sum(lengths), device, entropy=entropy)
+    propagator.evaluate(iteration.plan, iteration.load, collector.objective(lengths))
+    role = Role.find(iteration.plan.strategy, propagator.rank)
+    return collector.gather(lengths, counts_here=role is not None and role.tp_rank == 0)
+
+
+def weigh(iteration: Iteration, propagator: Propagator, device: torch.device) -> Iteration:
+    """`iteration`, with a loss of sequences turned into weighted sums. Collective over all ranks;
+    one forward pass where it is one.
+    """
+    objective = iteration.objective
+    if objective is None or not isinstance(objective.loss, SequenceLoss):
+        return iteration
+    log_probs = score(iteration, propagator, device).log_probs
+    error, weighted = None, None
+    try:
+        weighted = objective.weighted(log_probs, iteration.labels)
+    except Exception as caught:  # the user's own code
+        error = caught
+    raise_together(error, device)
+    return replace(iteration, objective=weighted)

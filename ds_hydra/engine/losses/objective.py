@@ -1,0 +1,221 @@
+"""A loss and the fields of one mini-batch's examples: read, checked, and cut into rows.
+
+Legend: T tokens of a packed micro-batch, N sequences of a mini-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_hydra.engine.losses.loss import NUM_COUNTED, WEIGHT, Fields, Loss, SequenceLoss, Tokens
+from ds_hydra.engine.parallel.token_scores import TokenScores
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.data.examples import IGNORED_LABEL
+
+_INDEX = "number of the token in the mini-batch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """What an iteration minimises: `loss` of all sequences over `normaliser`, with the fields of
+    each.
+    """
+
+    loss: Loss
+    normaliser: float
+    fields: Sequence[Fields]
+
+    @classmethod
+    def read(
+        cls, loss: Loss, rows: Sequence[Mapping[str, Any]], labels: Sequence[Tensor]
+    ) -> Objective:
+        """The objective of `rows`, whose `labels` [l] say what counts. Raises HydraConfigError
+        naming the loss, and the example and field where it is one's.
+        """
+        if not isinstance(loss, Loss):
+            raise HydraConfigError(
+                f"loss is {loss!r:.80}, expected an object of a subclass of ds_hydra.engine.losses.Loss"
+            )
+        fields = [
+            _read_fields(loss, row, len(l), number)
+            for number, (row, l) in enumerate(zip(rows, labels, strict=True))
+        ]
+        counts = [_predicted(l) for l in labels]
+        normaliser = loss.normaliser(counts, fields)
+        if not 0 < normaliser < float("inf"):
+            raise HydraConfigError(
+                f"loss {name_of(loss)} is divided by {normaliser} in this mini-batch, expected a number above 0; "
+                "some token of some example must count"
+            )
+        counted = (torch.tensor(float(count.sum())) for count in counts)
+        with_counts = [{**f, NUM_COUNTED: number} for f, number in zip(fields, counted)]
+        objective = cls(loss=loss, normaliser=normaliser, fields=with_counts)
+        objective._try_out(counts)
+        return objective
+
+    def rows_of(self, position: int, part: slice, num_tokens: int) -> dict[str, Tensor]:
+        """Fields of the predictions `part` of the sequence at `position`, [t] or [t, k]."""
+        names = set(self.loss.sequence_fields) | {NUM_COUNTED, WEIGHT}
+        found = {}
+        for name, values in self.fields[position].items():
+            if name in names:
+                found[name] = values.expand(num_tokens)[part]
+            else:
+                found[name] = torch.cat([values[1:], torch.zeros_like(values[:1])])[part]
+        return found
+
+    def weighted(self, log_probs: Sequence[Tensor], labels: Sequence[Tensor]) -> WeightedObjective:
+        """The second pass of a `SequenceLoss`, where tokens have these log-probabilities [l] each.
+
+        Raises HydraConfigError where the loss, or a derivative of it, is not finite.
+        """
+        assert isinstance(self.loss, SequenceLoss)
+        sums_N = torch.stack([values.double().sum() for values in log_probs]).requires_grad_()
+        counts_N = torch.stack([_predicted(l).sum() for l in labels])
+        value = self.loss.of_sequences(sums_N, counts_N, self.fields)
+        (weights_N,) = torch.autograd.grad(value, sums_N)
+        if not bool(value.isfinite() & weights_N.isfinite().all()):
+            bad = [n for n, w in enumerate(weights_N.tolist()) if w != w] or ["all"]
+            raise HydraConfigError(
+                f"loss {name_of(self.loss)} of the mini-batch is {float(value)}, and its derivative not finite for "
+                f"example {bad[0]}; look at its fields {', '.join(self.loss.sequence_fields)}"
+            )
+        fields = [{**f, WEIGHT: w} for f, w in zip(self.fields, weights_N.float())]
+        return WeightedObjective(
+            loss=self.loss,
+            normaliser=self.normaliser,
+            fields=fields,
+            value=float(value) / self.normaliser,
+        )
+
+    def _try_out(self, counts: Sequence[Tensor]) -> None:
+        """Call a loss of tokens with those of one example: a mistake in it is everyone's."""
+        if isinstance(self.loss, SequenceLoss):
+            return
+        number = next((n for n, count in enumerate(counts) if count.any()), 0)
+        num_tokens = len(counts[number])
+        log_probs_T = torch.full((num_tokens,), -1.0, requires_grad=True)
+        rows = self.rows_of(number, slice(0, num_tokens), num_tokens)
+        wanted = self.loss.candidates
+        scores = TokenScores(
+            counts_T=torch.cat([counts[number][1:], torch.zeros(1, dtype=torch.bool)]),
+            log_probs_T=log_probs_T,
+            log_normaliser_T=torch.ones(num_tokens),
+            entropy_T=torch.ones(num_tokens) if self.loss.needs_entropy else None,
+            mean_log_prob_T=-torch.ones(num_tokens) if self.loss.needs_mean_log_prob else None,
+            candidate_log_probs_TK=None if wanted is None else -torch.ones(rows[wanted].shape),
+        )
+        name = name_of(self.loss)
+        try:
+            value = self.loss(Tokens(scores=scores, fields=rows))
+        except Exception as error:  # the user's own code
+            raise HydraConfigError(
+                f"loss {name} raised {type(error).__name__} for example {number}: {error}"
+            ) from error
+        if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise HydraConfigError(
+                f"loss {name} returned {shape}, expected one number: the sum over tokens, a tensor of shape []"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedObjective(Objective):
+    """An objective of known `value`, whose gradient is that of weighted sums."""
+
+    value: float
+
+
+class Collector(Loss):
+    """Keeps the scores of every token of a mini-batch in place of a loss.
+
+    `log_probs` and `entropy` [tokens of the mini-batch] on the device; what other ranks score is 0
+    here.
+    """
+
+    def __init__(self, num_tokens: int, device: torch.device, *, entropy: bool):
+        self.token_fields = (_INDEX,)
+        self.needs_entropy = entropy
+        self.log_probs = torch.zeros(num_tokens, device=device)
+        self.entropy = torch.zeros(num_tokens if entropy else 0, device=device)
+
+    def objective(self, lengths: Sequence[int]) -> Objective:
+        """What to evaluate sequences of `lengths` with."""
+        numbers = torch.arange(sum(lengths)).split(list(lengths))
+        return Objective(loss=self, normaliser=1.0, fields=[{_INDEX: n} for n in numbers])
+
+    def __call__(self, tokens: Tokens) -> Tensor:
+        """Nothing to minimise."""
+        # What is not predicted goes to the first token of the mini-batch, which nothing predicts.
+        index_T = tokens.fields[_INDEX].masked_fill(~tokens.counts_T, 0)
+        self.log_probs[index_T] = tokens.log_probs_T
+        if tokens.scores.entropy_T is not None:
+            self.entropy[index_T] = tokens.scores.entropy_T
+        return tokens.log_probs_T.new_zeros(())
+
+    def gather(self, lengths: Sequence[int], *, counts_here: bool) -> Scores:
+        """Scores of all sequences on every rank; of the ranks of a TP group one counts. Collective
+        over all ranks.
+        """
+        both = torch.cat([self.log_probs, self.entropy]) * counts_here
+        dist.all_reduce(both)
+        log_probs, entropy = both.cpu().split([len(self.log_probs), len(self.entropy)])
+        of_entropy = entropy.split(list(lengths)) if self.needs_entropy else ()
+        return Scores(log_probs.split(list(lengths)), of_entropy)
+
+
+class Scores(NamedTuple):
+    """What a model says of the sequences of a mini-batch, in its order; fp32 on the CPU.
+
+    Value i of a sequence is about its token i, given those before it; the first is 0.
+    """
+
+    log_probs: tuple[Tensor, ...]
+    """[l] of each sequence: log-probability of its tokens."""
+    entropy: tuple[Tensor, ...]
+    """[l] of each sequence: entropy of the prediction of each token; empty where not asked for."""
+
+
+def read_by(loss: Loss | None) -> tuple[str, ...]:
+    """Names of the fields that `loss` reads."""
+    return (*loss.token_fields, *loss.sequence_fields) if isinstance(loss, Loss) else ()
+
+
+def name_of(loss: Loss) -> str:
+    """As errors name it."""
+    return type(loss).__name__
+
+
+def _predicted(labels: Tensor) -> Tensor:
+    """[l] bool: which tokens are predicted; nothing predicts the first."""
+    counts = labels != IGNORED_LABEL
+    counts[:1] = False
+    return counts
+
+
+def _read_fields(loss: Loss, row: Mapping[str, Any], length: int, number: int) -> Fields:
+    found = {}
+    for name in (*loss.token_fields, *loss.sequence_fields):
+        what = f"loss {name_of(loss)} reads {name!r}, which example {number} of the mini-batch"
+        if name not in row:
+            raise HydraConfigError(f"{what} lacks; it has {', '.join(map(repr, sorted(row)))}")
+        try:
+            values = torch.as_tensor(row[name]).detach().cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise HydraConfigError(f"{what} has as what cannot be read: {error}") from error
+        is_ids = name == loss.candidates
+        values = values.to(torch.int64 if is_ids else torch.float32)
+        if name in loss.sequence_fields and values.dim():
+            raise HydraConfigError(f"{what} has in shape {list(values.shape)}, expected one number")
+        if name in loss.token_fields and (not values.dim() or len(values) != length):
+            raise HydraConfigError(
+                f"{what} has in shape {list(values.shape)}, expected {length} values: one for each of its input_ids"
+            )
+        found[name] = values
+    return found

@@ -1,0 +1,195 @@
+"""The model's own forward over some of its layers: what stands in for layers of other stages, and
+how the sequences of a micro-batch pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_hydra.engine.model.attention import PackedMicroBatch
+from ds_hydra.engine.model.decoder_parts import DecoderParts, noting_calls
+from ds_hydra.engine.model.sight import in_sight
+from ds_hydra.engine.model.units import Binding
+
+NOT_ONCE = "it calls a layer more than once, or not at all"
+
+
+class StageEnd(Exception):
+    """Leaves the model's forward after the last layer of a stage that is not the last one."""
+
+    def __init__(self, hidden: Tensor):
+        super().__init__()
+        self.hidden = hidden
+
+
+class Slot(nn.Module):
+    """Stands in for a layer of another stage.
+
+    It answers as layers of the model do, with a tensor or with a tuple of `num_outputs` of which
+    the hidden state is the first. The first one gives the hidden state of the stage before,
+    whatever the model has made of its inputs; the one after a stage's own layers ends the forward;
+    others pass the hidden state through.
+    """
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.__dict__["_layer"] = layer  # no child of it
+        self.num_outputs = 0
+        self.entering: Tensor | None = None
+        self.ends = False
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model asks its layer for, as the kind of its attention."""
+        return getattr(self.__dict__["_layer"], name)
+
+    def forward(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+        """`hidden_states`, or those that enter the stage; raises StageEnd where the stage ends."""
+        if self.ends:
+            raise StageEnd(hidden_states)
+        hidden = hidden_states if self.entering is None else self.entering
+        return (hidden, None)[: self.num_outputs] if self.num_outputs else hidden
+
+
+def bind_zeros(bindings: Iterable[Binding], params: Sequence[nn.Parameter], device: Any) -> None:
+    """Put zeros of the shapes of `params` into the modules of `bindings`: strides of 0, hence no
+    memory.
+    """
+    for binding in bindings:
+        meta = params[binding.param]
+        zero = torch.zeros((), dtype=meta.dtype, device=device).expand(meta.shape)
+        binding.module._parameters[binding.attribute] = nn.Parameter(zero, requires_grad=False)
+
+
+class StageForward:
+    """Runs `model`, whose parts are `parts`, a packed micro-batch at a time or, where that would
+    mix its sequences, `one_by_one`.
+    """
+
+    def __init__(self, model: nn.Module, parts: DecoderParts, *, one_by_one: bool):
+        self._model = model
+        self._list = parts.layers
+        self._layers = list(parts.layers)
+        self._slots = [Slot(layer) for layer in self._layers]
+        self._width: int = parts.embedding.weight.shape[1]
+        self._one_by_one = one_by_one
+        names = inspect.signature(type(model).forward).parameters
+        self._takes_positions = "position_ids" in names and not one_by_one
+        self.device = next((b.device for b in model.buffers()), torch.device("cpu"))
+        """Where the buffers were at the start."""
+
+    def show_layers(self, own: range) -> None:
+        """Put the layers `own` in their places; the forward ends after them where others follow."""
+        for index, (layer, slot) in enumerate(zip(self._layers, self._slots, strict=True)):
+            self._list._modules[str(index)] = layer if index in own else slot
+            slot.ends = index == own.stop
+
+    def run(
+        self,
+        micro_batch: PackedMicroBatch,
+        input_ids: Tensor | None,
+        hidden: Tensor | None,
+        *,
+        is_last: bool,
+    ) -> Tensor:
+        """Logits where the stage `is_last`, else hidden states; see `StageModel.forward_stage`."""
+        if not self._one_by_one or len(micro_batch.lengths) == 1:
+            return self._run(micro_batch, input_ids, hidden, is_last)
+        lengths, device = micro_batch.lengths, micro_batch.position_ids.device
+        parts = zip(lengths, _split(input_ids, lengths), _split(hidden, lengths), strict=True)
+        outputs = [
+            self._run(PackedMicroBatch.build([length], device), ids, part, is_last)
+            for length, ids, part in parts
+        ]
+        return torch.cat(outputs, dim=1)
+
+    def _run(
+        self,
+        micro_batch: PackedMicroBatch,
+        input_ids: Tensor | None,
+        hidden: Tensor | None,
+        is_last: bool,
+    ) -> Tensor:
+        inputs: dict[str, Any] = {"input_ids": input_ids}
+        if hidden is not None:  # what runs before the layers gets something to run on
+            inputs = {"inputs_embeds": hidden.new_zeros(*hidden.shape[:2], self._width)}
+        if self._takes_positions:
+            inputs["position_ids"] = micro_batch.position_ids
+        self._slots[0].entering = hidden
+        try:
+            with in_sight(micro_batch):
+                logits: Tensor = self._model(**inputs, use_cache=False).logits
+        except StageEnd as end:
+            return end.hidden
+        finally:
+            self._slots[0].entering = None
+        assert is_last, "the layer after the stage was not called"
+        return logits
+
+    def find_modules_before(
+        self,
+        outer: Sequence[nn.Module],
+        bindings: Iterable[Binding],
+        params: Sequence[nn.Parameter],
+    ) -> tuple[list[nn.Module], str]:
+        """Those of the `outer` modules that run before the first layer, found by running them on
+        zeros; and why that could not be found, or "".
+
+        `bindings` are those of `outer`, `params` what they have before and after.
+        """
+        problem = ""
+        bind_zeros(bindings, params, self.device)
+        self.show_layers(range(-1, 0))
+        try:
+            with noting_calls(outer) as calls:
+                self._run_few(torch.zeros(1, 5, dtype=torch.int64), None)
+        except Exception as error:  # a family's own code, where it wants more than tokens
+            problem = f"running it without layers fails ({error})"
+        finally:
+            self.show_layers(range(len(self._layers)))
+            for binding in bindings:
+                binding.module._parameters[binding.attribute] = params[binding.param]
+        return [m for m in outer if m in calls], problem
+
+    def find_slot_problem(self, hidden: Tensor) -> str:
+        """Let slots answer as the layers do; why they cannot stand in for them, or "". `hidden`
+        [1, 5, H] may be anything; what runs before the layers has to have parameters.
+        """
+        if len(self._layers) == 1:
+            return ""
+        self.show_layers(range(0))
+        self._slots[0].ends, self._slots[-1].ends = False, True
+        problem = ""
+        for num_outputs in (0, 1, 2):
+            for slot in self._slots:
+                slot.num_outputs = num_outputs
+            try:
+                with noting_calls(self._slots) as calls:
+                    output = self._run_few(None, hidden)
+                if [*calls.values()] != [1] * len(self._slots):
+                    problem = NOT_ONCE
+                elif torch.equal(output.cpu(), hidden):
+                    problem = ""
+                    break
+                else:
+                    problem = "its layers do not hand their hidden state to each other alone"
+            except Exception as error:  # a family's own code
+                problem = f"running it without layers fails ({error})"
+        self.show_layers(range(len(self._layers)))
+        return problem
+
+    def _run_few(self, input_ids: Tensor | None, hidden: Tensor | None) -> Tensor:
+        """Five tokens through what is in the layers' places, without gradient."""
+        lengths = [5] if self._one_by_one else [3, 2]
+        micro_batch = PackedMicroBatch.build(lengths, self.device)
+        ids, hidden = (t if t is None else t.to(self.device) for t in (input_ids, hidden))
+        with torch.no_grad():
+            return self._run(micro_batch, ids, hidden, False)
+
+
+def _split(tensor: Tensor | None, lengths: Sequence[int]) -> Sequence[Tensor | None]:
+    return [None] * len(lengths) if tensor is None else tensor.split(lengths, dim=1)

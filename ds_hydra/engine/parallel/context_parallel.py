@@ -1,0 +1,196 @@
+"""Context parallelism: each rank of a CP group has one row of a micro-batch, and sees the keys and
+values of all rows.
+
+[Note: Keys of other rows]
+Everything in a layer but attention works on the tokens of a row ([Note: Rows of a micro-batch] says
+which). In attention queries stay, and keys and values are all-gathered in the group, as Llama 3
+does (Dubey et al. 2024, Sec. 3.3.2): grouped-query heads are few. Out of them a rank takes, for
+each of its pieces, those of the sequence from its beginning to the piece's end, so that a kernel
+for sequences of unequal numbers of queries and keys, with causal masks aligned at their ends, does
+the rest. Gradients are reduce-scattered back. Gathered keys do not wait for backward, which would
+keep those of all layers: backward gathers them anew, unless the layer is checkpointed and runs
+again anyway.
+
+Legend: P ranks of the group, t tokens of a (padded) row, N keys of all pieces of a row, W = K (D +
+Dv) numbers of a token's keys and values, K key-value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
+from ds_hydra.sampler.packing.cuts import Row
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRow:
+    """Which row of its micro-batches this rank has: number `rank` of those of `group`, a CP
+    group.
+    """
+
+    group: TokenShards
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeysOfRow:
+    """Where the keys of a row's pieces are among those of all rows."""
+
+    group: TokenShards
+    blocks: tuple[Tensor, ...]
+    """[n] places in the P t gathered tokens, on the compute device: of consecutive pieces of
+    different sequences, so that none is twice in a block and gradients add up in one order.
+    """
+
+    @classmethod
+    def find(
+        cls, rows: Sequence[Row], own: ContextRow, row_tokens: int, device: torch.device
+    ) -> KeysOfRow:
+        """Those of row `own`, whose padding attends to itself; all `rows` are padded to
+        `row_tokens`.
+        """
+        places: dict[int, list[tuple[int, Tensor]]] = {}
+        for number, row in enumerate(rows):
+            at = number * row_tokens
+            for piece in row:
+                end = at + piece.end - piece.begin
+                places.setdefault(piece.position, []).append((piece.begin, torch.arange(at, end)))
+                at = end
+        of_sequence = {
+            position: torch.cat([place for _, place in sorted(found, key=lambda part: part[0])])
+            for position, found in places.items()
+        }
+        blocks: list[dict[int, Tensor]] = [{}]
+        for piece in rows[own.rank]:
+            if piece.position in blocks[-1]:
+                blocks.append({})
+            blocks[-1][piece.position] = of_sequence[piece.position][: piece.end]
+        used = sum(piece.end - piece.begin for piece in rows[own.rank])
+        blocks[-1][-1] = torch.arange(used, row_tokens) + own.rank * row_tokens
+        return cls(own.group, tuple(torch.cat([*b.values()]).to(device) for b in blocks))
+
+    def select(self, row_tW: Tensor) -> Tensor:
+        """[N, W] for this rank's pieces, out of all rows. Collective over the group."""
+        whole, wait = self.group.gather(row_tW.unsqueeze(0))
+        wait()
+        return whole[0].index_select(0, torch.cat(self.blocks))
+
+
+class _Kept:
+    """The keys and values of a row, from which backward gathers those of its pieces again."""
+
+    def __init__(self, row_tW: Tensor, keys: KeysOfRow) -> None:
+        self.row_tW, self.keys = row_tW.detach(), keys
+        self._address = 0
+        self._again: Tensor | None = None
+
+    @contextmanager
+    def left_out(self, selected_NW: Tensor) -> Iterator[None]:
+        """Autograd keeps no view of `selected_NW` in this context."""
+        self._address = selected_NW.untyped_storage().data_ptr()
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: Tensor) -> Tensor | tuple[Any, ...]:
+        if tensor.untyped_storage().data_ptr() != self._address:
+            return tensor
+        return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def _unpack(self, packed: Tensor | tuple[Any, ...]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        assert self._again is not None, "keys are gathered before their attention's backward"
+        return self._again.as_strided(*packed)
+
+    def gather_again(self) -> None:
+        """Collective over the group."""
+        self._again = self.keys.select(self.row_tW)
+
+    def let_go(self) -> None:
+        self._again = None
+
+
+class _Select(torch.autograd.Function):
+    """`KeysOfRow.select`; in backward the gradients of all ranks go back to the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, row_tW: Tensor, keys: KeysOfRow, kept: _Kept) -> Tensor:
+        ctx.keys, ctx.kept, ctx.num_tokens = keys, kept, len(row_tW) * keys.group.size
+        return keys.select(row_tW)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor, None, None]:
+        ctx.kept.let_go()
+        whole = grad_NW.new_zeros(ctx.num_tokens, grad_NW.shape[1])
+        blocks = ctx.keys.blocks
+        for block, grad in zip(blocks, grad_NW.split([*map(len, blocks)]), strict=True):
+            whole.index_add_(0, block, grad)
+        return ctx.keys.group.reduce_scatter(whole.unsqueeze(0))[0], None, None
+
+
+class _GatherAgain(torch.autograd.Function):
+    """Its input; before the backward pass of what made that, keys are gathered again."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, kept: _Kept) -> Tensor:
+        ctx.kept = kept
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.kept.gather_again()
+        return grad, None
+
+
+def attend_to_all_rows(
+    query_BHtD: Tensor,
+    key_BKtD: Tensor,
+    value_BKtD: Tensor,
+    keys: KeysOfRow,
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """`attend` of this rank's queries and of the keys and values of its pieces, [1, K, N, D] and
+    [1, K, N, Dv].
+
+    Collective over the group, in backward too, twice.
+    """
+    parts = [part[0].transpose(0, 1).flatten(1) for part in (key_BKtD, value_BKtD)]
+    row_tW = torch.cat(parts, dim=1)
+    kept = _Kept(row_tW, keys)
+    selected_NW: Tensor = _Select.apply(row_tW, keys, kept)
+    key, value = (
+        heads.unflatten(1, (key_BKtD.shape[1], -1)).transpose(0, 1).unsqueeze(0)
+        for heads in selected_NW.split([part.shape[1] for part in parts], dim=1)
+    )
+    gathers_again = selected_NW.requires_grad and not _runs_again
+    with kept.left_out(selected_NW) if gathers_again else nullcontext():
+        out = attend(query_BHtD, key, value)
+    return _GatherAgain.apply(out, kept) if gathers_again else out
+
+
+_runs_again = False
+"""Whether the layer that is being computed is checkpointed."""
+
+
+@contextmanager
+def _checkpointed() -> Iterator[None]:
+    global _runs_again
+    before, _runs_again = _runs_again, True
+    try:
+        yield
+    finally:
+        _runs_again = before
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For `torch.utils.checkpoint`: what a checkpointed layer gathers is gone after its forward
+    anyway, and there again when it has run again.
+    """
+    return _checkpointed(), _checkpointed()

@@ -1,0 +1,80 @@
+"""How tokens spread over the experts of each layer, and how that went over a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isnan
+
+from markupsafe import Markup
+
+from ds_hydra.report import svg
+from ds_hydra.report.run_folder import Run
+
+_DARKEST = 3.0
+"""Tokens over the mean from which a cell is no darker."""
+_MAX_TIPS = 4096
+
+
+def draw_experts(runs: Sequence[Run]) -> list[Markup]:
+    """A map of layers and experts, and the imbalance over iterations, for each run."""
+    return [_draw_map(run) + _draw_imbalance(run) for run in runs]
+
+
+def _draw_map(run: Run) -> Markup:
+    traced = [i for i, trace in run.traces.items() if trace.expert_tokens]
+    if not traced:
+        return Markup('<p class="none">No experts were traced.</p>')
+    tokens = run.traces[max(traced)].expert_tokens
+    num_experts = max(map(len, tokens.values()))
+    x = svg.linear_axis(-0.5, num_experts - 0.5, num_ticks=8, integer=True)
+    y = svg.linear_axis(min(tokens) - 0.5, max(tokens) + 0.5, num_ticks=6, integer=True)
+    with_tips = num_experts * len(tokens) <= _MAX_TIPS
+    marks = []
+    for layer, counts in tokens.items():
+        top, bottom = 100 - y.percent(layer + 0.5), 100 - y.percent(layer - 0.5)
+        mean = sum(counts) / len(counts)
+        for expert, count in enumerate(counts):
+            share = count / mean if mean else 0.0
+            cell = svg.bar(
+                x.percent(expert - 0.5),
+                x.percent(expert + 0.5),
+                f"{top:g}%",
+                f"{bottom - top:g}%",
+                "f0",
+                tip=f"layer {layer}, expert {expert}: {count:,} tokens, {share:.2f} of the mean"
+                * with_tips,
+            )
+            shade = min(1.0, share / _DARKEST)
+            marks.append(cell.replace("<rect ", f'<rect fill-opacity="{shade:.2f}" ', 1))
+    height = min(420, max(90, 16 * (max(tokens) - min(tokens) + 1)))
+    plot = svg.plot(
+        marks,
+        x=x,
+        y=y,
+        x_label="expert",
+        y_label="layer",
+        describe=f"tokens of each expert in iteration {max(traced)}",
+        height=height,
+    )
+    return plot + Markup(
+        '<p class="none">Iteration {}: white no token, darkest {:g} times the mean or more.</p>'
+    ).format(max(traced), _DARKEST)
+
+
+def _draw_imbalance(run: Run) -> Markup:
+    points = [
+        (r.iteration, r.expert_imbalance) for r in run.records if not isnan(r.expert_imbalance)
+    ]
+    if not points:
+        return Markup("")
+    x = svg.linear_axis(points[0][0] - 0.5, points[-1][0] + 0.5, num_ticks=8, integer=True)
+    y = svg.value_axis((value for _, value in points), from_zero=True)
+    return svg.plot(
+        [svg.line(points, x, y, "line f0")],
+        x=x,
+        y=y,
+        x_label="iteration",
+        y_label="most chosen / mean - 1",
+        describe="imbalance of experts over iterations",
+        height=140,
+    )

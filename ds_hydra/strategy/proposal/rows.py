@@ -1,0 +1,64 @@
+"""What a profile says of schemes with context parallelism that it did not measure: <cpN,TP,PP> and
+<spM,cpN,TP,PP>.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.profiles.sequence_parallel import estimate_latency, with_estimates
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+
+def schemes_beyond_heads(profile: Profile, num_devices: int) -> Iterator[Scheme]:
+    """CP, powers of two, on top of each measured <TP,PP> whose heads no longer divide by more SP
+    while there are devices for it; none where the profile does not say how many heads there are.
+    """
+    heads = profile.document["model"].get("num_attention_heads")
+    plain = [s for s in profile.latency if s.is_plain and heads and heads % s.tp == 0]
+    for scheme in plain:
+        sp = 1
+        while heads % (2 * sp * scheme.tp) == 0:
+            sp *= 2
+        cp = 2
+        while cp * sp * scheme.num_devices <= num_devices:
+            yield replace(scheme, sp=sp, cp=cp)
+            cp *= 2
+
+
+def with_rows(profile: Profile, schemes: Iterable[Scheme], cluster: Cluster | None) -> Profile:
+    """`profile` with an estimate for those of `schemes`, which have CP, that it did not measure: by
+    what measured schemes say (`with_estimates`), else by what it knows of the same scheme without
+    CP and the interconnects of `cluster`. As it is where neither says anything.
+    """
+    wanted = sorted({scheme.without_options() for scheme in schemes} - profile.latency.keys())
+    known = with_estimates(profile, (Strategy((scheme,)) for scheme in wanted))
+    entries = []
+    for scheme in wanted:
+        uncut = replace(scheme, cp=1)
+        base = profile.latency.get(uncut) or estimate_latency(profile, uncut)
+        if scheme not in known.latency and base is not None and cluster is not None:
+            shared = LatencyModel(
+                quadratic_ms=base.quadratic_ms / scheme.cp,
+                linear_ms=base.linear_ms / scheme.cp,
+                constant_ms=base.constant_ms,
+            )
+            model = cluster.with_key_values(shared, scheme)
+            entries.append({**scheme.to_json(), **model.to_json(), "estimated": True})
+    if not entries:
+        return known
+    return Profile.from_json({**known.document, "schemes": [*known.document["schemes"], *entries]})
+
+
+def with_rows_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
+    """`with_rows` for the schemes of `strategies` that have CP, on the interconnects that belong to
+    the profile's hardware.
+    """
+    schemes = {s.without_options() for strategy in strategies for s in strategy.schemes if s.cp > 1}
+    if not schemes - profile.latency.keys():
+        return profile
+    num_devices = max(strategy.num_devices for strategy in strategies)
+    return with_rows(profile, schemes, try_cluster(profile, num_devices))

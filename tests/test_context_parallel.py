@@ -1,0 +1,191 @@
+"""Rows of a micro-batch on several ranks compute what the whole micro-batch does on one: attention,
+gradients, training.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from engines import start_hydra, start_stock, stock_step
+from models import tiny
+from test_engine_parity import LENGTHS, assert_parity
+from test_engine_training import batches
+from test_sequence_parallel import LAYER_BY_LAYER, SHORT_ROWS, check_families
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_hydra.engine.model.attention import PackedMicroBatch, Segment, hydra_varlen
+from ds_hydra.engine.model.sight import in_sight
+from ds_hydra.engine.parallel.context_parallel import ContextRow, KeysOfRow
+from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
+from ds_hydra.engine.parallel.ulysses import SequenceShard
+from ds_hydra.sampler.packing.cuts import cut_micro_batch
+
+CPU = torch.device("cpu")
+MODULE = torch.nn.Identity()
+MICRO_BATCHES = ((33, 5, 17, 8), (1,), (3, 2), (64,), (2, 40, 1, 1, 9))
+"""Cut or whole, fewer tokens than rows, one token."""
+
+
+def own_row(group, rank, lengths):
+    """This rank's row of a micro-batch of `lengths`, and which of its tokens are there."""
+    rows = cut_micro_batch(range(len(lengths)), lengths, group.size)
+    longest = max(sum(p.end - p.begin for p in row) for row in rows)
+    begins = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    there = [
+        torch.arange(begins[p.position] + p.begin, begins[p.position] + p.end) for p in rows[rank]
+    ]
+    segments = [Segment(p.position, lengths[p.position], p.begin, p.end) for p in rows[rank]]
+    keys = KeysOfRow.find(rows, ContextRow(group, rank), longest, CPU)
+    packed = PackedMicroBatch.of_segments(
+        segments, lengths, CPU, SequenceShard(None, 1, 0), keys, least=longest
+    )
+    return packed, torch.cat([torch.arange(0), *there])
+
+
+def attend(packed, tensors, options):
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    with in_sight(packed):
+        out, _ = hydra_varlen(MODULE, *leaves, None, **options)
+    return out, leaves
+
+
+def check_attention():
+    """The worst error of outputs and gradients, and how many gathered keys outlived a pass."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    group = TokenShards(dist.new_group(list(range(size))), size)
+    gathered, select = [], KeysOfRow.select
+
+    def watched(self, row):
+        keys = select(self, row)
+        gathered.append(StorageWeakRef(keys.untyped_storage()))
+        return keys
+
+    KeysOfRow.select = watched
+    worst, alive = 0.0, []
+    for options in ({}, {"sliding_window": 7, "softcap": 2.0}, {"s_aux": torch.ones(4)}):
+        for lengths in MICRO_BATCHES:
+            torch.manual_seed(0)
+            heads, width = (4, 2, 2), (8, 8, 8 if options else 6)
+            tensors = [torch.randn(1, n, sum(lengths), d) for n, d in zip(heads, width)]
+            weight = torch.randn(1, sum(lengths), 4, width[2])
+            wanted, leaves = attend(PackedMicroBatch.build(lengths, CPU), tensors, options)
+            (wanted * weight).sum().backward()
+            packed, there = own_row(group, rank, lengths)
+            rows = [torch.randn(*t.shape[:2], packed.num_tokens, t.shape[3]) for t in tensors]
+            for row, tensor in zip(rows, tensors):
+                row[:, :, : len(there)] = tensor[:, :, there]
+            own_weight = torch.zeros(1, packed.num_tokens, 4, width[2])
+            own_weight[:, : len(there)] = weight[:, there]
+            got, own_leaves = attend(packed, rows, options)
+            alive.append(sum(not keys.expired() for keys in gathered))
+            (got * own_weight).sum().backward()
+            alive.append(sum(not keys.expired() for keys in gathered))
+            assert not any(leaf.grad[:, :, len(there) :].any() for leaf in own_leaves)
+            pairs = [(got[:, : len(there)], wanted[:, there])]
+            pairs += [
+                (own.grad[:, :, : len(there)], leaf.grad[:, :, there])
+                for own, leaf in zip(own_leaves, leaves)
+            ]
+            worst = max([worst, *(float((a - b).abs().max()) for a, b in pairs if a.numel())])
+    KeysOfRow.select = select
+    return worst, max(alive)
+
+
+@pytest.mark.distributed
+def test_attention_over_rows_equals_attention_over_the_micro_batch():
+    for worst, alive in run_distributed(check_attention, 4):
+        assert worst < 1e-5
+        assert alive == 0, "keys of other rows stay between forward and backward"
+
+
+STRATEGIES = (
+    "1x<cp2,1>",
+    "1x<cp4,1>",
+    "1x<sp2,cp2,1>",
+    "1x<cp2,2,1>",
+    "1x<cp2,1,2>",
+    "1x<cp2,1> + 2x<1,1>",
+    "1x<cp2,1> + 1x<sp2,1>",
+)
+CUT_IN_TP = {"tp_sequence_parallel": True}
+
+PARITY = [
+    ("llama_tied", STRATEGIES, {}, LENGTHS),
+    ("gemma2", ("1x<cp4,1>",), {}, SHORT_ROWS),
+]
+IN_COMBINATION = [
+    ("llama_tied", ("1x<cp2,2;ckpt=2;stages=3,1;stream>", "1x<cp4,1;stream>"), {}, LENGTHS),
+    ("llama_tied", ("1x<cp2,1;gather> + 2x<1,1;gather>",), {}, LENGTHS),
+    ("llama_tied", ("1x<cp4,1>", "1x<sp2,cp2,1>"), {"link": {"devices_per_node": 2}}, SHORT_ROWS),
+    ("llama_bias", ("1x<cp2,2,1>", "1x<cp4,1>"), LAYER_BY_LAYER, LENGTHS),
+    ("llama_bias", ("1x<cp2,2,1>",), CUT_IN_TP, LENGTHS),
+    ("gemma2", ("1x<cp4,1>", "1x<sp2,cp2,1>"), {}, LENGTHS),
+    ("gemma3", ("1x<cp4,1>", "1x<cp2,1,2>"), {}, LENGTHS),
+    ("gpt_oss", ("1x<cp4,1>", "1x<sp2,cp2,1>"), {}, LENGTHS),
+    ("deepseek_v3", ("1x<cp2,1> + 1x<1,2>",), {}, LENGTHS),
+]
+"""(family, strategies, hydra section, lengths)."""
+
+
+@pytest.mark.distributed
+def test_gradients_equal_one_process():
+    assert_parity(run_distributed(check_families, 4, PARITY)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_gradients_equal_one_process_in_combination():
+    assert_parity(run_distributed(check_families, 4, IN_COMBINATION)[0])
+
+
+def check_training():
+    """Strategies that change in every iteration, twice; stock DeepSpeed; the engine's own choice;
+    bf16.
+    """
+    model = tiny("llama_tied")
+    data = batches(6)
+    stock = start_stock(copy.deepcopy(model))
+    wanted = [stock_step(stock, examples) for examples in data]
+    curves = []
+    for _ in range(2):
+        engine = start_hydra(copy.deepcopy(model))
+        curves.append(
+            [
+                float(engine.train_batch(b, strategy=s))
+                for b, s in zip(data, STRATEGIES[1:], strict=True)
+            ]
+        )
+    hydra = {
+        "strategies": ["1x<cp2,1> + 2x<1,1>", "1x<cp4,1>"],
+        "profiling": {"lengths": [8, 32, 64], "repeats": 1, "warmup": 0},
+    }
+    engine = start_hydra(copy.deepcopy(model), hydra=hydra)
+    before = float(engine.eval_batch(data[0]))
+    chosen = [float(engine.train_batch(b)) for b in data]
+    half = start_hydra(copy.deepcopy(model), bf16={"enabled": True})
+    in_bf16 = [float(half.train_batch(b, strategy="1x<sp2,cp2,1>")) for b in data]
+    return {
+        "wanted": wanted,
+        "curves": curves,
+        "eval": before,
+        "chosen": chosen,
+        "bf16": in_bf16,
+        "profiled": [str(scheme) for scheme in sorted(engine.hydra.know_profile().latency)],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_training_follows_stock_deepspeed_and_repeats_itself():
+    found = run_distributed(check_training, 4)[0]
+    wanted = found["wanted"]
+    torch.testing.assert_close(found["curves"][0], wanted, rtol=1e-5, atol=0)
+    assert found["curves"][0] == found["curves"][1]
+    torch.testing.assert_close(found["chosen"], wanted, rtol=1e-5, atol=0)
+    assert found["eval"] == pytest.approx(wanted[0], rel=1e-5)
+    torch.testing.assert_close(found["bf16"], wanted, rtol=5e-3, atol=0)
+    assert found["profiled"] == ["<1,1>", "<cp2,1>", "<cp4,1>"]

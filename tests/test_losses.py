@@ -1,0 +1,318 @@
+"""Given losses and scores: gradients of one process that runs each sequence alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed import run_distributed
+from engines import start_hydra
+from models import VOCAB_SIZE, tiny
+from single_process import random_examples
+from test_engine_parity import RELATIVE_TOLERANCE, gather_gradients, relative_errors
+
+from ds_hydra import losses
+from ds_hydra.engine.iteration import weigh
+from ds_hydra.engine.losses.objective import Objective
+from ds_hydra.errors import HydraConfigError, HydraDataError
+
+LENGTHS = (9, 17, 30, 1, 5, 40, 3, 24)
+STRATEGIES = ("4x<1,1>", "1x<4,1>", "1x<2,1> + 1x<1,2>", "1x<sp2,2,1>", "1x<cp2,2,1>", "2x<cp2,1>",
+              "4x<1,1;stream>")  # fmt: skip
+K = 3
+
+
+def examples_with_fields():
+    """Examples with a column for every shipped loss; half of them are the better ones of pairs."""
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    for number, example in enumerate(examples):
+        length = len(example["input_ids"])
+
+        def draw(*shape):
+            return torch.rand(shape, generator=generator)
+
+        ids = torch.stack(
+            [torch.randperm(VOCAB_SIZE, generator=generator)[:K] for _ in range(length)]
+        )
+        example |= {
+            "importance": draw(length) * 2,
+            "advantages": float(draw() * 4 - 2),
+            "token_advantages": draw(length) * 4 - 2,
+            "old_log_probs": -draw(length) - 4.5,
+            "reference_log_probs": -draw(length) - 4.5,
+            "teacher_ids": ids,
+            "teacher_log_probs": (draw(length, K) + 0.1).log() - 1.5,
+            "pair": number // 2,
+            "chosen": number % 2,
+            "reference_log_prob": float(-5 * length + draw() * 4),
+        }  # fmt: skip
+    return examples
+
+
+class OfTheUser(losses.Loss):
+    """What a user would write: a margin below which log-probabilities do not count."""
+
+    token_fields = ("importance",)
+
+    def __call__(self, tokens):
+        return (tokens.fields["importance"] * F.relu(-4.0 - tokens.log_probs_T)).sum()
+
+
+CASES = {
+    "cross entropy": losses.CrossEntropy(label_smoothing=0.1, z_loss=0.01, weights="importance"),
+    "plain": losses.CrossEntropy(),
+    "grpo": losses.GRPO(kl=0.04, entropy=0.01),
+    "grpo of sequences": losses.GRPO(mean="sequences", is_off_policy=False),
+    "distillation": losses.Distillation(labels=0.3),
+    "dpo": losses.DPO(beta=0.2, label_smoothing=0.1),
+    "hinge": losses.DPO(kind="hinge"),
+    "ipo": losses.DPO(kind="ipo"),
+    "simpo": losses.DPO(kind="simpo", beta=2.0, margin=0.5),
+    "of the user": OfTheUser(),
+}
+
+
+def wanted_of(name, model, examples):
+    """The loss in plain torch."""
+    terms, sums, counts = [], [], []
+    for example in examples:
+        logits = model(input_ids=example["input_ids"][None], use_cache=False).logits[0, :-1].float()
+        keep = example["labels"][1:] != -100
+        f = {
+            k: torch.as_tensor(v)[1:][keep] if torch.as_tensor(v).dim() else v
+            for k, v in example.items()
+        }
+        log_p = logits.log_softmax(-1)[keep]
+        lp = log_p.gather(-1, f["labels"][:, None])[:, 0]
+        sums.append(lp.sum())
+        counts.append(int(keep.sum()))
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        ce = -lp
+        if name == "cross entropy":
+            each = 0.9 * ce - 0.1 * log_p.mean(-1) + 0.01 * logits[keep].logsumexp(-1) ** 2
+            terms.append(each * f["importance"])
+        elif name == "plain":
+            terms.append(ce)
+        elif name == "grpo":
+            ratio, a = (lp - f["old_log_probs"]).exp(), f["advantages"]
+            gain = torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
+            r = f["reference_log_probs"] - lp
+            terms.append(-gain + 0.04 * (r.exp() - r - 1) - 0.01 * entropy)
+        elif name == "grpo of sequences":
+            gain = (lp - lp.detach()).exp() * f["advantages"]
+            terms.append(-gain / max(counts[-1], 1))
+        elif name == "distillation":
+            student = log_p.gather(-1, f["teacher_ids"])
+            teacher = f["teacher_log_probs"]
+            terms.append(0.7 * (teacher.exp() * (teacher - student)).sum(-1) + 0.3 * ce)
+        elif name == "of the user":
+            terms.append(f["importance"] * F.relu(-4.0 - lp))
+    if not terms:
+        rewards = []
+        for example, total, count in zip(examples, sums, counts, strict=True):
+            reward = total if name == "simpo" else total - example["reference_log_prob"]
+            rewards.append(reward / max(count, 1) if name in ("ipo", "simpo") else reward)
+        margin = torch.stack(rewards[1::2]) - torch.stack(rewards[::2])
+        pairs = {
+            "dpo": lambda: -0.9 * F.logsigmoid(0.2 * margin) - 0.1 * F.logsigmoid(-0.2 * margin),
+            "hinge": lambda: F.relu(1 - 0.1 * margin),
+            "ipo": lambda: (margin - 5.0) ** 2,
+            "simpo": lambda: -F.logsigmoid(2.0 * margin - 0.5),
+        }
+        return pairs[name]().mean()
+    total = torch.cat(terms).sum()
+    if name == "cross entropy":
+        return total / sum(
+            float(e["importance"][1:][e["labels"][1:] != -100].sum()) for e in examples
+        )
+    return total / (sum(c > 0 for c in counts) if name == "grpo of sequences" else sum(counts))
+
+
+def checks():
+    model = tiny("llama")
+    reference = copy.deepcopy(model)
+    names = [name for name, _ in model.named_parameters()]
+    examples = examples_with_fields()
+    engine = start_hydra(model)
+    errors = {}
+    for name, loss in CASES.items():
+        reference.zero_grad()
+        wanted = wanted_of(name, reference, examples)
+        wanted.backward()
+        gradients = [p.grad for p in reference.parameters()]
+        strategies = (
+            STRATEGIES
+            if name in ("cross entropy", "grpo", "distillation", "dpo")
+            else STRATEGIES[2:3]
+        )
+        for strategy in strategies:
+            iteration = engine.hydra.plan_examples(examples, strategy, 0, loss=loss)
+            iteration = weigh(iteration, engine.hydra.propagator, engine.device)
+            grads_P = engine._zero_gradient_shards()
+            outcome = engine.hydra.train(iteration, grads_P, 1.0)
+            found = engine.hydra.gather_outcomes(outcome).loss(iteration.plan, iteration.objective)
+            worst = max(
+                relative_errors(gather_gradients(engine, grads_P), gradients, names).values()
+            )
+            errors[name, strategy] = worst, abs(found / float(wanted) - 1)
+    return {
+        "errors": errors,
+        "evaluated": [
+            float(engine.eval_batch(examples, "1x<2,2>", loss=losses.DPO())),
+            float(engine.eval_batch(examples, "4x<1,1>", loss=losses.DPO())),
+        ],
+        "scores": scores(engine, reference, examples),
+        "steps": [
+            float(engine.train_batch(examples, strategy=s, loss=CASES["dpo"])) for s in STRATEGIES
+        ],
+        "mistakes": mistakes(engine, examples),
+    }
+
+
+def scores(engine, reference, examples):
+    """Largest error of log-probabilities and entropies, and whether repeats are equal."""
+    errors = []
+    for strategy in STRATEGIES:
+        found = engine.score(examples, strategy, entropy=True)
+        for example, log_probs, entropy in zip(examples, *found, strict=True):
+            ids = example["input_ids"]
+            with torch.no_grad():
+                logits = reference(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            log_p = logits.float().log_softmax(-1)
+            wanted = log_p.gather(-1, ids[1:, None])[:, 0]
+            assert log_probs[0] == entropy[0] == 0
+            assert len(log_probs) == len(ids)
+            errors.append((log_probs[1:] - wanted).abs().max().item() if len(ids) > 1 else 0.0)
+            of_entropy = -(log_p.exp() * log_p).sum(-1)
+            errors.append((entropy[1:] - of_entropy).abs().max().item() if len(ids) > 1 else 0.0)
+    return max(errors)
+
+
+class Wrong(losses.Loss):
+    """Returns what `make` makes of the tokens."""
+
+    token_fields = ("importance",)
+
+    def __init__(self, make):
+        self.make = make
+
+    def __call__(self, tokens):
+        return self.make(tokens)
+
+
+def mistakes(engine, examples):
+    """What each rank raises for typical mistakes; training goes on afterwards."""
+    without = [
+        {k: v for k, v in e.items() if k != "importance"} if n == 4 else e
+        for n, e in enumerate(examples)
+    ]
+    short = [
+        e | {"importance": e["importance"][:-1]} if n == 2 else e for n, e in enumerate(examples)
+    ]
+    no_number = [
+        e | {"importance": ["a"] * len(e["input_ids"])} if n == 5 else e
+        for n, e in enumerate(examples)
+    ]
+    nan = [
+        e | {"importance": e["importance"] * float("nan")} if n == 5 else e
+        for n, e in enumerate(examples)
+    ]
+    alone = examples[:-1]
+    weighted = losses.CrossEntropy(weights="importance")
+    wrong_shape = Wrong(lambda tokens: tokens.log_probs_T)
+    of_nan = Wrong(lambda tokens: (tokens.log_probs_T * tokens.fields["importance"]).sum())
+    cases = {
+        "lacks": (without, weighted), "short": (short, weighted), "text": (no_number, weighted),
+        "shape": (examples, wrong_shape), "nan": (nan, of_nan), "alone": (alone, losses.DPO()),
+        "raises": (examples, Wrong(lambda tokens: tokens.fields["missing"])),
+        "no loss": (examples, "dpo"),
+        "no weight": ([e | {"importance": e["importance"] * 0} for e in examples], weighted),
+    }  # fmt: skip
+    raised = {}
+    for name, (batch, loss) in cases.items():
+        before = engine.global_steps
+        try:
+            engine.train_batch(batch, strategy="2x<2,1>", loss=loss)
+        except (HydraConfigError, HydraDataError) as error:
+            raised[name] = f"{type(error).__name__}: {error}"
+        assert engine.global_steps == before
+    zero = [e | {"advantages": 0.0} for e in examples]
+    raised["all 0"] = float(engine.train_batch(zero, strategy="4x<1,1>", loss=losses.GRPO()))
+    return raised
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_distributed(checks, 4, timeout_s=600)
+
+
+@pytest.mark.distributed
+def test_gradients_of_every_loss_equal_one_process(results):
+    for case, (error, loss_error) in results[0]["errors"].items():
+        assert error <= RELATIVE_TOLERANCE, case
+        assert loss_error <= RELATIVE_TOLERANCE, case
+
+
+@pytest.mark.distributed
+def test_evaluation_scores_and_steps(results):
+    for result in results:
+        assert result["evaluated"][0] == pytest.approx(result["evaluated"][1], rel=1e-5)
+        assert result["scores"] < 1e-4
+        assert result["steps"] == sorted(result["steps"], reverse=True)
+        assert result["steps"][0] > result["steps"][-1] > 0
+
+
+@pytest.mark.distributed
+def test_mistakes_are_named_on_every_rank(results):
+    for result in results:
+        found = result["mistakes"]
+        assert (
+            "CrossEntropy reads 'importance', which example 4 of the mini-batch lacks"
+            in found["lacks"]
+        )
+        assert "example 2" in found["short"]
+        assert "expected 30 values" in found["short"]
+        assert "example 5 of the mini-batch has as what cannot be read" in found["text"]
+        assert "loss Wrong returned [9], expected one number" in found["shape"]
+        assert "HydraDataError" in found["nan"]
+        assert "loss Wrong is not finite in the micro-batch of examples" in found["nan"]
+        assert "example 6 is alone in pair 3" in found["alone"]
+        assert "loss Wrong raised KeyError for example 0" in found["raises"]
+        assert "loss is 'dpo', expected an object of a subclass of" in found["no loss"]
+        assert "loss CrossEntropy is divided by 0.0" in found["no weight"]
+        assert found["all 0"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: losses.CrossEntropy(label_smoothing=1.0), "label_smoothing is 1.0"),
+        (lambda: losses.CrossEntropy(z_loss=-1.0), "z_loss is -1.0"),
+        (lambda: losses.GRPO(kl=-0.1), "kl is -0.1"),
+        (lambda: losses.GRPO(mean="rows"), "mean is 'rows'"),
+        (lambda: losses.DPO(beta=0.0), "beta is 0.0"),
+        (lambda: losses.DPO(kind="kto"), "kind is 'kto'"),
+        (lambda: losses.Distillation(labels=2.0), "labels is 2.0"),
+    ],
+)
+def test_settings_out_of_range(make, message):
+    with pytest.raises(HydraConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ([(0, 1), (0, 1)], "examples 0 and 1 are both the chosen one of pair 0"),
+        ([(0, 1), (1, 0)], "example 0 is alone in pair 0"),
+        ([(0, 1), (0, 0.5)], "'chosen' of example 1 is 0.5"),
+    ],
+)
+def test_pairs_that_are_none(fields, message):
+    rows = [{"pair": p, "chosen": c, "reference_log_prob": 0.0} for p, c in fields]
+    labels = [torch.tensor([1, 2])] * len(rows)
+    with pytest.raises(HydraConfigError, match=message):
+        Objective.read(losses.DPO(), rows, labels)
