@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 import os
 import signal
 import threading
@@ -129,6 +130,7 @@ def one_rank_fails(folder, how):
             engine.hydra.stage_model.forward_stage = fail
     elif how == "torn down":
         # As NCCL: a collective that misses a rank does not end, and a monitor aborts the process
+        logging.getLogger("ds_hydra").addHandler(logging.StreamHandler())  # as outside of pytest
         engine.hydra.train = lambda *_: threading.Timer(5, os.abort).start() or time.sleep(3600)
     try:
         engine.train_batch(data_of(1), strategy=STRATEGIES[0])

@@ -77,7 +77,9 @@ def check_parity(found, num_strategies):
 @pytest.mark.parametrize("check", DENSE)
 def test_gradients_are_those_of_one_process_and_nothing_races(check):
     for rank in run_checks(2, DENSE):
-        check_parity(rank[check], 4 if "streamed" in check else 10)
+        # Where all layers are checkpointed, strategies that checkpoint some are refused
+        num_refused = 2 * ("activation_checkpointing" in check)
+        check_parity(rank[check], 4 if "streamed" in check else 10 - num_refused)
 
 
 @pytest.mark.parametrize("check", EXPERTS)
@@ -172,7 +174,7 @@ def test_peaks_are_those_of_the_memory_model(check):
         assert found["step"] <= found["formula"], text
 
 
-USES = ("evaluation", "checkpoints", "trainer", "doctor")
+USES = ("evaluation", "checkpoints", "doctor")
 
 
 def test_what_else_is_done_with_an_engine():
@@ -182,15 +184,6 @@ def test_what_else_is_done_with_an_engine():
         assert checkpoints["loaded"] == checkpoints["saved"]
         for found in (evaluation, checkpoints):
             assert found["num_races"] == 0, found["races"]
-
-
-def test_the_trainer_trains_on_a_device():
-    for rank in run_checks(2, USES):
-        found = rank["trainer"]
-        assert found["device"] == "standin:0"
-        assert found["losses"][0] == pytest.approx(found["wanted"], rel=1e-4)
-        assert found["losses"][-1] < found["losses"][0]
-        assert found["num_races"] == 0, found["races"]
 
 
 def test_adapters_of_lora():

@@ -17,7 +17,7 @@ from single_process import num_label_tokens, random_examples, token_mean_gradien
 from test_engine_parity import LENGTHS, gather_gradients, hand_plan, relative_errors
 
 from ds_hydra.engine import HydraEngine, propagation
-from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import exchange, messages
 from standin import process_group
@@ -108,7 +108,7 @@ def parity(case: str, strategies: Sequence[str] = ()) -> dict[str, Any]:
         strategy = Strategy.parse(text)
         try:
             engine.hydra.prepare_forced(strategy)
-        except UnsupportedModelError as error:
+        except HydraError as error:
             results[text] = str(error)
             continue
         plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=False)

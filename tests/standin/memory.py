@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -132,8 +132,9 @@ def peaks(family: str) -> dict[str, dict[str, float]]:
             propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
             in_passes = propagator.max_over_ranks(accelerator.max_memory_allocated())
             accelerator.reset_peak_memory_stats()
-            engine._deposit(grads_P)
-            engine._step(SimpleNamespace(plan=plan))
+            engine._gradients.deposit()
+            engine.set_gradient_accumulation_boundary(True)
+            deepspeed.DeepSpeedEngine.step(engine)
             in_step = propagator.max_over_ranks(accelerator.max_memory_allocated())
             found[text] = {
                 "passes": in_passes,
