@@ -292,6 +292,9 @@ def parse_arguments() -> argparse.Namespace:
         "--layers", type=int, default=ModelSize().num_layers, help="default %(default)s"
     )
     parser.add_argument(
+        "--experts", type=int, default=0, help="of a Qwen3-MoE in place of the LLaMA"
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="tiny: shows that everything runs, measures nothing"
     )
     parser.add_argument("--fresh", action="store_true", help="run workloads again that have a file")
@@ -307,6 +310,7 @@ def main() -> None:
     if args.quick:
         args.context, args.iterations, args.warmup = 256, 2, 1
         model = ModelSize(hidden_size=64, intermediate_size=128, num_layers=4, vocab_size=256)
+    model = replace(model, num_experts=args.experts)
     settings = Settings(
         num_ranks=args.ranks,
         context_length=args.context,

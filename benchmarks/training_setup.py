@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 from workloads import (
     Batch,
     Shape,
@@ -19,19 +19,31 @@ from ds_hydra.engine.ranks.host_memory import process_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """A LLaMA of the benchmark."""
+    """A LLaMA of the benchmark, or a Qwen3-MoE as wide: a token has two experts of half the
+    intermediate size.
+    """
 
     hidden_size: int = 256
     intermediate_size: int = 704
     num_layers: int = 4
     num_heads: int = 4
     vocab_size: int = 2048
+    num_experts: int = 0
 
-    def build(self, context_length: int) -> LlamaForCausalLM:
+    def build(self, context_length: int) -> PreTrainedModel:
         """The model, equal on every rank."""
         torch.manual_seed(0)
-        return LlamaForCausalLM(
-            LlamaConfig(
+        kind, experts = LlamaConfig, {}
+        if self.num_experts:
+            kind, experts = Qwen3MoeConfig, {
+                "num_experts": self.num_experts,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": self.intermediate_size // 2,
+                "head_dim": self.hidden_size // self.num_heads,
+            }  # fmt: skip
+        return AutoModelForCausalLM.from_config(
+            kind(
+                **experts,
                 vocab_size=self.vocab_size,
                 hidden_size=self.hidden_size,
                 intermediate_size=self.intermediate_size,

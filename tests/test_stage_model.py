@@ -272,7 +272,12 @@ def test_families_that_do_not_keep_sequences_apart_run_them_one_by_one(caplog):
         stage_model = packing_probe.build_stage_model(model)
         assert re.search(f"one after the other .*{why}", caplog.messages.pop())
         stage_model.check_scheme(Scheme(1, 2))
-        for scheme in (Scheme(2, 1), Scheme(1, 1, sp=2), Scheme(1, 1, stream=1)):
+        for scheme in (
+            Scheme(2, 1),
+            Scheme(1, 1, sp=2),
+            Scheme(1, 1, cp=2),
+            Scheme(1, 1, stream=1),
+        ):
             with pytest.raises(UnsupportedModelError, match=f"one after the other.*{why}"):
                 stage_model.check_scheme(scheme)
 

@@ -219,7 +219,8 @@ def test_layers_that_are_gathered_move_between_nodes_for_each_pass():
     times, once = cluster.link_times(gathered), cluster.link_times(streams)
     assert times.pull_ms == once.pull_ms == pytest.approx(2 * across)
     assert times.push_ms - once.push_ms == pytest.approx(2 * across)
-    assert cluster.pushing(0.5)(gathered).push_ms == pytest.approx((2 + 2) * across)
+    assert cluster.halved.link_times(gathered).push_ms == pytest.approx((2 + 2) * across)
+    assert cluster.halved.gather_ms(GATHERED) == pytest.approx((2 + 2 + 2) * across)
 
 
 def test_gathered_micro_batches_run_in_lockstep():

@@ -42,6 +42,7 @@ from ds_hydra.sampler.candidates import (
     CandidateSettings,
     check_longest,
     decide_candidates,
+    gradient_bytes,
     proposes,
     with_estimates_of,
     with_schemes_of,
@@ -209,7 +210,9 @@ class EngineCandidates:
             num_devices=self.num_ranks,
             given=self._given,
             can_run=self._model_can_run,
-            cluster=None if profile is None else try_cluster(profile, self.num_ranks),
+            cluster=None
+            if profile is None
+            else try_cluster(profile, self.num_ranks, gradient_bytes(self.config)),
             num_other_groups=self._num_other_groups,
         )
         if self.lengths is None:

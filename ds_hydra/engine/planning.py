@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.ranks.agreement import broadcast_bytes, restore_error
 from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
-from ds_hydra.sampler.candidates import push_share
+from ds_hydra.sampler.candidates import gradient_bytes
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
@@ -38,8 +38,8 @@ def planner_settings(
     hardware.
     """
     planner = config.planner
-    cluster = try_cluster(profile, num_ranks) if len(strategies) > 1 else None
-    links_of = cluster and cluster.pushing(push_share(config))
+    is_choice = len(strategies) > 1
+    cluster = try_cluster(profile, num_ranks, gradient_bytes(config)) if is_choice else None
     return PlannerSettings(
         objective=planner.objective,
         dispatch=planner.dispatch,
@@ -50,7 +50,7 @@ def planner_settings(
         solver=planner.solver,
         solver_gap=planner.gap_tolerance,
         solver_deadline_s=planner.time_limit_ms / 1e3,
-        link_times={strategy: links_of(strategy) for strategy in strategies} if links_of else {},
+        link_times={s: cluster.link_times(s) for s in strategies} if cluster else {},
         overlaps_links=config.link.overlap,
     )
 

@@ -53,8 +53,8 @@ class CandidateSettings:
     """What decides about candidates beside profile and lengths.
 
     `given`: strategies of the user, which are then all. `can_run`: whether the model runs a scheme
-    on these devices. `cluster`: what pull and push cost, which count where it is known;
-    `push_share`: bytes of a pushed gradient over those of a 32-bit one. `num_other_groups`: process
+    on these devices. `cluster`: what pull and push cost, which count where it is known.
+    `num_other_groups`: process
     groups beside those of the candidates. `max_enumerated`: devices up to which all strategies of
     two schemes are candidates. `pruning`: how proposed ones are tried, but for links and
     communicators.
@@ -67,7 +67,6 @@ class CandidateSettings:
     space: Space = "measured"
     can_run: CanRun = lambda _: True
     cluster: Cluster | None = None
-    push_share: float = 1.0
     max_groups: int = 512
     num_other_groups: int = 0
     max_enumerated: int = MAX_ENUMERATED_RANKS
@@ -95,7 +94,6 @@ class CandidateSettings:
             space=config.planner.space,
             can_run=can_run,
             cluster=cluster,
-            push_share=push_share(config),
             max_groups=config.max_process_groups,
             num_other_groups=num_other_groups,
             max_enumerated=MAX_ENUMERATED_RANKS,
@@ -110,12 +108,12 @@ class CandidateSettings:
     @property
     def links_of(self) -> Callable[[Strategy], LinkTimes] | None:
         """Pull and push of a strategy; None where nothing is known of the interconnects."""
-        return None if self.cluster is None else self.cluster.pushing(self.push_share)
+        return None if self.cluster is None else self.cluster.link_times
 
 
-def push_share(config: HydraConfig) -> float:
-    """Bytes of a pushed gradient over those of a 32-bit one."""
-    return 0.5 if config.link.gradient_dtype == "bf16" else 1.0
+def gradient_bytes(config: HydraConfig) -> float:
+    """Of an element that is pushed."""
+    return 2.0 if config.link.gradient_dtype == "bf16" else 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,9 +56,10 @@ def compare(
     scenario = _scenario(workload, cluster, settings)
     own = replace(own, batches=scenario.batches)
     candidates = {name: p.strategies for name, p in known.planned.items()} if known else {}
-    planned = {DS_HYDRA: _ours(workload, own, settings, candidates.get(DS_HYDRA))}
+    planned = {DS_HYDRA: _ours(DS_HYDRA, workload, own, settings, candidates.get(DS_HYDRA))}
     if HALF in settings.systems and cluster is not None:
-        planned[HALF] = _half(planned[DS_HYDRA], own)
+        half = replace(own, cluster=cluster.halved)
+        planned[HALF] = _ours(HALF, workload, half, settings, candidates.get(HALF))
     for name, each in ((PLAIN, own), (PAPER, scenario)):
         if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
             found = _plain(name, workload, each, settings, candidates.get(name))
@@ -106,7 +107,11 @@ def _scenario(workload: Workload, cluster: Cluster | None, settings: Settings) -
 
 
 def _ours(
-    workload: Workload, own: Scenario, settings: Settings, known: tuple[Strategy, ...] | None
+    name: str,
+    workload: Workload,
+    own: Scenario,
+    settings: Settings,
+    known: tuple[Strategy, ...] | None,
 ) -> Planned:
     """ds_hydra in the space of the settings, with `known` candidates if there are any."""
     holds = bool(own.statics())
@@ -115,7 +120,7 @@ def _ours(
             check_context(own.profile, own.num_devices, own.context_length)
         strategies = workload.strategies or known or _propose(workload, own, settings)
         schemes = usable_schemes(own.profile, own.num_devices)
-        return _plan(DS_HYDRA, own, strategies, schemes)
+        return _plan(name, own, strategies, schemes)
     full = extended_scenario(own)
     schemes = extended_schemes(full)
     check_context(full.profile, full.num_devices, full.context_length, schemes)
@@ -132,14 +137,7 @@ def _ours(
         ),
         max_communicators=_max_communicators(workload, settings),
     )
-    return _plan(DS_HYDRA, full, candidates, schemes)
-
-
-def _half(ours: Planned, own: Scenario) -> Planned:
-    """The candidates of `ours` with gradients pushed in 16 bit (`link.gradient_dtype`)."""
-    scenario = replace(own, profile=ours.profile, push_share=0.5)
-    result, plans = dynamic(scenario, ours.strategies, name=HALF)
-    return replace(ours, result=result, plans=tuple(plans))
+    return _plan(name, full, candidates, schemes)
 
 
 def _plain(

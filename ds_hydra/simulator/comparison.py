@@ -168,8 +168,10 @@ class Comparison:
     def simulate(self, position: int, system: str = DS_HYDRA) -> Simulation:
         """Iteration number `position` of `system`, one of `planned`, with all its events."""
         planned = self.planned[system]
-        share = 0.5 if system == HALF else 1.0
-        scenario = replace(self._scenario(), profile=planned.profile, push_share=share)
+        cluster = self.cluster
+        if system == HALF and cluster is not None:
+            cluster = cluster.halved
+        scenario = replace(self._scenario(), profile=planned.profile, cluster=cluster)
         return scenario.simulate(planned.plans[position])
 
     def replan(self, strategy: str) -> tuple[IterationPlan, ...]:

@@ -60,8 +60,7 @@ class Scenario:
 
     `bounds_attention`: of T of one rank, which nobody has published (`single_rank_latency`).
     `seen`: share of pull and push, and of ZeRO-3's gathers, that nothing hides, for all systems; as
-    much as the overlap leaves if None. `push_share`: bytes of a gradient that ds_hydra pushes over
-    those of a 32-bit one.
+    much as the overlap leaves if None.
     """
 
     profile: Profile
@@ -72,7 +71,6 @@ class Scenario:
     overlap: bool = True
     bounds_attention: bool = True
     seen: float | None = None
-    push_share: float = 1.0
     forward_fraction: float = FORWARD_FRACTION
     settings: PlannerSettings = WITHOUT_PROGRAMS
     _sorted: list[IntArray] = field(default_factory=list, init=False, compare=False)
@@ -126,8 +124,7 @@ class Scenario:
             return NO_LINKS
         times = self.cluster.link_times(strategy, is_fully_sharded=is_fully_sharded)
         share = 1.0 if self.seen is None else self.seen
-        pushed = share * (self.push_share if is_fully_sharded else 1.0)
-        return replace(times, pull_ms=share * times.pull_ms, push_ms=pushed * times.push_ms)
+        return replace(times, pull_ms=share * times.pull_ms, push_ms=share * times.push_ms)
 
     def simulate(self, plan: IterationPlan) -> Simulation:
         """The iteration that carries out `plan`."""

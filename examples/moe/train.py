@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 
 def main(arguments: Sequence[str] | None = None) -> list[float]:
     """Train, show what ran."""
-    parser = common.argument_parser(__doc__, HERE / "ds_config.json", iterations=40)
+    parser = common.argument_parser(__doc__, HERE / "ds_config.json", iterations=80)
     parser.set_defaults(model="tiny-moe")
     parser.add_argument(
         "--aux_loss", choices=("sequence", "off"), default="sequence", help="loss of balance"

@@ -37,6 +37,7 @@ from ds_hydra.sampler.candidates import (
     CandidateSettings,
     check_longest,
     decide_candidates,
+    gradient_bytes,
     proposes,
     with_estimates_of,
 )
@@ -372,7 +373,9 @@ class _Budget:
             num_devices=number,
             given=given,
             can_run=self._can_run,
-            cluster=None if profile is None else try_cluster(profile, number),
+            cluster=None
+            if profile is None
+            else try_cluster(profile, number, gradient_bytes(self._hydra)),
             num_other_groups=len(self._link_purposes()),
         )
 

@@ -12,7 +12,7 @@ messages in pull and push.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm
@@ -65,6 +65,8 @@ class Cluster:
     num_devices: int
     intra_node_latency_ms: float
     inter_node_latency_ms: float
+    gradient_bytes: float = GRADIENT_BYTES
+    """Of an element that is pushed where states are fully sharded (`link.gradient_dtype`)."""
 
     @property
     def num_params(self) -> float:
@@ -72,6 +74,11 @@ class Cluster:
         return self.shape.num_layers * self.shape.layer_params + 2 * (
             self.shape.vocab_size * self.shape.hidden_size
         )
+
+    @property
+    def halved(self) -> Cluster:
+        """The same with gradients of half the bytes."""
+        return replace(self, gradient_bytes=self.gradient_bytes / 2)
 
     @property
     def step_ms(self) -> float:
@@ -85,7 +92,6 @@ class Cluster:
         strategy: Strategy,
         *,
         is_fully_sharded: bool = True,
-        gradient_bytes: float = GRADIENT_BYTES,
     ) -> LinkTimes:
         """Pull, push and step of `strategy`; where it gathers layers for every pass, the push has
         the pulls of the backward pass in it, and further micro-batches count in T.
@@ -107,6 +113,7 @@ class Cluster:
         across = elements / self.hardware.inter_node_rate
         slowest = 1e3 * max(inside, across)
         again = _PARAM_BYTES if strategy.gathers else 0
+        gradient_bytes = self.gradient_bytes if is_fully_sharded else GRADIENT_BYTES
         return LinkTimes(
             pull_ms=_PARAM_BYTES * slowest,
             push_ms=(again + gradient_bytes) * slowest,
@@ -142,7 +149,7 @@ class Cluster:
         slowest = max(
             elements / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate
         )
-        return 1e3 * (2 * _PARAM_BYTES + GRADIENT_BYTES) * slowest
+        return 1e3 * (2 * _PARAM_BYTES + self.gradient_bytes) * slowest
 
     def with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
         """`latency` of a group without communication, with its exchanges of SP and CP: of S / SP
@@ -189,14 +196,6 @@ class Cluster:
             linear_ms=latency.linear_ms + more.linear_ms,
             constant_ms=latency.constant_ms + more.constant_ms,
         )
-
-    def pushing(self, share: float) -> Callable[[Strategy], LinkTimes]:
-        """`link_times` of a strategy with gradients of `share` of 32 bit."""
-
-        def link_times(strategy: Strategy) -> LinkTimes:
-            return self.link_times(strategy, gradient_bytes=share * GRADIENT_BYTES)
-
-        return link_times
 
     def _node_elements(self, strategy: Strategy, is_fully_sharded: bool) -> float:
         """Elements that the busiest node receives from other nodes in one pull."""
@@ -312,14 +311,18 @@ def _needed_share(
     return float(is_needed.mean(axis=1) @ np.diff(edges)) * (1 - node_share)
 
 
-def try_cluster(profile: Profile, num_devices: int) -> Cluster | None:
-    """`find_cluster`, or None where the profile does not describe its model well enough.
+def try_cluster(
+    profile: Profile, num_devices: int, gradient_bytes: float = GRADIENT_BYTES
+) -> Cluster | None:
+    """`find_cluster` with pushed gradients of so many bytes, or None where the profile does not
+    describe its model well enough.
 
     From files alone, never from measured iterations, so that a resumed run chooses as the one
     before.
     """
     try:
-        return find_cluster(profile, num_devices)
+        found = find_cluster(profile, num_devices)
+        return None if found is None else replace(found, gradient_bytes=gradient_bytes)
     except HydraConfigError as error:
         logger.info("pull and push do not count in the choice of strategies: %s", error)
         return None
