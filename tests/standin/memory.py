@@ -108,12 +108,11 @@ def _formula_bytes(stage_model: Any, strategy: Strategy) -> float:
 
 def peaks(family: str) -> dict[str, dict[str, float]]:
     """By strategy: the most bytes of any rank in passes, and in the optimizer's step; what the
-    formula says; 4 bytes of each parameter of a shard.
+    formula says.
     """
     accelerator = get_accelerator()
     sizes = {"hidden_size": 128, "vocab_size": 512, "max_position_embeddings": 4096}
     model = tiny(family, **sizes, **SIZES[family]).bfloat16().to(device.NAME)
-    num_params = sum(parameter.numel() for parameter in model.parameters())
     engine = start_hydra(model, bf16={"enabled": True}, hydra={"context_length": 4096})
     propagator = engine.hydra.propagator
     found = {}
@@ -140,7 +139,6 @@ def peaks(family: str) -> dict[str, dict[str, float]]:
                 "passes": in_passes,
                 "step": in_step,
                 "formula": _formula_bytes(engine.hydra.stage_model, strategy),
-                "shards": 4 * num_params / dist.get_world_size(),
             }
     engine.destroy()
     return found
