@@ -307,6 +307,12 @@ def test_homes_of_several_hosts(tmp_path, ranks_on):
 
 def one_rank_dies(folder, where):
     """Rank 1 is killed the next time it comes to `where`, in the second iteration."""
+    in_parts = homes_in_parts() if where == "send" else contextlib.nullcontext()
+    with in_parts:
+        _die_at(folder, where)
+
+
+def _die_at(folder, where):
     engine = start_hydra(tiny("llama_tied"), hydra={"faults": {"grace_s": 1}})
     examples = random_examples((9, 5, 14, 7), VOCAB_SIZE, seed=0)
     engine.train_batch(examples, strategy="3x<1,1;stream>")
@@ -314,7 +320,7 @@ def one_rank_dies(folder, where):
         Path(folder, "owner").write_text(str(os.getpid()))
     if dist.get_rank() == 1:
         home = engine.hydra.propagator.links.home
-        owner = home._adder if where == "adder" else home
+        owner = {"adder": home._adder, "send": getattr(home, "_inbox", None)}.get(where, home)
         setattr(owner, "add" if where == "adder" else where, lambda *_: die(folder))
     engine.train_batch(examples, strategy="3x<1,1;stream>")
 
@@ -336,7 +342,7 @@ def stream_until_killed(folder, strategy, victim, delay_s):
 
 @pytest.mark.distributed
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("where", ["fill", "adder", "collect"])
+@pytest.mark.parametrize("where", ["fill", "adder", "collect", "send"])
 def test_a_killed_rank_is_named_and_leaves_no_shared_memory(tmp_path, where):
     """In the adder it holds a lock that others wait for."""
     before = set(Path("/dev/shm").iterdir())

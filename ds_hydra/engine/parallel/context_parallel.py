@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
+from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.sampler.packing.cuts import Row
 
 
@@ -74,7 +75,7 @@ class KeysOfRow:
             blocks[-1][piece.position] = of_sequence[piece.position][: piece.end]
         used = sum(piece.end - piece.begin for piece in rows[own.rank])
         blocks[-1][-1] = torch.arange(used, row_tokens) + own.rank * row_tokens
-        return cls(own.group, tuple(torch.cat([*b.values()]).to(device) for b in blocks))
+        return cls(own.group, tuple(to_device(torch.cat([*b.values()]), device) for b in blocks))
 
     def select(self, row_tW: Tensor) -> Tensor:
         """[N, W] for this rank's pieces, out of all rows. Collective over the group."""

@@ -3,14 +3,11 @@
 [Note: Home of accelerators]
 The part of a rank holds its own shards and, with several hosts, those of the ranks of other hosts
 that it brings ([Note: Homes of several hosts]). So filling and emptying touch no other device;
-reading a layer copies its shards from the devices that hold them, into the slots of two layers,
-and adding changes sums there. Every device keeps sums as `exact_sums.py` says, by rows within a
-shard, so they have the same bits in any order.
-
-Two ranks must not add to the same sums at once, and devices cannot lock. A thread of the host
-does it: it lets a gradient become complete, takes the lock of the part it adds to (ranks begin
-with different ones), adds on a stream of its own, waits until that is done, and goes on.
-Computation waits for it only when `passing_bytes` of gradients are under way.
+reading a layer copies its shards from the devices that hold them, into the slots of two layers;
+adding sends a gradient to the ranks that hold its shards ([Note: Inbox]), each of which adds to its
+own sums, in threads beside computation, which waits for them only when `passing_bytes` of gradients
+are under way. Sums are kept as `exact_sums.py` says, by rows within a shard, so they have the same
+bits in any order.
 """
 
 from __future__ import annotations
@@ -31,6 +28,7 @@ from ds_hydra.engine.ranks.peer_memory import ALLOCATORS, PeerMemory
 from ds_hydra.engine.ranks.shared_memory import SharedMemory
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
 from ds_hydra.engine.transfer.home import Home, Layout, SharedMemoryHome, rectangles
+from ds_hydra.engine.transfer.inbox import Inbox, control_bytes
 from ds_hydra.engine.transfer.link_session import DeviceClock, LinkThread
 from ds_hydra.engine.transfer.stream_plan import STREAM_WINDOW
 from ds_hydra.errors import HydraConfigError
@@ -69,7 +67,8 @@ class PeerHome:
     """A `Home` on the devices of a host, whose ranks `group` has. Collective over all ranks of the
     run.
 
-    It adds in a thread of its own, which overlaps as `thread` does.
+    It adds in threads of its own, whether or not `thread` overlaps: no rank could wait for another
+    that computes.
     """
 
     has_views = False
@@ -95,9 +94,12 @@ class PeerHome:
             for slot, shard in enumerate(shards)
         }
         self._numels = [spec.shard_numel(self._num_ranks) for spec in specs]
+        widest, largest = (max(numel) for numel in zip(*((s.num_cols, s.numel) for s in specs)))
+        piece_numel = max(widest, min(PIECE_NUMEL, largest))
         layout = _parts_layout(specs, self._numels, dtype, max(map(len, held)))
+        take_slots = layout.place(len(beside) * piece_numel, torch.float32)
         self._memory = PeerMemory(group, layout.nbytes, purpose, device)
-        self._locks = SharedMemory(beside, 1, purpose, device)
+        self._control = SharedMemory(beside, control_bytes(len(beside)), purpose, device)
         self._parts = [layout.cut(part) for part in self._memory.parts]
         own = self._parts[self._place]
         self.grads_P = [
@@ -106,12 +108,18 @@ class PeerHome:
         ]
         """This rank's fp32 gradient shards, which `collect` may replace in place."""
         self._clock = DeviceClock(device)
-        self._thread = LinkThread(device, overlap=thread.overlap)
+        self._inbox = Inbox(
+            [take_slots(p).view(torch.uint8).view(len(beside), -1) for p in self._memory.parts],
+            self._control,
+            self._place,
+            self._clock,
+        )
+        self._sender = LinkThread(device, overlap=True)
+        self._server = LinkThread(device, overlap=True)
         self._pending: deque[tuple[Future[None], int]] = deque()
         self._passing_bytes = passing_bytes
-        self._added: Any = None
-        widest, largest = (max(numel) for numel in zip(*((s.num_cols, s.numel) for s in specs)))
-        self._adder = Adder(max(widest, min(PIECE_NUMEL, largest)), device)
+        self._serving: Future[None] | None = None
+        self._adder, self._piece_numel = Adder(piece_numel, device), piece_numel
         self._nothing = torch.empty(0, dtype=torch.float32, device=device)
         self._width = 0
         self.weight_bytes = sum(part.weights.nbytes for part in own)
@@ -133,7 +141,8 @@ class PeerHome:
     def begin_sums(self, num_addends: int, brought: RankBuckets = ()) -> None:
         """Set this rank's part of the sums to zero; every element gets at most `num_addends`."""
         del brought  # every shard that this rank holds is zeroed
-        while self._pending:  # of an iteration that failed
+        self._inbox.begin()  # ends what an iteration that failed has left
+        while self._pending:
             self._pending.popleft()[0].exception()
         self._width = digit_width(num_addends)
         own = [
@@ -142,6 +151,8 @@ class PeerHome:
             if spec.requires_grad
         ]
         torch._foreach_zero_([sums for part in own for sums in (part.high, part.low, part.top)])
+        serve = functools.partial(self._serve, self._clock.stamp())
+        self._serving = self._server.submit(serve)
 
     def read(self, param: int, region: Region) -> Tensor | None:
         """None: weights come in copies."""
@@ -160,7 +171,7 @@ class PeerHome:
                 targets.append(into[place.begin - offset : place.end - offset])
                 sources.append(weights[place.begin - begin : place.end - begin])
                 continue
-            for rows, cols in rectangles(place.begin, place.end, spec.num_cols, PIECE_NUMEL):
+            for rows, cols in rectangles(place.begin, place.end, spec.num_cols, self._piece_numel):
                 shared = _common(cols, region)
                 if shared is None:
                     continue
@@ -171,8 +182,8 @@ class PeerHome:
     def add(self, param: int, region: Region, grad: Tensor) -> None:
         """Let `grad`, any shape, be added to the sums of `region`; it may not change any more."""
         addend = grad.detach().reshape(region.num_rows, region.num_cols)
-        job = functools.partial(self._add, param, region, addend, self._clock.stamp())
-        self._pending.append((self._thread.submit(job), grad.nbytes))
+        job = functools.partial(self._send, param, region, addend, self._clock.stamp())
+        self._pending.append((self._sender.submit(job), grad.nbytes))
         while len(self._pending) > 1 and (
             sum(nbytes for _, nbytes in self._pending) > self._passing_bytes
         ):
@@ -184,8 +195,12 @@ class PeerHome:
         """
         while self._pending:
             self._pending.popleft()[0].result()
-        if self._added is not None:
-            self._clock.wait_for(self._added)
+        if self._serving is not None:
+            self._inbox.finish()
+            self._serving.result()  # which others' ranks finish, without waiting for this one
+            self._serving = None
+            if self._inbox.served is not None:
+                self._clock.wait_for(self._inbox.served)
 
     def collect(self, grads_P: Sequence[Tensor], brought: RankBuckets = ()) -> None:
         """Put the sums of this rank's shards of trained parameters into `grads_P`, and those of
@@ -221,8 +236,10 @@ class PeerHome:
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._thread.close()
-        self._locks.close()
+        self._inbox.begin()  # ends what is under way
+        self._sender.close()
+        self._server.close()
+        self._control.close()
 
     def _at(self, param: int, shard: int) -> _Part:
         """Flat tensors of a shard, wherever they are."""
@@ -250,39 +267,55 @@ class PeerHome:
         begin, end = region.row * num_cols, (region.row + region.num_rows) * num_cols
         return _by_shards(begin, end, self._numels[param])
 
-    def _add(self, param: int, region: Region, addend: Tensor, stamp: Any) -> None:
+    def _send(self, param: int, region: Region, addend: Tensor, stamp: Any) -> None:
+        """Give the parts of a gradient to the ranks that hold them; each begins elsewhere."""
         self._clock.wait_for(stamp)
         places = list(self._places(param, region))
         first = len(places) * self._place // len(self._parts)
         for place in places[first:] + places[:first]:
-            lock = param * len(self._parts) + self._holder[place.shard][0]
-            with self._locks.locked(lock, 1):
-                for rows, cols, block in self._blocks(param, place):
-                    shared = _common(cols, region)
-                    if shared is not None:
-                        part = addend[_less(rows, region.row), _less(shared, region.col)]
-                        begin_col = shared.start - cols.start
-                        self._adder.add(*block, part, begin_col, self._width)
-                self._added = self._clock.stamp()
-                self._clock.settle(self._added)
+            owner = self._holder[place.shard][0]
+            num_cols = self._specs[param].num_cols
+            for rows, cols in rectangles(place.begin, place.end, num_cols, self._piece_numel):
+                shared = _common(cols, region)
+                if shared is not None:
+                    part = addend[_less(rows, region.row), _less(shared, region.col)]
+                    begin_col = shared.start - cols.start
+                    what = (
+                        param,
+                        place.shard,
+                        rows.start,
+                        rows.stop,
+                        cols.start,
+                        cols.stop,
+                        begin_col,
+                    )
+                    self._inbox.send(owner, what, part)
 
-    def _blocks(self, param: int, place: _Place) -> Iterator[tuple[slice, slice, _Block]]:
-        """Sums of a place as rectangles of whole rows, as far as they are in the shard."""
-        num_cols, first = self._specs[param].num_cols, place.shard * self._numels[param]
-        part = self._at(param, place.shard)
-        for rows, cols in rectangles(place.begin, place.end, num_cols, PIECE_NUMEL):
-            high, low = (
-                _rectangle(flat, first, rows, cols, num_cols) for flat in (part.high, part.low)
-            )
-            top = part.top[_less(rows, first // num_cols)].view(-1, 1)
-            yield rows, cols, _Block(high, low, top)
+    def _serve(self, stamp: Any) -> None:
+        self._clock.wait_for(stamp)
+        self._inbox.serve(self._add)
+
+    def _add(self, what: list[int], addend: Tensor) -> None:
+        param, shard, first_row, end_row, first_col, end_col, begin_col = what
+        block = self._block(param, shard, slice(first_row, end_row), slice(first_col, end_col))
+        self._adder.add(*block, addend, begin_col, self._width)
+
+    def _block(self, param: int, shard: int, rows: slice, cols: slice) -> _Block:
+        """Sums of a rectangle of whole rows, as far as they are in the shard."""
+        num_cols, first = self._specs[param].num_cols, shard * self._numels[param]
+        part = self._at(param, shard)
+        high, low = (
+            _rectangle(flat, first, rows, cols, num_cols) for flat in (part.high, part.low)
+        )
+        return _Block(high, low, part.top[_less(rows, first // num_cols)].view(-1, 1))
 
     def _evaluate(self, param: int, begin: int, end: int, values: Tensor) -> None:
         """Put the sums of [begin, end) into `values`, which may lie in place of `high`."""
         end = min(end, self._specs[param].numel)
         num_cols = self._specs[param].num_cols
         for place in _by_shards(begin, end, self._numels[param]):
-            for rows, cols, block in self._blocks(param, place):
+            for rows, cols in rectangles(place.begin, place.end, num_cols, self._piece_numel):
+                block = self._block(param, place.shard, rows, cols)
                 value = value_of(block.high, block.low, block.top, self._width)
                 offset = rows.start * num_cols + cols.start - begin
                 values[offset : offset + value.numel()].copy_(value.flatten())
