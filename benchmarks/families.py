@@ -43,6 +43,8 @@ from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 
 STRATEGIES = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>", "1x<sp2,1;ep=2>")
+SHORT = ("DP 2", "TP 2", "PP 2", "SP 2", "CP 2", "EP 2")
+"""Heads of columns."""
 LENGTHS = (9, 5, 17, 1, 12)
 POSITIONS = 20
 """Fewer than the tokens of a micro-batch: learned positions follow the sequences."""
@@ -234,13 +236,12 @@ def render(records: list[dict[str, Any]]) -> str:
         for r in records
         if "cannot_run" not in r
     ]
-    columns = [f"`{s}`" for s in STRATEGIES]
     return "\n".join(
         [
             *_introduction(records),
             "",
-            f"| type | sequences | {' | '.join(columns)} |",
-            f"|---|---|{'---|' * len(columns)}",
+            f"| type | sequences | {' | '.join(SHORT)} |",
+            f"|---|---|{'---|' * len(SHORT)}",
             *rows,
             "",
             "**Reasons**",
@@ -264,20 +265,27 @@ def _introduction(records: list[dict[str, Any]]) -> list[str]:
     cut = [r for r in planned if {"1x<2,1>", "1x<1,2>"}.intersection(r.get("runs", ()))]
     off = sum("own_error" in r for r in runs)
     return [
+        "---",
+        "hide:",
+        "  - toc",
+        "---",
+        "",
         "# Models",
         "",
         "    python -m benchmarks.families --out docs/models.md",
         "",
         f"All {len(records)} causal language model types of transformers {transformers.__version__}, as tiny random "
         "models: five sequences of 1 to 17 tokens in micro-batches on 2 CPU ranks, fp32, against one process that runs "
-        "each sequence alone. Figures are the largest relative error of a gradient. Dropout and noise are set to 0, "
-        "`is_decoder` to true.",
+        "each sequence alone. Figures are the largest relative error of a gradient, numbers in brackets the reasons of "
+        "refusals below the table. Dropout and noise are set to 0, `is_decoder` to true.",
         "",
         f"**{len(runs)} run ({sum(not r['has_experts'] for r in runs)} of them without experts), "
         f"{len(built) - len(runs)} are refused by name, {len(records) - len(built)} do not run that small by "
         f"themselves, {sum(map(is_wrong, built))} are wrong, {sum('foreign' in r for r in built)} raise an error that "
         "is not ds_hydra's.** "
-        + ", ".join(f"{counts[s]} under `{s}`" for s in STRATEGIES)
+        + ", ".join(
+            f"{counts[s]} under `{s}` ({h})" for s, h in zip(STRATEGIES, SHORT, strict=True)
+        )
         + f". Of the {len(planned)} with both a tp plan and a pp plan {len(cut)} run under TP or PP.",
         "",
         f"A gradient is wrong that is off by more than {TOLERANCE:.0e} and by more than four times what the one "
@@ -290,7 +298,7 @@ def _way(record: dict[str, Any], reasons: dict[str, int]) -> str:
     if not record.get("runs"):
         return ""
     because = record["one_by_one"]
-    return f"one by one [{_number(because, reasons)}]" if because else "packed"
+    return f"one by one\N{NO-BREAK SPACE}[{_number(because, reasons)}]" if because else "packed"
 
 
 def _cell(case: dict[str, Any] | None, reasons: dict[str, int]) -> str:

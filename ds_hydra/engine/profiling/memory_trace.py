@@ -92,6 +92,9 @@ def slice_config(
 
     Raises UnsupportedModelError if the shapes do not divide by `tp`.
     """
+    for key in ("num_attention_heads", "intermediate_size"):
+        if getattr(config, key, None) is None:
+            raise UnsupportedModelError(f"a {config.model_type} config has no {key} to slice by")
     heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None)
     for name, value in (
         ("attention heads", heads),

@@ -79,13 +79,18 @@ def describe_model(stage_model: StageModel) -> dict[str, Any]:
     """The profile's "model" section."""
     config = stage_model.config
     experts = find_experts(config.to_dict(), stage_model.num_layers, config.model_type)
+    heads = {}
+    if getattr(config, "num_attention_heads", None):  # else no attention
+        heads = {
+            "num_attention_heads": config.num_attention_heads,
+            "num_key_value_heads": num_kv_heads(config),
+        }
     return {
         "name": config.model_type,
         "num_layers": stage_model.num_layers,
         "hidden_size": stage_model.hidden_size,
         "intermediate_size": getattr(config, "intermediate_size", None),
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": num_kv_heads(config),
+        **heads,
         "vocab_size": stage_model.vocab_size,
         **({} if experts is None else {"experts": experts.to_json()}),
     }
