@@ -7,8 +7,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -106,9 +108,8 @@ def test_a_killed_rank_is_named_and_restarts_give_the_same_curve(tmp_path):
 
 
 def one_rank_fails(folder, how):
-    engine = start_hydra(
-        tiny("llama_tied", num_hidden_layers=3), hydra={"faults": {"silence_s": 15, "grace_s": 1}}
-    )
+    faults = {"silence_s": 15, "grace_s": 60 if how == "torn down" else 1}
+    engine = start_hydra(tiny("llama_tied", num_hidden_layers=3), hydra={"faults": faults})
     engine.train_batch(data_of(0), strategy=STRATEGIES[0])
     if dist.get_rank() == 1:
         mark_fault(folder)
@@ -117,12 +118,20 @@ def one_rank_fails(folder, how):
         elif how == "ctrl-c":
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(60)
+        elif how == "aborted":
+            os.abort()
+        elif how == "torn down":
+            engine.hydra.train = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         else:
 
             def fail(*_, **__):
                 raise MemoryError("no room left, on purpose")
 
             engine.hydra.stage_model.forward_stage = fail
+    elif how == "torn down":
+        # As NCCL: a collective that misses a rank does not end, and a monitor aborts the process
+        logging.getLogger("ds_hydra").addHandler(logging.StreamHandler())  # as outside of pytest
+        engine.hydra.train = lambda *_: threading.Timer(5, os.abort).start() or time.sleep(3600)
     try:
         engine.train_batch(data_of(1), strategy=STRATEGIES[0])
     except MemoryError:
@@ -133,16 +142,17 @@ def one_rank_fails(folder, how):
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(700)
-@pytest.mark.parametrize("how", ["stopped", "failed", "ctrl-c"])
+@pytest.mark.parametrize("how", ["stopped", "failed", "ctrl-c", "aborted", "torn down"])
 def test_a_silent_or_failed_rank_is_named(tmp_path, how):
+    """Whatever ends the others: an error, the watchdog (75), or a monitor like NCCL's before it."""
     ended = run_until_end(one_rank_fails, 3, tmp_path, str(tmp_path), how, victim=1)
     told = {
         "stopped": "rank 1 is silent for 15 s",
         "failed": "rank 1 failed in propagation: MemoryError: no room left, on purpose",
-        "ctrl-c": "rank 1 is gone: its process ended",
-    }[how]
+    }.get(how, "rank 1 is gone: its process ended")
     for rank in (0, 2):
-        assert ended[rank].exit_code in (1, 75), ended[rank].stderr
+        expected = (-signal.SIGABRT,) if how == "torn down" else (1, 75)
+        assert ended[rank].exit_code in expected, ended[rank].stderr
         assert told in ended[rank].stderr
 
 

@@ -280,10 +280,8 @@ class Link:
                 if begin is not None:
                     sums.add_(posted.packed[begin : begin + addition.numel])
                     continue
-                own = self._buffers.take(addition.numel, stores.dtype)
-                _copy(_packed_views(own, addition.own), _stored_views(stores, addition.own))
-                sums.add_(own)
-                self._buffers.give_back(own)
+                own = _stored_views(stores, addition.own)
+                _copy(_packed_views(sums, addition.own), own, torch._foreach_add_)
             _copy(targets, places)
             self._buffers.give_back(sums)
         self._give_back(posted)
@@ -292,8 +290,10 @@ class Link:
     def _copy_local(phase: Phase, stores: _Stores) -> None:
         """What this rank both owns and needs, in a pull."""
         for source, target in phase.local:
-            for a, b in zip(source.pieces, target.pieces):
-                stores.view(target, b).copy_(stores.view(source, a))
+            _copy(
+                [stores.view(target, piece) for piece in target.pieces],
+                [stores.view(source, piece) for piece in source.pieces],
+            )
 
     def _sent(self, posted: _Posted) -> None:
         """Wait until everything has left."""
@@ -427,17 +427,21 @@ def _packed_views(buffer: Tensor, copies: Sequence[Copy]) -> list[Tensor]:
     ]
 
 
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """What is contiguous on both sides in one kernel, where the device has one."""
-    run_targets, run_sources = [], []
+def _copy(
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    run: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_,
+) -> None:
+    """`run` on pairs: what is contiguous on both sides in one kernel where the device has one."""
+    runs: tuple[list[Tensor], list[Tensor]] = ([], [])
     for target, source in zip(targets, sources, strict=True):
         if target.is_contiguous() and source.is_contiguous():
-            run_targets.append(target)
-            run_sources.append(source)
+            runs[0].append(target)
+            runs[1].append(source)
         else:
-            target.copy_(source)
-    if run_targets:
-        torch._foreach_copy_(run_targets, run_sources)
+            run([target], [source])
+    if runs[0]:
+        run(*runs)
 
 
 def _bucket(buckets: Sequence[Sequence[Tensor]], index: int) -> Sequence[Tensor]:

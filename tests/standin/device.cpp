@@ -283,6 +283,16 @@ at::Scalar item(const Tensor& self) {
   observe("kernel", "item", accesses);
   return as_host(self).item();
 }
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  // The CPU has none of whole numbers, with which models count the tokens of experts on a device
+  auto host = at::histc(as_host(self).to(at::kFloat), bins, min, max).to(self.scalar_type());
+  auto out = tensor_over(as_device_storage(host), KEYS, host);
+  Accesses accesses;
+  add_access(self, false, accesses);
+  add_access(out, true, accesses);
+  observe("kernel", "aten::histc", accesses);
+  return out;
+}
 const Tensor& resize_(const Tensor& self, Sizes size, std::optional<at::MemoryFormat>) {
   auto host = at::empty(C10_AS_INTARRAYREF_SLOW(size), self.options().device(c10::kCPU));
   auto* impl = self.unsafeGetTensorImpl();
@@ -327,10 +337,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", item);
+  m.impl("histc", histc);
   m.impl("resize_", resize_);
   m.impl("set_.source_Storage_storage_offset", set_storage);
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("set_.source_Tensor", set_tensor);
+  // One kernel for all tensors of a list, as on CUDA where they lie alike; others go one by one.
+  for (const char* name : {"_foreach_add_.List", "_foreach_copy_", "_foreach_norm.Scalar", "_foreach_zero_"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 
 }  // namespace

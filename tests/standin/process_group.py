@@ -11,6 +11,7 @@ import collections
 import contextlib
 import datetime
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from standin.streams import Event, Stream, current_stream, observer
+from standin.streams import Event, Stream, current_stream, observer, where
 
 calls: list[tuple[int, list[str]]] = []
 """Size of each communicator of this rank, and its collectives in order. Messages between two ranks
@@ -39,6 +40,11 @@ they run until the other ranks have joined.
 
 HANG_S = 15
 """Limit of one wait in a synchronise."""
+
+lone_messages: list[str] = []
+"""Where messages were sent or received outside a batch: NCCL makes a communicator for each pair of
+ranks then.
+"""
 
 _under_way: set[_Work] = set()
 
@@ -167,6 +173,11 @@ class StandInGroup(dist.ProcessGroup):
     def _agree_on_message(self, source: int, to: int, tensors: Sequence[Tensor]) -> None:
         sizes = [tensor.numel() for tensor in tensors]
         self._agree(f"message from {source} to {to}", f"{sizes} elements")
+        frame = sys._getframe()
+        while frame is not None and frame.f_code.co_name != "batch_isend_irecv":
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is None:
+            lone_messages.append(where())
 
     def _hosts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [self._as_host(tensor) for tensor in tensors]

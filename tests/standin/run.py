@@ -1,12 +1,15 @@
-"""`python run.py RANKS CHECK [CHECK ...]`: checks of `checks.py` on stand-in ranks, JSON on stdout.
+"""`python run.py RANKS CHECK [CHECK ...]`: checks on stand-in ranks, JSON on stdout.
 
-A process of its own: a process knows one accelerator.
+A check is a function of one of `MODULES`, "name:argument" one with an argument. A process of its
+own: a process knows one accelerator.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
+import importlib
 import json
 import multiprocessing
 import os
@@ -14,6 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,16 @@ TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 TIMEOUT_S = 600
+MODULES = ("standin.checks", "standin.faults", "standin.memory", "standin.uses")
+
+
+def find_check(text: str) -> Callable[[], Any]:
+    """The function of that name, with its argument if it has one."""
+    name, _, argument = text.partition(":")
+    for module in MODULES:
+        if function := getattr(importlib.import_module(module), name, None):
+            return functools.partial(function, argument) if argument else function
+    raise AttributeError(f"no check is called {name}")
 
 
 def run_rank(rank: int, world: int, folder: str, port: int, names: list[str], queue: Any) -> None:
@@ -29,11 +43,13 @@ def run_rank(rank: int, world: int, folder: str, port: int, names: list[str], qu
 
     os.environ.update(rank_environment(rank, world, port))
     import torch.distributed as dist
+    from peer_homes import homes_in_parts
 
-    from standin import checks, device
+    from standin import device
 
     try:
         device.install()
+        homes_in_parts(device.NAME, device.extension().as_device).start()
         dist.init_process_group(
             device.NAME,
             init_method=f"file://{folder}/rendezvous",
@@ -41,7 +57,7 @@ def run_rank(rank: int, world: int, folder: str, port: int, names: list[str], qu
             world_size=world,
             timeout=datetime.timedelta(seconds=120),
         )
-        queue.put((rank, {name: getattr(checks, name)() for name in names}))
+        queue.put((rank, {name: find_check(name)() for name in names}))
     except BaseException:
         queue.put((rank, {"error": traceback.format_exc()}))
     time.sleep(2.0)  # another rank may still read from this one's connections
@@ -54,8 +70,10 @@ def main() -> None:
         import torch
         from distributed import free_port, load_what_ranks_use, start_forks
 
-        from standin import checks, device  # noqa: F401 (imported once, before the ranks)
+        from standin import device
 
+        for name in names:  # imported once, before the ranks
+            find_check(name)
         torch.set_num_threads(1)
         device.extension()
         load_what_ranks_use()

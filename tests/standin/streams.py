@@ -7,11 +7,13 @@ writes, and the later one's stream has not waited for the earlier kernel.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
 import threading
 import time
-import traceback
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,15 +28,33 @@ def where() -> str:
     """The innermost lines of ds_hydra and DeepSpeed that led here, with the package of the first
     one.
     """
-    places = []
-    for frame in reversed(traceback.extract_stack(limit=40)):
+    places: list[str] = []
+    frame = sys._getframe(1)
+    while frame is not None and len(places) < 3:
+        filename = frame.f_code.co_filename
         for package in ("ds_hydra", "deepspeed/runtime"):
-            if f"/{package}/" in frame.filename:
-                file = frame.filename.rsplit("/", 1)[-1]
-                places.append(
-                    f"{file}:{frame.lineno}" if places else f"{package} {file}:{frame.lineno}"
-                )
-    return " < ".join(places[:3])
+            if f"/{package}/" in filename:
+                file = f"{filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
+                places.append(file if places else f"{package} {file}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(places)
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """Kernels of this thread in here are not counted as `Observer.num_outside`."""
+    before = getattr(_local, "is_elsewhere", False)
+    _local.is_elsewhere = True
+    try:
+        yield
+    finally:
+        _local.is_elsewhere = before
+
+
+def _is_outside() -> bool:
+    """Whether a kernel is neither `elsewhere` nor of a thread of autograd."""
+    is_autograd = isinstance(threading.current_thread(), threading._DummyThread)
+    return not is_autograd and not getattr(_local, "is_elsewhere", False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +78,7 @@ class Observer:
     races: list[str] = field(default_factory=list)
     waits: Counter[str] = field(default_factory=Counter)
     num_kernels: int = 0
+    num_outside: int = 0
     _clocks: dict[int, dict[int, int]] = field(default_factory=dict)
     _touches: dict[int, list[Touch]] = field(default_factory=dict)
     _homes: dict[int, int] = field(default_factory=dict)
@@ -69,7 +90,7 @@ class Observer:
     def start(self) -> None:
         """Forget everything, and observe from now on."""
         with self._lock:
-            self.races, self.waits, self.num_kernels = [], Counter(), 0
+            self.races, self.waits, self.num_kernels, self.num_outside = [], Counter(), 0, 0
             self._clocks, self._touches, self._homes, self._used_by = {}, {}, {}, {}
             self._settled, self._settled_all = {}, -1
             self.is_on = True
@@ -124,6 +145,7 @@ class Observer:
         """A kernel on `stream`."""
         with self._lock:
             self.num_kernels += 1
+            self.num_outside += _is_outside()
             for storage, begin, end, is_written in accesses:
                 touch = Touch(begin, end, is_written, stream, self.num_kernels, name, where())
                 touches = self._touches.setdefault(storage, [])

@@ -149,7 +149,7 @@ class ExpertBalance:
     @property
     def value(self) -> float:
         """This rank's part of the loss of balance since `begin`, coefficient included."""
-        return float(self._value)
+        return 0.0 if self.loss is None else float(self._value)  # else the host waits
 
     def _hook_router(self, router: nn.Module, index: int) -> None:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:

@@ -1,0 +1,144 @@
+"""Peak memory of iterations on stand-in ranks beside the formula that MaxLen comes from."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from engines import start_hydra
+from models import tiny
+from single_process import random_examples
+from torch import Tensor
+
+from ds_hydra.engine.model import attention
+from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
+from ds_hydra.engine.profiling.profile_document import layer_params, nominal_profile
+from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
+from ds_hydra.strategy import Profile, Strategy
+from standin import device
+
+NUM_TOKENS = 768
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"intermediate_size": 344, "num_hidden_layers": 24, "num_key_value_heads": 4},
+    "qwen3": {"intermediate_size": 384, "num_hidden_layers": 20, "head_dim": 32},
+    "qwen2": {"intermediate_size": 256, "num_hidden_layers": 22, "tie_word_embeddings": False},
+}
+STRATEGIES = (
+    "2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<1,1>", "2x<1,1;ckpt=8>", "1x<2,1;ckpt=8>",
+    "1x<1,2;ckpt=8>", "2x<1,1;gather>", "1x<2,1;gather>", "1x<sp2,1;gather>",
+)  # fmt: skip
+
+_per_sequence = attention.attention_per_sequence
+
+
+class _Fused(torch.autograd.Function):
+    """Attention that keeps what a fused kernel keeps: inputs, output, one number a row and head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: Any, scale: float) -> Tensor:
+        out = _on_device(_per_sequence(*_on_host(q, k, v), lengths, scale, None, None))
+        sums = torch.empty(q.shape[1:3], dtype=torch.float32, device=q.device)
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.how = lengths, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        inputs = [t.requires_grad_() for t in _on_host(*ctx.saved_tensors[:3])]
+        with torch.enable_grad():
+            out = _per_sequence(*inputs, *ctx.how, None, None)
+        found = torch.autograd.grad(out, inputs, *_on_host(grad))
+        return (*map(_on_device, found), None, None)
+
+
+def _on_host(*tensors: Tensor) -> list[Tensor]:
+    return [device.extension().as_host(tensor.detach()).detach() for tensor in tensors]
+
+
+def _on_device(host: Tensor) -> Tensor:
+    out = torch.empty(host.shape, dtype=host.dtype, device=device.NAME)
+    return out.copy_(host)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Any, scale: float, *_: Any) -> Tensor:
+    return _Fused.apply(q, k, v, lengths, scale)
+
+
+def _full_pipelines(strategy: Strategy) -> IterationPlan:
+    """As many micro-batches of one sequence as a pipeline has stages."""
+    pipelines, num_sequences = [], 0
+    for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
+        rows = tuple((num_sequences + index,) for index in range(scheme.pp))
+        num_sequences += scheme.pp
+        pipelines.append(
+            PipelinePlan(
+                scheme=scheme, ranks=ranks, micro_batches=rows, makespan_ms=0, lower_bound_ms=0
+            )
+        )
+    return IterationPlan(
+        iteration=0,
+        num_devices=dist.get_world_size(),
+        strategy=strategy,
+        sample_indices=tuple(range(num_sequences)),
+        lengths=(NUM_TOKENS,) * num_sequences,
+        num_label_tokens=(NUM_TOKENS - 1) * num_sequences,
+        pipelines=tuple(pipelines),
+        makespan_ms=0,
+        lower_bound_ms=0,
+    )
+
+
+def _formula_bytes(stage_model: Any, strategy: Strategy) -> float:
+    """Of the tightest rank, with traced activations and the exchange buffers of a layer."""
+    scheme = strategy.schemes[0]
+    document = nominal_profile(stage_model, [scheme])
+    layer = trace_layer_memory(stage_model.config, num_tokens=NUM_TOKENS, tp=scheme.tp)
+    document["memory"] |= {
+        "activation_bytes_per_token_per_layer_per_hidden": {str(scheme.tp): layer.activation_bytes},
+        "exchange_bytes": 4 * 4 * layer_params(stage_model),
+    }
+    memory = Profile.from_json(document).memory
+    return memory.rank_bytes(scheme, dist.get_world_size(), NUM_TOKENS)
+
+
+def peaks(family: str) -> dict[str, dict[str, float]]:
+    """By strategy: the most bytes of any rank in passes, and in the optimizer's step; what the
+    formula says.
+    """
+    accelerator = get_accelerator()
+    sizes = {"hidden_size": 128, "vocab_size": 512, "max_position_embeddings": 4096}
+    model = tiny(family, **sizes, **SIZES[family]).bfloat16().to(device.NAME)
+    engine = start_hydra(model, bf16={"enabled": True}, hydra={"context_length": 4096})
+    propagator = engine.hydra.propagator
+    found = {}
+    with mock.patch.object(attention, "attention_per_sequence", _attend):
+        for text in STRATEGIES:
+            strategy = Strategy.parse(text)
+            engine.hydra.prepare_forced(strategy)
+            plan = _full_pipelines(strategy)
+            examples = random_examples(plan.lengths, 512, seed=1)
+            tensors = [(e["input_ids"], e["labels"]) for e in examples]
+            if text == STRATEGIES[0]:  # moments are allocated in the first step
+                engine.train_batch(examples, strategy=text)
+            grads_P = engine._zero_gradient_shards()
+            gc.collect()
+            accelerator.reset_peak_memory_stats()
+            propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+            in_passes = propagator.max_over_ranks(accelerator.max_memory_allocated())
+            accelerator.reset_peak_memory_stats()
+            engine._gradients.deposit()
+            engine.set_gradient_accumulation_boundary(True)
+            deepspeed.DeepSpeedEngine.step(engine)
+            in_step = propagator.max_over_ranks(accelerator.max_memory_allocated())
+            found[text] = {
+                "passes": in_passes,
+                "step": in_step,
+                "formula": _formula_bytes(engine.hydra.stage_model, strategy),
+            }
+    engine.destroy()
+    return found
