@@ -4,16 +4,18 @@ its gradients those of one process?
     python -m benchmarks.families --out docs/models.md
 
 Each type is built from its own default configuration with two layers (or one of each kind) and
-small widths, and trains five sequences of unequal lengths under a few strategies on 2 CPU ranks
-(gloo), in processes of its own. A strategy that a model cannot run has to be refused by name; loss
-and every gradient of the others are compared in fp32. What is found goes to `--records` line by
-line; with the same file an interrupted command continues. The exit code is 1 where a gradient is
-wrong or an error is not one of ds_hydra's. It uses the helpers of the tests.
+small widths, without dropout, as a decoder, and trains five sequences of unequal lengths under a
+few strategies on 2 CPU ranks (gloo), in processes of its own. A strategy that a model cannot run
+has to be refused by name; loss and every gradient of the others are compared in fp32. What is
+found goes to `--records` line by line; with the same file an interrupted command continues. The
+exit code is 1 where a gradient is wrong or an error is not one of ds_hydra's. It uses the helpers
+of the tests.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import re
 import sys
@@ -28,16 +30,19 @@ import torch
 import transformers
 from distributed import run_distributed
 from models import VOCAB_SIZE
-from single_process import random_examples, summed_loss
-from test_engine_parity import check_gradients
+from single_process import random_examples, summed_loss, token_mean_gradients
+from test_engine_parity import check_gradients, relative_errors
 from tqdm import tqdm
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ds_hydra.engine.model.expert_balance import is_experts
+from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.small_config import small_configs
-from ds_hydra.engine.model.supported import check_model, find_text_config
+from ds_hydra.engine.model.supported import check_model, find_other_inputs, find_text_config
 from ds_hydra.errors import HydraError
+from ds_hydra.strategy import Strategy
 
-STRATEGIES = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<sp2,1;ep=2>")
+STRATEGIES = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>", "1x<sp2,1;ep=2>")
 LENGTHS = (9, 5, 17, 1, 12)
 POSITIONS = 20
 """Fewer than the tokens of a micro-batch: learned positions follow the sequences."""
@@ -80,11 +85,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
-        "indexer_head_dim": 64,
+        "indexer_head_dim": 256,
         "indexer_budget": 16,
         "indexer_compress_ratio": 4,
     },
-    "xlstm": {"mode": "train", "return_last_states": False, "num_blocks": 2, "embedding_dim": 64},
+    "xlm": {"causal": True},
+    "xlnet": {"attn_type": "uni"},
     "xmod": {"default_language": "en_XX"},
 }
 """What the default configuration of a type leaves open."""
@@ -98,7 +104,7 @@ def build(model_type: str) -> torch.nn.Module:
         config = find_text_config(config)
     if config.model_type in SETTINGS:
         config = type(config)(**SETTINGS[config.model_type])
-    if find_text_config(config) is not config:  # of a class for images or sound
+    if find_other_inputs(config):
         with torch.device("meta"):
             check_model(kind(config))
     first: Exception | None = None
@@ -133,8 +139,7 @@ def _build_small(kind: Any, config: Any) -> torch.nn.Module:
             f"{num_parameters / 1e6:,.0f} million parameters that no width makes fewer"
         )
     model = kind(config).float()
-    summed_loss(model, random_examples((5,), VOCAB_SIZE)[0]).backward()
-    model.zero_grad()
+    summed_loss(copy.deepcopy(model), random_examples((5,), VOCAB_SIZE)[0]).backward()
     with torch.no_grad():
         for name, param in model.named_parameters():
             if param.dim() == 1 and "sinks" in name:
@@ -143,23 +148,43 @@ def _build_small(kind: Any, config: Any) -> torch.nn.Module:
 
 
 def try_type(model_type: str) -> dict[str, Any]:
-    """On each rank: strategy -> relative error and parameter, or the reason of a refusal."""
+    """On each rank: strategy -> relative error and parameter, or the reason of a refusal; and what
+    is known of the type.
+    """
     transformers.logging.set_verbosity_error()
-    found: dict[str, Any] = {}
+    model = build(model_type)
+    found: dict[str, Any] = {"has_experts": any(map(is_experts, model.modules()))}
+    try:
+        stage_model = build_stage_model(model)
+    except HydraError as error:
+        return {**found, STRATEGIES[0]: {"refused": str(error)}}
+    found["one_by_one"] = stage_model.trial.one_by_one_because
+    runs = []
     for strategy in STRATEGIES:
-        if strategy.endswith("ep=2>") and "2x<1,1>" not in found.get("runs", ()):
-            continue
+        (scheme,) = Strategy.parse(strategy).schemes[:1]
         try:
-            worst = check_gradients(build(model_type), (strategy,), HYDRA, lengths=LENGTHS)
+            stage_model.check_scheme(scheme)
+            runs.append(strategy)
         except HydraError as error:
             found[strategy] = {"refused": str(error)}
-            if strategy == STRATEGIES[0]:
-                break
-            continue
-        error, name, loss_error = max(worst.values())
+    worst = check_gradients(model, runs, HYDRA, lengths=LENGTHS)
+    for strategy in runs:
+        errors = [found for case, found in worst.items() if case[0] == strategy]
+        error, name, loss_error = max(errors)
         found[strategy] = {"error": error, "parameter": name, "loss_error": loss_error}
-        found.setdefault("runs", []).append(strategy)
-    return found
+        if error > TOLERANCE:
+            found["own_error"] = own_error(build(model_type))
+    return {**found, "runs": runs}
+
+
+def own_error(model: torch.nn.Module) -> float:
+    """The largest relative error of a gradient of one process in fp32, against fp64."""
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    exact = copy.deepcopy(model).double()
+    names = [name for name, _ in model.named_parameters()]
+    _, mine = token_mean_gradients(model, examples)
+    _, exactly = token_mean_gradients(exact, examples)
+    return max(relative_errors([g.double() for g in mine], exactly, names).values())
 
 
 def examine(model_type: str) -> dict[str, Any]:
@@ -180,9 +205,12 @@ def examine(model_type: str) -> dict[str, Any]:
 
 
 def is_wrong(record: dict[str, Any]) -> bool:
-    """Whether a strategy that ran has a gradient or loss of its own."""
+    """Whether a strategy that ran has a gradient or loss of its own; four times what the one
+    process is off itself is allowed, as another order of sums may be.
+    """
+    allowed = max(TOLERANCE, 4 * record.get("own_error", 0.0))
     return any(
-        max(case["error"], case["loss_error"]) > TOLERANCE
+        case["error"] > allowed or case["loss_error"] > TOLERANCE
         for case in record.values()
         if isinstance(case, dict) and "error" in case
     )
@@ -197,53 +225,105 @@ def has_both_plans(model_type: str) -> bool:
 
 
 def render(records: list[dict[str, Any]]) -> str:
-    """The document."""
+    """The document: a figure or a numbered reason in each cell."""
+    records = sorted(records, key=lambda r: r["type"])
+    reasons: dict[str, int] = {}
+    rows = [
+        f"| {r['type']} | {_way(r, reasons)} | "
+        f"{' | '.join(_cell(r.get(strategy), reasons) for strategy in STRATEGIES)} |"
+        for r in records
+        if "cannot_run" not in r
+    ]
+    columns = [f"`{s}`" for s in STRATEGIES]
+    return "\n".join(
+        [
+            *_introduction(records),
+            "",
+            f"| type | sequences | {' | '.join(columns)} |",
+            f"|---|---|{'---|' * len(columns)}",
+            *rows,
+            "",
+            "**Reasons**",
+            "",
+            *(f"{number}. {reason}" for reason, number in reasons.items()),
+            *(f"- **{r['type']}**: {_plain(r['foreign'])}" for r in records if "foreign" in r),
+            "",
+            "**Not judged**, because the type does not run by itself at a small size:",
+            "",
+            *(f"- {r['type']}: {_plain(r['cannot_run'])}" for r in records if "cannot_run" in r),
+            "",
+        ]
+    )
+
+
+def _introduction(records: list[dict[str, Any]]) -> list[str]:
     built = [r for r in records if "cannot_run" not in r]
     runs = [r for r in built if r.get("runs")]
     counts = Counter(strategy for r in runs for strategy in r["runs"])
     planned = [r for r in records if has_both_plans(r["type"])]
     cut = [r for r in planned if {"1x<2,1>", "1x<1,2>"}.intersection(r.get("runs", ()))]
-    columns = [f"`{s}`" for s in STRATEGIES]
-    lines = [
+    off = sum("own_error" in r for r in runs)
+    return [
         "# Models",
         "",
         "    python -m benchmarks.families --out docs/models.md",
         "",
         f"All {len(records)} causal language model types of transformers {transformers.__version__}, as tiny random "
-        "models: five sequences of 1 to 17 tokens in packed micro-batches on 2 CPU ranks, fp32, against one process "
-        "that runs each sequence alone. Figures are the largest relative error of a gradient.",
+        "models: five sequences of 1 to 17 tokens in micro-batches on 2 CPU ranks, fp32, against one process that runs "
+        "each sequence alone. Figures are the largest relative error of a gradient. Dropout and noise are set to 0, "
+        "`is_decoder` to true.",
         "",
-        f"**{len(runs)} run, {len(built) - len(runs)} are refused by name, {len(records) - len(built)} do not run "
-        f"that small by themselves, {sum(map(is_wrong, built))} have a gradient off by more than {TOLERANCE:.0e}, "
-        f"{sum('foreign' in r for r in built)} raise an error that is not ds_hydra's.** "
+        f"**{len(runs)} run ({sum(not r['has_experts'] for r in runs)} of them without experts), "
+        f"{len(built) - len(runs)} are refused by name, {len(records) - len(built)} do not run that small by "
+        f"themselves, {sum(map(is_wrong, built))} are wrong, {sum('foreign' in r for r in built)} raise an error that "
+        "is not ds_hydra's.** "
         + ", ".join(f"{counts[s]} under `{s}`" for s in STRATEGIES)
         + f". Of the {len(planned)} with both a tp plan and a pp plan {len(cut)} run under TP or PP.",
         "",
-        f"| type | {' | '.join(columns)} | reason of the first refusal |",
-        f"|---|{'---|' * (len(columns) + 1)}",
+        f"A gradient is wrong that is off by more than {TOLERANCE:.0e} and by more than four times what the one "
+        f"process is off in fp32 against fp64 ({off} types are off by more than the former). Sequences of a "
+        "micro-batch run packed, or one after the other where that would mix them ([limits](limits.md)).",
     ]
-    for record in sorted(records, key=lambda r: r["type"]):
-        cells = [_cell(record.get(strategy)) for strategy in STRATEGIES]
-        lines.append(f"| {record['type']} | {' | '.join(cells)} | {_reason(record)} |")
-    return "\n".join(lines) + "\n"
 
 
-def _cell(case: dict[str, Any] | None) -> str:
+def _way(record: dict[str, Any], reasons: dict[str, int]) -> str:
+    if not record.get("runs"):
+        return ""
+    because = record["one_by_one"]
+    return f"one by one [{_number(because, reasons)}]" if because else "packed"
+
+
+def _cell(case: dict[str, Any] | None, reasons: dict[str, int]) -> str:
     if case is None:
         return ""
-    return "refused" if "refused" in case else f"{max(case['error'], case['loss_error']):.0e}"
+    if "refused" in case:
+        return f"[{_number(case['refused'], reasons)}]"
+    return f"{max(case['error'], case['loss_error']):.0e}"
 
 
-def _reason(record: dict[str, Any]) -> str:
-    if "cannot_run" in record:
-        text = f"does not run by itself: {record['cannot_run']}"
-    elif "foreign" in record:
-        text = f"**foreign error**: {record['foreign']}"
-    else:
-        refused = [c["refused"] for c in record.values() if isinstance(c, dict) and "refused" in c]
-        text = refused[0] if refused else ""
+def _number(reason: str, reasons: dict[str, int]) -> int:
+    """The number of `reason`, which is one for all classes and numbers in it."""
+    text = re.sub(r"^scheme <[^>]*>: ", "", reason)
+    text = re.sub(
+        r"(?<!train )\b\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration|Decoder)\b",
+        "the model",
+        text,
+    )
+    text = re.sub(r"^the model \(model type '[^']*'\):? ", "", text)
+    text = re.sub(r"; (use TP|use PP|use ep|leave) [^;]*$", "", text)
+    text = re.sub(
+        r", because it has layers of type .*|(?<=one after the other), because .*", "", text
+    )
+    text = re.sub(r"gradients of \S+ are off by \d+%", "gradients are off", text)
+    text = re.sub(r"parameters model\.[^ ]*(, model\.[^ ]*)* are", "parameters are", text)
+    text = re.sub(r" fails \(.*", " fails", text)
+    text = re.sub(r"(cannot run in stages) \(.*|(for each token): .*", r"\1\2", text)
+    return reasons.setdefault(_plain(text), len(reasons) + 1)
+
+
+def _plain(text: str) -> str:
     text = re.sub(r"\s+", " ", text).replace("|", "/").replace("<", "&lt;")
-    return text if len(text) <= 200 else text[:199] + "…"
+    return text if len(text) <= 240 else text[:239] + "…"
 
 
 def main() -> int:

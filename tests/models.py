@@ -128,6 +128,29 @@ OTHER_STRUCTURES = {
     "gpt_neox": _builder("GPTNeoXForCausalLM", "GPTNeoXConfig", **_NO_DROPOUT),
     "stablelm": _builder("StableLmForCausalLM", "StableLmConfig", **_NO_DROPOUT),
     "bloom": _builder("BloomForCausalLM", "BloomConfig", **_NO_DROPOUT),
+    "apertus": _builder("ApertusForCausalLM", "ApertusConfig"),
+    "minicpm3": _builder(
+        "MiniCPM3ForCausalLM",
+        "MiniCPM3Config",
+        num_key_value_heads=4,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+    ),
+    "prophetnet": lambda: transformers.ProphetNetForCausalLM(
+        transformers.ProphetNetConfig(
+            vocab_size=VOCAB_SIZE,
+            hidden_size=32,
+            num_decoder_layers=2,
+            num_decoder_attention_heads=4,
+            decoder_ffn_dim=48,
+            dropout=0.0,
+            activation_dropout=0.0,
+            attention_dropout=0.0,
+        )
+    ),
     "olmo_hybrid": _builder(
         "OlmoHybridForCausalLM",
         "OlmoHybridConfig",
@@ -139,7 +162,8 @@ OTHER_STRUCTURES = {
     ),
 }
 """Learned positions and other names; attention and MLP side by side; layers that drop keyword
-arguments; ALiBi and states of their own, which run one sequence after the other.
+arguments; activations with parameters; latent attention; ALiBi, a table that is read without its
+module, and states of their own, which run one sequence after the other.
 """
 
 BUILDERS = FAMILIES | MIXTURES_OF_EXPERTS | OTHER_STRUCTURES

@@ -167,6 +167,9 @@ def check_structures():
         "gpt_neox": ("1x<2,1>", "1x<1,2>"),
         "stablelm": ("1x<1,2>", "1x<1,2;ckpt=2>"),
         "bloom": ("2x<1,1>", "1x<1,2>"),
+        "apertus": ("1x<2,1>",),
+        "minicpm3": ("1x<2,1>",),
+        "prophetnet": ("2x<1,1>",),
         "olmo_hybrid": ("1x<1,2>",),
     }.items():
         found = check_gradients(family, schemes)

@@ -13,6 +13,7 @@ from ds_hydra.sampler.candidates import with_estimates_of
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
 from ds_hydra.strategy.proposal.estimate import describe_model, estimate_from_config
+from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 CONFIG = {
@@ -87,6 +88,20 @@ def test_ep_of_a_measured_profile_is_estimated_from_sp():
     assert known.assumed == {s.schemes[0] for s in strategies}
     dense, _ = estimate_from_config("llama2_7b", "h100", 8, 8192)
     assert with_estimates_of(dense, strategies[:1]).latency == dense.latency
+
+
+def test_a_wide_proposal_has_schemes_that_share_experts_where_they_can_run():
+    profile, _ = estimate_from_config("gpt_oss_20b", "h100", 16, 8192)
+    measured = profile.only(s for s in profile.latency if s.sp == 1)
+    around = {
+        "num_devices": 16,
+        "context_length": 8192,
+        "cluster": find_cluster(measured, 16),
+    }
+    known = with_extended_schemes(measured, **around)
+    assert Scheme(1, 1, sp=8, ep=8) in known.latency
+    known = with_extended_schemes(measured, **around, can_run=lambda s: s.ep == 1)
+    assert all(scheme.ep == 1 for scheme in known.latency)
 
 
 def test_every_hardware_runs_a_preset_and_says_what_is_assumed():

@@ -79,11 +79,19 @@ def test_every_parameter_is_in_a_unit_and_stages_partition_the_layers(family):
 
 
 def test_parameters_that_the_tp_plan_does_not_mention_refuse_tp():
-    model = transformers.ApertusForCausalLM(transformers.ApertusConfig(**SIZES)).float()
+    model = tiny("llama")
+    model.model.layers[0].mlp.scale = torch.nn.LayerNorm(32)
     stage_model = StageModel(model)
     stage_model.check_scheme(Scheme(1, 2))
-    with pytest.raises(UnsupportedModelError, match=r"<2,1>.*act_fn.*use TP 1"):
+    with pytest.raises(UnsupportedModelError, match=r"<2,1>.*mlp.scale.*use TP 1"):
         stage_model.check_scheme(Scheme(2, 1))
+
+
+def test_activations_that_depend_on_all_features_refuse_tp():
+    model = tiny("llama")
+    model.config.activation_sparsity_pattern = [0.95, 0.0, 0.0, 0.0]
+    with pytest.raises(UnsupportedModelError, match=r"activation_sparsity_pattern.*use TP 1"):
+        StageModel(model).check_scheme(Scheme(2, 1))
 
 
 def test_styles_that_are_not_run_refuse_tp_by_name():

@@ -210,6 +210,14 @@ class _SmallCopy:
             )
             stage_model.unbind()
             input_ids = None
+            if stage < scheme.pp - 1 and hidden.shape[1:] != (
+                sum(_LENGTHS),
+                stage_model.hidden_size,
+            ):
+                raise UnsupportedModelError(
+                    "its layers hand on more than one hidden state for each token: "
+                    f"{tuple(hidden.shape)} for {sum(_LENGTHS)} tokens of {stage_model.hidden_size}"
+                )
         assert hidden is not None
         return [hidden[0] * torch.cat([sequence.weights for sequence in self._sequences])]
 

@@ -113,6 +113,11 @@ def check_tensor_parallel(
             f"scheme {scheme}: transformers ships no base_model_tp_plan for {name}, which would say how its layers "
             "are sliced; use TP 1 in hydra.strategies"
         )
+    if any(getattr(model.base_model.config, "activation_sparsity_pattern", None) or ()):
+        raise UnsupportedModelError(
+            f"scheme {scheme}: activations of {name} depend on all features of a layer "
+            "(activation_sparsity_pattern), which TP cuts; use TP 1 in hydra.strategies"
+        )
     _check_heads(scheme, model.base_model.config)
     _check_equal_layers(scheme, model)
     _check_features(scheme, model.base_model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -31,12 +32,13 @@ def _shrink(config: Any, num_heads: int, positions: int | None) -> Any:
     for key, value in list(vars(small).items()):
         if isinstance(value, list | tuple) and len(value) == num_layers:
             setattr(small, key, type(value)(value[i] for i in layers))
-    for key in _LAYER_COUNTS:
-        if _get(small, key) is not None:
-            setattr(small, key, len(layers))
-    for key, value in _small_widths(small, num_heads).items():
-        if _get(small, key) is not None:
-            setattr(small, key, value)
+    for key, value in (
+        dict.fromkeys(_LAYER_COUNTS, len(layers)) | _small_widths(small, num_heads)
+    ).items():
+        before = _get(small, key)
+        if before is not None:
+            of_layers = isinstance(before, list | tuple)
+            _set(small, key, [value] * len(before) if of_layers else value)
     if positions is not None and (_get(small, "max_position_embeddings") or 0) > positions:
         small.max_position_embeddings = positions
     if (_get(small, "pad_token_id") or 0) >= VOCABULARY:
@@ -44,7 +46,7 @@ def _shrink(config: Any, num_heads: int, positions: int | None) -> Any:
     return small
 
 
-_LAYER_COUNTS = ("num_hidden_layers", "decoder_layers", "num_decoder_layers")
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 
 
 def _get(config: Any, key: str) -> Any:
@@ -55,6 +57,11 @@ def _get(config: Any, key: str) -> Any:
         return None
 
 
+def _set(config: Any, key: str, value: Any) -> None:
+    with contextlib.suppress(NotImplementedError):  # names of others that cannot be set
+        setattr(config, key, value)
+
+
 def _layers_of_each_kind(config: Any) -> list[int]:
     """Two layers, or the first of each of more kinds, in their order; a kind is what the lists of
     the configuration with an entry for each layer say of it.
@@ -63,7 +70,9 @@ def _layers_of_each_kind(config: Any) -> list[int]:
     of_layers = [
         value
         for value in vars(config).values()
-        if isinstance(value, list | tuple) and len(value) == num_layers
+        if isinstance(value, list | tuple)
+        and len(value) == num_layers
+        and len(set(map(str, value))) < max(num_layers, 3)  # else numbers of layers
     ]
     kinds = [tuple(map(str, kind)) for kind in zip(*of_layers)] or [()] * num_layers
     first = {kinds.index(kind) for kind in kinds}
@@ -95,6 +104,10 @@ def _small_widths(config: Any, num_heads: int) -> dict[str, int]:
         "first_k_dense_replace": min(1, _get(config, "first_k_dense_replace") or 0),
         "mamba_n_heads": _mamba_heads(config, width),
     }
+    for key in ("linear_num_heads", "linear_num_key_heads", "linear_num_value_heads"):
+        if many := _get(config, key):
+            few = _get(config, "linear_num_key_heads") or many
+            widths[key] = 2 * max(1, many // few)
     if _get(config, "state_size"):  # a state space model without attention
         widths |= {"num_heads": _mamba_heads(config, width), "n_groups": 1}
     for part, most in (("window", _WINDOW), ("chunk_size", _CHUNK), ("vocab_size", VOCABULARY)):

@@ -4,6 +4,7 @@ how the sequences of a micro-batch pass.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,6 +18,10 @@ from ds_hydra.engine.model.sight import in_sight
 from ds_hydra.engine.model.units import Binding
 
 NOT_ONCE = "it calls a layer more than once, or not at all"
+_NUMBERS_OF_OUTPUTS = (0, 1, 2)
+"""Of a layer: a tensor, or a tuple of as many."""
+_FOREIGN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
+"""What a family's own code raises where a layer answers otherwise."""
 
 
 class StageEnd(Exception):
@@ -133,27 +138,45 @@ class StageForward:
     def find_modules_before(
         self,
         outer: Sequence[nn.Module],
+        head: nn.Module,
         bindings: Iterable[Binding],
         params: Sequence[nn.Parameter],
-    ) -> tuple[list[nn.Module], str]:
+    ) -> tuple[list[nn.Module], list[nn.Module], str]:
         """Those of the `outer` modules that run before the first layer, found by running them on
-        zeros; and why that could not be found, or "".
+        zeros; those whose parameters are read without running them, by all that is known; and why
+        that could not be found, or "".
 
         `bindings` are those of `outer`, `params` what they have before and after.
         """
         problem = ""
+        tokens = torch.zeros(1, 5, dtype=torch.int64)
         bind_zeros(bindings, params, self.device)
         self.show_layers(range(-1, 0))
+        called: set[nn.Module] = {head}
         try:
-            with noting_calls(outer) as calls:
-                self._run_few(torch.zeros(1, 5, dtype=torch.int64), None)
+            with noting_calls(outer) as before:
+                self._run_few(tokens, None)
+            self.show_layers(range(0))
+            self._slots[0].ends = False
+            handle = head.register_forward_pre_hook(_end_at_head)
+            for num_outputs in _NUMBERS_OF_OUTPUTS:
+                self._answer_with(num_outputs)
+                with noting_calls(outer) as calls, contextlib.suppress(*_FOREIGN):
+                    self._run_few(tokens, None)
+                    called |= set(calls)
+                    break
+            handle.remove()
         except Exception as error:  # a family's own code, where it wants more than tokens
             problem = f"running it without layers fails ({error})"
         finally:
             self.show_layers(range(len(self._layers)))
             for binding in bindings:
                 binding.module._parameters[binding.attribute] = params[binding.param]
-        return [m for m in outer if m in calls], problem
+        return (
+            [m for m in outer if m in before],
+            [m for m in outer if m not in called and m not in before],
+            problem,
+        )
 
     def find_slot_problem(self, hidden: Tensor) -> str:
         """Let slots answer as the layers do; why they cannot stand in for them, or "". `hidden`
@@ -164,9 +187,8 @@ class StageForward:
         self.show_layers(range(0))
         self._slots[0].ends, self._slots[-1].ends = False, True
         problem = ""
-        for num_outputs in (0, 1, 2):
-            for slot in self._slots:
-                slot.num_outputs = num_outputs
+        for num_outputs in _NUMBERS_OF_OUTPUTS:
+            self._answer_with(num_outputs)
             try:
                 with noting_calls(self._slots) as calls:
                     output = self._run_few(None, hidden)
@@ -182,6 +204,10 @@ class StageForward:
         self.show_layers(range(len(self._layers)))
         return problem
 
+    def _answer_with(self, num_outputs: int) -> None:
+        for slot in self._slots:
+            slot.num_outputs = num_outputs
+
     def _run_few(self, input_ids: Tensor | None, hidden: Tensor | None) -> Tensor:
         """Five tokens through what is in the layers' places, without gradient."""
         lengths = [5] if self._one_by_one else [3, 2]
@@ -189,6 +215,10 @@ class StageForward:
         ids, hidden = (t if t is None else t.to(self.device) for t in (input_ids, hidden))
         with torch.no_grad():
             return self._run(micro_batch, ids, hidden, False)
+
+
+def _end_at_head(_module: nn.Module, args: tuple[Any, ...]) -> None:
+    raise StageEnd(args[0])
 
 
 def _split(tensor: Tensor | None, lengths: Sequence[int]) -> Sequence[Tensor | None]:

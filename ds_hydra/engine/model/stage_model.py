@@ -51,10 +51,12 @@ from ds_hydra.engine.model.units import Unit, bindings_of, shape_of
 from ds_hydra.engine.parallel.expert_parallel import ExpertParallel, hook_dispatch
 from ds_hydra.engine.parallel.tensor_parallel import (
     HOOKS,
+    LATENT,
     TensorParallel,
     hook_block,
     hook_colwise,
     hook_embedding,
+    hook_latent,
 )
 from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
 from ds_hydra.engine.transfer.stream_plan import StageStreams, Window, copied_params
@@ -99,7 +101,12 @@ class StageModel:
             for p in self.params
         }
         self._meta_params: list[nn.Parameter] = [memo[id(p)] for p in self.params]
-        self._model = copy.deepcopy(model, memo)
+        try:
+            self._model = copy.deepcopy(model, memo)
+        except RuntimeError as error:  # tensors that a forward has left
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot be copied ({str(error).splitlines()[0][:200]}); load it anew"
+            ) from error
         self._state = ModuleState(model, self._model)
         parts = DecoderParts.find(self._model)
         self._base, head, self._embedding = parts.base, parts.head, parts.embedding
@@ -369,6 +376,8 @@ class StageModel:
         for module, (style, _) in module_styles(self._base):
             if style in HOOKS:
                 HOOKS[style](module, self.tp)
+            elif style == LATENT and not self.trial.one_by_one_because:
+                hook_latent(module, self.tp, self.config.kv_lora_rank)
         for module in expert_modules(self._base):
             hook_dispatch(module, self.ep)
         hook_embedding(self._embedding, self.tp)
@@ -418,11 +427,13 @@ class StageModel:
         """
         outer = parts.outer_modules(self._model)
         index_of = {id(meta): i for i, meta in enumerate(self._meta_params)}
-        before, self.no_pp_because = self._forward.find_modules_before(
-            outer, bindings_of(outer, index_of), self._meta_params
+        before, read, self.no_pp_because = self._forward.find_modules_before(
+            outer, parts.head, bindings_of(outer, index_of), self._meta_params
         )
-        first = [self._embedding, *(m for m in before if m is not self._embedding)]
-        last = [m for m in outer if m not in first or not isinstance(m, nn.Embedding)]
+        first = [self._embedding, *(m for m in (*before, *read) if m is not self._embedding)]
+        tables = [m for m in before if isinstance(m, nn.Embedding)]
+        last = [m for m in outer if m not in tables]
+        reader = [self._model] if read else []
         self.has_plain_embedding = len(first) == 1
         """Whether nothing but the embedding has parameters that are used before the layers."""
 
@@ -431,7 +442,7 @@ class StageModel:
 
         model, layers = self._model, parts.layers
         return (
-            unit("embed", with_holders(first, model, layers), first),
+            unit("embed", [*with_holders(first, model, layers), *reader], first),
             *(unit(f"layer.{i}", [m], m.modules()) for i, m in enumerate(self._layers)),
-            unit("head", with_holders(last, model, layers), last),
+            unit("head", [*with_holders(last, model, layers), *reader], last),
         )

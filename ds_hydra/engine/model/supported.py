@@ -31,7 +31,7 @@ def check_model(model: nn.Module) -> None:
 def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
     if getattr(config, "is_encoder_decoder", False):
         yield "encoder-decoder models are not supported; use a decoder-only model"
-    if problem := _other_inputs(config):
+    if problem := find_other_inputs(config):
         yield problem
     try:
         DecoderParts.find(model)
@@ -59,8 +59,10 @@ def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
         yield f"parameters of several dtypes ({', '.join(dtypes)}); cast the model to one, e.g. model.float()"
 
 
-def _other_inputs(config: Any) -> str:
-    """Why a model whose `config` has parts for images or sound is refused, and its text class."""
+def find_other_inputs(config: Any) -> str:
+    """Why a model whose `config` has parts for images or sound is refused, and its text class; ""
+    where it has none.
+    """
     text = find_text_config(config)
     others = [key for key in ("vision_config", "audio_config") if getattr(config, key, None)]
     if text is config and not others:

@@ -13,10 +13,11 @@ from torch import nn
 
 from ds_hydra.engine.model.adapters import SUMMED, split_style
 from ds_hydra.engine.model.units import shape_of
-from ds_hydra.engine.parallel.tensor_parallel import EXPERTS, GATHERED, HOOKS, SPLIT
+from ds_hydra.engine.parallel.tensor_parallel import EXPERTS, GATHERED, HOOKS, LATENT, SPLIT
 from ds_hydra.zero_link import ParamSpec, Slicing
 
-SUPPORTED_STYLES = {*HOOKS, "replicated_with_grad_allreduce", "local_params"}
+_PARTIAL = "replicated_with_grad_allreduce"
+SUPPORTED_STYLES = {*HOOKS, LATENT, _PARTIAL, "local_params"}
 """Styles that run on pulled slices."""
 _DISPATCHED, _WHOLE_EXPERTS = "ep_dispatch_experts", "grouped_gemm"
 """Styles of transformers' ep plans: a module of experts, and its parameters."""
@@ -63,12 +64,38 @@ def parameter_styles(base: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, 
         for part, part_style in split_style(module, style)
         for attribute in part._parameters
     }
+    for activation in _sliced_activations(base):
+        styles |= {(activation, attribute): (_PARTIAL, "") for attribute in activation._parameters}
     plan = tp_plan(base)
     for fqn, _ in base.named_parameters(remove_duplicate=False):
         if (style := plan.get(_pattern(fqn))) is not None:
             owner, _, attribute = fqn.rpartition(".")
             styles[base.get_submodule(owner), attribute] = (style, attribute)
     return styles
+
+
+def _sliced_activations(base: nn.Module) -> Iterator[nn.Module]:
+    """Activations between colwise and rowwise layers whose parameters are numbers for all
+    features.
+    """
+    styles = {module: style for module, (style, _) in module_styles(base)}
+    for parent in base.modules():
+        activation = getattr(parent, "act_fn", None)
+        if (
+            isinstance(activation, nn.Module)
+            and any(styles.get(child) == "colwise" for child in parent.children())
+            and all(shape_of(param).numel() == 1 for param in activation.parameters())
+        ):
+            yield activation
+
+
+def _before_latent(parent: nn.Module, styles: Mapping[nn.Module, str]) -> set[nn.Module]:
+    """Of latent attention, the down-projections and their norms: what follows them is colwise, so
+    that every rank has their whole gradient.
+    """
+    if not any(styles.get(child) == LATENT for child in parent.children()):
+        return set()
+    return {child for name, child in parent.named_children() if "_a_" in name}
 
 
 def _pattern(name: str) -> str:
@@ -92,7 +119,7 @@ def find_unplanned(base: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str])
     found = {
         fqn_of[module, attribute]
         for parent in parents
-        for module in parent.modules()
+        for module in set(parent.modules()) - _before_latent(parent, styles)
         for attribute, param in module._parameters.items()
         if param is not None and (module, attribute) not in planned
     }
@@ -178,7 +205,7 @@ def _cut_of(
         return _Cut(Slicing.ROWWISE, cut_dim=num_dims - 1, cut_multiple=multiple)
     if style == SUMMED and num_dims == 1:
         return _Cut(Slicing.FIRST_RANK)
-    if style in ("replicated_with_grad_allreduce", SUMMED):
+    if style in (_PARTIAL, SUMMED):
         return _Cut(Slicing.REPLICATED_PARTIAL_GRAD)
     return _Cut(Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED)
 

@@ -28,8 +28,8 @@ from ds_hydra.sampler.data.examples import IGNORED_LABEL
 
 EXPERTS = "moe_tp_experts"
 """Style of a module of experts, whose parameters have styles of their own."""
-GATHERED, SPLIT = "colwise_gather_output", "rowwise_split_input"
-"""As colwise and rowwise, with whole features outside the layer."""
+LATENT, GATHERED, SPLIT = "mla_kv_a_proj", "colwise_gather_output", "rowwise_split_input"
+"""Latent keys and values; as colwise and rowwise, with whole features outside the layer."""
 
 
 class TensorParallel:
@@ -276,6 +276,18 @@ def hook_experts(module: nn.Module, tp: TensorParallel) -> None:
     module.register_forward_hook(after)
 
 
+def hook_latent(module: nn.Module, tp: TensorParallel, latent_width: int) -> None:
+    """Down-projection of latent attention: columns after the latent ones are in all heads' keys."""
+
+    def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if tp.size == 1 or tp.shards is not None:
+            return output
+        latent, key = output.tensor_split((latent_width,), dim=-1)
+        return torch.cat([latent, _CopyToGroup.apply(key, tp.group)], dim=-1)
+
+    module.register_forward_hook(after)
+
+
 HOOKS = {
     "colwise": hook_colwise,
     "rowwise": hook_rowwise,
@@ -313,9 +325,8 @@ def hook_embedding(module: nn.Embedding, tp: TensorParallel) -> None:
     module.register_forward_hook(after)
 
 
-_CHUNK_ELEMENTS = {"cpu": 2**18}
+_CHUNK_ELEMENTS, _LARGE_CHUNK_ELEMENTS = {"cpu": 2**18}, 2**26
 """Logits worked on at a time: on a CPU what its cache holds, elsewhere 256 MiB in fp32."""
-_LARGE_CHUNK_ELEMENTS = 2**26
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -396,12 +407,8 @@ def micro_batch_chunks(logits_TV: Tensor) -> list[slice]:
 
 
 _VIEWS = {
-    "SelectBackward0",
     "SqueezeBackward1",
-    "SliceBackward0",
-    "ViewBackward0",
-    "UnsafeViewBackward0",
-    "UnsqueezeBackward0",
+    *(f"{kind}Backward0" for kind in ("Select", "Slice", "View", "UnsafeView", "Unsqueeze")),
 }
 _PRODUCTS = {
     "MmBackward0",
