@@ -198,5 +198,6 @@ def test_the_doctor_examines_a_device():
         by_check = {finding["check"]: finding for finding in report["findings"]}
         assert {"gradients", "hangs", "memory", "links inside a host"} <= set(by_check)
         assert by_check["hangs"]["figures"]["iterations"] > 3
+        assert by_check["streamed layers"]["status"] == "ok", by_check["streamed layers"]
     gradients = [f for f in first["findings"] if f["check"] == "gradients"]
     assert all(e <= 1e-4 for f in gradients for e in f["figures"]["errors"].values())

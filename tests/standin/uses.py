@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from engines import start_hydra
 from models import VOCAB_SIZE, tiny
+from peer_homes import homes_in_parts
 from single_process import (
     num_label_tokens,
     random_examples,
@@ -21,6 +22,7 @@ from single_process import (
 )
 from test_engine_parity import LENGTHS
 
+from standin import device
 from standin.checks import SHORT, observed, start
 
 
@@ -84,7 +86,8 @@ def doctor() -> dict[str, Any]:
 
     ended: queue.SimpleQueue[Any] = queue.SimpleQueue()
     examination = Examination(Request(seconds=10), ended.put)
-    with mock.patch.object(torch, "Generator", _Generator):
+    homes = homes_in_parts("standin", device.extension().as_device)
+    with mock.patch.object(torch, "Generator", _Generator), homes:
         threading.Thread(target=lambda: ended.put(examination.run()), daemon=True).start()
         report = ended.get()
     assert report is not None

@@ -189,7 +189,9 @@ class Examination:
             name = "exchanges beside computation" if overlap else "exchanges alone"
             with vigil.step(f"connecting groups, {name}"):
                 propagator = small_model.open_propagator(model, strategies, overlap=overlap)
-            self.findings.append(small_model.check_parity(model, propagator, vigil, name))
+            self.findings.append(
+                small_model.check_parity(model, propagator, vigil, name, strategies)
+            )
             if overlap:
                 with vigil.step("time that is left"):
                     left_s = self._left_s(propagator.max_over_ranks)
@@ -197,6 +199,7 @@ class Examination:
                     small_model.check_hangs(model, propagator, vigil, left_s, name)
                 )
             propagator.close()
+        self.findings.append(small_model.check_streams(model, vigil))
 
     def _left_s(self, max_over_ranks: Callable[[float], float]) -> float:
         gone = max_over_ranks(time.monotonic() - self.begin)

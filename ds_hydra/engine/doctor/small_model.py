@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,12 @@ from ds_hydra.engine.doctor.vigil import Vigil
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import nominal_profile
 from ds_hydra.engine.propagation import Propagator
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import groups_of
+from ds_hydra.strategy.schemes.scheme import ALL_LAYERS
 
 TOLERANCE = {"cpu": 1e-5}
 _DEVICE_TOLERANCE = 1e-4
@@ -169,12 +172,33 @@ def open_propagator(
     return propagator
 
 
-def check_parity(model: SmallModel, propagator: Propagator, vigil: Vigil, name: str) -> Finding:
+def check_streams(model: SmallModel, vigil: Vigil) -> Finding:
+    """Gradients where all layers stream from a home. Collective over all ranks."""
+    streamed = Strategy((Scheme(tp=1, pp=1, stream=ALL_LAYERS),) * dist.get_world_size())
+    name, check = "from a home", "streamed layers"
+    try:
+        with vigil.step("opening a home"):
+            propagator = open_propagator(model, [streamed], overlap=True)
+    except HydraConfigError as error:
+        advice = "leave stream out of hydra.strategies here"
+        return Finding(check=check, status=Status.WARNING, text=str(error), advice=advice)
+    found = check_parity(model, propagator, vigil, name, [streamed])
+    propagator.close()
+    return replace(found, check=check)
+
+
+def check_parity(
+    model: SmallModel,
+    propagator: Propagator,
+    vigil: Vigil,
+    name: str,
+    strategies: Sequence[Strategy],
+) -> Finding:
     """Gradients under every strategy against those of one process. Collective over all ranks."""
     kind = model.wanted_P[0].device.type
     tolerance = TOLERANCE.get(kind, _DEVICE_TOLERANCE)
     errors = {}
-    for strategy in pick_strategies(propagator.num_ranks):
+    for strategy in strategies:
         with vigil.step(f"gradients of {strategy}, {name}"):
             loss, grads_P = model.train(propagator, strategy)
             errors[str(strategy)] = model.error_of(loss, grads_P, propagator)
