@@ -41,27 +41,6 @@ def initialize(model=None, data=None, hydra=None, **sections):
     )[0]
 
 
-def gpt2():
-    import transformers
-
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2))
-
-
-def mixtral():
-    import transformers
-
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            **sizes,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            output_router_logits=True,
-        )
-    )
-
-
 MISTAKES = {
     "misspelled hydra key": (
         lambda: initialize(hydra={"contxt_length": 64}),
@@ -111,15 +90,10 @@ MISTAKES = {
         HydraConfigError,
         ("2x1", "2x<4,1>"),
     ),
-    "model without a plan": (
-        lambda: initialize(gpt2()),
-        UnsupportedModelError,
-        ("gpt2", "embed_tokens"),
-    ),
-    "loss of balance": (
-        lambda: initialize(mixtral()),
-        UnsupportedModelError,
-        ("mixtral", "output_router_logits"),
+    "context above learned positions": (
+        lambda: initialize(tiny("gpt2", max_position_embeddings=64)),
+        HydraConfigError,
+        ("hydra.context_length is", "64 positions", "max_position_embeddings"),
     ),
     "dropout": (
         lambda: initialize(tiny("llama", attention_dropout=0.1)),
