@@ -18,7 +18,7 @@ def sum_up(addends, width, cuts=None):
     rows, cols = addends[0].shape
     high, low = (torch.zeros(rows, cols, dtype=torch.int32) for _ in range(2))
     top = torch.zeros(rows, 1, dtype=torch.int32)
-    adder = Adder(rows * cols)
+    adder = Adder(rows * cols, torch.device("cpu"))
     for addend in addends:
         for r, c in cuts or [(slice(0, rows), slice(0, cols))]:
             part = addend[r, c]

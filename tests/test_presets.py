@@ -11,6 +11,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
 
 MODELS = ("llama2_13b", "llama2_32b", "llama2_7b")
+MIXTURES = ("gpt_oss_20b", "mixtral_8x7b", "qwen3_30b_a3b")
 
 
 def load(kind, name):
@@ -18,7 +19,7 @@ def load(kind, name):
 
 
 def test_what_is_shipped():
-    assert list_files("models") == MODELS
+    assert list_files("models") == tuple(sorted((*MODELS, *MIXTURES)))
     assert list_files("profiles") == tuple(f"a800_{model}" for model in MODELS)
     assert list_files("lengths") == ("commoncrawl", "github", "lmsys")
     assert set(list_files("deepspeed")) == {f"{model}_zero3" for model in MODELS} | {

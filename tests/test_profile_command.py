@@ -397,7 +397,7 @@ def test_the_help_shows_how_launchers_start_it():
 
 def test_unknown_models_are_refused_with_the_names_of_presets(tmp_path):
     with pytest.raises(
-        HydraConfigError, match=r"a shipped preset .llama2_13b, llama2_32b, llama2_7b"
+        HydraConfigError, match=r"a shipped preset .gpt_oss_20b, llama2_13b, llama2_32b, llama2_7b"
     ):
         profile_run.load_model_config(str(tmp_path))
 

@@ -335,6 +335,7 @@ class StageModel:
             for binding in unit.bindings:
                 binding.module._parameters[binding.attribute] = self._meta_params[binding.param]
         self._await_unit.clear()
+        self._await_bucket = lambda _: None
         self._before_backward.clear()
         self.tp.enter(None, 1, 0)
         self.ep.leave()
