@@ -213,6 +213,7 @@ def check_training():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_training_follows_stock_deepspeed_and_repeats_itself():
     found = run_distributed(check_training, 4)[0]

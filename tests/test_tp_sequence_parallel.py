@@ -56,10 +56,10 @@ PARITY = [
 STRATEGIES = ("1x<4,1>", "1x<2,1> + 2x<1,1>", "1x<2,2>", "1x<sp2,2,1>", "2x<2,1;ckpt=2>")
 
 
-def families():
+def families(cases):
     return {
         (family, *key): value
-        for family, strategies, hydra, lengths in PARITY
+        for family, strategies, hydra, lengths in cases
         for key, value in check_gradients(family, strategies, hydra, lengths=lengths).items()
     }
 
@@ -151,7 +151,7 @@ def profiles(folder):
 
 def checks(folder):
     return {
-        "parity": families(),
+        "parity": families(PARITY[:2]),
         "adapters": adapters(),
         "training": training(),
         "memory": memory(),
@@ -168,6 +168,12 @@ def results(tmp_path_factory):
 @pytest.mark.distributed
 def test_gradients_equal_one_process(results):
     assert_parity(results[0]["parity"])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_gradients_of_other_families():
+    assert_parity(run_distributed(families, 4, PARITY[2:])[0])
 
 
 @pytest.mark.distributed

@@ -380,6 +380,7 @@ def resumed(folder):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_resumed_run_continues_the_very_same_curve(tmp_path):
     results = run_distributed(resumed, 2, str(tmp_path))
