@@ -27,7 +27,8 @@ def results(cases: list[dict[str, Any]]) -> str:
         f"{len(cases)} cases, {cases[0]['iterations']} mini-batches each, {total:.1f} minutes of CPU time. Simulated "
         "from published or estimated coefficients; nothing was measured on a GPU. Speed-ups of ds_hydra with "
         "all its schemes and the engine's memory, in whole iterations unless said otherwise. *69% seen*: that share "
-        "of all transfers on top of propagation, for every system.",
+        "of all transfers on top of propagation, for every system. *16-bit gradients*: of ds_hydra with "
+        "`hydra.link.gradient_dtype` = bf16, which DeepSpeed, ODC and FlexSP have here, planned for that.",
         "",
     ]
     for group in dict.fromkeys(map(_group, cases)):
@@ -54,8 +55,9 @@ def geometric_mean(values: list[float]) -> float:
 
 def _means(cases: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| speed-up over | cases | geometric mean | smallest | largest | 69% seen | smallest | propagation |",
-        "|---" * 8 + "|",
+        "| speed-up over | cases | geometric mean | smallest | largest | 69% seen | smallest | propagation "
+        "| 16-bit gradients | smallest |",
+        "|---" * 10 + "|",
     ]
     labels = {s["name"]: s["label"] for case in cases for s in case["systems"]}
     for name, label in labels.items():
@@ -64,6 +66,11 @@ def _means(cases: list[dict[str, Any]]) -> list[str]:
             continue
         whole, seen = [s["speedup"] for s in found], [s["speedup_69_percent_seen"] for s in found]
         propagation = [s["speedup_of_propagation"] for s in found]
+        halved = [
+            systems[name]["iteration_ms"] / systems[HALF]["iteration_ms"]
+            for systems in map(_systems, cases)
+            if name in systems and HALF in systems
+        ]
         cells = [
             label,
             str(len(found)),
@@ -73,6 +80,8 @@ def _means(cases: list[dict[str, Any]]) -> list[str]:
             f"{geometric_mean(seen):.3f}",
             f"{min(seen):.3f}",
             f"{geometric_mean(propagation):.3f}",
+            f"{geometric_mean(halved):.3f}" if halved else "",
+            f"{min(halved):.3f}" if halved else "",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     ours = [_systems(case)[OURS] for case in cases]
