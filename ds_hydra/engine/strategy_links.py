@@ -165,7 +165,7 @@ class StrategyLinks:
                 self.stage_model.specs,
                 layers,
                 self.shards_P()[0].dtype,
-                self.thread,
+                self._device,
                 self.hosts,
                 self._groups,
                 purpose,

@@ -67,7 +67,7 @@ class PeerHome:
     """A `Home` on the devices of a host, whose ranks `group` has. Collective over all ranks of the
     run.
 
-    It adds in threads of its own, whether or not `thread` overlaps: no rank could wait for another
+    It adds in threads of its own, whether or not the link overlaps: no rank could wait for another
     that computes.
     """
 
@@ -77,13 +77,13 @@ class PeerHome:
         self,
         specs: Sequence[ParamSpec],
         dtype: torch.dtype,
-        thread: LinkThread,
+        device: torch.device,
         hosts: Hosts,
         group: dist.ProcessGroup,
         purpose: str,
         passing_bytes: int,
     ):
-        self._specs, device = specs, thread.device
+        self._specs = specs
         rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         beside = hosts.ranks_beside(rank)
         self._place = beside.index(rank)
@@ -325,20 +325,20 @@ def open_home(
     specs: Sequence[ParamSpec],
     layers: Sequence[Sequence[int]],
     dtype: torch.dtype,
-    thread: LinkThread,
+    device: torch.device,
     hosts: Hosts,
     groups: GroupPool,
     purpose: str,
 ) -> Home:
-    """The home of this rank's host on the devices of `thread`, for `layers` of these parameters.
+    """The home of this rank's host, on devices such as `device`, for `layers` of these parameters.
     Collective over all ranks of the run.
     """
-    if thread.device.type not in ALLOCATORS:
-        return SharedMemoryHome(specs, dtype, thread.device, hosts, purpose)
+    if device.type not in ALLOCATORS:
+        return SharedMemoryHome(specs, dtype, device, hosts, purpose)
     group = _group_of_host(groups, hosts, purpose)
     widest = max(sum(specs[param].numel for param in layer) for layer in layers)
     passing_bytes = STREAM_WINDOW * widest * dtype.itemsize
-    return PeerHome(specs, dtype, thread, hosts, group, purpose, passing_bytes)
+    return PeerHome(specs, dtype, device, hosts, group, purpose, passing_bytes)
 
 
 def _group_of_host(groups: GroupPool, hosts: Hosts, purpose: str) -> dist.ProcessGroup:
