@@ -87,9 +87,11 @@ def score(
     """
     lengths = iteration.plan.lengths
     collector = Collector(sum(lengths), device, entropy=entropy)
-    propagator.evaluate(iteration.plan, iteration.load, collector.objective(lengths))
-    role = Role.find(iteration.plan.strategy, propagator.rank)
-    return collector.gather(lengths, counts_here=role is not None and role.tp_rank == 0)
+    for phase in iteration.plan.in_turn:
+        role = Role.find(phase.strategy, propagator.rank)
+        collector.is_kept = role is not None and role.tp_rank == 0
+        propagator.evaluate(phase, iteration.load, collector.objective(lengths))
+    return collector.gather(lengths)
 
 
 def weigh(iteration: Iteration, propagator: Propagator, device: torch.device) -> Iteration:

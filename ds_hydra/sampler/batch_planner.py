@@ -24,9 +24,17 @@ from ds_hydra.sampler.dispatch.refine import (
 )
 from ds_hydra.sampler.ilp import SolverLimits
 from ds_hydra.sampler.lockstep import lockstep_wait_ms
+from ds_hydra.sampler.mixed_groups import Step
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.packing.packing import solve_packing
 from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
+from ds_hydra.sampler.phases import (
+    Palette,
+    compose,
+    palette_schemes,
+    strategy_of,
+    without_rivals,
+)
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
@@ -56,6 +64,8 @@ class _Candidate:
 
     strategy: Strategy
     problem: DispatchProblem
+    order: IntArray
+    """Where its sequences are in the mini-batch."""
     lower_bound_ms: float
     assignment: IntArray
     micro_batches: IntArray
@@ -109,8 +119,18 @@ class BatchPlanner:
             if candidate.least_ms < best.iteration_ms:
                 self._search(candidate, best.iteration_ms - candidate.least_link_ms)
                 best = min(best, candidate, key=lambda c: c.iteration_ms)
-        self._solve_slowest(best)
-        return self._finish(best), best.iteration_ms
+        phases = self._phases(strategies, best.iteration_ms)
+        if not phases:
+            self._solve_slowest(best)
+            phases = [best]
+        return self._finish(phases), sum(phase.iteration_ms for phase in phases)
+
+    def phases_ms(self, strategies: Sequence[Strategy], limit_ms: float = np.inf) -> float:
+        """Time with pull and push of the best plan of several phases; inf where it is not below
+        `limit_ms`, or `strategies` are no palette for the mini-batch.
+        """
+        phases = self._phases(strategies, limit_ms)
+        return sum(phase.iteration_ms for phase in phases) if phases else np.inf
 
     def time_ms(self, strategy: Strategy) -> float:
         """Time with pull and push of a plan that is not compared with its bound."""
@@ -154,10 +174,57 @@ class BatchPlanner:
             "hydra.memory_limit_bytes or add a strategy with higher TP to hydra.strategies"
         )
 
-    def _problem(self, strategy: Strategy) -> DispatchProblem:
+    def _phases(self, strategies: Sequence[Strategy], limit_ms: float) -> list[_Candidate]:
+        """Phases of what `strategies` gather, where that takes less than `limit_ms`. See [Note:
+        Phases].
+        """
+        longest = int(self.lengths[0]) if self.lengths.size else 0
+        found = [
+            without_rivals(self._palette(schemes), self.num_devices)
+            for schemes in palette_schemes(strategies, self.num_devices)
+        ]
+        palettes = [palette for palette in found if palette is not None]
+        if not longest or max((p.longest for p in palettes), default=0) < longest:
+            return []
+        links = [palette.link.pull_ms + palette.link.push_ms for palette in palettes]
+        least_ms = max(links) / max(1, self._num_buckets)
+        steps = compose(self.lengths, palettes, self.num_devices, least_ms, limit_ms)
+        phases = [self._phase(step, palettes[step.kind]) for step in steps]
+        return phases if sum(phase.iteration_ms for phase in phases) < limit_ms else []
+
+    def _palette(self, schemes: Sequence[Scheme]) -> Palette:
+        alike = [Strategy((s,) * (self.num_devices // s.num_devices)) for s in schemes]
+        links = [self.settings.link_times.get(strategy, NO_LINKS) for strategy in alike]
+        return Palette(
+            tuple(schemes),
+            tuple(self.profile.get_latency(scheme) for scheme in schemes),
+            tuple(self.max_len_tokens(*pair) for pair in zip(schemes, alike)),
+            max(links, key=lambda link: link.pull_ms + link.push_ms),
+        )
+
+    def _phase(self, step: Step, palette: Palette) -> _Candidate:
+        strategy, assignment = strategy_of(step, palette)
+        problem = self._problem(strategy, self.lengths[step.members])
+        micro_batches = np.zeros_like(assignment)
+        candidate = _Candidate(
+            strategy,
+            problem,
+            self.order[step.members],
+            0.0,
+            assignment,
+            micro_batches,
+            pack_pipelines(problem, assignment, micro_batches),
+            palette.link,
+            0.0,
+            np.inf,
+        )
+        self._finish_micro_batches(candidate)
+        return candidate
+
+    def _problem(self, strategy: Strategy, lengths: IntArray) -> DispatchProblem:
         settings = self.settings
         return make_problem(
-            self.lengths,
+            lengths,
             self._kinds(strategy),
             forward_fraction=settings.forward_fraction,
             is_exact=settings.objective == "exact",
@@ -181,7 +248,7 @@ class BatchPlanner:
 
     def _start(self, strategy: Strategy) -> tuple[_Candidate, float]:
         """`strategy` dispatched, without a bound; and the estimate of its time."""
-        problem = self._problem(strategy)
+        problem = self._problem(strategy, self.lengths)
         assignment, micro_batches = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
         estimate = dispatch_trials(
             problem, self.settings.num_trials, self.settings.seed, assignment
@@ -190,7 +257,16 @@ class BatchPlanner:
         link = self.settings.link_times.get(strategy, NO_LINKS)
         least = self._least_link_ms(strategy)
         candidate = _Candidate(
-            strategy, problem, 0.0, assignment, micro_batches, value, link, least, np.inf
+            strategy,
+            problem,
+            self.order,
+            0.0,
+            assignment,
+            micro_batches,
+            value,
+            link,
+            least,
+            np.inf,
         )
         return candidate, estimate
 
@@ -311,25 +387,31 @@ class BatchPlanner:
             best.micro_batches[members] = micro_batches
             self._finish_micro_batches(best)
 
-    def _finish(self, best: _Candidate) -> IterationPlan:
+    def _finish(self, phases: Sequence[_Candidate]) -> IterationPlan:
         batch = self.batch
-        pipelines = tuple(
-            self._pipeline(best, pipeline, scheme, ranks)
-            for pipeline, (scheme, ranks) in enumerate(
-                zip(best.strategy.schemes, best.strategy.place())
-            )
+        found = [
+            [
+                self._pipeline(phase, pipeline, scheme, ranks)
+                for pipeline, (scheme, ranks) in enumerate(
+                    zip(phase.strategy.schemes, phase.strategy.place())
+                )
+            ]
+            for phase in phases
+        ]
+        makespan = sum(
+            max(pipeline.makespan_ms for pipeline in pipelines) + self._lockstep_ms(phase)
+            for phase, pipelines in zip(phases, found)
         )
-        makespan = max(pipeline.makespan_ms for pipeline in pipelines) + self._lockstep_ms(best)
         return IterationPlan(
             iteration=batch.iteration,
             num_devices=self.num_devices,
-            strategy=best.strategy,
+            strategy=Strategy.of_phases([phase.strategy for phase in phases]),
             sample_indices=batch.sample_indices,
             lengths=batch.lengths,
             num_label_tokens=batch.num_label_tokens,
-            pipelines=pipelines,
+            pipelines=tuple(pipeline for pipelines in found for pipeline in pipelines),
             makespan_ms=makespan,
-            lower_bound_ms=min(makespan, best.lower_bound_ms),
+            lower_bound_ms=min(makespan, sum(phase.lower_bound_ms for phase in phases)),
         )
 
     def _pipeline(
@@ -344,7 +426,7 @@ class BatchPlanner:
             members[best.micro_batches[members] == micro_batch]
             for micro_batch in range(num_micro_batches)
         ]
-        placed = tuple(tuple(self.order[micro_batch].tolist()) for micro_batch in micro_batches)
+        placed = tuple(tuple(best.order[micro_batch].tolist()) for micro_batch in micro_batches)
         latency = self.profile.get_latency(scheme)
         return PipelinePlan(
             scheme=scheme,
@@ -352,7 +434,7 @@ class BatchPlanner:
             micro_batches=placed,
             rows=cut_micro_batches(placed, self.batch.lengths, scheme.cp, latency),
             makespan_ms=self._makespan_ms(best.problem, kind, micro_batches),
-            lower_bound_ms=pipeline_bound_ms(self.lengths[members], costs, cost),
+            lower_bound_ms=pipeline_bound_ms(best.problem.lengths[members], costs, cost),
         )
 
     def _makespan_ms(
@@ -391,3 +473,6 @@ def warm_up() -> None:
         members = np.flatnonzero(assignment == 0)
         costs = problem.sequence_ms[0, members]
         pipeline_bound_ms(problem.lengths[members], costs, pipeline_cost(problem, 0))
+    gathered = Scheme(1, 1, gather=True), Scheme(1, 1, sp=2, gather=True)
+    palette = Palette(gathered, (latency, latency), (9, 18), NO_LINKS)
+    compose(problem.lengths, [palette], 2, 0.0, np.inf)

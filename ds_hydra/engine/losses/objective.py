@@ -142,6 +142,8 @@ class Collector(Loss):
     def __init__(self, num_tokens: int, device: torch.device, *, entropy: bool):
         self.token_fields = (_INDEX,)
         self.needs_entropy = entropy
+        self.is_kept = True
+        """On one rank of a TP group, all of which have the same."""
         self.log_probs = torch.zeros(num_tokens, device=device)
         self.entropy = torch.zeros(num_tokens if entropy else 0, device=device)
 
@@ -152,6 +154,8 @@ class Collector(Loss):
 
     def __call__(self, tokens: Tokens) -> Tensor:
         """Nothing to minimise."""
+        if not self.is_kept:
+            return tokens.log_probs_T.new_zeros(())
         # What is not predicted goes to the first token of the mini-batch, which nothing predicts.
         index_T = tokens.fields[_INDEX].masked_fill(~tokens.counts_T, 0)
         self.log_probs[index_T] = tokens.log_probs_T
@@ -159,11 +163,9 @@ class Collector(Loss):
             self.entropy[index_T] = tokens.scores.entropy_T
         return tokens.log_probs_T.new_zeros(())
 
-    def gather(self, lengths: Sequence[int], *, counts_here: bool) -> Scores:
-        """Scores of all sequences on every rank; of the ranks of a TP group one counts. Collective
-        over all ranks.
-        """
-        both = torch.cat([self.log_probs, self.entropy]) * counts_here
+    def gather(self, lengths: Sequence[int]) -> Scores:
+        """Scores of all sequences on every rank. Collective over all ranks."""
+        both = torch.cat([self.log_probs, self.entropy])
         dist.all_reduce(both)
         log_probs, entropy = both.cpu().split([len(self.log_probs), len(self.entropy)])
         of_entropy = entropy.split(list(lengths)) if self.needs_entropy else ()

@@ -5,15 +5,18 @@ pipeline's ranks are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from ds_hydra.configs.files import MAX_DEVICES, read_counts
+from ds_hydra.configs.files import MAX_DEVICES
 from ds_hydra.errors import HydraConfigError
 
 _TERM = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<([^<>]*)>\s*")
+_THEN = re.compile(r"\s+then\s+")
+MAX_PHASES = 256
+"""Phases that one iteration may have."""
 _DEGREES = re.compile(
     r"\s*(?:sp\s*(\d{1,9})\s*,\s*)?(?:cp\s*(\d{1,9})\s*,\s*)?(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*"
 )
@@ -323,16 +326,6 @@ def _read_scheme(body: str) -> Scheme:
     )
 
 
-def read_ranks(document: Mapping[str, Any], scheme: Scheme) -> tuple[int, ...]:
-    """The ranks of a pipeline of `scheme` in a document; raises KeyError without them,
-    HydraConfigError for others.
-    """
-    ranks = read_counts(document, "ranks", most=MAX_DEVICES - 1)
-    if len(ranks) != scheme.num_devices:
-        raise HydraConfigError(f"{len(ranks)} ranks for {scheme}, expected {scheme.num_devices}")
-    return ranks
-
-
 def _placement_order(scheme: Scheme) -> tuple[Any, ...]:
     # Options decide last: equal multisets have to be equal values.
     return (-scheme.ranks_per_stage, -scheme.tp, -scheme.pp, scheme)
@@ -345,13 +338,22 @@ class Strategy:
     `schemes` is kept in placement order (larger stages first, then larger TP, then larger PP), so
     equal multisets are equal values and TP groups start at multiples of their size when degrees are
     powers of two.
+
+    A planner may put several together, which run one after another, each on ranks from 0 on, its
+    *phases* (`Strategy.of_phases`): `1x<sp4,1;gather> then 4x<1,1;gather>`. `schemes` are then
+    those of all phases, in their order.
     """
 
     schemes: tuple[Scheme, ...]
+    phases: tuple[Strategy, ...] = field(default=(), repr=False)
+    """Those of several; empty for one, which is the strategy itself."""
     _hash: int = field(init=False, repr=False, compare=False)
     """That of `schemes`, which are many: strategies are looked up often."""
 
     def __post_init__(self) -> None:
+        if self.phases:
+            object.__setattr__(self, "_hash", hash(self.phases))
+            return
         if not self.schemes:
             raise HydraConfigError("a strategy needs at least one pipeline, e.g. '1x<1,1>'")
         if len({scheme.gather for scheme in self.schemes}) > 1:
@@ -369,12 +371,24 @@ class Strategy:
         return self._hash
 
     @classmethod
+    def of_phases(cls, phases: Sequence[Strategy]) -> Strategy:
+        """`phases` one after another; of one phase that strategy itself."""
+        if len(phases) == 1:
+            return phases[0]
+        return cls(tuple(s for phase in phases for s in phase.schemes), tuple(phases))
+
+    @classmethod
     def parse(cls, text: str) -> Strategy:
         """The strategy written as `text`; raises HydraConfigError with the expected form.
 
         >>> str(Strategy.parse("4x<1,1> + <2,2; stages=3,1>"))
         '1x<2,2;stages=3,1> + 4x<1,1>'
         """
+        parts = _THEN.split(text, MAX_PHASES)
+        if len(parts) > MAX_PHASES:
+            raise HydraConfigError(f"strategy {text[:80]!r} has more than {MAX_PHASES} phases")
+        if len(parts) > 1:
+            return cls.of_phases([cls.parse(part) for part in parts])
         schemes: list[Scheme] = []
         num_devices = 0
         for term in text.split("+"):
@@ -394,8 +408,15 @@ class Strategy:
 
     @property
     def num_devices(self) -> int:
-        """Ranks that all pipelines together occupy."""
+        """Ranks that all pipelines of a phase together occupy, the widest of them."""
+        if self.phases:
+            return max(phase.num_devices for phase in self.phases)
         return sum(scheme.num_devices for scheme in self.schemes)
+
+    @property
+    def in_turn(self) -> tuple[Strategy, ...]:
+        """What runs one after another: the phases, or itself."""
+        return self.phases or (self,)
 
     @property
     def gathers(self) -> bool:
@@ -417,6 +438,8 @@ class Strategy:
         >>> Strategy.parse("1x<2,1> + 2x<1,1>").place()
         ((0, 1), (2,), (3,))
         """
+        if self.phases:
+            return tuple(block for phase in self.phases for block in phase.place())
         blocks: list[tuple[int, ...]] = []
         start = 0
         for scheme in self.schemes:
@@ -425,6 +448,8 @@ class Strategy:
         return tuple(blocks)
 
     def __str__(self) -> str:
+        if self.phases:
+            return " then ".join(map(str, self.phases))
         return " + ".join(f"{count}x{scheme}" for scheme, count in _runs(self.schemes))
 
 
