@@ -28,19 +28,13 @@ from ds_hydra.sampler.mixed_groups import Step
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.packing.packing import solve_packing
 from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
-from ds_hydra.sampler.phases import (
-    Palette,
-    compose,
-    palette_schemes,
-    strategy_of,
-    without_rivals,
-)
+from ds_hydra.sampler.phases import Palette, compose, find_palettes, strategy_of
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
 from ds_hydra.sampler.schedule import FloatArray, IntArray, makespan_ms
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
-from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 _NUM_FIT_STEPS = 8
@@ -178,29 +172,20 @@ class BatchPlanner:
         """Phases of what `strategies` gather, where that takes less than `limit_ms`. See [Note:
         Phases].
         """
-        longest = int(self.lengths[0]) if self.lengths.size else 0
-        found = [
-            without_rivals(self._palette(schemes), self.num_devices)
-            for schemes in palette_schemes(strategies, self.num_devices)
-        ]
-        palettes = [palette for palette in found if palette is not None]
-        if not longest or max((p.longest for p in palettes), default=0) < longest:
+        palettes = find_palettes(
+            (s for strategy in strategies if strategy.gathers for s in strategy.schemes),
+            self.profile,
+            self.num_devices,
+            max_len_tokens=self.max_len_tokens,
+            links_of=lambda strategy: self.settings.link_times.get(strategy, NO_LINKS),
+        )
+        longest = max((palette.longest for palette in palettes), default=0)
+        if not self.lengths.size or self.lengths[0] > longest:
             return []
-        links = [palette.link.pull_ms + palette.link.push_ms for palette in palettes]
-        least_ms = max(links) / max(1, self._num_buckets)
+        least_ms = max(palette.least_link_ms(self._num_buckets) for palette in palettes)
         steps = compose(self.lengths, palettes, self.num_devices, least_ms, limit_ms)
         phases = [self._phase(step, palettes[step.kind]) for step in steps]
         return phases if sum(phase.iteration_ms for phase in phases) < limit_ms else []
-
-    def _palette(self, schemes: Sequence[Scheme]) -> Palette:
-        alike = [Strategy((s,) * (self.num_devices // s.num_devices)) for s in schemes]
-        links = [self.settings.link_times.get(strategy, NO_LINKS) for strategy in alike]
-        return Palette(
-            tuple(schemes),
-            tuple(self.profile.get_latency(scheme) for scheme in schemes),
-            tuple(self.max_len_tokens(*pair) for pair in zip(schemes, alike)),
-            max(links, key=lambda link: link.pull_ms + link.push_ms),
-        )
 
     def _phase(self, step: Step, palette: Palette) -> _Candidate:
         strategy, assignment = strategy_of(step, palette)
@@ -450,29 +435,3 @@ class BatchPlanner:
             problem.is_exact,
             problem.traffic_ms[kind],
         )
-
-
-def warm_up() -> None:
-    """Loads (the first time ever: compiles) the compiled code, so that the first plan takes no
-    longer.
-    """
-    latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=1.0)
-    for is_exact in (True, False):
-        kinds = [PipelineKind(1, 2, 20, latency), PipelineKind(1, 1, 9, latency)]
-        problem = make_problem(np.arange(9, 0, -1), kinds, is_exact=is_exact)
-        assignment, micro_batches = np.zeros(9, dtype=np.int64), np.zeros(9, dtype=np.int64)
-        estimate = dispatch_trials(problem, 1, 0, assignment)
-        bound = strategy_bound_ms(problem, estimate)
-        fit_trials(problem, bound, estimate, 1, assignment)
-        improve_dispatch(problem, assignment, bound, 1, _NUM_TARGETS)
-        value = pack_pipelines(problem, assignment, micro_batches)
-        refine_pipelines(problem, assignment, micro_batches, value, bound, 1, _NUM_TARGETS)
-        perturb_and_refine(problem, assignment, micro_batches, value, bound, 1, _NUM_TARGETS, 1)
-        order_micro_batches(problem, assignment, micro_batches)
-        iteration_ms(problem, assignment, micro_batches, value, 0.0, 0.0, 1)
-        members = np.flatnonzero(assignment == 0)
-        costs = problem.sequence_ms[0, members]
-        pipeline_bound_ms(problem.lengths[members], costs, pipeline_cost(problem, 0))
-    gathered = Scheme(1, 1, gather=True), Scheme(1, 1, sp=2, gather=True)
-    palette = Palette(gathered, (latency, latency), (9, 18), NO_LINKS)
-    compose(problem.lengths, [palette], 2, 0.0, np.inf)

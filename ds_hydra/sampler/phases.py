@@ -13,7 +13,7 @@ lie as they do under the strategies of one scheme, and no further communicators 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from ds_hydra.sampler.mixed_groups import MixedGroups, Step, plan_steps
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.profiles.link_times import LinkTimes
-from ds_hydra.strategy.profiles.profile import LatencyModel
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.neighbours import num_cuts
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -49,49 +49,62 @@ class Palette(NamedTuple):
         """Tokens of the longest sequence that a group holds."""
         return max(self.max_len_tokens)
 
-    def per_token_ms(self, number: int) -> float:
-        """Of a full micro-batch of one of the schemes."""
-        held = self.max_len_tokens[number]
-        return self.latency[number].micro_batch_ms([held]) / held
+    @property
+    def per_token_ms(self) -> float:
+        """Of a full micro-batch of the smallest scheme."""
+        held = self.max_len_tokens[0]
+        return self.latency[0].micro_batch_ms([held]) / held
+
+    def least_link_ms(self, num_buckets: int) -> float:
+        """What pull and push add to a step at least, one by one in so many buckets; 0: as one."""
+        return _total_ms(self.link) / max(1, num_buckets)
 
 
-def palette_schemes(strategies: Sequence[Strategy], num_devices: int) -> list[tuple[Scheme, ...]]:
-    """Schemes that may be put together, for each number of checkpointed layers, smallest first.
+def find_palettes(
+    schemes: Iterable[Scheme],
+    profile: Profile,
+    num_devices: int,
+    *,
+    max_len_tokens: Callable[[Scheme, Strategy], int],
+    links_of: Callable[[Strategy], LinkTimes],
+) -> list[Palette]:
+    """What may be put together of `schemes`, one palette for each number of checkpointed layers.
 
-    >>> gathered = [Strategy.parse("1x<sp4,1;gather>"), Strategy.parse("4x<1,1;gather>")]
-    >>> [str(scheme) for scheme in palette_schemes(gathered, 4)[0]]
-    ['<1,1;gather>', '<sp4,1;gather>']
+    For each number of ranks it has the scheme that is fastest for the micro-batches it holds; the
+    widest ones where all have too many cuts. `max_len_tokens` of a scheme in a strategy.
     """
-    of_ckpt: dict[int, dict[Scheme, None]] = {}
-    for strategy in strategies:
-        for scheme in strategy.schemes if strategy.gathers else ():
-            if scheme.pp == 1 and num_devices % scheme.num_devices == 0:
-                of_ckpt.setdefault(scheme.ckpt, {})[scheme] = None
-    return [tuple(sorted(found, key=lambda s: s.num_devices)) for found in of_ckpt.values()]
+    of_ckpt: dict[int, dict[int, Palette]] = {}
+    for scheme in dict.fromkeys(schemes):
+        number, rest = divmod(num_devices, scheme.num_devices)
+        if not scheme.gather or scheme.pp > 1 or rest:
+            continue
+        alike = Strategy((scheme,) * number)
+        latency, held = profile.get_latency(scheme), max_len_tokens(scheme, alike)
+        one = Palette((scheme,), (latency,), (held,), links_of(alike))
+        of_size = of_ckpt.setdefault(scheme.ckpt, {})
+        other = of_size.get(scheme.num_devices)
+        if held > 0 and (other is None or one.per_token_ms < other.per_token_ms):
+            of_size[scheme.num_devices] = one
+    found = []
+    for of_size in of_ckpt.values():
+        sizes = [n for n in sorted(of_size) if all(not (m % n and n % m) for m in of_size)]
+        while sizes and num_cuts(num_devices, tuple(sizes)) > MAX_CUTS:
+            sizes = sizes[1:]
+        if len(sizes) > 1:
+            ones = [of_size[size] for size in sizes]
+            found.append(
+                Palette(
+                    tuple(one.schemes[0] for one in ones),
+                    tuple(one.latency[0] for one in ones),
+                    tuple(one.max_len_tokens[0] for one in ones),
+                    max((one.link for one in ones), key=_total_ms),
+                )
+            )
+    return found
 
 
-def without_rivals(palette: Palette, num_devices: int) -> Palette | None:
-    """One scheme for each number of ranks, the one that is fastest for the micro-batches it holds,
-    the widest ones where all have too many cuts; None for less than two.
-    """
-    best: dict[int, int] = {}
-    for number, held in enumerate(palette.max_len_tokens):
-        size = palette.schemes[number].num_devices
-        if held > 0 and (
-            size not in best or palette.per_token_ms(number) < palette.per_token_ms(best[size])
-        ):
-            best[size] = number
-    sizes = [size for size in sorted(best) if all(b % size == 0 or size % b == 0 for b in best)]
-    while sizes and num_cuts(num_devices, tuple(sizes)) > MAX_CUTS:
-        sizes = sizes[1:]
-    if len(sizes) < 2:
-        return None
-    own = [best[size] for size in sizes]
-    return palette._replace(
-        schemes=tuple(palette.schemes[n] for n in own),
-        latency=tuple(palette.latency[n] for n in own),
-        max_len_tokens=tuple(palette.max_len_tokens[n] for n in own),
-    )
+def _total_ms(link: LinkTimes) -> float:
+    return link.pull_ms + link.push_ms
 
 
 def compose(

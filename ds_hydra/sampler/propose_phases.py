@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ds_hydra.sampler.batch_planner import BatchPlanner
-from ds_hydra.sampler.phases import Palette, without_rivals
+from ds_hydra.sampler.phases import find_palettes
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import FloatArray
@@ -65,9 +65,10 @@ def propose_phases(
     batches: Sequence[GlobalBatch],
     known_ms: FloatArray,
     settings: PhaseSettings,
-) -> tuple[Strategy, ...]:
+) -> tuple[tuple[Strategy, ...], FloatArray]:
     """Strategies of one gathered scheme each, of which phases make `batches` faster than `known_ms`
-    [mini-batch]; of one or two numbers of checkpointed layers. See [Note: Phases].
+    [mini-batch], of one or two numbers of checkpointed layers; and what the mini-batches then take.
+    See [Note: Phases].
     """
     best = known_ms[:_NUM_TRIED]
     palettes = _palettes(profile, settings)
@@ -84,32 +85,28 @@ def propose_phases(
             break
         chosen, best = tried[number], times[number]
         del palettes[number]
-    return chosen
+    if not chosen:
+        return (), known_ms
+    return chosen, _times_ms(batches, known_ms, chosen, profile, settings)
 
 
 def _palettes(profile: Profile, settings: PhaseSettings) -> dict[int, tuple[Strategy, ...]]:
     """Strategies of one scheme, one for each number of ranks, by checkpointed layers."""
     number, layers = settings.num_devices, profile.memory.num_layers
-    gathered = [s for s in profile.latency if s.gather and s.pp == 1 and not s.ckpt]
+    gathered = [s for s in profile.latency if s.gather and not s.ckpt and profile.memory.knows(s)]
     is_checkpointed = bool(profile.document.get("activation_checkpointing"))
     found = {}
     for step in [0] if is_checkpointed else range(_CKPT_STEPS + 1):
         ckpt = -(-layers * step // _CKPT_STEPS)
-        schemes = tuple(
-            replace(s, ckpt=ckpt)
-            for s in gathered
-            if number % s.num_devices == 0 and settings.can_run(replace(s, ckpt=ckpt))
-        )
-        palette = without_rivals(
-            Palette(
-                schemes,
-                tuple(profile.get_latency(s) for s in schemes),
-                tuple(profile.max_len_tokens(s, number) for s in schemes),
-                NO_LINKS,
-            ),
+        schemes = [s for s in (replace(s, ckpt=ckpt) for s in gathered) if settings.can_run(s)]
+        palettes = find_palettes(
+            schemes,
+            profile,
             number,
+            max_len_tokens=lambda scheme, _: profile.max_len_tokens(scheme, number),
+            links_of=lambda _: NO_LINKS,
         )
-        if palette is not None:
+        for palette in palettes:
             found[ckpt] = tuple(Strategy((s,) * (number // s.num_devices)) for s in palette.schemes)
     return found
 

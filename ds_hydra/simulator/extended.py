@@ -176,7 +176,7 @@ def extended_strategies(
         tolerance=TOLERANCE,
     )
     profile = with_gathered(scenario).profile
-    return (*chosen, *propose_phases(profile, batches, known_ms, settings))
+    return (*chosen, *propose_phases(profile, batches, known_ms, settings)[0])
 
 
 def _planned_ms(

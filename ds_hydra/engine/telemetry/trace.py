@@ -138,7 +138,7 @@ def gather_timeline(recorder: Recorder, plan: IterationPlan, device: torch.devic
         table[row] = torch.tensor(
             [phase, _KINDS.index(kind), micro_batch, *interval_ms], dtype=torch.float64
         )
-    tables = gather_rows(table.flatten().to(device)).view(len(counts), -1, 4).cpu()
+    tables = gather_rows(table.flatten().to(device)).view(len(counts), -1, 5).cpu()
     first = {host: min(z for h, z in zip(hosts, zeros_ms) if h == host) for host in set(hosts)}
     offsets_ms = [zero - first[host] for host, zero in zip(hosts, zeros_ms)]
     events = [

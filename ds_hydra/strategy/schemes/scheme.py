@@ -12,25 +12,12 @@ from typing import Any
 
 from ds_hydra.configs.files import MAX_DEVICES
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.schemes.notation import ALL_LAYERS, FORM, MAX_LAYERS, REPLACED, read_notation
 
 _TERM = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<([^<>]*)>\s*")
 _THEN = re.compile(r"\s+then\s+")
 MAX_PHASES = 256
 """Phases that one iteration may have."""
-_DEGREES = re.compile(
-    r"\s*(?:sp\s*(\d{1,9})\s*,\s*)?(?:cp\s*(\d{1,9})\s*,\s*)?(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*"
-)
-_OPTION = re.compile(r"\s*([a-z_]{1,20})\s*=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*")
-_COUNTED = ("ckpt", "stages", "stream", "ep")
-_OPTIONS = (*_COUNTED, "gather")
-
-_MAX_LAYERS = 1 << 20
-"""Layers that an option of a scheme may name: far above any model."""
-
-ALL_LAYERS = _MAX_LAYERS + 1
-"""`stream` of a scheme that streams every layer, the embedding and the head: above any number of
-layers, so that `min(stream, layers)` layers of a stage stream.
-"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -86,14 +73,14 @@ class Scheme:
             raise HydraConfigError(f"scheme <{shown:.78}>: {sizes} must be 1 or more")
         if self.num_devices > MAX_DEVICES:
             raise HydraConfigError(f"scheme {str(self)[:80]}: more than {MAX_DEVICES} ranks")
-        if type(self.ckpt) is not int or not 0 <= self.ckpt <= _MAX_LAYERS:
+        if type(self.ckpt) is not int or not 0 <= self.ckpt <= MAX_LAYERS:
             raise HydraConfigError(
-                f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {_MAX_LAYERS}"
+                f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {MAX_LAYERS}"
             )
         if type(self.stream) is not int or not 0 <= self.stream <= ALL_LAYERS:
             raise HydraConfigError(
                 f"stream of a scheme is {repr(self.stream)[:80]}, expected a number of layers of each stage up to "
-                f'{_MAX_LAYERS}, or "all"'
+                f'{MAX_LAYERS}, or "all"'
             )
         if type(self.stages) is not tuple or not all(type(n) is int and n > 0 for n in self.stages):
             raise HydraConfigError(
@@ -134,8 +121,8 @@ class Scheme:
         """The scheme written as `text`; raises HydraConfigError with the expected form."""
         match = _TERM.fullmatch(text)
         if match is None or match[1] is not None:
-            raise HydraConfigError(f"cannot read scheme {text[:80]!r}; {_FORM}")
-        return _read_scheme(match[2])
+            raise HydraConfigError(f"cannot read scheme {text[:80]!r}; {FORM}")
+        return Scheme(**read_notation(match[2]))
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Scheme:
@@ -146,7 +133,7 @@ class Scheme:
         names = ("ckpt", "sp", "gather", "ep", "cp")
         options = {key: document[key] for key in names if key in document}
         if document.get("repull"):
-            raise HydraConfigError(_REPLACED)
+            raise HydraConfigError(REPLACED)
         stages = document.get("stages", [])
         if not isinstance(stages, list):
             raise HydraConfigError(
@@ -271,61 +258,6 @@ class Scheme:
         return f"<{degrees}{ep}{ckpt}{stages}{streams}{';gather' if self.gather else ''}>"
 
 
-_REPLACED = (
-    "a scheme has repull, which stream replaces: write <2,2;stream=8> for the first 8 layers of each stage, "
-    "<1,1;stream> for all layers"
-)
-
-_FORM = (
-    "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have options, as in "
-    "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<cp2,1>' (<CP,PP>), '<2,2;stream=8>', "
-    "'<1,1;stream>' (all layers), '<1,1;gather>' or '<sp4,1;ep=4>' (experts)"
-)
-
-
-def _read_scheme(body: str) -> Scheme:
-    """The scheme whose text is `body` between angle brackets."""
-    first, *rest = body.split(";")
-    degrees = _DEGREES.fullmatch(first)
-    if degrees is None or not (degrees[1] or degrees[2] or degrees[3]):
-        raise HydraConfigError(f"cannot read {'<' + body[:80] + '>'!r}; {_FORM}")
-    options: dict[str, tuple[int, ...]] = {}
-    gather = False
-    for text in rest:
-        if text.strip() == "gather" and not gather:
-            gather = True
-            continue
-        match = _OPTION.fullmatch(f"stream={ALL_LAYERS}" if text.strip() == "stream" else text)
-        if match is not None and match[1] == "repull":
-            raise HydraConfigError(f"scheme {'<' + body[:80] + '>'!r}: {_REPLACED}")
-        if match is None or match[1] not in _COUNTED:
-            raise HydraConfigError(
-                f"scheme {'<' + body[:80] + '>'!r}: cannot read {text.strip()[:80]!r}; its options are "
-                f"{', '.join(_OPTIONS)}, as in '<2,4;ckpt=12;stages=9,8,8,7>'"
-            )
-        if match[1] in options:
-            raise HydraConfigError(
-                f"scheme {'<' + body[:80] + '>'!r} says {match[1]} twice; say it once"
-            )
-        options[match[1]] = tuple(map(int, match[2].split(",")))
-    stages = options.pop("stages", ())
-    for option, counts in options.items():
-        if len(counts) != 1 or counts[0] < 1:
-            raise HydraConfigError(
-                f"scheme {'<' + body[:80] + '>'!r}: {option} is {','.join(map(str, counts))[:80]}, expected one number "
-                "from 1 up; leave it out for none"
-            )
-    return Scheme(
-        tp=int(degrees[3] or 1),
-        pp=int(degrees[4]),
-        stages=stages,
-        sp=int(degrees[1] or 1),
-        cp=int(degrees[2] or 1),
-        gather=gather,
-        **{option: counts[0] for option, counts in options.items()},
-    )
-
-
 def _placement_order(scheme: Scheme) -> tuple[Any, ...]:
     # Options decide last: equal multisets have to be equal values.
     return (-scheme.ranks_per_stage, -scheme.tp, -scheme.pp, scheme)
@@ -395,9 +327,9 @@ class Strategy:
             match = _TERM.fullmatch(term)
             if match is None or match[1] == "0":
                 raise HydraConfigError(
-                    f"strategy {text[:80]!r}: cannot read {term.strip()[:80]!r}; {_FORM}"
+                    f"strategy {text[:80]!r}: cannot read {term.strip()[:80]!r}; {FORM}"
                 )
-            scheme, count = _read_scheme(match[2]), int(match[1] or 1)
+            scheme, count = Scheme(**read_notation(match[2])), int(match[1] or 1)
             num_devices += count * scheme.num_devices
             if num_devices > MAX_DEVICES:
                 raise HydraConfigError(
@@ -459,5 +391,19 @@ def _runs(schemes: Iterable[Scheme]) -> list[tuple[Scheme, int]]:
 
 
 def parse_strategies(texts: Iterable[str]) -> tuple[Strategy, ...]:
-    """The strategies written as `texts`, duplicates removed, first occurrence kept."""
-    return tuple(dict.fromkeys(Strategy.parse(text) for text in texts))
+    """The strategies written as `texts`, duplicates removed, first occurrence kept. Raises
+    HydraConfigError for phases, which the planner alone puts together.
+    """
+    found = tuple(dict.fromkeys(Strategy.parse(text) for text in texts))
+    for strategy in found:
+        check_one_phase(strategy)
+    return found
+
+
+def check_one_phase(strategy: Strategy) -> None:
+    """Raise HydraConfigError for a strategy of several phases."""
+    if strategy.phases:
+        raise HydraConfigError(
+            f"strategy {str(strategy)[:80]!r} has {len(strategy.phases)} phases, which the planner puts together for "
+            f"each mini-batch; list each in hydra.strategies by itself: '{strategy.phases[0]}', ..."
+        )
