@@ -212,7 +212,7 @@ class TestCosts:
         assert again.forward_mb + again.backward_mb == plain.forward_mb
 
     def test_synchronisation_that_is_left_adds_up_where_nothing_was_held_back(self):
-        stage = dict(strategies=(), slowdown_ms=1.0, peak_mb=0.0)
+        stage = {"strategies": (), "slowdown_ms": 1.0, "peak_mb": 0.0}
         stages = [StagePlan(compute_ms=c, tail_ms=t, **stage) for c, t in ((10.0, 3.0), (8.0, 5.0))]
         assert pipeline_ms(stages, 1) == 10 + 8 + 2 + 3 + 5
         assert pipeline_ms(stages, 4) == 3 * 10 + 10 + 8 + 2 + 5

@@ -1,0 +1,207 @@
+"""Iterations as training will run them, for the level of T: what no scheme shows while it is timed
+alone.
+
+Probes are equal micro-batches of one scheme, PP of them. In training all pipelines of a strategy
+run at once, micro-batches are packed sequences of many lengths, pipelines have other numbers of
+them, and slices and gradients travel beside. Where ranks share cores, memory or links, a bubble of
+one is time of another. So a few made mini-batches are planned with what the probes say, run, and T
+of each scheme is scaled by how long its pipelines took.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.micro_batches import Example
+from ds_hydra.engine.profiling.measurements import Measurements
+from ds_hydra.engine.propagation import Propagator
+from ds_hydra.engine.ranks.agreement import broadcast_text, gather_rows, run_together
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.strategy import Profile, Scheme, Strategy
+
+_HALVINGS = 6
+"""Lengths of a made mini-batch: half of the longest, a quarter, ..., 1/64, and again."""
+_SETTINGS = PlannerSettings(solver="none")
+
+
+def side_by_side(schemes: Iterable[Scheme], num_ranks: int) -> list[Strategy]:
+    """Strategies in which neighbours among `schemes` have half of the ranks each.
+
+    >>> [str(strategy) for strategy in side_by_side([Scheme(1, 1), Scheme(2, 1), Scheme(4, 1)], 4)]
+    ['1x<2,1> + 2x<1,1>']
+    """
+    half = num_ranks // 2
+    fitting = [s for s in sorted(schemes) if half and half % s.num_devices == 0 and not s.gather]
+    return [
+        Strategy(tuple(s for scheme in pair for s in (scheme,) * (half // scheme.num_devices)))
+        for pair in itertools.pairwise(fitting)
+    ]
+
+
+def choose_rehearsals(strategies: Iterable[Strategy], schemes: Iterable[Scheme]) -> list[Strategy]:
+    """Of `strategies` those with pipelines of `schemes` alone: all homogeneous ones, and of the
+    others as many as show a scheme beside another for the first time.
+
+    Not those whose layers stream or gather: their times are the home's and the link's.
+    """
+    profiled, seen, chosen = set(schemes), set[Scheme](), []
+    for strategy in dict.fromkeys(strategies):
+        kinds = set(strategy.schemes)
+        is_new = not strategy.is_heterogeneous or not kinds <= seen
+        if is_new and kinds <= profiled and not any(s.stream or s.gather for s in kinds):
+            seen |= kinds if strategy.is_heterogeneous else set()
+            chosen.append(strategy)
+    return chosen
+
+
+def made_lengths(longest: int, num_tokens: int) -> tuple[int, ...]:
+    """Lengths of a mini-batch of at least `num_tokens`, long and short ones with as many tokens.
+
+    >>> made_lengths(64, 70)
+    (32, 16, 16, 8)
+    """
+    lengths: list[int] = []
+    for power in itertools.cycle(range(1, _HALVINGS + 1)):
+        length = max(2, longest >> power)
+        for _ in range(2 ** (power - 1)):
+            if sum(lengths) >= num_tokens:
+                return tuple(lengths)
+            lengths.append(length)
+    raise AssertionError("cycles never end")
+
+
+def rehearse(
+    propagator: Propagator,
+    strategies: Sequence[Strategy],
+    profile: Profile,
+    config: HydraConfig,
+    known: Measurements,
+) -> dict[Scheme, list[dict[str, Any]]]:
+    """What the pipelines of each scheme took: {strategy, predicted_ms, measured_ms}, one for each
+    rehearsal with that scheme. Collective over all ranks; equal on all.
+
+    Every strategy runs one mini-batch, of a context a rank or what an iteration has if that is
+    less, without a step of the optimizer; gradients are thrown away. What `known` knows is not
+    measured again.
+    """
+    found: dict[Scheme, list[dict[str, Any]]] = {}
+    num_tokens = min(config.tokens_per_iteration, propagator.num_ranks * config.context_length)
+    for strategy in strategies:
+        longest = max(
+            profile.max_len_tokens(s, propagator.num_ranks, strategy) for s in strategy.schemes
+        )
+        lengths = made_lengths(min(longest, config.context_length), num_tokens)
+        plan = _agree_on_plan(propagator, strategy, profile, lengths)
+        busy = [pipeline for pipeline in plan.pipelines if pipeline.micro_batches]
+        names = [f"{strategy} rehearsal, pipeline {number}" for number in range(len(busy))]
+        measured: list[float] = []
+        if any(name not in known for name in names):
+            times_ms = _run(propagator, plan)
+            measured = [max(times_ms[rank] for rank in p.ranks) for p in busy]
+        for index, (name, pipeline) in enumerate(zip(names, busy, strict=True)):
+            measured_ms = known.get(name, functools.partial(measured.__getitem__, index))
+            found.setdefault(pipeline.scheme, []).append(
+                {
+                    "strategy": str(strategy),
+                    "predicted_ms": round(pipeline.makespan_ms, 3),
+                    "measured_ms": round(measured_ms, 3),
+                }
+            )
+    return found
+
+
+def at_rehearsed_level(
+    document: Mapping[str, Any], found: Mapping[Scheme, Sequence[Mapping[str, Any]]]
+) -> dict[str, Any]:
+    """The profile with T of each rehearsed scheme at the median of measured over predicted.
+
+    Every strategy counts once: where it has several pipelines of a scheme, by their mean. The terms
+    of T keep their proportions, which probes of many lengths tell and a rehearsal does not.
+    """
+    profile, latency, rehearsed = Profile.from_json(document), {}, {}
+    for scheme, runs in found.items():
+        by_strategy: dict[str, list[float]] = {}
+        for run in runs:
+            if run["measured_ms"] > 0:  # else too short for the clock
+                ratio = run["measured_ms"] / run["predicted_ms"]
+                by_strategy.setdefault(run["strategy"], []).append(ratio)
+        if not by_strategy:
+            continue
+        factor = median(sum(ratios) / len(ratios) for ratios in by_strategy.values())
+        latency[scheme] = profile.latency[scheme].scaled(factor)
+        rehearsed[scheme] = {"factor": round(factor, 4), "runs": list(runs)}
+    entries = []
+    for entry in document["schemes"]:
+        scheme = Scheme.from_json(entry)
+        more = {"rehearsed": rehearsed[scheme]} if scheme in rehearsed else {}
+        model = asdict(latency[scheme]) if scheme in latency else {}
+        model.pop("traffic_ms", None)
+        entries.append({**entry, **model, **more})
+    return {**document, "schemes": entries}
+
+
+def _agree_on_plan(
+    propagator: Propagator, strategy: Strategy, profile: Profile, lengths: tuple[int, ...]
+) -> IterationPlan:
+    """The plan of rank 0, which alone loads the planner; collective over all ranks."""
+    batch = GlobalBatch(
+        iteration=0,
+        sample_indices=tuple(range(len(lengths))),
+        lengths=lengths,
+        num_label_tokens=sum(lengths) - len(lengths),
+    )
+
+    def plan() -> str:
+        if propagator.rank > 0:
+            return ""
+        planned = plan_iteration(
+            batch,
+            strategies=[strategy],
+            profile=profile,
+            num_devices=propagator.num_ranks,
+            settings=_SETTINGS,
+        )
+        return json.dumps(planned.to_json())
+
+    text = run_together(plan, propagator.device)
+    (text,) = broadcast_text([text], 0, propagator.device)
+    return IterationPlan.from_json(json.loads(text))
+
+
+def _run(propagator: Propagator, plan: IterationPlan) -> list[float]:
+    """Milliseconds that each rank propagated, beside pull and push."""
+    stage_model = propagator.stage_model
+
+    def load(position: int) -> Example:
+        tokens = torch.arange(plan.lengths[position], dtype=torch.int64) * 7919
+        tokens %= stage_model.vocab_size
+        return tokens, tokens
+
+    outcome = propagator.train(plan, load, _gradient_shards(propagator), 1.0)
+    mine = torch.tensor([outcome.propagate_ms], dtype=torch.float64, device=propagator.device)
+    return [float(row) for (row,) in gather_rows(mine).tolist()]
+
+
+def _gradient_shards(propagator: Propagator) -> list[Tensor]:
+    return [
+        torch.zeros(
+            shard_P.numel() if spec.requires_grad else 0,
+            dtype=torch.float32,
+            device=propagator.device,
+        )
+        for shard_P, spec in zip(
+            propagator.links.shards_P(), propagator.stage_model.specs, strict=True
+        )
+    ]
