@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import pytest
 
@@ -11,6 +12,7 @@ from ds_hydra.engine.profiling import profiler
 from ds_hydra.engine.profiling.rehearsal import (
     at_rehearsed_level,
     choose_rehearsals,
+    level_factors,
     made_lengths,
     side_by_side,
 )
@@ -53,25 +55,43 @@ def test_made_lengths_are_long_and_short_ones(longest, num_tokens):
     assert min(lengths) >= 2
 
 
+def run(strategy, ratio):
+    return {"strategy": strategy, "predicted_ms": 50.0, "measured_ms": 50.0 * ratio}
+
+
 def test_a_rehearsal_moves_the_level_of_t_and_keeps_its_terms():
     document = json.loads(find_file("profiles", "a800_llama2_7b").read_text())
     before = Profile.from_json(document)
     scheme, other = Scheme(2, 1), Scheme(4, 1)
-
-    def run(strategy, ratio):
-        return {"strategy": strategy, "predicted_ms": 50.0, "measured_ms": 50.0 * ratio}
-
-    # Four pipelines of one strategy count as one
-    runs = [run("4x<2,1>", ratio) for ratio in (1.1, 1.3, 1.2, 1.2)]
-    runs += [run("1x<4,1> + 2x<2,1>", 1.4), run("1x<2,2> + 2x<2,1>", 2.0)]
-    found = {scheme: runs, other: [run("2x<4,1>", 0.0)]}
+    # Pipelines of one strategy count as one; without noise all of it counts
+    runs = [run("3x<2,1>", ratio) for ratio in (1.3, 1.4, 1.4**2 / 1.3)]
+    found = {scheme: [*runs, run("1x<4,1> + 2x<2,1>", 1.4)], other: [run("2x<4,1>", 0.0)]}
     changed = at_rehearsed_level(document, found)
     after = Profile.from_json(changed)
-    assert after.latency[scheme] == before.latency[scheme].scaled(1.4)
+    assert asdict(after.latency[scheme]) == pytest.approx(
+        asdict(before.latency[scheme].scaled(1.4))
+    )
     assert after.latency[other] == before.latency[other]  # too short for the clock
     entries = {Scheme.from_json(entry): entry for entry in changed["schemes"]}
-    assert entries[scheme]["rehearsed"] == {"factor": 1.4, "runs": runs}
+    assert entries[scheme]["rehearsed"] == {"factor": 1.4, "runs": found[scheme]}
     assert "rehearsed" not in entries[other]
+
+
+def test_what_scatters_counts_less():
+    quiet = {
+        Scheme(1, 1): [run("4x<1,1>", 0.8), run("1x<2,1> + 2x<1,1>", 0.82)],
+        Scheme(2, 1): [run("2x<2,1>", 1.3), run("1x<2,1> + 2x<1,1>", 1.27)],
+    }
+    factors = level_factors(quiet)
+    assert factors[Scheme(1, 1)] == pytest.approx(0.81, rel=0.01)
+    assert factors[Scheme(2, 1)] == pytest.approx(1.285, rel=0.01)
+    noisy = {
+        Scheme(1, 1): [run("4x<1,1>", 0.4), run("1x<2,1> + 2x<1,1>", 1.6)],
+        Scheme(2, 1): [run("2x<2,1>", 2.1), run("1x<2,1> + 2x<1,1>", 0.6)],
+    }
+    factors = level_factors(noisy)
+    assert 0.9 < factors[Scheme(1, 1)] < factors[Scheme(2, 1)] < 1.1
+    assert level_factors({}) == {}
 
 
 def test_two_runs_that_agree_are_enough():

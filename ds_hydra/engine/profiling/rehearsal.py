@@ -15,7 +15,8 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from statistics import median
+from math import exp, log
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ from ds_hydra.strategy import Profile, Scheme, Strategy
 
 _HALVINGS = 6
 """Lengths of a made mini-batch: half of the longest, a quarter, ..., 1/64, and again."""
+_SPREAD = 0.25
+"""Standard deviation, of logarithms, by which rehearsals and probes of schemes differ: bubbles that
+others use, and what runs beside.
+"""
 _SETTINGS = PlannerSettings(solver="none")
 
 
@@ -125,23 +130,17 @@ def rehearse(
 def at_rehearsed_level(
     document: Mapping[str, Any], found: Mapping[Scheme, Sequence[Mapping[str, Any]]]
 ) -> dict[str, Any]:
-    """The profile with T of each rehearsed scheme at the median of measured over predicted.
+    """The profile with T of each rehearsed scheme at the level of its rehearsals (`level_factors`).
 
-    Every strategy counts once: where it has several pipelines of a scheme, by their mean. The terms
-    of T keep their proportions, which probes of many lengths tell and a rehearsal does not.
+    The terms of T keep their proportions, which probes of many lengths tell and a rehearsal does
+    not.
     """
-    profile, latency, rehearsed = Profile.from_json(document), {}, {}
-    for scheme, runs in found.items():
-        by_strategy: dict[str, list[float]] = {}
-        for run in runs:
-            if run["measured_ms"] > 0:  # else too short for the clock
-                ratio = run["measured_ms"] / run["predicted_ms"]
-                by_strategy.setdefault(run["strategy"], []).append(ratio)
-        if not by_strategy:
-            continue
-        factor = median(sum(ratios) / len(ratios) for ratios in by_strategy.values())
-        latency[scheme] = profile.latency[scheme].scaled(factor)
-        rehearsed[scheme] = {"factor": round(factor, 4), "runs": list(runs)}
+    profile = Profile.from_json(document)
+    factors = level_factors(found)
+    latency = {s: profile.latency[s].scaled(factor) for s, factor in factors.items()}
+    rehearsed = {
+        s: {"factor": round(factor, 4), "runs": list(found[s])} for s, factor in factors.items()
+    }
     entries = []
     for entry in document["schemes"]:
         scheme = Scheme.from_json(entry)
@@ -150,6 +149,39 @@ def at_rehearsed_level(
         model.pop("traffic_ms", None)
         entries.append({**entry, **model, **more})
     return {**document, "schemes": entries}
+
+
+def level_factors(found: Mapping[Scheme, Sequence[Mapping[str, Any]]]) -> dict[Scheme, float]:
+    """What T of each scheme is multiplied with: measured over predicted, one value for each
+    strategy, shrunk towards that of all schemes, and that towards 1.
+
+    How far the values of a scheme scatter is the noise. Against a spread of `_SPREAD` between
+    schemes n values count n S^2 / (n S^2 + noise^2): nearly all on a quiet machine, little on one
+    where a run takes half or twice as long as the next.
+    """
+    logs: dict[Scheme, list[float]] = {}
+    for scheme, runs in found.items():
+        by_strategy: dict[str, list[float]] = {}
+        for run in runs:
+            if run["measured_ms"] > 0:  # else too short for the clock
+                ratio = log(run["measured_ms"] / run["predicted_ms"])
+                by_strategy.setdefault(run["strategy"], []).append(ratio)
+        if by_strategy:
+            logs[scheme] = [mean(ratios) for ratios in by_strategy.values()]
+    squares = sum((value - mean(values)) ** 2 for values in logs.values() for value in values)
+    noise = squares / max(1, sum(len(values) - 1 for values in logs.values()))
+
+    def weight(count: int) -> float:
+        return count * _SPREAD**2 / (count * _SPREAD**2 + noise)
+
+    everything = [value for values in logs.values() for value in values]
+    level = median(everything) if everything else 0.0
+    return {
+        scheme: exp(
+            weight(len(everything)) * level + weight(len(values)) * (median(values) - level)
+        )
+        for scheme, values in logs.items()
+    }
 
 
 def _agree_on_plan(
