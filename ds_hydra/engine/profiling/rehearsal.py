@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from math import exp, log
@@ -34,7 +35,7 @@ from ds_hydra.strategy import Profile, Scheme, Strategy
 
 _HALVINGS = 6
 """Lengths of a made mini-batch: half of the longest, a quarter, ..., 1/64, and again."""
-_SPREAD = 0.25
+_SPREAD = 0.3
 """Standard deviation, of logarithms, by which rehearsals and probes of schemes differ: bubbles that
 others use, and what runs beside.
 """
@@ -94,15 +95,18 @@ def rehearse(
     config: HydraConfig,
     known: Measurements,
 ) -> dict[Scheme, list[dict[str, Any]]]:
-    """What the pipelines of each scheme took: {strategy, predicted_ms, measured_ms}, one for each
-    rehearsal with that scheme. Collective over all ranks; equal on all.
+    """What the pipelines of each scheme took: {strategy, run, predicted_ms, measured_ms}, one for
+    each of them. Collective over all ranks; equal on all.
 
     Every strategy runs one mini-batch, of a context a rank or what an iteration has if that is
-    less, without a step of the optimizer; gradients are thrown away. What `known` knows is not
-    measured again.
+    less, without a step of the optimizer; gradients are thrown away. The first one is run once
+    before, for memory that is touched for the first time, and those of schemes that no other
+    strategy has twice. What `known` knows is not measured again.
     """
     found: dict[Scheme, list[dict[str, Any]]] = {}
     num_tokens = min(config.tokens_per_iteration, propagator.num_ranks * config.context_length)
+    uses = Counter(scheme for strategy in strategies for scheme in set(strategy.schemes))
+    is_warm = False
     for strategy in strategies:
         longest = max(
             profile.max_len_tokens(s, propagator.num_ranks, strategy) for s in strategy.schemes
@@ -110,20 +114,27 @@ def rehearse(
         lengths = made_lengths(min(longest, config.context_length), num_tokens)
         plan = _agree_on_plan(propagator, strategy, profile, lengths)
         busy = [pipeline for pipeline in plan.pipelines if pipeline.micro_batches]
-        names = [f"{strategy} rehearsal, pipeline {number}" for number in range(len(busy))]
-        measured: list[float] = []
-        if any(name not in known for name in names):
-            times_ms = _run(propagator, plan)
-            measured = [max(times_ms[rank] for rank in p.ranks) for p in busy]
-        for index, (name, pipeline) in enumerate(zip(names, busy, strict=True)):
-            measured_ms = known.get(name, functools.partial(measured.__getitem__, index))
-            found.setdefault(pipeline.scheme, []).append(
-                {
-                    "strategy": str(strategy),
-                    "predicted_ms": round(pipeline.makespan_ms, 3),
-                    "measured_ms": round(measured_ms, 3),
-                }
-            )
+        for run in range(1 if min(uses[s] for s in strategy.schemes) > 1 else 2):
+            names = [
+                f"{strategy} rehearsal {run}, pipeline {number}" for number in range(len(busy))
+            ]
+            measured: list[float] = []
+            if any(name not in known for name in names):
+                if not is_warm:
+                    _run(propagator, plan)
+                    is_warm = True
+                times_ms = _run(propagator, plan)
+                measured = [max(times_ms[rank] for rank in p.ranks) for p in busy]
+            for index, (name, pipeline) in enumerate(zip(names, busy, strict=True)):
+                measured_ms = known.get(name, functools.partial(measured.__getitem__, index))
+                found.setdefault(pipeline.scheme, []).append(
+                    {
+                        "strategy": str(strategy),
+                        "run": run,
+                        "predicted_ms": round(pipeline.makespan_ms, 3),
+                        "measured_ms": round(measured_ms, 3),
+                    }
+                )
     return found
 
 
@@ -153,7 +164,7 @@ def at_rehearsed_level(
 
 def level_factors(found: Mapping[Scheme, Sequence[Mapping[str, Any]]]) -> dict[Scheme, float]:
     """What T of each scheme is multiplied with: measured over predicted, one value for each
-    strategy, shrunk towards that of all schemes, and that towards 1.
+    rehearsal, shrunk towards that of all schemes, and that towards 1.
 
     How far the values of a scheme scatter is the noise. Against a spread of `_SPREAD` between
     schemes n values count n S^2 / (n S^2 + noise^2): nearly all on a quiet machine, little on one
@@ -161,13 +172,13 @@ def level_factors(found: Mapping[Scheme, Sequence[Mapping[str, Any]]]) -> dict[S
     """
     logs: dict[Scheme, list[float]] = {}
     for scheme, runs in found.items():
-        by_strategy: dict[str, list[float]] = {}
+        by_rehearsal: dict[tuple[str, int], list[float]] = {}
         for run in runs:
             if run["measured_ms"] > 0:  # else too short for the clock
                 ratio = log(run["measured_ms"] / run["predicted_ms"])
-                by_strategy.setdefault(run["strategy"], []).append(ratio)
-        if by_strategy:
-            logs[scheme] = [mean(ratios) for ratios in by_strategy.values()]
+                by_rehearsal.setdefault((run["strategy"], run["run"]), []).append(ratio)
+        if by_rehearsal:
+            logs[scheme] = [mean(ratios) for ratios in by_rehearsal.values()]
     squares = sum((value - mean(values)) ** 2 for values in logs.values() for value in values)
     noise = squares / max(1, sum(len(values) - 1 for values in logs.values()))
 
