@@ -93,7 +93,7 @@ def trainer() -> dict[str, Any]:
     data = datasets.Dataset.from_list(rows())
     backend = ("standin", DistributedType.MULTI_XPU)
     environment = mock.patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": "standin:0"})
-    known = mock.patch.object(PartialState, "_prepare_backend", lambda *_, **__: backend)
+    known = mock.patch.object(PartialState, "_prepare_backend", return_value=backend)
 
     def losses(**settings: Any) -> tuple[list[float], Any]:
         arguments = training_arguments(
