@@ -167,7 +167,9 @@ class HydraEngine(CheckpointingEngine):
             iteration = (
                 self.hydra.next_iteration(problem)
                 if batch is None
-                else self.hydra.plan_examples(batch, strategy, self.global_steps, problem, loss)
+                else self.hydra.plan_examples(
+                    batch, strategy, self.global_steps, problem, loss, may_try=True
+                )
             )
             with self.hydra.section("propagation"):
                 iteration = weigh(iteration, self.hydra.propagator, self.device)
@@ -369,16 +371,12 @@ class HydraEngine(CheckpointingEngine):
             expert_imbalance=expert_imbalance(outcomes.expert_tokens_LE),
             iteration_ms=(now - start) * 1e3,
             step_ms=(now - before_step) * 1e3,
-            planning_ms=iteration.planned.planning_ms,
-            waited_ms=iteration.planned.waited_ms,
             lr=float(self.get_lr()[0]),
             grad_norm=grad_norm,
-            strategy_index=self.hydra.find_candidate(iteration.plan.strategy),
-            pack_occupancy=self.hydra.pack_occupancy(iteration.plan),
             skipped_steps=self.skipped_steps,
-            find_straggler=self.hydra.straggler.observe,
+            **self.hydra.describe_plan(iteration.planned),
         )
-        self.hydra.learn(iteration.plan, [p.measured_ms for p in metrics.pipelines])
+        self.hydra.learn(metrics, iteration.plan)
         self.last_metrics = metrics
         self.hydra.write_log(metrics, iteration.plan, outcomes.expert_tokens_LE)
         if self.monitor.enabled and self.global_rank == 0:
