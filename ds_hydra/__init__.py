@@ -2,7 +2,14 @@
 
 from ds_hydra.version import __version__
 
-__all__ = ["HydraEngine", "HydraTrainer", "__version__", "initialize", "losses"]
+__all__ = [
+    "HydraEngine",
+    "HydraTrainer",
+    "__version__",
+    "balance_rows",
+    "initialize",
+    "losses",
+]
 
 
 def __getattr__(name: str) -> object:
@@ -11,6 +18,10 @@ def __getattr__(name: str) -> object:
         from ds_hydra import engine
 
         return getattr(engine, name)
+    if name == "balance_rows":
+        from ds_hydra.sampler.balance import balance_rows
+
+        return balance_rows
     if name == "HydraTrainer":
         from ds_hydra.trainer import HydraTrainer
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -80,18 +81,42 @@ class Outcomes:
 
 
 def score(
-    iteration: Iteration, propagator: Propagator, device: torch.device, *, entropy: bool = False
+    iteration: Iteration,
+    propagator: Propagator,
+    device: torch.device,
+    *,
+    entropy: bool = False,
+    details: bool = False,
 ) -> Scores:
     """Scores of every token of the iteration's sequences, forward only. Collective over all ranks,
     returned on each.
     """
     lengths = iteration.plan.lengths
-    collector = Collector(sum(lengths), device, entropy=entropy)
+    collector = Collector(sum(lengths), device, entropy=entropy, details=details)
+    propagator.evaluate(iteration.plan, iteration.load, collector.objective(lengths))
+    return gather_scores(iteration, collector, propagator)
+
+
+def observe(
+    iteration: Iteration, device: torch.device, *, wanted: bool
+) -> tuple[Iteration, Collector | None]:
+    """`iteration`, and where `wanted` what keeps the scores of its tokens that count meanwhile."""
+    objective, lengths = iteration.objective, iteration.plan.lengths
+    if not wanted or objective is None:
+        return iteration, None
+    collector = Collector(sum(lengths), device, entropy=True, details=True, inner=objective.loss)
+    return replace(iteration, objective=collector.objective(lengths, objective)), collector
+
+
+def gather_scores(iteration: Iteration, collector: Collector, propagator: Propagator) -> Scores:
+    """What `collector` has kept on all ranks, on each. Collective over all ranks."""
+    here = [False] * len(iteration.plan.lengths)
     for phase in iteration.plan.in_turn:
         role = Role.find(phase.strategy, propagator.rank)
-        collector.is_kept = role is not None and role.tp_rank == 0
-        propagator.evaluate(phase, iteration.load, collector.objective(lengths))
-    return collector.gather(lengths)
+        if role is not None and role.tp_rank == 0:
+            for position in chain(*phase.pipelines[role.pipeline].micro_batches):
+                here[position] = True
+    return collector.gather(iteration.plan.lengths, here)
 
 
 def weigh(iteration: Iteration, propagator: Propagator, device: torch.device) -> Iteration:

@@ -4,14 +4,15 @@ refined, until no bound can win.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.bounds import strategy_bound_ms
+from ds_hydra.sampler.candidate_plan import CandidatePlan, find_trial
 from ds_hydra.sampler.dispatch.dispatch import dispatch_sequences, dispatch_trials, fit_trials
 from ds_hydra.sampler.dispatch.exchange import improve_dispatch
 from ds_hydra.sampler.dispatch.refine import (
@@ -33,8 +34,13 @@ from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
 from ds_hydra.sampler.schedule import FloatArray, IntArray, makespan_ms
-from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
-from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.profiles.corrections import (
+    NO_CORRECTIONS,
+    UNKNOWN,
+    Corrections,
+)
+from ds_hydra.strategy.profiles.link_times import NO_LINKS
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 _NUM_FIT_STEPS = 8
@@ -52,38 +58,18 @@ so far.
 """
 
 
-@dataclass(slots=True)
-class _Candidate:
-    """One strategy, and once it is planned where its sequences are (in sorted order)."""
-
-    strategy: Strategy
-    problem: DispatchProblem
-    order: IntArray
-    """Where its sequences are in the mini-batch."""
-    lower_bound_ms: float
-    assignment: IntArray
-    micro_batches: IntArray
-    value: FloatArray
-    """Time of each pipeline."""
-    link: LinkTimes
-    least_link_ms: float
-    """What pull and push add to propagation at least."""
-    iteration_ms: float
-    """Time of the slowest pipeline with pull and push, inf before the strategy is planned."""
-
-    @property
-    def least_ms(self) -> float:
-        """Lower bound of the iteration."""
-        return self.lower_bound_ms + self.least_link_ms
-
-
 class BatchPlanner:
     """One mini-batch, sorted once, and the costs of its sequences, shared by all candidate
     strategies.
     """
 
     def __init__(
-        self, batch: GlobalBatch, profile: Profile, num_devices: int, settings: PlannerSettings
+        self,
+        batch: GlobalBatch,
+        profile: Profile,
+        num_devices: int,
+        settings: PlannerSettings,
+        corrections: Corrections = NO_CORRECTIONS,
     ) -> None:
         self.batch, self.profile, self.num_devices, self.settings = (
             batch,
@@ -91,6 +77,7 @@ class BatchPlanner:
             num_devices,
             settings,
         )
+        self.corrections = corrections
         lengths = np.array(batch.lengths, dtype=np.int64)
         if lengths.size and lengths.min() < 1:
             raise HydraConfigError(
@@ -114,10 +101,12 @@ class BatchPlanner:
                 self._search(candidate, best.iteration_ms - candidate.least_link_ms)
                 best = min(best, candidate, key=lambda c: c.iteration_ms)
         phases = self._phases(strategies, best.iteration_ms)
-        if not phases:
-            self._solve_slowest(best)
-            phases = [best]
-        return self._finish(phases), sum(phase.iteration_ms for phase in phases)
+        if phases:
+            return self._finish(phases), sum(phase.iteration_ms for phase in phases)
+        chosen = find_trial(best, candidates, self.corrections.trial_ms, self._search) or best
+        trial_ms = max(0.0, chosen.iteration_ms - best.iteration_ms)
+        self._solve_slowest(chosen)
+        return self._finish([chosen], trial_ms), chosen.iteration_ms
 
     def phases_ms(self, strategies: Sequence[Strategy], limit_ms: float = np.inf) -> float:
         """Time with pull and push of the best plan of several phases; inf where it is not below
@@ -168,7 +157,7 @@ class BatchPlanner:
             "hydra.memory_limit_bytes or add a strategy with higher TP to hydra.strategies"
         )
 
-    def _phases(self, strategies: Sequence[Strategy], limit_ms: float) -> list[_Candidate]:
+    def _phases(self, strategies: Sequence[Strategy], limit_ms: float) -> list[CandidatePlan]:
         """Phases of what `strategies` gather, where that takes less than `limit_ms`. See [Note:
         Phases].
         """
@@ -178,6 +167,9 @@ class BatchPlanner:
             self.num_devices,
             max_len_tokens=self.max_len_tokens,
             links_of=lambda strategy: self.settings.link_times.get(strategy, NO_LINKS),
+            factor_of=lambda strategy: self.corrections.of(strategy).factors.get(
+                strategy.schemes[0], 1.0
+            ),
         )
         longest = max((palette.longest for palette in palettes), default=0)
         if not self.lengths.size or self.lengths[0] > longest:
@@ -187,11 +179,16 @@ class BatchPlanner:
         phases = [self._phase(step, palettes[step.kind]) for step in steps]
         return phases if sum(phase.iteration_ms for phase in phases) < limit_ms else []
 
-    def _phase(self, step: Step, palette: Palette) -> _Candidate:
+    def _phase(self, step: Step, palette: Palette) -> CandidatePlan:
         strategy, assignment = strategy_of(step, palette)
-        problem = self._problem(strategy, self.lengths[step.members])
+        slowdown = self.corrections.slowdown
+        factors = [
+            palette.factors[palette.schemes.index(scheme)] * slowdown(ranks)
+            for scheme, ranks in zip(strategy.schemes, strategy.place())
+        ]
+        problem = self._problem(strategy, self.lengths[step.members], factors)
         micro_batches = np.zeros_like(assignment)
-        candidate = _Candidate(
+        candidate = CandidatePlan(
             strategy,
             problem,
             self.order[step.members],
@@ -201,39 +198,44 @@ class BatchPlanner:
             pack_pipelines(problem, assignment, micro_batches),
             palette.link,
             0.0,
+            UNKNOWN,
             np.inf,
         )
         self._finish_micro_batches(candidate)
         return candidate
 
-    def _problem(self, strategy: Strategy, lengths: IntArray) -> DispatchProblem:
+    def _problem(
+        self, strategy: Strategy, lengths: IntArray, factors: Sequence[float]
+    ) -> DispatchProblem:
         settings = self.settings
         return make_problem(
             lengths,
-            self._kinds(strategy),
+            self._kinds(strategy, factors),
             forward_fraction=settings.forward_fraction,
             is_exact=settings.objective == "exact",
         )
 
-    def _kinds(self, strategy: Strategy) -> list[PipelineKind]:
+    def _kinds(self, strategy: Strategy, factors: Sequence[float]) -> list[PipelineKind]:
+        """Neighbours of one scheme that are equally fast are one kind."""
         return [
             PipelineKind(
-                count,
+                sum(1 for _ in same),
                 scheme.pp,
                 self.max_len_tokens(scheme, strategy),
-                self.profile.get_latency(scheme),
+                _corrected(self.profile.get_latency(scheme), factor),
             )
-            for scheme, count in Counter(strategy.schemes).items()
+            for (scheme, factor), same in groupby(zip(strategy.schemes, factors, strict=True))
         ]
 
-    def _bound(self, strategy: Strategy) -> _Candidate:
+    def _bound(self, strategy: Strategy) -> CandidatePlan:
         candidate, estimate = self._start(strategy)
         candidate.lower_bound_ms = strategy_bound_ms(candidate.problem, 1.5 * estimate)
         return candidate
 
-    def _start(self, strategy: Strategy) -> tuple[_Candidate, float]:
+    def _start(self, strategy: Strategy) -> tuple[CandidatePlan, float]:
         """`strategy` dispatched, without a bound; and the estimate of its time."""
-        problem = self._problem(strategy, self.lengths)
+        factors = self.corrections.pipeline_factors(strategy)
+        problem = self._problem(strategy, self.lengths, factors)
         assignment, micro_batches = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
         estimate = dispatch_trials(
             problem, self.settings.num_trials, self.settings.seed, assignment
@@ -241,7 +243,8 @@ class BatchPlanner:
         value = np.full(len(strategy.schemes), np.inf)
         link = self.settings.link_times.get(strategy, NO_LINKS)
         least = self._least_link_ms(strategy)
-        candidate = _Candidate(
+        correction = self.corrections.of(strategy)
+        candidate = CandidatePlan(
             strategy,
             problem,
             self.order,
@@ -251,6 +254,7 @@ class BatchPlanner:
             value,
             link,
             least,
+            correction,
             np.inf,
         )
         return candidate, estimate
@@ -265,7 +269,7 @@ class BatchPlanner:
         """Layers that are pulled and pushed one by one; 0 where nothing overlaps."""
         return self.profile.memory.num_layers if self.settings.overlaps_links else 0
 
-    def _search(self, candidate: _Candidate, best_ms: float) -> None:
+    def _search(self, candidate: CandidatePlan, best_ms: float) -> None:
         """Plans `candidate`; searches longer where it can still beat `best_ms`, the best one so
         far.
         """
@@ -300,7 +304,7 @@ class BatchPlanner:
             )
         self._finish_micro_batches(candidate)
 
-    def _finish_micro_batches(self, candidate: _Candidate) -> None:
+    def _finish_micro_batches(self, candidate: CandidatePlan) -> None:
         """Puts the packed micro-batches in the order that hides pull and push, and counts what is
         left of them.
         """
@@ -320,9 +324,9 @@ class BatchPlanner:
             link.push_ms,
             self._num_buckets,
         )
-        candidate.iteration_ms += self._lockstep_ms(candidate)
+        candidate.iteration_ms += self._lockstep_ms(candidate) + candidate.correction.outside_ms
 
-    def _lockstep_ms(self, candidate: _Candidate) -> float:
+    def _lockstep_ms(self, candidate: CandidatePlan) -> float:
         """What pipelines wait for each other."""
         if not candidate.strategy.gathers:
             return 0.0
@@ -336,13 +340,13 @@ class BatchPlanner:
         """
         found = dispatch_sequences(
             self.lengths.tolist(),
-            self._kinds(strategy),
+            self._kinds(strategy, [1.0] * len(strategy.schemes)),
             seed=self.settings.seed,
             limits=replace(self.settings.solver_limits or SolverLimits(), gap_tolerance=1e-4),
         )
         return np.array(found.assignment, dtype=np.int64)
 
-    def _solve_slowest(self, best: _Candidate) -> None:
+    def _solve_slowest(self, best: CandidatePlan) -> None:
         """Solves for the micro-batches of the slowest pipelines of `best` as long as that makes the
         iteration shorter.
 
@@ -372,7 +376,7 @@ class BatchPlanner:
             best.micro_batches[members] = micro_batches
             self._finish_micro_batches(best)
 
-    def _finish(self, phases: Sequence[_Candidate]) -> IterationPlan:
+    def _finish(self, phases: Sequence[CandidatePlan], trial_ms: float = 0.0) -> IterationPlan:
         batch = self.batch
         found = [
             [
@@ -397,10 +401,11 @@ class BatchPlanner:
             pipelines=tuple(pipeline for pipelines in found for pipeline in pipelines),
             makespan_ms=makespan,
             lower_bound_ms=min(makespan, sum(phase.lower_bound_ms for phase in phases)),
+            trial_ms=trial_ms,
         )
 
     def _pipeline(
-        self, best: _Candidate, pipeline: int, scheme: Scheme, ranks: tuple[int, ...]
+        self, best: CandidatePlan, pipeline: int, scheme: Scheme, ranks: tuple[int, ...]
     ) -> PipelinePlan:
         members = np.flatnonzero(best.assignment == pipeline)
         kind = best.problem.kind_of[pipeline]
@@ -435,3 +440,7 @@ class BatchPlanner:
             problem.is_exact,
             problem.traffic_ms[kind],
         )
+
+
+def _corrected(latency: LatencyModel, factor: float) -> LatencyModel:
+    return latency if factor == 1.0 else latency.scaled(factor)

@@ -30,12 +30,13 @@ MAX_CUTS = 2000
 
 
 class Palette(NamedTuple):
-    """Schemes of gathered layers, smallest first, what they take and hold, and the pull and push of
-    the widest.
+    """Schemes of gathered layers, smallest first, what they take (`factors` times what the profile
+    says) and hold, and the pull and push of the widest.
     """
 
     schemes: tuple[Scheme, ...]
     latency: tuple[LatencyModel, ...]
+    factors: tuple[float, ...]
     max_len_tokens: tuple[int, ...]
     link: LinkTimes
 
@@ -67,11 +68,13 @@ def find_palettes(
     *,
     max_len_tokens: Callable[[Scheme, Strategy], int],
     links_of: Callable[[Strategy], LinkTimes],
+    factor_of: Callable[[Strategy], float] = lambda _: 1.0,
 ) -> list[Palette]:
     """What may be put together of `schemes`, one palette for each number of checkpointed layers.
 
     For each number of ranks it has the scheme that is fastest for the micro-batches it holds; the
-    widest ones where all have too many cuts. `max_len_tokens` of a scheme in a strategy.
+    widest ones where all have too many cuts. `max_len_tokens` of a scheme in a strategy;
+    `factor_of` a strategy of one scheme: what measured times make of T.
     """
     of_ckpt: dict[int, dict[int, Palette]] = {}
     for scheme in dict.fromkeys(schemes):
@@ -79,8 +82,9 @@ def find_palettes(
         if not scheme.gather or scheme.pp > 1 or rest:
             continue
         alike = Strategy((scheme,) * number)
-        latency, held = profile.get_latency(scheme), max_len_tokens(scheme, alike)
-        one = Palette((scheme,), (latency,), (held,), links_of(alike))
+        factor, held = factor_of(alike), max_len_tokens(scheme, alike)
+        latency = profile.get_latency(scheme).scaled(factor)
+        one = Palette((scheme,), (latency,), (factor,), (held,), links_of(alike))
         of_size = of_ckpt.setdefault(scheme.ckpt, {})
         other = of_size.get(scheme.num_devices)
         if held > 0 and (other is None or one.per_token_ms < other.per_token_ms):
@@ -96,6 +100,7 @@ def find_palettes(
                 Palette(
                     tuple(one.schemes[0] for one in ones),
                     tuple(one.latency[0] for one in ones),
+                    tuple(one.factors[0] for one in ones),
                     tuple(one.max_len_tokens[0] for one in ones),
                     max((one.link for one in ones), key=_total_ms),
                 )

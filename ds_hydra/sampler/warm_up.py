@@ -45,5 +45,5 @@ def warm_up() -> None:
         costs = problem.sequence_ms[0, members]
         pipeline_bound_ms(problem.lengths[members], costs, pipeline_cost(problem, 0))
     gathered = Scheme(1, 1, gather=True), Scheme(1, 1, sp=2, gather=True)
-    palette = Palette(gathered, (latency, latency), (9, 18), NO_LINKS)
+    palette = Palette(gathered, (latency, latency), (1.0, 1.0), (9, 18), NO_LINKS)
     compose(problem.lengths, [palette], 2, 0.0, np.inf)

@@ -99,7 +99,7 @@ def _fill_micro_batches(
 
 
 @compiled
-def _fewest_micro_batches(
+def fewest_micro_batches(
     lengths: IntArray, max_len: int, lower_bound: int, num_tries: int, micro_batches: IntArray
 ) -> int:
     """Writes a packing into few micro-batches: best-fit decreasing, then with nearly decreasing
@@ -121,7 +121,7 @@ def _fewest_micro_batches(
 
 
 @compiled
-def _fill_targets(
+def fill_targets(
     sequence_ms: FloatArray,
     lengths: IntArray,
     target_ms: FloatArray,
@@ -193,7 +193,7 @@ def pack_micro_batches(
     if lengths.size == 0:
         return 0.0, 0
     min_micro_batches = min_num_micro_batches(lengths, cost.max_len_tokens)
-    fewest = _fewest_micro_batches(
+    fewest = fewest_micro_batches(
         lengths,
         cost.max_len_tokens,
         min_micro_batches,
@@ -222,7 +222,7 @@ def pack_micro_batches(
             break
         bounds[num_micro_batches] = np.inf
         targets = _balanced_targets(num_micro_batches, load, cost)
-        if not _fill_targets(sequence_ms, lengths, targets, cost.max_len_tokens, trial):
+        if not fill_targets(sequence_ms, lengths, targets, cost.max_len_tokens, trial):
             if num_micro_batches < fewest:
                 continue
             trial[:] = fullest
