@@ -177,7 +177,7 @@ class Propagator:
         objective: Objective | None,
     ) -> Outcome:
         self.recorder.begin()
-        self.stage_model.balance.begin(self._device, loss_scale, plan.num_tokens)
+        self.stage_model.balance.begin(self.device, loss_scale, plan.num_tokens)
         phases = []
         for number, phase in enumerate(plan.in_turn):
             self.recorder.phase = number
@@ -230,7 +230,7 @@ class Propagator:
         over all ranks.
         """
         slices, session, work = self.links.open_plan(plan, training=True, grads_P=None)
-        self.stage_model.balance.begin(self._device, 1.0, plan.num_tokens)
+        self.stage_model.balance.begin(self.device, 1.0, plan.num_tokens)
         with session:
             session.await_all()
             dist.barrier()
