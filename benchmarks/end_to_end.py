@@ -231,7 +231,7 @@ def take_turns(
             try:
                 return action()
             except ContenderError as error:
-                if name == "hydra":
+                if name.endswith("hydra"):
                     raise
                 print(error, file=sys.stderr)
                 failures[name] = str(error).strip().splitlines()[-1]
