@@ -18,7 +18,9 @@ from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 
 
 def ds_config(*, hydra: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
-    """A ZeRO-3 configuration with clipping; `hydra` adds the section of that name."""
+    """A ZeRO-3 configuration with clipping; `hydra` adds the section of that name, whose plans do
+    not depend on measured times, so that runs can be compared.
+    """
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -29,7 +31,8 @@ def ds_config(*, hydra: dict[str, Any] | None = None, **sections: Any) -> dict[s
         **sections,
     }
     if hydra is not None:
-        config["hydra"] = {"context_length": 128, "tokens_per_iteration": 512, **hydra}
+        section = {"context_length": 128, "tokens_per_iteration": 512, **hydra}
+        config["hydra"] = section | {"planner": {"refit": "log", **hydra.get("planner", {})}}
     return config
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from ds_hydra.errors import HydraError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
+from ds_hydra.strategy.profiles.corrections import Corrections
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 times = st.floats(0, 1e12, allow_nan=False)
@@ -75,7 +77,13 @@ def test_round_trip(plan):
 
 def test_a_planned_iteration_survives_the_broadcast_with_its_times():
     plan = one_sequence_plan()
-    planned = PlannedIteration(plan=plan, planning_ms=0.1, waited_ms=2.5, source="deadline")
+    planned = PlannedIteration(
+        plan=replace(plan, trial_ms=1.5),
+        planning_ms=0.1,
+        waited_ms=2.5,
+        source="deadline",
+        corrections=Corrections(slow_ranks={1: 2.0}, trial_ms=3.0),
+    )
     assert PlannedIteration.from_json(json.loads(json.dumps(planned.to_json()))) == planned
 
 

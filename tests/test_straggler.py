@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from types import SimpleNamespace
 
@@ -53,3 +54,31 @@ def test_ranks_that_are_always_together_are_not_told_apart():
     generator, finder = random.Random(6), StragglerFinder()
     found = {finder.observe(measured("2x<2,1>", 3, 3.0, generator)) for _ in range(40)}
     assert found == {None}
+
+
+@pytest.mark.parametrize("strategies", [STRATEGIES, ("2x<1,1>",)])
+def test_plans_count_with_a_slow_rank_soon_and_forgive_it(strategies):
+    generator, finder = random.Random(7), StragglerFinder()
+    for _ in range(40):
+        finder.observe(measured(generator.choice(strategies), None, 1.0, generator))
+        assert finder.slow_ranks() == {}
+    for _ in range(12):
+        finder.observe(measured(generator.choice(strategies), 1, 2.0, generator))
+    assert finder.slow_ranks() == {1: pytest.approx(1.8, abs=0.4)}
+    state = json.loads(json.dumps(finder.state_dict()))
+    for _ in range(15):
+        finder.observe(measured(generator.choice(strategies), None, 1.0, generator))
+    assert finder.slow_ranks() == {}
+    resumed = StragglerFinder()
+    resumed.load_state_dict(state)
+    assert resumed.slow_ranks() == {1: pytest.approx(1.8, abs=0.4)}
+    with pytest.raises(ValueError, match="not finite"):
+        resumed.load_state_dict({**state, "variance": float("nan")})
+
+
+def test_what_is_expected_of_schemes_is_not_the_fault_of_ranks():
+    generator, finder = random.Random(8), StragglerFinder()
+    for _ in range(30):
+        pipelines = measured("1x<2,1> + 2x<1,1>", 0, 2.0, generator)
+        finder.observe(pipelines, [100.0, 50.0, 50.0])
+    assert finder.slow_ranks() == {}

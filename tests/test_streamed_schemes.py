@@ -18,7 +18,6 @@ from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind, make_problem
 from ds_hydra.simulator.events import simulate_plan
 from ds_hydra.strategy.cost_models.cluster import find_cluster
-from ds_hydra.strategy.profiles.online_fit import OnlineFit
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.proposal.extended import undominated, with_extended_schemes
 from ds_hydra.strategy.proposal.program import ProposalSettings, charge_ms
@@ -47,8 +46,7 @@ def test_a_micro_batch_takes_its_traffic_at_least():
     assert "traffic_ms" not in replace(model, traffic_ms=0.0).to_json()
     with pytest.raises(HydraConfigError, match="traffic_ms of a scheme is -1"):
         replace(model, traffic_ms=-1.0)
-    refitted = OnlineFit({ONE: model}).models()[ONE]
-    assert refitted.traffic_ms == 20.0
+    assert model.scaled(2.0).traffic_ms == 20.0
 
 
 def test_traffic_of_a_micro_batch_is_read_twice_and_given_away_once_inside_a_node():

@@ -133,15 +133,12 @@ class PlannerConfig(_Section):
     Only a stalled worker should reach it: plans that depend on timing are not reproducible.
     """
 
-    refit: Literal["log", "plan"] = "log"
-    """Measured times correct the profile's latency: only in the log, or also in the plans to come
-    ("plan").
+    refit: Literal["log", "plan"] = "plan"
+    """Measured times correct the profile's latency in the plans to come ("plan"), or only in the
+    log.
 
-    "log" keeps a repeated run bit-identical; plans of "plan" depend on measured times.
+    Plans of "plan" depend on measured times; "log" keeps a repeated run bit-identical.
     """
-
-    refit_interval: Count = 8
-    """Iterations between two corrections of the plans; 8 see most schemes in use again."""
 
     drift_threshold: float = Field(default=0.15, gt=0)
     """Median relative error of a scheme's last predictions above which to warn; 15% is above usual

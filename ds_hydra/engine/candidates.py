@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.scheme_support import check_context_parallel
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.planning import planner_settings
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
 from ds_hydra.engine.profiling.profile_document import (
     fit_memory,
@@ -31,7 +32,8 @@ from ds_hydra.engine.ranks.agreement import (
 )
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
-from ds_hydra.engine.telemetry.metrics import RunLog
+from ds_hydra.engine.telemetry.metrics import IterationMetrics, RunLog
+from ds_hydra.engine.telemetry.straggler import StragglerFinder
 from ds_hydra.errors import (
     HydraConfigError,
     InfeasiblePlanError,
@@ -108,6 +110,7 @@ class EngineCandidates:
             self._num_other_groups -= count_groups(self.strategies)
         self._proposed_with: Profile | None = None
         self.reasons: tuple[str, ...] = ()
+        self.straggler = StragglerFinder()
         self._tracker: LatencyTracker | None = None
         self._tracked: Mapping[str, Any] = {}
 
@@ -116,7 +119,7 @@ class EngineCandidates:
         it is not yet. Collective then, so all ranks call it at the same places.
         """
         if self.profile is None:
-            with watch("profiling"):
+            with watch("profiling"), torch.enable_grad():  # scores may be asked for without
                 document = measure_profile(self.propagator, self.strategies, self.config)
             if self.log is not None:
                 self.log.write_profile(document)
@@ -129,16 +132,29 @@ class EngineCandidates:
         profile = self.profile
         assert profile is not None
         if self._tracker is None or self._tracker.profiled is not profile:
-            self._tracker = LatencyTracker(profile, self.config.planner, self._tracked)
+            settings = planner_settings(self.config, profile, self.strategies, self.num_ranks)
+            self._tracker = LatencyTracker(
+                profile,
+                self.strategies,
+                self.config.planner,
+                settings,
+                self.straggler,
+                self._tracked,
+            )
         return self._tracker
 
-    def learn(self, plan: IterationPlan, measured_ms: Sequence[float]) -> None:
+    def find_tracker(self) -> LatencyTracker | None:
+        """`track()`; None while strategies are forced, and their plans valued by FLOP counts."""
+        return None if self.profile is None else self.track()
+
+    def learn(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
         """Take in the time of each pipeline, equal on all ranks; warns on rank 0 of drift. Not
         collective.
         """
-        if self.profile is None:
-            return  # strategies were forced, and their plans valued by FLOP counts
-        warning = self.track().observe(plan, measured_ms)
+        if (tracker := self.find_tracker()) is None:
+            return
+        measured_ms = [pipeline.measured_ms for pipeline in metrics.pipelines]
+        warning = tracker.observe(plan, measured_ms, metrics.iteration_ms - metrics.waited_ms)
         if warning is not None and self.is_first_rank:
             logger.warning("iteration %d: %s", plan.iteration, warning)
 
@@ -162,6 +178,12 @@ class EngineCandidates:
         same_times = same_ranks and was_cut == self.config.tp_sequence_parallel
         same_times = same_times and not has_re_pulls(profile or {})
         self._tracker, self._tracked = None, state.get("latency", {}) if same_times else {}
+        if state.get("latency") and not same_times and self.is_first_rank:
+            logger.warning(
+                "what the checkpoint has learned of measured times is ignored: it is of %s ranks, or another "
+                "hydra.tp_sequence_parallel",
+                state.get("num_ranks"),
+            )
         if profile is not None and self.config.profile is None and same_times:
             self._use_measured(profile)
 
@@ -318,10 +340,10 @@ class EngineCandidates:
         for scheme in set(strategy.schemes):
             self.stage_model.check_scheme(scheme)
 
-    def profile_for_forced(self, strategy: Strategy, iteration: int) -> Profile:
+    def profile_for_forced(self, strategy: Strategy) -> Profile:
         """What a forced strategy is planned with: where nobody knows its times, FLOP counts."""
         if self.profile is not None:
-            profile = with_estimates_of(self.track().profile_for(iteration), [strategy])
+            profile = with_estimates_of(self.profile, [strategy])
             if all(profile.has_latency(s) and profile.memory.knows(s) for s in strategy.schemes):
                 return profile.with_schemes(strategy.schemes)
         return Profile.from_json(nominal_profile(self.stage_model, strategy.schemes))

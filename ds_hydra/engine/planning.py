@@ -22,6 +22,7 @@ from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import try_cluster
+from ds_hydra.strategy.profiles.corrections import Corrections
 
 logger = logging.getLogger(__name__)
 
@@ -68,19 +69,17 @@ class PlanFeed:
         sampler: TokenBudgetSampler,
         *,
         strategies: Sequence[Strategy],
-        profile_of: Callable[[int], Profile],
+        profile: Profile,
+        corrections_for: Callable[[int], Corrections],
         num_ranks: int,
         config: HydraConfig,
         plans_here: bool,
     ):
-        """`profile_of(iteration)` is what an iteration is planned with, asked when it is
-        submitted.
-        """
+        """`corrections_for(iteration)` of the profile are asked for when it is submitted."""
         self._sampler = sampler
         self._lookahead = config.planner.lookahead
         self._ahead = sampler.state
-        self._profile_of = profile_of
-        profile = profile_of(sampler.state.iteration)
+        self._corrections_for = corrections_for
         deadline_ms = config.planner.deadline_ms
         self._deadline_s = threading.TIMEOUT_MAX if deadline_ms is None else deadline_ms / 1e3
         self._planner = (
@@ -109,8 +108,7 @@ class PlanFeed:
     def _submit_until(self, iteration: int) -> None:
         while self._planner is not None and self._ahead.iteration < iteration:
             batch, self._ahead = self._sampler.draw(self._ahead)
-            self._planner.set_profile(self._profile_of(batch.iteration))
-            self._planner.submit(batch)
+            self._planner.submit(batch, self._corrections_for(batch.iteration))
 
     def close(self) -> None:
         """Stop the planning processes."""
@@ -124,6 +122,7 @@ class PlanFeed:
         profile: Profile,
         num_ranks: int,
         config: HydraConfig,
+        corrections: Corrections,
     ) -> PlannedIteration:
         """The plan of `batch`, made here and now."""
         plan = plan_iteration(
@@ -132,8 +131,11 @@ class PlanFeed:
             profile=profile,
             num_devices=num_ranks,
             settings=planner_settings(config, profile, strategies, num_ranks),
+            corrections=corrections,
         )
-        return PlannedIteration(plan=plan, planning_ms=0.0, waited_ms=0.0, source="inline")
+        return PlannedIteration(
+            plan=plan, planning_ms=0.0, waited_ms=0.0, source="inline", corrections=corrections
+        )
 
 
 def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -> PlannedIteration:

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,15 @@ from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.engine.ranks.stop_request import StopRequest
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.metrics import IterationMetrics, RunLog, describe_run, pack_occupancy
-from ds_hydra.engine.telemetry.straggler import StragglerFinder
 from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_timeline
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.examples import to_examples
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +98,6 @@ class HydraRuntime:
         self._traces = TraceChoice(config.trace_every if config.run_dir is not None else 0)
         raise_together(self._open_log(), device)
         self.candidates.log = self.log
-        self.straggler = StragglerFinder()
         self._stop_request = StopRequest(config.faults.save_on_sigterm is not None)
 
     @property
@@ -108,9 +109,9 @@ class HydraRuntime:
         """As `EngineCandidates.know_profile`."""
         return self.candidates.know_profile()
 
-    def learn(self, plan: IterationPlan, measured_ms: Sequence[float]) -> None:
+    def learn(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
         """As `EngineCandidates.learn`."""
-        self.candidates.learn(plan, measured_ms)
+        self.candidates.learn(metrics, plan)
 
     def attach_data(self, data: TokenDataset) -> None:
         """Draw mini-batches from `data` from now on."""
@@ -167,11 +168,11 @@ class HydraRuntime:
         assert self.sampler is not None
         if self._feed is None:
             self.candidates.fit_to_data()  # first: it may add schemes to the profile
-            self.candidates.know_profile()
             self._feed = PlanFeed(
                 self.sampler,
                 strategies=self.strategies,
-                profile_of=self.candidates.track().profile_for,
+                profile=self.know_profile(),
+                corrections_for=self.candidates.track().corrections_for,
                 num_ranks=self.num_ranks,
                 config=self.config,
                 plans_here=self.is_first_rank,
@@ -185,9 +186,12 @@ class HydraRuntime:
         iteration: int,
         problem: Exception | None = None,
         loss: Loss | None = None,
+        *,
+        may_try: bool = False,
     ) -> Iteration:
         """A plan for a given global mini-batch, the same list on every rank, optionally of one
-        strategy and for one loss; `problem` as in `next_iteration`.
+        strategy and for one loss; `problem` as in `next_iteration`, `may_try` as in
+        `LatencyTracker.corrections_now`.
         """
         forced: Strategy | None = None
         tensors, batch, objective = [], None, None
@@ -215,15 +219,20 @@ class HydraRuntime:
         assert batch is not None
         if forced is None:
             # First: measuring may leave out candidates.
-            self.candidates.know_profile()
-            profile = self.candidates.track().profile_for(iteration)
+            profile = self.candidates.know_profile()
             strategies = self.strategies
         else:
             self.prepare_forced(forced)
             # Does not wait for a measurement: any cost model can only place sequences in it.
-            profile, strategies = self.candidates.profile_for_forced(forced, iteration), (forced,)
+            profile, strategies = self.candidates.profile_for_forced(forced), (forced,)
+        tracker = self.candidates.find_tracker()
+        corrections = (
+            tracker.corrections_now(strategies, may_try=may_try) if tracker else NO_CORRECTIONS
+        )
         planned = broadcast_plan(
-            lambda: PlanFeed.plan_now(batch, strategies, profile, self.num_ranks, self.config),
+            lambda: PlanFeed.plan_now(
+                batch, strategies, profile, self.num_ranks, self.config, corrections
+            ),
             self._device,
         )
         self.propagator.check_plan(planned.plan, fingerprint_tensors(tensors))
@@ -266,18 +275,29 @@ class HydraRuntime:
             expert_tokens_LE=expert_tokens_LE,
         )
 
-    def find_candidate(self, strategy: Strategy) -> int:
-        """Position of `strategy` among the candidates; -1 for one that was forced. Not
+    def describe_plan(self, planned: PlannedIteration) -> dict[str, Any]:
+        """What `measure_iteration` asks about a plan, before anything is learned from it. Not
         collective.
         """
-        return self.strategies.index(strategy) if strategy in self.strategies else -1
-
-    def pack_occupancy(self, plan: IterationPlan) -> float:
-        """Tokens of `plan` over what its micro-batches could fit; NaN without a profile. Not
-        collective.
-        """
-        profile = self.candidates.profile
-        return math.nan if profile is None else pack_occupancy(plan, profile)
+        plan, profile, tracker = (
+            planned.plan,
+            self.candidates.profile,
+            self.candidates.find_tracker(),
+        )
+        is_candidate = plan.strategy in self.strategies
+        return {
+            "strategy_index": self.strategies.index(plan.strategy) if is_candidate else -1,
+            "planning_ms": planned.planning_ms,
+            "waited_ms": planned.waited_ms,
+            "pack_occupancy": math.nan if profile is None else pack_occupancy(plan, profile),
+            "find_straggler": partial(
+                self.candidates.straggler.observe,
+                expected_ms=tracker.expected_ms(plan) if tracker else None,
+            ),
+            "profiled_ms": tracker.profiled_ms(plan) if tracker else [None] * len(plan.pipelines),
+            "trials_share": tracker.trials_share if tracker else 0.0,
+            "learned": tracker.learned.factors() if tracker else {},
+        }
 
     def write_log(
         self, metrics: IterationMetrics, plan: IterationPlan, expert_tokens_LE: Tensor | None

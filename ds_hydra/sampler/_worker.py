@@ -49,8 +49,8 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Plans batches until stdin ends. A message with a "task" holds everything but the batches that
-    follow.
+    """Plans batches until stdin ends. The first message holds the "task": everything but batches
+    and corrections.
     """
     # Ctrl-C reaches the whole group; the parent closes our stdin
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -65,17 +65,16 @@ def main() -> None:
     from ds_hydra.errors import HydraError
     from ds_hydra.sampler.batch_planner import warm_up
     from ds_hydra.sampler.planning_task import PlanningTask, batch_from_json
+    from ds_hydra.strategy.profiles.corrections import Corrections
 
     warm_up()
     task = PlanningTask.from_json(first["task"])
     while (request := read_message(requests)) is not None:
-        if "task" in request:
-            task = PlanningTask.from_json(request["task"])
-            continue
         start = time.perf_counter()
         reply: dict[str, Any]
         try:
-            reply = {"plan": task.plan(batch_from_json(request)).to_json()}
+            corrections = Corrections.from_json(request["corrections"])
+            reply = {"plan": task.plan(batch_from_json(request), corrections).to_json()}
         except HydraError as error:
             reply = {"error": {"type": type(error).__name__, "message": str(error)}}
         reply["planning_ms"] = (time.perf_counter() - start) * 1e3

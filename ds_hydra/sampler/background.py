@@ -28,6 +28,7 @@ from ds_hydra.sampler._worker import read_message, write_message
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
 from ds_hydra.sampler.planning_task import PlanningTask, batch_to_json
+from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Strategy
 
@@ -45,10 +46,14 @@ as hung.
 
 
 class _Job(NamedTuple):
-    """A batch, and the task as it was when the batch was submitted."""
+    """A batch, and what measured times say of the profile that it is planned with."""
 
     batch: GlobalBatch
-    task: PlanningTask
+    corrections: Corrections
+
+    def to_json(self) -> dict[str, Any]:
+        """What a planning process is asked."""
+        return batch_to_json(self.batch) | {"corrections": self.corrections.to_json()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +68,8 @@ class PlannedIteration:
     planning_ms: float
     waited_ms: float
     source: Literal["worker", "inline", "deadline"]
+    corrections: Corrections = NO_CORRECTIONS
+    """What the plan was made with."""
 
     def to_json(self) -> dict[str, Any]:
         """The planned iteration as a JSON document; `from_json` restores an equal one."""
@@ -71,12 +78,15 @@ class PlannedIteration:
             "planning_ms": self.planning_ms,
             "waited_ms": self.waited_ms,
             "source": self.source,
+            "corrections": self.corrections.to_json(),
         }
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> PlannedIteration:
         """The planned iteration in a document written by `to_json`."""
-        return cls(**{**document, "plan": IterationPlan.from_json(document["plan"])})
+        plan = IterationPlan.from_json(document["plan"])
+        corrections = Corrections.from_json(document["corrections"])
+        return cls(**{**document, "plan": plan, "corrections": corrections})
 
 
 class BackgroundPlanner:
@@ -116,7 +126,7 @@ class BackgroundPlanner:
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._is_closed = False
         self._owner = os.getpid()
-        self._workers = [_Worker() for _ in range(num_workers)]
+        self._workers = [_Worker(self.task) for _ in range(num_workers)]
         self._threads = [
             threading.Thread(
                 target=self._serve, args=(worker,), name=f"ds_hydra-planner-{i}", daemon=True
@@ -137,18 +147,13 @@ class BackgroundPlanner:
         """Process ids of the workers that run now."""
         return tuple(pid for worker in self._workers if (pid := worker.pid) is not None)
 
-    def set_profile(self, profile: Profile) -> None:
-        """Plan batches that are submitted from now on with `profile`."""
-        if profile is not self.task.profile:
-            self.task = replace(self.task, profile=profile)
-
-    def submit(self, batch: GlobalBatch) -> None:
+    def submit(self, batch: GlobalBatch, corrections: Corrections = NO_CORRECTIONS) -> None:
         """Hands `batch` to the next free worker; returns at once."""
         if self._is_closed:
             raise RuntimeError("the background planner is closed")
         if batch.iteration in self._pending:
             raise ValueError(f"iteration {batch.iteration} is already submitted")
-        job = self._pending[batch.iteration] = _Job(batch, self.task)
+        job = self._pending[batch.iteration] = _Job(batch, corrections)
         if self._workers:
             self._queue.put(job)
 
@@ -177,27 +182,29 @@ class BackgroundPlanner:
             planning_ms=reply["planning_ms"],
             waited_ms=_elapsed_ms(start),
             source="worker",
+            corrections=job.corrections,
         )
 
     def _plan_inline(self, job: _Job, start: float, *, is_late: bool) -> PlannedIteration:
-        batch, task = job
+        task = self.task
         if is_late:
             self.num_late += 1
             self._end_hung_workers()
             logger.warning(
                 "iteration %d: no plan after %.1f s, training with the heuristic plan; raise "
                 "hydra.planner.num_workers or hydra.planner.lookahead",
-                batch.iteration,
+                job.batch.iteration,
                 self.deadline_s,
             )
             task = replace(task, settings=task.settings.heuristic())
         planning_start = time.perf_counter()
-        plan = task.plan(batch)
+        plan = task.plan(job.batch, job.corrections)
         return PlannedIteration(
             plan=plan,
             planning_ms=_elapsed_ms(planning_start),
             waited_ms=_elapsed_ms(start),
             source="deadline" if is_late else "inline",
+            corrections=job.corrections,
         )
 
     def _end_hung_workers(self) -> None:
@@ -268,9 +275,10 @@ class BackgroundPlanner:
 class _Worker:
     """One planning process, started at the first batch and again whenever it has died."""
 
-    def __init__(self) -> None:
-        self._task: PlanningTask | None = None
-        """What the running process was told last."""
+    def __init__(self, task: PlanningTask) -> None:
+        self._task = task
+        self._is_told = False
+        """Whether the running process has the task."""
         self.has_answered = False
         """Whether the running process has made a plan."""
         self._busy: tuple[int, float] | None = None
@@ -298,10 +306,10 @@ class _Worker:
             process = self._start()
             if process is None or process.stdin is None or process.stdout is None:
                 return None
-            if self._task is not job.task:
-                write_message(process.stdin, {"task": job.task.to_json()})  # type: ignore[arg-type]
-                self._task = job.task
-            write_message(process.stdin, batch_to_json(job.batch))  # type: ignore[arg-type]
+            if not self._is_told:
+                write_message(process.stdin, {"task": self._task.to_json()})  # type: ignore[arg-type]
+                self._is_told = True
+            write_message(process.stdin, job.to_json())  # type: ignore[arg-type]
             reply = read_message(process.stdout)  # type: ignore[arg-type]
             self.has_answered = reply is not None
             return reply
@@ -334,7 +342,7 @@ class _Worker:
                 stdout=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
-            self._task = None
+            self._is_told = False
             self.has_answered = False
             return self._process
 

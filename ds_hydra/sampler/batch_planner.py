@@ -4,9 +4,10 @@ refined, until no bound can win.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from math import exp
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
 from ds_hydra.sampler.schedule import FloatArray, IntArray, makespan_ms
+from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Correction, Corrections
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -43,6 +45,8 @@ _NUM_TARGETS = 4
 _MAX_SOLVED = 4
 """Pipelines whose micro-batches are solved for in one iteration."""
 
+_HOPE = 1.5
+"""Standard deviations by which a strategy that is tried may be faster than expected."""
 
 _PERTURBATION_GAP, _PERTURBATION_REACH = 0.01, 0.05
 """Perturbations are for plans more than 1% above their bound and less than 5% above the best plan
@@ -64,13 +68,19 @@ class _Candidate:
     link: LinkTimes
     least_link_ms: float
     """What pull and push add to propagation at least."""
+    correction: Correction
+    """What measured times say of the strategy."""
     iteration_ms: float
     """Time of the slowest pipeline with pull and push, inf before the strategy is planned."""
 
     @property
     def least_ms(self) -> float:
         """Lower bound of the iteration."""
-        return self.lower_bound_ms + self.least_link_ms
+        return self.lower_bound_ms + self.least_link_ms + self.correction.outside_ms
+
+    def hoped(self, time_ms: float) -> float:
+        """`time_ms` of this strategy as short as it may be for all that is known."""
+        return time_ms * exp(-_HOPE * self.correction.spread)
 
 
 class BatchPlanner:
@@ -79,7 +89,12 @@ class BatchPlanner:
     """
 
     def __init__(
-        self, batch: GlobalBatch, profile: Profile, num_devices: int, settings: PlannerSettings
+        self,
+        batch: GlobalBatch,
+        profile: Profile,
+        num_devices: int,
+        settings: PlannerSettings,
+        corrections: Corrections = NO_CORRECTIONS,
     ) -> None:
         self.batch, self.profile, self.num_devices, self.settings = (
             batch,
@@ -87,6 +102,7 @@ class BatchPlanner:
             num_devices,
             settings,
         )
+        self.corrections = corrections
         lengths = np.array(batch.lengths, dtype=np.int64)
         if lengths.size and lengths.min() < 1:
             raise HydraConfigError(
@@ -109,8 +125,29 @@ class BatchPlanner:
             if candidate.least_ms < best.iteration_ms:
                 self._search(candidate, best.iteration_ms - candidate.least_link_ms)
                 best = min(best, candidate, key=lambda c: c.iteration_ms)
-        self._solve_slowest(best)
-        return self._finish(best), best.iteration_ms
+        chosen = self._find_trial(best, candidates) or best
+        trial_ms = max(0.0, chosen.iteration_ms - best.iteration_ms)
+        self._solve_slowest(chosen)
+        return self._finish(chosen, trial_ms), chosen.iteration_ms
+
+    def _find_trial(self, best: _Candidate, candidates: Sequence[_Candidate]) -> _Candidate | None:
+        """The strategy that may turn out to be the fastest, if that is not the best one known and
+        the attempt is not too dear.
+        """
+        allowed_ms = self.corrections.trial_ms
+        found, found_ms = None, best.hoped(best.iteration_ms)
+        for candidate in candidates if allowed_ms > 0 else ():
+            is_worth_it = candidate.hoped(candidate.least_ms) < found_ms
+            if candidate is best or not is_worth_it:
+                continue
+            if candidate.least_ms > best.iteration_ms + allowed_ms:
+                continue
+            if candidate.iteration_ms == np.inf:
+                self._search(candidate, best.iteration_ms - candidate.least_link_ms)
+            hoped_ms = candidate.hoped(candidate.iteration_ms)
+            if hoped_ms < found_ms and candidate.iteration_ms <= best.iteration_ms + allowed_ms:
+                found, found_ms = candidate, hoped_ms
+        return found
 
     def time_ms(self, strategy: Strategy) -> float:
         """Time with pull and push of a plan that is not compared with its bound."""
@@ -164,14 +201,16 @@ class BatchPlanner:
         )
 
     def _kinds(self, strategy: Strategy) -> list[PipelineKind]:
+        """Neighbours of one scheme that are equally fast are one kind."""
+        factors = self.corrections.pipeline_factors(strategy)
         return [
             PipelineKind(
-                count,
+                sum(1 for _ in same),
                 scheme.pp,
                 self.max_len_tokens(scheme, strategy),
-                self.profile.get_latency(scheme),
+                _corrected(self.profile.get_latency(scheme), factor),
             )
-            for scheme, count in Counter(strategy.schemes).items()
+            for (scheme, factor), same in groupby(zip(strategy.schemes, factors, strict=True))
         ]
 
     def _bound(self, strategy: Strategy) -> _Candidate:
@@ -189,8 +228,18 @@ class BatchPlanner:
         value = np.full(len(strategy.schemes), np.inf)
         link = self.settings.link_times.get(strategy, NO_LINKS)
         least = self._least_link_ms(strategy)
+        correction = self.corrections.of(strategy)
         candidate = _Candidate(
-            strategy, problem, 0.0, assignment, micro_batches, value, link, least, np.inf
+            strategy,
+            problem,
+            0.0,
+            assignment,
+            micro_batches,
+            value,
+            link,
+            least,
+            correction,
+            np.inf,
         )
         return candidate, estimate
 
@@ -259,7 +308,7 @@ class BatchPlanner:
             link.push_ms,
             self._num_buckets,
         )
-        candidate.iteration_ms += self._lockstep_ms(candidate)
+        candidate.iteration_ms += self._lockstep_ms(candidate) + candidate.correction.outside_ms
 
     def _lockstep_ms(self, candidate: _Candidate) -> float:
         """What pipelines wait for each other."""
@@ -311,7 +360,7 @@ class BatchPlanner:
             best.micro_batches[members] = micro_batches
             self._finish_micro_batches(best)
 
-    def _finish(self, best: _Candidate) -> IterationPlan:
+    def _finish(self, best: _Candidate, trial_ms: float) -> IterationPlan:
         batch = self.batch
         pipelines = tuple(
             self._pipeline(best, pipeline, scheme, ranks)
@@ -330,6 +379,7 @@ class BatchPlanner:
             pipelines=pipelines,
             makespan_ms=makespan,
             lower_bound_ms=min(makespan, best.lower_bound_ms),
+            trial_ms=trial_ms,
         )
 
     def _pipeline(
@@ -368,6 +418,10 @@ class BatchPlanner:
             problem.is_exact,
             problem.traffic_ms[kind],
         )
+
+
+def _corrected(latency: LatencyModel, factor: float) -> LatencyModel:
+    return latency if factor == 1.0 else latency.scaled(factor)
 
 
 def warm_up() -> None:

@@ -15,7 +15,8 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.batch_planner import BatchPlanner
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
-from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.sampler.schedule import FloatArray, makespan_ms
+from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Strategy
 
@@ -27,8 +28,12 @@ def plan_iteration(
     profile: Profile,
     num_devices: int,
     settings: PlannerSettings = DEFAULT_SETTINGS,
+    corrections: Corrections = NO_CORRECTIONS,
 ) -> IterationPlan:
     """The fastest plan found for `batch` over all `strategies`; the first of equals.
+
+    T of the profile is corrected by `corrections`, which may also allow a strategy to be tried that
+    is not the best as far as is known (`IterationPlan.trial_ms`).
 
     Fastest with `settings.link_times`, where given; `makespan_ms` of the plan is propagation alone.
     Strategies are planned in the order of their lower bounds until no other can win.
@@ -38,7 +43,12 @@ def plan_iteration(
     if a strategy needs more devices than there are or a scheme that was not profiled.
     """
     return plan_with_time(
-        batch, strategies=strategies, profile=profile, num_devices=num_devices, settings=settings
+        batch,
+        strategies=strategies,
+        profile=profile,
+        num_devices=num_devices,
+        settings=settings,
+        corrections=corrections,
     )[0]
 
 
@@ -49,11 +59,12 @@ def plan_with_time(
     profile: Profile,
     num_devices: int,
     settings: PlannerSettings = DEFAULT_SETTINGS,
+    corrections: Corrections = NO_CORRECTIONS,
 ) -> tuple[IterationPlan, float]:
     """`plan_iteration`, and the time by which its strategy was chosen: with pull and push, in
     ms.
     """
-    planner = BatchPlanner(batch, profile, num_devices, settings)
+    planner = BatchPlanner(batch, profile, num_devices, settings, corrections)
     return planner.plan(_check_strategies(strategies, num_devices))
 
 
@@ -73,6 +84,32 @@ def heuristic_times(
     """
     planner = BatchPlanner(batch, profile, num_devices, settings.heuristic())
     return np.array([planner.time_ms(strategy) for strategy in strategies], dtype=np.float64)
+
+
+def profiled_times(
+    plan: IterationPlan, profile: Profile, settings: PlannerSettings = DEFAULT_SETTINGS
+) -> list[float | None]:
+    """Time of each pipeline of `plan` by T of `profile`, in ms, whatever the plan was made with;
+    None for a scheme that the profile has not.
+    """
+    found: list[float | None] = []
+    for pipeline in plan.pipelines:
+        latency = profile.latency.get(pipeline.scheme)
+        if latency is None:
+            found.append(None)
+            continue
+        times = [
+            latency.micro_batch_ms(plan.micro_batch_lengths(m)) for m in pipeline.micro_batches
+        ]
+        found.append(
+            makespan_ms(
+                np.array(times, dtype=np.float64),
+                pipeline.scheme.pp,
+                settings.forward_fraction,
+                settings.objective == "exact",
+            )
+        )
+    return found
 
 
 def bound_iterations(

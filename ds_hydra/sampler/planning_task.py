@@ -9,6 +9,7 @@ from typing import Any
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Strategy, parse_strategies
 
@@ -22,7 +23,7 @@ class PlanningTask:
     num_devices: int
     settings: PlannerSettings
 
-    def plan(self, batch: GlobalBatch) -> IterationPlan:
+    def plan(self, batch: GlobalBatch, corrections: Corrections = NO_CORRECTIONS) -> IterationPlan:
         """`plan_iteration` of `batch`."""
         return plan_iteration(
             batch,
@@ -30,6 +31,7 @@ class PlanningTask:
             profile=self.profile,
             num_devices=self.num_devices,
             settings=self.settings,
+            corrections=corrections,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -1,104 +1,259 @@
-"""How the engine learns from measured times: logs how far predictions are off, and may correct the
+"""How the engine learns from measured times: logs how far predictions are off, and corrects the
 plans to come.
 
-Every rank takes in the same times, so every rank holds the same fit; only rank 0 plans with it.
+Every rank takes in the same times, so every rank knows the same; only rank 0 plans with it.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 from ds_hydra.configs.hydra_config import PlannerConfig
+from ds_hydra.engine.telemetry.straggler import StragglerFinder
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.strategy import LatencyModel, Profile, Scheme
-from ds_hydra.strategy.profiles.online_fit import OnlineFit, OnlineFitSettings
+from ds_hydra.sampler.planner import profiled_times
+from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Corrections, are_plausible
+from ds_hydra.strategy.profiles.learned_times import LearnedTimes, PipelineTime, names_of
+
+logger = logging.getLogger(__name__)
 
 _QUIET_ITERATIONS = 100
 """Iterations without another warning of drift."""
+_OBSERVATIONS_FOR_DRIFT = 8
+_LONGEST_MS = 3_600_000.0
+"""A pipeline that took longer was suspended, or a clock was set."""
+_TRIAL_SHARE, _TRIAL_ITERATIONS = 0.02, 32
+"""Share of a run's time, and of as many iterations at least, that trials may cost."""
+_OUTSIDE_RATE = 0.2
+"""Weight of the last iteration in the time that a strategy takes outside of propagation."""
 
 
 class LatencyTracker:
-    """The profile of every iteration, and what measured iterations say of it. Nothing is
-    collective.
+    """What measured iterations say of a profile. Nothing is collective.
 
-    With `refit` "plan" the models fitted after iteration k, every `refit_interval` iterations, hold
-    for the iterations from k + `lookahead` on: the first that is not planned yet. So what an
-    iteration is planned with does not depend on when a plan is made, and a checkpoint that holds
-    `state_dict` continues with the very same profiles.
+    With `refit` "plan" what is known after iteration k holds for iteration k + `lookahead`: the
+    first that is not planned yet. So what an iteration is planned with does not depend on when a
+    plan is made, and a checkpoint that holds `state_dict` continues with the very same corrections.
     """
 
     def __init__(
-        self, profile: Profile, planner: PlannerConfig, state: Mapping[str, Any] | None = None
+        self,
+        profile: Profile,
+        strategies: Sequence[Strategy],
+        planner: PlannerConfig,
+        settings: PlannerSettings,
+        straggler: StragglerFinder,
+        state: Mapping[str, Any] | None = None,
     ):
         self.profiled = profile
+        self.learned = LearnedTimes()
+        self._straggler = straggler
+        self._strategies = tuple(strategies)
         self._planner = planner
-        self._fit = OnlineFit(
-            profile.latency, OnlineFitSettings(drift_threshold=planner.drift_threshold)
-        )
+        self._settings = settings
+        self._errors: dict[str, deque[float]] = {}
         self._quiet_until = 0
-        self._schedule: list[tuple[int, Profile]] = [(0, profile)]
+        self._schedule: list[tuple[int, Corrections]] = [(0, NO_CORRECTIONS)]
+        self._outside_ms: dict[str, float] = {}
+        """Time of an iteration of each strategy, less waiting for its plan, that no pipeline ran.
+        """
+        self._run_ms = self._trials_ms = 0.0
+        self._num_iterations = 0
+        self._has_told_implausible = False
         if state:
-            self._fit.load_state_dict(state["samples"])
-            if planner.refit == "plan":
-                self._schedule += [
-                    (begin, profile.with_latency(_models_from_json(models)))
-                    for begin, models in state["schedule"]
-                ]
+            self._load(state)
 
-    def profile_for(self, iteration: int) -> Profile:
-        """What `iteration` is planned with: the profile, or its last correction that is due by
-        then.
-        """
-        due = (profile for begin, profile in reversed(self._schedule) if begin <= iteration)
-        return next(due, self._schedule[0][1])
+    # ---- what plans are made with
 
-    def observe(self, plan: IterationPlan, measured_ms: Sequence[float]) -> str | None:
-        """Take in the measured time of every pipeline of `plan`; returns a warning now and then
-        while it drifts.
+    def corrections_for(self, iteration: int) -> Corrections:
+        """What `iteration` is planned with: the last corrections that are due by then."""
+        due = (known for begin, known in reversed(self._schedule) if begin <= iteration)
+        return next(due, NO_CORRECTIONS)
+
+    def corrections_now(
+        self, strategies: Sequence[Strategy], *, may_try: bool = False
+    ) -> Corrections:
+        """All that is known now, for a plan that is made now; none with `refit` "log".
+
+        `may_try`: whether the plan may be a trial, of which `observe` learns.
         """
-        planned_with = self.profile_for(plan.iteration).latency
-        for pipeline, measured in zip(plan.pipelines, measured_ms, strict=True):
-            if pipeline.scheme in planned_with and min(measured, pipeline.makespan_ms) > 0:
-                self._fit.observe(
-                    pipeline.scheme,
-                    [
-                        plan.micro_batch_lengths(micro_batch)
-                        for micro_batch in pipeline.micro_batches
-                    ],
-                    predicted_ms=pipeline.makespan_ms,
-                    measured_ms=measured,
-                    model=planned_with[pipeline.scheme],
+        if self._planner.refit != "plan" or not self._num_iterations:
+            return NO_CORRECTIONS
+        reference = min(strategies, key=lambda s: self.learned.correction(s).spread)
+        return Corrections(
+            strategies={
+                strategy: self.learned.correction(
+                    strategy, reference, self._extra_outside_ms(strategy)
                 )
-        if (
-            self._planner.refit == "plan"
-            and (plan.iteration + 1) % self._planner.refit_interval == 0
-        ):
-            self._correct(plan.iteration)
-        warning = self._fit.drift_warning() if plan.iteration >= self._quiet_until else None
+                for strategy in strategies
+            },
+            slow_ranks=self._straggler.slow_ranks(),
+            trial_ms=self._trial_budget_ms() if may_try else 0.0,
+        )
+
+    def _extra_outside_ms(self, strategy: Strategy) -> float:
+        """What is known of pull, push and step of `strategy` against the shortest; a typical one
+        where nothing is. 0.0 where the planner knows the links.
+        """
+        if not self._outside_ms or self._settings.link_times:
+            return 0.0
+        known = self._outside_ms.values()
+        return self._outside_ms.get(str(strategy), median(known)) - min(known)
+
+    def _trial_budget_ms(self) -> float:
+        typical_ms = self._run_ms / self._num_iterations
+        run_ms = max(self._run_ms, _TRIAL_ITERATIONS * typical_ms)
+        return max(0.0, _TRIAL_SHARE * run_ms - self._trials_ms)
+
+    @property
+    def trials_share(self) -> float:
+        """Part of the run's time so far that trials have cost."""
+        return self._trials_ms / self._run_ms if self._run_ms else 0.0
+
+    # ---- taking in
+
+    def profiled_ms(self, plan: IterationPlan) -> list[float | None]:
+        """Time of each pipeline by the profile alone; None for a scheme that it has not."""
+        return profiled_times(plan, self.profiled, self._settings)
+
+    def expected_ms(self, plan: IterationPlan) -> list[float]:
+        """Time of each pipeline as far as is known now, slow ranks aside."""
+        factors = self.learned.correction(plan.strategy).factors
+        return [
+            pipeline.makespan_ms if profiled is None else profiled * factors[pipeline.scheme]
+            for pipeline, profiled in zip(plan.pipelines, self.profiled_ms(plan), strict=True)
+        ]
+
+    def observe(
+        self, plan: IterationPlan, measured_ms: Sequence[float], iteration_ms: float
+    ) -> str | None:
+        """Take in the measured time of every pipeline of `plan`, and of the iteration without
+        waiting for its plan; returns a warning now and then while predictions are off.
+        """
+        slowdown = Corrections(slow_ranks=self._straggler.slow_ranks()).slowdown
+        times = [
+            PipelineTime(pipeline.scheme, profiled, measured / slowdown(pipeline.ranks))
+            for pipeline, profiled, measured in zip(
+                plan.pipelines, self.profiled_ms(plan), measured_ms, strict=True
+            )
+            if profiled and pipeline.micro_batches
+        ]
+        if times and self._are_plausible(plan, [t.measured_ms for t in times], iteration_ms):
+            self.learned.observe(plan.strategy, times)
+            self._count(plan, measured_ms, iteration_ms)
+            for pipeline, measured in zip(plan.pipelines, measured_ms):
+                if pipeline.makespan_ms > 0 and measured > 0:
+                    errors = self._errors.setdefault(
+                        str(pipeline.scheme), deque(maxlen=_OBSERVATIONS_FOR_DRIFT)
+                    )
+                    errors.append(measured / pipeline.makespan_ms - 1)
+        self._correct(plan.iteration)
+        warning = self._drift_warning() if plan.iteration >= self._quiet_until else None
         if warning is not None:
             self._quiet_until = plan.iteration + _QUIET_ITERATIONS
         return warning
 
+    def _are_plausible(
+        self, plan: IterationPlan, measured_ms: Sequence[float], iteration_ms: float
+    ) -> bool:
+        if are_plausible([*measured_ms, iteration_ms], _LONGEST_MS):
+            return True
+        if not self._has_told_implausible:
+            self._has_told_implausible = True
+            logger.warning(
+                "iteration %d: measured times %s ms cannot be (above 0, %d at most); nothing is learned from such "
+                "iterations",
+                plan.iteration,
+                [*measured_ms, iteration_ms],
+                _LONGEST_MS,
+            )
+        return False
+
+    def _count(
+        self, plan: IterationPlan, measured_ms: Sequence[float], iteration_ms: float
+    ) -> None:
+        self._num_iterations += 1
+        self._run_ms += iteration_ms
+        slowest_ms = max(measured_ms)
+        name, outside_ms = str(plan.strategy), max(0.0, iteration_ms - slowest_ms)
+        old = self._outside_ms.get(name, outside_ms)
+        self._outside_ms[name] = old + _OUTSIDE_RATE * (outside_ms - old)
+        if plan.trial_ms > 0:
+            best_ms = plan.makespan_ms - plan.trial_ms
+            cost_ms = max(0.0, slowest_ms - best_ms)
+            self._trials_ms += cost_ms
+            logger.info(
+                "iteration %d: tried %s, %.0f ms in place of %.0f ms; trials have cost %.1f%% of the run's time",
+                plan.iteration,
+                plan.strategy,
+                slowest_ms,
+                best_ms,
+                100 * self.trials_share,
+            )
+
     def _correct(self, iteration: int) -> None:
         begin = iteration + self._planner.lookahead
-        self._schedule.append((begin, self.profiled.with_latency(self._fit.models())))
+        # One trial at a time: the next is decided when the last one was measured.
+        may_try = begin % self._planner.lookahead == 0
+        self._schedule.append((begin, self.corrections_now(self._strategies, may_try=may_try)))
         # What is due before the next iteration is only needed in its last version.
         while len(self._schedule) > 1 and self._schedule[1][0] <= iteration + 1:
             del self._schedule[0]
 
+    def _drift_warning(self) -> str | None:
+        drifts = {
+            scheme: median(errors)
+            for scheme, errors in self._errors.items()
+            if len(errors) == _OBSERVATIONS_FOR_DRIFT
+        }
+        worst = max(drifts, key=lambda scheme: abs(drifts[scheme]), default=None)
+        threshold = self._planner.drift_threshold
+        if worst is None or abs(drifts[worst]) <= threshold:
+            return None
+        return (
+            f"measured times of scheme {worst} are off the predicted ones by {drifts[worst]:+.0%} over the last "
+            f"{_OBSERVATIONS_FOR_DRIFT} pipelines (threshold {threshold:.0%}); profile again, "
+            "or look for a slow or shared device"
+        )
+
+    # ---- checkpoints
+
     def state_dict(self) -> dict[str, Any]:
-        """The samples and the corrections that plans still need, for a checkpoint."""
+        """What was learned and the corrections that plans still need, for a checkpoint."""
         return {
-            "samples": self._fit.state_dict(),
-            "schedule": [
-                (begin, {str(scheme): asdict(model) for scheme, model in profile.latency.items()})
-                for begin, profile in self._schedule
-                if profile is not self.profiled
-            ],
+            "learned": self.learned.state_dict(),
+            "schedule": [(begin, known.to_json()) for begin, known in self._schedule],
+            "outside_ms": dict(self._outside_ms),
+            "straggler": self._straggler.state_dict(),
+            "run": [self._num_iterations, self._run_ms, self._trials_ms],
         }
 
-
-def _models_from_json(models: Mapping[str, Mapping[str, float]]) -> dict[Scheme, LatencyModel]:
-    return {Scheme.parse(text): LatencyModel(**m) for text, m in models.items()}
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`; what is gone from the profile is left out, and what cannot be
+        read is ignored, with one line in the log each.
+        """
+        try:
+            kept = names_of(self.profiled.latency, state["learned"]["names"])
+            learned = LearnedTimes.from_state(state["learned"], kept)
+            schedule = [(int(begin), Corrections.from_json(c)) for begin, c in state["schedule"]]
+            outside_ms = {str(name): float(ms) for name, ms in state["outside_ms"].items()}
+            num_iterations, run_ms, trials_ms = state["run"]
+            self._straggler.load_state_dict(state["straggler"])
+        except Exception as error:  # of whatever version or damage: training goes on without
+            logger.warning(
+                "what the checkpoint has learned of measured times is ignored: %r", error
+            )
+            return
+        if gone := sorted(set(state["learned"]["names"]) - set(kept)):
+            logger.warning("learned times of %s are ignored: not in the profile", ", ".join(gone))
+        self.learned, self._outside_ms = learned, outside_ms
+        self._num_iterations, self._run_ms = int(num_iterations), float(run_ms)
+        self._trials_ms = float(trials_ms)
+        if self._planner.refit == "plan":
+            self._schedule = schedule

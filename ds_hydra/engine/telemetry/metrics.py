@@ -46,6 +46,10 @@ class PipelineMetrics:
     measured_ms: float
     prediction_error: float
     """Measured over predicted, minus 1; 0.0 without sequences."""
+    profiled_ms: float | None
+    """Predicted by the profile alone, without what measured times say of it; None where it has not
+    the scheme.
+    """
 
     def to_json(self) -> dict[str, Any]:
         """The metrics as a JSON object that begins with the options of the scheme."""
@@ -111,6 +115,16 @@ class IterationMetrics:
     """The rank whose pipelines have been slower than predicted for some iterations, if there is
     one.
     """
+    trial_ms: float
+    """How much longer than the best known strategy this one was expected to take; above 0.0 only
+    where it was tried because it could be better.
+    """
+    trials_share: float
+    """Part of the run's time that trials have cost so far."""
+    learned: Mapping[str, float]
+    """Factors between measured times and the profile's, known before this iteration, by what they
+    are due to.
+    """
     pipelines: tuple[PipelineMetrics, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -152,17 +166,19 @@ def measure_iteration(
     *,
     iteration_ms: float,
     find_straggler: Callable[[Sequence[PipelineMetrics]], int | None],
+    profiled_ms: Sequence[float | None],
     **given: Any,
 ) -> IterationMetrics:
     """Metrics of `plan` out of what each rank measured; `given` are the fields that the engine
     knows itself.
     """
-    pipelines = _measure_pipelines(plan, [o.propagate_ms for o in outcomes])
+    pipelines = _measure_pipelines(plan, [o.propagate_ms for o in outcomes], profiled_ms)
     measured_ms = max((p.measured_ms for p in pipelines), default=0.0)
     available_ms = measured_ms * len(outcomes)
     return IterationMetrics(
         iteration=plan.iteration,
         strategy=str(plan.strategy),
+        trial_ms=plan.trial_ms,
         num_tokens=plan.num_tokens,
         num_sequences=len(plan.lengths),
         longest_tokens=max(plan.lengths),
@@ -226,9 +242,11 @@ def describe_run(
 
 
 def _measure_pipelines(
-    plan: IterationPlan, propagate_ms: Sequence[float]
+    plan: IterationPlan, propagate_ms: Sequence[float], profiled_ms: Sequence[float | None]
 ) -> tuple[PipelineMetrics, ...]:
-    """Pipelines of `plan` with the slowest of their ranks' times; `propagate_ms[rank]`."""
+    """Pipelines of `plan` with the slowest of their ranks' times; `propagate_ms[rank]`,
+    `profiled_ms[pipeline]`.
+    """
     return tuple(
         PipelineMetrics(
             scheme=p.scheme,
@@ -242,8 +260,9 @@ def _measure_pipelines(
                 measured := max(propagate_ms[rank] for rank in p.ranks) if p.micro_batches else 0.0
             ),
             prediction_error=measured / p.makespan_ms - 1 if measured and p.makespan_ms else 0.0,
+            profiled_ms=profiled,
         )
-        for p in plan.pipelines
+        for p, profiled in zip(plan.pipelines, profiled_ms, strict=True)
     )
 
 

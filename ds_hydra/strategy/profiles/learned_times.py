@@ -1,0 +1,287 @@
+"""How far T(l, P) is off while training runs: factors learned from what pipelines took.
+
+[Note: What is learned] For pipeline j of an iteration
+
+    log(measured / profiled) = machine + scheme + log2(pipelines) beside + strategy + noise
+
+where `machine` is common to all, `beside` is what running beside others costs and `strategy` what
+is left of a strategy as a whole. All are unknown numbers around 0 that may drift, and are estimated
+together by a Kalman filter: what has been seen little stays near 0, what has not been seen for long
+becomes uncertain again but is not forgotten, and what all pipelines of an iteration share (a
+disturbance of the whole machine) is noise of its own and does not hide which of them is slower than
+the others. A run of surprises in one direction makes the factors that it concerns uncertain at
+once: the level has shifted.
+
+Pure: the engine feeds it one observation per pipeline and iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import exp, log, log2, sqrt
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ds_hydra.strategy.profiles.corrections import Correction
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+FloatArray = npt.NDArray[np.float64]
+Weights = dict[str, float]
+"""How much each factor, by name, counts for one pipeline."""
+
+MACHINE, BESIDE = "machine", "beside"
+
+
+class _Kind(NamedTuple):
+    """Standard deviations (of logarithms) of a kind of factor: before anything was seen, and of its
+    drift in one iteration.
+    """
+
+    prior: float
+    drift: float
+
+
+_KINDS = {
+    MACHINE: _Kind(0.3, 0.03),
+    "scheme": _Kind(0.25, 0.005),
+    BESIDE: _Kind(0.1, 0.005),
+    "strategy": _Kind(0.1, 0.005),
+}
+_OTHER_MACHINE = 0.5
+"""What the first iteration is off beyond a factor of exp(0.5) is the machine's: a profile of other
+hardware.
+"""
+_FIRST_NOISE, _LEAST_NOISE, _NOISE_RATE = 0.08, 0.02, 0.1
+_OUTLIER = 2.5
+"""Standard deviations of a surprise beyond which it counts less."""
+_SURPRISE_RATE, _SHIFT = 0.3, 1.2
+"""Weight of the last surprise in their mean, in standard deviations, and the mean that is a shift.
+"""
+
+
+class PipelineTime(NamedTuple):
+    """One pipeline of an iteration: what the profile says and what it took, slow ranks aside."""
+
+    scheme: Scheme
+    profiled_ms: float
+    measured_ms: float
+
+
+@dataclass(slots=True)
+class LearnedTimes:
+    """The factors known so far, by name ("machine", "scheme <2,1>", ...).
+
+    >>> one = Scheme(1, 1)
+    >>> learned = LearnedTimes()
+    >>> for _ in range(50):
+    ...     learned.observe(Strategy((one,)), [PipelineTime(one, 10.0, 20.0)])
+    >>> round(learned.correction(Strategy((one,))).factors[one], 2)
+    2.0
+    """
+
+    names: list[str] = field(default_factory=list)
+    mean_F: FloatArray = field(default_factory=lambda: np.zeros(0))
+    cov_FF: FloatArray = field(default_factory=lambda: np.zeros((0, 0)))
+    surprise_F: FloatArray = field(default_factory=lambda: np.zeros(0))
+    """Mean of the last surprises of each factor, in standard deviations."""
+    noise: list[float] = field(default_factory=lambda: [_FIRST_NOISE**2, _FIRST_NOISE**2])
+    """Variances: of one pipeline, and of what all pipelines of an iteration share."""
+
+    # ---- taking in
+
+    def observe(self, strategy: Strategy, pipelines: Sequence[PipelineTime]) -> None:
+        """Take in the busy pipelines of one iteration; times are above 0."""
+        if not pipelines:
+            return
+        found = np.array([log(p.measured_ms / p.profiled_ms) for p in pipelines])
+        if not self.names:
+            self._know([MACHINE])
+            level = float(np.median(found))
+            self.mean_F[0] = np.sign(level) * max(0.0, abs(level) - _OTHER_MACHINE)
+        self._drift()
+        weights = [self._weights(strategy, p.scheme) for p in pipelines]
+        self._know(name for of_one in weights for name in of_one)
+        design_KF = np.array([[of_one.get(name, 0.0) for name in self.names] for of_one in weights])
+        surprise_K = found - design_KF @ self.mean_F
+        self._notice_shift(design_KF, surprise_K)
+        self._update(design_KF, surprise_K)
+
+    def _weights(self, strategy: Strategy, scheme: Scheme) -> Weights:
+        weights = {MACHINE: 1.0, f"scheme {scheme}": 1.0, f"strategy {strategy}": 1.0}
+        if len(strategy.schemes) > 1:
+            weights[BESIDE] = log2(len(strategy.schemes))
+        return weights
+
+    def _know(self, names: Iterable[str]) -> None:
+        new = [name for name in dict.fromkeys(names) if name not in self.names]
+        if not new:
+            return
+        self.names += new
+        self.mean_F = np.append(self.mean_F, np.zeros(len(new)))
+        self.surprise_F = np.append(self.surprise_F, np.zeros(len(new)))
+        grown = np.diag(self._prior_F() ** 2)
+        grown[: len(self.cov_FF), : len(self.cov_FF)] = self.cov_FF
+        self.cov_FF = grown
+
+    def _prior_F(self) -> FloatArray:
+        return np.array([_kind(name).prior for name in self.names])
+
+    def _drift(self) -> None:
+        drift_F = np.array([_kind(name).drift for name in self.names])
+        self.cov_FF = self.cov_FF + np.diag(drift_F**2)
+        self._bound()
+
+    def _bound(self) -> None:
+        """No factor is less certain than before anything was seen."""
+        scale_F = np.minimum(1.0, self._prior_F() / np.sqrt(np.diag(self.cov_FF)))
+        self.cov_FF = self.cov_FF * np.outer(scale_F, scale_F)
+
+    def _noise(self, num: int) -> FloatArray:
+        own, shared = self.noise
+        return own * np.eye(num) + shared
+
+    def _notice_shift(self, design_KF: FloatArray, surprise_K: FloatArray) -> None:
+        """Make factors uncertain whose pipelines surprise in one direction for some iterations."""
+        spread_K = np.sqrt(
+            np.diag(design_KF @ self.cov_FF @ design_KF.T + self._noise(len(surprise_K)))
+        )
+        z_K = np.clip(surprise_K / spread_K, -_OUTLIER, _OUTLIER)
+        common = float(z_K.mean())
+        for number, name in enumerate(self.names):
+            weight_K = np.abs(design_KF[:, number])
+            if not weight_K.any():
+                continue
+            z = float(weight_K @ (z_K if name == MACHINE else z_K - common) / weight_K.sum())
+            self.surprise_F[number] += _SURPRISE_RATE * (z - self.surprise_F[number])
+            if abs(self.surprise_F[number]) > _SHIFT:
+                self.surprise_F[number] = 0.0
+                self.cov_FF[number, :] = self.cov_FF[:, number] = 0.0
+                self.cov_FF[number, number] = _kind(name).prior ** 2
+
+    def _update(self, design_KF: FloatArray, surprise_K: FloatArray) -> None:
+        cross_KF = design_KF @ self.cov_FF
+        noise_KK = self._noise(len(surprise_K))
+        total_KK = cross_KF @ design_KF.T + noise_KK
+        z_K = np.abs(surprise_K) / np.sqrt(np.diag(total_KK))
+        heavier_K = np.maximum(1.0, z_K / _OUTLIER)
+        total_KK = total_KK + noise_KK * (np.outer(heavier_K, heavier_K) - 1)
+        gain_FK = np.linalg.solve(total_KK, cross_KF).T
+        self.mean_F = self.mean_F + gain_FK @ surprise_K
+        cov_FF = self.cov_FF - gain_FK @ cross_KF
+        self.cov_FF = (cov_FF + cov_FF.T) / 2
+        self._learn_noise(design_KF, surprise_K - design_KF @ (gain_FK @ surprise_K))
+
+    def _learn_noise(self, design_KF: FloatArray, left_K: FloatArray) -> None:
+        """The noise is what the updated factors leave, and what they are uncertain by."""
+        limit = 2 * sqrt(sum(self.noise))
+        left_K = np.clip(left_K, -limit, limit)
+        found_KK = np.outer(left_K, left_K) + design_KF @ self.cov_FF @ design_KF.T
+        num, (own, shared) = len(left_K), self.noise
+        level = float(np.trace(found_KK)) / num
+        if num > 1:
+            found_shared = max(0.0, float(found_KK.sum() - num * level) / (num * (num - 1)))
+            found_own = level - min(found_shared, level)
+        else:
+            found_own, found_shared = level * own / (own + shared), level * shared / (own + shared)
+        self.noise = [
+            max(_LEAST_NOISE**2, old + _NOISE_RATE * (new - old))
+            for old, new in ((own, found_own), (shared, found_shared))
+        ]
+
+    # ---- what is known
+
+    def mean(self, name: str) -> float:
+        """Logarithm of a factor; 0.0 before anything was seen of it."""
+        return float(self.mean_F[self.names.index(name)]) if name in self.names else 0.0
+
+    def factors(self) -> dict[str, float]:
+        """All factors by name."""
+        return {name: exp(mean) for name, mean in zip(self.names, self.mean_F.tolist())}
+
+    def correction(
+        self, strategy: Strategy, reference: Strategy | None = None, outside_ms: float = 0.0
+    ) -> Correction:
+        """What is known of `strategy`; `spread` is that of its time over that of `reference`."""
+        schemes = list(dict.fromkeys(strategy.schemes))
+        weights = [self._weights(strategy, scheme) for scheme in schemes]
+        return Correction(
+            factors={
+                scheme: exp(sum(w * self.mean(name) for name, w in of_one.items()))
+                for scheme, of_one in zip(schemes, weights)
+            },
+            outside_ms=outside_ms,
+            spread=max(self._spread(of_one, reference) for of_one in weights),
+        )
+
+    def _spread(self, weights: Weights, reference: Strategy | None) -> float:
+        weights = dict(weights)
+        if reference is not None:
+            schemes = dict.fromkeys(reference.schemes)
+            for scheme in schemes:
+                for name, weight in self._weights(reference, scheme).items():
+                    weights[name] = weights.get(name, 0.0) - weight / len(schemes)
+        seen_F = np.array([weights.get(name, 0.0) for name in self.names])
+        unseen = sum(
+            (weight * _kind(name).prior) ** 2
+            for name, weight in weights.items()
+            if name not in self.names
+        )
+        return sqrt(max(0.0, float(seen_F @ self.cov_FF @ seen_F)) + unseen)
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, for a checkpoint."""
+        return {
+            "names": list(self.names),
+            "mean": self.mean_F.tolist(),
+            "cov": self.cov_FF.tolist(),
+            "surprise": self.surprise_F.tolist(),
+            "noise": list(self.noise),
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], keep: Iterable[str]) -> LearnedTimes:
+        """What `state_dict` gave, of the factors among `keep` alone; ValueError where it is not
+        that.
+        """
+        kept = set(keep)
+        indices = [n for n, name in enumerate(state["names"]) if name in kept]
+        mean_F = np.array(state["mean"], dtype=np.float64)
+        cov_FF = np.array(state["cov"], dtype=np.float64)
+        surprise_F = np.array(state["surprise"], dtype=np.float64)
+        num = len(state["names"])
+        if (mean_F.shape, cov_FF.shape, surprise_F.shape) != ((num,), (num, num), (num,)):
+            raise ValueError(f"{num} names, and arrays of {mean_F.shape} and {cov_FF.shape}")
+        noise = [float(value) for value in state["noise"]]
+        if not all(np.isfinite(a).all() for a in (mean_F, cov_FF, surprise_F, np.array(noise))):
+            raise ValueError("values that are not finite")
+        return cls(
+            names=[state["names"][n] for n in indices],
+            mean_F=mean_F[indices],
+            cov_FF=cov_FF[np.ix_(indices, indices)],
+            surprise_F=surprise_F[indices],
+            noise=noise,
+        )
+
+
+def names_of(schemes: Iterable[Scheme], names: Iterable[str]) -> list[str]:
+    """Those of `names` whose factors concern `schemes` alone, or none of them in particular."""
+    known = {str(scheme) for scheme in schemes}
+
+    def is_known(name: str) -> bool:
+        kind, _, text = name.partition(" ")
+        if kind == "scheme":
+            return text in known
+        if kind == "strategy":
+            return all(str(scheme) in known for scheme in Strategy.parse(text).schemes)
+        return kind in _KINDS
+
+    return [name for name in names if is_known(name)]
+
+
+def _kind(name: str) -> _Kind:
+    return _KINDS[name.split(" ", 1)[0]]

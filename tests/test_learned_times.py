@@ -1,0 +1,138 @@
+"""What is learned of measured times: who is to blame, how soon, and how sure that is."""
+
+from __future__ import annotations
+
+import json
+from math import log
+
+import numpy as np
+import pytest
+
+from ds_hydra.strategy import Scheme, Strategy
+from ds_hydra.strategy.profiles.corrections import Correction, Corrections
+from ds_hydra.strategy.profiles.learned_times import LearnedTimes, PipelineTime, names_of
+
+ONE, TWO, FOUR = Scheme(1, 1), Scheme(2, 1), Scheme(4, 1)
+SINGLES, PAIRS, ALL = (Strategy.parse(text) for text in ("4x<1,1>", "2x<2,1>", "1x<4,1>"))
+MIXED = Strategy.parse("1x<2,1> + 2x<1,1>")
+
+
+def train(learned, strategies, num, *, seed=0, noise=0.02, shared=0.0, spikes=0.0, **truth):
+    """`num` iterations whose strategies take turns; `truth` are factors by what they are due to."""
+    generator = np.random.default_rng(seed)
+    for number in range(num):
+        strategy = strategies[number % len(strategies)]
+        level = truth.get("machine", 1.0) * np.exp(shared * generator.standard_normal())
+        if generator.random() < spikes:
+            level *= 8
+        level *= truth.get("beside", 1.0) ** np.log2(len(strategy.schemes))
+        learned.observe(
+            strategy,
+            [
+                PipelineTime(
+                    scheme,
+                    100.0,
+                    100.0
+                    * level
+                    * truth.get("schemes", {}).get(scheme, 1.0)
+                    * np.exp(noise * generator.standard_normal()),
+                )
+                for scheme in strategy.schemes
+            ],
+        )
+    return learned
+
+
+def factor(learned, strategy, scheme):
+    return learned.correction(strategy).factors[scheme]
+
+
+def test_a_machine_that_is_slower_slows_down_what_was_never_run():
+    learned = train(LearnedTimes(), [SINGLES, PAIRS, MIXED], 30, machine=1.5)
+    assert factor(learned, SINGLES, ONE) == pytest.approx(1.5, rel=0.03)
+    assert factor(learned, ALL, FOUR) == pytest.approx(1.5, rel=0.15)
+
+
+def test_a_profile_of_other_hardware_is_no_news_about_schemes():
+    learned = train(LearnedTimes(), [PAIRS], 3, machine=1000.0)
+    assert factor(learned, ALL, FOUR) / factor(learned, PAIRS, TWO) == pytest.approx(1.0, abs=0.25)
+
+
+def test_a_scheme_is_told_from_the_machine():
+    schemes = {TWO: 2.0}
+    learned = train(LearnedTimes(), [SINGLES, PAIRS, ALL, MIXED], 40, schemes=schemes)
+    assert factor(learned, PAIRS, TWO) == pytest.approx(2.0, rel=0.03)
+    assert factor(learned, SINGLES, ONE) == pytest.approx(1.0, rel=0.03)
+    assert factor(learned, MIXED, TWO) / factor(learned, MIXED, ONE) == pytest.approx(2.0, rel=0.05)
+
+
+def test_running_beside_others_is_told_from_schemes():
+    strategies = [Strategy((ONE,) * num) for num in (1, 2, 4)]
+    learned = train(LearnedTimes(), strategies, 60, beside=1.2)
+    eight = Strategy((ONE,) * 8)
+    assert factor(learned, eight, ONE) / factor(learned, strategies[0], ONE) == pytest.approx(
+        1.2**3, rel=0.12
+    )
+
+
+def test_a_disturbed_iteration_moves_little():
+    learned, found = LearnedTimes(), []
+    for seed in range(60):
+        train(learned, [SINGLES, PAIRS], 2, spikes=0.15, seed=seed)
+        found.append(factor(learned, SINGLES, ONE))
+    assert np.median(found) == pytest.approx(1.0, abs=0.1)
+
+
+@pytest.mark.parametrize("level", [2.0, 0.5])
+def test_a_new_level_is_learned_within_eight_iterations(level):
+    learned = train(LearnedTimes(), [SINGLES, PAIRS], 100)
+    train(learned, [SINGLES, PAIRS], 8, machine=level, seed=1)
+    assert factor(learned, SINGLES, ONE) == pytest.approx(level, rel=0.1)
+
+
+def test_what_was_seen_long_ago_is_uncertain_and_not_forgotten():
+    learned = train(LearnedTimes(), [ALL], 20, schemes={FOUR: 1.5})
+    learned = train(learned, [PAIRS, ALL], 20, schemes={FOUR: 1.5})
+    before = learned.correction(ALL, PAIRS)
+    train(learned, [PAIRS], 200)
+    after = learned.correction(ALL, PAIRS)
+    assert after.spread > 1.5 * before.spread
+    assert after.factors[FOUR] / factor(learned, PAIRS, TWO) == pytest.approx(1.5, rel=0.1)
+    never = LearnedTimes().correction(ALL, PAIRS)
+    assert after.spread < never.spread
+
+
+def test_the_shift_that_all_candidates_share_is_no_uncertainty_between_them():
+    learned = train(LearnedTimes(), [SINGLES, PAIRS], 40, shared=0.5)
+    assert learned.correction(PAIRS, SINGLES).spread < learned.correction(PAIRS).spread
+
+
+def test_a_checkpoint_continues_bit_by_bit_and_leaves_out_what_is_gone():
+    learned = train(LearnedTimes(), [SINGLES, PAIRS, MIXED], 20, schemes={TWO: 2.0})
+    state = json.loads(json.dumps(learned.state_dict()))
+    again = LearnedTimes.from_state(state, state["names"])
+    for one in (learned, again):
+        train(one, [SINGLES, PAIRS, ALL], 10, seed=3)
+    assert again.state_dict() == learned.state_dict()
+    kept = names_of([ONE], state["names"])
+    assert {"machine", "scheme <1,1>", "strategy 4x<1,1>"} <= set(kept)
+    assert not any("<2,1>" in name for name in kept)
+    fewer = LearnedTimes.from_state(state, kept)
+    assert fewer.mean("scheme <1,1>") == state["mean"][state["names"].index("scheme <1,1>")]
+    assert fewer.mean("scheme <2,1>") == 0.0
+    with pytest.raises(ValueError, match="names"):
+        LearnedTimes.from_state({**state, "mean": [0.0]}, kept)
+    with pytest.raises(ValueError, match="not finite"):
+        LearnedTimes.from_state({**state, "noise": [float("nan"), 1.0]}, kept)
+
+
+def test_corrections_survive_json():
+    corrections = Corrections(
+        strategies={MIXED: Correction(factors={ONE: 1.5, TWO: 0.5}, outside_ms=3.0, spread=0.1)},
+        slow_ranks={3: 2.0},
+        trial_ms=7.5,
+    )
+    assert Corrections.from_json(json.loads(json.dumps(corrections.to_json()))) == corrections
+    assert corrections.pipeline_factors(MIXED) == [0.5, 1.5, 3.0]
+    assert corrections.pipeline_factors(SINGLES) == [1.0, 1.0, 1.0, 2.0]
+    assert log(corrections.slowdown(())) == 0.0
