@@ -4,14 +4,16 @@
 
 replays every file of `benchmarks/recorded/` (written by `record_times.py`) as the engine learns,
 each pipeline predicted with what was known `lookahead` iterations before, and prints a Markdown
-table: median error of a pipeline after 16 iterations, by the profile alone and corrected. Seconds on
-one core.
+table: median error of a pipeline after 16 iterations, by the profile alone, corrected, and by the
+median ratio of each scheme in each strategy over the whole recording, which nobody can know
+beforehand. Seconds on one core.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,21 +35,27 @@ class Errors(NamedTuple):
 
     profiled: np.ndarray
     corrected: np.ndarray
+    hindsight: np.ndarray
 
     @property
-    def medians(self) -> tuple[float, float]:
-        """Without and with correction."""
-        return float(np.median(self.profiled)), float(np.median(self.corrected))
+    def medians(self) -> tuple[float, float, float]:
+        """Without and with correction, and in hindsight."""
+        profiled, corrected, hindsight = (float(np.median(errors)) for errors in self)
+        return profiled, corrected, hindsight
 
 
 def replay(document: dict[str, Any]) -> Errors:
     """Errors of the recording, learned as `LatencyTracker` does."""
     learned, straggler = LearnedTimes(), StragglerFinder()
     known: list[tuple[dict[Any, float], Corrections]] = []
-    profiled, corrected = [], []
+    profiled, corrected, hindsight = [], [], []
     iterations = [
         (Strategy.parse(text), pipelines) for text, _, _, pipelines in document["iterations"]
     ]
+    ratios: defaultdict[tuple, list[float]] = defaultdict(list)
+    for strategy, pipelines in iterations:
+        for scheme, _, (measured, predicted, _) in _busy(strategy, pipelines):
+            ratios[strategy, scheme].append(measured / predicted)
     for number, (strategy, pipelines) in enumerate(iterations):
         planned_with = iterations[min(number + LOOKAHEAD, len(iterations) - 1)][0]
         if number >= max(FIRST, LOOKAHEAD):
@@ -56,6 +64,8 @@ def replay(document: dict[str, Any]) -> Errors:
                 profiled.append(abs(measured / predicted - 1))
                 expected = predicted * factors[scheme] * slow.slowdown(ranks)
                 corrected.append(abs(measured / expected - 1))
+                usual = float(np.median(ratios[strategy, scheme]))
+                hindsight.append(abs(measured / predicted / usual - 1))
         _take_in(strategy, pipelines, learned, straggler)
         known.append(
             (
@@ -63,7 +73,7 @@ def replay(document: dict[str, Any]) -> Errors:
                 Corrections(slow_ranks=straggler.slow_ranks()),
             )
         )
-    return Errors(np.array(profiled), np.array(corrected))
+    return Errors(np.array(profiled), np.array(corrected), np.array(hindsight))
 
 
 def _busy(strategy: Strategy, pipelines: list) -> Iterator[tuple]:
@@ -105,13 +115,13 @@ def main() -> None:
     )
     parser.add_argument("--recorded", type=Path, default=RECORDED)
     recordings = read_recordings(parser.parse_args().recorded)
-    print("| ranks | workload | disturbed | load before | profile alone | corrected | ratio |")
-    print("|---|---|---|---|---|---|---|")
+    print("| ranks | workload | disturbed | load | profile alone | corrected | ratio | hindsight |")
+    print("|---|---|---|---|---|---|---|---|")
     for document in recordings.values():
-        before, after = replay(document).medians
+        before, after, hindsight = replay(document).medians
         print(
             f"| {document['ranks']} | {document['workload']} | {document['disturbed']} | "
-            f"{document['load_before']:.0f} | {before:.1%} | {after:.1%} | {after / before:.2f} |"
+            f"{document['load_before']:.0f} | {before:.1%} | {after:.1%} | {after / before:.2f} | {hindsight:.1%} |"
         )
 
 

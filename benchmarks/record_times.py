@@ -2,10 +2,11 @@
 
     python benchmarks/record_times.py --ranks 4 --workload github --disturbed straggler --out FILE
 
-trains as `end_to_end.py` does, on a profile measured at the start, for 64 iterations: every other
-one under a candidate drawn at random, so that all of them are seen. From the middle on (`load`:
-from the start on) a process takes half of a core (`load`, `straggler` of one rank on its own core),
-or one rank is stopped for half of the time (`straggler`, where ranks share cores).
+trains as `end_to_end.py` does, on a profile measured at the start, for 64 iterations (the ranks
+learn nothing): every other one under a candidate drawn at random, so that all of them are seen.
+From the middle on (`load`: from the start on) a process takes half of a core (`load`, `straggler`
+of one rank on its own core), or one rank is stopped for half of the time (`straggler`, where ranks
+share cores).
 """
 
 from __future__ import annotations

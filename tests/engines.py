@@ -18,8 +18,8 @@ from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 
 
 def ds_config(*, hydra: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
-    """A ZeRO-3 configuration with clipping; `hydra` adds the section of that name, whose plans do not
-    depend on measured times, so that runs can be compared.
+    """A ZeRO-3 configuration with clipping; `hydra` adds the section of that name, whose plans do
+    not depend on measured times, so that runs can be compared.
     """
     config = {
         "train_micro_batch_size_per_gpu": 1,
