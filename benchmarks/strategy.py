@@ -26,6 +26,7 @@ from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
 from ds_hydra.strategy.cost_models.whole_iteration import (
+    IterationSetup,
     MeasuredIteration,
     fit_iterations,
     predict_iteration,
@@ -162,6 +163,37 @@ def rubick_errors() -> dict[str, float]:
     return errors
 
 
+def kind_of(setup: IterationSetup) -> str:
+    """What a plan must be seen of to be known."""
+    if setup.is_3d:
+        return "3D"
+    return "offload" if setup.is_offloaded else "ZeRO" if setup.is_sharded else "DP"
+
+
+def leave_one_kind_out() -> dict[str, dict[str, float]]:
+    """Mean error in percent of each kind of plan: after the originals' fit points, after all points
+    but those of this kind, and the originals' own.
+    """
+    errors = {}
+    for model in (*AUTHORS_MEAN_ERROR, "llama7b"):  # llama30b has one kind
+        validation, fitted = validation_points(model), fit_iterations(fit_points(model)).model
+        measured = [MeasuredIteration(setup=s, iteration_ms=t) for _, s, t, _ in validation]
+        for kind in sorted({kind_of(setup) for _, setup, _, _ in validation}):
+            points = [p for p in (*fit_points(model), *measured) if kind_of(p.setup) != kind]
+            without = fit_iterations(points).model
+            these = [(s, t, p) for _, s, t, p in validation if kind_of(s) == kind]
+            errors[f"{model}, {kind}"] = {
+                "fitted": mean_error(
+                    [(predict_iteration(fitted, s).total_ms, t) for s, t, _ in these]
+                ),
+                "without": mean_error(
+                    [(predict_iteration(without, s).total_ms, t) for s, t, _ in these]
+                ),
+                "originals": mean_error([(p, t) for _, t, p in these]),
+            }
+    return errors
+
+
 def leave_one_out(model: str) -> float:
     """Error of each 3D plan after a fit to the other ones; their forward times are given, as in the
     data.
@@ -187,6 +219,7 @@ def measure(num_batches: int) -> dict[str, Any]:
         "max_len_errors": max_len_errors(),
         "analytic_errors": analytic_errors(),
         "rubick_mean_error_pct": rubick_errors(),
+        "rubick_leave_one_kind_out_pct": leave_one_kind_out(),
         "proposal_s": {
             f"32b {name} {n} devices, {space}": proposal_seconds("32b", name, n, space)
             for space in SPACES
@@ -222,6 +255,14 @@ def as_table(found: dict[str, Any]) -> str:
     for model, error in found["rubick_mean_error_pct"].items():
         theirs = f" (originals {AUTHORS_MEAN_ERROR[model]})" if model in AUTHORS_MEAN_ERROR else ""
         lines.append(f"| Rubick, {model}, mean error | {error:.2f}%{theirs} |")
+    lines += [
+        "",
+        "| Rubick, kind of plan | fitted | without this kind | originals |",
+        "|---|---|---|---|",
+    ]
+    for name, row in found["rubick_leave_one_kind_out_pct"].items():
+        cells = " | ".join(f"{row[key]:.1f}%" for key in ("fitted", "without", "originals"))
+        lines.append(f"| {name} | {cells} |")
     return "\n".join(lines)
 
 

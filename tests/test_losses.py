@@ -173,11 +173,11 @@ def checks():
 
 
 def scores(engine, reference, examples):
-    """Largest error of log-probabilities and entropies, and whether repeats are equal."""
+    """Largest error of log-probabilities, entropies and mean logits."""
     errors = []
     for strategy in STRATEGIES:
-        found = engine.score(examples, strategy, entropy=True)
-        for example, log_probs, entropy in zip(examples, *found, strict=True):
+        found = engine.score(examples, strategy, entropy=True, details=True)
+        for example, log_probs, entropy, is_top1, mean in zip(examples, *found, strict=True):
             ids = example["input_ids"]
             with torch.no_grad():
                 logits = reference(input_ids=ids[None], use_cache=False).logits[0, :-1]
@@ -188,6 +188,9 @@ def scores(engine, reference, examples):
             errors.append((log_probs[1:] - wanted).abs().max().item() if len(ids) > 1 else 0.0)
             of_entropy = -(log_p.exp() * log_p).sum(-1)
             errors.append((entropy[1:] - of_entropy).abs().max().item() if len(ids) > 1 else 0.0)
+            errors.append((mean[1:] - logits.mean(-1)).abs().max().item() if len(ids) > 1 else 0.0)
+            assert is_top1[1:].bool().tolist() == (logits.argmax(-1) == ids[1:]).tolist()
+            assert is_top1[0] == mean[0] == 0
     return max(errors)
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.profiling import measurements, profile_run, profiler
+from ds_hydra.engine.profiling import measurements, profile_run, profiler, rehearsal
 from ds_hydra.engine.profiling import overlap_slowdown as slowdown
 from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.profile_run import ProfileRequest, run_profile
@@ -74,6 +74,18 @@ def count_measurements(stop_after=None):
     return seen, lambda: setattr(profiler, "stage_ms", original)
 
 
+def count_rehearsals():
+    """Strategies of the iterations that are run from now on."""
+    seen, original = [], rehearsal._run
+
+    def counted(propagator, plan):
+        seen.append(str(plan.strategy))
+        return original(propagator, plan)
+
+    rehearsal._run = counted
+    return seen
+
+
 def count_waits():
     """[all-reduces started to be overlapped, those waited for] from now on."""
     counts = [0, 0]
@@ -121,8 +133,10 @@ def on_ranks(model, folder):
         errors[name] = str(caught.value)
     before = len(seen)
     again, restore = count_measurements()
+    rehearsed = count_rehearsals()
     document = run_profile(request, CPU, resume)
     restore()
+    num_rehearsed = len(rehearsed)
     dist.barrier()
     nothing, restore = count_measurements()
     same = run_profile(request, CPU, resume)
@@ -141,6 +155,8 @@ def on_ranks(model, folder):
         "num_first": before,
         "again": len(again),
         "nothing": nothing,
+        "rehearsed": rehearsed[:num_rehearsed],
+        "rehearsed_again": rehearsed[num_rehearsed:],
         "is_same": same == document,
         "document": document,
         "waits": waits,
@@ -186,6 +202,18 @@ def test_schemes_of_four_ranks_are_measured_once_even_if_interrupted(tmp_path):
     assert first["again"] == num_cases - 9
     assert first["nothing"] == []
     assert first["is_same"]
+    beside = {"1x<2,1> + 2x<1,1>", "1x<2,1> + 1x<1,2>", "1x<1,2> + 2x<1,1>"} & {*first["rehearsed"]}
+    alone = {"4x<1,1>", "2x<2,1>", "2x<1,2>", "1x<4,1>", "1x<2,2>", "1x<1,4>"}
+    assert len(beside) == 2  # of three schemes on half of the ranks
+    assert {*first["rehearsed"]} == alone | beside
+    # Once more what is first, and what shows a scheme that nothing else does
+    assert len(first["rehearsed"]) == len(alone | beside) + 1 + 3
+    assert first["rehearsed"].count("1x<4,1>") == first["rehearsed"].count("1x<2,2>") == 2
+    assert first["rehearsed_again"] == []
+    for entry in document["schemes"]:
+        runs, factor = entry["rehearsed"]["runs"], entry["rehearsed"]["factor"]
+        assert factor > 0
+        assert all(str(Scheme.from_json(entry)) in r["strategy"] for r in runs)
     assert "context_length 64 instead of 128" in first["errors"]["context"]
     assert "'repeats': 2" in first["errors"]["repeats"]
     assert "'repeats': 3" in first["errors"]["repeats"]

@@ -13,7 +13,15 @@ import pytest
 from colors import VISION, contrast, difference
 from hypothesis import given
 from hypothesis import strategies as st
-from run_folders import NUM_RANKS, PROFILE, make_plan, measure, write_run_folder
+from run_folders import (
+    NUM_RANKS,
+    PROFILE,
+    learn_from,
+    make_plan,
+    measure,
+    trace_experts,
+    write_run_folder,
+)
 from test_run_report import make_record, write_run
 from typer.testing import CliRunner
 
@@ -23,6 +31,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.report import svg
 from ds_hydra.report.document import describe_runs
 from ds_hydra.report.gantt import align, draw_gantt
+from ds_hydra.report.learning import scheme_errors
 from ds_hydra.report.page import render_runs, render_simulation
 from ds_hydra.report.perfetto import trace_run, trace_timelines
 from ds_hydra.report.predict import predict_timeline
@@ -691,12 +700,6 @@ def test_the_trace_of_simulated_iterations_with_overlapping_links_follows_the_fo
         check_trace_events(trace_timelines(events))
 
 
-def trace_experts(folder, experts):
-    path = folder / "trace.jsonl"
-    lines = [{**json.loads(line), "experts": experts} for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def test_tokens_of_experts_are_drawn_where_there_are_experts(tmp_path):
     folder = write_run_folder(tmp_path / "run", 3)
     assert "Tokens of each expert" not in render_runs([load_run(folder)])
@@ -706,3 +709,41 @@ def test_tokens_of_experts_are_drawn_where_there_are_experts(tmp_path):
     assert "layer 1, expert 1: 20 tokens, 1.00 of the mean" in html
     trace_experts(folder, {"layers": [1, 3], "tokens": [[20, 20]]})
     assert any("2 layers and tokens of 1" in note for note in load_run(folder).notes)
+
+
+def test_what_was_learned_is_drawn_where_something_was(tmp_path):
+    folder = write_run_folder(tmp_path / "run", 14)
+    assert "What was learned" not in render_runs([load_run(folder)])
+    assert "error of the profile alone" not in render_runs([load_run(folder)])
+    learn_from(folder)
+    run = load_run(folder)
+    html = render_runs([run])
+    assert "scheme &lt;2,1&gt;: 0.90" in html
+    assert "machine: 1.13" in html
+    assert "2 of 14 iterations were trials, expected to cost 0.1 s more" in html
+    assert "trials have cost 0.4% of the run" in html
+    assert "by the profile alone, not corrected" in html
+    assert "error of the profile alone" in html
+    # Twice as long as a profile says that has <4,1> half of what the planner knew
+    worst, *others = scheme_errors(run.records)
+    assert worst.scheme == Scheme(4, 1)
+    assert 2.0 < worst.measured_over_profiled < 2.2
+    assert max(e.measured_over_profiled for e in others if e.num_pipelines > 2) < 1.5
+    (described,) = describe_runs([run])["runs"]
+    assert described["schemes"][0]["scheme"] == "<4,1>"
+    assert described["num_trials"] == 2
+    assert described["profile_error"] > described["absolute_error"]
+    result = invoke(folder)
+    assert "the profile is most wrong about <4,1>, whose pipelines took 2.0" in result.stdout
+
+
+@pytest.mark.parametrize("factor", [0, -1, float("inf"), "x"])
+def test_a_factor_that_cannot_be_is_left_out_with_its_line(tmp_path, factor):
+    folder = write_run_folder(tmp_path / "run", 3)
+    path = folder / "metrics.jsonl"
+    first, *rest = path.read_text().splitlines()
+    line = json.loads(first) | {"learned": {"machine": factor}}
+    path.write_text("\n".join([json.dumps(line), *rest]) + "\n")
+    run = load_run(folder)
+    assert len(run.records) == 2
+    assert any("1 line of metrics.jsonl" in note for note in run.notes)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from browser import find_chromium, num_colored, open_browser
-from run_folders import PROFILE, make_plan, write_run_folder
+from run_folders import PROFILE, learn_from, make_plan, trace_experts, write_run_folder
 from test_run_report import make_record, write_run
 
 from ds_hydra.report.page import render_runs, render_simulation, write_page
@@ -38,6 +38,8 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     full = load_run(write_run_folder(folder / "full"))
     other = load_run(write_run_folder(folder / "a-run-with-a-rather-long-name-of-a-folder", 4))
+    learn_from(write_run_folder(folder / "learned"))
+    trace_experts(folder / "learned", {"layers": [0, 2], "tokens": [[9, 0, 3], [4, 4, 4]]})
     bare = load_run(write_run(folder / "bare", [make_record(0, "2x<1,1>", (100.0, 90.0))]))
     timelines = [
         predict_timeline(make_plan(iteration), PROFILE, forward_fraction=1 / 3)
@@ -46,6 +48,7 @@ def pages(tmp_path_factory):
     html = {
         "run": render_runs([full]),
         "compare": render_runs([full, other]),
+        "learned": render_runs([load_run(folder / "learned")]),
         "bare": render_runs([bare]),
         "simulation": render_simulation(timelines, title="paper/case", subtitle="7B on 8 GPUs"),
     }
@@ -63,6 +66,8 @@ def pages(tmp_path_factory):
         ("run", 400, True),
         ("compare", 1280, True),
         ("compare", 400, False),
+        ("learned", 1280, True),
+        ("learned", 400, False),
         ("bare", 1280, False),
         ("bare", 400, True),
         ("simulation", 1280, False),
@@ -83,7 +88,7 @@ def test_the_page_is_whole_at_every_width_and_in_light_and_dark(page, pages, nam
     ground = np.asarray(picture)[:8].mean()
     assert ground < 60 if dark else ground > 240
     plots = page.evaluate(PLOTS)
-    assert len(plots) >= {"run": 10, "compare": 20, "bare": 6, "simulation": 2}[name]
+    assert len(plots) >= {"run": 10, "compare": 20, "learned": 12, "bare": 6, "simulation": 2}[name]
     for words, x, y, plot_width, plot_height in plots:
         plot = picture.crop((int(x), int(y), int(x + plot_width), int(y + plot_height)))
         assert num_colored(plot) >= 20, f"{words} shows nothing"

@@ -27,6 +27,7 @@ from ds_hydra.strategy.cost_models.search import (
     layer_strategies,
 )
 from ds_hydra.strategy.cost_models.search.costs import CostEstimator
+from ds_hydra.strategy.cost_models.search.galvatron import StagePlan, pipeline_ms
 from ds_hydra.strategy.cost_models.search.layer_dp import StageTables, search_layers
 from ds_hydra.strategy.cost_models.search.partition import (
     balance_degree,
@@ -209,6 +210,12 @@ class TestCosts:
         assert again.compute_ms - plain.compute_ms == pytest.approx(2.0 + 2 * exchanged)
         assert again.forward_mb == 40.0
         assert again.forward_mb + again.backward_mb == plain.forward_mb
+
+    def test_synchronisation_that_is_left_adds_up_where_nothing_was_held_back(self):
+        stage = {"strategies": (), "slowdown_ms": 1.0, "peak_mb": 0.0}
+        stages = [StagePlan(compute_ms=c, tail_ms=t, **stage) for c, t in ((10.0, 3.0), (8.0, 5.0))]
+        assert pipeline_ms(stages, 1) == 10 + 8 + 2 + 3 + 5
+        assert pipeline_ms(stages, 4) == 3 * 10 + 10 + 8 + 2 + 5
 
     def test_a_layout_change_costs_and_none_does_not(self):
         given = SearchInput.from_json(layers_document())

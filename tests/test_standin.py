@@ -39,8 +39,8 @@ def max_launches(text, num_buckets):
     """Kernels of an iteration outside the model's layers, the loss and the optimizer's step,
     collectives included: what is pulled and pushed, and what ranks tell each other.
     """
-    per_bucket = 22 if "<2," in text else 10
-    return 40 + (per_bucket + 6 * ("gather" in text)) * num_buckets
+    per_bucket = 13 if "<2," in text else 7
+    return 40 + (per_bucket + 4 * ("gather" in text)) * num_buckets
 
 
 MAX_HOST_WAITS = 8

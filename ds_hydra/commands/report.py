@@ -159,4 +159,10 @@ def _describe(document: dict[str, Any]) -> str:
             f"{run['name']}: {run['num_iterations']} iterations, {run['tokens_per_s']:,.0f} tokens/s (median); slowest "
             f"is iteration {slow['iteration']} ({slow['iteration_ms']:,.0f} ms): {slow['causes'][0]['text']}"
         )
+        if run["schemes"]:
+            worst = run["schemes"][0]
+            lines.append(
+                f"{run['name']}: the profile is most wrong about {worst['scheme']}, whose pipelines took "
+                f"{worst['measured_over_profiled']:.2f} times what it says ({worst['num_pipelines']} of them)"
+            )
     return "\n".join(lines)

@@ -119,7 +119,7 @@ class EngineCandidates:
         it is not yet. Collective then, so all ranks call it at the same places.
         """
         if self.profile is None:
-            with watch("profiling"):
+            with watch("profiling"), torch.enable_grad():  # scores may be asked for without
                 document = measure_profile(self.propagator, self.strategies, self.config)
             if self.log is not None:
                 self.log.write_profile(document)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -119,6 +119,16 @@ def only_ids(row: Any) -> Any:
     if not isinstance(row, Mapping):
         return row
     return {key: row[key] for key in ("input_ids", "attention_mask") if key in row}
+
+
+class MiniBatches:
+    """Endless global mini-batches of an engine's data, as lists of examples."""
+
+    def __init__(self, iterate: Callable[[], Iterator[list[dict[str, Any]]]]):
+        self._iterate = iterate
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        return self._iterate()
 
 
 def fetch_examples(

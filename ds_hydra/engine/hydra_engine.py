@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import deepspeed
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checkpointing.engine import CheckpointingEngine
-from ds_hydra.engine.examples import local_rank, only_ids, read_data
+from ds_hydra.engine.examples import MiniBatches, local_rank, only_ids, read_data
 from ds_hydra.engine.gradient_shards import GradientShards
-from ds_hydra.engine.iteration import Iteration, Outcomes, score, weigh
+from ds_hydra.engine.iteration import Iteration, Outcomes, gather_scores, observe, score, weigh
 from ds_hydra.engine.losses.loss import Loss
 from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.engine.model.bias_correction import BiasCorrection
@@ -81,6 +81,7 @@ class HydraEngine(CheckpointingEngine):
         self._hydra: HydraRuntime | None = None
         self._bias_correction: BiasCorrection | None = None
         self._gradients: GradientShards | None = None
+        self.last_scores: Scores | None = None
         self.last_metrics: IterationMetrics | None = None
         """Metrics of the last iteration; equal on all ranks but for this rank's own iteration and
         step time.
@@ -140,6 +141,8 @@ class HydraEngine(CheckpointingEngine):
         batch: Sequence[ExampleLike] | None = None,
         strategy: str | Strategy | None = None,
         loss: Loss | None = None,
+        *,
+        keep_scores: bool = False,
     ) -> Tensor:
         """One iteration: plan, pull, propagate, push, optimizer step. Returns the global token-mean
         loss.
@@ -148,7 +151,8 @@ class HydraEngine(CheckpointingEngine):
         global mini-batch, the same list of {"input_ids": [l], "labels": [l]} on every rank.
         `strategy` (for example "2x<1,2>") forces one, else the best candidate is taken. `loss`
         takes the place of the mean cross entropy of a given mini-batch (`ds_hydra.losses`); its
-        fields are columns of the examples. The loss is a 0-dim fp32 tensor, equal on all ranks.
+        fields are columns of the examples. `keep_scores` with a `loss` leaves in `last_scores` what
+        the pass says of the tokens that count. The loss is a 0-dim fp32 tensor, equal on all ranks.
         Raises, on all ranks, InfeasiblePlanError where no strategy can fit a sequence, and
         HydraDataError where `loss` is not finite.
         """
@@ -169,9 +173,12 @@ class HydraEngine(CheckpointingEngine):
             )
             with self.hydra.section("propagation"):
                 iteration = weigh(iteration, self.hydra.propagator, self.device)
+                seen, collector = observe(iteration, self.device, wanted=keep_scores)
                 grads_P = self._zero_gradient_shards()
-                outcome = self.hydra.train(iteration, grads_P, self._loss_scale())
+                outcome = self.hydra.train(seen, grads_P, self._loss_scale())
                 outcomes = self.hydra.gather_outcomes(outcome, grads_P)
+                if collector is not None:
+                    self.last_scores = gather_scores(iteration, collector, self.hydra.propagator)
             value = outcomes.loss(iteration.plan, iteration.objective)
             before_step = time.perf_counter()
             with self.hydra.section("step"):
@@ -211,8 +218,10 @@ class HydraEngine(CheckpointingEngine):
         strategy: str | Strategy | None = None,
         *,
         entropy: bool = False,
+        details: bool = False,
     ) -> Scores:
-        """Log-probabilities of all tokens of `batch`, and on request entropies, forward only.
+        """Log-probabilities of all tokens of `batch`, on request entropies, and with `details` what
+        else `Scores` has; forward only.
 
         `batch` and `strategy` as in `train_batch`; labels do not matter. Returned on every rank, in
         the order of `batch`: value i of a sequence is about token i given those before it, 0 for
@@ -221,7 +230,8 @@ class HydraEngine(CheckpointingEngine):
         with self.hydra.section("scores"):
             rows = [only_ids(row) for row in batch]
             iteration = self.hydra.plan_examples(rows, strategy, self.global_steps)
-            return score(iteration, self.hydra.propagator, self.device, entropy=entropy)
+            propagator = self.hydra.propagator
+            return score(iteration, propagator, self.device, entropy=entropy, details=details)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Evaluation only: in training mode the layers run inside `train_batch`."""
@@ -248,7 +258,7 @@ class HydraEngine(CheckpointingEngine):
         with watch("reading data"):
             data = read_data(dataset, self._hydra_config, self.device)
             run_together(lambda: self.hydra.attach_data(data), self.device)
-        return _MiniBatches(self)
+        return MiniBatches(lambda: self.hydra.iterate_examples())
 
     def destroy(self) -> None:
         """Stop planning processes, files, process groups; DeepSpeed's own clean-up; with the last
@@ -412,16 +422,6 @@ class HydraEngine(CheckpointingEngine):
             "engine.train_batch(batch=examples) (or engine.train_batch() with training_data), and "
             "engine.eval_batch(examples) or engine.eval() for evaluation"
         )
-
-
-class _MiniBatches:
-    """Endless global mini-batches of an engine's data, as lists of examples."""
-
-    def __init__(self, engine: HydraEngine):
-        self._engine = engine
-
-    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        return self._engine.hydra.iterate_examples()
 
 
 _modules_of_engines: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -80,16 +80,38 @@ class Outcomes:
 
 
 def score(
-    iteration: Iteration, propagator: Propagator, device: torch.device, *, entropy: bool = False
+    iteration: Iteration,
+    propagator: Propagator,
+    device: torch.device,
+    *,
+    entropy: bool = False,
+    details: bool = False,
 ) -> Scores:
     """Scores of every token of the iteration's sequences, forward only. Collective over all ranks,
     returned on each.
     """
     lengths = iteration.plan.lengths
-    collector = Collector(sum(lengths), device, entropy=entropy)
+    collector = Collector(sum(lengths), device, entropy=entropy, details=details)
     propagator.evaluate(iteration.plan, iteration.load, collector.objective(lengths))
+    return gather_scores(iteration, collector, propagator)
+
+
+def observe(
+    iteration: Iteration, device: torch.device, *, wanted: bool
+) -> tuple[Iteration, Collector | None]:
+    """`iteration`, and where `wanted` what keeps the scores of its tokens that count meanwhile."""
+    objective, lengths = iteration.objective, iteration.plan.lengths
+    if not wanted or objective is None:
+        return iteration, None
+    collector = Collector(sum(lengths), device, entropy=True, details=True, inner=objective.loss)
+    return replace(iteration, objective=collector.objective(lengths, objective)), collector
+
+
+def gather_scores(iteration: Iteration, collector: Collector, propagator: Propagator) -> Scores:
+    """What `collector` has kept on all ranks, on each. Collective over all ranks."""
     role = Role.find(iteration.plan.strategy, propagator.rank)
-    return collector.gather(lengths, counts_here=role is not None and role.tp_rank == 0)
+    counts_here = role is not None and role.tp_rank == 0
+    return collector.gather(iteration.plan.lengths, counts_here=counts_here)
 
 
 def weigh(iteration: Iteration, propagator: Propagator, device: torch.device) -> Iteration:

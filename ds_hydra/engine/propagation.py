@@ -76,7 +76,7 @@ class Propagator:
         self.stage_model = stage_model
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
-        self._device = device
+        self.device = device
         self.groups = GroupPool(max_groups, device, max_groups_of_rank)
         self.hosts = find_hosts(device)
         self.links = StrategyLinks(
@@ -104,10 +104,10 @@ class Propagator:
         A `problem` that any rank brings is raised on all. One all-gather.
         """
         row = [plan.digest, batch_fingerprint, problem is not None]
-        all_ranks = gather_rows(to_device(torch.tensor(row), self._device))
+        all_ranks = gather_rows(to_device(torch.tensor(row), self.device))
         *columns, problems = all_ranks.T.tolist()
         if any(problems):
-            raise_together(problem, self._device)
+            raise_together(problem, self.device)
         for what, digests in zip(("plan", "mini-batch"), columns, strict=True):
             differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
             if differing:
@@ -211,7 +211,7 @@ class Propagator:
 
     def max_over_ranks(self, value: float) -> float:
         """The largest `value` of any rank."""
-        return max_over_ranks(value, self._device)
+        return max_over_ranks(value, self.device)
 
     def _propagate(
         self,
@@ -228,7 +228,7 @@ class Propagator:
         Collective over the pipeline only.
         """
         role = work.role
-        self.stage_model.balance.begin(self._device, loss_scale, plan.num_tokens)
+        self.stage_model.balance.begin(self.device, loss_scale, plan.num_tokens)
         if role is None or not plan.pipelines[role.pipeline].micro_batches:
             return []
         self._enter(role, work, slices)
@@ -240,7 +240,7 @@ class Propagator:
                 plan.pipelines[role.pipeline],
                 stage,
                 load,
-                self._device,
+                self.device,
                 sequence_shard,
                 self._context(role),
                 objective,
@@ -325,7 +325,7 @@ class Propagator:
             stage=role.stage,
             hidden_size=self.stage_model.hidden_size,
             dtype=next(iter(slices.leaves.values())).dtype,
-            device=self._device,
+            device=self.device,
         )
 
     def _sequence_shard(self, role: Role) -> SequenceShard | None:

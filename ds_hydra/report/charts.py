@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from math import ceil, isfinite, isnan
-from statistics import median
+from math import ceil, isnan
 from typing import TypeVar
 
 import numpy as np
 from markupsafe import Markup
 
 from ds_hydra.report import svg
+from ds_hydra.report.lines import draw_lines, iteration_axis, running_median
 from ds_hydra.report.run_folder import RankMemory, Run, rank_memory
 from ds_hydra.report.slowest import divide_time
 from ds_hydra.report.strip import NUM_COLORS
@@ -26,7 +26,7 @@ _BINS_PER_OCTAVE = 4
 
 def draw_losses(runs: Sequence[Run]) -> list[Markup]:
     """Loss over iterations."""
-    return _draw_lines(
+    return draw_lines(
         runs, [[(r.iteration, r.loss) for r in run.records] for run in runs], "loss", "f0"
     )
 
@@ -34,42 +34,9 @@ def draw_losses(runs: Sequence[Run]) -> list[Markup]:
 def draw_throughputs(runs: Sequence[Run]) -> list[Markup]:
     """Useful tokens per second over iterations, with the median."""
     series = [[(r.iteration, r.tokens_per_s) for r in run.records] for run in runs]
-    panels = _draw_lines(runs, series, "tokens/s", "f2", from_zero=True, with_median=True)
+    panels = draw_lines(runs, series, "tokens/s", "f2", from_zero=True, with_median=True)
     entries = [(svg.stroke("line f2"), "each iteration"), (svg.stroke("median"), "median")]
     return [panel + svg.legend(entries) for panel in panels]
-
-
-def _draw_lines(
-    runs: Sequence[Run],
-    series: Sequence[Sequence[svg.Point]],
-    label: str,
-    css: str,
-    *,
-    from_zero: bool = False,
-    with_median: bool = False,
-) -> list[Markup]:
-    x = _iteration_axis(runs)
-    y = svg.value_axis((value for points in series for _, value in points), from_zero=from_zero)
-    panels = []
-    for points in series:
-        marks = [svg.line(points, x, y, css)]
-        finite = [value for _, value in points if isfinite(value)]
-        if with_median and finite:
-            marks.append(svg.horizontal(y.percent(median(finite)), "median"))
-        gaps = len(points) - len(finite)
-        describe = f"{label} over {len(points)} iterations"
-        panel = svg.plot(marks, x=x, y=y, x_label="iteration", y_label=label, describe=describe)
-        if gaps:
-            panel += Markup(
-                f'<p class="warn">{gaps} of {len(points)} iterations have a {label} that is not a number.</p>'
-            )
-        panels.append(panel)
-    return panels
-
-
-def _iteration_axis(runs: Sequence[Run]) -> svg.Axis:
-    numbers = [r.iteration for run in runs for r in run.records]
-    return svg.linear_axis(min(numbers) - 0.5, max(numbers) + 0.5, num_ticks=8, integer=True)
 
 
 def draw_scatter(runs: Sequence[Run]) -> list[Markup]:
@@ -110,7 +77,9 @@ def draw_scatter(runs: Sequence[Run]) -> list[Markup]:
 
 
 def draw_errors(runs: Sequence[Run]) -> list[Markup]:
-    """Error of the prediction of each pipeline over iterations, with a running median."""
+    """Error of the prediction of each pipeline over iterations, with running medians: as planned,
+    and where plans were corrected by the profile alone.
+    """
     schemes = _schemes(runs)
     errors = [
         [
@@ -121,21 +90,28 @@ def draw_errors(runs: Sequence[Run]) -> list[Markup]:
         ]
         for run in runs
     ]
-    everything = sorted(error for points in errors for *_, error in points)
+    before = [_trend(run, "profile_error") for run in runs]
+    everything = sorted(
+        [*(e for points in errors for *_, e in points), *(e for line in before for _, e in line)]
+    )
     # A few wild iterations must not flatten all others: they are drawn at the edge, with their
     # value as text.
     kept = everything[len(everything) // 50 : len(everything) - len(everything) // 50] or everything
-    x = _iteration_axis(runs)
+    x = iteration_axis(runs)
     y = svg.value_axis([*kept, 0.0], label=lambda value: f"{value:+.0f}%" if value else "0%")
     panels = []
-    for run, points in zip(runs, errors, strict=True):
+    for run, points, uncorrected in zip(runs, errors, before, strict=True):
         marks = [svg.horizontal(y.percent(0.0), "zero")]
         for record, pipeline, error in _thin(points):
             tip = f"iteration {record.iteration}, {pipeline.scheme}: {error:+.1f}%"
             index = schemes.index(pipeline.scheme)
             point = (record.iteration, error)
             marks.append(svg.dot(point, x, y, _dot_class(index), marker=index, tip=tip))
-        marks.append(svg.line(_running_median(run), x, y, "trend"))
+        marks.append(svg.line(_trend(run, "prediction_error"), x, y, "trend"))
+        entries = [(svg.stroke("line trend"), "running median of the slowest pipeline")]
+        if uncorrected:
+            marks.append(svg.line(uncorrected, x, y, "before"))
+            entries.append((svg.stroke("line before"), "by the profile alone, not corrected"))
         panels.append(
             svg.plot(
                 marks,
@@ -146,22 +122,14 @@ def draw_errors(runs: Sequence[Run]) -> list[Markup]:
                 describe="error of the predicted time of each pipeline over iterations",
                 height=260,
             )
-            + _scheme_legend(
-                schemes, (svg.stroke("line trend"), "running median of the slowest pipeline")
-            )
+            + _scheme_legend(schemes, *entries)
         )
     return panels
 
 
-def _running_median(run: Run, window: int = 9) -> list[svg.Point]:
-    known = [
-        (r.iteration, 100 * r.prediction_error) for r in run.records if isfinite(r.prediction_error)
-    ]
-    points = []
-    for index, (iteration, _) in enumerate(known):
-        near = known[max(0, index - window // 2) : index + window // 2 + 1]
-        points.append((float(iteration), median(error for _, error in near)))
-    return points
+def _trend(run: Run, name: str) -> list[svg.Point]:
+    """Running median of an error, in percent."""
+    return running_median([(r.iteration, 100 * getattr(r, name)) for r in run.records])
 
 
 def _schemes(runs: Sequence[Run]) -> list[Scheme]:
@@ -172,11 +140,11 @@ def _dot_class(index: int) -> str:
     return f"f{index % NUM_COLORS} dot"
 
 
-def _scheme_legend(schemes: Sequence[Scheme], extra: tuple[str, str]) -> Markup:
+def _scheme_legend(schemes: Sequence[Scheme], *extra: tuple[str, str]) -> Markup:
     entries = [
         (svg.sign(_dot_class(index), index), str(scheme)) for index, scheme in enumerate(schemes)
     ]
-    return svg.legend([*entries, extra])
+    return svg.legend([*entries, *extra])
 
 
 def _thin(items: Sequence[_Item]) -> Sequence[_Item]:

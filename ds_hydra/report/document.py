@@ -8,6 +8,7 @@ from math import isfinite, isnan
 from statistics import median
 from typing import Any
 
+from ds_hydra.report.learning import scheme_errors
 from ds_hydra.report.run_folder import Run, rank_memory
 from ds_hydra.report.slowest import divide_time, find_slowest
 from ds_hydra.simulator.timeline import Timeline
@@ -53,6 +54,7 @@ def _describe(run: Run) -> dict[str, Any]:
         "tokens_per_s": summary.tokens_per_s,
         "measured_over_predicted": summary.measured_over_predicted,
         "absolute_error": summary.absolute_error,
+        "profile_error": summary.profile_error,
         "imbalance": summary.imbalance,
         "bubble": _median([r.bubble for r in run.records]),
         "pack_occupancy": _median([r.pack_occupancy for r in run.records]),
@@ -67,6 +69,16 @@ def _describe(run: Run) -> dict[str, Any]:
             }
             for use in summary.strategies
         ],
+        "schemes": [
+            {
+                "scheme": str(error.scheme),
+                "num_pipelines": error.num_pipelines,
+                "measured_over_profiled": error.measured_over_profiled,
+            }
+            for error in scheme_errors(run.records)
+        ],
+        "num_trials": sum(r.trial_ms > 0 for r in run.records),
+        "trials_share": run.records[-1].trials_share,
         "max_len_tokens": {str(scheme): tokens for scheme, tokens in run.max_len().items()},
         "memory": [asdict(memory) for memory in rank_memory(run)],
         "slowest": [

@@ -8,16 +8,22 @@ from math import isnan
 from markupsafe import Markup
 
 from ds_hydra.report import svg
+from ds_hydra.report.lines import draw_lines
 from ds_hydra.report.run_folder import Run
 
-_DARKEST = 3.0
-"""Tokens over the mean from which a cell is no darker."""
+_FULLEST = 3.0
+"""Tokens over the mean from which a cell's colour is no fuller."""
 _MAX_TIPS = 4096
 
 
 def draw_experts(runs: Sequence[Run]) -> list[Markup]:
     """A map of layers and experts, and the imbalance over iterations, for each run."""
-    return [_draw_map(run) + _draw_imbalance(run) for run in runs]
+    imbalances = [
+        [(r.iteration, r.expert_imbalance) for r in run.records if not isnan(r.expert_imbalance)]
+        for run in runs
+    ]
+    lines = draw_lines(runs, imbalances, "most chosen / mean - 1", "f0", from_zero=True, height=140)
+    return [_draw_map(run) + line for run, line in zip(runs, lines, strict=True)]
 
 
 def _draw_map(run: Run) -> Markup:
@@ -29,7 +35,7 @@ def _draw_map(run: Run) -> Markup:
     x = svg.linear_axis(-0.5, num_experts - 0.5, num_ticks=8, integer=True)
     y = svg.linear_axis(min(tokens) - 0.5, max(tokens) + 0.5, num_ticks=6, integer=True)
     with_tips = num_experts * len(tokens) <= _MAX_TIPS
-    marks = []
+    marks = [svg.bar(0.0, 100.0, "0", "100%", "ground")]  # no lines of the grid behind cells
     for layer, counts in tokens.items():
         top, bottom = 100 - y.percent(layer + 0.5), 100 - y.percent(layer - 0.5)
         mean = sum(counts) / len(counts)
@@ -40,11 +46,11 @@ def _draw_map(run: Run) -> Markup:
                 x.percent(expert + 0.5),
                 f"{top:g}%",
                 f"{bottom - top:g}%",
-                "f0",
+                "cell",
                 tip=f"layer {layer}, expert {expert}: {count:,} tokens, {share:.2f} of the mean"
                 * with_tips,
             )
-            shade = min(1.0, share / _DARKEST)
+            shade = min(1.0, share / _FULLEST)
             marks.append(cell.replace("<rect ", f'<rect fill-opacity="{shade:.2f}" ', 1))
     height = min(420, max(90, 16 * (max(tokens) - min(tokens) + 1)))
     plot = svg.plot(
@@ -57,24 +63,5 @@ def _draw_map(run: Run) -> Markup:
         height=height,
     )
     return plot + Markup(
-        '<p class="none">Iteration {}: white no token, darkest {:g} times the mean or more.</p>'
-    ).format(max(traced), _DARKEST)
-
-
-def _draw_imbalance(run: Run) -> Markup:
-    points = [
-        (r.iteration, r.expert_imbalance) for r in run.records if not isnan(r.expert_imbalance)
-    ]
-    if not points:
-        return Markup("")
-    x = svg.linear_axis(points[0][0] - 0.5, points[-1][0] + 0.5, num_ticks=8, integer=True)
-    y = svg.value_axis((value for _, value in points), from_zero=True)
-    return svg.plot(
-        [svg.line(points, x, y, "line f0")],
-        x=x,
-        y=y,
-        x_label="iteration",
-        y_label="most chosen / mean - 1",
-        describe="imbalance of experts over iterations",
-        height=140,
-    )
+        '<p class="none">Iteration {}: no colour is no token, full colour {:g} times the mean or more.</p>'
+    ).format(max(traced), _FULLEST)

@@ -18,6 +18,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.report import charts, strip
 from ds_hydra.report.experts import draw_experts
 from ds_hydra.report.gantt import align, draw_gantt
+from ds_hydra.report.learning import draw_learned
 from ds_hydra.report.run_folder import Run
 from ds_hydra.report.run_report import IterationRecord, RunSummary
 from ds_hydra.report.slowest import divide_time, find_slowest
@@ -92,6 +93,7 @@ def render_runs(runs: Sequence[Run]) -> str:
                 "Above zero it took longer than planned.",
                 charts.draw_errors(runs),
             ),
+            *_learned(runs),
             Section(
                 "gantt",
                 "Timeline of an iteration",
@@ -120,6 +122,21 @@ def render_runs(runs: Sequence[Run]) -> str:
             ),
         ],
     )
+
+
+def _learned(runs: Sequence[Run]) -> list[Section]:
+    """Nothing for runs that did not keep what they learned."""
+    if not any(record.learned for run in runs for record in run.records):
+        return []
+    return [
+        Section(
+            "learned",
+            "What was learned of the profile",
+            "Factors that multiply the profile's times, known before each iteration; the eight that went farthest "
+            "from 1.",
+            draw_learned(runs),
+        )
+    ]
 
 
 def _experts(runs: Sequence[Run]) -> list[Section]:
@@ -264,6 +281,7 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
                 for s in summaries
             ],
         ),
+        *_profile_figure(summaries),
         (
             "waited for pull and push",
             [_share(s.pull + s.push, u) for s, u in zip(shares, summaries, strict=True)],
@@ -281,6 +299,15 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
         ratio = summaries[1].tokens_per_s / summaries[0].tokens_per_s
         figures[0][1][1] += f" ({ratio:.2f} x)"
     return figures
+
+
+def _profile_figure(summaries: Sequence[RunSummary]) -> list[tuple[str, list[str]]]:
+    """How far the profile alone was off, where a run kept that."""
+    errors = [s.profile_error for s in summaries]
+    if all(isnan(error) for error in errors):
+        return []
+    texts = ["not recorded" if isnan(error) else f"{error:.1%}" for error in errors]
+    return [("error of the profile alone", texts)]
 
 
 def _share(part_ms: float, summary: RunSummary) -> str:

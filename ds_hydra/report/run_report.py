@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from math import nan
+from dataclasses import dataclass, field
+from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,6 +40,8 @@ class PipelineRecord:
     num_tokens: int
     predicted_ms: float
     measured_ms: float
+    profiled_ms: float = nan
+    """Predicted by the profile alone; NaN where nothing corrects it, or a run does not say."""
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> PipelineRecord:
@@ -51,6 +53,9 @@ class PipelineRecord:
             num_tokens=read_count(document, "num_tokens"),
             predicted_ms=read_time(document, "predicted_ms"),
             measured_ms=read_time(document, "measured_ms"),
+            profiled_ms=read_time(document, "profiled_ms")
+            if document.get("profiled_ms") is not None
+            else nan,
         )
 
 
@@ -85,11 +90,25 @@ class IterationRecord:
     """Part of the pull that computation waited for; all of it where a run does not say."""
     visible_push_ms: float = 0.0
     step_ms: float = 0.0
+    trial_ms: float = 0.0
+    """How much longer than the best known strategy it was expected to take, where it was tried."""
+    trials_share: float = nan
+    """Part of the run's time that trials have cost so far."""
+    learned: Mapping[str, float] = field(default_factory=dict)
+    """Factors between measured and profiled times, by what they are due to."""
 
     @property
     def prediction_error(self) -> float:
         """Measured over predicted, minus 1: 0.1 where it took 10% longer than planned."""
         return self.measured_ms / self.predicted_ms - 1 if self.predicted_ms > 0 else nan
+
+    @property
+    def profile_error(self) -> float:
+        """The same of what the profile alone says; NaN where that is not known of all pipelines."""
+        profiled_ms = [p.profiled_ms for p in self.pipelines if p.measured_ms > 0]
+        slowest_ms = max(profiled_ms, default=0.0)
+        is_known = slowest_ms > 0 and all(isfinite(time) for time in profiled_ms)
+        return self.measured_ms / slowest_ms - 1 if is_known else nan
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> IterationRecord:
@@ -122,8 +141,18 @@ class IterationRecord:
                 PipelineRecord.from_json(check_object(entry, "a pipeline"))
                 for entry in read_list(document, "pipelines")
             ),
+            learned=_read_factors(document),
             **optional,
         )
+
+
+def _read_factors(document: Mapping[str, Any]) -> dict[str, float]:
+    factors = check_object(document.get("learned") or {}, "learned")
+    found = {str(name): read_number(factors, name) for name in factors}
+    for name, factor in found.items():
+        if not 0 < factor < inf:
+            raise HydraConfigError(f"the factor {name!r} is {factor}, expected a number above 0")
+    return found
 
 
 _OPTIONAL: Mapping[str, Callable[[Mapping[str, Any], str], float]] = {
@@ -138,6 +167,8 @@ _OPTIONAL: Mapping[str, Callable[[Mapping[str, Any], str], float]] = {
     "visible_pull_ms": read_time,
     "visible_push_ms": read_time,
     "step_ms": read_time,
+    "trial_ms": read_time,
+    "trials_share": read_number,
 }
 """Fields that older versions did not write, or that may not be numbers."""
 
@@ -171,6 +202,8 @@ class RunSummary:
     last_loss: float
     measured_over_predicted: float
     absolute_error: float
+    profile_error: float
+    """The absolute error of the profile alone; NaN where the run did not keep what it says."""
     tokens_per_s: float
     imbalance: float
 
@@ -196,7 +229,12 @@ class RunSummary:
             f"loss            {self.first_loss:.3f} -> {self.last_loss:.3f}",
             f"tokens/s        {self.tokens_per_s:,.0f} (median)",
             f"measured time   {self.measured_over_predicted:.2f} x predicted, "
-            f"off by {self.absolute_error:.1%} (medians)",
+            f"off by {self.absolute_error:.1%} (medians)"
+            + (
+                ""
+                if isnan(self.profile_error)
+                else f"; the profile alone by {self.profile_error:.1%}"
+            ),
             f"imbalance       {self.imbalance:.1%} (median)",
         ]
 
@@ -223,6 +261,9 @@ def summarize_records(records: Sequence[IterationRecord]) -> RunSummary:
         last_loss=records[-1].loss,
         measured_over_predicted=median(ratios),
         absolute_error=median(abs(ratio - 1) for ratio in ratios),
+        profile_error=median(
+            [abs(r.profile_error) for r in records if not isnan(r.profile_error)] or [nan]
+        ),
         tokens_per_s=median(r.tokens_per_s for r in records),
         imbalance=median(r.imbalance for r in records),
     )

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -109,15 +109,28 @@ _PADDING_COLLATORS = (
 )
 
 
-def check_arguments(args: TrainingArguments, note: Note) -> None:
-    """Raise HydraConfigError for what would not be honoured; `note` what has no effect."""
-    if problems := [*_find_refused(args), *_find_refused_of_trl(args)]:
+def check_arguments(
+    args: TrainingArguments,
+    note: Note,
+    honoured: Collection[str] = (),
+    more_problems: Sequence[str] | None = None,
+) -> None:
+    """Raise HydraConfigError for what would not be honoured; `note` what has no effect.
+
+    A Trainer that says with `more_problems` what it refuses of TRL's fields honours the others, and
+    those of transformers that are `honoured`.
+    """
+    is_of_trl = more_problems is not None
+    of_trl = more_problems if is_of_trl else list(_find_refused_of_trl(args))
+    if problems := [*_find_refused(args, honoured), *of_trl]:
         raise HydraConfigError(
             "\n  ".join([f"these {type(args).__name__} are not supported:", *problems])
         )
     for name, why in WITHOUT_EFFECT.items():
-        if _is_set(args, name):
+        if name not in honoured and _is_set(args, name):
             note(f"TrainingArguments.{name} has no effect: {why}")
+    if is_of_trl:
+        return
     if args.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
         note(
             f"TrainingArguments.train_sampling_strategy={args.train_sampling_strategy!r} has no effect: mini-batches "
@@ -148,8 +161,11 @@ def read_loss_option(args: TrainingArguments, name: str, given: bool | None) -> 
     return of_args if given is None else given
 
 
-def map_arguments(args: TrainingArguments, hydra: HydraConfig, note: Note) -> HydraConfig:
-    """`hydra` with what TrainingArguments say about order, seed and activation checkpointing.
+def map_arguments(
+    args: TrainingArguments, hydra: HydraConfig, note: Note, *, of_trl: bool = True
+) -> HydraConfig:
+    """`hydra` with what TrainingArguments say about order, seed and activation checkpointing, and
+    what fields `of_trl` say.
 
     A key that the "hydra" section gives itself must not contradict them.
     """
@@ -163,7 +179,7 @@ def map_arguments(args: TrainingArguments, hydra: HydraConfig, note: Note) -> Hy
         wanted["shuffle"] = ("train_sampling_strategy='sequential'", False)
     if args.activation_checkpointing or args.gradient_checkpointing:
         wanted["activation_checkpointing"] = ("activation_checkpointing", True)
-    for name, value in _set_fields_of_trl(args).items():
+    for name, value in _set_fields_of_trl(args).items() if of_trl else ():
         if name in _SFT_KEYS:
             wanted[_SFT_KEYS[name]] = (name, value)
     for key, (source, value) in wanted.items():
@@ -208,9 +224,9 @@ def check_data_collator(collator: Any, note: Note) -> None:
     )
 
 
-def _find_refused(args: TrainingArguments) -> Iterator[str]:
+def _find_refused(args: TrainingArguments, honoured: Collection[str]) -> Iterator[str]:
     for name, why in REFUSED.items():
-        if _is_set(args, name):
+        if name not in honoured and _is_set(args, name):
             yield f"{name}={getattr(args, name)!r}: {why}"
     optim = str(getattr(args.optim, "value", args.optim))
     if optim in ("lomo", "adalomo") or optim.endswith("_layerwise"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import transformers
+from transformers import Trainer
 
 from ds_hydra.errors import HydraConfigError
 
@@ -44,7 +44,7 @@ NOT_CALLED = {
 }
 """Names of transformers 5; a test compares them with what its Trainer calls."""
 
-_STOCK = dict(vars(transformers.Trainer))
+_STOCK = dict(vars(Trainer))
 
 
 def check_overrides(trainer: Any, base: type) -> None:
@@ -66,7 +66,8 @@ def check_overrides(trainer: Any, base: type) -> None:
 def is_overridden(trainer: Any, name: str, base: type) -> bool:
     """Whether `trainer.name` is neither that of transformers nor that of `base`."""
     method = getattr(trainer, name)
-    return getattr(method, "__func__", method) not in (_STOCK[name], vars(base).get(name))
+    ours = [vars(kind).get(name) for kind in base.__mro__[: base.__mro__.index(Trainer)]]
+    return getattr(method, "__func__", method) not in (_STOCK[name], *ours)
 
 
 def _find_set(trainer: Any) -> Iterator[str]:

@@ -19,31 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.zero_link.buffers import ExchangeBuffers
-from ds_hydra.zero_link.messages import Batch, LinkPlan, Message, Phase, Piece, Store
-from ds_hydra.zero_link.packed import Copy, PackedPhase, Side, pack_phase
-from ds_hydra.zero_link.views import cut_off, is_one_run, message_numel, places_in, view_of
+from ds_hydra.zero_link.messages import Batch, LinkPlan, Message, Phase
+from ds_hydra.zero_link.packed import Addition, PackedPhase, Side, pack_phase
+from ds_hydra.zero_link.stores import Stores, packed_views, run_pairs, stored_views
+from ds_hydra.zero_link.views import cut_off, is_one_run, message_numel, places_in
 
-
-@dataclass(frozen=True, slots=True)
-class _Stores:
-    """The tensors that one round reads and writes, of one type; those it does not touch may be
-    empty.
-    """
-
-    dtype: torch.dtype
-    shards_P: Sequence[Tensor]
-    slices_S: Sequence[Tensor]
-    stages: dict[int, Tensor]
-
-    def tensor(self, store: Store, key: int) -> Tensor:
-        """The flat tensor of a piece."""
-        if store is Store.RELAY:
-            return self.stages[key]
-        return (self.shards_P if store is Store.SHARD else self.slices_S)[key]
-
-    def view(self, batch: Batch, piece: Piece) -> Tensor:
-        """[rows, cols] of a piece of `batch`."""
-        return view_of(self.tensor(batch.store, piece.key), piece)
+_FEW = 2
+"""Contributions to a block that are added where the sum belongs."""
 
 
 @dataclass(slots=True)
@@ -142,14 +124,14 @@ class Link:
         """
         round_ = plan.rounds[index]
         dtype = shards_P[0].dtype
-        stores = _Stores(dtype, shards_P, slices_S, self._relayed)
+        stores = Stores(dtype, shards_P, slices_S, self._relayed)
         if round_.relayed_numel:
             self._relayed[index] = self._buffers.take(round_.relayed_numel, dtype)
 
         if packed := self._pack(plan, index):
             posted = self._post_packed(packed.shards, packed.slices, stores, dtype)
-            self._copy_local(round_.phases[0], stores)
-            return RoundUnderWay(posted, lambda done: self._unpack_all(done, packed, stores))
+            local = round_.phases[0].local
+            return RoundUnderWay(posted, lambda done: self._unpack_all(done, packed, local, stores))
 
         def post(phase: Phase, group: int) -> _Posted:
             posted = self._post(phase.outgoing, phase.incoming, stores, dtype, group, in_place=True)
@@ -175,7 +157,7 @@ class Link:
         nodes needs its rounds in descending order, unless it was planned with `independent_rounds`.
         """
         round_ = plan.rounds[index]
-        stores = _Stores(torch.float32, grads_P, grads_S, self._relayed)
+        stores = Stores(torch.float32, grads_P, grads_S, self._relayed)
         if packed := self._pack(plan, index):
             dtype = self._gradient_dtype
             posted = self._post_packed(packed.slices, packed.shards, stores, dtype)
@@ -246,10 +228,10 @@ class Link:
         return self._packed[id(phase)][1]
 
     def _post_packed(
-        self, send: Side, receive: Side, stores: _Stores, dtype: torch.dtype
+        self, send: Side, receive: Side, stores: Stores, dtype: torch.dtype
     ) -> _Posted:
         outgoing, incoming = (self._buffers.take(side.numel, dtype) for side in (send, receive))
-        _copy(_packed_views(outgoing, send.copies), _stored_views(stores, send.copies))
+        run_pairs(packed_views(outgoing, send.copies), stored_views(stores, send.copies))
         work = dist.all_to_all_single(
             incoming,
             outgoing,
@@ -260,37 +242,71 @@ class Link:
         )
         return _Posted(works=[work], buffers=[outgoing, incoming], packed=incoming)
 
-    def _unpack_all(self, posted: _Posted, packed: PackedPhase, stores: _Stores) -> None:
+    def _unpack_all(
+        self,
+        posted: _Posted,
+        packed: PackedPhase,
+        local: Sequence[tuple[Batch, Batch]],
+        stores: Stores,
+    ) -> None:
+        """What came and what this rank both owns and needs, in one kernel as far as it goes."""
         posted.wait()
         assert posted.packed is not None
         copies = packed.slices.copies
-        _copy(_stored_views(stores, copies), _packed_views(posted.packed, copies))
+        targets, sources = stored_views(stores, copies), packed_views(posted.packed, copies)
+        for source, target in local:
+            targets += [stores.view(target, piece) for piece in target.pieces]
+            sources += [stores.view(source, piece) for piece in source.pieces]
+        run_pairs(targets, sources)
         self._give_back(posted)
 
-    def _add_all(self, posted: _Posted, packed: PackedPhase, stores: _Stores) -> None:
+    def _add_all(self, posted: _Posted, packed: PackedPhase, stores: Stores) -> None:
         """See [Note: Sums in packed buffers]."""
         posted.wait()
         assert posted.packed is not None
         for addition in packed.additions:
+            if self._adds_in_place(addition):
+                self._add_in_place(addition, posted.packed, stores)
+                continue
             sums = self._buffers.take(addition.numel, stores.dtype)
-            targets = _stored_views(stores, addition.targets)
-            places = _packed_views(sums, addition.targets)
-            _copy(places, targets)
+            targets = stored_views(stores, addition.targets)
+            places = packed_views(sums, addition.targets)
+            run_pairs(places, targets)
             for begin in addition.begins:
                 if begin is not None:
                     sums.add_(posted.packed[begin : begin + addition.numel])
                     continue
-                own = _stored_views(stores, addition.own)
-                _copy(_packed_views(sums, addition.own), own, torch._foreach_add_)
-            _copy(targets, places)
+                own = stored_views(stores, addition.own)
+                run_pairs(packed_views(sums, addition.own), own, torch._foreach_add_)
+            run_pairs(targets, places)
             self._buffers.give_back(sums)
         self._give_back(posted)
 
+    def _adds_in_place(self, addition: Addition) -> bool:
+        """Whether a sum is made where it belongs: for two ranks that takes half of the kernels, for
+        many the host would pay for a view of every block of each.
+        """
+        own = [(copy.shape, copy.packed_begin) for copy in addition.own]
+        blocks = [(copy.shape, copy.packed_begin) for copy in addition.targets]
+        is_plain = self._gradient_dtype == torch.float32 and (not own or own == blocks)
+        return is_plain and len(addition.begins) <= _FEW
+
     @staticmethod
-    def _copy_local(phase: Phase, stores: _Stores) -> None:
+    def _add_in_place(addition: Addition, received: Tensor, stores: Stores) -> None:
+        targets = stored_views(stores, addition.targets)
+        for begin in addition.begins:
+            sources = (
+                stored_views(stores, addition.own)
+                if begin is None
+                else packed_views(received[begin : begin + addition.numel], addition.targets)
+            )
+            run_pairs(targets, sources, torch._foreach_add_)
+
+    @staticmethod
+    def _copy_local(phase: Phase, stores: Stores) -> None:
         """What this rank both owns and needs, in a pull."""
         for source, target in phase.local:
-            _copy(
+            run_pairs(
                 [stores.view(target, piece) for piece in target.pieces],
                 [stores.view(source, piece) for piece in source.pieces],
             )
@@ -304,7 +320,7 @@ class Link:
         self,
         send: Sequence[Batch],
         receive: Sequence[Batch],
-        stores: _Stores,
+        stores: Stores,
         dtype: torch.dtype,
         group: int,
         *,
@@ -372,7 +388,7 @@ class Link:
         posted.buffers.append(buffer)
         return buffer
 
-    def _unpack(self, posted: _Posted, stores: _Stores) -> None:
+    def _unpack(self, posted: _Posted, stores: Stores) -> None:
         """Wait, and copy what did not arrive in its place."""
         posted.wait()
         for _, batch, message, buffer in posted.received:
@@ -380,7 +396,7 @@ class Link:
                 stores.view(batch, piece).copy_(place)
         self._give_back(posted)
 
-    def _accumulate(self, rank: int, phase: Phase, posted: _Posted, stores: _Stores) -> None:
+    def _accumulate(self, rank: int, phase: Phase, posted: _Posted, stores: Stores) -> None:
         """Wait, and sum contributions in the order of ranks: lower ones, this rank's, higher
         ones.
         """
@@ -404,44 +420,6 @@ class Link:
     def _give_back(self, posted: _Posted) -> None:
         for buffer in posted.buffers:
             self._buffers.give_back(buffer)
-
-
-def _stored_views(stores: _Stores, copies: Sequence[Copy]) -> list[Tensor]:
-    """[count, rows, cols] of each copy in its store."""
-    views = []
-    for copy in copies:
-        tensor = stores.tensor(copy.store, copy.key)
-        offset = tensor.storage_offset() + copy.begin
-        views.append(tensor.as_strided(copy.shape, (*copy.strides, 1), offset))
-    return views
-
-
-def _packed_views(buffer: Tensor, copies: Sequence[Copy]) -> list[Tensor]:
-    """[count, rows, cols] of each copy in the packed buffer."""
-    begin = buffer.storage_offset()
-    return [
-        buffer.as_strided(
-            copy.shape, (copy.packed_stride, copy.shape[2], 1), begin + copy.packed_begin
-        )
-        for copy in copies
-    ]
-
-
-def _copy(
-    targets: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    run: Callable[[list[Tensor], list[Tensor]], object] = torch._foreach_copy_,
-) -> None:
-    """`run` on pairs: what is contiguous on both sides in one kernel where the device has one."""
-    runs: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for target, source in zip(targets, sources, strict=True):
-        if target.is_contiguous() and source.is_contiguous():
-            runs[0].append(target)
-            runs[1].append(source)
-        else:
-            run([target], [source])
-    if runs[0]:
-        run(*runs)
 
 
 def _bucket(buckets: Sequence[Sequence[Tensor]], index: int) -> Sequence[Tensor]:

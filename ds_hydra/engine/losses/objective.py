@@ -133,41 +133,56 @@ class WeightedObjective(Objective):
 
 
 class Collector(Loss):
-    """Keeps the scores of every token of a mini-batch in place of a loss.
+    """Keeps the scores of every token of a mini-batch, without a loss or beside the `inner` one.
 
-    `log_probs` and `entropy` [tokens of the mini-batch] on the device; what other ranks score is 0
-    here.
+    What other ranks score is 0 here.
     """
 
-    def __init__(self, num_tokens: int, device: torch.device, *, entropy: bool):
-        self.token_fields = (_INDEX,)
-        self.needs_entropy = entropy
-        self.log_probs = torch.zeros(num_tokens, device=device)
-        self.entropy = torch.zeros(num_tokens if entropy else 0, device=device)
+    def __init__(
+        self,
+        num_tokens: int,
+        device: torch.device,
+        *,
+        entropy: bool,
+        details: bool = False,
+        inner: Loss | None = None,
+    ):
+        self._inner = inner
+        self.token_fields = (_INDEX, *(() if inner is None else inner.token_fields))
+        self.sequence_fields = () if inner is None else inner.sequence_fields
+        self.needs_entropy = entropy or (inner is not None and inner.needs_entropy)
+        self.needs_mean_log_prob = inner is not None and inner.needs_mean_log_prob
+        self.candidates = None if inner is None else inner.candidates
+        names = ["log_probs"]
+        names += ["entropy"] * entropy + ["is_top1", "mean_logit"] * details
+        self._kept = {name: torch.zeros(num_tokens, device=device) for name in names}
 
-    def objective(self, lengths: Sequence[int]) -> Objective:
-        """What to evaluate sequences of `lengths` with."""
+    def objective(self, lengths: Sequence[int], given: Objective | None = None) -> Objective:
+        """What to evaluate sequences of `lengths` with; with the inner loss what to train on."""
         numbers = torch.arange(sum(lengths)).split(list(lengths))
-        return Objective(loss=self, normaliser=1.0, fields=[{_INDEX: n} for n in numbers])
+        fields = [{_INDEX: n} for n in numbers]
+        if given is None:
+            return Objective(loss=self, normaliser=1.0, fields=fields)
+        both = [{**f, **own} for f, own in zip(given.fields, fields, strict=True)]
+        return Objective(loss=self, normaliser=given.normaliser, fields=both)
 
     def __call__(self, tokens: Tokens) -> Tensor:
-        """Nothing to minimise."""
+        """The inner loss; without one there is nothing to minimise."""
         # What is not predicted goes to the first token of the mini-batch, which nothing predicts.
         index_T = tokens.fields[_INDEX].masked_fill(~tokens.counts_T, 0)
-        self.log_probs[index_T] = tokens.log_probs_T
-        if tokens.scores.entropy_T is not None:
-            self.entropy[index_T] = tokens.scores.entropy_T
-        return tokens.log_probs_T.new_zeros(())
+        for name, kept in self._kept.items():
+            values_T = getattr(tokens.scores, f"{name}_T")
+            kept[index_T] = torch.where(tokens.counts_T, values_T.detach(), 0.0)
+        return tokens.log_probs_T.new_zeros(()) if self._inner is None else self._inner(tokens)
 
     def gather(self, lengths: Sequence[int], *, counts_here: bool) -> Scores:
         """Scores of all sequences on every rank; of the ranks of a TP group one counts. Collective
         over all ranks.
         """
-        both = torch.cat([self.log_probs, self.entropy]) * counts_here
-        dist.all_reduce(both)
-        log_probs, entropy = both.cpu().split([len(self.log_probs), len(self.entropy)])
-        of_entropy = entropy.split(list(lengths)) if self.needs_entropy else ()
-        return Scores(log_probs.split(list(lengths)), of_entropy)
+        values = torch.stack(list(self._kept.values())) * counts_here
+        dist.all_reduce(values)
+        of_sequences = (kept.split(list(lengths)) for kept in values.cpu())
+        return Scores(**dict(zip(self._kept, of_sequences)))
 
 
 class Scores(NamedTuple):
@@ -178,8 +193,12 @@ class Scores(NamedTuple):
 
     log_probs: tuple[Tensor, ...]
     """[l] of each sequence: log-probability of its tokens."""
-    entropy: tuple[Tensor, ...]
+    entropy: tuple[Tensor, ...] = ()
     """[l] of each sequence: entropy of the prediction of each token; empty where not asked for."""
+    is_top1: tuple[Tensor, ...] = ()
+    """[l] of each sequence: 1 where no token is more probable; empty where not asked for."""
+    mean_logit: tuple[Tensor, ...] = ()
+    """[l] of each sequence: mean logit over the vocabulary; empty where not asked for."""
 
 
 def read_by(loss: Loss | None) -> tuple[str, ...]:

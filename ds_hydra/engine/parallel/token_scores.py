@@ -36,11 +36,15 @@ class TokenScores:
     """[T]: over the vocabulary, where asked for."""
     candidate_log_probs_TK: Tensor | None = None
     """[T, K]: of given tokens, where asked for."""
+    is_top1_T: Tensor | None = None
+    """[T]: 1 where no other token is more probable than the one that comes next."""
+    mean_logit_T: Tensor | None = None
+    """[T]: over the vocabulary."""
 
 
 class _Logits(torch.autograd.Function):
-    """Target logit, log-normaliser, expected logit, sum of logits [T] and candidates' logits [T, K]
-    of the whole vocabulary.
+    """Target logit, log-normaliser, expected logit, sum of logits, whether the target's is the
+    largest [T], and candidates' logits [T, K] of the whole vocabulary.
 
     Chunk by chunk in fp32; the gradient takes the place of the logits where nothing else needs
     them. Collective over the TP group in forward; every member has all outputs, and the gradient of
@@ -80,12 +84,14 @@ class _Logits(torch.autograd.Function):
         ctx.save_for_backward(ids_TK, inside_TK, normaliser_T, expected_T)
         ctx.logits_TV, ctx.reuses_logits = logits_TV, reuses_logits
         ctx.needs_expected = needs_expected
-        return target_T, normaliser_T, expected_T, sum_T, sums_T[4:].T.contiguous()
+        is_top1_T = (target_T >= max_T).float()
+        ctx.mark_non_differentiable(is_top1_T)
+        return target_T, normaliser_T, expected_T, sum_T, is_top1_T, sums_T[4:].T.contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ids_TK, inside_TK, normaliser_T, expected_T = ctx.saved_tensors
-        of_target_T, of_normaliser_T, of_expected_T, of_sum_T, of_candidates_TK = grads
+        of_target_T, of_normaliser_T, of_expected_T, of_sum_T, _, of_candidates_TK = grads
         logits_TV, ctx.logits_TV = ctx.logits_TV, None
         grad_TV = logits_TV if ctx.reuses_logits else torch.empty_like(logits_TV)
         given_TK = torch.cat([of_target_T.unsqueeze(-1), of_candidates_TK], dim=-1) * inside_TK
@@ -122,7 +128,7 @@ def score_tokens(
     outputs = _Logits.apply(
         logits_TV, targets_T, ids_TK, tp, first_column, entropy, is_product(logits_TV)
     )
-    target_T, normaliser_T, expected_T, sum_T, given_TK = outputs
+    target_T, normaliser_T, expected_T, sum_T, is_top1_T, given_TK = outputs
 
     def where_counted(values: Tensor) -> Tensor:
         counted = counts_T if values.dim() == 1 else counts_T.unsqueeze(-1)
@@ -137,4 +143,6 @@ def score_tokens(
         candidate_log_probs_TK=None
         if candidates_TK is None
         else where_counted(given_TK - normaliser_T.unsqueeze(-1)),
+        is_top1_T=where_counted(is_top1_T),
+        mean_logit_T=where_counted(sum_T.detach() / num_columns),
     )

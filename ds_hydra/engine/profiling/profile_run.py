@@ -27,6 +27,7 @@ from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.overlap_slowdown import measure_overlap_slowdown
 from ds_hydra.engine.profiling.profile_document import fit_memory
 from ds_hydra.engine.profiling.profiler import measure_profile
+from ds_hydra.engine.profiling.rehearsal import side_by_side
 from ds_hydra.engine.profiling.slice_profiler import profile_slices
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.accelerator_settings import prepare_accelerator
@@ -127,6 +128,8 @@ def _profile_ranks(
 ) -> dict[str, Any]:
     num_ranks = dist.get_world_size()
     strategies = [Strategy((scheme,) * (num_ranks // scheme.num_devices)) for scheme in schemes]
+    strategies += side_by_side(schemes, num_ranks)
+    config = config.model_copy(update={"tokens_per_iteration": num_ranks * config.context_length})
     num_groups = count_groups(strategies) + LINK_GROUPS
     propagator = Propagator(
         stage_model, device=device, max_groups=num_groups, max_groups_of_rank=num_groups

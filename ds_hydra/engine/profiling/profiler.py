@@ -30,6 +30,7 @@ from ds_hydra.engine.profiling.profile_document import (
     scheme_entry,
     state_memory,
 )
+from ds_hydra.engine.profiling.rehearsal import at_rehearsed_level, choose_rehearsals, rehearse
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
@@ -40,6 +41,10 @@ from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 
 _FEWEST_PACKED = 8
 """Sequences in a packed micro-batch that is timed."""
+
+_AGREEMENT = 0.1
+"""By how much of the shortest run the median may be above it. The level of T is that of rehearsals.
+"""
 
 _Subject = TypeVar("_Subject")
 """What is timed: a scheme, or a slice of the model."""
@@ -54,13 +59,15 @@ def measure_profile(
     """A profile of every scheme in `strategies`, measured now. Collective over all ranks; equal on
     all.
 
-    Each scheme runs alone on as many pipelines as fit, PP equal micro-batches each, so that
-    neighbours disturb each other as they will in training. The stage time is the makespan over 2 PP
-    - 1 (1F1B). Micro-batches are single sequences, and one packed micro-batch: many short sequences
-    cost less in one micro-batch than T of each alone says, and not in every scheme by as much. What
-    `measurements` knows is not measured again.
+    The terms of T are fitted to probes: each scheme runs alone on as many pipelines as fit, PP
+    equal micro-batches each. The stage time is the makespan over 2 PP - 1 (1F1B). Micro-batches are
+    single sequences, and one packed micro-batch: many short sequences cost less in one micro-batch
+    than T of each alone says, and not in every scheme by as much. The level of T is that of whole
+    iterations under these strategies (`rehearsal.py`). What `measurements` knows is not measured
+    again.
     """
     known = measurements if measurements is not None else Measurements()
+    strategies = list(strategies)
     schemes = sorted({scheme for strategy in strategies for scheme in strategy.schemes})
     homogeneous = {s: _homogeneous(s, propagator.num_ranks) for s in schemes}
     propagator.prepare(homogeneous.values())
@@ -88,11 +95,14 @@ def measure_profile(
         entries.append(
             entry | _peak_memory(propagator, homogeneous[scheme], max(micro_batches).length, known)
         )
-    return {
+    document = {
         **model,
         "saturation_tokens": saturation(entries, config.context_length),
         "schemes": entries,
     }
+    rehearsed = choose_rehearsals([*homogeneous.values(), *strategies], micro_batches_of)
+    found = rehearse(propagator, rehearsed, fit_memory(document, config), config, known)
+    return at_rehearsed_level(document, found)
 
 
 def measure_in_rounds(
@@ -106,16 +116,18 @@ def measure_in_rounds(
     """Median over `profiling.repeats` of every (subject, micro-batch), after warming up each
     subject.
 
-    In rounds over all cases, so that a disturbance of some seconds hits every subject alike. Warmed
-    up is the longest micro-batch of each subject, whose memory is touched for the first time; every
-    micro-batch where layers are compiled for its length.
+    In rounds over all cases, so that a disturbance of some seconds hits every subject alike. A case
+    of which two runs agree is not run again: the median of more would lie between them or be as
+    good. Warmed up is the longest micro-batch of each subject, whose memory is touched for the
+    first time; every micro-batch where layers are compiled for its length.
     """
     repeats = range(config.profiling.repeats)
     names = {case: [f"{case[0]} {case[1]} tokens, run {run}" for run in repeats] for case in cases}
-    open_cases = [case for case in cases if any(name not in known for name in names[case])]
+    open_cases = [case for case in cases if not _is_known(names[case], known)]
     longest = dict(sorted(open_cases, key=lambda case: case[1]))
     warmed_up = open_cases if config.compile_layers else list(longest.items())
     total = len(warmed_up) + len(cases) * len(repeats)
+    runs_ms: dict[tuple[_Subject, ProbeMicroBatch], list[float]] = {case: [] for case in cases}
     with tqdm(
         total=total, desc="profiling", disable=not show_progress, file=sys.stderr
     ) as progress:
@@ -127,12 +139,28 @@ def measure_in_rounds(
         for run in repeats:
             for subject, micro_batch in cases:
                 progress.set_postfix_str(f"{subject} {micro_batch} tokens")
-                known.get(
-                    names[subject, micro_batch][run],
-                    functools.partial(measure_ms, subject, micro_batch),
-                )
+                times = runs_ms[subject, micro_batch]
+                if not _agree(times):
+                    measure = functools.partial(measure_ms, subject, micro_batch)
+                    times.append(known.get(names[subject, micro_batch][run], measure))
                 progress.update()
-    return {case: statistics.median(known.value(name) for name in names[case]) for case in cases}
+    return {case: statistics.median(times) for case, times in runs_ms.items()}
+
+
+def _is_known(names: Sequence[str], known: Measurements) -> bool:
+    """Whether no run of a case is left to be measured."""
+    times = [known.value(name) for name in names if name in known]
+    return len(times) == len(names) or _agree(times)
+
+
+def _agree(times_ms: Sequence[float]) -> bool:
+    """Whether the median is that of two runs at least that are as long.
+
+    >>> [_agree(times) for times in ([100.0], [100.0, 118.0], [100.0, 140.0], [100.0, 140.0, 96.0])]
+    [False, True, False, True]
+    """
+    ordered = sorted(times_ms)
+    return len(ordered) > 1 and statistics.median(ordered) <= (1 + _AGREEMENT) * ordered[0]
 
 
 def _measure_memory(

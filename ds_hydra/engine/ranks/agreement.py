@@ -5,7 +5,7 @@ them waiting.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -31,6 +31,27 @@ def gather_rows(mine: Tensor) -> Tensor:
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)
     return torch.stack(rows)
+
+
+def gather_ragged(
+    mine: Sequence[Tensor], dtype: torch.dtype, device: torch.device
+) -> list[list[Tensor]]:
+    """The 1-dim tensors of every rank, in rank order, on the CPU; each may bring another number of
+    them, of any lengths. Collective over all ranks.
+    """
+    lengths = torch.tensor([len(tensor) for tensor in mine], dtype=torch.int64)
+    of_ranks = _gather_padded(lengths, device)
+    flat = torch.cat([torch.zeros(0, dtype=dtype), *(tensor.cpu().to(dtype) for tensor in mine)])
+    values = _gather_padded(flat, device)
+    return [list(row.split(counts.tolist())) for row, counts in zip(values, of_ranks, strict=True)]
+
+
+def _gather_padded(mine: Tensor, device: torch.device) -> list[Tensor]:
+    """Every rank's [n], n of its own, on the CPU."""
+    sizes = gather_rows(to_device(torch.tensor([len(mine)]), device)).flatten().tolist()
+    padded = torch.nn.functional.pad(mine, (0, max(1, *sizes) - len(mine)))
+    rows = gather_rows(to_device(padded, device)).cpu()
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
 def raise_together(error: Exception | None, device: torch.device) -> None:

@@ -45,6 +45,10 @@ _PRIOR_SYNC, _PRIOR_SHARE = 10.0, 0.003
 """Prior: communication hides behind the backward pass, and constants are 0.3% of an iteration
 each.
 """
+_PRIOR_OFFLOAD = 3.0
+"""Prior: Adam reads and writes 28 bytes a parameter (weight, both moments, gradient), of which one
+thread of a host moves some 10 GB/s: 2.9 ms per Mi parameters.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +268,7 @@ def _to_model(coordinates: FloatArray) -> IterationModel:
 
 def _prior(points: Sequence[MeasuredIteration]) -> FloatArray:
     constant = _PRIOR_SHARE * float(np.median([p.iteration_ms for p in points]))
-    distance = [1.0, _PRIOR_SYNC, 0.01, 1.0, constant, constant, constant]
+    distance = [1.0, _PRIOR_SYNC, 0.01, _PRIOR_OFFLOAD, constant, constant, constant]
     logs: FloatArray = np.log(np.array(distance))
     return logs
 

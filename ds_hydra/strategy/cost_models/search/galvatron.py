@@ -126,12 +126,17 @@ def run_lengths(strategies: Sequence[LayerStrategy]) -> list[tuple[str, int]]:
 def pipeline_ms(stages: Sequence[StagePlan], num_micro_batches: int) -> float:
     """Eq. 9: (m - 1) slowest stage without gradient synchronisation, plus every stage once with it.
 
-    One difference: what of the synchronisation outlasts the last backward pass runs in all stages
-    at once, so the longest counts, not the sum.
+    One difference, in what of the synchronisation outlasts the last backward pass. Gradients of
+    several micro-batches are held back and reduced after the last pass, in all stages at once, so
+    the longest counts. A single micro-batch has nothing to add up: its backward pass reduces, ends
+    when that has (the final callback of FSDP and of DDP waits), and only then does the message to
+    the stage before leave. So it is the sum, as Eq. 9 has it for all.
     """
     slowest = max(stage.compute_ms for stage in stages)
     once = sum(stage.compute_ms + stage.slowdown_ms for stage in stages)
-    return (num_micro_batches - 1) * slowest + once + max(stage.tail_ms for stage in stages)
+    tails = [stage.tail_ms for stage in stages]
+    tail_ms = max(tails) if num_micro_batches > 1 else sum(tails)
+    return (num_micro_batches - 1) * slowest + once + tail_ms
 
 
 class GalvatronSearch:

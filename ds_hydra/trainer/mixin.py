@@ -1,0 +1,254 @@
+"""What every Trainer on HydraEngine shares, whoever draws its mini-batches.
+
+The overrides use names of transformers 5; a test compares them with the installed version.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState, ProgressCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from ds_hydra.configs import HydraConfig, read_ds_config
+from ds_hydra.engine import HydraEngine, hydra_engine_class
+from ds_hydra.engine.model.adapters import unify_adapter_dtype, unwrap_adapters
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.trainer.arguments import Note, drop_batch_size_mismatches
+from ds_hydra.trainer.checkpoints import restore_checkpoints, written_aside
+from ds_hydra.trainer.progress import Counters, StrategyProgressCallback
+
+logger = logging.getLogger(__name__)
+
+
+def say_nothing(_message: str) -> None:
+    """In place of a warning that has been shown already."""
+
+
+class EngineMixin:
+    """A `transformers.Trainer` whose optimizer steps are `HydraEngine.train_batch`: configuration,
+    the engine, checkpoints and logs. Stands before the Trainer among the bases.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self._trained, self._since_log = Counters(), Counters()
+        super().__init__(*args, **kwargs)
+        if self.optimizer is not None or self.lr_scheduler is not None:
+            raise HydraConfigError(
+                "optimizers is given, which transformers does not use with DeepSpeed; leave it out and pass "
+                "optimizer_cls_and_kwargs, or override create_optimizer() or create_scheduler()"
+            )
+        self._check_used(self._warn)
+        self._show_strategy_in_progress_bar()
+
+    def _check_used(self, note: Note) -> None:
+        """Refuse what would be dropped; again before training, because all of it can be set."""
+        raise NotImplementedError
+
+    def _check_arguments(self) -> None:
+        """Refuse arguments before transformers acts on them."""
+        raise NotImplementedError
+
+    def _complete_config(self, ds_config: dict[str, Any]) -> None:
+        """Add to the DeepSpeed configuration what this Trainer knows."""
+
+    def _map_arguments(self, hydra: HydraConfig) -> HydraConfig:
+        """`hydra` with what the arguments say."""
+        raise NotImplementedError
+
+    def _attach_data(self) -> None:
+        """Give the engine what it draws from, before a checkpoint is loaded."""
+
+    # ---- Configuration
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As transformers; reads and validates the "hydra" section, and fills in what ds_hydra
+        needs around it.
+        """
+        self._check_arguments()
+        super().create_accelerator_and_postprocess()
+        if not self.is_deepspeed_enabled:
+            raise HydraConfigError(
+                f"{type(self).__name__} needs DeepSpeed: pass TrainingArguments(deepspeed='ds_config.json'), or start "
+                "with accelerate launch --use_deepspeed"
+            )
+        num_ranks = int(os.environ.get("WORLD_SIZE", 1))
+        if self.args.world_size != num_ranks:  # each rank would take itself for the first
+            raise HydraConfigError(
+                f"transformers counts {self.args.world_size} ranks, the launcher started {num_ranks}; on CPU pass "
+                "TrainingArguments(use_cpu=True)"
+            )
+        hf_config = self.accelerator.state.deepspeed_plugin.hf_ds_config
+        drop_batch_size_mismatches(hf_config)
+        self._complete_config(hf_config.config)
+        filled_in, hydra = read_ds_config(hf_config.config)
+        # In place: transformers and accelerate hold the same object. DeepSpeed ignores the "hydra"
+        # section.
+        hf_config.config.update(filled_in)
+        self.hydra_config: HydraConfig = self._map_arguments(hydra)
+
+    @property
+    def engine(self) -> HydraEngine:
+        """The engine, which exists from the beginning of `train` (or of the first `evaluate`)
+        on.
+        """
+        if not isinstance(self.deepspeed, HydraEngine):
+            raise HydraConfigError(
+                "the engine is created by train() or evaluate(); call one of them first"
+            )
+        return self.deepspeed
+
+    def _warn(self, message: str) -> None:
+        if self.args.process_index == 0:
+            logger.warning(message)
+
+    def _show_strategy_in_progress_bar(self) -> None:
+        shown = self.callback_handler.pop_callback(ProgressCallback)
+        if shown is not None and type(shown) is ProgressCallback:
+            shown = StrategyProgressCallback(lambda: self.deepspeed and self.engine.last_metrics)
+        if shown is not None:
+            self.callback_handler.add_callback(shown)
+
+    # ---- Training
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As transformers; a second time only with `model_init`, because DeepSpeed cannot start a
+        second engine on a model.
+        """
+        self._check_used(say_nothing)
+        if self.deepspeed is not None:
+            if self.model_init is None:
+                raise HydraConfigError(
+                    f"this {type(self).__name__} has trained or evaluated already, and DeepSpeed cannot start an "
+                    f"engine on its model again; make a new model and a new {type(self).__name__}, or pass model_init "
+                    "in place of model (to evaluate before the first step set eval_on_start=True)"
+                )
+            self.accelerator.free_memory()  # destroys the engine
+            self.deepspeed = None
+        if resume_from_checkpoint is True:
+            restore_checkpoints(
+                Path(self.args.output_dir), commits=self.args.should_save, device=self.args.device
+            )
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, DataLoader]:
+        unify_adapter_dtype(self.model, self._warn)
+        with hydra_engine_class(self.hydra_config):
+            model, train_dataloader = super()._prepare_for_training(
+                max_steps, train_dataloader, None
+            )
+        self._attach_data()
+        # After the data, whose position is in the checkpoint
+        if resume_from_checkpoint is not None:
+            is_whole = unwrap_adapters(self.model) is self.model
+            deepspeed_load_checkpoint(
+                self.engine, resume_from_checkpoint, load_module_strict=is_whole
+            )
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+            self._load_scaler(resume_from_checkpoint)
+        self._trained, self._since_log = Counters(), Counters()
+        return model, train_dataloader
+
+    def _count_iteration(self) -> None:
+        """Take the last iteration into the counters."""
+        for counters in (self._trained, self._since_log):
+            counters.add(self.engine.last_metrics)
+
+    def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
+        steps = self.state.global_step - self._initial_global_step
+        exact = self._trained.num_sequences * self.state.max_steps / max(steps, 1)
+        output = super()._finalize_training(trial, exact, start_time)
+        self.engine.hydra.close_feed()
+        return output
+
+    # ---- Checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As transformers, written aside: `checkpoint-N` is there when all ranks have written."""
+        state, args = self.state, self.args
+        folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if trial is None:
+            self.store_flos()
+        if state.best_global_step:
+            best = folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+            if best == folder or best.exists():
+                state.best_model_checkpoint = str(best)
+        commits = args.should_save or (
+            args.local_process_index == 0 and self.engine.use_node_local_storage()
+        )
+        with written_aside(folder, commits=commits, device=args.device) as aside:
+            self._write_checkpoint(str(aside))
+        if args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
+        if args.should_save:
+            rotate_checkpoints(
+                output_dir=str(folder.parent),
+                save_total_limit=args.save_total_limit,
+                best_model_checkpoint=state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _write_checkpoint(self, folder: str) -> None:
+        self.save_model(folder, _internal_call=True)
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(folder)
+            self._save_scaler(folder)
+            self._save_rng_state(folder)
+        if self.args.should_save:
+            self._note_callbacks()
+            self.state.save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
+
+    def _note_callbacks(self) -> None:
+        """Put what callbacks carry over a resume into the state, as transformers."""
+        stateful = self.state.stateful_callbacks
+        for callback in (*self.callback_handler.callbacks, self.control):
+            if isinstance(callback, ExportableState):
+                name = type(callback).__name__
+                if isinstance(stateful[name], list):
+                    stateful[name].append(callback.state())
+                else:
+                    stateful[name] = callback.state()
+
+    def hyperparameter_search(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Refused: it starts several engines in one process."""
+        raise HydraConfigError(
+            "hyperparameter_search() is not supported, because DeepSpeed cannot start several engines on a model "
+            "in one process; start one run per trial"
+        )
+
+    # ---- Logging
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As transformers; with the loss come tokens/s and the pipelines' imbalance since the last
+        log.
+        """
+        if "loss" in logs and self._since_log.num_iterations:
+            logs |= self._since_log.summary()
+            self._since_log = Counters()
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """6 x tokens x parameters outside of the embedding, this rank's share (transformers sums
+        over ranks).
+        """
+        stage_model = self.engine.hydra.stage_model
+        num_params = (
+            sum(spec.numel for spec in stage_model.specs)
+            - stage_model.vocab_size * stage_model.hidden_size
+        )
+        return 6 * self.engine.last_metrics.num_tokens * num_params / self.args.world_size
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        if self.args.include_num_input_tokens_seen != "no":
+            self.state.num_input_tokens_seen += self.engine.last_metrics.num_tokens

@@ -1,0 +1,97 @@
+"""Arguments of TRL's trainers: what is refused, what has no effect, and the DeepSpeed configuration
+of a script that has none.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate.utils import DeepSpeedPlugin
+from transformers import TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.trainer.arguments import Note, check_arguments
+
+OF_THE_LOOP = frozenset(
+    (
+        "gradient_accumulation_steps", "label_smoothing_factor", "per_device_train_batch_size",
+        "average_tokens_across_devices", "dataloader_drop_last", "dataloader_num_workers",
+        "dataloader_prefetch_factor", "dataloader_persistent_workers",
+        "dataloader_multiprocessing_context", "dataloader_in_order", "ignore_data_skip",
+    )
+)  # fmt: skip
+"""Arguments of transformers that HydraTrainer refuses or reports, and that are honoured here."""
+
+_REFUSED = {
+    "activation_offloading": "set gradient_checkpointing=True (hydra.activation_checkpointing) instead",
+    "use_weighting": "its weights need the sum of squared probabilities, which is not computed; leave it out",
+    "sync_ref_model": "the reference is sharded by an engine of its own and stays as it is; leave it out",
+    "cast_lm_head_to_fp32": "log-probabilities are computed in fp32 from the logits of the model's dtype; leave it out",
+}
+"""Fields of TRL's configurations that would change what is trained, with what to do instead."""
+
+DS_CONFIG = {
+    "zero_optimization": {"stage": 3},
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+    "gradient_clipping": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "steps_per_print": 1_000_000_000,
+    "hydra": {},
+}
+"""What `TrainingArguments(deepspeed=...)` is where a script gives none; the optimizer is the
+Trainer's.
+"""
+
+
+_SAID_BY_LAUNCHER = ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_ZERO_STAGE")
+
+
+def add_deepspeed(args: TrainingArguments) -> None:
+    """Have `args` use DeepSpeed, where neither they nor `accelerate launch` say how."""
+    if args.deepspeed is not None or any(name in os.environ for name in _SAID_BY_LAUNCHER):
+        return
+    args.deepspeed = copy.deepcopy(DS_CONFIG)
+    args.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
+    args.hf_deepspeed_config.trainer_config_process(args)
+    args.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=args.hf_deepspeed_config)
+
+
+def complete_section(ds_config: dict[str, Any], args: TrainingArguments, model: Any) -> None:
+    """Add what `args` and `model` tell of the "hydra" section, and accumulation, which is done
+    here.
+    """
+    ds_config["gradient_accumulation_steps"] = 1
+    section = dict(ds_config.get("hydra") or {})
+    longest = getattr(args, "max_length", None)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    known = [length for length in (longest, positions) if length]
+    if "context_length" not in section:
+        if not known:
+            raise HydraConfigError(
+                "how long sequences may get is not known: neither max_length nor the model say it; set "
+                'hydra.context_length in the DeepSpeed JSON, such as "hydra": {"context_length": 4096}'
+            )
+        section["context_length"] = min(known)
+    num_examples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    section.setdefault("tokens_per_iteration", section["context_length"] * num_examples)
+    ds_config["hydra"] = section
+
+
+def check_trl_arguments(args: TrainingArguments, note: Note) -> None:
+    """Raise HydraConfigError for what would not be honoured; `note` what has no effect."""
+    check_arguments(args, note, OF_THE_LOOP, list(_find_refused(args)))
+
+
+def _find_refused(args: TrainingArguments) -> Iterator[str]:
+    for name, why in _REFUSED.items():
+        if value := getattr(args, name, None):
+            yield f"{name}={value!r}: {why}"
+    if (temperature := getattr(args, "temperature", 1.0)) not in (None, 1.0):
+        yield f"temperature={temperature!r}: log-probabilities are those of temperature 1; set it to 1.0"

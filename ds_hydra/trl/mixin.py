@@ -1,0 +1,271 @@
+"""HydraMixin: a Trainer whose batches, loss and metrics stay as they are, and whose propagation is
+the engine's.
+
+[Note: What TRL keeps]
+Datasets, collators, samplers, batch sizes and accumulation, `compute_loss` with all its losses and
+metrics, logs and callbacks are TRL's and transformers' own. The batches that the ranks' loaders
+give for one optimizer step are one mini-batch of the engine, which plans it anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainingArguments
+from trl import SFTTrainer
+
+from ds_hydra.configs import HydraConfig
+from ds_hydra.engine import HydraEngine, hydra_engine_class
+from ds_hydra.engine.hydra_engine import check_model
+from ds_hydra.engine.losses.objective import Scores
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.trainer.arguments import Note, map_arguments
+from ds_hydra.trainer.mixin import say_nothing
+from ds_hydra.trl.arguments import add_deepspeed, check_trl_arguments, complete_section
+from ds_hydra.trl.everywhere import score_everywhere, train_everywhere
+from ds_hydra.trl.reference import ReferenceMixin, reference_engines, remove_fused_head
+from ds_hydra.trl.scored_model import (
+    Call,
+    Given,
+    ScoredModel,
+    read_sequences,
+    scored_now,
+    zero_scores,
+)
+from ds_hydra.trl.sequences import Sequences
+
+Inputs = Mapping[str, Any]
+
+_PLACES = ("attention_mask", "position_ids")
+
+
+class HydraMixin(ReferenceMixin):
+    """A Trainer of TRL on HydraEngine: `class Mine(HydraMixin, SFTTrainer)`.
+
+    Takes what the Trainer takes. The DeepSpeed JSON, and its "hydra" section, may be left out. What
+    would not be honoured is refused by name (HydraConfigError) before a model is loaded.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, TrainingArguments):
+                check_trl_arguments(given, say_nothing)
+                add_deepspeed(given)
+        model = kwargs.get("model", args[0] if args else None)
+        if isinstance(model, nn.Module):
+            check_model(model)
+        self._pending: list[Inputs] = []
+        with contextlib.ExitStack() as self._references:
+            super().__init__(*args, **kwargs)
+        remove_fused_head(self.model)
+        self._find_reference()
+        # The engine adds the loss of balance of experts (hydra.moe.aux_loss)
+        self.aux_loss_enabled = False
+
+    # ---- Configuration
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As transformers, with DeepSpeed."""
+        add_deepspeed(self.args)
+        super().create_accelerator_and_postprocess()
+        self._references.enter_context(reference_engines(self.hydra_config))
+
+    def _check_arguments(self) -> None:
+        check_trl_arguments(self.args, say_nothing)
+
+    def _complete_config(self, ds_config: dict[str, Any]) -> None:
+        complete_section(ds_config, self.args, self.model)
+
+    def _map_arguments(self, hydra: HydraConfig) -> HydraConfig:
+        return map_arguments(self.args, hydra, self._warn, of_trl=False)
+
+    def _check_used(self, note: Note) -> None:
+        check_trl_arguments(self.args, note)
+        if self.compute_loss_func is not None:
+            raise HydraConfigError(
+                f"compute_loss_func is {self.compute_loss_func!r}, which gets logits, and no rank holds those of a "
+                "sequence; override compute_loss(), and call model(**inputs, labels=labels, fused_lm_head=True)"
+            )
+
+    # ---- Training
+
+    def _is_linear(self) -> bool:
+        """Whether the loss is linear in log-probabilities, so that no pass before tells its
+        derivatives.
+        """
+        return (
+            isinstance(self, SFTTrainer)
+            and type(self).compute_loss is SFTTrainer.compute_loss
+            and self.args.loss_type == "nll"
+        )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers."""
+        self._pending.clear()
+        return super().train(*args, **kwargs)
+
+    def training_step(
+        self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Keeps `inputs`; with the last ones of an optimizer step one iteration of the engine,
+        whose loss it returns.
+        """
+        start = time.perf_counter()
+        model.train()
+        self._pending.append(self._prepare_inputs(inputs))
+        if self.accelerator.gradient_state.sync_gradients:
+            loss = self._train_pending(num_items_in_batch)
+        else:
+            loss = torch.zeros((), device=self.args.device)
+        if hasattr(self, "_step"):
+            self._count_step_of_policy(time.perf_counter() - start)
+        return loss
+
+    def _count_step_of_policy(self, seconds: float) -> None:
+        """As the training_step of trainers of policies does, which is not called."""
+        self._step += 1
+        self._current_train_step_time += seconds
+        if self._step % self.current_gradient_accumulation_steps == 0:
+            self._metrics["train"]["step_time"].append(self._current_train_step_time)
+            self._current_train_step_time = 0.0
+
+    def _train_pending(self, num_items_in_batch: Any) -> Tensor:
+        batches, self._pending = self._pending, []
+        step = self._linear_step if self._is_linear() else self._scored_step
+        loss = step(batches, num_items_in_batch)
+        self._count_iteration()
+        return loss
+
+    def _scored_step(self, batches: Sequence[Inputs], num_items: Any) -> Tensor:
+        """Any loss: scores first, then the gradient that they give it."""
+        found = [self._sequences_of(batch) for batch in batches]
+        scores = score_everywhere(self.engine, [ids for s in found for ids in s.ids])
+        model = ScoredModel(self.engine, Given(self.engine, found, scores))
+        loss = self._sum_of_losses(model, batches, num_items)
+        self._train(model.calls, loss)
+        return loss.detach()
+
+    def _linear_step(self, batches: Sequence[Inputs], num_items: Any) -> Tensor:
+        """A loss whose derivatives are the same everywhere: no scores are needed before, and what
+        the one pass finds is for the metrics.
+        """
+        smoother, self.label_smoother = self.label_smoother, None
+        try:
+            model = ScoredModel(self.engine, zero_scores)
+            with self._without_metrics():
+                loss = self._sum_of_losses(model, batches, num_items)
+            smoothing = 0.0 if smoother is None else smoother.epsilon
+            value, scores = self._train(model.calls, loss, label_smoothing=smoothing)
+            known = Given(self.engine, (call.sequences for call in model.calls), scores)
+            with torch.no_grad():
+                self._sum_of_losses(ScoredModel(self.engine, known), batches, num_items)
+        finally:
+            self.label_smoother = smoother
+        return torch.tensor(value, device=self.args.device)
+
+    def _sum_of_losses(
+        self, model: ScoredModel, batches: Sequence[Inputs], num_items: Any
+    ) -> Tensor:
+        """Over the batches of an optimizer step, scaled as transformers scales each of them."""
+        is_scaled = self.loss_is_scaled_for_ga
+        if is_scaled is None:
+            is_scaled = self.model_accepts_loss_kwargs and num_items is not None
+        divisor = 1 if is_scaled else self.current_gradient_accumulation_steps
+        losses = [
+            self.compute_loss(model, dict(batch), num_items_in_batch=num_items) / divisor
+            for batch in batches
+        ]
+        return torch.stack(losses).sum()
+
+    def _train(
+        self, calls: Sequence[Call], loss: Tensor, *, label_smoothing: float | None = None
+    ) -> tuple[float, Scores | None]:
+        """One iteration with the derivatives of this rank's `loss`, of which DeepSpeed trains the
+        mean over ranks.
+        """
+        if loss.requires_grad:
+            loss.backward()
+        ids = [ids for call in calls for ids in call.sequences.ids]
+        weights: list[Tensor] = []
+        entropy_weights: list[Tensor] = []
+        for call in calls:
+            by_log_prob, by_entropy = call.weights(1 / self.args.world_size)
+            weights += by_log_prob
+            entropy_weights += by_entropy
+        return train_everywhere(
+            self.engine,
+            ids,
+            weights,
+            entropy_weights,
+            label_smoothing=label_smoothing or 0.0,
+            keep_scores=label_smoothing is not None,
+        )
+
+    def _sequences_of(self, batch: Inputs) -> Sequences:
+        """The sequences that compute_loss will ask the model for."""
+        if "completion_ids" in batch:
+            parts = (("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask"))
+            ids, mask = (torch.cat([batch[name] for name in names], dim=1) for names in parts)
+            return Sequences.read(ids, mask)
+        return read_sequences(
+            {name: batch[name] for name in ("input_ids", *_PLACES) if name in batch}
+        )
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **more: Any,
+    ) -> Any:
+        """As trainers of policies score rollouts, but all of them at once, planned together."""
+        if not isinstance(model, ScoredModel):
+            model = scored_now(model if isinstance(model, HydraEngine) else self.engine)
+        given = (model, input_ids, attention_mask, logits_to_keep)
+        return super()._get_per_token_logps_and_entropies(*given, None, **more)
+
+    @contextlib.contextmanager
+    def _without_metrics(self) -> Iterator[None]:
+        """What compute_loss notes meanwhile is forgotten."""
+        names = [name for name in ("_metrics", "_total_train_tokens") if hasattr(self, name)]
+        before = {name: copy.deepcopy(getattr(self, name)) for name in names}
+        yield
+        for name, value in before.items():
+            setattr(self, name, value)
+
+    def floating_point_ops(self, inputs: Inputs) -> float:
+        """As HydraTrainer, once for each iteration."""
+        is_trained = self.accelerator.gradient_state.sync_gradients
+        return super().floating_point_ops(inputs) if is_trained else 0.0
+
+    def _track_num_input_tokens(self, inputs: Inputs) -> None:
+        if self.accelerator.gradient_state.sync_gradients:
+            super()._track_num_input_tokens(inputs)
+
+    # ---- Evaluation
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers; evaluation before training starts an engine."""
+        self._check_used(say_nothing)
+        with hydra_engine_class(self.hydra_config):
+            return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's own, on scores."""
+        return super().prediction_step(scored_now(self.engine), inputs, *args, **kwargs)
+
+    # ---- Checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        name = self.args.hub_model_id or Path(self.args.output_dir).name
+        self.create_model_card(model_name=name.split("/")[-1])
+        super()._save_checkpoint(model, trial)

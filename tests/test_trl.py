@@ -1,0 +1,209 @@
+"""TRL's trainers with and without HydraMixin: the same script, the same log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from distributed import run_distributed
+from engines import ds_config, small_profile
+from trl_runs import (
+    GENERATIONS,
+    NUM_TOKENS,
+    PER_STEP,
+    STEPS,
+    arguments,
+    chats,
+    make_tokenizer,
+    pairs,
+    prompts,
+    rollouts,
+    save_model,
+    share_of_a,
+    texts,
+    without_times,
+)
+
+RELATIVE = 1e-4
+SMALL = {"rewards/chosen", "rewards/rejected", "rewards/margins"}
+"""Differences of log-probabilities, which cancel."""
+
+
+def lora():
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)
+
+
+def other_model():
+    from models import tiny
+
+    return tiny("llama", seed=5, vocab_size=NUM_TOKENS, max_position_embeddings=512)
+
+
+def policy():
+    return {
+        "reward_funcs": share_of_a,
+        "rollout_func": rollouts,
+        "processing_class": make_tokenizer(),
+    }
+
+
+POLICY = {"num_generations": GENERATIONS, "max_completion_length": 100}
+CASES = {
+    "plain": {"data": texts},
+    "chat": {"data": chats, "arguments": {"assistant_only_loss": True}},
+    "lora": {
+        "data": chats,
+        "arguments": {"learning_rate": 1e-2, "gradient_accumulation_steps": 2, "max_steps": 5},
+        "more": lambda: {"peft_config": lora()},
+    },
+    "dpo": {"data": pairs},
+    "dpo lora": {
+        "data": pairs,
+        "arguments": {"learning_rate": 1e-2, "max_steps": 5},
+        "more": lambda: {"peft_config": lora()},
+    },
+    "smoothing": {"data": texts, "arguments": {"label_smoothing_factor": 0.1, "max_steps": 3}},
+    "dft": {"data": texts, "arguments": {"loss_type": "dft", "max_steps": 3}},
+    "flattened": {
+        "data": texts,
+        "arguments": {"padding_free": True, "max_length": None, "max_steps": 3},
+    },
+    "packed": {"data": texts, "arguments": {"packing": True, "max_steps": 2}},
+    "evaluated": {
+        "data": texts,
+        "arguments": {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 4},
+        "more": lambda: {"eval_dataset": texts().select(range(PER_STEP))},
+    },
+    "stream": {"data": lambda: texts().to_iterable_dataset(), "arguments": {"max_steps": 3}},
+    "grpo": {
+        "data": prompts,
+        "arguments": {**POLICY, "beta": 0.05, "num_iterations": 2, "max_steps": 4},
+        "more": policy,
+    },
+    "grpo accumulated": {
+        "data": prompts,
+        "arguments": {
+            **POLICY,
+            "gradient_accumulation_steps": 2,
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "max_steps": 3,
+        },
+        "more": policy,
+    },
+    "grpo entropy": {
+        "data": prompts,
+        "arguments": {**POLICY, "loss_type": "dr_grpo", "entropy_coef": 0.01, "max_steps": 3},
+        "more": policy,
+    },
+    "dpo mix": {
+        "data": pairs,
+        "arguments": {"loss_type": ["ipo", "apo_zero", "sft"], "ld_alpha": 0.5, "max_steps": 4},
+        "more": lambda: {"ref_model": other_model()},
+    },
+    "dpo before": {
+        "data": pairs,
+        "arguments": {
+            "precompute_ref_log_probs": True,
+            "loss_type": "robust",
+            "label_smoothing": 0.2,
+            "f_divergence_type": "js_divergence",
+            "max_steps": 4,
+        },
+    },
+}
+USUAL = ("plain", "chat", "lora", "dpo", "dpo lora", "grpo")
+
+
+def make(name, kind, folder, world):
+    """The trainer of a case: the script is the same for both kinds."""
+    import deepspeed
+    import transformers
+    import trl
+
+    from ds_hydra.trl import HydraDPOTrainer, HydraGRPOTrainer, HydraSFTTrainer
+
+    deepspeed.utils.logger.setLevel("ERROR")
+    transformers.logging.set_verbosity_error()
+    case, of = CASES[name], name[:4].strip()
+    hydra, stock, arguments_class = {
+        "dpo": (HydraDPOTrainer, trl.DPOTrainer, trl.DPOConfig),
+        "grpo": (HydraGRPOTrainer, trl.GRPOTrainer, trl.GRPOConfig),
+    }.get(of, (HydraSFTTrainer, trl.SFTTrainer, trl.SFTConfig))
+    settings = case.get("arguments", {})
+    accumulated = settings.get("gradient_accumulation_steps", 1)
+    settings = arguments(f"{folder}/{kind}-{name}", world * accumulated, **settings)
+    settings["per_device_eval_batch_size"] = PER_STEP // world
+    if kind == "hydra" and name != "plain":
+        settings["deepspeed"] = config(folder)
+    if of == "grpo":
+        del settings["max_length"]
+    return (stock if kind == "stock" else hydra)(
+        model=f"{folder}/model",
+        args=arguments_class(**settings),
+        train_dataset=case["data"](),
+        **case.get("more", dict)(),
+    )
+
+
+def config(folder):
+    """A configuration with several strategies, and no profile to measure."""
+    hydra = {"profile": f"{folder}/profile.json", "context_length": 128}
+    return ds_config(hydra=hydra, gradient_clipping="auto", train_micro_batch_size_per_gpu="auto")
+
+
+def histories(kind, folder, world, names):
+    found = {}
+    for name in names:
+        trainer = make(name, kind, folder, world)
+        trainer.train()
+        found[name] = without_times(trainer.state.log_history)
+        if kind == "hydra":
+            trainer.engine.destroy()
+    return found
+
+
+def both(folder, world, names):
+    save_model(folder)
+    profile = small_profile(6_000_000, num_layers=4)
+    Path(folder, "profile.json").write_text(json.dumps(profile))
+    stock = run_distributed(histories, 1, "stock", str(folder), 1, names)[0]
+    return stock, run_distributed(histories, world, "hydra", str(folder), world, names)[0]
+
+
+def compare(stock, hydra):
+    """Every number of every entry of the log: losses, norms, accuracies, entropies, rewards."""
+    assert len(stock) == len(hydra)
+    for wanted, found in zip(stock, hydra):
+        assert wanted.keys() == found.keys()
+        is_noise = all(abs(wanted[key]) < 1e-4 for key in SMALL & wanted.keys())
+        for key, value in wanted.items():
+            if key == "rewards/accuracies" and is_noise:
+                continue  # the policy is the reference still
+            tolerance = 1e-4 if key in SMALL else RELATIVE * abs(value)
+            assert abs(found[key] - value) <= tolerance, (key, value, found[key])
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    return both(tmp_path_factory.mktemp("trl"), 2, USUAL)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", USUAL)
+def test_two_ranks_log_what_trl_logs_on_one(on_two_ranks, name):
+    stock, hydra = on_two_ranks
+    losses = [entry["loss"] for entry in stock[name] if "loss" in entry]
+    assert len(losses) == CASES[name].get("arguments", {}).get("max_steps", STEPS)
+    compare(stock[name], hydra[name])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_four_ranks_log_what_trl_logs_on_one(tmp_path):
+    stock, hydra = both(tmp_path, 4, tuple(CASES))
+    for name in CASES:
+        compare(stock[name], hydra[name])

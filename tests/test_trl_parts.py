@@ -1,0 +1,215 @@
+"""What HydraMixin is made of: batches taken apart, losses of their derivatives, arguments, and the
+names of TRL that it stands on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+
+import pytest
+import torch
+import trl
+from accelerate.state import AcceleratorState
+from models import tiny
+from trl.trainer import utils
+from trl_runs import arguments, make_tokenizer, texts
+
+from ds_hydra.engine.losses.objective import Scores
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.trl import HydraMixin
+from ds_hydra.trl.arguments import add_deepspeed, check_trl_arguments, complete_section
+from ds_hydra.trl.everywhere import Weighted
+from ds_hydra.trl.reference import remove_fused_head
+from ds_hydra.trl.scored_model import Given, ScoredModel, read_sequences
+from ds_hydra.trl.sequences import Sequences, Span
+
+
+def config(kind=trl.SFTConfig, **settings):
+    settings = arguments("unused", 1, **settings)
+    if not issubclass(kind, trl.SFTConfig | trl.DPOConfig):
+        del settings["max_length"]
+    return kind(**settings)
+
+
+def test_padding_is_taken_away_on_both_sides_and_put_back():
+    ids = torch.tensor([[0, 5, 6, 7], [8, 9, 0, 0], [0, 0, 3, 0], [0, 0, 0, 0]])
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]])
+    found = Sequences.read(ids, mask)
+    # One token predicts nothing, and so does none
+    assert found.spans == (Span(0, 1, 4), Span(1, 0, 2))
+    assert [tokens.tolist() for tokens in found.ids] == [[5, 6, 7], [8, 9]]
+    values = [torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.0, 3.0])]
+    spread = found.spread(values)
+    wanted = [[0, 1, 2], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert spread.tolist() == wanted
+    back = found.collect(spread)
+    assert [b.tolist() for b in back] == [v.tolist() for v in values]
+    assert [b.tolist() for b in found.collect(None)] == [[0, 0, 0], [0, 0]]
+
+
+def test_flattened_rows_are_taken_apart_where_positions_begin():
+    ids = torch.arange(8)[None]
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])  # what a multiple pads has position 0
+    assert Sequences.read(ids, None, positions).spans == (Span(0, 0, 3), Span(0, 3, 5))
+
+
+def test_masks_with_holes_and_what_no_text_has_are_refused():
+    with pytest.raises(
+        HydraConfigError, match=r"row 0 of a batch has 2 ones between place 0 and 2"
+    ):
+        Sequences.read(torch.ones(1, 3).long(), torch.tensor([[1, 0, 1]]))
+    with pytest.raises(HydraConfigError, match="the batch has 'pixel_values', which is not used"):
+        read_sequences({"input_ids": torch.ones(1, 2), "pixel_values": torch.ones(1)})
+
+
+def scored(log_probs, entropy):
+    """A model that gives these values for one sequence, and calls no engine."""
+    scores = Scores((log_probs,), (entropy,), (torch.zeros(3),), (torch.zeros(3),))
+    ids = torch.tensor([[4, 5, 6]])
+    return ScoredModel(None, Given(None, [Sequences.read(ids)], scores)), ids
+
+
+def test_the_derivatives_of_any_loss_are_its_gradient():
+    """A loss of log-probabilities and entropies, against the same one differentiated as a whole."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 3, 7, generator=generator, requires_grad=True)
+    ids = torch.tensor([[4, 5, 6]])
+    all_log_probs = logits.log_softmax(-1)[0, :-1]
+    log_probs = all_log_probs.gather(-1, ids[0, 1:, None])[:, 0]
+    entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+
+    def loss_of(log_probs, entropy):
+        return (log_probs.sum().sigmoid() * 3 - 0.1 * (entropy.square()).mean()).square()
+
+    (wanted,) = torch.autograd.grad(loss_of(log_probs, entropy), logits, retain_graph=True)
+    zero = torch.zeros(1)
+    model, ids = scored(*(torch.cat([zero, v.detach()]) for v in (log_probs, entropy)))
+    outputs = model(input_ids=ids, labels=ids, fused_lm_head=True)
+    loss_of(outputs.log_probs[0], outputs.entropy[0]).backward()
+    ((weights,), (entropy_weights,)) = model.calls[0].weights(1.0)
+    surrogate = (weights[1:] * log_probs).sum() + (entropy_weights[1:] * entropy).sum()
+    (found,) = torch.autograd.grad(surrogate, logits)
+    torch.testing.assert_close(found, wanted)
+    assert weights[0] == entropy_weights[0] == 0
+
+
+def test_labels_say_what_counts_and_logits_are_refused():
+    model, ids = scored(torch.tensor([0.0, -1.0, -2.0]), torch.zeros(3))
+    labels = torch.tensor([[4, -100, 6]])
+    outputs = model(input_ids=ids, labels=labels, fused_lm_head=True)
+    assert outputs.log_probs.tolist() == [[0, -2]]
+    assert outputs.label_mask.tolist() == [[False, True]]
+    assert outputs.loss.item() == 2
+    with pytest.raises(HydraConfigError, match="compute_loss asks the model for logits"):
+        model(input_ids=ids)
+
+
+def test_weights_need_no_normaliser_and_may_all_be_zero():
+    assert Weighted().normaliser([], []) == 1
+    assert Weighted().token_fields == ("weight",)
+    assert Weighted(with_entropy=True, label_smoothing=0.1).needs_mean_log_prob
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (
+            trl.SFTConfig,
+            {"activation_offloading": True},
+            "activation_offloading=True: set gradient",
+        ),
+        (trl.SFTConfig, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: ds_hydra runs"),
+        (trl.DPOConfig, {"use_weighting": True}, "use_weighting=True: its weights need the sum"),
+        (trl.DPOConfig, {"sync_ref_model": True}, "sync_ref_model=True: the reference"),
+        (trl.GRPOConfig, {"temperature": 0.7}, r"temperature=0\.7: log-probabilities are those"),
+    ],
+)
+def test_what_would_not_be_honoured_is_refused(kind, settings, message):
+    with pytest.raises(HydraConfigError, match=message):
+        check_trl_arguments(config(kind, **settings), print)
+
+
+def test_what_trl_says_is_honoured_without_a_word():
+    notes = []
+    of_trl = {"packing": True, "completion_only_loss": False, "eos_token": "<eos>"}
+    of_loop = {"gradient_accumulation_steps": 2, "label_smoothing_factor": 0.1}
+    check_trl_arguments(config(**of_trl, **of_loop, loss_type="dft"), notes.append)
+    check_trl_arguments(config(trl.DPOConfig, loss_type=["ipo", "sft"], ld_alpha=0.1), notes.append)
+    assert notes == []
+
+
+def test_a_script_without_deepspeed_gets_it(monkeypatch):
+    args = config(gradient_accumulation_steps=3, max_length=96)
+    add_deepspeed(args)
+    assert args.deepspeed_plugin.zero_stage == 3
+    made = args.hf_deepspeed_config.config
+    complete_section(made, args, tiny("llama"))
+    assert made["gradient_accumulation_steps"] == 1
+    assert made["hydra"] == {"context_length": 96, "tokens_per_iteration": 96 * 8 * 3}
+    own = {"hydra": {"context_length": 64}}
+    complete_section(own, config(max_length=None), tiny("llama"))
+    assert own["hydra"]["context_length"] == 64
+    unlimited = {}
+    complete_section(unlimited, config(max_length=None), tiny("llama"))
+    assert unlimited["hydra"]["context_length"] == 256  # positions of the model
+    monkeypatch.setitem(os.environ, "ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    launched = config()
+    add_deepspeed(launched)
+    assert launched.deepspeed is None
+
+
+def test_names_of_trl_that_are_used():
+    """Private ones among them: a version of TRL that renames one is found here, not in a run."""
+    model = tiny("llama")
+    plain = model.forward
+    utils.add_fused_lm_head(model)
+    assert model.forward != plain
+    remove_fused_head(model)
+    assert model.forward == plain
+    of_base = {"_prepare_inputs", "training_step", "prediction_step", "_save_checkpoint"}
+    assert of_base <= set(dir(trl.SFTTrainer))
+    for name in ("compute_ref_log_probs", "_precompute_ref_logps", "_prepare_inputs"):
+        assert callable(getattr(trl.DPOTrainer, name))
+    reads = inspect.getsource(trl.DPOTrainer._compute_loss)
+    assert 'inputs["ref_chosen_logps"]' in reads
+    assert "self.precompute_ref_logps" in reads
+    names = inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters
+    assert list(names)[:6] == [
+        "self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size",
+    ]  # fmt: skip
+    counted = inspect.getsource(trl.GRPOTrainer.training_step)
+    assert "self._step += 1" in counted
+    assert "_current_train_step_time" in counted
+    assert "prepare_deepspeed(self.ref_model" in inspect.getsource(trl.DPOTrainer.__init__)
+    fields = inspect.signature(utils.FusedCausalLMOutput).parameters
+    assert {"log_probs", "entropy", "is_top1", "mean_logits", "label_mask"} <= fields.keys()
+
+
+@pytest.fixture
+def as_before(monkeypatch):
+    """What an Accelerator leaves behind for the next one is taken away."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("as_before")
+def test_losses_of_logits_and_given_optimizers_are_refused():
+    class Mine(HydraMixin, trl.SFTTrainer):
+        pass
+
+    def start(**given):
+        return Mine(
+            tiny("llama", vocab_size=259),
+            config(),
+            train_dataset=texts().select(range(2)),
+            processing_class=make_tokenizer(),
+            **given,
+        )
+
+    with pytest.raises(HydraConfigError, match=r"compute_loss_func is .*which gets logits"):
+        start(compute_loss_func=lambda *_: 0)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+    with pytest.raises(HydraConfigError, match="optimizers is given"):
+        start(optimizers=(optimizer, None))
