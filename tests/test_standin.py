@@ -182,6 +182,16 @@ def test_what_else_is_done_with_an_engine():
             assert found["num_races"] == 0, found["races"]
 
 
+def test_hydra_trainer_trains_resumes_and_evaluates():
+    for rank in run_checks(2, ("trainer",)):
+        found = rank["trainer"]
+        assert found["losses"][0] == pytest.approx(found["wanted"], rel=1e-5)
+        assert found["resumed"] == found["losses"]
+        assert len(found["losses"]) == 4
+        assert 0 < found["eval_loss"] < 2 * found["wanted"]
+        assert found["num_races"] == 0, found["races"]
+
+
 def test_adapters_of_lora():
     pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
     for rank in run_checks(2, ("adapters",)):
