@@ -192,7 +192,7 @@ class Propagator:
         phases = []
         for number, phase in enumerate(plan.in_turn):
             self.recorder.phase = number
-            phases.append(self._run_phase(phase, load, grads_P, loss_scale, objective))
+            phases.append(self._run_phase(phase, load, grads_P, loss_scale, objective, noise))
         return Outcome.of_phases(phases)
 
     def _run_phase(
@@ -202,6 +202,7 @@ class Propagator:
         grads_P: Sequence[Tensor] | None,
         loss_scale: float | None,
         objective: Objective | None,
+        noise: bool,
     ) -> Outcome:
         begin, busy_before_ms = self._clock.stamp(), self.recorder.busy_ms
         balance_before = self.stage_model.balance.value
