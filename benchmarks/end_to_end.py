@@ -102,6 +102,11 @@ class Group(AbstractContextManager):
             self._pipes.append(mine)
             self._processes.append(process)
 
+    @property
+    def pids(self) -> list[int]:
+        """Process of each rank."""
+        return [process.pid for process in self._processes]
+
     def answers(self) -> list[dict[str, Any]]:
         """What every rank says next; raises with the rank's own traceback if one failed."""
         answers = []
@@ -231,7 +236,7 @@ def take_turns(
             try:
                 return action()
             except ContenderError as error:
-                if name == "hydra":
+                if name.endswith("hydra"):
                     raise
                 print(error, file=sys.stderr)
                 failures[name] = str(error).strip().splitlines()[-1]

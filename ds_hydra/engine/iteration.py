@@ -86,13 +86,15 @@ def score(
     *,
     entropy: bool = False,
     details: bool = False,
+    noise: bool = False,
 ) -> Scores:
-    """Scores of every token of the iteration's sequences, forward only. Collective over all ranks,
-    returned on each.
+    """Scores of every token of the iteration's sequences, forward only, with the `noise` that
+    training has where it is asked for. Collective over all ranks, returned on each.
     """
     lengths = iteration.plan.lengths
     collector = Collector(sum(lengths), device, entropy=entropy, details=details)
-    propagator.evaluate(iteration.plan, iteration.load, collector.objective(lengths))
+    objective = collector.objective(lengths)
+    propagator.evaluate(iteration.plan, iteration.load, objective, noise=noise)
     return gather_scores(iteration, collector, propagator)
 
 
@@ -121,7 +123,7 @@ def weigh(iteration: Iteration, propagator: Propagator, device: torch.device) ->
     objective = iteration.objective
     if objective is None or not isinstance(objective.loss, SequenceLoss):
         return iteration
-    log_probs = score(iteration, propagator, device).log_probs
+    log_probs = score(iteration, propagator, device, noise=True).log_probs
     error, weighted = None, None
     try:
         weighted = objective.weighted(log_probs, iteration.labels)

@@ -72,8 +72,10 @@ class Propagator:
         max_groups: int,
         max_groups_of_rank: int = MAX_GROUPS_OF_RANK,
         link_config: LinkConfig | None = None,
+        seed: int = 0,
     ):
         self.stage_model = stage_model
+        self._seed = seed
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self.device = device
@@ -146,10 +148,17 @@ class Propagator:
         return self._run(plan, load, grads_P, loss_scale, objective)
 
     def evaluate(
-        self, plan: IterationPlan, load: LoadExample, objective: Objective | None = None
+        self,
+        plan: IterationPlan,
+        load: LoadExample,
+        objective: Objective | None = None,
+        *,
+        noise: bool = False,
     ) -> Outcome:
-        """Forward only; no gradient is computed."""
-        return self._run(plan, load, None, None, objective)
+        """Forward only; no gradient is computed. With the `noise` of training where it is asked
+        for.
+        """
+        return self._run(plan, load, None, None, objective, noise=noise)
 
     def _run(
         self,
@@ -158,13 +167,15 @@ class Propagator:
         grads_P: Sequence[Tensor] | None,
         loss_scale: float | None,
         objective: Objective | None,
+        *,
+        noise: bool = True,
     ) -> Outcome:
         self.recorder.begin()
         begin = self._clock.stamp()
         training = loss_scale is not None
         slices, session, work = self.links.open_plan(plan, training=training, grads_P=grads_P)
         with session:
-            losses = self._propagate(plan, work, slices, load, loss_scale, objective)
+            losses = self._propagate(plan, work, slices, load, loss_scale, objective, noise)
             end = self._clock.stamp()
             times = session.finish()
         session.record(self.recorder)
@@ -221,6 +232,7 @@ class Propagator:
         load: LoadExample,
         loss_scale: float | None,
         objective: Objective | None = None,
+        noise: bool = True,
     ) -> list[float]:
         """Loss sum of this rank's tokens of each micro-batch (on one TP rank of the last stage);
         trains where `loss_scale` is given.
@@ -244,6 +256,7 @@ class Propagator:
                 sequence_shard,
                 self._context(role),
                 objective,
+                self._seed if noise and self.stage_model.has_noise else None,
             )
             normaliser = plan.num_label_tokens if objective is None else objective.normaliser
             scale = 1.0 if loss_scale is None else loss_scale / normaliser

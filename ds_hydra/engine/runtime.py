@@ -83,6 +83,7 @@ class HydraRuntime:
             device=device,
             max_groups=config.max_process_groups,
             link_config=config.link,
+            seed=config.seed,
         )
         self.num_ranks = self.propagator.num_ranks
         self.is_first_rank = self.propagator.rank == 0
