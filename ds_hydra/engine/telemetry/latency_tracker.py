@@ -147,8 +147,10 @@ class LatencyTracker:
         if times and self._are_plausible(plan, [t.measured_ms for t in times], iteration_ms):
             self.learned.observe(plan.strategy, times)
             self._count(plan, measured_ms, iteration_ms)
+            # What was planned before anything was learned need not alarm anybody.
+            counts = self._planner.refit == "log" or self.corrections_for(plan.iteration).strategies
             for pipeline, measured in zip(plan.pipelines, measured_ms):
-                if pipeline.makespan_ms > 0 and measured > 0:
+                if counts and pipeline.makespan_ms > 0 and measured > 0:
                     errors = self._errors.setdefault(
                         str(pipeline.scheme), deque(maxlen=_OBSERVATIONS_FOR_DRIFT)
                     )
