@@ -10,10 +10,14 @@ from reference import make_batch, make_profile
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.trial import PruningSettings
+from ds_hydra.simulator.cases import load_case
 from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.profiles.states import with_engine_states
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies, strategies_from_json
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
@@ -124,3 +128,24 @@ def test_progress_is_reported(github):
         progress=lambda done, total: seen.append((done, total)),
     )
     assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_context_that_only_gathered_layers_hold_is_proposed_for():
+    """LLaMA 32B on 32 A800, context 32K: no slices and no home fit beside such a sequence."""
+    workload = load_case("paper/commoncrawl-32b-32gpu-f3").workload
+    profile = with_engine_states(workload.profile)
+    settings = CandidateSettings(
+        num_devices=32,
+        context_length=workload.context_length,
+        tokens_per_iteration=workload.tokens_per_iteration,
+        space="wide",
+        cluster=find_cluster(profile, 32),
+        pruning=PruningSettings(num_batches=8),
+    )
+    found = decide_candidates(profile, workload.histogram, settings)
+    assert all(strategy.gathers for strategy in found.strategies)
+    kept = {str(kept.strategy): kept for kept in found.reasons if kept.is_for_phases}
+    assert {"32x<1,1;gather>", "1x<sp32,1;gather>"} <= kept.keys()
+    assert "put together" in kept["32x<1,1;gather>"].reason
+    assert found.proposal is not None
+    assert found.proposal.kept_ms < 0.95 * found.proposal.all_candidates_ms

@@ -47,7 +47,7 @@ def test_mixed_groups_find_the_best_of_small_steps():
         found, group_of = np.zeros(2), np.zeros(5, dtype=np.int64)
         tried = np.array(cuts(4, sizes))
         cut = solve_step(
-            lengths, table, constants, np.array(sizes), max_len, tried, 4, found, group_of
+            lengths, table, constants, np.array(sizes), max_len, tried, 4, np.inf, found, group_of
         )
         kinds = np.repeat(np.arange(3), tried[cut])
         ends = constants[kinds].copy()

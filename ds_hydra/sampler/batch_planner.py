@@ -95,14 +95,16 @@ class BatchPlanner:
         if not feasible:
             raise self._no_plan(strategies)
         candidates = sorted((self._bound(s) for s in feasible), key=lambda c: c.least_ms)
+        phases = self._phases(strategies, np.inf)  # quick, and others have to beat it
+        phases_ms = sum(phase.iteration_ms for phase in phases) if phases else np.inf
         best = candidates[0]
         for candidate in candidates:
-            if candidate.least_ms < best.iteration_ms:
-                self._search(candidate, best.iteration_ms - candidate.least_link_ms)
+            least_ms = min(best.iteration_ms, phases_ms)
+            if candidate.least_ms < least_ms:
+                self._search(candidate, least_ms - candidate.least_link_ms)
                 best = min(best, candidate, key=lambda c: c.iteration_ms)
-        phases = self._phases(strategies, best.iteration_ms)
-        if phases:
-            return self._finish(phases), sum(phase.iteration_ms for phase in phases)
+        if phases_ms < best.iteration_ms:
+            return self._finish(phases), phases_ms
         chosen = find_trial(best, candidates, self.corrections.trial_ms, self._search) or best
         trial_ms = max(0.0, chosen.iteration_ms - best.iteration_ms)
         self._solve_slowest(chosen)

@@ -68,9 +68,14 @@ class MixedGroups:
         return float((table * self._sizes[:, None]).min(axis=0).sum()) / self.num_ranks
 
     def step(
-        self, kind: int, lengths: IntArray, table: FloatArray, members: IntArray
+        self,
+        kind: int,
+        lengths: IntArray,
+        table: FloatArray,
+        members: IntArray,
+        limit: float = np.inf,
     ) -> Step | None:
-        """The best step of `members`, None where no cut holds them."""
+        """The best step of `members`, None where no cut holds them in less than `limit`."""
         group_of, times_ms = np.zeros(members.size, dtype=np.int64), np.zeros(2)
         cut = 0
         if members.size:
@@ -82,6 +87,7 @@ class MixedGroups:
                 self._max_len,
                 self._cuts,
                 self.num_ranks,
+                limit,
                 times_ms,
                 group_of,
             )
@@ -111,13 +117,19 @@ def plan_steps(
         if finish(np.full(count, shared_ms / count)) >= least:
             break
         for members in (_by_length(lengths, count), _dealt(lengths, count)):
-            steps = [_best_step(kinds, lengths, tables, own) for own in members]
-            if any(step is None for step in steps):
-                continue
-            is_found = True
-            found = [step for step in steps if step is not None]
-            if (ms := finish(np.array([step.slowest_ms for step in found]))) < least:
-                best, least = found, ms
+            steps, is_held = [], True
+            for own in members:
+                step = _best_step(kinds, lengths, tables, own)
+                is_held = step is not None
+                if step is None:
+                    break
+                steps.append(step)
+                if finish(np.array([step.slowest_ms for step in steps])) >= least:
+                    break
+            is_found |= is_held
+            if len(steps) == count and is_held:
+                ms = finish(np.array([step.slowest_ms for step in steps]))
+                best, least = (steps, ms) if ms < least else (best, least)
         tried += is_found
         count += 1
     return best
@@ -129,12 +141,11 @@ def _best_step(
     tables: Sequence[FloatArray],
     members: IntArray,
 ) -> Step | None:
-    found = [
-        step
-        for number, (kind, table) in enumerate(zip(kinds, tables))
-        if (step := kind.step(number, lengths, table, members)) is not None
-    ]
-    return min(found, key=lambda step: step.slowest_ms, default=None)
+    best = None
+    for number, (kind, table) in enumerate(zip(kinds, tables)):
+        limit = np.inf if best is None else best.slowest_ms
+        best = kind.step(number, lengths, table, members, limit) or best
+    return best
 
 
 def _by_length(lengths: IntArray, count: int) -> list[IntArray]:
@@ -158,12 +169,13 @@ def solve_step(
     max_len: IntArray,
     cuts: IntArray,
     num_ranks: int,
+    limit: float,
     found: FloatArray,
     group_of: IntArray,
 ) -> int:
-    """The best cut, -1 where none holds the sequences; writes the time of its slowest group and the
-    device time of all, and the group of each sequence. `table`: ms of [size, sequence]. See [Note:
-    Mixed groups].
+    """The best cut, -1 where none holds the sequences in less than `limit`; writes the time of its
+    slowest group and the device time of all, and the group of each sequence. `table`: ms of [size,
+    sequence]. See [Note: Mixed groups].
     """
     num_sizes, num_sequences = table.shape
     # A bound for each cut, cheapest first: placing is what takes long, and a few cuts are placed.
@@ -185,7 +197,7 @@ def solve_step(
                     cheapest = min(cheapest, sizes[k] * table[k, i])
             work += cheapest
         bounds[row] = max(alone, work / num_ranks)
-    best, best_cut = np.inf, -1
+    best, best_cut = limit, -1
     ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
     name, placed = np.zeros_like(filled), np.zeros_like(group_of)
     for row in np.argsort(bounds):

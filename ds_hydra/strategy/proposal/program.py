@@ -292,8 +292,7 @@ class _Program:
 def _make_program(
     profile: Profile, histogram: LengthHistogram, num_devices: int, settings: ProposalSettings
 ) -> _Program:
-    usable = usable_schemes(profile, num_devices, settings.space)
-    schemes = tuple(s for s in usable if not s.gather)  # which do not go with others
+    schemes = _mixed_schemes(profile, num_devices, settings.space)
     if settings.space != "plain":
         schemes = undominated(profile, schemes, num_devices)
     lengths, counts = histogram.lengths_tokens, histogram.counts
@@ -320,6 +319,11 @@ def _make_program(
     )
 
 
+def _mixed_schemes(profile: Profile, num_devices: int, space: Space) -> tuple[Scheme, ...]:
+    """Usable schemes without those whose layers are gathered, which do not go with others."""
+    return tuple(s for s in usable_schemes(profile, num_devices, space) if not s.gather)
+
+
 def relaxed_strategies(
     profile: Profile,
     histogram: LengthHistogram,
@@ -330,12 +334,19 @@ def relaxed_strategies(
 ) -> tuple[RelaxedStrategy, ...]:
     """S[N][L] for every maximum length L on the grid that a mini-batch can have, shortest first.
 
-    Times are those of the whole dataset. Raises HydraConfigError if no scheme fits the context.
+    Times are those of the whole dataset; lengths that only gathered schemes hold are left out.
+    Raises HydraConfigError if no scheme fits the context.
     """
     check_context(
         profile, num_devices, context_length, usable_schemes(profile, num_devices, settings.space)
     )
-    program = _make_program(profile, histogram.limit(context_length), num_devices, settings)
+    mixed = _mixed_schemes(profile, num_devices, settings.space)
+    longest = max((profile.max_len_tokens(s, num_devices) for s in mixed), default=0)
+    if longest < histogram.lengths_tokens[0]:
+        return ()
+    held = histogram.limit(context_length)
+    held = held.limit(longest, "drop") if longest < context_length else held
+    program = _make_program(profile, held, num_devices, settings)
     tables = (
         program.work_ms,
         program.least_work,
