@@ -9,8 +9,10 @@ alternate on the same cores without sharing a process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import warnings
 import zlib
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import datasets
 import deepspeed
+import rollout_contenders
 import torch
 import torch.distributed as dist
 import transformers
@@ -27,6 +30,7 @@ from training_setup import Task, Turns, ds_config
 
 import ds_hydra
 from ds_hydra.engine.ranks.host_memory import keep_freed_memory, process_bytes
+from ds_hydra.errors import InfeasiblePlanError
 
 # ---- ds_hydra
 
@@ -61,6 +65,34 @@ def run_hydra(task: Task, turns: Turns, *, static: bool = False, compiled: bool 
                 f"the engine drew {metrics.num_tokens} tokens, the others {sum(batch)}"
             )
         turns.done(loss if rank == 0 else 0.0, metrics=metrics.to_json())
+    turns.wait()
+
+
+def run_explored(task: Task, turns: Turns) -> None:
+    """Every other iteration under a candidate drawn at random, of those that fit the mini-batch."""
+    rank, draw = dist.get_rank(), random.Random(0)
+    section = {
+        "context_length": task.shape.context_length,
+        "tokens_per_iteration": task.shape.tokens_per_iteration,
+        "planner": {"num_workers": 0, "refit": "log"},
+        "strategies": list(task.strategies),
+        "profile": task.profile,
+        "memory_limit_bytes": task.memory_limit_bytes,
+    }
+    engine, *_ = ds_hydra.initialize(
+        model=task.model.build(task.shape.context_length), config=ds_config(hydra=section)
+    )
+    turns.ready()
+    sequences = iter(task.sequences())
+    for number, batch in enumerate(task.batches[:-1]):
+        rows = [{"input_ids": next(sequences)} for _ in batch]
+        turns.wait()
+        loss = None
+        while loss is None:
+            strategy = draw.choice(task.strategies) if number % 2 else None
+            with contextlib.suppress(InfeasiblePlanError):
+                loss = float(engine.train_batch(rows, strategy))
+        turns.done(loss if rank == 0 else 0.0, metrics=engine.last_metrics.to_json())
     turns.wait()
 
 
@@ -106,9 +138,15 @@ def run_contender(name: str, task: Task, turns: Turns) -> None:
     """Run `name` until the driver says stop."""
     if name in STOCK:
         run_stock(task, turns, stock=STOCK[name])
+    elif name in rollout_contenders.STOCK_ROWS:
+        rollout_contenders.run_stock(task, turns, stock=rollout_contenders.STOCK_ROWS[name])
+    elif name == "rollouts_hydra":
+        rollout_contenders.run_hydra(task, turns)
     elif name == "profile":
         assert task.profile is not None
         measure_profile(task, turns, task.profile)
+    elif name == "explored":
+        run_explored(task, turns)
     else:
         run_hydra(task, turns, static=name == "hydra_static", compiled=name == "hydra_compiled")
 

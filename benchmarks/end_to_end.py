@@ -39,7 +39,7 @@ from tqdm import tqdm
 from training_setup import ModelSize, Task
 from workloads import WORKLOADS, Workload
 
-from ds_hydra.sampler.batch_planner import warm_up
+from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy import Profile, Scheme
 
 STRATEGIES = {
@@ -101,6 +101,11 @@ class Group(AbstractContextManager):
             theirs.close()
             self._pipes.append(mine)
             self._processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process of each rank."""
+        return [process.pid for process in self._processes]
 
     def answers(self) -> list[dict[str, Any]]:
         """What every rank says next; raises with the rank's own traceback if one failed."""
@@ -231,7 +236,7 @@ def take_turns(
             try:
                 return action()
             except ContenderError as error:
-                if name == "hydra":
+                if name.endswith("hydra"):
                     raise
                 print(error, file=sys.stderr)
                 failures[name] = str(error).strip().splitlines()[-1]

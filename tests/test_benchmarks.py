@@ -12,6 +12,7 @@ import pytest
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import learned_times  # noqa: E402
 import workloads as w  # noqa: E402
 
 CONTEXT, TOKENS = 1024, 4096
@@ -96,3 +97,18 @@ def test_a_tiny_run_measures_valid_micro_batches(tmp_path):
     assert set(document["contenders"]) == set(names)
     assert "invalid" not in done.stdout
     assert (tmp_path / "end_to_end_2ranks.png").stat().st_size > 10_000
+
+
+RECORDINGS = learned_times.read_recordings(learned_times.RECORDED)
+
+
+@pytest.mark.parametrize("name", RECORDINGS)
+def test_recorded_runs_are_predicted_better_by_what_is_learned(name):
+    profiled, corrected, _ = learned_times.replay(RECORDINGS[name]).medians
+    assert corrected < 0.8 * profiled
+
+
+def test_most_recorded_runs_are_predicted_with_half_of_the_error():
+    medians = [learned_times.replay(document).medians for document in RECORDINGS.values()]
+    assert len(medians) >= 12
+    assert sum(corrected <= 0.5 * profiled for profiled, corrected, _ in medians) >= 8

@@ -207,7 +207,6 @@ def test_slices_of_an_adapter_follow_its_layer():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lora_dropout": 0.1}, r"layers\.0.*lora_dropout = 0.1.*set it to 0"),
         ({"use_dora": True}, "Dora.* is not supported; use plain LoRA"),
         ({"modules_to_save": ["lm_head"]}, r"lm_head: ModulesToSaveWrapper .*leave both out"),
         ({"target_modules": ["lm_head"]}, "adapter at the output head"),

@@ -40,7 +40,7 @@ def max_launches(text, num_buckets):
     collectives included: what is pulled and pushed, and what ranks tell each other.
     """
     per_bucket = 13 if "<2," in text else 7
-    return 40 + (per_bucket + 4 * ("gather" in text)) * num_buckets
+    return 40 + (per_bucket + 5 * ("gather" in text)) * num_buckets
 
 
 MAX_HOST_WAITS = 8
@@ -180,6 +180,16 @@ def test_what_else_is_done_with_an_engine():
         assert checkpoints["loaded"] == checkpoints["saved"]
         for found in (evaluation, checkpoints):
             assert found["num_races"] == 0, found["races"]
+
+
+def test_hydra_trainer_trains_resumes_and_evaluates():
+    for rank in run_checks(2, ("trainer",)):
+        found = rank["trainer"]
+        assert found["losses"][0] == pytest.approx(found["wanted"], rel=1e-5)
+        assert found["resumed"] == found["losses"]
+        assert len(found["losses"]) == 4
+        assert 0 < found["eval_loss"] < 2 * found["wanted"]
+        assert found["num_races"] == 0, found["races"]
 
 
 def test_adapters_of_lora():

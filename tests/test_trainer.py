@@ -78,7 +78,9 @@ def make_recorder():
     return Recorder()
 
 
-def training_arguments(folder, json_sections=None, hydra=None, is_stock=False, **settings):
+def training_arguments(
+    folder, json_sections=None, hydra=None, is_stock=False, use_cpu=True, **settings
+):
     from transformers import TrainingArguments
 
     section = {
@@ -105,7 +107,7 @@ def training_arguments(folder, json_sections=None, hydra=None, is_stock=False, *
         "train_sampling_strategy": "sequential",
         **settings,
     }
-    return TrainingArguments(deepspeed=config, use_cpu=True, **settings)
+    return TrainingArguments(deepspeed=config, use_cpu=use_cpu, **settings)
 
 
 def prepare(folder):

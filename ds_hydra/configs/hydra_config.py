@@ -277,8 +277,8 @@ class HydraConfig(_Section):
     """Path or hub id of the tokenizer; null needs a dataset that holds `input_ids`."""
 
     seed: Index = 42
-    """Seed of the order of the data and of the planner's trials; 42 as in the Hugging Face
-    Trainer.
+    """Seed of the order of the data, of the planner's trials and of adapters' dropout; 42 as in the
+    Hugging Face Trainer.
     """
 
     shuffle: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -86,13 +87,15 @@ def score(
     *,
     entropy: bool = False,
     details: bool = False,
+    noise: bool = False,
 ) -> Scores:
-    """Scores of every token of the iteration's sequences, forward only. Collective over all ranks,
-    returned on each.
+    """Scores of every token of the iteration's sequences, forward only, with the `noise` that
+    training has where it is asked for. Collective over all ranks, returned on each.
     """
     lengths = iteration.plan.lengths
     collector = Collector(sum(lengths), device, entropy=entropy, details=details)
-    propagator.evaluate(iteration.plan, iteration.load, collector.objective(lengths))
+    objective = collector.objective(lengths)
+    propagator.evaluate(iteration.plan, iteration.load, objective, noise=noise)
     return gather_scores(iteration, collector, propagator)
 
 
@@ -109,9 +112,13 @@ def observe(
 
 def gather_scores(iteration: Iteration, collector: Collector, propagator: Propagator) -> Scores:
     """What `collector` has kept on all ranks, on each. Collective over all ranks."""
-    role = Role.find(iteration.plan.strategy, propagator.rank)
-    counts_here = role is not None and role.tp_rank == 0
-    return collector.gather(iteration.plan.lengths, counts_here=counts_here)
+    here = [False] * len(iteration.plan.lengths)
+    for phase in iteration.plan.in_turn:
+        role = Role.find(phase.strategy, propagator.rank)
+        if role is not None and role.tp_rank == 0:
+            for position in chain(*phase.pipelines[role.pipeline].micro_batches):
+                here[position] = True
+    return collector.gather(iteration.plan.lengths, here)
 
 
 def weigh(iteration: Iteration, propagator: Propagator, device: torch.device) -> Iteration:
@@ -121,7 +128,7 @@ def weigh(iteration: Iteration, propagator: Propagator, device: torch.device) ->
     objective = iteration.objective
     if objective is None or not isinstance(objective.loss, SequenceLoss):
         return iteration
-    log_probs = score(iteration, propagator, device).log_probs
+    log_probs = score(iteration, propagator, device, noise=True).log_probs
     error, weighted = None, None
     try:
         weighted = objective.weighted(log_probs, iteration.labels)

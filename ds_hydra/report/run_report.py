@@ -22,7 +22,7 @@ from ds_hydra.configs.files import (
 )
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.strategy.schemes.scheme import read_ranks
+from ds_hydra.strategy.schemes.placement import read_ranks
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import shutil
 import tempfile
 import threading
 from pathlib import Path
@@ -71,6 +73,48 @@ def adapters() -> dict[str, Any]:
     with observed() as found:
         found["losses"] = [float(engine.train_batch(examples, strategy=s)) for s in SHORT]
     return {**found, "wanted": wanted}
+
+
+def trainer() -> dict[str, Any]:
+    """Losses of HydraTrainer, of a run that goes on from its checkpoint, and of an evaluation.
+
+    Accelerate knows no device of this kind, so it is told which one it is, and that ranks talk
+    through its backend.
+    """
+    import datasets
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+    from test_trainer import prepare, rows, training_arguments
+
+    from ds_hydra import HydraTrainer
+
+    folder = _shared_folder()
+    prepare(folder)
+    data = datasets.Dataset.from_list(rows())
+    backend = ("standin", DistributedType.MULTI_XPU)
+    environment = mock.patch.dict(os.environ, {"ACCELERATE_TORCH_DEVICE": "standin:0"})
+    known = mock.patch.object(PartialState, "_prepare_backend", return_value=backend)
+
+    def losses(**settings: Any) -> tuple[list[float], Any]:
+        arguments = training_arguments(
+            folder, output_dir=str(folder / "out"), use_cpu=False, max_steps=4, **settings
+        )
+        assert arguments.device == torch.device("standin", 0)
+        resumed = HydraTrainer(
+            model=tiny("llama").to("standin"), args=arguments, train_dataset=data, eval_dataset=data
+        )
+        resumed.train(resume_from_checkpoint=settings.get("save_steps") is None)
+        logged = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
+        return logged, resumed
+
+    with environment, known, observed() as found:
+        found["losses"], _ = losses(save_strategy="steps", save_steps=2)
+        shutil.rmtree(folder / "out" / "checkpoint-4", ignore_errors=True)
+        found["resumed"], last = losses(save_strategy="no")
+        found["eval_loss"] = last.evaluate()["eval_loss"]
+    first = [{k: torch.tensor(v) for k, v in row.items()} for row in rows()[:4]]
+    found["wanted"] = token_mean_gradients(tiny("llama"), first)[0]
+    return found
 
 
 class _Generator(torch.Generator):

@@ -61,6 +61,15 @@ def is_lora(module: nn.Module) -> bool:
     return peft is not None and isinstance(module, peft.tuners.lora.LoraLayer)
 
 
+def check_head(head: nn.Module) -> None:
+    """Raise UnsupportedModelError for an adapter at the output head."""
+    if is_lora(head):
+        raise UnsupportedModelError(
+            "adapter at the output head: ds_hydra cuts the head by vocabulary and has no rule for an adapter "
+            "there; leave it out of LoraConfig.target_modules"
+        )
+
+
 def split_style(module: nn.Module, style: str) -> Iterator[tuple[nn.Module, str]]:
     """The modules that hold the parameters of `module`, each with its style (see [Note: LoRA under
     TP]).
@@ -96,9 +105,6 @@ def _find_problem(module: nn.Module) -> str | None:
         return (
             "the adapter is merged into the weights; call model.unmerge_adapter() before training"
         )
-    rates = [d.p for d in module.lora_dropout.values() if isinstance(d, nn.Dropout) and d.p]
-    if rates:
-        return f"lora_dropout = {rates[0]}: dropout would depend on the strategy; set it to 0"
     return None
 
 

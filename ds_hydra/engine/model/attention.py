@@ -61,6 +61,8 @@ class PackedMicroBatch:
     """
     keys: KeysOfRow | None = None
     """Where they are, where the micro-batch is cut into rows."""
+    token_seeds_T: Tensor | None = None
+    """[T] int64 of what noise begins with ([Note: Noise by counting]); None where there is none."""
 
     @classmethod
     def build(

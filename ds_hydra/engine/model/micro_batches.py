@@ -6,13 +6,14 @@ Legend: tensors ending in `_T` have one value per token of a packed micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ds_hydra.engine.losses.objective import Objective
 from ds_hydra.engine.model.attention import PackedMicroBatch, Segment
+from ds_hydra.engine.model.noise import token_seeds
 from ds_hydra.engine.parallel.context_parallel import ContextRow, KeysOfRow
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo
 from ds_hydra.engine.parallel.ulysses import SequenceShard
@@ -55,9 +56,11 @@ class MicroBatchTensors:
         sequence_shard: SequenceShard | None = None,
         context: ContextRow | None = None,
         objective: Objective | None = None,
+        noise_seed: int | None = None,
     ) -> list[MicroBatchTensors]:
         """The micro-batches of `pipeline` that `stage` needs, or this rank's row of each, cut to
-        `sequence_shard` after labels were shifted; with the fields of `objective`.
+        `sequence_shard` after labels were shifted; with the fields of `objective`, and what noise
+        begins with where a `noise_seed` is given.
         """
         micro_batches = []
         for number in range(len(pipeline.micro_batches)):
@@ -87,6 +90,9 @@ class MicroBatchTensors:
                     ]
                     fields = {name: join([r[name] for r in rows], 0) for name in rows[0]}
             packed = _pack(plan, pipeline, number, row, device, sequence_shard, context)
+            if noise_seed is not None:
+                seeds = [token_seeds(noise_seed, plan.iteration, *piece) for piece in row]
+                packed = replace(packed, token_seeds_T=join(seeds, 0))
             micro_batches.append(
                 cls(packed=packed, input_ids_T=ids, targets_T=targets, fields=fields)
             )

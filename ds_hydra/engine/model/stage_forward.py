@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,11 +106,12 @@ class StageForward:
         if not self._one_by_one or len(micro_batch.lengths) == 1:
             return self._run(micro_batch, input_ids, hidden, is_last)
         lengths, device = micro_batch.lengths, micro_batch.position_ids.device
-        parts = zip(lengths, _split(input_ids, lengths), _split(hidden, lengths), strict=True)
-        outputs = [
-            self._run(PackedMicroBatch.build([length], device), ids, part, is_last)
-            for length, ids, part in parts
-        ]
+        seeds = _split(micro_batch.token_seeds_T, lengths, dim=0)
+        parts = zip(lengths, _split(input_ids, lengths), _split(hidden, lengths), seeds)
+        outputs = []
+        for length, ids, part, seeds_T in parts:
+            alone = replace(PackedMicroBatch.build([length], device), token_seeds_T=seeds_T)
+            outputs.append(self._run(alone, ids, part, is_last))
         return torch.cat(outputs, dim=1)
 
     def _run(
@@ -221,5 +223,5 @@ def _end_at_head(_module: nn.Module, args: tuple[Any, ...]) -> None:
     raise StageEnd(args[0])
 
 
-def _split(tensor: Tensor | None, lengths: Sequence[int]) -> Sequence[Tensor | None]:
-    return [None] * len(lengths) if tensor is None else tensor.split(lengths, dim=1)
+def _split(tensor: Tensor | None, lengths: Sequence[int], dim: int = 1) -> Sequence[Tensor | None]:
+    return [None] * len(lengths) if tensor is None else tensor.split(lengths, dim)

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.engine.model import attention
-from ds_hydra.engine.model.adapters import is_lora, unwrap_adapters
+from ds_hydra.engine.model.adapters import check_head, unwrap_adapters
 from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.compilation import compile_each
 from ds_hydra.engine.model.decoder_parts import DecoderParts, with_holders
 from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
+from ds_hydra.engine.model.noise import count_noise
 from ds_hydra.engine.model.rotary import follow_each_sequence
 from ds_hydra.engine.model.scheme_support import (
     Trial,
@@ -125,11 +126,7 @@ class StageModel:
             if hasattr(module, "gradient_checkpointing"):
                 module._gradient_checkpointing_func = checkpointed
         self._padding_idx = getattr(self._embedding, "padding_idx", None)
-        if is_lora(head):
-            raise UnsupportedModelError(
-                "adapter at the output head: ds_hydra cuts the head by vocabulary and has no rule for an adapter "
-                "there; leave it out of LoraConfig.target_modules"
-            )
+        check_head(head)
         self.vocab_size: int = self._embedding.weight.shape[0]
         """Rows of the embedding."""
         self.num_logits: int = head.weight.shape[0]
@@ -153,6 +150,8 @@ class StageModel:
         fqn_of = {(module, name): self.specs[param].fqn for module, name, param in bindings}
         self._unplanned = find_unplanned(self._base, fqn_of)
         self.balance = ExpertBalance(self._model, self._layers, self.tp, with_loss=aux_loss)
+        spec_of = {(module, name): self.specs[param] for module, name, param in bindings}
+        self.has_noise = count_noise(self._base, self.tp, spec_of)
         self._hook(head)
         self._uncut_because = self._hook_blocks(head) if tp_sequence_parallel else ""
         bind_zeros(self.units[0].bindings, self._meta_params, self._forward.device)

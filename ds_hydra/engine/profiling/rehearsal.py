@@ -238,13 +238,14 @@ def _run(propagator: Propagator, plan: IterationPlan) -> list[float]:
 
 
 def _gradient_shards(propagator: Propagator) -> list[Tensor]:
-    return [
-        torch.zeros(
-            shard_P.numel() if spec.requires_grad else 0,
-            dtype=torch.float32,
-            device=propagator.device,
-        )
+    """Shards to push into, all in the memory of the largest: nobody reads what they add up to, and
+    beside ZeRO-3's own there may be no room for others.
+    """
+    numels = [
+        shard_P.numel() if spec.requires_grad else 0
         for shard_P, spec in zip(
             propagator.links.shards_P(), propagator.stage_model.specs, strict=True
         )
     ]
+    scratch = torch.zeros(max(numels, default=0), dtype=torch.float32, device=propagator.device)
+    return [scratch[:numel] for numel in numels]

@@ -45,8 +45,8 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    MACHINE: _Kind(0.3, 0.03),
-    "scheme": _Kind(0.25, 0.005),
+    MACHINE: _Kind(0.3, 0.06),
+    "scheme": _Kind(0.25, 0.01),
     BESIDE: _Kind(0.1, 0.005),
     "strategy": _Kind(0.1, 0.005),
 }
@@ -54,10 +54,10 @@ _OTHER_MACHINE = 0.5
 """What the first iteration is off beyond a factor of exp(0.5) is the machine's: a profile of other
 hardware.
 """
-_FIRST_NOISE, _LEAST_NOISE, _NOISE_RATE = 0.08, 0.02, 0.1
+_FIRST_NOISE, _LEAST_NOISE, _NOISE_RATE = 0.1, 0.02, 0.1
 _OUTLIER = 2.5
 """Standard deviations of a surprise beyond which it counts less."""
-_SURPRISE_RATE, _SHIFT = 0.3, 1.2
+_SURPRISE_RATE, _SHIFT = 0.3, 1.5
 """Weight of the last surprise in their mean, in standard deviations, and the mean that is a shift.
 """
 
@@ -110,7 +110,9 @@ class LearnedTimes:
         self._update(design_KF, surprise_K)
 
     def _weights(self, strategy: Strategy, scheme: Scheme) -> Weights:
-        weights = {MACHINE: 1.0, f"scheme {scheme}": 1.0, f"strategy {strategy}": 1.0}
+        # What gathers is cut anew for every step: too many strategies to know each
+        own = "gathered" if strategy.gathers else str(strategy)
+        weights = {MACHINE: 1.0, f"scheme {scheme}": 1.0, f"strategy {own}": 1.0}
         if len(strategy.schemes) > 1:
             weights[BESIDE] = log2(len(strategy.schemes))
         return weights

@@ -1,0 +1,189 @@
+"""Dropout of adapters: masks like chance, the same under every strategy, with the gradients of one
+process that draws them for each sequence alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from distributed import run_distributed
+from engines import start_hydra
+from models import VOCAB_SIZE
+from single_process import random_examples, summed_loss, token_mean_gradients
+from test_lora import STRATEGIES, adapted, gradients
+from torch import nn
+
+from ds_hydra import losses
+from ds_hydra.engine.model.noise import TokenDropout, keep_mask, layer_number, token_seeds
+
+pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
+
+RATE, SEED = 0.3, 42
+LENGTHS = [5, 30, 12, 7, 90, 3]
+
+
+def mask(num_tokens=4096, num_features=512, rate=0.05, layer="a", sequence=0, iteration=0):
+    seeds_T = token_seeds(SEED, iteration, sequence, 0, num_tokens)
+    return keep_mask(seeds_T, layer_number(layer), rate, 0, num_features)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.5, 0.9])
+def test_masks_drop_as_many_as_chance_everywhere(rate):
+    dropped = (~mask(rate=rate)).double()
+    for dims in ((0, 1), 0, 1):
+        mean = dropped.mean(dim=dims)
+        num = dropped.numel() / mean.numel()
+        z = (mean - rate) / math.sqrt(rate * (1 - rate) / num)
+        assert float(z.abs().max()) < 5  # of 4,096 at most
+        assert mean.numel() == 1 or 0.9 < float(z.std()) < 1.1
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.5])
+def test_masks_of_neighbours_layers_and_sequences_are_independent(rate):
+    one = mask(rate=rate)
+    pairs = {f"features {n} apart": (one[:, n:], one[:, :-n]) for n in (1, 2, 3, 4, 5, 8)}
+    pairs |= {f"tokens {n} apart": (one[n:], one[:-n]) for n in (1, 2, 64)}
+    pairs["diagonal"] = (one[1:, 1:], one[:-1, :-1])
+    # What xor alone would leave: three corners of a rectangle give the fourth.
+    corners = one[1:, 4:] ^ one[:-1, 4:]
+    pairs["corners"] = (corners, one[1:, :-4] ^ one[:-1, :-4])
+    for other in ({"layer": "b"}, {"sequence": 1}, {"iteration": 1}):
+        pairs[str(other)] = (one, mask(rate=rate, **other))
+    for name, (left, right) in pairs.items():
+        x, y = left.double().flatten(), right.double().flatten()
+        correlation = float(((x - x.mean()) * (y - y.mean())).mean() / x.std() / y.std())
+        assert abs(correlation) * math.sqrt(x.numel()) < 4.5, name
+
+
+def test_parts_of_a_mask_are_those_of_the_whole():
+    whole = mask(num_tokens=50, num_features=37, rate=0.5)
+    seeds_T = token_seeds(SEED, 0, 0, 20, 40)
+    part = keep_mask(seeds_T, layer_number("a"), 0.5, 9, 14)
+    assert torch.equal(part, whole[20:40, 9:23])
+
+
+@pytest.mark.parametrize(("rate", "kept"), [(0.0, True), (1.0, False)])
+def test_rates_at_the_ends(rate, kept):
+    assert (mask(num_tokens=64, rate=rate) == kept).all()
+
+
+class AloneDropout(nn.Module):
+    """What one process does: the mask of the sequence that it runs alone."""
+
+    sequence, iteration = 0, 0
+
+    def __init__(self, name, rate):
+        super().__init__()
+        self.layer, self.rate = layer_number(name), rate
+
+    def forward(self, x):
+        seeds_T = token_seeds(SEED, type(self).iteration, type(self).sequence, 0, x.shape[-2])
+        return x * keep_mask(seeds_T, self.layer, self.rate, 0, x.shape[-1]) / (1 - self.rate)
+
+
+def draw_alone(model):
+    """`model` with dropout that one process computes; the name is that of the layer in the base."""
+    for name, module in model.get_base_model().base_model.named_modules():
+        for adapter, dropout in getattr(module, "lora_dropout", {}).items():
+            rate = round(dropout.p * 65536) / 65536
+            module.lora_dropout[adapter] = AloneDropout(f"{name}.{adapter}", rate)
+    return model
+
+
+def reference_gradients(model, examples):
+    """Loss and gradients of the trained parameters, with sequence i's own masks for example i."""
+    AloneDropout.sequence = -1
+
+    def begin_sequence(_module, _args):
+        AloneDropout.sequence += 1
+
+    handle = model.register_forward_pre_hook(begin_sequence)
+    loss, found = token_mean_gradients(model, examples)
+    handle.remove()
+    return loss, [g for g, p in zip(found, model.parameters(), strict=True) if p.requires_grad]
+
+
+def worst(got, expected):
+    return max(
+        float((mine - theirs).norm() / theirs.norm().clamp_min(1e-12))
+        for mine, theirs in zip(got, expected, strict=True)
+    )
+
+
+def parity(tp_sequence_parallel):
+    torch.manual_seed(0)
+    examples = random_examples(LENGTHS, VOCAB_SIZE)
+    model = adapted("qwen3", lora_dropout=RATE)
+    reference = draw_alone(copy.deepcopy(model))
+    loss, expected = reference_gradients(reference, examples)
+    without = token_mean_gradients(adapted("qwen3"), examples)[0]
+    engine = start_hydra(model, hydra={"tp_sequence_parallel": tp_sequence_parallel})
+    strategies = ("1x<4,1>", "1x<2,2>", "1x<2,1> + 2x<1,1>") if tp_sequence_parallel else STRATEGIES
+    errors = {}
+    for strategy in (*strategies, "2x<1,2;ckpt=2>"):
+        got, grads = gradients(engine, model, examples, strategy)
+        errors[strategy] = (abs(got - loss) / loss, worst(grads, expected))
+    assert abs(loss / without - 1) > 1e-3, "dropout changes the loss"
+    # Outside training nothing is dropped.
+    assert float(engine.eval_batch(examples, strategy="2x<2,1>")) == pytest.approx(
+        without, rel=1e-5
+    )
+    with torch.no_grad():
+        alone = [summed_loss(adapted("qwen3"), example) for example in examples]
+    scores = engine.score(examples, strategy="1x<2,2>").log_probs
+    counted = [e["labels"] != -100 for e in examples]
+    for values, counts, wanted in zip(scores, counted, alone, strict=True):
+        assert float(-values[1:][counts[1:]].sum()) == pytest.approx(float(wanted), rel=1e-4)
+    return errors
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "tp_sequence_parallel", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_gradients_equal_one_process_under_every_strategy(tp_sequence_parallel):
+    found = run_distributed(parity, 4, tp_sequence_parallel)[0]
+    for strategy, (loss_error, grad_error) in found.items():
+        assert loss_error < 1e-5, (strategy, loss_error)
+        assert grad_error < 1e-5, (strategy, grad_error)
+
+
+def pairs_and_steps():
+    """Losses of a loss of pairs, and of steps, under two strategies each."""
+    examples = [
+        {**e, "pair": n // 2, "chosen": n % 2, "reference_log_prob": -20.0}
+        for n, e in enumerate(random_examples(LENGTHS, VOCAB_SIZE))
+    ]
+    found = {}
+    for strategy in ("2x<1,1>", "1x<2,1>"):
+        model = adapted("llama", lora_dropout=RATE)
+        engine = start_hydra(model)
+        steps = [
+            float(engine.train_batch(examples, strategy=strategy, loss=losses.DPO()))
+            for _ in range(3)
+        ]
+        found[strategy] = steps
+        engine.destroy()
+    return found
+
+
+@pytest.mark.distributed
+def test_a_loss_of_pairs_sees_the_same_masks_twice_and_others_each_iteration():
+    found = run_distributed(pairs_and_steps, 2)[0]
+    first, second = found.values()
+    np.testing.assert_allclose(first, second, rtol=1e-4)
+    assert len({round(loss, 3) for loss in first}) == 3
+
+
+def test_only_adapters_drop():
+    from ds_hydra.engine.model.stage_model import StageModel
+
+    model = adapted("llama", lora_dropout=RATE)
+    stage_model = StageModel(model)
+    assert stage_model.has_noise
+    assert not any(isinstance(m, TokenDropout) for m in model.modules()), "the copy alone"
+    assert not StageModel(adapted("llama")).has_noise
