@@ -27,7 +27,7 @@ $(INSTALLED): setup.cfg pyproject.toml requirements/constraints.txt
 	@$(PIP) torch numpy setuptools
 	@$(PIP) --editable .
 	@echo "compiling the planner"
-	@$(BIN)/python -c "from ds_hydra.sampler.batch_planner import warm_up; warm_up()"
+	@$(BIN)/python -c "from ds_hydra.sampler.warm_up import warm_up; warm_up()"
 	@touch $(INSTALLED)
 
 $(DEVELOPED): $(INSTALLED)

@@ -47,7 +47,7 @@ from ds_hydra.engine import HydraEngine
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.strategy.schemes.scheme import ALL_LAYERS
+from ds_hydra.strategy.schemes.notation import ALL_LAYERS
 
 CASES_PER_ENGINE = 12
 MOST_RANKS = 6

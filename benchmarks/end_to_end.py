@@ -39,7 +39,7 @@ from tqdm import tqdm
 from training_setup import ModelSize, Task
 from workloads import WORKLOADS, Workload
 
-from ds_hydra.sampler.batch_planner import warm_up
+from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy import Profile, Scheme
 
 STRATEGIES = {

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.sampler.batch_planner import warm_up
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.trial import PruningSettings
+from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.simulator.cases import list_cases, load_case
 from ds_hydra.simulator.workload import Workload, draw_batches
 from ds_hydra.strategy import Profile, Scheme, Strategy

@@ -23,7 +23,6 @@ from packers import MicroBatches, balanced, batch_rebalance, fixed_length
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.background import BackgroundPlanner
-from ds_hydra.sampler.batch_planner import warm_up
 from ds_hydra.sampler.dispatch.dispatch import dispatch_sequences
 from ds_hydra.sampler.ilp import SolverLimits
 from ds_hydra.sampler.packing.packing import pack_sequences
@@ -32,6 +31,7 @@ from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind
 from ds_hydra.sampler.schedule import one_f_one_b_ms
+from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.simulate_tables import document, results
-from ds_hydra.sampler.batch_planner import warm_up
+from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.simulator.cases import list_cases, load_case
 from ds_hydra.simulator.compare import compare
 from ds_hydra.simulator.reproduction import our_figure

@@ -85,11 +85,11 @@ def _plan(
     profile_name: str, strategies_path: Path, lengths_path: Path, objective: Objective, seed: int
 ) -> tuple[IterationPlan, float]:
     """The plan, and the time that planning took without loading compiled code."""
-    from ds_hydra.sampler.batch_planner import warm_up
     from ds_hydra.sampler.candidates import with_schemes_of
     from ds_hydra.sampler.plan import GlobalBatch
     from ds_hydra.sampler.planner import plan_iteration
     from ds_hydra.sampler.planner_settings import PlannerSettings
+    from ds_hydra.sampler.warm_up import warm_up
     from ds_hydra.strategy.profiles.states import load_profile
 
     strategies, num_devices = _read_strategies(strategies_path)

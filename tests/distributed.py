@@ -76,7 +76,7 @@ def load_what_ranks_use() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import ds_hydra.engine  # noqa: F401
-    from ds_hydra.sampler.batch_planner import warm_up
+    from ds_hydra.sampler.warm_up import warm_up
 
     # ZeRO-3 makes text of all parameters while it starts, and drops it.
     torch.set_printoptions(threshold=0, edgeitems=1)

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.schemes.scheme import ALL_LAYERS, Scheme, Strategy, parse_strategies
+from ds_hydra.strategy.schemes.notation import ALL_LAYERS
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
 STRATEGIES_32B_64 = parse_strategies(
     [

@@ -20,7 +20,7 @@ from ds_hydra.strategy.cost_models.analytic import (
     predict_latency,
 )
 from ds_hydra.strategy.cost_models.cluster import find_cluster
-from ds_hydra.strategy.profiles.memory_model import ROW_TOLERANCE, SP_ACTIVATIONS
+from ds_hydra.strategy.profiles.memory_model import ROW_TOLERANCE, SP_ACTIVATIONS_REPEATED
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.extended import with_extended_schemes
@@ -105,5 +105,5 @@ def test_memory_of_rows_and_of_all_keys_of_a_layer():
     keys = 3 * 1000 * 2 * 32 / 4 * 2  # copies, tokens, keys and values, hidden units, bytes
     assert rows == pytest.approx((micro_batch - states) * (1 + ROW_TOLERANCE) / 4 + keys)
     both = memory.rank_bytes(Scheme(1, 1, sp=2, cp=2), 8, 1000) - states
-    shared = (micro_batch - states) * SP_ACTIVATIONS * (1 + ROW_TOLERANCE) / 4
+    shared = (micro_batch - states) * SP_ACTIVATIONS_REPEATED * (1 + ROW_TOLERANCE) / 4
     assert both == pytest.approx(shared + keys / 2)

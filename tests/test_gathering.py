@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
+
 import pytest
 from distributed import run_distributed
+from engines import small_profile, start_hydra
+from models import VOCAB_SIZE, tiny
 from passing_layers import (
     link_memory,
     losses_with_frozen_layers,
     parity_of_families,
     repeats,
 )
+from single_process import random_examples
 from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.engine.parallel.one_f_one_b import Pass
@@ -23,6 +29,7 @@ STRATEGIES = (
     "1x<4,1;gather>",
     "1x<2,1;gather> + 1x<sp2,1;gather>",
     "1x<sp2,1;ckpt=2;gather> + 1x<1,1;gather>",
+    "1x<sp4,1;gather> then 1x<2,1;gather> + 2x<1,1;gather> then 4x<1,1;ckpt=1;gather>",
 )
 
 
@@ -47,6 +54,50 @@ def checks():
             ("4x<1,1;gather>", "1x<2,2>", "2x<2,1;gather>", "1x<2,2>", "4x<1,1>")
         ),
         "memory": link_memory(("4x<1,1>", "4x<1,1;gather>", "2x<2,1;gather>")),
+        "phases": phases_by_the_planner(),
+    }
+
+
+def phases_by_the_planner():
+    """An engine with three strategies that gather, under a profile by which a long sequence wants
+    all ranks and short ones a rank each: what it did, and what strategies by hand give.
+    """
+    document = small_profile(1 << 40, num_layers=4)
+    memory = document["memory"] | {
+        "input_bytes_per_token_per_layer_per_hidden": 4,
+        "slice_bytes_per_layer_per_hidden2": 100,
+        # 40 tokens of <1,1>, about 150 of <sp4,1>
+        "activation_bytes_per_token_per_layer_per_hidden": {"1": (1 << 40) / 128 / 41},
+    }
+    schemes = [
+        {"tp": 1, "pp": 1, "sp": sp, "gather": True, "quadratic_ms": 0, "linear_ms": ms}
+        for sp, ms in ((1, 1.0), (2, 0.55), (4, 0.3))
+    ]
+    document |= {"memory": memory, "schemes": [{**s, "constant_ms": 0} for s in schemes]}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(document, file)
+        file.flush()
+        strategies = ["4x<1,1;gather>", "2x<sp2,1;gather>", "1x<sp4,1;gather>"]
+        engine = start_hydra(
+            tiny("llama"),
+            hydra={"strategies": strategies, "profile": file.name, "planner": {"refit": "log"}},
+        )
+    examples = random_examples((99, *[33] * 12), VOCAB_SIZE, seed=0)
+    by_hand = [float(engine.eval_batch(examples, strategy=s)) for s in [*strategies[2:], "1x<4,1>"]]
+    evaluated = float(engine.eval_batch(examples))
+    scores = [engine.score(examples, s).log_probs for s in (None, "1x<4,1>")]
+    trained = [float(engine.train_batch(examples)) for _ in range(3)]
+    metrics = engine.last_metrics
+    try:
+        engine.train_batch(examples, strategy="1x<4,1> then 4x<1,1>")
+    except HydraConfigError as error:
+        refused = str(error)
+    return {
+        "losses": (by_hand, evaluated, trained),
+        "scores": max(float((a - b).abs().max()) for a, b in zip(*scores, strict=True)),
+        "metrics": metrics,
+        "links": len(engine.hydra.propagator.links._links),
+        "refused": refused,
     }
 
 
@@ -80,6 +131,28 @@ def test_frozen_layers_and_evaluation(results):
         assert evaluated == pytest.approx([evaluated[0]] * 5, rel=1e-6)
         assert trained[0] == pytest.approx(evaluated[0], rel=1e-6)
         assert trained == sorted(trained, reverse=True)  # the same examples, step by step
+
+
+@pytest.mark.distributed
+def test_the_planner_puts_phases_together(results):
+    for result in results:
+        found = result["phases"]
+        by_hand, evaluated, trained = found["losses"]
+        assert by_hand == pytest.approx([evaluated] * 2, rel=1e-6)
+        assert trained[0] == pytest.approx(evaluated, rel=1e-6)
+        assert trained == sorted(trained, reverse=True)
+        assert found["scores"] < 1e-5
+        metrics = found["metrics"]
+        assert metrics.strategy.startswith("1x<sp4,1;gather> then 4x<1,1;gather> then")
+        phases = metrics.strategy.split(" then ")
+        assert len(metrics.pipelines) == 1 + 4 * (len(phases) - 1)
+        slowest = [metrics.pipelines[0].measured_ms] + [
+            max(p.measured_ms for p in metrics.pipelines[n : n + 4])
+            for n in range(1, len(metrics.pipelines), 4)
+        ]
+        assert metrics.measured_ms == pytest.approx(sum(slowest))
+        assert found["links"] == 2  # one for all that gather, one for <4,1>
+        assert "2 phases" in found["refused"]
 
 
 @pytest.mark.distributed

@@ -92,7 +92,7 @@ def test_the_strategy_whose_iteration_is_shortest_wins(lengths, times, overlap):
     ]
     alone = {s: run(lengths, [s], planner)[1] for s in fitting}
     assert time_ms == pytest.approx(min(alone.values()))
-    simulation = simulate_plan(plan, LAYERED, links=table[plan.strategy], overlap=overlap)
+    simulation = simulate_plan(plan, LAYERED, links_of=table.get, overlap=overlap)
     assert time_ms == pytest.approx(simulation.push_end_ms)
     assert plan.makespan_ms == pytest.approx(simulation.propagation_ms)
 

@@ -15,7 +15,7 @@ from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import OPTIMIZER_BYTES
 from ds_hydra.strategy.profiles.profile import has_re_pulls
-from ds_hydra.strategy.schemes.scheme import ALL_LAYERS
+from ds_hydra.strategy.schemes.notation import ALL_LAYERS
 from ds_hydra.zero_link import ParamSpec
 from ds_hydra.zero_link.home_parts import home_bytes
 

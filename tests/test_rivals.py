@@ -11,10 +11,11 @@ from test_cluster import make_cluster
 from test_simulator import make_scenario, small_profile
 
 from ds_hydra.configs import find_file
+from ds_hydra.sampler.mixed_groups import MixedGroups, plan_steps, solve_step
 from ds_hydra.simulator.chunks import chunked
 from ds_hydra.simulator.context_parallel import ContextParallel
 from ds_hydra.simulator.fixed_length import pack_evenly
-from ds_hydra.simulator.mixed_groups import MixedGroups, dynamic_cp, flexsp, solve_step
+from ds_hydra.simulator.mixed_groups import dynamic_cp, flexsp
 from ds_hydra.simulator.sharded import sharded_groups, with_traffic_ms
 from ds_hydra.simulator.ulysses import balanced_ulysses, odc, without_lockstep
 from ds_hydra.simulator.wlb import hold_back, wlb
@@ -43,9 +44,16 @@ def test_mixed_groups_find_the_best_of_small_steps():
     for _ in range(20):
         lengths = np.sort(rng.integers(5, 55, 5))[::-1].copy()
         table = np.array([(1e-2 * lengths**2 + lengths) / size for size in sizes])
-        found = np.zeros(2)
+        found, group_of = np.zeros(2), np.zeros(5, dtype=np.int64)
         tried = np.array(cuts(4, sizes))
-        assert solve_step(lengths, table, constants, np.array(sizes), max_len, tried, 4, found)
+        cut = solve_step(
+            lengths, table, constants, np.array(sizes), max_len, tried, 4, found, group_of
+        )
+        kinds = np.repeat(np.arange(3), tried[cut])
+        ends = constants[kinds].copy()
+        np.add.at(ends, group_of, table[kinds[group_of], np.arange(5)])
+        assert found[0] == pytest.approx(ends[np.unique(group_of)].max())
+        assert (np.bincount(group_of, lengths, kinds.size) <= max_len[kinds]).all()
         best = np.inf
         for counts in tried:
             kinds = np.repeat(np.arange(3), counts)
@@ -69,8 +77,9 @@ def test_steps_hold_every_sequence_once():
     """The device time of the steps is that of all sequences on groups of one size."""
     one = MixedGroups(4, [1], [60], [0.0], [lambda lengths: lengths.astype(float)])
     lengths = np.array([50, 40, 30, 30, 20, 10] * 3)[np.argsort([50, 40, 30, 30, 20, 10] * 3)[::-1]]
-    steps = one.steps_ms(np.ascontiguousarray(lengths), lambda slowest: float(slowest.sum()))
-    assert steps[:, 1].sum() == pytest.approx(lengths.sum())
+    steps = plan_steps([one], np.ascontiguousarray(lengths), lambda slowest: float(slowest.sum()))
+    assert sum(step.device_ms for step in steps) == pytest.approx(lengths.sum())
+    assert sorted(i for step in steps for i in step.members) == list(range(lengths.size))
     assert len(steps) >= 3  # 540 tokens, 240 in a step
 
 

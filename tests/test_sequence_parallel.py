@@ -23,7 +23,7 @@ from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.profiling.profiler import token_bytes
 from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
-from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS
+from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS, SP_ACTIVATIONS_REPEATED
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 
@@ -225,10 +225,10 @@ def test_training_follows_stock_deepspeed_and_repeats_itself():
     torch.testing.assert_close(found["bf16"], wanted, rtol=5e-3, atol=0)
     assert found["profiled"] == ["<1,1>", "<sp2,1>", "<sp4,1>"]
     uncut, cut = found["bytes"]  # of a rank with whole micro-batches, and of one with quarters
-    assert uncut / 4 < cut < uncut / 4 * SP_ACTIVATIONS * 1.02
+    assert uncut / 4 < cut < uncut / 4 * SP_ACTIVATIONS_REPEATED * 1.02
     one, two, four = found["max_len"]
-    assert two * SP_ACTIVATIONS == pytest.approx(2 * one, rel=1e-3)
-    assert four * SP_ACTIVATIONS == pytest.approx(4 * one, rel=1e-3)
+    assert two * SP_ACTIVATIONS_REPEATED == pytest.approx(2 * one, rel=1e-3)
+    assert four * SP_ACTIVATIONS_REPEATED == pytest.approx(4 * one, rel=1e-3)
 
 
 PROFILE = {

@@ -40,7 +40,7 @@ def max_launches(text, num_buckets):
     collectives included: what is pulled and pushed, and what ranks tell each other.
     """
     per_bucket = 13 if "<2," in text else 7
-    return 40 + (per_bucket + 4 * ("gather" in text)) * num_buckets
+    return 40 + (per_bucket + 5 * ("gather" in text)) * num_buckets
 
 
 MAX_HOST_WAITS = 8

@@ -20,7 +20,7 @@ from ds_hydra.strategy.proposal.candidates import (
     load_strategies,
     power_of_two_schemes,
 )
-from ds_hydra.strategy.schemes.scheme import ALL_LAYERS
+from ds_hydra.strategy.schemes.notation import ALL_LAYERS
 
 SCHEMES = st.builds(Scheme, st.integers(1, 16), st.integers(1, 8)) | wide_schemes()
 

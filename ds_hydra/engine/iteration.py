@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -111,9 +112,13 @@ def observe(
 
 def gather_scores(iteration: Iteration, collector: Collector, propagator: Propagator) -> Scores:
     """What `collector` has kept on all ranks, on each. Collective over all ranks."""
-    role = Role.find(iteration.plan.strategy, propagator.rank)
-    counts_here = role is not None and role.tp_rank == 0
-    return collector.gather(iteration.plan.lengths, counts_here=counts_here)
+    here = [False] * len(iteration.plan.lengths)
+    for phase in iteration.plan.in_turn:
+        role = Role.find(phase.strategy, propagator.rank)
+        if role is not None and role.tp_rank == 0:
+            for position in chain(*phase.pipelines[role.pipeline].micro_batches):
+                here[position] = True
+    return collector.gather(iteration.plan.lengths, here)
 
 
 def weigh(iteration: Iteration, propagator: Propagator, device: torch.device) -> Iteration:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,8 @@ class Outcome:
     """This rank's part of the loss of balance of experts, as it is added to the mean."""
     nonfinite_position: float
     """Of a sequence in the first micro-batch whose loss is NaN or Inf; -1 where there is none."""
-    propagate_ms: float
-    """Forward and backward, without waiting for slices."""
+    phase_ms: tuple[float, ...]
+    """Forward and backward of each phase, without waiting for slices."""
     pull_ms: float
     push_ms: float
     visible_pull_ms: float
@@ -57,6 +57,23 @@ class Outcome:
     """See LinkTimes for these four."""
     busy_ms: float
     """Time inside forwards and backwards, TP collectives included."""
+
+    @classmethod
+    def of_phases(cls, phases: Sequence[Outcome]) -> Outcome:
+        """That of an iteration of `phases`, one after another."""
+        if len(phases) == 1:
+            return phases[0]
+        bad = (p.nonfinite_position for p in phases if p.nonfinite_position >= 0)
+        sums = {
+            f.name: sum(getattr(p, f.name) for p in phases)
+            for f in fields(cls)
+            if f.type == "float"
+        }
+        own = {
+            "nonfinite_position": next(bad, -1.0),
+            "phase_ms": tuple(ms for p in phases for ms in p.phase_ms),
+        }
+        return cls(**sums | own)
 
 
 class Propagator:
@@ -122,12 +139,12 @@ class Propagator:
 
     def positions_needed(self, plan: IterationPlan) -> list[int]:
         """Positions of the sequences whose tokens or labels this rank needs; not collective."""
-        role = Role.find(plan.strategy, self.rank)
-        if role is None or 0 < role.stage < role.scheme.pp - 1:
-            return []
         return [
             position
-            for micro_batch in plan.pipelines[role.pipeline].micro_batches
+            for phase in plan.in_turn
+            if (role := Role.find(phase.strategy, self.rank))
+            and role.stage in (0, role.scheme.pp - 1)
+            for micro_batch in phase.pipelines[role.pipeline].micro_batches
             for position in micro_batch
         ]
 
@@ -171,7 +188,24 @@ class Propagator:
         noise: bool = True,
     ) -> Outcome:
         self.recorder.begin()
-        begin = self._clock.stamp()
+        self.stage_model.balance.begin(self.device, loss_scale, plan.num_tokens)
+        phases = []
+        for number, phase in enumerate(plan.in_turn):
+            self.recorder.phase = number
+            phases.append(self._run_phase(phase, load, grads_P, loss_scale, objective, noise))
+        return Outcome.of_phases(phases)
+
+    def _run_phase(
+        self,
+        plan: IterationPlan,
+        load: LoadExample,
+        grads_P: Sequence[Tensor] | None,
+        loss_scale: float | None,
+        objective: Objective | None,
+        noise: bool,
+    ) -> Outcome:
+        begin, busy_before_ms = self._clock.stamp(), self.recorder.busy_ms
+        balance_before = self.stage_model.balance.value
         training = loss_scale is not None
         slices, session, work = self.links.open_plan(plan, training=training, grads_P=grads_P)
         with session:
@@ -186,10 +220,10 @@ class Propagator:
             position = plan.pipelines[work.role.pipeline].micro_batches[bad][0]
         return Outcome(
             loss_sum=sum(losses),
-            balance_loss=self.stage_model.balance.value,
+            balance_loss=self.stage_model.balance.value - balance_before,
             nonfinite_position=position,
-            propagate_ms=max(0.0, self._clock.ms_between(begin, end) - times.visible_pull_ms),
-            busy_ms=max(0.0, self.recorder.busy_ms - waited_in_passes_ms),
+            phase_ms=(max(0.0, self._clock.ms_between(begin, end) - times.visible_pull_ms),),
+            busy_ms=max(0.0, self.recorder.busy_ms - busy_before_ms - waited_in_passes_ms),
             **asdict(times),
         )
 
@@ -208,6 +242,7 @@ class Propagator:
         over all ranks.
         """
         slices, session, work = self.links.open_plan(plan, training=True, grads_P=None)
+        self.stage_model.balance.begin(self.device, 1.0, plan.num_tokens)
         with session:
             session.await_all()
             dist.barrier()
@@ -240,7 +275,6 @@ class Propagator:
         Collective over the pipeline only.
         """
         role = work.role
-        self.stage_model.balance.begin(self.device, loss_scale, plan.num_tokens)
         if role is None or not plan.pipelines[role.pipeline].micro_batches:
             return []
         self._enter(role, work, slices)

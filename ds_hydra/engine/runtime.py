@@ -257,8 +257,9 @@ class HydraRuntime:
 
     def gather_outcomes(self, outcome: Outcome, grads_P: Sequence[Tensor] = ()) -> Outcomes:
         """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say."""
-        names = [field.name for field in fields(Outcome)]
-        mine = [*(getattr(outcome, name) for name in names), 0.0, float(self._stop_request.is_set)]
+        names = [field.name for field in fields(Outcome) if field.name != "phase_ms"]
+        values = [getattr(outcome, name) for name in names]
+        mine = [*values, *outcome.phase_ms, 0.0, float(self._stop_request.is_set)]
         mine_N = to_device(torch.tensor(mine, dtype=torch.float64), self._device)
         if held_P := [grad_P for grad_P in grads_P if grad_P.numel()]:  # not of what is frozen
             norms = torch.stack(torch._foreach_norm(held_P))  # one kernel on a device
@@ -269,7 +270,10 @@ class HydraRuntime:
             dist.all_reduce(balance.counts_LE)
             expert_tokens_LE = balance.counts_LE.cpu()
         return Outcomes(
-            ranks=[Outcome(**dict(zip(names, row[:-2], strict=True))) for row in rows],
+            ranks=[
+                Outcome(**dict(zip(names, row)), phase_ms=tuple(row[len(names) : -2]))
+                for row in rows
+            ],
             nonfinite_ranks=[rank for rank, row in enumerate(rows) if row[-2]],
             is_stop_requested=any(row[-1] for row in rows),
             expert_tokens_LE=expert_tokens_LE,

@@ -6,7 +6,7 @@ Legend: tensors ending in `_P` are flat ZeRO-3 shards.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,7 +43,7 @@ from ds_hydra.engine.transfer.stream_plan import (
 from ds_hydra.engine.transfer.streaming import AcrossHosts, HomeSlices, StreamSession
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Strategy
-from ds_hydra.strategy.schemes.placement import Role
+from ds_hydra.strategy.schemes.placement import Role, slices_key
 from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link
@@ -55,9 +55,8 @@ GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class StrategyLink:
-    """This rank's link plans for one strategy."""
+    """This rank's link plans for one strategy, or for all that need the same slices."""
 
-    role: Role | None
     buckets: RankBuckets
     pull: LinkPlan
     pull_trained: LinkPlan
@@ -138,7 +137,7 @@ class StrategyLinks:
             self._frozen = self._keep_frozen()
             if len(hosts.names) > 1:
                 self._frozen_at_home = self._keep_frozen()
-        self._links: dict[Strategy, StrategyLink] = {}
+        self._links: dict[Hashable, StrategyLink] = {}
         self._stream_links: dict[Strategy, StreamLink] = {}
         self.home: Home | None = None
         """Where weights and sums of streamed layers are, once a strategy has some."""
@@ -184,7 +183,8 @@ class StrategyLinks:
 
     def of(self, strategy: Strategy) -> StrategyLink:
         """Link plans of `strategy`; the first time collective, because ranks compare them."""
-        if strategy not in self._links:
+        key = slices_key(strategy)
+        if key not in self._links:
             rank_buckets = self.stage_model.strategy_buckets(strategy, self.num_ranks)
 
             def plan(rank_buckets: Sequence[RankBuckets], *, gradients: bool) -> LinkPlan:
@@ -203,15 +203,14 @@ class StrategyLinks:
                 trained = without_frozen(self.stage_model.specs, rank_buckets)
                 pull_trained = plan(trained, gradients=False)
             check_link_plans(strategy, (pull, pull_trained, push), self._device)
-            self._links[strategy] = StrategyLink(
-                role=Role.find(strategy, self.rank),
+            self._links[key] = StrategyLink(
                 buckets=rank_buckets[self.rank],
                 pull=pull,
                 pull_trained=pull_trained,
                 push=push,
                 memory=self._memory_of(strategy, rank_buckets[self.rank], pull, push),
             )
-        return self._links[strategy]
+        return self._links[key]
 
     def open(
         self, strategy: Strategy, *, with_gradients: bool, grads_P: Sequence[Tensor] | None
@@ -256,9 +255,9 @@ class StrategyLinks:
             return self._open_streams(plan, training=training, grads_P=grads_P)
         if plan.strategy.gathers:
             return self._open_gather(plan, training=training, grads_P=grads_P)
-        link = self.of(plan.strategy)
         slices, session = self.open(plan.strategy, with_gradients=training, grads_P=grads_P)
-        return slices, session, Work(link.role, session.await_bucket, {})
+        role = Role.find(plan.strategy, self.rank)
+        return slices, session, Work(role, session.await_bucket, {})
 
     def _open_gather(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
@@ -288,7 +287,8 @@ class StrategyLinks:
             slices=slices,
             grads_P=grads_P,
         )
-        return slices, session, Work(link.role, session.await_bucket, _before(window, session))
+        role = Role.find(plan.strategy, self.rank)
+        return slices, session, Work(role, session.await_bucket, _before(window, session))
 
     def _open_streams(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None

@@ -63,8 +63,8 @@ def main() -> None:
         return
 
     from ds_hydra.errors import HydraError
-    from ds_hydra.sampler.batch_planner import warm_up
     from ds_hydra.sampler.planning_task import PlanningTask, batch_from_json
+    from ds_hydra.sampler.warm_up import warm_up
     from ds_hydra.strategy.profiles.corrections import Corrections
 
     warm_up()

@@ -5,14 +5,14 @@ refined, until no bound can win.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
-from math import exp
 
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.bounds import strategy_bound_ms
+from ds_hydra.sampler.candidate_plan import CandidatePlan, find_trial
 from ds_hydra.sampler.dispatch.dispatch import dispatch_sequences, dispatch_trials, fit_trials
 from ds_hydra.sampler.dispatch.exchange import improve_dispatch
 from ds_hydra.sampler.dispatch.refine import (
@@ -25,15 +25,21 @@ from ds_hydra.sampler.dispatch.refine import (
 )
 from ds_hydra.sampler.ilp import SolverLimits
 from ds_hydra.sampler.lockstep import lockstep_wait_ms
+from ds_hydra.sampler.mixed_groups import Step
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.packing.packing import solve_packing
 from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
+from ds_hydra.sampler.phases import Palette, compose, find_palettes, strategy_of
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
 from ds_hydra.sampler.schedule import FloatArray, IntArray, makespan_ms
-from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Correction, Corrections
-from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
+from ds_hydra.strategy.profiles.corrections import (
+    NO_CORRECTIONS,
+    UNKNOWN,
+    Corrections,
+)
+from ds_hydra.strategy.profiles.link_times import NO_LINKS
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -45,42 +51,11 @@ _NUM_TARGETS = 4
 _MAX_SOLVED = 4
 """Pipelines whose micro-batches are solved for in one iteration."""
 
-_HOPE = 1.5
-"""Standard deviations by which a strategy that is tried may be faster than expected."""
 
 _PERTURBATION_GAP, _PERTURBATION_REACH = 0.01, 0.05
 """Perturbations are for plans more than 1% above their bound and less than 5% above the best plan
 so far.
 """
-
-
-@dataclass(slots=True)
-class _Candidate:
-    """One strategy, and once it is planned where its sequences are (in sorted order)."""
-
-    strategy: Strategy
-    problem: DispatchProblem
-    lower_bound_ms: float
-    assignment: IntArray
-    micro_batches: IntArray
-    value: FloatArray
-    """Time of each pipeline."""
-    link: LinkTimes
-    least_link_ms: float
-    """What pull and push add to propagation at least."""
-    correction: Correction
-    """What measured times say of the strategy."""
-    iteration_ms: float
-    """Time of the slowest pipeline with pull and push, inf before the strategy is planned."""
-
-    @property
-    def least_ms(self) -> float:
-        """Lower bound of the iteration."""
-        return self.lower_bound_ms + self.least_link_ms + self.correction.outside_ms
-
-    def hoped(self, time_ms: float) -> float:
-        """`time_ms` of this strategy as short as it may be for all that is known."""
-        return time_ms * exp(-_HOPE * self.correction.spread)
 
 
 class BatchPlanner:
@@ -125,29 +100,20 @@ class BatchPlanner:
             if candidate.least_ms < best.iteration_ms:
                 self._search(candidate, best.iteration_ms - candidate.least_link_ms)
                 best = min(best, candidate, key=lambda c: c.iteration_ms)
-        chosen = self._find_trial(best, candidates) or best
+        phases = self._phases(strategies, best.iteration_ms)
+        if phases:
+            return self._finish(phases), sum(phase.iteration_ms for phase in phases)
+        chosen = find_trial(best, candidates, self.corrections.trial_ms, self._search) or best
         trial_ms = max(0.0, chosen.iteration_ms - best.iteration_ms)
         self._solve_slowest(chosen)
-        return self._finish(chosen, trial_ms), chosen.iteration_ms
+        return self._finish([chosen], trial_ms), chosen.iteration_ms
 
-    def _find_trial(self, best: _Candidate, candidates: Sequence[_Candidate]) -> _Candidate | None:
-        """The strategy that may turn out to be the fastest, if that is not the best one known and
-        the attempt is not too dear.
+    def phases_ms(self, strategies: Sequence[Strategy], limit_ms: float = np.inf) -> float:
+        """Time with pull and push of the best plan of several phases; inf where it is not below
+        `limit_ms`, or `strategies` are no palette for the mini-batch.
         """
-        allowed_ms = self.corrections.trial_ms
-        found, found_ms = None, best.hoped(best.iteration_ms)
-        for candidate in candidates if allowed_ms > 0 else ():
-            is_worth_it = candidate.hoped(candidate.least_ms) < found_ms
-            if candidate is best or not is_worth_it:
-                continue
-            if candidate.least_ms > best.iteration_ms + allowed_ms:
-                continue
-            if candidate.iteration_ms == np.inf:
-                self._search(candidate, best.iteration_ms - candidate.least_link_ms)
-            hoped_ms = candidate.hoped(candidate.iteration_ms)
-            if hoped_ms < found_ms and candidate.iteration_ms <= best.iteration_ms + allowed_ms:
-                found, found_ms = candidate, hoped_ms
-        return found
+        phases = self._phases(strategies, limit_ms)
+        return sum(phase.iteration_ms for phase in phases) if phases else np.inf
 
     def time_ms(self, strategy: Strategy) -> float:
         """Time with pull and push of a plan that is not compared with its bound."""
@@ -191,18 +157,66 @@ class BatchPlanner:
             "hydra.memory_limit_bytes or add a strategy with higher TP to hydra.strategies"
         )
 
-    def _problem(self, strategy: Strategy) -> DispatchProblem:
+    def _phases(self, strategies: Sequence[Strategy], limit_ms: float) -> list[CandidatePlan]:
+        """Phases of what `strategies` gather, where that takes less than `limit_ms`. See [Note:
+        Phases].
+        """
+        palettes = find_palettes(
+            (s for strategy in strategies if strategy.gathers for s in strategy.schemes),
+            self.profile,
+            self.num_devices,
+            max_len_tokens=self.max_len_tokens,
+            links_of=lambda strategy: self.settings.link_times.get(strategy, NO_LINKS),
+            factor_of=lambda strategy: self.corrections.of(strategy).factors.get(
+                strategy.schemes[0], 1.0
+            ),
+        )
+        longest = max((palette.longest for palette in palettes), default=0)
+        if not self.lengths.size or self.lengths[0] > longest:
+            return []
+        least_ms = max(palette.least_link_ms(self._num_buckets) for palette in palettes)
+        steps = compose(self.lengths, palettes, self.num_devices, least_ms, limit_ms)
+        phases = [self._phase(step, palettes[step.kind]) for step in steps]
+        return phases if sum(phase.iteration_ms for phase in phases) < limit_ms else []
+
+    def _phase(self, step: Step, palette: Palette) -> CandidatePlan:
+        strategy, assignment = strategy_of(step, palette)
+        slowdown = self.corrections.slowdown
+        factors = [
+            palette.factors[palette.schemes.index(scheme)] * slowdown(ranks)
+            for scheme, ranks in zip(strategy.schemes, strategy.place())
+        ]
+        problem = self._problem(strategy, self.lengths[step.members], factors)
+        micro_batches = np.zeros_like(assignment)
+        candidate = CandidatePlan(
+            strategy,
+            problem,
+            self.order[step.members],
+            0.0,
+            assignment,
+            micro_batches,
+            pack_pipelines(problem, assignment, micro_batches),
+            palette.link,
+            0.0,
+            UNKNOWN,
+            np.inf,
+        )
+        self._finish_micro_batches(candidate)
+        return candidate
+
+    def _problem(
+        self, strategy: Strategy, lengths: IntArray, factors: Sequence[float]
+    ) -> DispatchProblem:
         settings = self.settings
         return make_problem(
-            self.lengths,
-            self._kinds(strategy),
+            lengths,
+            self._kinds(strategy, factors),
             forward_fraction=settings.forward_fraction,
             is_exact=settings.objective == "exact",
         )
 
-    def _kinds(self, strategy: Strategy) -> list[PipelineKind]:
+    def _kinds(self, strategy: Strategy, factors: Sequence[float]) -> list[PipelineKind]:
         """Neighbours of one scheme that are equally fast are one kind."""
-        factors = self.corrections.pipeline_factors(strategy)
         return [
             PipelineKind(
                 sum(1 for _ in same),
@@ -213,14 +227,15 @@ class BatchPlanner:
             for (scheme, factor), same in groupby(zip(strategy.schemes, factors, strict=True))
         ]
 
-    def _bound(self, strategy: Strategy) -> _Candidate:
+    def _bound(self, strategy: Strategy) -> CandidatePlan:
         candidate, estimate = self._start(strategy)
         candidate.lower_bound_ms = strategy_bound_ms(candidate.problem, 1.5 * estimate)
         return candidate
 
-    def _start(self, strategy: Strategy) -> tuple[_Candidate, float]:
+    def _start(self, strategy: Strategy) -> tuple[CandidatePlan, float]:
         """`strategy` dispatched, without a bound; and the estimate of its time."""
-        problem = self._problem(strategy)
+        factors = self.corrections.pipeline_factors(strategy)
+        problem = self._problem(strategy, self.lengths, factors)
         assignment, micro_batches = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
         estimate = dispatch_trials(
             problem, self.settings.num_trials, self.settings.seed, assignment
@@ -229,9 +244,10 @@ class BatchPlanner:
         link = self.settings.link_times.get(strategy, NO_LINKS)
         least = self._least_link_ms(strategy)
         correction = self.corrections.of(strategy)
-        candidate = _Candidate(
+        candidate = CandidatePlan(
             strategy,
             problem,
+            self.order,
             0.0,
             assignment,
             micro_batches,
@@ -253,7 +269,7 @@ class BatchPlanner:
         """Layers that are pulled and pushed one by one; 0 where nothing overlaps."""
         return self.profile.memory.num_layers if self.settings.overlaps_links else 0
 
-    def _search(self, candidate: _Candidate, best_ms: float) -> None:
+    def _search(self, candidate: CandidatePlan, best_ms: float) -> None:
         """Plans `candidate`; searches longer where it can still beat `best_ms`, the best one so
         far.
         """
@@ -288,7 +304,7 @@ class BatchPlanner:
             )
         self._finish_micro_batches(candidate)
 
-    def _finish_micro_batches(self, candidate: _Candidate) -> None:
+    def _finish_micro_batches(self, candidate: CandidatePlan) -> None:
         """Puts the packed micro-batches in the order that hides pull and push, and counts what is
         left of them.
         """
@@ -310,7 +326,7 @@ class BatchPlanner:
         )
         candidate.iteration_ms += self._lockstep_ms(candidate) + candidate.correction.outside_ms
 
-    def _lockstep_ms(self, candidate: _Candidate) -> float:
+    def _lockstep_ms(self, candidate: CandidatePlan) -> float:
         """What pipelines wait for each other."""
         if not candidate.strategy.gathers:
             return 0.0
@@ -324,13 +340,13 @@ class BatchPlanner:
         """
         found = dispatch_sequences(
             self.lengths.tolist(),
-            self._kinds(strategy),
+            self._kinds(strategy, [1.0] * len(strategy.schemes)),
             seed=self.settings.seed,
             limits=replace(self.settings.solver_limits or SolverLimits(), gap_tolerance=1e-4),
         )
         return np.array(found.assignment, dtype=np.int64)
 
-    def _solve_slowest(self, best: _Candidate) -> None:
+    def _solve_slowest(self, best: CandidatePlan) -> None:
         """Solves for the micro-batches of the slowest pipelines of `best` as long as that makes the
         iteration shorter.
 
@@ -360,30 +376,36 @@ class BatchPlanner:
             best.micro_batches[members] = micro_batches
             self._finish_micro_batches(best)
 
-    def _finish(self, best: _Candidate, trial_ms: float) -> IterationPlan:
+    def _finish(self, phases: Sequence[CandidatePlan], trial_ms: float = 0.0) -> IterationPlan:
         batch = self.batch
-        pipelines = tuple(
-            self._pipeline(best, pipeline, scheme, ranks)
-            for pipeline, (scheme, ranks) in enumerate(
-                zip(best.strategy.schemes, best.strategy.place())
-            )
+        found = [
+            [
+                self._pipeline(phase, pipeline, scheme, ranks)
+                for pipeline, (scheme, ranks) in enumerate(
+                    zip(phase.strategy.schemes, phase.strategy.place())
+                )
+            ]
+            for phase in phases
+        ]
+        makespan = sum(
+            max(pipeline.makespan_ms for pipeline in pipelines) + self._lockstep_ms(phase)
+            for phase, pipelines in zip(phases, found)
         )
-        makespan = max(pipeline.makespan_ms for pipeline in pipelines) + self._lockstep_ms(best)
         return IterationPlan(
             iteration=batch.iteration,
             num_devices=self.num_devices,
-            strategy=best.strategy,
+            strategy=Strategy.of_phases([phase.strategy for phase in phases]),
             sample_indices=batch.sample_indices,
             lengths=batch.lengths,
             num_label_tokens=batch.num_label_tokens,
-            pipelines=pipelines,
+            pipelines=tuple(pipeline for pipelines in found for pipeline in pipelines),
             makespan_ms=makespan,
-            lower_bound_ms=min(makespan, best.lower_bound_ms),
+            lower_bound_ms=min(makespan, sum(phase.lower_bound_ms for phase in phases)),
             trial_ms=trial_ms,
         )
 
     def _pipeline(
-        self, best: _Candidate, pipeline: int, scheme: Scheme, ranks: tuple[int, ...]
+        self, best: CandidatePlan, pipeline: int, scheme: Scheme, ranks: tuple[int, ...]
     ) -> PipelinePlan:
         members = np.flatnonzero(best.assignment == pipeline)
         kind = best.problem.kind_of[pipeline]
@@ -394,7 +416,7 @@ class BatchPlanner:
             members[best.micro_batches[members] == micro_batch]
             for micro_batch in range(num_micro_batches)
         ]
-        placed = tuple(tuple(self.order[micro_batch].tolist()) for micro_batch in micro_batches)
+        placed = tuple(tuple(best.order[micro_batch].tolist()) for micro_batch in micro_batches)
         latency = self.profile.get_latency(scheme)
         return PipelinePlan(
             scheme=scheme,
@@ -402,7 +424,7 @@ class BatchPlanner:
             micro_batches=placed,
             rows=cut_micro_batches(placed, self.batch.lengths, scheme.cp, latency),
             makespan_ms=self._makespan_ms(best.problem, kind, micro_batches),
-            lower_bound_ms=pipeline_bound_ms(self.lengths[members], costs, cost),
+            lower_bound_ms=pipeline_bound_ms(best.problem.lengths[members], costs, cost),
         )
 
     def _makespan_ms(
@@ -422,26 +444,3 @@ class BatchPlanner:
 
 def _corrected(latency: LatencyModel, factor: float) -> LatencyModel:
     return latency if factor == 1.0 else latency.scaled(factor)
-
-
-def warm_up() -> None:
-    """Loads (the first time ever: compiles) the compiled code, so that the first plan takes no
-    longer.
-    """
-    latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=1.0)
-    for is_exact in (True, False):
-        kinds = [PipelineKind(1, 2, 20, latency), PipelineKind(1, 1, 9, latency)]
-        problem = make_problem(np.arange(9, 0, -1), kinds, is_exact=is_exact)
-        assignment, micro_batches = np.zeros(9, dtype=np.int64), np.zeros(9, dtype=np.int64)
-        estimate = dispatch_trials(problem, 1, 0, assignment)
-        bound = strategy_bound_ms(problem, estimate)
-        fit_trials(problem, bound, estimate, 1, assignment)
-        improve_dispatch(problem, assignment, bound, 1, _NUM_TARGETS)
-        value = pack_pipelines(problem, assignment, micro_batches)
-        refine_pipelines(problem, assignment, micro_batches, value, bound, 1, _NUM_TARGETS)
-        perturb_and_refine(problem, assignment, micro_batches, value, bound, 1, _NUM_TARGETS, 1)
-        order_micro_batches(problem, assignment, micro_batches)
-        iteration_ms(problem, assignment, micro_batches, value, 0.0, 0.0, 1)
-        members = np.flatnonzero(assignment == 0)
-        costs = problem.sequence_ms[0, members]
-        pipeline_bound_ms(problem.lengths[members], costs, pipeline_cost(problem, 0))

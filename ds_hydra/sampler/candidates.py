@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from ds_hydra.configs.hydra_config import HydraConfig, Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.propose import KeptStrategy, Proposal, propose_among
+from ds_hydra.sampler.propose_phases import with_gathered_schemes
 from ds_hydra.sampler.trial import Progress, PruningSettings
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import LinkTimes
@@ -169,6 +170,14 @@ def decide_candidates(
         return Candidates(strategies=start, profile=profile)
     if not proposes(profile, settings, extended):
         return Candidates(strategies=start, profile=profile)
+    gathered = extended
+    if settings.space == "wide" and settings.cluster is not None:
+        gathered = with_gathered_schemes(
+            extended,
+            num_devices=settings.num_devices,
+            cluster=settings.cluster,
+            can_run=settings.can_run,
+        )
     proposal = propose_among(
         extended,
         histogram,
@@ -185,9 +194,11 @@ def decide_candidates(
             links_of=settings.links_of,
         ),
         progress=progress,
+        gathered=gathered,
     )
     used = {scheme for strategy in proposal.strategies for scheme in strategy.schemes}
-    known = with_schemes_of(profile.with_entries(extended, used), proposal.strategies)
+    known = profile.with_entries(extended, used).with_entries(gathered, used)
+    known = with_schemes_of(known, proposal.strategies)
     return Candidates(strategies=proposal.strategies, profile=known, proposal=proposal)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from ds_hydra.configs.files import (
@@ -23,7 +24,8 @@ from ds_hydra.configs.files import (
 )
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.packing.cuts import Piece, Row, tile
-from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, read_ranks
+from ds_hydra.strategy.schemes.placement import read_ranks
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,12 +139,32 @@ class IterationPlan:
         return sum(self.lengths)
 
     @property
+    def in_turn(self) -> tuple[IterationPlan, ...]:
+        """One plan for each phase, with the sequences of all: other phases place the rest."""
+        phases = self.strategy.in_turn
+        if len(phases) == 1:
+            return (self,)
+        ends = list(accumulate(len(phase.schemes) for phase in phases))
+        own = [self.pipelines[begin:end] for begin, end in zip([0, *ends], ends)]
+        return tuple(
+            _Phase(
+                **{field.name: getattr(self, field.name) for field in fields(IterationPlan)}
+                | {
+                    "strategy": phase,
+                    "pipelines": pipelines,
+                    "makespan_ms": max(p.makespan_ms for p in pipelines),
+                    "lower_bound_ms": 0.0,
+                }
+            )
+            for phase, pipelines in zip(phases, own)
+        )
+
+    @property
     def imbalance(self) -> float:
-        """Predicted slowest over fastest pipeline, minus 1; pipelines without sequences are not
-        counted.
+        """Predicted time of the slowest rank over that of the fastest, minus 1; ranks without
+        sequences are not counted.
         """
-        times = [p.makespan_ms for p in self.pipelines if p.micro_batches]
-        return max(times) / min(times) - 1 if times and min(times) > 0 else 0.0
+        return imbalance_of((p.ranks, p.makespan_ms) for p in self.pipelines if p.micro_batches)
 
     def micro_batch_lengths(self, micro_batch: Sequence[int]) -> tuple[int, ...]:
         """Lengths of the sequences of one packed micro-batch."""
@@ -228,6 +250,29 @@ class IterationPlan:
             )
             lines += _describe_rows(p)
         return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Phase(IterationPlan):
+    """What one phase of a plan does, which was checked as a whole."""
+
+    def __post_init__(self) -> None:
+        pass
+
+
+def imbalance_of(pipelines: Iterable[tuple[Sequence[int], float]]) -> float:
+    """Time of the slowest rank over that of the fastest, minus 1, where pipelines of `(ranks, ms)`
+    run one after another on the ranks that they share.
+
+    >>> imbalance_of([((0, 1), 2.0), ((0,), 1.0), ((1,), 4.0)])
+    1.0
+    """
+    of_rank: dict[int, float] = {}
+    for ranks, ms in pipelines:
+        for rank in ranks:
+            of_rank[rank] = of_rank.get(rank, 0.0) + ms
+    least = min(of_rank.values(), default=0.0)
+    return max(of_rank.values()) / least - 1 if least > 0 else 0.0
 
 
 def _describe_rows(pipeline: PipelinePlan) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
 from ds_hydra.sampler.schedule import FloatArray, makespan_ms
 from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.schemes.scheme import Strategy
+from ds_hydra.strategy.schemes.scheme import Strategy, check_one_phase
 
 
 def plan_iteration(
@@ -135,6 +135,7 @@ def _check_strategies(strategies: Sequence[Strategy], num_devices: int) -> Seque
             "there is no candidate strategy; set hydra.strategies, e.g. ['1x<1,1>']"
         )
     for strategy in strategies:
+        check_one_phase(strategy)
         if strategy.num_devices > num_devices:
             raise HydraConfigError(
                 f"strategy {strategy} needs {strategy.num_devices} ranks, there are {num_devices}; "

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.propose_phases import PhaseSettings, propose_phases
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.sampler.trial import DEFAULT_PRUNING, Progress, PruningSettings, Trial, sample_batches
 from ds_hydra.strategy.cost_models.cluster import Cluster
@@ -50,17 +51,24 @@ class KeptStrategy:
 
     `share_won` is its share of the sampled mini-batches, planned with the kept set.
     `max_lengths_tokens` are the maximum lengths whose S[N][L] it is near to; empty for a static
-    choice that is near to none.
+    choice that is near to none. `is_for_phases`: it is there for what the planner puts together of
+    it and others, and `share_won` is that of these ([Note: Phases]).
     """
 
     strategy: Strategy
     share_won: float
-    max_lengths_tokens: tuple[int, ...]
-    is_best_static: bool
+    max_lengths_tokens: tuple[int, ...] = ()
+    is_best_static: bool = False
+    is_for_phases: bool = False
 
     @property
     def reason(self) -> str:
         """One sentence for the user."""
+        if self.is_for_phases:
+            return (
+                f"pipelines of it are put together with others anew for every step, which is fastest for "
+                f"{self.share_won:.0%} of the sampled mini-batches"
+            )
         parts = [f"fastest for {self.share_won:.0%} of the sampled mini-batches"]
         if self.max_lengths_tokens:
             low, high = self.max_lengths_tokens[0], self.max_lengths_tokens[-1]
@@ -184,6 +192,7 @@ def propose_among(
     given: Sequence[Strategy] = (),
     pruning: PruningSettings = DEFAULT_PRUNING,
     progress: Progress | None = None,
+    gathered: Profile | None = None,
 ) -> Proposal:
     """The smallest candidate set found that is as fast as all candidates on sampled mini-batches.
 
@@ -191,7 +200,8 @@ def propose_among(
     sequence of the context has a place and the set is never slower than static training. Or the
     strategies `given`, in its place. Then strategies of the extended schemes of `space` come on top
     where they make the sampled mini-batches faster; a planner that chooses from more is never
-    slower.
+    slower. At last what phases are put together of, among the gathered schemes of `profile` or of
+    `gathered`.
 
     Raises HydraConfigError if no scheme of the space holds the context, or if the best static
     strategy alone needs more communicators than allowed.
@@ -248,7 +258,40 @@ def propose_among(
             chosen, table, pruning, pruning.extended_tolerance if plain else pruning.tolerance
         )
         plain = chosen if each == "plain" else plain
-    return _describe(trial, proposed, table, chosen, plain, space, tokens)
+    known_ms = np.min([table[strategy] for strategy in chosen], axis=0)
+    gathered = profile if gathered is None else gathered
+    phases = PhaseSettings(
+        num_devices=num_devices,
+        planner=pruning.planner,
+        links_of=pruning.links_of,
+        fits=lambda palette: _fits(chosen, palette, pruning),
+        tolerance=pruning.extended_tolerance,
+        can_run=can_run,
+    )
+    palette, times_ms = propose_phases(gathered, batches, known_ms, phases)
+    found = _describe(trial, proposed, table, chosen, plain, space, tokens)
+    if not palette:
+        return found
+    share = float((times_ms < known_ms).mean())
+    kept = [KeptStrategy(strategy=s, share_won=share, is_for_phases=True) for s in palette]
+    used = {scheme for strategy in palette for scheme in strategy.schemes}
+    return replace(
+        found,
+        kept=(*found.kept, *kept),
+        num_communicators=count_groups([*chosen, *palette]),
+        assumed=tuple(
+            sorted({*found.assumed} | (used - profile.latency.keys()) | (used & profile.assumed))
+        ),
+        kept_ms=float(times_ms.mean()),
+    )
+
+
+def _fits(
+    chosen: Sequence[Strategy], palette: Sequence[Strategy], pruning: PruningSettings
+) -> bool:
+    keys = groups_of_all([*chosen, *palette])
+    is_enough = len(keys) <= pruning.max_communicators
+    return is_enough and most_groups_of_rank(keys) <= pruning.max_groups_of_rank
 
 
 def _in_turn(progress: Progress | None, turn: int, num_turns: int) -> Progress | None:

@@ -11,7 +11,12 @@ from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, wi
 from ds_hydra.sampler.trial import HEURISTIC, PruningSettings
 from ds_hydra.simulator.baselines import dynamic
 from ds_hydra.simulator.comparison import Comparison, Planned
-from ds_hydra.simulator.extended import extended_scenario, extended_schemes, extended_strategies
+from ds_hydra.simulator.extended import (
+    extended_scenario,
+    extended_schemes,
+    extended_strategies,
+    with_gathered,
+)
 from ds_hydra.simulator.scenario import Scenario, SystemResult, bound_of
 from ds_hydra.simulator.systems import (
     DS_HYDRA,
@@ -124,8 +129,6 @@ def _ours(
     full = extended_scenario(own)
     schemes = extended_schemes(full)
     check_context(full.profile, full.num_devices, full.context_length, schemes)
-    if known:
-        full = replace(full, profile=with_schemes_of(full.profile, known))
     candidates = known or extended_strategies(
         full,
         _propose(workload, own, settings) if holds else (),
@@ -137,6 +140,10 @@ def _ours(
         ),
         max_communicators=_max_communicators(workload, settings),
     )
+    gathered = with_gathered(full)
+    used = {s for strategy in candidates for s in strategy.schemes} - full.profile.latency.keys()
+    if used:
+        full = replace(full, profile=with_schemes_of(gathered.profile, candidates))
     return _plan(name, full, candidates, schemes)
 
 

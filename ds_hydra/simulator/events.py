@@ -14,14 +14,15 @@ image.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, islice
 
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.sampler.schedule import FloatArray, run_passes
 from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.strategy.cost_models.cluster import Cluster
@@ -92,6 +93,11 @@ class PipelineRun:
         """From the first time that a pass may begin to `end_ms`; 0.0 without micro-batches."""
         return self.end_ms - self.work.begin_ms if self.work.num_micro_batches else 0.0
 
+    def later(self, ms: float) -> PipelineRun:
+        """The same, so much later."""
+        times = {f: getattr(self, f) + ms for f in self.__slots__ if f != "work"}
+        return PipelineRun(work=replace(self.work, begin_ms=self.work.begin_ms + ms), **times)
+
     @property
     def busy_ms(self) -> float:
         """Time of all passes of all stages together, without waiting for parameters."""
@@ -134,8 +140,10 @@ class Simulation:
 
     @property
     def propagation_ms(self) -> float:
-        """The slowest of `pipeline_ms`: what the planner makes short."""
-        return max(self.pipeline_ms, default=0.0)
+        """The slowest of `pipeline_ms` of each phase: what the planner makes short."""
+        times = iter(self.pipeline_ms)
+        phases = self.strategy.in_turn
+        return sum(max(islice(times, len(phase.schemes)), default=0.0) for phase in phases)
 
     @property
     def exposed_link_ms(self) -> float:
@@ -144,9 +152,9 @@ class Simulation:
 
     @property
     def imbalance(self) -> float:
-        """Slowest over fastest of `pipeline_ms`, minus 1; empty pipelines do not count."""
-        times = [time for time in self.pipeline_ms if time > 0]
-        return max(times) / min(times) - 1 if times else 0.0
+        """Slowest over fastest rank by `pipeline_ms`, minus 1; empty pipelines do not count."""
+        busy = ((run.work.ranks, ms) for run, ms in zip(self.runs, self.pipeline_ms) if ms > 0)
+        return imbalance_of(busy)
 
     @property
     def bubble(self) -> float:
@@ -169,7 +177,7 @@ class Simulation:
             events += _pass_events(number, run)
             for stage in range(run.work.scheme.pp):
                 push = (float(run.push_start[stage]), float(run.push_end[stage]))
-                events += self._link_events(number, stage, push, step_start)
+                events += self._link_events(number, stage, push, step_start, run.work.begin_ms)
         if self.strategy.num_devices < self.num_devices:
             push = (self.propagation_end_ms, step_start)
             events += self._link_events(-1, 0, push, step_start)
@@ -191,10 +199,15 @@ class Simulation:
         )
 
     def _link_events(
-        self, pipeline: int, stage: int, push: tuple[float, float], step_start: float
+        self,
+        pipeline: int,
+        stage: int,
+        push: tuple[float, float],
+        step_start: float,
+        start: float = 0.0,
     ) -> list[Event]:
         spans = [
-            (EventKind.PULL, 0.0, self.links.pull_ms),
+            (EventKind.PULL, start, start + self.links.pull_ms),
             (EventKind.PUSH, *push),
             (EventKind.STEP, step_start, step_start + self.links.step_ms),
         ]
@@ -301,25 +314,34 @@ def simulate_plan(
     profile: Profile,
     cluster: Cluster | None = None,
     *,
-    links: LinkTimes | None = None,
+    links_of: Callable[[Strategy], LinkTimes] | None = None,
     overlap: bool = True,
     forward_fraction: float = FORWARD_FRACTION,
 ) -> Simulation:
-    """`plan` on `cluster`, times by the profile's T. Without a cluster communication counts
-    nothing.
+    """`plan` on `cluster`, times by the profile's T, its phases one after another. Without a
+    cluster communication counts nothing.
 
-    `links` replaces what the cluster says about pull, push and step.
+    `links_of` a strategy replaces what the cluster says about pull, push and step.
     """
-    if links is None:
-        links = cluster.link_times(plan.strategy) if cluster else NO_LINKS
-    return simulate_iteration(
-        plan_work(plan, profile, cluster, forward_fraction),
-        num_devices=plan.num_devices,
-        links=links,
-        overlap=overlap,
-        num_layers=profile.memory.num_layers,
-        iteration=plan.iteration,
-    )
+    if links_of is None:
+        links_of = cluster.link_times if cluster else lambda _: NO_LINKS
+    found = [
+        simulate_iteration(
+            plan_work(phase, profile, cluster, forward_fraction),
+            num_devices=plan.num_devices,
+            links=links_of(phase.strategy),
+            overlap=overlap,
+            num_layers=profile.memory.num_layers,
+            iteration=plan.iteration,
+        )
+        for phase in plan.in_turn
+    ]
+    if len(found) == 1:
+        return found[0]
+    starts = accumulate((each.push_end_ms for each in found[:-1]), initial=0.0)
+    runs = [run.later(start) for each, start in zip(found, starts) for run in each.runs]
+    slowest = max((each.links for each in found), key=lambda x: x.pull_ms + x.push_ms)
+    return replace(found[0], strategy=plan.strategy, links=slowest, runs=tuple(runs))
 
 
 def plan_work(
@@ -328,7 +350,9 @@ def plan_work(
     cluster: Cluster | None,
     forward_fraction: float = FORWARD_FRACTION,
 ) -> list[PipelineWork]:
-    """The work of every pipeline of `plan`: all stages of a pipeline take T of the micro-batch."""
+    """The work of every pipeline of a `plan` of one phase: all stages of a pipeline take T of the
+    micro-batch.
+    """
     works = []
     lengths = [
         [plan.micro_batch_lengths(micro_batch) for micro_batch in pipeline.micro_batches]

@@ -14,6 +14,11 @@ import numpy as np
 
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import heuristic_times
+from ds_hydra.sampler.propose_phases import (
+    PhaseSettings,
+    propose_phases,
+    with_gathered_schemes,
+)
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.sampler.screening import Screen
 from ds_hydra.simulator.scenario import Scenario
@@ -53,6 +58,21 @@ def extended_scenario(scenario: Scenario) -> Scenario:
         profile = _with_seen_traffic(profile, scenario.seen)
     scenario = replace(scenario, profile=profile)
     return replace(scenario, profile=profile.with_schemes(extended_schemes(scenario)))
+
+
+def with_gathered(scenario: Scenario) -> Scenario:
+    """`scenario` with a profile that also knows what phases may be put together of."""
+    if scenario.cluster is None:
+        return scenario
+    profile = with_gathered_schemes(
+        scenario.profile,
+        num_devices=scenario.num_devices,
+        cluster=scenario.cluster,
+        bounds_attention=scenario.bounds_attention,
+    )
+    new = profile.only(profile.latency.keys() - scenario.profile.latency.keys())
+    seen = _with_seen_traffic(new, scenario.seen)
+    return replace(scenario, profile=scenario.profile.with_entries(seen, seen.latency))
 
 
 def _with_seen_traffic(profile: Profile, share: float | None) -> Profile:
@@ -123,10 +143,10 @@ def extended_strategies(
     """`strategies`, and those of other schemes that make `batches` faster beside them; without any,
     first the one strategy that is fastest.
 
-    `scenario.profile` knows the schemes. Tried are strategies in which pipelines of one scheme of a
-    strategy have given way to another scheme on the same devices, and of the best of them again:
-    many by the estimate of a greedy dispatch on some mini-batches, what is left planned by the
-    heuristic on all.
+    `scenario.profile` knows the schemes; those of phases come on top. Tried are strategies in which
+    pipelines of one scheme of a strategy have given way to another scheme on the same devices, and
+    of the best of them again: many by the estimate of a greedy dispatch on some mini-batches, what
+    is left planned by the heuristic on all.
     """
     schemes = extended_schemes(scenario)
     screened: dict[Strategy, FloatArray] = {}
@@ -146,7 +166,17 @@ def extended_strategies(
         screened |= dict(zip(new, np.array(times).T))
         chosen = _faster_together(screened, strategies, max_communicators, _NUM_TRIED)
     planned = {strategy: _planned_ms(scenario, strategy, batches) for strategy in chosen}
-    return tuple(_faster_together(planned, strategies, max_communicators, len(planned)))
+    chosen = _faster_together(planned, strategies, max_communicators, len(planned))
+    known_ms = np.min([planned[strategy] for strategy in chosen], axis=0)
+    settings = PhaseSettings(
+        num_devices=scenario.num_devices,
+        planner=scenario.linked_settings(()).heuristic(),
+        links_of=scenario.links if scenario.cluster else None,
+        fits=lambda palette: count_groups([*chosen, *palette]) <= max_communicators,
+        tolerance=TOLERANCE,
+    )
+    profile = with_gathered(scenario).profile
+    return (*chosen, *propose_phases(profile, batches, known_ms, settings)[0])
 
 
 def _planned_ms(

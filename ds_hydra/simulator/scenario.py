@@ -132,7 +132,7 @@ class Scenario:
             plan,
             self.profile,
             self.cluster,
-            links=self.links(plan.strategy),
+            links_of=self.links,
             overlap=self.overlaps,
             forward_fraction=self.forward_fraction,
         )

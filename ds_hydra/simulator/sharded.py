@@ -17,6 +17,7 @@ import numpy as np
 
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.simulator.scenario import Scenario, packed_micro_batch_ms
+from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS
 from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.proposal.streamed import single_rank_latency
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
@@ -109,7 +110,7 @@ def sharded_groups(scenario: Scenario, checkpointing: Sequence[bool]) -> Iterato
 
 def _max_len(scenario: Scenario, size: int, is_checkpointed: bool) -> int:
     """Tokens of a micro-batch on `size` ranks: fully sharded states, two gathered layers and the
-    embedding beside them.
+    embedding beside them; of Ulysses attention's output on both sides of an exchange.
     """
     memory = scenario.profile.memory
     hidden = memory.hidden_size
@@ -125,6 +126,7 @@ def _max_len(scenario: Scenario, size: int, is_checkpointed: bool) -> int:
     kept = memory.num_layers * memory.activation_bytes[1]
     if is_checkpointed:
         kept = memory.num_layers * LAYER_INPUT_BYTES + memory.activation_bytes[1]
+    kept *= SP_ACTIVATIONS if size > 1 else 1.0
     return int(size * ((budget - states - gathered) // (hidden * kept)))
 
 

@@ -23,7 +23,8 @@ from ds_hydra.configs.files import (
 )
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.strategy.schemes.scheme import Scheme, read_ranks
+from ds_hydra.strategy.schemes.placement import read_ranks
+from ds_hydra.strategy.schemes.scheme import Scheme
 
 TIMELINE_SCHEMA = "ds_hydra.timeline/1"
 

@@ -28,8 +28,8 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.strategy import Profile, Scheme, Strategy
+from ds_hydra.strategy.schemes.notation import ALL_LAYERS
 from ds_hydra.strategy.schemes.placement import groups_of
-from ds_hydra.strategy.schemes.scheme import ALL_LAYERS
 
 TOLERANCE = {"cpu": 1e-5}
 _DEVICE_TOLERANCE = 1e-4

@@ -175,11 +175,13 @@ class Collector(Loss):
             kept[index_T] = torch.where(tokens.counts_T, values_T.detach(), 0.0)
         return tokens.log_probs_T.new_zeros(()) if self._inner is None else self._inner(tokens)
 
-    def gather(self, lengths: Sequence[int], *, counts_here: bool) -> Scores:
-        """Scores of all sequences on every rank; of the ranks of a TP group one counts. Collective
-        over all ranks.
+    def gather(self, lengths: Sequence[int], here: Sequence[bool]) -> Scores:
+        """Scores of all sequences on every rank; each counts where it is `here`, on one rank of a
+        TP group. Collective over all ranks.
         """
-        values = torch.stack(list(self._kept.values())) * counts_here
+        values = torch.stack(list(self._kept.values()))
+        here_S = torch.tensor(here, device=values.device)
+        values = values * here_S.repeat_interleave(torch.tensor(lengths, device=values.device))
         dist.all_reduce(values)
         of_sequences = (kept.split(list(lengths)) for kept in values.cpu())
         return Scores(**dict(zip(self._kept, of_sequences)))

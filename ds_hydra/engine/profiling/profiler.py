@@ -37,7 +37,7 @@ from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import activation_share
-from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
+from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, read_key_value_share
 
 _FEWEST_PACKED = 8
 """Sequences in a packed micro-batch that is timed."""
@@ -182,14 +182,14 @@ def _measure_memory(
     length = min(config.context_length, 512)
     stage_model = propagator.stage_model
     activation = {}
+    key_value_share = read_key_value_share(describe_model(stage_model))
     for tp, scheme in sorted(deepest.items()):
         # Without the scheme's options: what a layer keeps that is not checkpointed.
         plain = _homogeneous(scheme, propagator.num_ranks)
         measure = functools.partial(token_bytes, propagator, plain, length)
         num_bytes = known.get(f"{scheme} bytes per token", measure)
-        activation[str(tp)] = num_bytes / (
-            activation_share(scheme) * stage_model.num_layers * stage_model.hidden_size
-        )
+        share = activation_share(scheme, key_value_share)
+        activation[str(tp)] = num_bytes / (share * stage_model.num_layers * stage_model.hidden_size)
     return {
         "schema": PROFILE_SCHEMA,
         "source": f"measured on {propagator.num_ranks} ranks",

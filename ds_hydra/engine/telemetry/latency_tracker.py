@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from statistics import median
 from typing import Any
 
@@ -124,11 +125,14 @@ class LatencyTracker:
 
     def expected_ms(self, plan: IterationPlan) -> list[float]:
         """Time of each pipeline as far as is known now, slow ranks aside."""
-        factors = self.learned.correction(plan.strategy).factors
-        return [
-            pipeline.makespan_ms if profiled is None else profiled * factors[pipeline.scheme]
-            for pipeline, profiled in zip(plan.pipelines, self.profiled_ms(plan), strict=True)
-        ]
+        known, found = iter(self.profiled_ms(plan)), []
+        for phase in plan.in_turn:
+            factors = self.learned.correction(phase.strategy).factors
+            found += [
+                pipeline.makespan_ms if profiled is None else profiled * factors[pipeline.scheme]
+                for pipeline, profiled in zip(phase.pipelines, known)
+            ]
+        return found
 
     def observe(
         self, plan: IterationPlan, measured_ms: Sequence[float], iteration_ms: float
@@ -137,18 +141,23 @@ class LatencyTracker:
         waiting for its plan; returns a warning now and then while predictions are off.
         """
         slowdown = Corrections(slow_ranks=self._straggler.slow_ranks()).slowdown
-        times = [
-            PipelineTime(pipeline.scheme, profiled, measured / slowdown(pipeline.ranks))
-            for pipeline, profiled, measured in zip(
-                plan.pipelines, self.profiled_ms(plan), measured_ms, strict=True
-            )
-            if profiled and pipeline.micro_batches
-        ]
-        if times and self._are_plausible(plan, [t.measured_ms for t in times], iteration_ms):
-            self.learned.observe(plan.strategy, times)
+        known, of_phases = iter(zip(self.profiled_ms(plan), measured_ms, strict=True)), []
+        for phase in plan.in_turn:
+            times = [
+                PipelineTime(pipeline.scheme, profiled, measured / slowdown(pipeline.ranks))
+                for pipeline, (profiled, measured) in zip(phase.pipelines, known)
+                if profiled and pipeline.micro_batches
+            ]
+            of_phases.append((phase.strategy, times))
+        all_ms = [t.measured_ms for _, times in of_phases for t in times]
+        if all_ms and self._are_plausible(plan, all_ms, iteration_ms):
+            for strategy, times in of_phases:
+                self.learned.observe(strategy, times)
             self._count(plan, measured_ms, iteration_ms)
+            # What was planned before anything was learned need not alarm anybody.
+            counts = self._planner.refit == "log" or self.corrections_for(plan.iteration).strategies
             for pipeline, measured in zip(plan.pipelines, measured_ms):
-                if pipeline.makespan_ms > 0 and measured > 0:
+                if counts and pipeline.makespan_ms > 0 and measured > 0:
                     errors = self._errors.setdefault(
                         str(pipeline.scheme), deque(maxlen=_OBSERVATIONS_FOR_DRIFT)
                     )
@@ -180,10 +189,12 @@ class LatencyTracker:
     ) -> None:
         self._num_iterations += 1
         self._run_ms += iteration_ms
-        slowest_ms = max(measured_ms)
-        name, outside_ms = str(plan.strategy), max(0.0, iteration_ms - slowest_ms)
-        old = self._outside_ms.get(name, outside_ms)
-        self._outside_ms[name] = old + _OUTSIDE_RATE * (outside_ms - old)
+        times = iter(measured_ms)
+        slowest_ms = sum(max(islice(times, len(p.pipelines))) for p in plan.in_turn)
+        if not plan.strategy.phases:
+            name, outside_ms = str(plan.strategy), max(0.0, iteration_ms - slowest_ms)
+            old = self._outside_ms.get(name, outside_ms)
+            self._outside_ms[name] = old + _OUTSIDE_RATE * (outside_ms - old)
         if plan.trial_ms > 0:
             best_ms = plan.makespan_ms - plan.trial_ms
             cost_ms = max(0.0, slowest_ms - best_ms)

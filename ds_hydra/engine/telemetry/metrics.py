@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.report.run_report import METRICS_FILE, METRICS_SCHEMA
-from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.simulator.timeline import Timeline
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.version import __version__
@@ -172,8 +172,13 @@ def measure_iteration(
     """Metrics of `plan` out of what each rank measured; `given` are the fields that the engine
     knows itself.
     """
-    pipelines = _measure_pipelines(plan, [o.propagate_ms for o in outcomes], profiled_ms)
-    measured_ms = max((p.measured_ms for p in pipelines), default=0.0)
+    known_ms = iter(profiled_ms)
+    phases = [
+        _measure_pipelines(phase, [o.phase_ms[number] for o in outcomes], known_ms)
+        for number, phase in enumerate(plan.in_turn)
+    ]
+    pipelines = tuple(pipeline for phase in phases for pipeline in phase)
+    measured_ms = sum(max(p.measured_ms for p in phase) for phase in phases)
     available_ms = measured_ms * len(outcomes)
     return IterationMetrics(
         iteration=plan.iteration,
@@ -187,7 +192,7 @@ def measure_iteration(
         predicted_ms=plan.makespan_ms,
         measured_ms=measured_ms,
         prediction_error=measured_ms / plan.makespan_ms - 1 if plan.makespan_ms > 0 else nan,
-        imbalance=_measured_imbalance(pipelines),
+        imbalance=imbalance_of((p.ranks, p.measured_ms) for p in pipelines if p.num_micro_batches),
         bubble=1 - sum(o.busy_ms for o in outcomes) / available_ms if available_ms > 0 else 0.0,
         pull_ms=max(o.pull_ms for o in outcomes),
         push_ms=min(o.push_ms for o in outcomes),
@@ -242,10 +247,10 @@ def describe_run(
 
 
 def _measure_pipelines(
-    plan: IterationPlan, propagate_ms: Sequence[float], profiled_ms: Sequence[float | None]
+    phase: IterationPlan, propagate_ms: Sequence[float], profiled_ms: Iterator[float | None]
 ) -> tuple[PipelineMetrics, ...]:
-    """Pipelines of `plan` with the slowest of their ranks' times; `propagate_ms[rank]`,
-    `profiled_ms[pipeline]`.
+    """Pipelines of a phase with the slowest of their ranks' times; `propagate_ms[rank]`, the next
+    of `profiled_ms` for each.
     """
     return tuple(
         PipelineMetrics(
@@ -253,7 +258,7 @@ def _measure_pipelines(
             ranks=p.ranks,
             num_micro_batches=len(p.micro_batches),
             num_tokens=sum(
-                sum(plan.micro_batch_lengths(micro_batch)) for micro_batch in p.micro_batches
+                sum(phase.micro_batch_lengths(micro_batch)) for micro_batch in p.micro_batches
             ),
             predicted_ms=p.makespan_ms,
             measured_ms=(
@@ -262,14 +267,8 @@ def _measure_pipelines(
             prediction_error=measured / p.makespan_ms - 1 if measured and p.makespan_ms else 0.0,
             profiled_ms=profiled,
         )
-        for p, profiled in zip(plan.pipelines, profiled_ms, strict=True)
+        for p, profiled in zip(phase.pipelines, profiled_ms)
     )
-
-
-def _measured_imbalance(pipelines: Sequence[PipelineMetrics]) -> float:
-    """Slowest over fastest busy pipeline, minus 1."""
-    times = [p.measured_ms for p in pipelines if p.num_micro_batches]
-    return max(times) / min(times) - 1 if times and min(times) > 0 else 0.0
 
 
 def _end_last_line(path: Path) -> None:

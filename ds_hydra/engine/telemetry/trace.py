@@ -38,11 +38,17 @@ class Recorder:
     def __init__(self) -> None:
         self._on_device = not get_accelerator().is_synchronized_device()
         self._spans: list[tuple[EventKind, int, Any, Any]] = []
+        self.phases: list[int] = []
+        """Which phase of the iteration each span is of."""
+        self.phase = 0
+        """That of the next span."""
         self.begin()
 
     def begin(self) -> None:
         """Forget everything; now is time 0. The device must be idle."""
         self._spans.clear()
+        self.phases.clear()
+        self.phase = 0
         self._zero = self._mark()
         self.zero_s = time.perf_counter()
 
@@ -51,13 +57,17 @@ class Recorder:
         """Record what happens inside; a block that raises is not recorded."""
         start = self._mark()
         yield
-        self._spans.append((kind, micro_batch, start, self._mark()))
+        self._add(kind, micro_batch, start, self._mark())
 
     def add(self, kind: EventKind, start: Any, end: Any) -> None:
         """Record a span between two marks taken elsewhere: `perf_counter()` on a CPU, events on an
         accelerator.
         """
-        self._spans.append((kind, -1, start, end))
+        self._add(kind, -1, start, end)
+
+    def _add(self, kind: EventKind, micro_batch: int, start: Any, end: Any) -> None:
+        self._spans.append((kind, micro_batch, start, end))
+        self.phases.append(self.phase)
 
     def read(self) -> list[tuple[EventKind, int, float, float]]:
         """(kind, micro-batch, start, end) in ms since `begin()`; the device must have reached all
@@ -123,18 +133,20 @@ def gather_timeline(recorder: Recorder, plan: IterationPlan, device: torch.devic
         [len(spans), host, recorder.zero_s * 1e3], dtype=torch.float64, device=device
     )
     counts, hosts, zeros_ms = gather_rows(mine).T.tolist()
-    table = torch.zeros(int(max(counts)), 4, dtype=torch.float64)
-    for row, (kind, micro_batch, start_ms, end_ms) in enumerate(spans):
+    table = torch.zeros(int(max(counts)), 5, dtype=torch.float64)
+    for row, (phase, (kind, micro_batch, *interval_ms)) in enumerate(zip(recorder.phases, spans)):
         table[row] = torch.tensor(
-            [_KINDS.index(kind), micro_batch, start_ms, end_ms], dtype=torch.float64
+            [phase, _KINDS.index(kind), micro_batch, *interval_ms], dtype=torch.float64
         )
-    tables = gather_rows(table.flatten().to(device)).view(len(counts), -1, 4).cpu()
+    tables = gather_rows(table.flatten().to(device)).view(len(counts), -1, 5).cpu()
     first = {host: min(z for h, z in zip(hosts, zeros_ms) if h == host) for host in set(hosts)}
     offsets_ms = [zero - first[host] for host, zero in zip(hosts, zeros_ms)]
     events = [
         event
-        for rank, pipeline, stage in _representatives(plan)
-        for event in _events(tables[rank, : int(counts[rank])], pipeline, stage, offsets_ms[rank])
+        for rank, phase, pipeline, stage in _representatives(plan)
+        for event in _events(
+            tables[rank, : int(counts[rank])], phase, pipeline, stage, offsets_ms[rank]
+        )
     ]
     return Timeline(
         iteration=plan.iteration,
@@ -150,26 +162,34 @@ def gather_timeline(recorder: Recorder, plan: IterationPlan, device: torch.devic
     )
 
 
-def _representatives(plan: IterationPlan) -> Iterator[tuple[int, int, int]]:
-    """(rank, pipeline, stage) of the first rank of each stage, and of the first rank that idles."""
-    for index, pipeline in enumerate(plan.pipelines):
-        for stage, ranks in enumerate(stages_of(pipeline.scheme, pipeline.ranks)):
-            yield ranks[0], index, stage
-    if plan.strategy.num_devices < plan.num_devices:
-        yield plan.strategy.num_devices, -1, 0
+def _representatives(plan: IterationPlan) -> Iterator[tuple[int, int, int, int]]:
+    """(rank, phase, pipeline, stage) of the first rank of each stage, and of the first rank that
+    idles.
+    """
+    index = 0
+    for number, phase in enumerate(plan.in_turn):
+        for pipeline in phase.pipelines:
+            for stage, ranks in enumerate(stages_of(pipeline.scheme, pipeline.ranks)):
+                yield ranks[0], number, index, stage
+            index += 1
+        if phase.strategy.num_devices < plan.num_devices:
+            yield phase.strategy.num_devices, number, -1, 0
 
 
-def _events(table: Tensor, pipeline: int, stage: int, offset_ms: float) -> Iterator[Event]:
+def _events(
+    table: Tensor, phase: int, pipeline: int, stage: int, offset_ms: float
+) -> Iterator[Event]:
     rows: Sequence[Sequence[float]] = table.tolist()
-    for kind, micro_batch, start_ms, end_ms in rows:
-        yield Event(
-            pipeline=pipeline,
-            stage=stage,
-            kind=_KINDS[int(kind)],
-            micro_batch=int(micro_batch),
-            start_ms=round(start_ms + offset_ms, 3),
-            end_ms=round(end_ms + offset_ms, 3),
-        )
+    for of_phase, kind, micro_batch, start_ms, end_ms in rows:
+        if of_phase == phase:
+            yield Event(
+                pipeline=pipeline,
+                stage=stage,
+                kind=_KINDS[int(kind)],
+                micro_batch=int(micro_batch),
+                start_ms=round(start_ms + offset_ms, 3),
+                end_ms=round(end_ms + offset_ms, 3),
+            )
 
 
 class MemoryWatch:

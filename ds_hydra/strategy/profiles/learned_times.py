@@ -110,7 +110,9 @@ class LearnedTimes:
         self._update(design_KF, surprise_K)
 
     def _weights(self, strategy: Strategy, scheme: Scheme) -> Weights:
-        weights = {MACHINE: 1.0, f"scheme {scheme}": 1.0, f"strategy {strategy}": 1.0}
+        # What gathers is cut anew for every step: too many strategies to know each
+        own = "gathered" if strategy.gathers else str(strategy)
+        weights = {MACHINE: 1.0, f"scheme {scheme}": 1.0, f"strategy {own}": 1.0}
         if len(strategy.schemes) > 1:
             weights[BESIDE] = log2(len(strategy.schemes))
         return weights

@@ -30,10 +30,12 @@ STREAM_WINDOW = 2
 EMBEDDING_BYTES_PER_ELEMENT = 16
 """`e` of App. B.1: bytes of weights, gradients and optimizer states per embedding element."""
 
-SP_ACTIVATIONS = 1.1
+SP_ACTIVATIONS = 1.05
 """Activations of a sequence shard of a micro-batch over its share of the micro-batch's: attention's
-output is kept on both sides of an exchange, and key-value heads may be repeated. 1.05 without
-repeated heads, 1.10 with, on a Llama of 4 heads.
+output is kept on both sides of an exchange. Measured on a Llama of 4 heads.
+"""
+SP_ACTIVATIONS_REPEATED = 1.1
+"""The same where key-value heads may be repeated, because there are fewer of them than query heads.
 """
 
 _ELEMENT_BYTES = 2
@@ -48,9 +50,12 @@ gradient.
 """
 
 
-def activation_share(scheme: Scheme) -> float:
-    """What one rank keeps of a micro-batch's activations under `scheme`, as a share of A L H S."""
-    of_sp = SP_ACTIVATIONS if scheme.sp > 1 else 1.0
+def activation_share(scheme: Scheme, key_value_share: float = 1.0) -> float:
+    """What one rank keeps of a micro-batch's activations under `scheme`, as a share of A L H S, of
+    a model with so many key-value heads a query head.
+    """
+    of_sp = SP_ACTIVATIONS if key_value_share == 1 else SP_ACTIVATIONS_REPEATED
+    of_sp = of_sp if scheme.sp > 1 else 1.0
     of_cp = 1 + ROW_TOLERANCE if scheme.cp > 1 else 1.0
     return of_sp * of_cp / scheme.ranks_per_stage
 
@@ -67,7 +72,7 @@ class MemoryModel:
     with L = `num_layers`, H = `hidden_size`, V = `vocab_size`, A = `activation_bytes[tp]`,
     B = `state_bytes`, alpha = `sharded_fraction`, e = 16. Activations do not shrink with PP,
     because a 1F1B stage holds up to PP micro-batches of its L/PP layers. Ours: of SP ranks each has
-    1/SP of every micro-batch, which costs `SP_ACTIVATIONS` times its share of the micro-batch. Of
+    1/SP of every micro-batch, which costs `SP_ACTIVATIONS` times its share. Of
     CP ranks each has a row of it, and in one layer at a time keys and values of all rows,
 
     gathered     S * 2 K H / (SP TP) * i * 3          K = `key_value_share` heads a query head
@@ -223,7 +228,8 @@ class MemoryModel:
                 f"scheme {scheme}: the profile has no activation bytes for TP {scheme.tp}; "
                 f"it has TP {sorted(self.activation_bytes)}"
             )
-        return self.hidden_size * activation_share(scheme) * self.activation_bytes[scheme.tp]
+        share = activation_share(scheme, self.key_value_share)
+        return self.hidden_size * share * self.activation_bytes[scheme.tp]
 
     def _gathered_bytes(self, scheme: Scheme) -> float:
         """Per token of a micro-batch: keys and values of all rows, in the layer that runs."""

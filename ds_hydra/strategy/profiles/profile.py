@@ -299,7 +299,7 @@ class Profile:
                     tp_sequence_parallel=document.get("tp_sequence_parallel", False),
                     devices_per_node=int(hardware.get("devices_per_node", 8)),
                     exchange_bytes=float(memory.get("exchange_bytes", 0)),
-                    key_value_share=_key_value_share(model),
+                    key_value_share=read_key_value_share(model),
                     expert_fraction=float(memory.get("expert_fraction", 0)),
                 ),
                 saturation_tokens={
@@ -333,7 +333,7 @@ def _schemes_with_home(strategy: Strategy, devices_per_node: int) -> frozenset[S
     return frozenset(scheme for scheme, at in nodes if at & streaming)
 
 
-def _key_value_share(model: Mapping[str, Any]) -> float:
+def read_key_value_share(model: Mapping[str, Any]) -> float:
     """Key-value heads a query head; 1.0 where `model` does not say."""
     heads, kv_heads = model.get("num_attention_heads"), model.get("num_key_value_heads")
     return float(kv_heads / heads) if heads and kv_heads else 1.0

@@ -8,8 +8,9 @@ from itertools import product
 
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.schemes.notation import ALL_LAYERS
 from ds_hydra.strategy.schemes.options import slowest_stage_ratio
-from ds_hydra.strategy.schemes.scheme import ALL_LAYERS, Scheme, Strategy
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 CanRun = Callable[[Scheme], bool]
 

@@ -40,7 +40,7 @@ def full_strategies(schemes: Sequence[Scheme], num_devices: int, most: int) -> t
     ['4x<1,1>', '1x<2,1> + 2x<1,1>', '2x<2,1>']
     """
     sizes = tuple(scheme.num_devices for scheme in schemes)
-    if not sizes or _num_cuts(num_devices, sizes) > most:
+    if not sizes or num_cuts(num_devices, sizes) > most:
         return ()
     return tuple(
         Strategy(tuple(s for s, n in zip(schemes, counts) for _ in range(n)))
@@ -49,12 +49,12 @@ def full_strategies(schemes: Sequence[Scheme], num_devices: int, most: int) -> t
 
 
 @lru_cache(maxsize=4096)
-def _num_cuts(num_ranks: int, sizes: tuple[int, ...]) -> int:
+def num_cuts(num_ranks: int, sizes: tuple[int, ...]) -> int:
     """How many `cuts` there are."""
     if len(sizes) == 1:
         return int(num_ranks % sizes[0] == 0)
     last = sizes[-1]
-    return sum(_num_cuts(num_ranks - k * last, sizes[:-1]) for k in range(num_ranks // last + 1))
+    return sum(num_cuts(num_ranks - k * last, sizes[:-1]) for k in range(num_ranks // last + 1))
 
 
 @lru_cache(maxsize=64)

@@ -8,11 +8,14 @@ gives it the same ranks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from itertools import groupby
+from typing import Any, TypeVar
 
+from ds_hydra.configs.files import MAX_DEVICES, read_counts
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 Ranks = TypeVar("Ranks", tuple[int, ...], range)
@@ -86,6 +89,8 @@ def groups_of(strategy: Strategy) -> frozenset[GroupKey]:
     """Groups that `strategy` needs: one per TP, SP and CP group, and one per direction for each
     pipeline with PP > 1.
     """
+    if strategy.phases:
+        return frozenset().union(*map(groups_of, strategy.phases))
     keys: set[GroupKey] = set()
     begin = 0
     for scheme in strategy.schemes:
@@ -119,6 +124,26 @@ def most_groups_of_rank(keys: Iterable[GroupKey]) -> int:
 def groups_of_all(strategies: Iterable[Strategy]) -> frozenset[GroupKey]:
     """Groups that `strategies` need together."""
     return frozenset().union(*map(groups_of, strategies))
+
+
+def read_ranks(document: Mapping[str, Any], scheme: Scheme) -> tuple[int, ...]:
+    """The ranks of a pipeline of `scheme` in a document; raises KeyError without them,
+    HydraConfigError for others.
+    """
+    ranks = read_counts(document, "ranks", most=MAX_DEVICES - 1)
+    if len(ranks) != scheme.num_devices:
+        raise HydraConfigError(f"{len(ranks)} ranks for {scheme}, expected {scheme.num_devices}")
+    return ranks
+
+
+def slices_key(strategy: Strategy) -> Hashable:
+    """Equal for strategies that need the same slices on every rank: where layers are gathered, the
+    planner makes up many ([Note: Phases]).
+    """
+    if not strategy.gathers or any(scheme.ep > 1 for scheme in strategy.schemes):
+        return strategy
+    tp_of_rank = (s.tp for s in strategy.schemes for _ in range(s.num_devices))
+    return tuple((tp, sum(1 for _ in run)) for tp, run in groupby(tp_of_rank))
 
 
 @dataclass(frozen=True, slots=True)

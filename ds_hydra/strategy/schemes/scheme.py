@@ -5,29 +5,19 @@ pipeline's ranks are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from ds_hydra.configs.files import MAX_DEVICES, read_counts
+from ds_hydra.configs.files import MAX_DEVICES
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.strategy.schemes.notation import ALL_LAYERS, FORM, MAX_LAYERS, REPLACED, read_notation
 
 _TERM = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<([^<>]*)>\s*")
-_DEGREES = re.compile(
-    r"\s*(?:sp\s*(\d{1,9})\s*,\s*)?(?:cp\s*(\d{1,9})\s*,\s*)?(?:(\d{1,9})\s*,\s*)?(\d{1,9})\s*"
-)
-_OPTION = re.compile(r"\s*([a-z_]{1,20})\s*=\s*(\d{1,9}(?:\s*,\s*\d{1,9})*)\s*")
-_COUNTED = ("ckpt", "stages", "stream", "ep")
-_OPTIONS = (*_COUNTED, "gather")
-
-_MAX_LAYERS = 1 << 20
-"""Layers that an option of a scheme may name: far above any model."""
-
-ALL_LAYERS = _MAX_LAYERS + 1
-"""`stream` of a scheme that streams every layer, the embedding and the head: above any number of
-layers, so that `min(stream, layers)` layers of a stage stream.
-"""
+_THEN = re.compile(r"\s+then\s+")
+MAX_PHASES = 256
+"""Phases that one iteration may have."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -83,14 +73,14 @@ class Scheme:
             raise HydraConfigError(f"scheme <{shown:.78}>: {sizes} must be 1 or more")
         if self.num_devices > MAX_DEVICES:
             raise HydraConfigError(f"scheme {str(self)[:80]}: more than {MAX_DEVICES} ranks")
-        if type(self.ckpt) is not int or not 0 <= self.ckpt <= _MAX_LAYERS:
+        if type(self.ckpt) is not int or not 0 <= self.ckpt <= MAX_LAYERS:
             raise HydraConfigError(
-                f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {_MAX_LAYERS}"
+                f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {MAX_LAYERS}"
             )
         if type(self.stream) is not int or not 0 <= self.stream <= ALL_LAYERS:
             raise HydraConfigError(
                 f"stream of a scheme is {repr(self.stream)[:80]}, expected a number of layers of each stage up to "
-                f'{_MAX_LAYERS}, or "all"'
+                f'{MAX_LAYERS}, or "all"'
             )
         if type(self.stages) is not tuple or not all(type(n) is int and n > 0 for n in self.stages):
             raise HydraConfigError(
@@ -131,8 +121,8 @@ class Scheme:
         """The scheme written as `text`; raises HydraConfigError with the expected form."""
         match = _TERM.fullmatch(text)
         if match is None or match[1] is not None:
-            raise HydraConfigError(f"cannot read scheme {text[:80]!r}; {_FORM}")
-        return _read_scheme(match[2])
+            raise HydraConfigError(f"cannot read scheme {text[:80]!r}; {FORM}")
+        return Scheme(**read_notation(match[2]))
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Scheme:
@@ -143,7 +133,7 @@ class Scheme:
         names = ("ckpt", "sp", "gather", "ep", "cp")
         options = {key: document[key] for key in names if key in document}
         if document.get("repull"):
-            raise HydraConfigError(_REPLACED)
+            raise HydraConfigError(REPLACED)
         stages = document.get("stages", [])
         if not isinstance(stages, list):
             raise HydraConfigError(
@@ -268,71 +258,6 @@ class Scheme:
         return f"<{degrees}{ep}{ckpt}{stages}{streams}{';gather' if self.gather else ''}>"
 
 
-_REPLACED = (
-    "a scheme has repull, which stream replaces: write <2,2;stream=8> for the first 8 layers of each stage, "
-    "<1,1;stream> for all layers"
-)
-
-_FORM = (
-    "write terms like '2x<4,1>' (count x <TP,PP>) joined by '+'; a scheme may have options, as in "
-    "'<2,4;ckpt=12;stages=9,8,8,7>', '<sp2,4,1>' (<SP,TP,PP>), '<cp2,1>' (<CP,PP>), '<2,2;stream=8>', "
-    "'<1,1;stream>' (all layers), '<1,1;gather>' or '<sp4,1;ep=4>' (experts)"
-)
-
-
-def _read_scheme(body: str) -> Scheme:
-    """The scheme whose text is `body` between angle brackets."""
-    first, *rest = body.split(";")
-    degrees = _DEGREES.fullmatch(first)
-    if degrees is None or not (degrees[1] or degrees[2] or degrees[3]):
-        raise HydraConfigError(f"cannot read {'<' + body[:80] + '>'!r}; {_FORM}")
-    options: dict[str, tuple[int, ...]] = {}
-    gather = False
-    for text in rest:
-        if text.strip() == "gather" and not gather:
-            gather = True
-            continue
-        match = _OPTION.fullmatch(f"stream={ALL_LAYERS}" if text.strip() == "stream" else text)
-        if match is not None and match[1] == "repull":
-            raise HydraConfigError(f"scheme {'<' + body[:80] + '>'!r}: {_REPLACED}")
-        if match is None or match[1] not in _COUNTED:
-            raise HydraConfigError(
-                f"scheme {'<' + body[:80] + '>'!r}: cannot read {text.strip()[:80]!r}; its options are "
-                f"{', '.join(_OPTIONS)}, as in '<2,4;ckpt=12;stages=9,8,8,7>'"
-            )
-        if match[1] in options:
-            raise HydraConfigError(
-                f"scheme {'<' + body[:80] + '>'!r} says {match[1]} twice; say it once"
-            )
-        options[match[1]] = tuple(map(int, match[2].split(",")))
-    stages = options.pop("stages", ())
-    for option, counts in options.items():
-        if len(counts) != 1 or counts[0] < 1:
-            raise HydraConfigError(
-                f"scheme {'<' + body[:80] + '>'!r}: {option} is {','.join(map(str, counts))[:80]}, expected one number "
-                "from 1 up; leave it out for none"
-            )
-    return Scheme(
-        tp=int(degrees[3] or 1),
-        pp=int(degrees[4]),
-        stages=stages,
-        sp=int(degrees[1] or 1),
-        cp=int(degrees[2] or 1),
-        gather=gather,
-        **{option: counts[0] for option, counts in options.items()},
-    )
-
-
-def read_ranks(document: Mapping[str, Any], scheme: Scheme) -> tuple[int, ...]:
-    """The ranks of a pipeline of `scheme` in a document; raises KeyError without them,
-    HydraConfigError for others.
-    """
-    ranks = read_counts(document, "ranks", most=MAX_DEVICES - 1)
-    if len(ranks) != scheme.num_devices:
-        raise HydraConfigError(f"{len(ranks)} ranks for {scheme}, expected {scheme.num_devices}")
-    return ranks
-
-
 def _placement_order(scheme: Scheme) -> tuple[Any, ...]:
     # Options decide last: equal multisets have to be equal values.
     return (-scheme.ranks_per_stage, -scheme.tp, -scheme.pp, scheme)
@@ -345,13 +270,22 @@ class Strategy:
     `schemes` is kept in placement order (larger stages first, then larger TP, then larger PP), so
     equal multisets are equal values and TP groups start at multiples of their size when degrees are
     powers of two.
+
+    A planner may put several together, which run one after another, each on ranks from 0 on, its
+    *phases* (`Strategy.of_phases`): `1x<sp4,1;gather> then 4x<1,1;gather>`. `schemes` are then
+    those of all phases, in their order.
     """
 
     schemes: tuple[Scheme, ...]
+    phases: tuple[Strategy, ...] = field(default=(), repr=False)
+    """Those of several; empty for one, which is the strategy itself."""
     _hash: int = field(init=False, repr=False, compare=False)
     """That of `schemes`, which are many: strategies are looked up often."""
 
     def __post_init__(self) -> None:
+        if self.phases:
+            object.__setattr__(self, "_hash", hash(self.phases))
+            return
         if not self.schemes:
             raise HydraConfigError("a strategy needs at least one pipeline, e.g. '1x<1,1>'")
         if len({scheme.gather for scheme in self.schemes}) > 1:
@@ -369,21 +303,33 @@ class Strategy:
         return self._hash
 
     @classmethod
+    def of_phases(cls, phases: Sequence[Strategy]) -> Strategy:
+        """`phases` one after another; of one phase that strategy itself."""
+        if len(phases) == 1:
+            return phases[0]
+        return cls(tuple(s for phase in phases for s in phase.schemes), tuple(phases))
+
+    @classmethod
     def parse(cls, text: str) -> Strategy:
         """The strategy written as `text`; raises HydraConfigError with the expected form.
 
         >>> str(Strategy.parse("4x<1,1> + <2,2; stages=3,1>"))
         '1x<2,2;stages=3,1> + 4x<1,1>'
         """
+        parts = _THEN.split(text, MAX_PHASES)
+        if len(parts) > MAX_PHASES:
+            raise HydraConfigError(f"strategy {text[:80]!r} has more than {MAX_PHASES} phases")
+        if len(parts) > 1:
+            return cls.of_phases([cls.parse(part) for part in parts])
         schemes: list[Scheme] = []
         num_devices = 0
         for term in text.split("+"):
             match = _TERM.fullmatch(term)
             if match is None or match[1] == "0":
                 raise HydraConfigError(
-                    f"strategy {text[:80]!r}: cannot read {term.strip()[:80]!r}; {_FORM}"
+                    f"strategy {text[:80]!r}: cannot read {term.strip()[:80]!r}; {FORM}"
                 )
-            scheme, count = _read_scheme(match[2]), int(match[1] or 1)
+            scheme, count = Scheme(**read_notation(match[2])), int(match[1] or 1)
             num_devices += count * scheme.num_devices
             if num_devices > MAX_DEVICES:
                 raise HydraConfigError(
@@ -394,8 +340,15 @@ class Strategy:
 
     @property
     def num_devices(self) -> int:
-        """Ranks that all pipelines together occupy."""
+        """Ranks that all pipelines of a phase together occupy, the widest of them."""
+        if self.phases:
+            return max(phase.num_devices for phase in self.phases)
         return sum(scheme.num_devices for scheme in self.schemes)
+
+    @property
+    def in_turn(self) -> tuple[Strategy, ...]:
+        """What runs one after another: the phases, or itself."""
+        return self.phases or (self,)
 
     @property
     def gathers(self) -> bool:
@@ -417,6 +370,8 @@ class Strategy:
         >>> Strategy.parse("1x<2,1> + 2x<1,1>").place()
         ((0, 1), (2,), (3,))
         """
+        if self.phases:
+            return tuple(block for phase in self.phases for block in phase.place())
         blocks: list[tuple[int, ...]] = []
         start = 0
         for scheme in self.schemes:
@@ -425,6 +380,8 @@ class Strategy:
         return tuple(blocks)
 
     def __str__(self) -> str:
+        if self.phases:
+            return " then ".join(map(str, self.phases))
         return " + ".join(f"{count}x{scheme}" for scheme, count in _runs(self.schemes))
 
 
@@ -434,5 +391,19 @@ def _runs(schemes: Iterable[Scheme]) -> list[tuple[Scheme, int]]:
 
 
 def parse_strategies(texts: Iterable[str]) -> tuple[Strategy, ...]:
-    """The strategies written as `texts`, duplicates removed, first occurrence kept."""
-    return tuple(dict.fromkeys(Strategy.parse(text) for text in texts))
+    """The strategies written as `texts`, duplicates removed, first occurrence kept. Raises
+    HydraConfigError for phases, which the planner alone puts together.
+    """
+    found = tuple(dict.fromkeys(Strategy.parse(text) for text in texts))
+    for strategy in found:
+        check_one_phase(strategy)
+    return found
+
+
+def check_one_phase(strategy: Strategy) -> None:
+    """Raise HydraConfigError for a strategy of several phases."""
+    if strategy.phases:
+        raise HydraConfigError(
+            f"strategy {str(strategy)[:80]!r} has {len(strategy.phases)} phases, which the planner puts together for "
+            f"each mini-batch; list each in hydra.strategies by itself: '{strategy.phases[0]}', ..."
+        )

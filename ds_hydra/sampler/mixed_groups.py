@@ -1,0 +1,261 @@
+"""Groups of ranks of different sizes side by side, formed anew for every step, in which each group
+has one micro-batch and which ends before the next.
+
+[Note: Mixed groups] A step takes some of the sequences. Every way to cut the ranks into groups of
+the known sizes is tried, in order of a lower bound, until the bound is no better than the best.
+Sequences go longest first to where they then end first. A mini-batch is cut into the fewest steps
+that can hold it, or up to `MORE_STEPS` more: neighbours in length together, or dealt out; the
+better is taken. FlexSP, whose space this is, solves integer programs with deadlines for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.strategy.compiled import compiled
+from ds_hydra.strategy.schemes.neighbours import cuts
+
+MORE_STEPS = 2
+
+
+class Step(NamedTuple):
+    """`kind`: of the groups; `members`: positions of its sequences, descending in length;
+    `group_of` each of them, groups of the smallest size first; `counts`: groups of each size.
+    """
+
+    kind: int
+    slowest_ms: float
+    device_ms: float
+    members: IntArray
+    group_of: IntArray
+    counts: IntArray
+
+
+class MixedGroups:
+    """What groups of some sizes take. `sizes` in ranks, smallest first; `max_len` of each."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        sizes: Sequence[int],
+        max_len: Sequence[int],
+        constants_ms: Sequence[float],
+        sequences_ms: Sequence[Callable[[IntArray], FloatArray]],
+    ) -> None:
+        self.num_ranks, self.longest = num_ranks, max(max_len)
+        self._sizes = np.array(sizes, dtype=np.int64)
+        self._max_len = np.array(max_len, dtype=np.int64)
+        self._constants = np.array(constants_ms, dtype=np.float64)
+        self._sequences_ms = sequences_ms
+        self._cuts = np.array(cuts(num_ranks, tuple(sizes)), dtype=np.int64)
+        most = (self._cuts * self._max_len).sum(axis=1)
+        self._room = int(most.max())
+
+    def fewest(self, num_tokens: int) -> int:
+        """Steps that hold so many tokens, at least."""
+        return max(1, -(-num_tokens // self._room))
+
+    def table_ms(self, lengths: IntArray) -> FloatArray:
+        """What each sequence adds to a micro-batch: [size, sequence]."""
+        return np.array([of(lengths) for of in self._sequences_ms])
+
+    def shared_ms(self, table: FloatArray) -> float:
+        """Time with all ranks busy, each sequence where it takes least."""
+        return float((table * self._sizes[:, None]).min(axis=0).sum()) / self.num_ranks
+
+    def step(
+        self, kind: int, lengths: IntArray, table: FloatArray, members: IntArray
+    ) -> Step | None:
+        """The best step of `members`, None where no cut holds them."""
+        group_of, times_ms = np.zeros(members.size, dtype=np.int64), np.zeros(2)
+        cut = 0
+        if members.size:
+            cut = solve_step(
+                lengths[members],
+                np.ascontiguousarray(table[:, members]),
+                self._constants,
+                self._sizes,
+                self._max_len,
+                self._cuts,
+                self.num_ranks,
+                times_ms,
+                group_of,
+            )
+        if cut < 0:
+            return None
+        slowest_ms, device_ms = times_ms.tolist()
+        return Step(kind, slowest_ms, device_ms, members, group_of, self._cuts[cut])
+
+
+def plan_steps(
+    kinds: Sequence[MixedGroups],
+    lengths: IntArray,
+    finish: Callable[[FloatArray], float],
+    limit: float = np.inf,
+) -> list[Step]:
+    """The steps of a mini-batch (lengths descending), each of one of `kinds`, for which `finish` of
+    the slowest groups, a convex function of their times, is least; none where that is not below
+    `limit`.
+    """
+    tables = [kind.table_ms(lengths) for kind in kinds]
+    shared_ms = min(kind.shared_ms(table) for kind, table in zip(kinds, tables))
+    fewest = [kind.fewest(int(lengths.sum())) for kind in kinds]
+    best: list[Step] = []
+    least, tried, count = limit, 0, min(fewest)
+    while (tried <= MORE_STEPS or count <= max(fewest)) and count <= max(*fewest, lengths.size):
+        is_found = False
+        if finish(np.full(count, shared_ms / count)) >= least:
+            break
+        for members in (_by_length(lengths, count), _dealt(lengths, count)):
+            steps = [_best_step(kinds, lengths, tables, own) for own in members]
+            if any(step is None for step in steps):
+                continue
+            is_found = True
+            found = [step for step in steps if step is not None]
+            if (ms := finish(np.array([step.slowest_ms for step in found]))) < least:
+                best, least = found, ms
+        tried += is_found
+        count += 1
+    return best
+
+
+def _best_step(
+    kinds: Sequence[MixedGroups],
+    lengths: IntArray,
+    tables: Sequence[FloatArray],
+    members: IntArray,
+) -> Step | None:
+    found = [
+        step
+        for number, (kind, table) in enumerate(zip(kinds, tables))
+        if (step := kind.step(number, lengths, table, members)) is not None
+    ]
+    return min(found, key=lambda step: step.slowest_ms, default=None)
+
+
+def _by_length(lengths: IntArray, count: int) -> list[IntArray]:
+    """Neighbours in length together, about as many tokens in each step."""
+    ends = np.cumsum(lengths)
+    step = np.minimum(count - 1, (ends - 1) * count // max(1, int(ends[-1])))
+    return [np.flatnonzero(step == k) for k in range(count)]
+
+
+def _dealt(lengths: IntArray, count: int) -> list[IntArray]:
+    """Every step gets sequences of all lengths."""
+    return [np.arange(k, lengths.size, count) for k in range(count)]
+
+
+@compiled
+def solve_step(
+    lengths: IntArray,
+    table: FloatArray,
+    constants: FloatArray,
+    sizes: IntArray,
+    max_len: IntArray,
+    cuts: IntArray,
+    num_ranks: int,
+    found: FloatArray,
+    group_of: IntArray,
+) -> int:
+    """The best cut, -1 where none holds the sequences; writes the time of its slowest group and the
+    device time of all, and the group of each sequence. `table`: ms of [size, sequence]. See [Note:
+    Mixed groups].
+    """
+    num_sizes, num_sequences = table.shape
+    # A bound for each cut, cheapest first: placing is what takes long, and a few cuts are placed.
+    bounds = np.full(cuts.shape[0], np.inf)
+    total = lengths.sum()
+    for row in range(cuts.shape[0]):
+        room, alone, work = 0, np.inf, 0.0
+        for k in range(num_sizes):
+            if cuts[row, k] > 0:
+                room += cuts[row, k] * max_len[k]
+                if lengths[0] <= max_len[k]:
+                    alone = min(alone, table[k, 0] + constants[k])
+        if room < total or alone == np.inf:
+            continue
+        for i in range(num_sequences):
+            cheapest = np.inf
+            for k in range(num_sizes):
+                if cuts[row, k] > 0 and lengths[i] <= max_len[k]:
+                    cheapest = min(cheapest, sizes[k] * table[k, i])
+            work += cheapest
+        bounds[row] = max(alone, work / num_ranks)
+    best, best_cut = np.inf, -1
+    ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
+    name, placed = np.zeros_like(filled), np.zeros_like(group_of)
+    for row in np.argsort(bounds):
+        if bounds[row] >= best:
+            break
+        slowest = _place(
+            lengths, table, constants, max_len, cuts[row], best, ends, filled, name, placed
+        )
+        if slowest < best:
+            best, best_cut = slowest, row
+            group_of[:] = placed
+            found[0], found[1] = slowest, 0.0
+            first = 0
+            for k in range(num_sizes):
+                for g in range(first, first + cuts[row, k]):
+                    if filled[g] > 0:
+                        found[1] += sizes[k] * ends[g]
+                first += cuts[row, k]
+    return best_cut
+
+
+@compiled
+def _place(
+    lengths: IntArray,
+    table: FloatArray,
+    constants: FloatArray,
+    max_len: IntArray,
+    cut: IntArray,
+    limit: float,
+    ends: FloatArray,
+    filled: IntArray,
+    name: IntArray,
+    placed: IntArray,
+) -> float:
+    """The end of the slowest group, infinite where it is not below `limit`; writes which group each
+    sequence is `placed` in, and the end of each group, its tokens and its `name`, groups of one
+    size as a heap with the earliest first.
+
+    Each sequence goes to the earliest group of the size where it ends first and has room.
+    """
+    first = 0
+    for k in range(cut.size):
+        for g in range(first, first + cut[k]):
+            ends[g], filled[g], name[g] = constants[k], 0, g
+        first += cut[k]
+    slowest = 0.0
+    for i in range(lengths.size):
+        end, kind, top = limit, -1, 0
+        first = 0
+        for k in range(cut.size):
+            has_room = cut[k] > 0 and filled[first] + lengths[i] <= max_len[k]
+            if has_room and ends[first] + table[k, i] < end:
+                end, kind, top = ends[first] + table[k, i], k, first
+            first += cut[k]
+        if kind < 0:
+            return np.inf
+        slowest = max(slowest, end)
+        tokens, own = filled[top] + lengths[i], name[top]
+        placed[i] = own
+        place = 0
+        while True:  # down, past every group that ends earlier
+            child = 2 * place + 1
+            if child >= cut[kind]:
+                break
+            if child + 1 < cut[kind] and ends[top + child + 1] < ends[top + child]:
+                child += 1
+            if ends[top + child] >= end:
+                break
+            ends[top + place], filled[top + place] = ends[top + child], filled[top + child]
+            name[top + place] = name[top + child]
+            place = child
+        ends[top + place], filled[top + place], name[top + place] = end, tokens, own
+    return slowest

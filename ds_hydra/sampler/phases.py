@@ -1,0 +1,157 @@
+"""Iterations of several phases: which schemes the planner puts together anew for every step.
+
+[Note: Phases]
+Where all ranks gather layers for every pass (`;gather`), a strategy leaves nothing behind: no
+slice, no home. So pipelines may be cut anew for every micro-batch at no cost, and an iteration may
+run several strategies one after another, its phases: long sequences on wide groups of all ranks,
+then short ones on narrow groups of all ranks.
+
+Candidates that gather are a palette: the planner takes their schemes, one for each number of ranks,
+and cuts the ranks into them as it likes ([Note: Mixed groups]). Sizes divide each other, so groups
+lie as they do under the strategies of one scheme, and no further communicators are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_hydra.sampler.mixed_groups import MixedGroups, Step, plan_steps
+from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.strategy.profiles.link_times import LinkTimes
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.schemes.neighbours import num_cuts
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+MAX_CUTS = 2000
+"""Ways to cut the ranks that are tried; 64 ranks have 1,828."""
+
+
+class Palette(NamedTuple):
+    """Schemes of gathered layers, smallest first, what they take (`factors` times what the profile
+    says) and hold, and the pull and push of the widest.
+    """
+
+    schemes: tuple[Scheme, ...]
+    latency: tuple[LatencyModel, ...]
+    factors: tuple[float, ...]
+    max_len_tokens: tuple[int, ...]
+    link: LinkTimes
+
+    @property
+    def traffic_ms(self) -> float:
+        """Least time of a step."""
+        return max(latency.traffic_ms for latency in self.latency)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that a group holds."""
+        return max(self.max_len_tokens)
+
+    @property
+    def per_token_ms(self) -> float:
+        """Of a full micro-batch of the smallest scheme."""
+        held = self.max_len_tokens[0]
+        return self.latency[0].micro_batch_ms([held]) / held
+
+    def least_link_ms(self, num_buckets: int) -> float:
+        """What pull and push add to a step at least, one by one in so many buckets; 0: as one."""
+        return _total_ms(self.link) / max(1, num_buckets)
+
+
+def find_palettes(
+    schemes: Iterable[Scheme],
+    profile: Profile,
+    num_devices: int,
+    *,
+    max_len_tokens: Callable[[Scheme, Strategy], int],
+    links_of: Callable[[Strategy], LinkTimes],
+    factor_of: Callable[[Strategy], float] = lambda _: 1.0,
+) -> list[Palette]:
+    """What may be put together of `schemes`, one palette for each number of checkpointed layers.
+
+    For each number of ranks it has the scheme that is fastest for the micro-batches it holds; the
+    widest ones where all have too many cuts. `max_len_tokens` of a scheme in a strategy;
+    `factor_of` a strategy of one scheme: what measured times make of T.
+    """
+    of_ckpt: dict[int, dict[int, Palette]] = {}
+    for scheme in dict.fromkeys(schemes):
+        number, rest = divmod(num_devices, scheme.num_devices)
+        if not scheme.gather or scheme.pp > 1 or rest:
+            continue
+        alike = Strategy((scheme,) * number)
+        factor, held = factor_of(alike), max_len_tokens(scheme, alike)
+        latency = profile.get_latency(scheme).scaled(factor)
+        one = Palette((scheme,), (latency,), (factor,), (held,), links_of(alike))
+        of_size = of_ckpt.setdefault(scheme.ckpt, {})
+        other = of_size.get(scheme.num_devices)
+        if held > 0 and (other is None or one.per_token_ms < other.per_token_ms):
+            of_size[scheme.num_devices] = one
+    found = []
+    for of_size in of_ckpt.values():
+        sizes = [n for n in sorted(of_size) if all(not (m % n and n % m) for m in of_size)]
+        while sizes and num_cuts(num_devices, tuple(sizes)) > MAX_CUTS:
+            sizes = sizes[1:]
+        if len(sizes) > 1:
+            ones = [of_size[size] for size in sizes]
+            found.append(
+                Palette(
+                    tuple(one.schemes[0] for one in ones),
+                    tuple(one.latency[0] for one in ones),
+                    tuple(one.factors[0] for one in ones),
+                    tuple(one.max_len_tokens[0] for one in ones),
+                    max((one.link for one in ones), key=_total_ms),
+                )
+            )
+    return found
+
+
+def _total_ms(link: LinkTimes) -> float:
+    return link.pull_ms + link.push_ms
+
+
+def compose(
+    lengths: IntArray,
+    palettes: Sequence[Palette],
+    num_devices: int,
+    least_link_ms: float,
+    limit_ms: float,
+) -> list[Step]:
+    """The steps of `lengths` (descending) that take least, each of one of `palettes` and with
+    `least_link_ms` of pull and push; none where that is not below `limit_ms`.
+    """
+    floor = max(palette.traffic_ms for palette in palettes)
+
+    def total_ms(slowest: FloatArray) -> float:
+        return float(np.maximum(slowest, floor).sum()) + least_link_ms * slowest.size
+
+    kinds = [
+        MixedGroups(
+            num_devices,
+            [scheme.num_devices for scheme in palette.schemes],
+            palette.max_len_tokens,
+            [latency.constant_ms for latency in palette.latency],
+            [_sequences_ms(latency) for latency in palette.latency],
+        )
+        for palette in palettes
+    ]
+    steps = plan_steps(kinds, lengths, total_ms, limit_ms)
+    return [step for step in steps if step.members.size]
+
+
+def strategy_of(step: Step, palette: Palette) -> tuple[Strategy, IntArray]:
+    """The strategy of a step, and in which of its pipelines each sequence is."""
+    strategy = Strategy(tuple(s for s, n in zip(palette.schemes, step.counts) for _ in range(n)))
+    places = [np.flatnonzero([s == own for own in strategy.schemes]) for s in palette.schemes]
+    pipeline_of = np.concatenate(places)
+    return strategy, pipeline_of[step.group_of]
+
+
+def _sequences_ms(latency: LatencyModel) -> Callable[[IntArray], FloatArray]:
+    def sequences_ms(lengths: IntArray) -> FloatArray:
+        tokens = lengths.astype(np.float64)
+        return np.array((latency.quadratic_ms * tokens + latency.linear_ms) * tokens)
+
+    return sequences_ms

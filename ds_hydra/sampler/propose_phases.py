@@ -1,0 +1,127 @@
+"""Which gathered schemes join the candidates, for the planner to put phases together of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ds_hydra.sampler.batch_planner import BatchPlanner
+from ds_hydra.sampler.phases import find_palettes
+from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.proposal.streamed import CanRun, with_streamed_schemes
+from ds_hydra.strategy.schemes.scheme import Strategy
+
+_CKPT_STEPS = 4
+"""Shares of checkpointed layers that are tried."""
+_NUM_TRIED = 8
+"""Mini-batches that decide."""
+_MAX_PALETTES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSettings:
+    """What decides beside profile and mini-batches. `fits`: whether there are communicators for
+    further strategies; `tolerance`: what a palette has to gain, of the mean time.
+    """
+
+    num_devices: int
+    planner: PlannerSettings
+    links_of: Callable[[Strategy], LinkTimes] | None
+    fits: Callable[[Sequence[Strategy]], bool]
+    tolerance: float
+    can_run: CanRun = lambda _: True
+
+
+def with_gathered_schemes(
+    profile: Profile,
+    *,
+    num_devices: int,
+    cluster: Cluster,
+    can_run: CanRun = lambda _: True,
+    bounds_attention: bool = True,
+) -> Profile:
+    """`profile` with <SP,TP,1;gather> without checkpointed layers, as `with_streamed_schemes`
+    estimates it: from these follow those with some.
+    """
+    return with_streamed_schemes(
+        profile,
+        num_devices=num_devices,
+        cluster=cluster,
+        can_run=can_run,
+        bounds_attention=bounds_attention,
+        tokens_per_iteration=0.0,
+    )
+
+
+def propose_phases(
+    profile: Profile,
+    batches: Sequence[GlobalBatch],
+    known_ms: FloatArray,
+    settings: PhaseSettings,
+) -> tuple[tuple[Strategy, ...], FloatArray]:
+    """Strategies of one gathered scheme each, of which phases make `batches` faster than `known_ms`
+    [mini-batch], of one or two numbers of checkpointed layers; and what the mini-batches then take.
+    See [Note: Phases].
+    """
+    best = known_ms[:_NUM_TRIED]
+    palettes = _palettes(profile, settings)
+    chosen: tuple[Strategy, ...] = ()
+    for _ in range(_MAX_PALETTES):
+        tried = {number: (*chosen, *own) for number, own in palettes.items()}
+        times = {
+            number: _times_ms(batches, best, own, profile, settings)
+            for number, own in tried.items()
+            if settings.fits(own)
+        }
+        number = min(times, key=lambda n: float(times[n].mean()), default=None)
+        if number is None or times[number].mean() > (1 - settings.tolerance) * best.mean():
+            break
+        chosen, best = tried[number], times[number]
+        del palettes[number]
+    if not chosen:
+        return (), known_ms
+    return chosen, _times_ms(batches, known_ms, chosen, profile, settings)
+
+
+def _palettes(profile: Profile, settings: PhaseSettings) -> dict[int, tuple[Strategy, ...]]:
+    """Strategies of one scheme, one for each number of ranks, by checkpointed layers."""
+    number, layers = settings.num_devices, profile.memory.num_layers
+    gathered = [s for s in profile.latency if s.gather and not s.ckpt and profile.memory.knows(s)]
+    is_checkpointed = bool(profile.document.get("activation_checkpointing"))
+    found = {}
+    for step in [0] if is_checkpointed else range(_CKPT_STEPS + 1):
+        ckpt = -(-layers * step // _CKPT_STEPS)
+        schemes = [s for s in (replace(s, ckpt=ckpt) for s in gathered) if settings.can_run(s)]
+        palettes = find_palettes(
+            schemes,
+            profile,
+            number,
+            max_len_tokens=lambda scheme, _: profile.max_len_tokens(scheme, number),
+            links_of=lambda _: NO_LINKS,
+        )
+        for palette in palettes:
+            found[ckpt] = tuple(Strategy((s,) * (number // s.num_devices)) for s in palette.schemes)
+    return found
+
+
+def _times_ms(
+    batches: Sequence[GlobalBatch],
+    known_ms: FloatArray,
+    strategies: Sequence[Strategy],
+    profile: Profile,
+    settings: PhaseSettings,
+) -> FloatArray:
+    """`known_ms`, or what phases take where that is less."""
+    planner = settings.planner
+    if settings.links_of is not None:
+        planner = replace(planner, link_times={s: settings.links_of(s) for s in strategies})
+    planners = (BatchPlanner(b, profile, settings.num_devices, planner) for b in batches)
+    found = [p.phases_ms(strategies, limit) for p, limit in zip(planners, known_ms)]
+    return np.minimum(known_ms, found)

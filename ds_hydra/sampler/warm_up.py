@@ -1,0 +1,49 @@
+"""Compiles all of the planner before the first plan."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ds_hydra.sampler.bounds import strategy_bound_ms
+from ds_hydra.sampler.dispatch.dispatch import dispatch_trials, fit_trials
+from ds_hydra.sampler.dispatch.exchange import improve_dispatch
+from ds_hydra.sampler.dispatch.refine import (
+    iteration_ms,
+    order_micro_batches,
+    pack_pipelines,
+    perturb_and_refine,
+    pipeline_cost,
+    refine_pipelines,
+)
+from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
+from ds_hydra.sampler.phases import Palette, compose
+from ds_hydra.sampler.problem import PipelineKind, make_problem
+from ds_hydra.strategy.profiles.link_times import NO_LINKS
+from ds_hydra.strategy.profiles.profile import LatencyModel
+from ds_hydra.strategy.schemes.scheme import Scheme
+
+
+def warm_up() -> None:
+    """Loads (the first time ever: compiles) the compiled code, so that the first plan takes no
+    longer.
+    """
+    latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=1.0)
+    for is_exact in (True, False):
+        kinds = [PipelineKind(1, 2, 20, latency), PipelineKind(1, 1, 9, latency)]
+        problem = make_problem(np.arange(9, 0, -1), kinds, is_exact=is_exact)
+        assignment, micro_batches = np.zeros(9, dtype=np.int64), np.zeros(9, dtype=np.int64)
+        estimate = dispatch_trials(problem, 1, 0, assignment)
+        bound = strategy_bound_ms(problem, estimate)
+        fit_trials(problem, bound, estimate, 1, assignment)
+        improve_dispatch(problem, assignment, bound, 1, 1)
+        value = pack_pipelines(problem, assignment, micro_batches)
+        refine_pipelines(problem, assignment, micro_batches, value, bound, 1, 1)
+        perturb_and_refine(problem, assignment, micro_batches, value, bound, 1, 1, 1)
+        order_micro_batches(problem, assignment, micro_batches)
+        iteration_ms(problem, assignment, micro_batches, value, 0.0, 0.0, 1)
+        members = np.flatnonzero(assignment == 0)
+        costs = problem.sequence_ms[0, members]
+        pipeline_bound_ms(problem.lengths[members], costs, pipeline_cost(problem, 0))
+    gathered = Scheme(1, 1, gather=True), Scheme(1, 1, sp=2, gather=True)
+    palette = Palette(gathered, (latency, latency), (1.0, 1.0), (9, 18), NO_LINKS)
+    compose(problem.lengths, [palette], 2, 0.0, np.inf)
