@@ -24,7 +24,7 @@ from end_to_end import hardware, take_turns
 from training_setup import ModelSize, Task
 from workloads import Shape
 
-from ds_hydra.sampler.batch_planner import warm_up
+from ds_hydra.sampler.warm_up import warm_up
 
 NUM_RANKS, NUM_ROLLOUTS, SHORTEST, CONTEXT = 2, 64, 32, 4096
 TITLES = {
