@@ -35,7 +35,14 @@ from ds_hydra.errors import InfeasiblePlanError
 # ---- ds_hydra
 
 
-def run_hydra(task: Task, turns: Turns, *, static: bool = False, compiled: bool = False) -> None:
+def run_hydra(
+    task: Task,
+    turns: Turns,
+    *,
+    static: bool = False,
+    compiled: bool = False,
+    refit: str = "plan",
+) -> None:
     """`train_batch()` on the engine's own sampler; plans are made in line, so that no other
     contender pays for them.
     """
@@ -44,7 +51,7 @@ def run_hydra(task: Task, turns: Turns, *, static: bool = False, compiled: bool 
         "context_length": task.shape.context_length,
         "tokens_per_iteration": task.shape.tokens_per_iteration,
         "shuffle": False,
-        "planner": {"num_workers": 0},
+        "planner": {"num_workers": 0, "refit": refit},
         "strategies": [task.static_strategy] if static else list(task.strategies),
         "profile": task.profile,
         "memory_limit_bytes": task.memory_limit_bytes,
@@ -129,6 +136,7 @@ TITLES = {
     "autotp": "(5) ZeRO-3, AutoTP, packing",
     "checkpointing": "(5) ZeRO-3, packing, activation checkpointing",
     "hydra_static": "(6) ds_hydra, one homogeneous strategy",
+    "hydra_profiled": "(7) ds_hydra, plans by the profile alone",
     "hydra_compiled": "(7) ds_hydra, hydra.compile_layers",
     "hydra": "(7) ds_hydra",
 }
@@ -148,7 +156,13 @@ def run_contender(name: str, task: Task, turns: Turns) -> None:
     elif name == "explored":
         run_explored(task, turns)
     else:
-        run_hydra(task, turns, static=name == "hydra_static", compiled=name == "hydra_compiled")
+        run_hydra(
+            task,
+            turns,
+            static=name == "hydra_static",
+            compiled=name == "hydra_compiled",
+            refit="log" if name == "hydra_profiled" else "plan",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

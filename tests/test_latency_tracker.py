@@ -92,7 +92,7 @@ def test_corrections_hold_from_the_first_iteration_that_is_not_planned_yet():
     assert used[:3] == [NO_CORRECTIONS] * 3
     assert all(used[i] != used[i - 1] for i in range(3, 24))
     assert plan_of(23, used[23]).makespan_ms == pytest.approx(2 * plan_of(23).makespan_ms, rel=0.03)
-    assert not any(warnings[14:])
+    assert not any(warnings)
     assert len(tracker._schedule) <= 4
     # One trial may run at a time: no other iteration allows one.
     allowed = [i for i in range(24) if used[i].trial_ms > 0]

@@ -112,6 +112,23 @@ def test_the_printed_summary(tmp_path):
     ]
 
 
+def test_a_summary_names_the_first_of_several_phases_and_twelve_strategies(tmp_path):
+    phased = make_record(5, "1x<2,1;gather> then 2x<1,1;gather>", (60.0, 50.0, 40.0))
+    phased["measured_ms"] = 110.0
+    for pipeline, profiled in zip(phased["pipelines"], (40.0, 60.0, 55.0), strict=True):
+        pipeline["profiled_ms"] = profiled
+    many = [make_record(6 + n, f"1x<{n + 2},1>", (100.0,)) for n in range(20)]
+    records = [*RECORDS, phased, *many]
+    lines = str(summarize_run(write_run(tmp_path, records))).splitlines()
+    assert len(lines[1 : lines.index("")]) == 13
+    assert lines[lines.index("") - 1] == "12 others in 12 iterations"
+    (record,) = [r for r in read_metrics(tmp_path) if r.iteration == 5]
+    assert record.profile_error == pytest.approx(0.1)  # 40 + 60 by the profile, 110 measured
+    (use,) = summarize_run(write_run(tmp_path, [phased])).strategies
+    assert "1x<2,1;gather> then 1 more  " in str(summarize_run(tmp_path))
+    assert use.num_iterations == 1
+
+
 def test_an_error_in_both_directions_does_not_cancel(tmp_path):
     records = [make_record(0, "1x<1,1>", (50.0,)), make_record(1, "1x<1,1>", (150.0,))]
     summary = summarize_run(write_run(tmp_path, records))

@@ -6,6 +6,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from statistics import median
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 METRICS_SCHEMA = "ds_hydra.metrics/1"
 _BAR_CELLS = 10
+_MAX_LINES = 12
+"""Strategies that a summary lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +108,12 @@ class IterationRecord:
     @property
     def profile_error(self) -> float:
         """The same of what the profile alone says; NaN where that is not known of all pipelines."""
-        profiled_ms = [p.profiled_ms for p in self.pipelines if p.measured_ms > 0]
-        slowest_ms = max(profiled_ms, default=0.0)
-        is_known = slowest_ms > 0 and all(isfinite(time) for time in profiled_ms)
-        return self.measured_ms / slowest_ms - 1 if is_known else nan
+        pipelines, slowest_ms = iter(self.pipelines), 0.0
+        for phase in self.strategy.in_turn:
+            busy = [p for p in islice(pipelines, len(phase.schemes)) if p.measured_ms > 0]
+            slowest_ms += max((p.profiled_ms for p in busy if isfinite(p.profiled_ms)), default=0.0)
+        is_known = all(isfinite(p.profiled_ms) for p in self.pipelines if p.measured_ms > 0)
+        return self.measured_ms / slowest_ms - 1 if is_known and slowest_ms > 0 else nan
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> IterationRecord:
@@ -211,15 +216,20 @@ class RunSummary:
         return "\n".join([*self._strategy_lines(), "", *self._number_lines()])
 
     def _strategy_lines(self) -> list[str]:
-        width = max(len("strategy"), *(len(str(use.strategy)) for use in self.strategies))
+        shown = self.strategies[:_MAX_LINES]
+        names = [_shorten(use.strategy) for use in shown]
+        width = max(len("strategy"), *map(len, names))
         lines = [f"{'strategy':<{width}}  iterations        tokens/s  predicted   measured"]
-        for use in self.strategies:
+        for name, use in zip(names, shown):
             share = use.num_iterations / self.num_iterations
             bar = "#" * max(1, round(share * _BAR_CELLS))
             lines.append(
-                f"{use.strategy!s:<{width}}  {use.num_iterations:>4} {bar:<{_BAR_CELLS}} "
+                f"{name:<{width}}  {use.num_iterations:>4} {bar:<{_BAR_CELLS}} "
                 f"{use.tokens_per_s:>10,.0f}  {use.predicted_ms:>6,.0f} ms  {use.measured_ms:>6,.0f} ms"
             )
+        if others := self.strategies[_MAX_LINES:]:
+            count = sum(use.num_iterations for use in others)
+            lines.append(f"{len(others)} others in {count} iterations")
         return lines
 
     def _number_lines(self) -> list[str]:
@@ -237,6 +247,13 @@ class RunSummary:
             ),
             f"imbalance       {self.imbalance:.1%} (median)",
         ]
+
+
+def _shorten(strategy: Strategy) -> str:
+    """A line for `strategy`; of several phases the first."""
+    phases = strategy.in_turn
+    more = f" then {len(phases) - 1} more" if len(phases) > 1 else ""
+    return f"{phases[0]}{more}"
 
 
 def summarize_run(run_dir: str | Path) -> RunSummary:

@@ -34,6 +34,9 @@ HOTSPA_BOUNDARIES_TOKENS = (4096, 16384)
 """Where HotSPa may change its strategy (Hydraulis, App. F)."""
 
 
+_NUM_NAMED = 6
+"""Strategies that the row of ds_hydra names."""
+
 DEALS = {"": pack_fixed_length, ", spread": pack_evenly}
 """How Megatron-LM's micro-batches are filled and dealt, by what the row says of it."""
 
@@ -254,5 +257,7 @@ def dynamic(
     plans = [scenario.plan(batch, strategies) for batch in scenario.batches]
     outcomes = [outcome_of(scenario.simulate(plan)) for plan in plans]
     counts = Counter(str(plan.strategy) for plan in plans).most_common()
-    text = "; ".join(f"{strategy} ({count / len(plans):.0%})" for strategy, count in counts)
-    return summarize(name, text, outcomes), plans
+    shares = [f"{strategy} ({count / len(plans):.0%})" for strategy, count in counts[:_NUM_NAMED]]
+    if others := sum(count for _, count in counts[_NUM_NAMED:]):
+        shares.append(f"{len(counts) - _NUM_NAMED} others ({others / len(plans):.0%})")
+    return summarize(name, "; ".join(shares), outcomes), plans

@@ -154,8 +154,10 @@ class LatencyTracker:
             for strategy, times in of_phases:
                 self.learned.observe(strategy, times)
             self._count(plan, measured_ms, iteration_ms)
+            # What was planned before anything was learned need not alarm anybody.
+            counts = self._planner.refit == "log" or self.corrections_for(plan.iteration).strategies
             for pipeline, measured in zip(plan.pipelines, measured_ms):
-                if pipeline.makespan_ms > 0 and measured > 0:
+                if counts and pipeline.makespan_ms > 0 and measured > 0:
                     errors = self._errors.setdefault(
                         str(pipeline.scheme), deque(maxlen=_OBSERVATIONS_FOR_DRIFT)
                     )
