@@ -32,7 +32,7 @@ from end_to_end_tables import Settings
 from training_setup import ModelSize, Task
 from workloads import WORKLOADS
 
-from ds_hydra.sampler.batch_planner import warm_up
+from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy import Profile
 
 CANDIDATES = {1: ("1x<1,1>", "1x<1,1;ckpt=2>"), **STRATEGIES}

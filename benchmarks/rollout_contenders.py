@@ -48,7 +48,7 @@ def run_hydra(task: Task, turns: Turns) -> None:
         "tokens_per_iteration": task.shape.tokens_per_iteration,
         "planner": {"num_workers": 0},
         "strategies": list(task.strategies),
-        "profile": task.profile,
+        "profiling": {"lengths": [512, 1024, 2048], "repeats": 2, "warmup": 1},
     }
     engine, *_ = ds_hydra.initialize(
         model=task.model.build(task.shape.context_length), config=ds_config(hydra=section)

@@ -20,11 +20,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import numpy as np
-from end_to_end import STRATEGIES, hardware, take_turns
+from end_to_end import hardware, take_turns
 from training_setup import ModelSize, Task
 from workloads import Shape
 
-from ds_hydra.sampler.batch_planner import warm_up
+from ds_hydra.sampler.warm_up import warm_up
 
 NUM_RANKS, NUM_ROLLOUTS, SHORTEST, CONTEXT = 2, 64, 32, 4096
 TITLES = {
@@ -75,7 +75,7 @@ def main() -> None:
             quadratic_flops=model.quadratic_flops,
         ),
         model=replace(model),
-        strategies=STRATEGIES[NUM_RANKS],
+        strategies=("2x<1,1>", "1x<sp2,1>"),
     )
     cores = sorted(os.sched_getaffinity(0))
     warm_up()

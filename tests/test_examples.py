@@ -96,6 +96,11 @@ def run_examples(folder):
             results[loss] = load("post_training/train.py").main(
                 ["--loss", loss, "--iterations", "6"]
             )
+    for name, more in (("trl_sft", ["--lora"]), ("trl_dpo", [])):
+        with contextlib.redirect_stdout(io.StringIO()):
+            results[name] = load(f"post_training/{name}.py").main(
+                [*more, "--max_steps", "4", "--output_dir", f"{shared}/{name}"]
+            )
     config = ["--deepspeed", small_config("hf_trainer", folder)]
     few = [*cache, *config, "--max_steps", "3", "--logging_steps", "1", "--disable_tqdm", "true"]
     pretrain = [
@@ -137,6 +142,10 @@ def test_every_example_runs(tmp_path):
         assert first[loss] == results[1][loss]
     assert first["distillation"][-1] < first["distillation"][0]
     assert first["dpo"][-1] < 0.6931 < first["dpo"][0] + 1e-3
+    assert 3 < first["trl_sft"] < 5.6  # ln 258 at the start
+    assert 0 < first["trl_dpo"] < 0.75
+    for name in ("trl_sft", "trl_dpo"):
+        assert first[name] == results[1][name]
     assert first["pretrain"]["eval_perplexity"] > 1
     assert first["sft"]["eval_loss"] > 0
     assert (tmp_path / "pretrain/model.safetensors").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from test_engine_parity import RELATIVE_TOLERANCE, gather_gradients, relative_er
 
 from ds_hydra import losses
 from ds_hydra.engine.iteration import weigh
+from ds_hydra.engine.losses.loss import WEIGHT
 from ds_hydra.engine.losses.objective import Objective
 from ds_hydra.errors import HydraConfigError, HydraDataError
 
@@ -226,10 +228,13 @@ def mistakes(engine, examples):
     alone = examples[:-1]
     weighted = losses.CrossEntropy(weights="importance")
     wrong_shape = Wrong(lambda tokens: tokens.log_probs_T)
-    of_nan = Wrong(lambda tokens: (tokens.log_probs_T * tokens.fields["importance"]).sum())
+    of_nan = Wrong(
+        lambda tokens: (tokens.log_probs_T + tokens.fields["importance"] - 1e9).sqrt().sum()
+    )
     cases = {
         "lacks": (without, weighted), "short": (short, weighted), "text": (no_number, weighted),
-        "shape": (examples, wrong_shape), "nan": (nan, of_nan), "alone": (alone, losses.DPO()),
+        "shape": (examples, wrong_shape), "nan": (examples, of_nan),
+        "nan field": (nan, weighted), "alone": (alone, losses.DPO()),
         "raises": (examples, Wrong(lambda tokens: tokens.fields["missing"])),
         "no loss": (examples, "dpo"),
         "no weight": ([e | {"importance": e["importance"] * 0} for e in examples], weighted),
@@ -282,6 +287,10 @@ def test_mistakes_are_named_on_every_rank(results):
         assert "loss Wrong returned [9], expected one number" in found["shape"]
         assert "HydraDataError" in found["nan"]
         assert "loss Wrong is not finite in the micro-batch of examples" in found["nan"]
+        assert (
+            "CrossEntropy reads 'importance', which example 5 of the mini-batch has with NaN at 0"
+            in found["nan field"]
+        )
         assert "example 6 is alone in pair 3" in found["alone"]
         assert "loss Wrong raised KeyError for example 0" in found["raises"]
         assert "loss is 'dpo', expected an object of a subclass of" in found["no loss"]
@@ -319,3 +328,24 @@ def test_pairs_that_are_none(fields, message):
     labels = [torch.tensor([1, 2])] * len(rows)
     with pytest.raises(HydraConfigError, match=message):
         Objective.read(losses.DPO(), rows, labels)
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "hinge", "ipo", "simpo"])
+def test_a_sequence_without_labelled_tokens_makes_no_nan(kind):
+    rows = [{"pair": 0, "chosen": c, "reference_log_prob": 0.0} for c in (0, 1)]
+    rows += [{"pair": 1, "chosen": c, "reference_log_prob": 0.0} for c in (0, 1)]
+    labels = [torch.tensor([1, 2, 3]), torch.full((3,), -100), *[torch.tensor([1, 2])] * 2]
+    objective = Objective.read(losses.DPO(kind=kind), rows, labels)
+    log_probs = [(l != -100) * torch.tensor([0.0, -1.0, -2.0])[: len(l)] for l in labels]
+    weighted = objective.weighted(log_probs, labels)
+    assert math.isfinite(weighted.value)
+    assert all(bool(f[WEIGHT].isfinite()) for f in weighted.fields)
+
+
+def test_sequences_without_labelled_tokens_do_not_count_in_a_mean_of_sequences():
+    rows = [{"advantages": 1.0}, {"advantages": 2.0}]
+    labels = [torch.tensor([1, 2, 3]), torch.full((3,), -100)]
+    loss = losses.GRPO(mean="sequences", is_off_policy=False)
+    assert Objective.read(loss, rows, labels).normaliser == 1
+    with pytest.raises(HydraConfigError, match=r"GRPO is divided by 0.* some token .* must count"):
+        Objective.read(loss, rows[1:], labels[1:])

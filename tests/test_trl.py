@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import datasets
 import pytest
+import torch
 from distributed import run_distributed
 from engines import ds_config, small_profile
 from trl_runs import (
@@ -26,8 +28,9 @@ from trl_runs import (
 )
 
 RELATIVE = 1e-4
-SMALL = {"rewards/chosen", "rewards/rejected", "rewards/margins"}
-"""Differences of log-probabilities, which cancel."""
+REWARDS = {"rewards/chosen", "rewards/rejected", "rewards/margins"}
+SMALL = {*REWARDS, "logits/chosen", "logits/rejected"}
+"""Differences of log-probabilities and means of logits of both signs, which cancel."""
 
 
 def lora():
@@ -179,7 +182,7 @@ def compare(stock, hydra):
     assert len(stock) == len(hydra)
     for wanted, found in zip(stock, hydra):
         assert wanted.keys() == found.keys()
-        is_noise = all(abs(wanted[key]) < 1e-4 for key in SMALL & wanted.keys())
+        is_noise = all(abs(wanted[key]) < 1e-4 for key in REWARDS & wanted.keys())
         for key, value in wanted.items():
             if key == "rewards/accuracies" and is_noise:
                 continue  # the policy is the reference still
@@ -207,3 +210,112 @@ def test_four_ranks_log_what_trl_logs_on_one(tmp_path):
     stock, hydra = both(tmp_path, 4, tuple(CASES))
     for name in CASES:
         compare(stock[name], hydra[name])
+
+
+def behaviours(folder):
+    """A subclass with a loader, an order and a loss of its own; a resumed run; mistakes."""
+    import trl
+
+    from ds_hydra.trl import HydraDPOTrainer, HydraGRPOTrainer, HydraMixin
+
+    make("plain", "hydra", folder, 2)  # quiet loggers
+    model, tokenizer = f"{folder}/model", make_tokenizer()
+
+    class Mine(HydraMixin, trl.SFTTrainer):
+        def _get_train_sampler(self, dataset=None):
+            return torch.utils.data.SequentialSampler(range(PER_STEP))
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs, fused_lm_head=True)
+            self.seen.extend(inputs["input_ids"][:, 0].tolist())
+            return outputs.log_probs.exp().sum() - 0.1 * outputs.entropy.square().sum()
+
+    def start(kind=Mine, data=None, name="own", **settings):
+        of_policy = kind is HydraGRPOTrainer
+        arguments_class = {HydraDPOTrainer: trl.DPOConfig, HydraGRPOTrainer: trl.GRPOConfig}
+        settings = arguments(f"{folder}/{name}", 2, deepspeed=config(folder), **settings)
+        if of_policy:
+            del settings["max_length"]
+        more = {"reward_funcs": lambda completions, **_: [1.0] * len(completions)}
+        trainer = kind(
+            model=model,
+            args=arguments_class.get(kind, trl.SFTConfig)(**settings),
+            train_dataset=texts() if data is None else data,
+            processing_class=tokenizer,
+            **({**more, "rollout_func": rollouts} if of_policy else {}),
+        )
+        trainer.seen = []
+        return trainer
+
+    def train(trainer, **given):
+        trainer.train(**given)
+        trainer.engine.destroy()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    def error_of(trainer):
+        try:
+            trainer.train()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            trainer.engine.destroy()
+
+    found = {}
+    own = start(max_steps=2, gradient_checkpointing=False)
+    found["own"] = train(own), own.seen
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "name": "resumed"}
+    found["whole"] = train(start(HydraSFT(), **settings))
+    found["resumed"] = train(
+        start(HydraSFT(), **settings), resume_from_checkpoint=f"{folder}/resumed/checkpoint-2"
+    )
+    card = Path(folder, "resumed", "README.md").read_text()
+    found["card"] = "library_name: transformers" in card
+    unlabelled = {"input_ids": [5, 6, 7, 8], "labels": [-100] * 4}
+    labelled = {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]}
+    rows = [unlabelled] * PER_STEP + [unlabelled, labelled] * (PER_STEP // 2)
+    found["unlabelled"] = train(
+        start(
+            HydraSFT(),
+            datasets.Dataset.from_list(rows),
+            max_steps=2,
+            train_sampling_strategy="sequential",
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )
+    )
+    equal = start(HydraGRPOTrainer, prompts(), **POLICY, max_steps=2)
+    found["equal rewards"] = train(equal)
+    norms = [e["grad_norm"] for e in equal.state.log_history if "grad_norm" in e]
+    found["norms"] = norms
+    long = [{"prompt": "a" * 100, "chosen": "b" * 80, "rejected": "c"}] * PER_STEP
+    long = datasets.Dataset.from_list(long)
+    found["long"] = error_of(start(HydraDPOTrainer, long, max_length=None, max_steps=1))
+    return found
+
+
+def HydraSFT():
+    from ds_hydra.trl import HydraSFTTrainer
+
+    return HydraSFTTrainer
+
+
+@pytest.mark.distributed
+def test_subclasses_resumed_runs_and_mistakes(tmp_path):
+    save_model(tmp_path)
+    profile = small_profile(6_000_000, num_layers=4)
+    Path(tmp_path, "profile.json").write_text(json.dumps(profile))
+    results = run_distributed(behaviours, 2, str(tmp_path))
+    found = results[0]
+    losses, seen = found["own"]
+    assert losses[1] < losses[0]
+    first = [tokens[0] for tokens in make_tokenizer()(list(texts()["text"]))["input_ids"]]
+    half = PER_STEP // 2
+    assert seen == first[:half] * 2  # the first of the two batches of 4 rows, in both steps
+    assert found["resumed"][:2] == found["whole"][:2]
+    assert found["resumed"] == pytest.approx(found["whole"], rel=1e-6)
+    assert found["card"]
+    assert found["unlabelled"][0] == 0
+    assert 0 < found["unlabelled"][1] < 10
+    assert found["equal rewards"] == [0, 0]
+    assert found["norms"] == [0, 0]
+    for result in results:
+        assert "181 tokens, more than hydra.context_length 128" in result["long"]

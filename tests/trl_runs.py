@@ -21,7 +21,7 @@ STEPS, PER_STEP = 10, 8
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Bytes, the end of a text and padding."""
-    alphabet = [*pre_tokenizers.ByteLevel.alphabet(), "<eos>", "<pad>", "<bos>"]
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<eos>", "<pad>", "<bos>"]
     vocab = {token: index for index, token in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -56,7 +56,8 @@ WITHOUT_EFFECT = {
 """Arguments that are legal and change nothing, with what does; each is a message."""
 
 _ELSEWHERE = {
-    "peft_config": "wrap the model before: model=peft.get_peft_model(model, peft_config)",
+    "peft_config": "wrap the model before: model=peft.get_peft_model(model, peft_config); or use "
+    "ds_hydra.trl.HydraSFTTrainer, which takes all of TRL's",
     "formatting_func": "write the texts before: train_dataset=train_dataset.map(lambda row: {'text': "
     "formatting_func(row)})",
     "tokenizer": "pass it as processing_class",
@@ -244,8 +245,8 @@ def _find_refused(args: TrainingArguments, honoured: Collection[str]) -> Iterato
 def _find_refused_of_trl(args: TrainingArguments) -> Iterator[str]:
     if _is_of_trl(args) and not any(kind.__name__ == "SFTConfig" for kind in type(args).__mro__):
         yield (
-            f"{type(args).__name__} asks for another training than that of causal language models; use "
-            "TrainingArguments or TRL's SFTConfig"
+            f"{type(args).__name__} asks for another training than HydraTrainer's; use TrainingArguments, TRL's "
+            "SFTConfig, or a trainer of ds_hydra.trl"
         )
         return
     known = {*_SFT_HONOURED, *_SFT_KEYS, *_SFT_WITHOUT_EFFECT}

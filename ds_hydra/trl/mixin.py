@@ -25,6 +25,7 @@ from ds_hydra.configs import HydraConfig
 from ds_hydra.engine import HydraEngine, hydra_engine_class
 from ds_hydra.engine.hydra_engine import check_model
 from ds_hydra.engine.losses.objective import Scores
+from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.trainer.arguments import Note, map_arguments
 from ds_hydra.trainer.mixin import say_nothing
@@ -115,7 +116,7 @@ class HydraMixin(ReferenceMixin):
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None
     ) -> Tensor:
         """Keeps `inputs`; with the last ones of an optimizer step one iteration of the engine,
-        whose loss it returns.
+        whose loss it returns: the mean over ranks.
         """
         start = time.perf_counter()
         model.train()
@@ -150,7 +151,7 @@ class HydraMixin(ReferenceMixin):
         model = ScoredModel(self.engine, Given(self.engine, found, scores))
         loss = self._sum_of_losses(model, batches, num_items)
         self._train(model.calls, loss)
-        return loss.detach()
+        return gather_rows(loss.detach().reshape(1)).mean()
 
     def _linear_step(self, batches: Sequence[Inputs], num_items: Any) -> Tensor:
         """A loss whose derivatives are the same everywhere: no scores are needed before, and what

@@ -9,7 +9,11 @@ A tiny model and pairs of its own, offline: of two completions the one in lower 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import datasets
 import numpy as np

@@ -8,7 +8,11 @@ A tiny model and chats of its own, offline: the user gives words, the assistant 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import datasets
 import numpy as np

@@ -238,5 +238,11 @@ def _read_fields(loss: Loss, row: Mapping[str, Any], length: int, number: int) -
             raise HydraConfigError(
                 f"{what} has in shape {list(values.shape)}, expected {length} values: one for each of its input_ids"
             )
+        if values.isnan().any():
+            at = values.isnan().nonzero()[0].tolist()
+            raise HydraConfigError(
+                f"{what} has with NaN{f' at {at[0] if len(at) == 1 else at}' if at else ''}; look at what has written "
+                "it, or leave out the example"
+            )
         found[name] = values
     return found

@@ -233,7 +233,7 @@ def _run(propagator: Propagator, plan: IterationPlan) -> list[float]:
         return tokens, tokens
 
     outcome = propagator.train(plan, load, _gradient_shards(propagator), 1.0)
-    mine = torch.tensor([outcome.propagate_ms], dtype=torch.float64, device=propagator.device)
+    mine = torch.tensor([sum(outcome.phase_ms)], dtype=torch.float64, device=propagator.device)
     return [float(row) for (row,) in gather_rows(mine).tolist()]
 
 
