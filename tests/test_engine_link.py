@@ -88,7 +88,7 @@ def delay_rounds(propagator, random):
 def check_times(outcome, overlap):
     """Without overlap computation waits for all of pull and push."""
     times = (outcome.pull_ms, outcome.push_ms, outcome.visible_pull_ms, outcome.visible_push_ms)
-    assert min(*times, outcome.propagate_ms) >= 0
+    assert min(*times, *outcome.phase_ms) >= 0
     assert min(times[:2]) > 0
     if not overlap:
         assert outcome.visible_pull_ms >= outcome.pull_ms
