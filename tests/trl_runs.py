@@ -52,6 +52,12 @@ def texts() -> datasets.Dataset:
     )
 
 
+def texts_of_one_length() -> datasets.Dataset:
+    """A batch for evaluation, whose loss is the mean over batches of any size."""
+    found = [row["text"][:12] for row in texts() if len(row["text"]) >= 12]
+    return datasets.Dataset.from_list([{"text": text} for text in found[:PER_STEP]])
+
+
 def chats() -> datasets.Dataset:
     """Conversations of one or two turns."""
     generator = np.random.default_rng(1)
