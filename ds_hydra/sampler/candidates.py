@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from ds_hydra.configs.hydra_config import HydraConfig, Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.propose import KeptStrategy, Proposal, propose_among
-from ds_hydra.sampler.propose_phases import with_gathered_schemes
 from ds_hydra.sampler.trial import Progress, PruningSettings
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import LinkTimes
@@ -29,7 +28,7 @@ from ds_hydra.strategy.proposal.program import (
     usable_schemes,
 )
 from ds_hydra.strategy.proposal.rows import with_rows_of
-from ds_hydra.strategy.proposal.streamed import CanRun, with_streams_of
+from ds_hydra.strategy.proposal.streamed import CanRun, with_streamed_schemes, with_streams_of
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
     MAX_GROUPS_OF_RANK,
@@ -172,11 +171,12 @@ def decide_candidates(
         return Candidates(strategies=start, profile=profile)
     gathered = extended
     if settings.space == "wide" and settings.cluster is not None:
-        gathered = with_gathered_schemes(
+        gathered = with_streamed_schemes(
             extended,
             num_devices=settings.num_devices,
             cluster=settings.cluster,
             can_run=settings.can_run,
+            tokens_per_iteration=0.0,
         )
     proposal = propose_among(
         extended,

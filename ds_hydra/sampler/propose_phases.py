@@ -12,10 +12,9 @@ from ds_hydra.sampler.phases import find_palettes
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import FloatArray
-from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.proposal.streamed import CanRun, with_streamed_schemes
+from ds_hydra.strategy.proposal.streamed import CanRun
 from ds_hydra.strategy.schemes.scheme import Strategy
 
 _CKPT_STEPS = 4
@@ -37,27 +36,6 @@ class PhaseSettings:
     fits: Callable[[Sequence[Strategy]], bool]
     tolerance: float
     can_run: CanRun = lambda _: True
-
-
-def with_gathered_schemes(
-    profile: Profile,
-    *,
-    num_devices: int,
-    cluster: Cluster,
-    can_run: CanRun = lambda _: True,
-    bounds_attention: bool = True,
-) -> Profile:
-    """`profile` with <SP,TP,1;gather> without checkpointed layers, as `with_streamed_schemes`
-    estimates it: from these follow those with some.
-    """
-    return with_streamed_schemes(
-        profile,
-        num_devices=num_devices,
-        cluster=cluster,
-        can_run=can_run,
-        bounds_attention=bounds_attention,
-        tokens_per_iteration=0.0,
-    )
 
 
 def propose_phases(

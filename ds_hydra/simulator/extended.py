@@ -17,7 +17,6 @@ from ds_hydra.sampler.planner import heuristic_times
 from ds_hydra.sampler.propose_phases import (
     PhaseSettings,
     propose_phases,
-    with_gathered_schemes,
 )
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.sampler.screening import Screen
@@ -64,11 +63,12 @@ def with_gathered(scenario: Scenario) -> Scenario:
     """`scenario` with a profile that also knows what phases may be put together of."""
     if scenario.cluster is None:
         return scenario
-    profile = with_gathered_schemes(
+    profile = with_streamed_schemes(
         scenario.profile,
         num_devices=scenario.num_devices,
         cluster=scenario.cluster,
         bounds_attention=scenario.bounds_attention,
+        tokens_per_iteration=0.0,
     )
     new = profile.only(profile.latency.keys() - scenario.profile.latency.keys())
     seen = _with_seen_traffic(new, scenario.seen)
