@@ -44,7 +44,22 @@ BY_FAMILY = {"olmoe": WITHOUT_PP, "granitemoe": WITHOUT_PP, "gpt_oss": WITHOUT_T
 
 WITH_CP = ("1x<cp4,1>", "1x<sp2,cp2,1;ep=2>", "1x<cp2,1;ckpt=2> + 1x<sp2,1;stream>")
 
-WITH_EP = ("1x<sp4,1;ep=4>", "1x<sp2,1;ep=2> + 2x<1,1>", "1x<sp2,2;ep=2;ckpt=2>", "1x<sp4,1;ep=2>")
+WITH_EP = (
+    "1x<sp4,1;ep=4>",
+    "1x<sp2,1;ep=2> + 2x<1,1>",
+    "1x<sp2,2;ep=2;ckpt=2>",
+    "1x<sp4,1;ep=2>",
+    "1x<sp2,1;ep=2;stream> + 2x<1,1;stream=1>",
+    "2x<sp2,1;ep=2;gather>",
+)
+EP_IN_TP_GROUPS = (
+    "1x<sp2,2,1;ep=4>",
+    "1x<4,1;ep=2>",
+    "1x<2,2;ep=2;ckpt=2>",
+    "1x<sp2,2,1;ep=2;stream>",
+    "1x<4,1;ep=4;gather>",
+    "1x<cp2,2,1;ep=2>",
+)
 
 SHORT = (1, 1, 5, 2, 1, 3)
 """Sequence shards of one token, and experts without any."""
@@ -71,7 +86,7 @@ def with_a_loss_of_balance():
         for lengths in (LENGTHS, SHORT)
         for case, value in check_gradients(
             family,
-            (*BY_FAMILY.get(family, STRATEGIES), *WITH_EP, *WITH_CP),
+            (*BY_FAMILY.get(family, STRATEGIES), *strategies_with_ep(family), *WITH_CP),
             overrides=BALANCED,
             lengths=lengths,
         ).items()
@@ -81,7 +96,7 @@ def with_a_loss_of_balance():
 def with_a_loss_of_balance_and_shards():
     return check_gradients(
         "qwen3_moe",
-        ("2x<2,1>", "1x<4,1;stream>", "1x<sp2,2,1>", "1x<cp2,2,1>"),
+        ("2x<2,1>", "1x<4,1;stream>", "1x<sp2,2,1>", "1x<cp2,2,1>", "1x<sp2,2,1;ep=4>"),
         overrides=BALANCED,
         hydra=CUT_MICRO_BATCHES,
     )
@@ -92,16 +107,23 @@ def with_shards_of_micro_batches():
         (family, *case): found
         for family in ("qwen2_moe", "qwen3_moe")
         for case, found in check_gradients(
-            family, ("2x<2,1>", "1x<4,1;stream>", "1x<sp2,2,1>"), hydra=CUT_MICRO_BATCHES
+            family,
+            ("2x<2,1>", "1x<4,1;stream>", "1x<sp2,2,1>", "1x<4,1;ep=2;stream>", "1x<sp2,2,1;ep=2>"),
+            hydra=CUT_MICRO_BATCHES,
         ).items()
     }
+
+
+def strategies_with_ep(family):
+    config = tiny(family).config
+    strategies = (*WITH_EP, *(EP_IN_TP_GROUPS if config.base_model_tp_plan else ()))
+    return [s for s in strategies if config.base_model_pp_plan or ",2;" not in s]
 
 
 def with_experts_on_several_ranks():
     found = {}
     for family in MIXTURES_OF_EXPERTS:
-        has_plan = tiny(family).config.base_model_pp_plan
-        strategies = [s for s in WITH_EP if has_plan or ",2;" not in s]
+        strategies = strategies_with_ep(family)
         for lengths in (LENGTHS, SHORT):
             worst = check_gradients(family, strategies, lengths=lengths)
             found |= {(family, len(lengths), *case): value for case, value in worst.items()}
@@ -125,7 +147,7 @@ def test_gradients_equal_one_process(what):
 
 
 def with_shared_experts():
-    strategies = ("1x<2,1>", "1x<1,2;ckpt=2>", "1x<sp2,1;ep=2>")
+    strategies = ("1x<2,1>", "1x<1,2;ckpt=2>", "1x<sp2,1;ep=2;stream>", "1x<2,1;ep=2;gather>")
     off = {"moe": {"aux_loss": "off"}}
     return (
         check_gradients("qwen2_moe", strategies, overrides=BALANCED),
@@ -221,9 +243,9 @@ def test_biases_that_cannot_follow_are_refused(family, dtype, message):
         BiasCorrection(tiny(family).to(dtype), 0.001, rank=0)
 
 
-def crowd(num_iterations):
+def crowd(num_iterations, num_chosen, strategies):
     """Losses where all tokens choose the same experts, of 3 ranks one idle; weights at the end."""
-    model = tiny("mixtral")
+    model = tiny("mixtral", num_experts_per_tok=num_chosen)
     for name, param in model.named_parameters():
         if name.endswith("mlp.gate.weight"):
             param.data.zero_()
@@ -233,23 +255,29 @@ def crowd(num_iterations):
     losses = [
         float(
             engine.train_batch(
-                random_examples(row.tolist(), VOCAB_SIZE, seed=i), strategy="1x<sp2,1;ep=2>"
+                random_examples(row.tolist(), VOCAB_SIZE, seed=i),
+                strategy=strategies[i % len(strategies)],
             )
         )
         for i, row in enumerate(lengths + 1)
     ]
+    reached = engine.last_metrics.expert_imbalance
     trained = [p for p in model.parameters() if p.requires_grad]
-    return losses, [state["param"] for state in full_states(engine, trained)]
+    return losses, [state["param"] for state in full_states(engine, trained)], reached
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_experts_that_every_token_chooses_repeat_bit_for_bit():
-    first, second = (run_distributed(crowd, 3, 200)[0] for _ in range(2))
+@pytest.mark.parametrize("num_chosen", [1, 2])
+def test_experts_that_every_token_chooses_repeat_bit_for_bit(num_chosen):
+    """One expert: the other rank, of ep, has none of the tokens in any iteration."""
+    strategies = ("1x<sp2,1;ep=2>", "1x<2,1;ep=2>")
+    first, second = (run_distributed(crowd, 3, 200, num_chosen, strategies)[0] for _ in range(2))
     assert first[0] == second[0]
     assert all(map(math.isfinite, first[0]))
     for mine, other in zip(first[1], second[1], strict=True):
         assert torch.equal(mine, other)
+    assert first[2] == 4 / num_chosen - 1  # of 4 experts
 
 
 @pytest.mark.parametrize("family", MIXTURES_OF_EXPERTS)
@@ -276,6 +304,7 @@ def test_experts_are_cut_where_grouped_products_allow():
     [
         ("llama", "<sp2,1;ep=2>", "LlamaForCausalLM has no experts .*leave ep out"),
         ("glm4_moe", "<sp8,1;ep=8>", "ep 8 does not divide the 4 experts .*use ep 1, 2, 4 in"),
+        ("glm4_moe", "<8,1;ep=8>", "ep 8 does not divide the 4 experts .*use ep 1, 2, 4 in"),
     ],
 )
 def test_ep_that_a_model_cannot_have_is_refused(family, scheme, message):

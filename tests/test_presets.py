@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_hydra.configs import find_file, list_files, load_model_preset, read_ds_config
 from ds_hydra.engine.checks.config_check import CheckRequest, check_config
@@ -28,6 +30,29 @@ def test_what_is_shipped():
         for gpus in (8, 16, 64)
         if (model, gpus) != ("llama2_32b", 8)
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("qwen3_30b_a3b", 30_532_122_624, 3.3),
+        ("mixtral_8x7b", 46_702_792_704, 12.9),
+        ("gpt_oss_20b", 20_914_757_184, 3.6),
+    ],
+)
+def test_mixtures_have_the_parameters_that_their_makers_publish(name, total, active):
+    """`total` is half the bytes of the published 16-bit weights, for gpt-oss the sum of its model
+    card's table; `active` is in billions, for gpt-oss without the embedding.
+    """
+    config = AutoConfig.for_model(**load("models", name))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    numel = {fqn: param.numel() for fqn, param in model.named_parameters()}
+    experts = sum(n for fqn, n in numel.items() if ".experts." in fqn)
+    idle = experts * (1 - config.num_experts_per_tok / config.num_local_experts)
+    embedding = numel["model.embed_tokens.weight"] if name == "gpt_oss_20b" else 0
+    assert sum(numel.values()) == total
+    assert (total - idle - embedding) / 1e9 == pytest.approx(active, abs=0.06)
 
 
 def test_a_path_stays_a_path():

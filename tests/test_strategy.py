@@ -70,6 +70,7 @@ def test_plain_schemes_are_written_and_ordered_as_ever():
         ("<2,2; stream = 8;ckpt=3>", Scheme(2, 2, ckpt=3, stream=8), "<2,2;ckpt=3;stream=8>"),
         ("<sp4,2;ckpt=1; ep=2>", Scheme(1, 2, sp=4, ckpt=1, ep=2), "<sp4,2;ep=2;ckpt=1>"),
         ("<sp4,1;ep=1>", Scheme(1, 1, sp=4), "<sp4,1>"),
+        ("<sp2,2,1;ep=4;stream>", Scheme(2, 1, sp=2, ep=4, stream=ALL_LAYERS), "<sp2,2,1;ep=4;stream>"),
     ],
 )  # fmt: skip
 def test_parts_in_text(text, scheme, canonical):
@@ -102,10 +103,9 @@ def test_degrees_with_sp_count_all_ranks_and_lie_first():
         ("<2,2;stages=4,0>", "1 layer or more for each of 2 stages"),
         ("<2,1;stream=0>", "stream is 0, expected one number from 1 up"),
         ("<2,1;stream=2;stream>", "says stream twice"),
-        ("<sp4,1;ep=3>", "ep of a scheme with SP 4 is 3, expected a divisor of SP.*<sp4,1;ep=4>"),
-        ("<1,2;ep=2>", "ep of a scheme with SP 1 is 2.*<sp2,2;ep=2>"),
-        ("<sp2,2,1;ep=2>", "TP 2 and ep do not go together"),
-        ("<sp2,1;ep=2;stream>", "stream and ep do not go together"),
+        ("<sp4,1;ep=3>", "ep of a scheme with SP 4 x TP 1 is 3, expected a divisor of 4;.*<sp4,1;ep=4>"),
+        ("<1,2;ep=2>", "ep of a scheme with SP 1 x TP 1 is 2.*<sp2,2;ep=2>"),
+        ("<sp2,2,1;ep=8>", "ep of a scheme with SP 2 x TP 2 is 8, .*divisor of 4;.*<sp2,2,1;ep=4>"),
         ("<sp2,1;ep=0>", "ep is 0, expected one number"),
         ("<2,1;stream=all>", "cannot read 'stream=all'"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -79,7 +80,13 @@ def simulate(
             help="Tokens of one iteration; several sweep. 100K for every 64 devices if not given."
         ),
     ] = None,
-    iterations: Annotated[int, typer.Option(min=1, help="Mini-batches to simulate.")] = 100,
+    iterations: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Mini-batches to simulate; 100 if not given, fewer of more than 200K tokens, whose means are as good.",
+        ),
+    ] = None,
     baseline: Annotated[
         str | None,
         typer.Option(help="A homogeneous strategy to compare with too, e.g. '4x<16,1>'."),
@@ -187,6 +194,9 @@ def simulate(
                 plot is not None,
                 "--plot shows a sweep; give several --devices, --context or --tokens",
             )
+            if loaded is None:
+                sized = settings.sized(workload.tokens_per_iteration)
+                settings = replace(sized, iterations=iterations or sized.iterations)
             found = [_compare(workload, settings, hardware, spread)]
         documents = [comparison.to_json(price_per_gpu_hour) for comparison in found]
         document = documents[0] if axes is None or not axes.is_sweep else {
@@ -224,16 +234,22 @@ def _check_timeline(system: str, settings: Settings) -> None:
 
 
 def _settings(
-    iterations: int, systems: str | None, overlap: bool, seed: int, space: SimulatedSpace
+    iterations: int | None, systems: str | None, overlap: bool, seed: int, space: SimulatedSpace
 ) -> Settings:
-    from ds_hydra.simulator.systems import Settings
+    from ds_hydra.simulator.systems import MAX_ITERATIONS, Settings
 
     chosen = (
         {}
         if systems is None
         else {"systems": tuple(s.strip() for s in systems.split(",") if s.strip())}
     )
-    return Settings(iterations=iterations, overlap=overlap, seed=seed, space=space.value, **chosen)
+    return Settings(
+        iterations=iterations or MAX_ITERATIONS,
+        overlap=overlap,
+        seed=seed,
+        space=space.value,
+        **chosen,
+    )
 
 
 def _load_case(name: str | None, others: tuple[object, ...]) -> Case | None:
@@ -361,7 +377,7 @@ def _compare(
     workload: Workload, settings: Settings, hardware: str | None, spread: bool
 ) -> Comparison:
     from ds_hydra.simulator.compare import compare
-    from ds_hydra.simulator.spread import with_spread
+    from ds_hydra.simulator.spread import NUM_VARIANTS, with_spread
     from ds_hydra.strategy.cost_models.cluster import find_cluster
 
     cluster = find_cluster(workload.profile, workload.num_devices, hardware)
@@ -369,19 +385,25 @@ def _compare(
         log(
             "the profile's hardware has no description: communication counts nothing; see --hardware"
         )
-    found = compare(workload, cluster, settings)
+    num_steps = 1 + len(settings.systems) + (NUM_VARIANTS if spread else 0)
+    with tqdm(total=num_steps, unit="step", file=sys.stderr, leave=False) as bar:
+
+        def show(step: str) -> None:
+            bar.update(int(bool(bar.desc)))
+            bar.set_description(step)
+
+        found = compare(workload, cluster, settings, progress=show)
+        result = with_spread(found, show) if spread else found
     optional = ("given", "paper", "half")
     left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
     if left_out:
         log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")
-    return with_spread(found) if spread else found
+    return result
 
 
 def _sweep(
     workload: Workload, axes: Axes, settings: Settings, hardware: str | None, is_chosen: bool
 ) -> list[Comparison]:
-    from dataclasses import replace
-
     from ds_hydra.simulator.sweep import SWEEP_SYSTEMS, sweep
 
     with tqdm(desc="simulating", unit="point", file=sys.stderr) as bar:

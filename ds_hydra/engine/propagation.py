@@ -358,10 +358,11 @@ class Propagator:
     def _enter(self, role: Role, work: Work, slices: Slices) -> None:
         tp = role.scheme.tp
         group = self.groups.get("tp", role.tp_ranks) if tp > 1 else None
-        self.stage_model.tp.enter(group, tp, role.tp_rank)
+        self.stage_model.tp.enter(group, tp, role.tp_rank, cuts_experts=role.scheme.ep == 1)
         if role.scheme.ep > 1:
-            sp_group = self.groups.get("sp", role.sp_ranks)
-            self.stage_model.ep.enter(sp_group, role.scheme.sp, role.sp_rank, role.scheme.ep)
+            ep_group = self.groups.get(*role.ep_group)
+            size = role.scheme.sp * role.scheme.tp
+            self.stage_model.ep.enter(ep_group, size, role.ep_place, role.scheme.ep)
         self.stage_model.bind(
             role.scheme, role.stage, slices.leaves, work.await_bucket, work.before_backward
         )

@@ -51,10 +51,9 @@ _NUM_TARGETS = 4
 _MAX_SOLVED = 4
 """Pipelines whose micro-batches are solved for in one iteration."""
 
-
-_PERTURBATION_GAP, _PERTURBATION_REACH = 0.01, 0.05
+_PERTURBATION_GAP, _PERTURBATION_REACH, _FULLY_PERTURBED = 0.01, 0.05, 1400
 """Perturbations are for plans more than 1% above their bound and less than 5% above the best plan
-so far.
+so far; fewer above so many sequences, because each takes time with their square.
 """
 
 
@@ -293,6 +292,7 @@ class BatchPlanner:
             problem, assignment, micro_batches, value, enough_ms, num_steps, _NUM_TARGETS
         )
         worth_ms = candidate.lower_bound_ms * (1 + _PERTURBATION_GAP)
+        share = min(1.0, _FULLY_PERTURBED / max(1, self.lengths.size))
         if num_steps > 0 and worth_ms < value.max() < best_ms * (1 + _PERTURBATION_REACH):
             perturb_and_refine(
                 problem,
@@ -302,7 +302,7 @@ class BatchPlanner:
                 worth_ms,
                 num_steps,
                 _NUM_TARGETS,
-                self.settings.num_perturbations,
+                int(self.settings.num_perturbations * share**2),
             )
         self._finish_micro_batches(candidate)
 

@@ -180,23 +180,27 @@ def solve_step(
     num_sizes, num_sequences = table.shape
     # A bound for each cut, cheapest first: placing is what takes long, and a few cuts are placed.
     bounds = np.full(cuts.shape[0], np.inf)
+    work_ms = np.full(1 << num_sizes, -1.0)  # of cuts with the same sizes, as bits: that is equal
     total = lengths.sum()
     for row in range(cuts.shape[0]):
-        room, alone, work = 0, np.inf, 0.0
+        room, alone, used = 0, np.inf, 0
         for k in range(num_sizes):
             if cuts[row, k] > 0:
                 room += cuts[row, k] * max_len[k]
+                used |= 1 << k
                 if lengths[0] <= max_len[k]:
                     alone = min(alone, table[k, 0] + constants[k])
         if room < total or alone == np.inf:
             continue
-        for i in range(num_sequences):
-            cheapest = np.inf
-            for k in range(num_sizes):
-                if cuts[row, k] > 0 and lengths[i] <= max_len[k]:
-                    cheapest = min(cheapest, sizes[k] * table[k, i])
-            work += cheapest
-        bounds[row] = max(alone, work / num_ranks)
+        if work_ms[used] < 0.0:
+            work_ms[used] = 0.0
+            for i in range(num_sequences):
+                cheapest = np.inf
+                for k in range(num_sizes):
+                    if used >> k & 1 and lengths[i] <= max_len[k]:
+                        cheapest = min(cheapest, sizes[k] * table[k, i])
+                work_ms[used] += cheapest
+        bounds[row] = max(alone, work_ms[used] / num_ranks)
     best, best_cut = limit, -1
     ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
     name, placed = np.zeros_like(filled), np.zeros_like(group_of)

@@ -79,7 +79,7 @@ def find_palettes(
     of_ckpt: dict[int, dict[int, Palette]] = {}
     for scheme in dict.fromkeys(schemes):
         number, rest = divmod(num_devices, scheme.num_devices)
-        if not scheme.gather or scheme.pp > 1 or rest:
+        if not scheme.gather or scheme.pp > 1 or scheme.ep > 1 or rest:
             continue
         alike = Strategy((scheme,) * number)
         factor, held = factor_of(alike), max_len_tokens(scheme, alike)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +22,7 @@ from ds_hydra.simulator.systems import (
     DS_HYDRA,
     FULL_STATIC,
     HALF,
+    LABELS,
     PAPER,
     PLAIN,
     PLANNED,
@@ -46,13 +47,14 @@ def compare(
     cluster: Cluster | None,
     settings: Settings,
     known: Comparison | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
     """Simulate ds_hydra and `settings.systems` on the same mini-batches of `workload`.
 
     ds_hydra has the engine's memory; others, and the paper's system, have what the profile says.
     Systems that cannot run the context are left out. `known`: a comparison whose candidates, and
-    single strategies for all mini-batches, are taken over instead of proposed. Raises
-    HydraConfigError where no scheme of ds_hydra fits the context or a given strategy does not fit.
+    single strategies for all mini-batches, are taken over instead of proposed. `progress` is told
+    the label of each system as it begins. Raises HydraConfigError where no scheme of ds_hydra fits the context or a given strategy does not fit.
     """
     is_plain = settings.space == "plain" or bool(workload.strategies)
     start = _scenario(workload, cluster, replace(settings, iterations=0))
@@ -61,12 +63,15 @@ def compare(
     scenario = _scenario(workload, cluster, settings)
     own = replace(own, batches=scenario.batches)
     candidates = {name: p.strategies for name, p in known.planned.items()} if known else {}
+    progress(LABELS[DS_HYDRA])
     planned = {DS_HYDRA: _ours(DS_HYDRA, workload, own, settings, candidates.get(DS_HYDRA))}
     if HALF in settings.systems and cluster is not None:
+        progress(LABELS[HALF])
         half = replace(own, cluster=cluster.halved)
         planned[HALF] = _ours(HALF, workload, half, settings, candidates.get(HALF))
     for name, each in ((PLAIN, own), (PAPER, scenario)):
         if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
+            progress(LABELS[name])
             found = _plain(name, workload, each, settings, candidates.get(name))
             planned |= {name: found} if found else {}
     results: list[SystemResult | None] = []
@@ -75,6 +80,7 @@ def compare(
         if name in PLANNED:
             results.append(planned[name].result if name in planned else None)
         else:
+            progress(LABELS[name])
             contest = contest or _contest(workload, scenario, planned, settings, known)
             results.append(SYSTEMS[name].run(contest, name))
     return Comparison(

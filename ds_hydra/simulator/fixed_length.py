@@ -7,6 +7,8 @@ order.
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush
+
 import numpy as np
 
 from ds_hydra.sampler.schedule import FloatArray, IntArray
@@ -51,15 +53,15 @@ def karmarkar_karp(weights: FloatArray, num_groups: int, groups: IntArray) -> No
     first = np.full((num_items, num_groups), -1, dtype=np.int64)  # items of a group: a linked list
     last = np.full((num_items, num_groups), -1, dtype=np.int64)
     following = np.full(num_items, -1, dtype=np.int64)
-    spread = weights.copy()
+    # Largest spread first, of equal ones the first: pairs (-spread, item) in a heap.
+    open_ = [(-weights[i], i) for i in range(num_items)]
+    heapify(open_)
     for i in range(num_items):
         sums[i, num_groups - 1] = weights[i]
         first[i, num_groups - 1] = i
         last[i, num_groups - 1] = i
     for _ in range(num_items - 1):
-        a = np.argmax(spread)
-        spread[a] = -1.0
-        b = np.argmax(spread)
+        a, b = heappop(open_)[1], heappop(open_)[1]
         for k in range(num_groups):
             j = num_groups - 1 - k
             sums[a, k] += sums[b, j]
@@ -73,9 +75,8 @@ def karmarkar_karp(weights: FloatArray, num_groups: int, groups: IntArray) -> No
         sums[a] = sums[a][order]
         first[a] = first[a][order]
         last[a] = last[a][order]
-        spread[b] = -1.0
-        spread[a] = sums[a, num_groups - 1] - sums[a, 0]
-    root = np.argmax(spread)
+        heappush(open_, (sums[a, 0] - sums[a, num_groups - 1], a))
+    root = open_[0][1]
     for k in range(num_groups):
         item = first[root, k]
         while item >= 0:

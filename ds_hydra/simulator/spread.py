@@ -4,7 +4,7 @@ that the overlap hides worse than it could.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ds_hydra.simulator.compare import compare
@@ -18,8 +18,9 @@ OFF = 0.2
 """Share by which T, interconnects and attention are each off."""
 SEEN = 0.69
 """Share of pull and push that the paper still sees with overlap: 1.18 s of 1.71 s (Table 1)."""
-NUM_BATCHES = 4
-"""Mini-batches of each variant."""
+NUM_BATCHES, MAX_TOKENS = 4, 3_200_000
+"""Mini-batches of each variant, and their tokens; one mini-batch at least."""
+NUM_VARIANTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +30,26 @@ class _Variant:
     settings: Settings
 
 
-def with_spread(found: Comparison) -> Comparison:
+def with_spread(found: Comparison, progress: Callable[[str], None] | None = None) -> Comparison:
     """`found` with what becomes of each speed-up of whole iterations.
 
     All systems run the first mini-batches again, with T, the rates of the interconnect, and the
     efficiency of attention 20% lower and higher, one at a time, and with `SEEN` of all transfers on
     top of propagation. Systems are tuned anew for each, but keep the strategies that they may
     choose from. What a variant changes here is applied to the speed-up over all mini-batches.
+    `progress` is told each of `NUM_VARIANTS` as it begins.
     """
-    settings = replace(found.settings, iterations=min(NUM_BATCHES, found.settings.iterations))
+    affordable = max(1, MAX_TOKENS // found.workload.tokens_per_iteration)
+    iterations = min(NUM_BATCHES, affordable, found.settings.iterations)
+    settings = replace(found.settings, iterations=iterations)
     start = _Variant(workload=found.workload, cluster=found.cluster, settings=settings)
-    same = _speedups(start, found)
-    off = [_speedups(variant, found) for variant in _variants(start)]
-    seen = _speedups(replace(start, settings=replace(settings, seen=SEEN)), found)
+    slow = replace(start, settings=replace(settings, seen=SEEN))
+    ratios = []
+    for number, variant in enumerate((start, slow, *_variants(start))):
+        if progress is not None:
+            progress(f"variant {number + 1}")
+        ratios.append(_speedups(variant, found))
+    same, seen, *off = ratios
     spreads = {}
     for result in found.results:
         name, ratio = result.name, found.speedup(result.name)

@@ -14,8 +14,6 @@ from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.proposal.program import default_tokens_per_iteration
 
 SWEEP_SYSTEMS = ("megatron",)
-TOKENS_PER_POINT = 20_000_000
-"""Tokens of all mini-batches of one point: large clusters get fewer mini-batches, two at least."""
 PROPOSAL_TOKENS_PER_POINT = 4_000_000
 
 
@@ -66,12 +64,11 @@ def _settings_of(point: Workload, settings: Settings) -> Settings:
     """`settings` with as many mini-batches as a point of this size gets, and <TP,PP> alone: on
     thousands of devices a search among all schemes takes long.
     """
-    most = max(2, TOKENS_PER_POINT // point.tokens_per_iteration)
     most_proposal = max(1, PROPOSAL_TOKENS_PER_POINT // point.tokens_per_iteration)
     return replace(
         settings,
         space="plain",
-        iterations=min(settings.iterations, most),
+        iterations=settings.sized(point.tokens_per_iteration).iterations,
         num_proposal_batches=min(settings.num_proposal_batches, most_proposal),
         num_proposal_rounds=settings.num_proposal_rounds if most_proposal > 1 else 0,
     )

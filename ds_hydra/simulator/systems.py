@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from typing import Literal
@@ -144,6 +144,14 @@ LABELS = {**PLANNED, **{name: system.label for name, system in SYSTEMS.items()}}
 """Systems in the order they are shown, with what users see."""
 
 
+MAX_ITERATIONS = 100
+"""Mini-batches of a comparison, where nobody says how many."""
+TOKENS_PER_POINT = 20_000_000
+"""Tokens of all mini-batches of one workload then: large ones get fewer, two at least."""
+PROPOSAL_TOKENS_PER_POINT = 6_400_000
+"""Tokens of all mini-batches that decide about candidates: 32 of 200K, one at least."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How a comparison is simulated.
@@ -156,7 +164,7 @@ class Settings:
     checkpointed layers ("full"), or <TP,PP> ("plain").
     """
 
-    iterations: int = 100
+    iterations: int = MAX_ITERATIONS
     systems: tuple[str, ...] = tuple(name for name in LABELS if name != DS_HYDRA)
     overlap: bool = True
     seen: float | None = None
@@ -166,6 +174,21 @@ class Settings:
     max_communicators: int | None = None
     space: Literal["full", "plain"] = "full"
     bounds_attention: bool = True
+
+    def sized(self, tokens_per_iteration: int) -> Settings:
+        """With fewer mini-batches where they are large: means over as many tokens are about as
+        good.
+
+        >>> [Settings().sized(tokens).iterations for tokens in (200_000, 2_000_000)]
+        [100, 10]
+        """
+        most = max(2, TOKENS_PER_POINT // tokens_per_iteration)
+        most_proposal = max(1, PROPOSAL_TOKENS_PER_POINT // tokens_per_iteration)
+        return replace(
+            self,
+            iterations=min(self.iterations, most),
+            num_proposal_batches=min(self.num_proposal_batches, most_proposal),
+        )
 
     def __post_init__(self) -> None:
         others = [name for name in LABELS if name != DS_HYDRA]

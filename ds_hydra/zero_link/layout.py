@@ -126,7 +126,7 @@ class ParamSpec:
         self, tp_size: int, tp_rank: int, ep_size: int = 1, ep_rank: int = 0
     ) -> Region:
         """The rectangle that rank `tp_rank` of a TP group of `tp_size` ranks holds (may be empty);
-        of experts only part `ep_rank` of `ep_size`, where one of both sizes is 1.
+        of experts that ranks share part `ep_rank` of `ep_size`, whole ones.
 
         Raises HydraConfigError where `num_blocks` and `tp_size` do not divide each other.
         """
@@ -156,12 +156,14 @@ class ParamSpec:
             return (region.num_rows, *self.shape[1:])
         return self.shape
 
-    def pushes_gradient(self, tp_rank: int) -> bool:
+    def pushes_gradient(self, tp_rank: int, ep_size: int = 1) -> bool:
         """Whether rank `tp_rank` of the group contributes to this parameter's gradient at the
         owners.
         """
         if not self.requires_grad:
             return False
+        if ep_size > 1 and self.num_experts:
+            return True
         return tp_rank == 0 or self.slicing not in (Slicing.REPLICATED, Slicing.FIRST_RANK)
 
     def _row_range(self, tp_size: int, tp_rank: int) -> tuple[int, int]:

@@ -187,6 +187,8 @@ def _check_features(scheme: Scheme, base: nn.Module) -> None:
 def _check_widths(scheme: Scheme, specs: Sequence[ParamSpec]) -> None:
     """Refuse a TP group in which a rank would have nothing of a parameter."""
     for spec in specs:
+        if scheme.ep > 1 and spec.num_experts:  # whole ones
+            continue
         if spec.slicing is Slicing.ROWWISE and scheme.tp > spec.num_steps:
             raise HydraConfigError(
                 f"scheme {scheme}: {spec.fqn} of width {spec.shape[spec.cut_dim] // spec.num_packed} is cut into at "

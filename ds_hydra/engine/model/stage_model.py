@@ -94,7 +94,7 @@ class StageModel:
         self.tp = TensorParallel(
             cuts_micro_batches=tp_sequence_parallel, simulated_tp_size=simulated_tp_size
         )
-        self.ep = ExpertParallel()
+        self.ep = ExpertParallel(self.tp)
         memo = {
             id(p): nn.Parameter(
                 torch.empty(shape_of(p), device="meta", dtype=p.dtype), p.requires_grad
@@ -239,7 +239,7 @@ class StageModel:
                 seen.add(binding.param)
                 spec = self.specs[binding.param]
                 region = spec.slice_region(scheme.tp, tp_rank, scheme.ep, ep_rank)
-                refs.append(SliceRef(binding.param, region, spec.pushes_gradient(tp_rank)))
+                refs.append(SliceRef(binding.param, region, spec.pushes_gradient(tp_rank, scheme.ep)))
             buckets.append(tuple(refs))
         return tuple(buckets)
 
@@ -287,7 +287,7 @@ class StageModel:
         rank_buckets: list[RankBuckets] = [()] * num_ranks
         for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
             for (stage, shard, tp_rank), rank in zip(coordinates(scheme), ranks, strict=True):
-                key = (scheme, stage, tp_rank, shard % scheme.ep)
+                key = (scheme, stage, tp_rank, (shard * scheme.tp + tp_rank) % scheme.ep)
                 if key not in known:
                     known[key] = self.buckets(*key)
                 rank_buckets[rank] = known[key]

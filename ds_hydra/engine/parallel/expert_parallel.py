@@ -1,17 +1,18 @@
-"""Expert parallelism inside an SP group: each rank has some of a layer's experts, whole ones, and
-tokens travel to them.
+"""Expert parallelism inside a stage's SP x TP group: each rank has some of a layer's experts, whole
+ones, and tokens travel to them.
 
 [Note: Tokens travel to experts]
-A token's hidden state is sent once for each expert that it chose, sorted by expert, to the rank
-that has it: the one of the sender's own `ep` neighbours in the SP group, which hold all experts
-between them. What the expert makes of it, weighted, comes back the same way and is added up in the
-order of the router. Both exchanges are one all-to-all of unequal parts over the SP group, their
-backward the opposite one, so nothing crosses pipelines and every rank of the group takes part, with
-tokens or without. A rank whose experts nobody chose computes one row of weight 0: its gradients are
-zeros, not missing.
+Ranks of a TP group have the same tokens, of which each takes a part to the experts; where TP cuts
+micro-batches it has a shard of them anyway. A token's hidden state is sent once for each expert
+that it chose, sorted by expert, to the rank that has it: the one of the sender's own `ep`
+neighbours in the group, which hold all experts between them. What the expert makes of it, weighted,
+comes back the same way and is added up in the order of the router. Both exchanges are one
+all-to-all of unequal parts over the group, their backward the opposite one, so nothing crosses
+pipelines and every rank of the group takes part, with tokens or without. A rank whose experts
+nobody chose computes one row of weight 0: its gradients are zeros, not missing.
 
-Legend: T tokens of this rank's sequence shard, K experts of a token, S = T * K, R rows received,
-H hidden size, E experts of the layer, e = E / EP.
+Legend: T tokens of this rank's sequence shard, or of its part of it, K experts of a token, S = T K,
+R rows received, H hidden size, E experts of the layer, e = E / EP.
 """
 
 from __future__ import annotations
@@ -21,19 +22,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 
 
 class ExpertParallel:
-    """The SP group whose ranks share experts now; size 1 switches every hook off."""
+    """The group whose ranks share experts now; size 1 switches every hook off. `tp`: the TP group,
+    which is part of it.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, tp: TensorParallel) -> None:
+        self._tp = tp
         self.leave()
 
-    def enter(self, group: dist.ProcessGroup | None, sp_size: int, sp_rank: int, size: int) -> None:
-        """Share experts among `size` neighbours of the SP group `group` from now on."""
-        self._group, self._sp_size, self.size = group, sp_size, size
-        self._first_neighbour = sp_rank // size * size
+    def enter(self, group: dist.ProcessGroup | None, num_ranks: int, place: int, size: int) -> None:
+        """Share experts among `size` neighbours of the `num_ranks` of `group` from now on."""
+        self._group, self._num_ranks, self.size = group, num_ranks, size
+        self._first_neighbour = place // size * size
 
     def leave(self) -> None:
         """Have all experts of a layer again."""
@@ -44,17 +51,28 @@ class ExpertParallel:
         self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, num_experts: int
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Travel]:
         """What this rank's experts get: hidden states [R, H], experts [R, 1] counted from its first
-        one, weights [R, 1]; and the way back. Collective over the SP group, in backward too.
+        one, weights [R, 1]; and the way back. Collective over the group, in backward too.
         """
+        num_tokens = len(hidden_TH)
+        first, end = self._own_tokens(num_tokens)
+        if self._has_same_tokens:
+            hidden_TH, weights_TK = map(self._tp.copy_to_group, (hidden_TH, weights_TK))
+            hidden_TH, experts_TK, weights_TK = (
+                x[first:end] for x in (hidden_TH, experts_TK, weights_TK)
+            )
         num_chosen, each = experts_TK.shape[1], num_experts // self.size
         order_S = experts_TK.flatten().argsort(stable=True)
         sent_E = experts_TK.flatten().bincount(minlength=num_experts)
-        counts_PE = sent_E.new_zeros(self._sp_size, each)
+        counts_PE = sent_E.new_zeros(self._num_ranks, each)
         counts_PE[self._first_neighbour : self._first_neighbour + self.size] = sent_E.view(-1, each)
         received_PE = torch.empty_like(counts_PE)
         dist.all_to_all_single(received_PE, counts_PE, group=self._group)
         travel = Travel(
-            self._group, order_S, counts_PE.sum(dim=1).tolist(), received_PE.sum(dim=1).tolist()
+            self._group,
+            order_S,
+            counts_PE.sum(dim=1).tolist(),
+            received_PE.sum(dim=1).tolist(),
+            num_chosen,
         )
         # Copies before the sort: their gradients add up in the order of the router
         rows_SH = hidden_TH.unsqueeze(1).expand(-1, num_chosen, -1).flatten(0, 1)[order_S]
@@ -69,13 +87,29 @@ class ExpertParallel:
             )
         return (rows_RH, experts_R, weights_R), travel
 
+    @property
+    def _has_same_tokens(self) -> bool:
+        """Whether all ranks of the TP group have this rank's tokens."""
+        return self._tp.size > 1 and self._tp.shards is None
+
+    def _own_tokens(self, num_tokens: int) -> tuple[int, int]:
+        """The first token that this rank takes to the experts, and the one after its last."""
+        if not self._has_same_tokens:
+            return 0, num_tokens
+        place, size = self._tp.rank, self._tp.size
+        return place * num_tokens // size, (place + 1) * num_tokens // size
+
     @torch.compiler.disable
     def combine(self, output_RH: Tensor, travel: Travel, num_tokens: int) -> Tensor:
-        """[T, H]: the sum over each token's experts, of what they made of it."""
+        """[num_tokens, H]: the sum over each token's experts, of what they made of it."""
+        first, end = self._own_tokens(num_tokens)
         rows_SH = travel.back(output_RH)
         inverse_S = torch.empty_like(travel.order_S)
         inverse_S[travel.order_S] = torch.arange(len(inverse_S), device=inverse_S.device)
-        return rows_SH[inverse_S].unflatten(0, (num_tokens, -1)).sum(dim=1)
+        own_TH = rows_SH[inverse_S].unflatten(0, (end - first, travel.num_chosen)).sum(dim=1)
+        if not self._has_same_tokens:
+            return own_TH
+        return self._tp.sum_over_group(F.pad(own_TH, (0, 0, first, num_tokens - end)))
 
 
 class Travel:
@@ -87,8 +121,9 @@ class Travel:
         order_S: Tensor,
         sent_P: Sequence[int],
         received_P: Sequence[int],
+        num_chosen: int,
     ) -> None:
-        self.order_S = order_S
+        self.order_S, self.num_chosen = order_S, num_chosen
         self._group, self._sent_P, self._received_P = group, sent_P, received_P
 
     def there(self, rows_S: Tensor) -> Tensor:

@@ -45,8 +45,7 @@ class TensorParallel:
         self.cuts_micro_batches = cuts_micro_batches
         self._simulated_tp_size = simulated_tp_size
         self.group: dist.ProcessGroup | None = None
-        self.size = 1
-        self.rank = 0
+        self.size, self.rank, self.cuts_experts = 1, 0, True
         self.shards: TokenShards | None = None
         """Set where micro-batches are cut now."""
         self.block: BlockInput | None = None
@@ -54,9 +53,11 @@ class TensorParallel:
         self._shared_input: Tensor | None = None
         self._shared_copy: Tensor | None = None
 
-    def enter(self, group: dist.ProcessGroup | None, size: int, rank: int) -> None:
-        """Use `group` from now on."""
-        self.group, self.size, self.rank = group, size, rank
+    def enter(
+        self, group: dist.ProcessGroup | None, size: int, rank: int, *, cuts_experts: bool = True
+    ) -> None:
+        """Use `group` from now on; whether experts are cut by width in it."""
+        self.group, self.size, self.rank, self.cuts_experts = group, size, rank, cuts_experts
         self.shards = self._shards(group, size)
         self.forget_input()
 
@@ -262,7 +263,7 @@ def hook_experts(module: nn.Module, tp: TensorParallel) -> None:
     """
 
     def before(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not tp.has_parts:
+        if not (tp.has_parts and tp.cuts_experts):
             return None
         hidden, experts, weights = args
         if tp.shards is None:
@@ -270,7 +271,8 @@ def hook_experts(module: nn.Module, tp: TensorParallel) -> None:
         return tuple(gather_shards(x, tp.shards) for x in (hidden, experts, weights))
 
     def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        return tp.sum_over_group(output.unsqueeze(0)).squeeze(0) if tp.has_parts else None
+        is_part = tp.has_parts and tp.cuts_experts
+        return tp.sum_over_group(output.unsqueeze(0)).squeeze(0) if is_part else None
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)

@@ -241,7 +241,7 @@ def expert_parallel_latency(
     linear_s = skew * travelled / rate + (skew - 1) * computed / hardware.matmul_flops
     return LatencyModel(
         quadratic_ms=0.0,
-        linear_ms=1e3 * linear_s / scheme.num_shards,
+        linear_ms=1e3 * linear_s / scheme.ranks_per_stage,
         constant_ms=layers * _EXPERT_COLLECTIVES * hardware.collective_overhead_ms,
     )
 
@@ -274,7 +274,7 @@ def predict_latency(
     num_collectives = (_COLLECTIVES if tp > 1 else 0) + (_EXCHANGES if sp > 1 else 0)
     num_collectives += KEY_VALUE_EXCHANGES if cp > 1 else 0
     collectives_ms = num_collectives * hardware.collective_overhead_ms
-    experts_s = _TOUCHED_BYTES * shape.expert_params * layers / (tp * scheme.ep)
+    experts_s = _TOUCHED_BYTES * shape.expert_params * layers / (scheme.ep if scheme.ep > 1 else tp)
     constant_ms = layers * (hardware.layer_overhead_ms + collectives_ms)
     constant_ms += 1e3 * experts_s / hardware.memory_rate
     more = expert_parallel_latency(shape, hardware, scheme, expert_skew)

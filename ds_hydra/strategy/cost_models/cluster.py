@@ -121,9 +121,9 @@ class Cluster:
         )
 
     def _held_share(self, scheme: Scheme) -> float:
-        """What is left of the model where ranks share its experts."""
+        """What TP ranks hold of the model where ranks share its experts, whole ones."""
         experts = self.shape.num_layers * self.shape.expert_params / self.num_params
-        return 1 - experts * (1 - 1 / scheme.ep)
+        return 1 - experts * (1 - scheme.tp / scheme.ep) if scheme.ep > 1 else 1.0
 
     @property
     def _ranks_per_node(self) -> int:
@@ -137,14 +137,15 @@ class Cluster:
         """
         layers = self.shape.num_layers
         streamed = max(_streamed_share(scheme, layers)) / scheme.tp * self.num_params
-        elements = streamed * (1 - 1 / self._ranks_per_node)
+        elements = self._held_share(scheme) * streamed * (1 - 1 / self._ranks_per_node)
         return 1e3 * _STREAM_BYTES * elements / self.hardware.intra_node_rate
 
     def gather_ms(self, scheme: Scheme) -> float:
         """What all ranks move for one micro-batch of layers that are gathered: read forward and
         backward, gradients given away, by the slower of both kinds of interconnect.
         """
-        elements = self.num_params / scheme.tp * (1 - 1 / self.num_devices)
+        held = self._held_share(scheme) * self.num_params
+        elements = held / scheme.tp * (1 - 1 / self.num_devices)
         outside = self.num_params * (1 - self._ranks_per_node / self.num_devices)
         slowest = max(
             elements / self.hardware.intra_node_rate, outside / self.hardware.inter_node_rate

@@ -260,6 +260,7 @@ class MemoryModel:
         """States of a rank of a stage of `num_layers`, of which some stream."""
         layer, ends = self._num_params()
         streamed = min(scheme.stream, num_layers)
+        layer *= self._held_share(scheme)
         window, kept = layer, (num_layers - streamed) * layer
         if scheme.streams_all:
             window = max(layer, ends / 2)
@@ -276,16 +277,22 @@ class MemoryModel:
     def _state_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
         if scheme.gather:
             layer, ends = self._num_params()
+            layer *= self._held_share(scheme)
             passing = STREAM_WINDOW * max(layer, ends / 2) / scheme.tp * 2 * self.input_bytes
             sharded = self._all_state_bytes() / num_devices * self.sharded_fraction
             return sharded + passing + self.exchange_bytes / scheme.tp
         if scheme.stream:
             return self._streaming_bytes(scheme, num_devices, num_layers)
         sharded = self._all_state_bytes() / num_devices
-        share = 1 - self.expert_fraction * (1 - 1 / scheme.ep)
-        held = self._all_state_bytes(share * num_layers) / scheme.tp
+        held = self._all_state_bytes(self._held_share(scheme) * num_layers) / scheme.tp
         states = sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
         return states + self.exchange_bytes / scheme.tp
+
+    def _held_share(self, scheme: Scheme) -> float:
+        """What a TP group of a stage holds of a layer, times TP / EP of its experts where ranks
+        share whole ones.
+        """
+        return 1 - self.expert_fraction * (1 - scheme.tp / scheme.ep) if scheme.ep > 1 else 1.0
 
     def _all_state_bytes(self, num_layers: float | None = None) -> float:
         """States of so many layers, all if None, with those of the embedding."""

@@ -79,6 +79,14 @@ def _cp_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
     return [stage[begin::step] for stage in stages_of(scheme, ranks) for begin in range(step)]
 
 
+def _ep_groups(scheme: Scheme, ranks: Ranks) -> list[Ranks]:
+    """The SP x TP groups of a pipeline: ranks with the same stage and row, SP groups of neighbours
+    in TP groups.
+    """
+    size = scheme.sp * scheme.tp
+    return [ranks[begin : begin + size] for begin in range(0, len(ranks), size)]
+
+
 def stage_hops(scheme: Scheme, ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(rank, rank of the next stage with the same place in it), all of a pipeline."""
     return zip(ranks, ranks[scheme.ranks_per_stage :])
@@ -86,8 +94,8 @@ def stage_hops(scheme: Scheme, ranks: Sequence[int]) -> Iterator[tuple[int, int]
 
 @lru_cache(maxsize=4096)
 def groups_of(strategy: Strategy) -> frozenset[GroupKey]:
-    """Groups that `strategy` needs: one per TP, SP and CP group, and one per direction for each
-    pipeline with PP > 1.
+    """Groups that `strategy` needs: one per TP, SP and CP group, one per SP x TP group that shares
+    experts and is neither, and one per direction for each pipeline with PP > 1.
     """
     if strategy.phases:
         return frozenset().union(*map(groups_of, strategy.phases))
@@ -102,6 +110,8 @@ def groups_of(strategy: Strategy) -> frozenset[GroupKey]:
             keys |= {("sp", group) for group in _sp_groups(scheme, ranks)}
         if scheme.cp > 1:
             keys |= {("cp", group) for group in _cp_groups(scheme, ranks)}
+        if scheme.ep > 1 and scheme.sp > 1 and scheme.tp > 1:
+            keys |= {("ep", group) for group in _ep_groups(scheme, ranks)}
         if scheme.pp > 1:
             keys |= {("pp_down", ranks), ("pp_up", ranks)}
     return frozenset(keys)
@@ -207,9 +217,26 @@ class Role:
         return _cp_groups(self.scheme, self.ranks)[place]
 
     @property
+    def ep_group(self) -> GroupKey:
+        """The SP x TP group, inside which experts are shared: that for SP or TP where it is the
+        same.
+        """
+        if self.scheme.tp == 1:
+            return "sp", self.sp_ranks
+        if self.scheme.sp == 1:
+            return "tp", self.tp_ranks
+        row = self.stage * self.scheme.cp + self.cp_rank
+        return "ep", _ep_groups(self.scheme, self.ranks)[row]
+
+    @property
+    def ep_place(self) -> int:
+        """Its place in the group that shares experts."""
+        return self.sp_rank * self.scheme.tp + self.tp_rank
+
+    @property
     def ep_rank(self) -> int:
         """Which part of the experts of a layer the rank has."""
-        return self.sp_rank % self.scheme.ep
+        return self.ep_place % self.scheme.ep
 
     @property
     def previous_rank(self) -> int | None:

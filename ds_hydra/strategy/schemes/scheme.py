@@ -54,8 +54,8 @@ class Scheme:
     and for all pipelines of a strategy or none.
     """
     ep: int = 1
-    """Expert-parallel degree: `ep` neighbours of an SP group share the experts of a layer, whole
-    ones, and send them their tokens.
+    """Expert-parallel degree: `ep` neighbours of a stage's SP x TP group share the experts of a
+    layer, whole ones, and send them their tokens.
     """
     cp: int = 1
     """Context-parallel degree: a micro-batch is cut into `cp` rows of pieces of its sequences, and
@@ -101,16 +101,13 @@ class Scheme:
         object.__setattr__(self, "_hash", hash(degrees_and_options))
 
     def _check_ep(self) -> None:
-        if type(self.ep) is not int or self.ep < 1 or self.sp % self.ep:
+        size = self.sp * self.tp
+        if type(self.ep) is not int or self.ep < 1 or size % self.ep:
+            plain = str(Scheme(self.tp, self.pp, sp=self.sp))[:-1]
+            like = f"{plain};ep={size}>" if size > 1 else f"<sp2,{self.pp};ep=2>"
             raise HydraConfigError(
-                f"ep of a scheme with SP {self.sp} is {repr(self.ep)[:80]}, expected a divisor of SP; experts are "
-                f"shared inside an SP group, as in '<sp{max(self.sp, 2)},{self.pp};ep={max(self.sp, 2)}>'"
-            )
-        if self.ep > 1 and (self.tp > 1 or self.stream or self.gather):
-            others = {f"TP {self.tp}": self.tp > 1, "stream": self.stream, "gather": self.gather}
-            other = next(name for name, is_set in others.items() if is_set)
-            raise HydraConfigError(
-                f"scheme {str(self)[:80]}: {other} and ep do not go together; leave one of them out"
+                f"ep of a scheme with SP {self.sp} x TP {self.tp} is {repr(self.ep)[:80]}, expected a divisor of "
+                f"{size}; experts are shared inside a stage's SP x TP group, as in '{like}'"
             )
 
     def __hash__(self) -> int:
