@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from test_simulate_command import invoke
@@ -14,6 +15,7 @@ from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
 from ds_hydra.strategy.proposal.estimate import describe_model, estimate_from_config
 from ds_hydra.strategy.proposal.extended import with_extended_schemes
+from ds_hydra.strategy.schemes.notation import ALL_LAYERS
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 CONFIG = {
@@ -77,6 +79,20 @@ def test_ranks_that_share_experts_hold_fewer_and_wait_for_the_busiest():
         cluster.link_times(Strategy((scheme,))).pull_ms for scheme in (shared, Scheme(1, 1, sp=8))
     ]
     assert pulls[0] < 0.5 * pulls[1]
+
+
+def test_whole_experts_of_a_tp_group_are_as_many_bytes_as_cut_ones():
+    profile, _ = estimate_from_config("mixtral_8x7b", "h100", 16, 8192)
+    for wide in (Scheme(4, 1), Scheme(4, 1, gather=True), Scheme(4, 1, stream=ALL_LAYERS)):
+        cut, whole, fewer = (
+            profile.memory.rank_bytes(s, 16, 0)
+            for s in (wide, replace(wide, ep=4), replace(wide, sp=2, ep=8))
+        )
+        assert whole == pytest.approx(cut, rel=1e-9)
+        assert fewer < 0.99 * cut
+    cluster = find_cluster(profile, 16)
+    cut, whole = (cluster.link_times(Strategy((Scheme(4, 1, ep=ep),) * 4)) for ep in (1, 4))
+    assert whole.pull_ms == pytest.approx(cut.pull_ms)
 
 
 def test_ep_of_a_measured_profile_is_estimated_from_sp():

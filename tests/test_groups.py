@@ -16,6 +16,7 @@ from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
     MAX_GROUPS_OF_RANK,
+    Role,
     count_groups,
     groups_of,
     groups_of_all,
@@ -65,6 +66,24 @@ def test_sp_groups_are_the_ranks_with_the_same_slices():
         (8, 9),
     }
     assert count_groups([strategy]) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("text", "group", "parts"),
+    [
+        ("1x<sp2,2,1;ep=4>", ("ep", range(4)), [0, 1, 2, 3]),
+        ("1x<sp2,2,1;ep=2>", ("ep", range(4)), [0, 1, 0, 1]),
+        ("1x<4,1;ep=2>", ("tp", range(4)), [0, 1, 0, 1]),
+        ("1x<sp4,1;ep=4>", ("sp", range(4)), [0, 1, 2, 3]),
+        ("1x<cp2,2,1;ep=2>", ("tp", range(2)), [0, 1, 0, 1]),
+    ],
+)
+def test_experts_are_shared_inside_the_sp_x_tp_group(text, group, parts):
+    strategy = Strategy.parse(text)
+    roles = [Role.find(strategy, rank) for rank in range(4)]
+    assert roles[0].ep_group == group
+    assert {role.ep_group for role in roles} <= groups_of(strategy)
+    assert [role.ep_rank for role in roles] == parts
 
 
 def test_a_rank_is_in_no_more_groups_than_a_device_has_queues():

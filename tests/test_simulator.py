@@ -18,6 +18,7 @@ from ds_hydra.simulator.compare import compare
 from ds_hydra.simulator.comparison import Ratio
 from ds_hydra.simulator.reproduction import our_figure
 from ds_hydra.simulator.scenario import Outcome, Scenario, best_of, bound_of, summarize
+from ds_hydra.simulator.spread import NUM_VARIANTS, with_spread
 from ds_hydra.simulator.sweep import Axes, sweep
 from ds_hydra.simulator.systems import SYSTEMS, Settings
 from ds_hydra.simulator.ulysses import deepspeed_ulysses
@@ -337,6 +338,23 @@ def test_sweep_scales_the_budget_with_the_cluster():
     )  # fmt: skip
     assert [c.workload.num_devices for c in found] == [4, 8]
     assert found[1].tokens_per_s(found[1].results[0]) > found[0].tokens_per_s(found[0].results[0])
+
+
+def test_large_mini_batches_are_fewer():
+    sizes = [Settings().sized(tokens) for tokens in (200_000, 2_000_000, 50_000_000)]
+    assert [s.iterations for s in sizes] == [100, 10, 2]
+    assert [s.num_proposal_batches for s in sizes] == [32, 3, 1]
+    assert Settings(iterations=3).sized(200_000) == Settings(iterations=3)
+
+
+def test_progress_names_each_system_as_it_begins():
+    seen = []
+    found = compare(
+        make_workload(), None, Settings(iterations=1, systems=("megatron",)), progress=seen.append
+    )
+    assert seen == ["ds_hydra", "Megatron-LM, tuned"]
+    with_spread(found, seen.append)
+    assert seen[2:] == [f"variant {number + 1}" for number in range(NUM_VARIANTS - 2)]
 
 
 def test_every_shipped_case_loads_and_names_figures_that_exist(comparison):

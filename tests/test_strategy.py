@@ -103,7 +103,10 @@ def test_degrees_with_sp_count_all_ranks_and_lie_first():
         ("<2,2;stages=4,0>", "1 layer or more for each of 2 stages"),
         ("<2,1;stream=0>", "stream is 0, expected one number from 1 up"),
         ("<2,1;stream=2;stream>", "says stream twice"),
-        ("<sp4,1;ep=3>", "ep of a scheme with SP 4 x TP 1 is 3, expected a divisor of 4;.*<sp4,1;ep=4>"),
+        (
+            "<sp4,1;ep=3>",
+            "ep of a scheme with SP 4 x TP 1 is 3, expected a divisor of 4;.*<sp4,1;ep=4>",
+        ),
         ("<1,2;ep=2>", "ep of a scheme with SP 1 x TP 1 is 2.*<sp2,2;ep=2>"),
         ("<sp2,2,1;ep=8>", "ep of a scheme with SP 2 x TP 2 is 8, .*divisor of 4;.*<sp2,2,1;ep=4>"),
         ("<sp2,1;ep=0>", "ep is 0, expected one number"),

@@ -253,8 +253,8 @@ class HydraConfig(_Section):
     sequence parallelism, `<cpN,TP,PP>` by context parallelism, `<spM,cpN,TP,PP>` by both. Options
     may follow: `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers,
     layers of each stage), `<2,2;stream=8>` or `<1,1;stream>` (layers of each stage that stream, or
-    all), `<1,1;gather>` (layers gathered for every pass), `<sp4,1;ep=4>` (four ranks of an SP group
-    share a layer's experts).
+    all), `<1,1;gather>` (layers gathered for every pass), `<sp4,1;ep=4>` (four ranks of an SP x TP
+    group share a layer's experts).
     """
 
     profile: Text | None = None

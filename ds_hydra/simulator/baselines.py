@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import combinations, pairwise
 
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.sampler.planner import bound_iterations
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.simulator.fixed_length import pack_balanced, pack_evenly, pack_fixed_length
@@ -175,10 +174,12 @@ def two_stage(
     as ds_hydra's own on all mini-batches, as long as each can still be the fastest with what the
     rest of the mini-batches takes at least. None without strategies.
     """
-    trial = scenario.batches[:NUM_TRIAL_BATCHES]
-    heuristic = replace(scenario, settings=scenario.settings.heuristic())
+    count = len(scenario.batches)
+    trial = range(min(NUM_TRIAL_BATCHES, count))
     tried = {
-        strategy: _iterations_ms(_planned(heuristic, strategy, trial)).sum()
+        strategy: _iterations_ms(
+            [scenario.planned_outcome(strategy, number, is_heuristic=True) for number in trial]
+        ).sum()
         for strategy in strategies
     }
     results: list[SystemResult] = []
@@ -187,8 +188,8 @@ def two_stage(
             fastest = min(float(result.iteration_ms.sum()) for result in results)
             outcomes = _planned_below(scenario, strategy, fastest, _bounds(scenario, strategy))
         else:
-            outcomes = _planned(scenario, strategy, scenario.batches)
-        if len(outcomes) == len(scenario.batches):
+            outcomes = [scenario.planned_outcome(strategy, number) for number in range(count)]
+        if len(outcomes) == count:
             results.append(summarize(name, str(strategy), outcomes))
     return best_of(results) if results else None
 
@@ -203,12 +204,6 @@ def heterogeneous_static(
     return two_stage(scenario, tuple(dict.fromkeys((*fitting, *scenario.statics()))), name=name)
 
 
-def _planned(
-    scenario: Scenario, strategy: Strategy, batches: Sequence[GlobalBatch]
-) -> list[Outcome]:
-    return [outcome_of(scenario.simulate(scenario.plan(batch, [strategy]))) for batch in batches]
-
-
 def _planned_below(
     scenario: Scenario, strategy: Strategy, limit: float, bounds: FloatArray
 ) -> list[Outcome]:
@@ -217,10 +212,10 @@ def _planned_below(
     """
     outcomes: list[Outcome] = []
     least = float(bounds.sum())
-    for batch, bound in zip(scenario.batches, bounds.tolist(), strict=True):
+    for number, bound in enumerate(bounds.tolist()):
         if least >= limit:
             break
-        outcomes += _planned(scenario, strategy, [batch])
+        outcomes.append(scenario.planned_outcome(strategy, number))
         least += outcomes[-1].iteration_ms - bound
     return outcomes
 

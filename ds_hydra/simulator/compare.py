@@ -54,7 +54,8 @@ def compare(
     ds_hydra has the engine's memory; others, and the paper's system, have what the profile says.
     Systems that cannot run the context are left out. `known`: a comparison whose candidates, and
     single strategies for all mini-batches, are taken over instead of proposed. `progress` is told
-    the label of each system as it begins. Raises HydraConfigError where no scheme of ds_hydra fits the context or a given strategy does not fit.
+    the label of each system as it begins. Raises HydraConfigError where no scheme of ds_hydra fits
+    the context or a given strategy does not fit.
     """
     is_plain = settings.space == "plain" or bool(workload.strategies)
     start = _scenario(workload, cluster, replace(settings, iterations=0))

@@ -74,6 +74,9 @@ class Scenario:
     forward_fraction: float = FORWARD_FRACTION
     settings: PlannerSettings = WITHOUT_PROGRAMS
     _sorted: list[IntArray] = field(default_factory=list, init=False, compare=False)
+    _planned: dict[tuple[Strategy, int, bool], Outcome] = field(
+        default_factory=dict, init=False, compare=False
+    )
 
     @property
     def lengths(self) -> list[IntArray]:
@@ -105,6 +108,19 @@ class Scenario:
             num_devices=self.num_devices,
             settings=self.linked_settings(strategies),
         )
+
+    def planned_outcome(
+        self, strategy: Strategy, number: int, *, is_heuristic: bool = False
+    ) -> Outcome:
+        """Mini-batch `number` with `strategy`, as planned, or as the planner's heuristic has it;
+        several systems try the same ones.
+        """
+        key = (strategy, number, is_heuristic)
+        if key not in self._planned:
+            planner = replace(self, settings=self.settings.heuristic()) if is_heuristic else self
+            plan = planner.plan(self.batches[number], [strategy])
+            self._planned[key] = outcome_of(self.simulate(plan))
+        return self._planned[key]
 
     def linked_settings(self, strategies: Sequence[Strategy]) -> PlannerSettings:
         """The planner's settings with what pull and push of `strategies` take here."""

@@ -4,7 +4,9 @@ that the overlap hides worse than it could.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ds_hydra.simulator.compare import compare
@@ -44,11 +46,14 @@ def with_spread(found: Comparison, progress: Callable[[str], None] | None = None
     settings = replace(found.settings, iterations=iterations)
     start = _Variant(workload=found.workload, cluster=found.cluster, settings=settings)
     slow = replace(start, settings=replace(settings, seen=SEEN))
+    # Threads: planning is compiled code for the most part, which needs no interpreter
     ratios = []
-    for number, variant in enumerate((start, slow, *_variants(start))):
-        if progress is not None:
-            progress(f"variant {number + 1}")
-        ratios.append(_speedups(variant, found))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        running = [pool.submit(_speedups, v, found) for v in (start, slow, *_variants(start))]
+        for number, variant in enumerate(running):
+            if progress is not None:
+                progress(f"variant {number + 1}")
+            ratios.append(variant.result())
     same, seen, *off = ratios
     spreads = {}
     for result in found.results:

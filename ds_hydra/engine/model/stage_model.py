@@ -239,7 +239,9 @@ class StageModel:
                 seen.add(binding.param)
                 spec = self.specs[binding.param]
                 region = spec.slice_region(scheme.tp, tp_rank, scheme.ep, ep_rank)
-                refs.append(SliceRef(binding.param, region, spec.pushes_gradient(tp_rank, scheme.ep)))
+                refs.append(
+                    SliceRef(binding.param, region, spec.pushes_gradient(tp_rank, scheme.ep))
+                )
             buckets.append(tuple(refs))
         return tuple(buckets)
 

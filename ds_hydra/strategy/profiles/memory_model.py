@@ -79,8 +79,8 @@ class MemoryModel:
 
     Ours: `exchange_bytes` / TP of packed exchange buffers, where they are counted.
 
-    Ours: with ep a rank holds 1 / ep of a layer's experts, which are `expert_fraction` of its
-    parameters; shards are what they were.
+    Ours: with ep a rank holds 1 / ep of a layer's experts, whole ones, which are `expert_fraction`
+    of its parameters, and 1 / TP of the rest; shards are what they were.
 
     Ours: where layers stream, with p = s / i parameters per layer and H^2, E = 2 H V of embedding
     and head, and R = `devices_per_node` ranks of a node (N if those are fewer),
