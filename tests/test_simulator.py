@@ -151,7 +151,11 @@ def test_a_static_strategy_is_given_up_only_where_it_cannot_win(monkeypatch):
     monkeypatch.setattr(Scenario, "plan", lambda self, *a: planned.append(a) or original(self, *a))
     found = two_stage(scenario, strategies, name="static")
     num_plans = len(planned)
-    outcomes = {s: baselines._planned(scenario, s, scenario.batches) for s in strategies}
+    two_stage(scenario, strategies[:3], name="another system, the same plans")
+    assert len(planned) == num_plans
+    anew = dataclasses.replace(scenario)
+    outcomes = {s: [anew.planned_outcome(s, i) for i in range(8)] for s in strategies}
+    assert len(planned) == num_plans + 8 * len(strategies)
     everything = best_of(summarize("static", str(s), each) for s, each in outcomes.items())
     assert found.strategy == everything.strategy
     assert (found.propagation_ms == everything.propagation_ms).all()
@@ -168,9 +172,7 @@ def test_a_static_strategy_is_given_up_only_where_it_cannot_win(monkeypatch):
 def test_planning_stops_where_the_sum_cannot_stay_below_its_limit(monkeypatch, limit, num_planned):
     """Each of three mini-batches takes at least 10 ms, and 11.5 when it is planned."""
     outcome = Outcome(propagation_ms=10.0, iteration_ms=11.5, imbalance=0.0, bubble=0.0)
-    monkeypatch.setattr(
-        baselines, "_planned", lambda scenario, strategy, batches: [outcome for _ in batches]
-    )
+    monkeypatch.setattr(Scenario, "planned_outcome", lambda *_: outcome)
     scenario = make_scenario([5], [5], [5])
     bounds = np.full(3, 10.0)
     found = baselines._planned_below(scenario, Strategy.parse("4x<1,1>"), limit, bounds)
