@@ -70,7 +70,7 @@ def link(
     dtype: Annotated[DType, typer.Option(help="Type in which parameters are pulled.")] = DType.BF16,
     gradient_dtype: Annotated[
         DType, typer.Option(help="Type in which gradients are sent.")
-    ] = DType.FP32,
+    ] = DType.BF16,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
