@@ -287,8 +287,8 @@ class HydraConfig(_Section):
     """Path or hub id of the tokenizer; null needs a dataset that holds `input_ids`."""
 
     seed: Index = 42
-    """Seed of the order of the data, of the planner's trials and of adapters' dropout; 42 as in the
-    Hugging Face Trainer.
+    """Seed of the order of the data, of the planner's trials, of adapters' dropout and NEFTune; 42
+    as in the Hugging Face Trainer.
     """
 
     shuffle: bool = True
@@ -297,6 +297,11 @@ class HydraConfig(_Section):
     activation_checkpointing: bool = False
     """Recompute each decoder layer in backward: 1/3 more time, far less memory; off: short contexts
     fit.
+    """
+
+    neftune_noise_alpha: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Noise in the embedding while training, at most alpha / sqrt(L d) for a sequence of L tokens;
+    papers take 5 to 15, 0 adds none.
     """
 
     compile_layers: bool = False
