@@ -86,7 +86,9 @@ def test_timeline_of_both_spaces(files):
         "it is not among --systems megatron"
         in invoke(*arguments(files), "--systems", "megatron", "--timeline-of", "plain").stderr
     )
-    assert "choose ds_hydra or half" in invoke(*arguments(files), "--timeline-of", "static").stderr
+    assert (
+        "choose ds_hydra or 32_bit" in invoke(*arguments(files), "--timeline-of", "static").stderr
+    )
 
 
 def test_strategies_with_checkpointed_layers_fit_what_no_other_scheme_does(files):

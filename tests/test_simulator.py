@@ -309,7 +309,7 @@ def test_workloads_without_a_meaning(changes, message):
 def test_unknown_system():
     with pytest.raises(
         HydraConfigError,
-        match="system 'alpa' is not known; choose among half, plain, paper, given",
+        match="system 'alpa' is not known; choose among 32_bit, plain, paper, given",
     ):
         Settings(systems=("megatron", "alpa"))
 

@@ -212,13 +212,14 @@ def test_gathered_schemes_join_where_one_micro_batch_for_each_pipeline_is_enough
 def test_layers_that_are_gathered_move_between_nodes_for_each_pass():
     cluster = make_cluster(8, devices_per_node=4)  # 1,000 bytes in a ms inside, 100 between nodes
     across = PARAMS / 2 / 1e2
-    assert cluster.gather_ms(GATHERED) == pytest.approx((2 + 2 + 4) * across)
+    assert cluster.gather_ms(GATHERED) == pytest.approx((2 + 2 + 2) * across)
     gathered, streams = Strategy.parse("8x<1,1;gather>"), Strategy.parse("8x<1,1;stream>")
     times, once = cluster.link_times(gathered), cluster.link_times(streams)
     assert times.pull_ms == once.pull_ms == pytest.approx(2 * across)
     assert times.push_ms - once.push_ms == pytest.approx(2 * across)
-    assert cluster.halved.link_times(gathered).push_ms == pytest.approx((2 + 2) * across)
-    assert cluster.halved.gather_ms(GATHERED) == pytest.approx((2 + 2 + 2) * across)
+    wide = cluster.pushing_32_bit
+    assert wide.link_times(gathered).push_ms == pytest.approx((2 + 4) * across)
+    assert wide.gather_ms(GATHERED) == pytest.approx((2 + 2 + 4) * across)
 
 
 def test_gathered_micro_batches_run_in_lockstep():

@@ -49,7 +49,6 @@ def arguments(**settings):
             r"gradient_accumulation_steps=4: .*multiply hydra\.tokens_per_iteration",
         ),
         ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0\.1: .*set it to 0"),
-        ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5\.0: .*leave it out"),
         ({"torch_compile": True}, "torch_compile=True: .*set hydra.compile_layers"),
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*hydra\.memory_limit_bytes"),
         ({"debug": "underflow_overflow"}, "debug='underflow_overflow'"),
@@ -179,12 +178,18 @@ def test_every_name_is_a_training_argument():
     assert set(REFUSED) | set(WITHOUT_EFFECT) <= set(vars(arguments()))
 
 
-def test_seed_order_and_checkpointing_become_keys_of_hydra():
+def test_seed_order_noise_and_checkpointing_become_keys_of_hydra():
     notes = []
-    args = arguments(seed=3, train_sampling_strategy="sequential", activation_checkpointing=True)
+    args = arguments(
+        seed=3,
+        train_sampling_strategy="sequential",
+        activation_checkpointing=True,
+        neftune_noise_alpha=5.0,
+    )
     hydra = map_arguments(args, HydraConfig.parse(SECTION), notes.append)
     assert (hydra.seed, hydra.shuffle, hydra.activation_checkpointing) == (3, False, True)
-    assert len(notes) == 3
+    assert hydra.neftune_noise_alpha == 5
+    assert len(notes) == 4
     assert "TrainingArguments.seed sets hydra.seed to 3" in notes
     assert (
         map_arguments(arguments(seed=3, data_seed=4), HydraConfig.parse(SECTION), print).seed == 4

@@ -56,7 +56,7 @@ def link(
     dtype: Annotated[DType, typer.Option(help="Type in which parameters are pulled.")] = "bf16",
     gradient_dtype: Annotated[
         DType, typer.Option(help="Type in which gradients are sent.")
-    ] = "fp32",
+    ] = "bf16",
     as_json: AsJson = False,
 ) -> None:
     """Show what pull and push of a strategy send between ranks and nodes, and how long that should

@@ -364,7 +364,7 @@ def _compare(
             "the profile's hardware has no description: communication counts nothing; see --hardware"
         )
     found = compare(workload, cluster, settings)
-    optional = ("given", "paper", "half")
+    optional = ("given", "paper", "32_bit")
     left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
     if left_out:
         log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")

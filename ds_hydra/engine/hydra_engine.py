@@ -116,6 +116,7 @@ class HydraEngine(CheckpointingEngine):
             compile_layers=config.compile_layers,
             tp_sequence_parallel=config.tp_sequence_parallel,
             aux_loss=config.moe.aux_loss == "sequence",
+            neftune_noise_alpha=config.neftune_noise_alpha,
         )
         stage_model = run_together(make_stage_model, self.device)
         check_context(stage_model.trial, stage_model.config, config.context_length)

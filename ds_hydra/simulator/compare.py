@@ -21,11 +21,11 @@ from ds_hydra.simulator.scenario import Scenario, SystemResult, bound_of
 from ds_hydra.simulator.systems import (
     DS_HYDRA,
     FULL_STATIC,
-    HALF,
     PAPER,
     PLAIN,
     PLANNED,
     SYSTEMS,
+    WHOLE,
     Contest,
     Settings,
 )
@@ -62,9 +62,9 @@ def compare(
     own = replace(own, batches=scenario.batches)
     candidates = {name: p.strategies for name, p in known.planned.items()} if known else {}
     planned = {DS_HYDRA: _ours(DS_HYDRA, workload, own, settings, candidates.get(DS_HYDRA))}
-    if HALF in settings.systems and cluster is not None:
-        half = replace(own, cluster=cluster.halved)
-        planned[HALF] = _ours(HALF, workload, half, settings, candidates.get(HALF))
+    if WHOLE in settings.systems and cluster is not None:
+        whole = replace(own, cluster=cluster.pushing_32_bit)
+        planned[WHOLE] = _ours(WHOLE, workload, whole, settings, candidates.get(WHOLE))
     for name, each in ((PLAIN, own), (PAPER, scenario)):
         if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
             found = _plain(name, workload, each, settings, candidates.get(name))

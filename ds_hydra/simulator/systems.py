@@ -42,10 +42,10 @@ class Contest:
 
 Run = Callable[[Contest, str], SystemResult | None]
 
-DS_HYDRA, HALF, PLAIN, PAPER = "ds_hydra", "half", "plain", "paper"
+DS_HYDRA, WHOLE, PLAIN, PAPER = "ds_hydra", "32_bit", "plain", "paper"
 PLANNED = {
     DS_HYDRA: "ds_hydra",
-    HALF: "ds_hydra, 16-bit gradients",
+    WHOLE: "ds_hydra, 32-bit gradients",
     PLAIN: "ds_hydra, <TP,PP> alone",
     PAPER: "the same, memory of the paper",
 }

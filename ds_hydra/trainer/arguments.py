@@ -25,7 +25,6 @@ REFUSED = {
     "gradient_accumulation_steps": "an iteration is one optimizer step over hydra.tokens_per_iteration tokens, in as "
     "many micro-batches as the plan needs; leave it out and multiply hydra.tokens_per_iteration",
     "label_smoothing_factor": f"{_OWN_LOSS}; set it to 0",
-    "neftune_noise_alpha": f"{_OWN_LAYERS}, without noise in the embedding; leave it out",
     "use_liger_kernel": f"{_OWN_LAYERS}; leave it out",
     "torch_compile": f"{_OWN_LAYERS}; leave it out and set hydra.compile_layers",
     "auto_find_batch_size": "the plan keeps every rank within its memory; leave it out and set "
@@ -165,8 +164,8 @@ def read_loss_option(args: TrainingArguments, name: str, given: bool | None) -> 
 def map_arguments(
     args: TrainingArguments, hydra: HydraConfig, note: Note, *, of_trl: bool = True
 ) -> HydraConfig:
-    """`hydra` with what TrainingArguments say about order, seed and activation checkpointing, and
-    what fields `of_trl` say.
+    """`hydra` with what TrainingArguments say about order, seed, noise and activation
+    checkpointing, and what fields `of_trl` say.
 
     A key that the "hydra" section gives itself must not contradict them.
     """
@@ -180,6 +179,8 @@ def map_arguments(
         wanted["shuffle"] = ("train_sampling_strategy='sequential'", False)
     if args.activation_checkpointing or args.gradient_checkpointing:
         wanted["activation_checkpointing"] = ("activation_checkpointing", True)
+    if args.neftune_noise_alpha is not None:
+        wanted["neftune_noise_alpha"] = ("neftune_noise_alpha", args.neftune_noise_alpha)
     for name, value in _set_fields_of_trl(args).items() if of_trl else ():
         if name in _SFT_KEYS:
             wanted[_SFT_KEYS[name]] = (name, value)

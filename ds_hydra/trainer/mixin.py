@@ -45,6 +45,8 @@ class EngineMixin:
                 "optimizers is given, which transformers does not use with DeepSpeed; leave it out and pass "
                 "optimizer_cls_and_kwargs, or override create_optimizer() or create_scheduler()"
             )
+        # The engine adds it, to slices of the embedding; transformers would to the whole one
+        self.neftune_noise_alpha = None
         self._check_used(self._warn)
         self._show_strategy_in_progress_bar()
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ds_hydra.engine.model.compilation import compile_each
 from ds_hydra.engine.model.decoder_parts import DecoderParts, with_holders
 from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
-from ds_hydra.engine.model.noise import count_noise
+from ds_hydra.engine.model.noise import add_neftune, count_noise
 from ds_hydra.engine.model.rotary import follow_each_sequence
 from ds_hydra.engine.model.scheme_support import (
     Trial,
@@ -84,6 +85,7 @@ class StageModel:
         compile_layers: bool = False,
         tp_sequence_parallel: bool = False,
         aux_loss: bool = True,
+        neftune_noise_alpha: float = 0.0,
         simulated_tp_size: int = 1,
     ):
         model = unwrap_adapters(model)
@@ -151,8 +153,8 @@ class StageModel:
         self._unplanned = find_unplanned(self._base, fqn_of)
         self.balance = ExpertBalance(self._model, self._layers, self.tp, with_loss=aux_loss)
         spec_of = {(module, name): self.specs[param] for module, name, param in bindings}
-        self.has_noise = count_noise(self._base, self.tp, spec_of)
-        self._hook(head)
+        self.has_noise = count_noise(self._base, self.tp, spec_of) or neftune_noise_alpha > 0
+        self._hook(head, neftune_noise_alpha)
         self._uncut_because = self._hook_blocks(head) if tp_sequence_parallel else ""
         bind_zeros(self.units[0].bindings, self._meta_params, self._forward.device)
         hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
@@ -372,7 +374,7 @@ class StageModel:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
 
-    def _hook(self, head: nn.Module) -> None:
+    def _hook(self, head: nn.Module, neftune: float) -> None:
         for module, (style, _) in module_styles(self._base):
             if style in HOOKS:
                 HOOKS[style](module, self.tp)
@@ -380,7 +382,7 @@ class StageModel:
                 hook_latent(module, self.tp, self.config.kv_lora_rank)
         for module in expert_modules(self._base):
             hook_dispatch(module, self.ep)
-        hook_embedding(self._embedding, self.tp)
+        hook_embedding(self._embedding, self.tp, partial(add_neftune, alpha=neftune))
         hook_colwise(head, self.tp)
 
     def _hook_blocks(self, head: nn.Module) -> str:
