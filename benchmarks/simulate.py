@@ -28,7 +28,7 @@ from ds_hydra.simulator.systems import Settings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 
 
-def simulate(name: str, iterations: int, bounds_attention: bool) -> dict[str, Any]:
+def simulate(name: str, iterations: int) -> dict[str, Any]:
     case = load_case(name)
     workload = case.workload
     start, start_cpu = time.perf_counter(), time.process_time()
@@ -36,7 +36,7 @@ def simulate(name: str, iterations: int, bounds_attention: bool) -> dict[str, An
         compare(
             workload,
             find_cluster(workload.profile, workload.num_devices),
-            Settings(iterations=iterations, bounds_attention=bounds_attention),
+            Settings(iterations=iterations),
         )
     )
     return {
@@ -59,27 +59,19 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="all cases, not only those of Fig. 10")
     parser.add_argument("--document", type=Path, help="Markdown file of every simulated case")
     parser.add_argument("--page", type=Path, help="page whose section Results is replaced")
-    parser.add_argument(
-        "--attention",
-        choices=("bounded", "extrapolated"),
-        default="bounded",
-        help="of T of one rank: no better than under TP, or as it follows from <1,PP>",
-    )
     arguments = parser.parse_args()
     known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"cases": []}
     done = {
         c["name"]: c
         for c in known["cases"]
-        if c["iterations"] == arguments.iterations
-        and c.get("attention") == arguments.attention
-        and "speedup_69_percent_seen" in c["systems"][0]
+        if c["iterations"] == arguments.iterations and "speedup_69_percent_seen" in c["systems"][0]
     }
     wanted = [n for n in list_cases() if arguments.all or load_case(n).figure == "Fig. 10"]
     wanted = [n for n in wanted if arguments.cases in n]
     warm_up()
     for number, name in enumerate(wanted, start=1):
         if name not in done:
-            done[name] = simulate(name, arguments.iterations, arguments.attention == "bounded")
+            done[name] = simulate(name, arguments.iterations)
             arguments.out.write_text(json.dumps({"cases": list(done.values())}) + "\n")
         took = f"{done[name]['cpu_s']:.1f} s of CPU time"
         print(f"{number}/{len(wanted)} {name}: {took}", file=sys.stderr, flush=True)

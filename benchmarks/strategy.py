@@ -20,12 +20,14 @@ from benchmarks.pages import table
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.configs.hydra_config import Space
+from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
+from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.whole_iteration import (
     IterationSetup,
     MeasuredIteration,
@@ -33,13 +35,8 @@ from ds_hydra.strategy.cost_models.whole_iteration import (
     predict_iteration,
 )
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies
-from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.proposal.program import (
-    ProposalSettings,
-    propose_from_histogram,
-    usable_schemes,
-)
+from ds_hydra.strategy.proposal.program import usable_schemes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -72,19 +69,14 @@ def best_seconds(call: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def proposal_seconds(model: str, histogram: str, num_devices: int, space: Space = "plain") -> float:
-    """The program with its roundings; in the wide space with deriving its schemes."""
+    """The whole proposal: in the wide space with deriving its schemes and phases."""
     profile, lengths = profile_of(model), histogram_of(histogram)
-    settings = ProposalSettings(tokens_per_iteration=200_000 * num_devices // 64, space=space)
-
-    def propose() -> None:
-        known = profile
-        if space == "wide":
-            known = with_extended_schemes(profile, num_devices=num_devices, context_length=CONTEXT)
-        propose_from_histogram(
-            known, lengths, num_devices=num_devices, context_length=CONTEXT, settings=settings
-        )
-
-    return best_seconds(propose)
+    cluster = find_cluster(profile, num_devices)
+    settings = CandidateSettings(
+        num_devices=num_devices, context_length=CONTEXT, tokens_per_iteration=200_000 * num_devices // 64,
+        space=space, cluster=cluster, max_enumerated=0,
+    )  # fmt: skip
+    return best_seconds(lambda: decide_candidates(profile, lengths, settings))
 
 
 def against_all_strategies(histogram: str, num_batches: int) -> dict[str, float]:

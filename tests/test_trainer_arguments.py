@@ -13,6 +13,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from models import tiny
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
 from transformers import TrainingArguments
 
@@ -26,6 +27,7 @@ from ds_hydra.trainer.arguments import (
     WITHOUT_EFFECT,
     check_arguments,
     check_data_collator,
+    check_dtype,
     drop_batch_size_mismatches,
     map_arguments,
     read_loss_option,
@@ -218,6 +220,21 @@ def test_seed_order_noise_and_checkpointing_become_keys_of_hydra():
 def test_contradictions_are_errors(section, settings, message):
     with pytest.raises(HydraConfigError, match=message):
         map_arguments(arguments(**settings), HydraConfig.parse({**SECTION, **section}), print)
+
+
+def test_a_model_in_16_bit_stays_there_or_the_user_hears_of_it():
+    notes = []
+    model = tiny("llama")
+    check_dtype(model.half(), torch.float16, notes.append)
+    check_dtype(model.float(), torch.bfloat16, notes.append)
+    check_dtype(model, torch.float32, notes.append)
+    assert not notes
+    with pytest.raises(
+        HydraConfigError, match=r"loaded in torch\.float16 .* set fp16=True, or load"
+    ):
+        check_dtype(model.half(), torch.float32, notes.append)
+    check_dtype(model.bfloat16(), torch.float32, notes.append)
+    assert "set bf16=True" in notes[0]
 
 
 def test_batch_sizes_that_differ_from_the_json_are_no_mismatch():

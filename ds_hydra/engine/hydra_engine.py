@@ -206,7 +206,7 @@ class HydraEngine(CheckpointingEngine):
         arguments as in `train_batch`.
         """
         with self.hydra.section("evaluation"):
-            iteration = self.hydra.plan_examples(batch, strategy, self.global_steps, loss=loss)
+            iteration = self.hydra.plan_forward(batch, strategy, self.global_steps, loss)
             iteration = weigh(iteration, self.hydra.propagator, self.device)
             plan, objective = iteration.plan, iteration.objective
             outcome = self.hydra.propagator.evaluate(plan, iteration.load, objective)
@@ -230,7 +230,7 @@ class HydraEngine(CheckpointingEngine):
         """
         with self.hydra.section("scores"):
             rows = [only_ids(row) for row in batch]
-            iteration = self.hydra.plan_examples(rows, strategy, self.global_steps)
+            iteration = self.hydra.plan_forward(rows, strategy, self.global_steps)
             propagator = self.hydra.propagator
             return score(iteration, propagator, self.device, entropy=entropy, details=details)
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
+import torch
 import transformers
+from torch import nn
 from transformers import TrainingArguments
 
 from ds_hydra.configs import HydraConfig
@@ -193,6 +195,26 @@ def map_arguments(
         if own != value:
             note(f"{kind}.{source} sets hydra.{key} to {value!r}")
     return hydra.model_copy(update={key: value for key, (_, value) in wanted.items()})
+
+
+def check_dtype(model: nn.Module, trained: torch.dtype, note: Note) -> None:
+    """Raise HydraConfigError for a model in float16 that DeepSpeed would turn into fp32, whose loss
+    nobody would scale; `note` that for bfloat16. `trained` is what its configuration says.
+    """
+    if trained != torch.float32:
+        return
+    loaded = {param.dtype for param in model.parameters()}
+    if torch.float16 in loaded:
+        raise HydraConfigError(
+            "the model is loaded in torch.float16 and fp16 is off, so that DeepSpeed would train and save it in "
+            "torch.float32, in twice the memory; set fp16=True, or load it with dtype=torch.float32 "
+            "(model_init_kwargs={'dtype': 'float32'} in TRL's configurations)"
+        )
+    if torch.bfloat16 in loaded:
+        note(
+            "the model is loaded in torch.bfloat16 and bf16 is off: DeepSpeed trains and saves it in torch.float32, in "
+            "twice the memory; set bf16=True to stay in 16 bit"
+        )
 
 
 def drop_batch_size_mismatches(hf_config: Any) -> None:

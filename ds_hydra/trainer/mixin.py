@@ -19,9 +19,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ds_hydra.configs import HydraConfig, read_ds_config
 from ds_hydra.engine import HydraEngine, hydra_engine_class
+from ds_hydra.engine.checks.deepspeed_section import dtype_of
 from ds_hydra.engine.model.adapters import unify_adapter_dtype, unwrap_adapters
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.trainer.arguments import Note, drop_batch_size_mismatches
+from ds_hydra.trainer.arguments import Note, check_dtype, drop_batch_size_mismatches
 from ds_hydra.trainer.checkpoints import restore_checkpoints, written_aside
 from ds_hydra.trainer.progress import Counters, StrategyProgressCallback
 
@@ -45,6 +46,8 @@ class EngineMixin:
                 "optimizers is given, which transformers does not use with DeepSpeed; leave it out and pass "
                 "optimizer_cls_and_kwargs, or override create_optimizer() or create_scheduler()"
             )
+        ds_config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
+        check_dtype(self.model, dtype_of(ds_config), self._warn)
         # The engine adds it, to slices of the embedding; transformers would to the whole one
         self.neftune_noise_alpha = None
         self._check_used(self._warn)

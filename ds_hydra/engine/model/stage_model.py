@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_hydra.engine.model import attention
-from ds_hydra.engine.model.adapters import check_head, unwrap_adapters
+from ds_hydra.engine.model.adapters import check_head, unwrap_adapters, use_saved_modules
 from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.compilation import compile_each
 from ds_hydra.engine.model.decoder_parts import DecoderParts, with_holders
@@ -49,7 +49,7 @@ from ds_hydra.engine.model.tp_plan import (
     find_unplanned,
     module_styles,
 )
-from ds_hydra.engine.model.units import Unit, bindings_of, shape_of
+from ds_hydra.engine.model.units import Unit, bindings_of, on_meta
 from ds_hydra.engine.parallel.expert_parallel import ExpertParallel, hook_dispatch
 from ds_hydra.engine.parallel.tensor_parallel import (
     HOOKS,
@@ -92,18 +92,11 @@ class StageModel:
         check_model(model)
         check_user_code(model)
         self.trial = trial = trial or Trial()
-        self.params: list[nn.Parameter] = list(model.parameters())
         self.tp = TensorParallel(
             cuts_micro_batches=tp_sequence_parallel, simulated_tp_size=simulated_tp_size
         )
         self.ep = ExpertParallel()
-        memo = {
-            id(p): nn.Parameter(
-                torch.empty(shape_of(p), device="meta", dtype=p.dtype), p.requires_grad
-            )
-            for p in self.params
-        }
-        self._meta_params: list[nn.Parameter] = [memo[id(p)] for p in self.params]
+        memo = {id(p): on_meta(p) for p in model.parameters()}
         try:
             self._model = copy.deepcopy(model, memo)
         except RuntimeError as error:  # tensors that a forward has left
@@ -111,6 +104,11 @@ class StageModel:
                 f"{type(model).__name__} cannot be copied ({str(error).splitlines()[0][:200]}); load it anew"
             ) from error
         self._state = ModuleState(model, self._model)
+        use_saved_modules(self._model)
+        running = set(self._model.parameters())
+        named = [(fqn, p) for fqn, p in model.named_parameters() if memo[id(p)] in running]
+        self.params: list[nn.Parameter] = [p for _, p in named]
+        self._meta_params: list[nn.Parameter] = [memo[id(p)] for p in self.params]
         parts = DecoderParts.find(self._model)
         self._base, head, self._embedding = parts.base, parts.head, parts.embedding
         if not trial.one_by_one_because:
@@ -143,7 +141,7 @@ class StageModel:
             module.register_forward_hook(self._after_layer)
         bindings = [(b.module, b.attribute, b.param) for u in self.units for b in u.bindings]
         self.specs = build_specs(
-            model,
+            named,
             self._base,
             bindings=bindings,
             vocabulary=(head, self._embedding),

@@ -163,6 +163,15 @@ class Profile:
             self._max_len[key] = self.memory.max_len_tokens(scheme, num_devices, home)
         return self._max_len[key]
 
+    def forward_only(self, fraction: float, *, holds_longer: bool) -> Profile:
+        """What is known of passes without backward: `fraction` of each T, and where a layer's
+        activations are known (`holds_longer`) MaxLen of what such a pass holds. Not to be saved:
+        its document is that of training.
+        """
+        latency = {scheme: model.scaled(fraction) for scheme, model in self.latency.items()}
+        memory = replace(self.memory, forward_only=holds_longer)
+        return replace(self, latency=latency, memory=memory)
+
     def with_schemes(self, schemes: Iterable[Scheme]) -> Profile:
         """This profile with an entry for each of `schemes` that it has none for, derived from
         <TP,PP>.
