@@ -216,7 +216,6 @@ class Comparison:
             **self.ours.to_json(),
             "systems": [self._system(result, price_per_gpu_hour) for result in self.results],
             "space": self.settings.space,
-            "attention": "bounded" if self.settings.bounds_attention else "extrapolated",
             **{n: found.to_json() for n, found in self.planned.items() if n != DS_HYDRA},
         }
 

@@ -150,7 +150,7 @@ class Settings:
 
     `systems` other than ds_hydra; `num_proposal_batches` mini-batches, drawn apart from those of
     the comparison, decide about ds_hydra's candidates. `overlap` of pull and push with propagation;
-    `seen`, `bounds_attention`: see `Scenario`. `num_proposal_rounds`: see `PruningSettings`.
+    `seen`: see `Scenario`. `num_proposal_rounds`: see `PruningSettings`.
     `max_communicators`: process groups that the candidates may need together, four for each device
     if None. `space` of ds_hydra, where the workload has no strategies: <TP,PP>, SP, streamed and
     checkpointed layers ("full"), or <TP,PP> ("plain").
@@ -165,7 +165,6 @@ class Settings:
     num_proposal_rounds: int = 1
     max_communicators: int | None = None
     space: Literal["full", "plain"] = "full"
-    bounds_attention: bool = True
 
     def __post_init__(self) -> None:
         others = [name for name in LABELS if name != DS_HYDRA]
