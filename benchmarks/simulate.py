@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import put_section
 from benchmarks.simulate_tables import document, results
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.simulator.cases import list_cases, load_case
@@ -25,9 +26,6 @@ from ds_hydra.simulator.reproduction import our_figure
 from ds_hydra.simulator.spread import with_spread
 from ds_hydra.simulator.systems import Settings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
-
-RESULTS = "## Results\n"
-"""Heading of a page after which its tables stand."""
 
 
 def simulate(name: str, iterations: int) -> dict[str, Any]:
@@ -60,7 +58,7 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="only cases whose name has this text in it")
     parser.add_argument("--all", action="store_true", help="all cases, not only those of Fig. 10")
     parser.add_argument("--document", type=Path, help="Markdown file of every simulated case")
-    parser.add_argument("--page", type=Path, help=f"page whose {RESULTS.strip()!r} is replaced")
+    parser.add_argument("--page", type=Path, help="page whose section Results is replaced")
     arguments = parser.parse_args()
     known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"cases": []}
     done = {
@@ -81,8 +79,7 @@ def main() -> None:
     tables = results(found)
     print(tables)
     if arguments.page is not None:
-        before, heading, _ = arguments.page.read_text(encoding="utf-8").partition(RESULTS)
-        arguments.page.write_text(f"{before}{heading}\n{tables}", encoding="utf-8")
+        put_section(arguments.page, "Results", tables)
     if arguments.document is not None:
         arguments.document.write_text(document(found, arguments.iterations), encoding="utf-8")
 

@@ -5,14 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from ds_hydra.commands import link
-
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-link.register(app)
-app.command("other")(lambda: None)
+from ds_hydra.cli import app
 
 CONFIG = {
     "model_type": "llama",

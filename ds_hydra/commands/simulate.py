@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from tqdm import tqdm
 
-from ds_hydra.commands.common import errors_to_stderr, log, write_document, write_documents, writing
+from ds_hydra.commands.common import (
+    AsJson,
+    errors_to_stderr,
+    log,
+    progress_bar,
+    write_document,
+    write_documents,
+    writing,
+)
 from ds_hydra.commands.simulate_text import describe_simulation
 from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
 from ds_hydra.errors import HydraConfigError
@@ -30,16 +35,7 @@ DEFAULT_CONTEXT, DEFAULT_HISTOGRAM = 32768, "commoncrawl"
 """Of `--model`."""
 
 
-class SimulatedSpace(str, Enum):
-    """Schemes that ds_hydra may use."""
-
-    FULL = "full"
-    PLAIN = "plain"
-
-
-def register(app: typer.Typer) -> None:
-    """Add `simulate` to `app`."""
-    app.command()(simulate)
+SimulatedSpace = Literal["full", "plain"]
 
 
 def simulate(
@@ -98,7 +94,7 @@ def simulate(
             help="Schemes of ds_hydra: <TP,PP>, SP, streamed and checkpointed layers, or <TP,PP> alone; a sweep "
             "has <TP,PP> alone."
         ),
-    ] = SimulatedSpace.FULL,
+    ] = "full",
     hardware: Annotated[
         str | None,
         typer.Option(
@@ -139,9 +135,7 @@ def simulate(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the JSON document.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Simulate training on a cluster that you need not have.
 
@@ -234,7 +228,7 @@ def _settings(
         if systems is None
         else {"systems": tuple(s.strip() for s in systems.split(",") if s.strip())}
     )
-    return Settings(iterations=iterations, overlap=overlap, seed=seed, space=space.value, **chosen)
+    return Settings(iterations=iterations, overlap=overlap, seed=seed, space=space, **chosen)
 
 
 def _load_case(name: str | None, others: tuple[object, ...]) -> Case | None:
@@ -385,12 +379,7 @@ def _sweep(
 
     from ds_hydra.simulator.sweep import SWEEP_SYSTEMS, sweep
 
-    with tqdm(desc="simulating", unit="point", file=sys.stderr) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with progress_bar("simulating", "point") as show:
         chosen = settings if is_chosen else replace(settings, systems=SWEEP_SYSTEMS)
         return sweep(workload, axes, chosen, hardware, show)
 

@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.configs.files import LARGEST, read_json_object
+from ds_hydra.configs.files import LARGEST, read_json_object, reading
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import MemoryModel
 from ds_hydra.strategy.schemes.options import slowest_stage_ratio
@@ -270,11 +270,7 @@ class Profile:
         """The profile in a `ds_hydra.profile/1` document; raises HydraConfigError naming what is
         wrong.
         """
-        if document.get("schema") != PROFILE_SCHEMA:
-            raise HydraConfigError(
-                f"{source}: schema is {document.get('schema')!r}, expected {PROFILE_SCHEMA!r}"
-            )
-        try:
+        with reading(document, PROFILE_SCHEMA, source):
             hardware, model, memory = document["hardware"], document["model"], document["memory"]
             per_tp = memory["activation_bytes_per_token_per_layer_per_hidden"]
             if memory.get("repull_layers"):
@@ -318,12 +314,6 @@ class Profile:
                 document=document,
                 overlap_slowdown=_read_slowdown(hardware.get("overlap_slowdown")),
             )
-        except HydraConfigError as error:
-            raise HydraConfigError(f"{source}: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise HydraConfigError(
-                f"{source}: not a valid {PROFILE_SCHEMA} document: {error!r}"
-            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
