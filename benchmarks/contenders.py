@@ -18,6 +18,7 @@ import zlib
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import datasets
 import deepspeed
@@ -26,42 +27,19 @@ import torch
 import torch.distributed as dist
 import transformers
 from stock_trainer import STOCK, run_stock
-from training_setup import Task, Turns, ds_config
+from training_setup import Task, Turns, start_engine
 
-import ds_hydra
 from ds_hydra.engine.ranks.host_memory import keep_freed_memory, process_bytes
 from ds_hydra.errors import InfeasiblePlanError
 
 # ---- ds_hydra
 
 
-def run_hydra(
-    task: Task,
-    turns: Turns,
-    *,
-    static: bool = False,
-    compiled: bool = False,
-    refit: str = "plan",
-) -> None:
-    """`train_batch()` on the engine's own sampler; plans are made in line, so that no other
-    contender pays for them.
-    """
+def run_hydra(task: Task, turns: Turns, **keys: Any) -> None:
+    """`train_batch()` on the engine's own sampler."""
     rank = dist.get_rank()
-    section = {
-        "context_length": task.shape.context_length,
-        "tokens_per_iteration": task.shape.tokens_per_iteration,
-        "shuffle": False,
-        "planner": {"num_workers": 0, "refit": refit},
-        "strategies": [task.static_strategy] if static else list(task.strategies),
-        "profile": task.profile,
-        "memory_limit_bytes": task.memory_limit_bytes,
-        "compile_layers": compiled,
-    }
-    engine, *_ = ds_hydra.initialize(
-        model=task.model.build(task.shape.context_length),
-        config=ds_config(hydra=section),
-        training_data=datasets.Dataset.from_dict({"input_ids": task.sequences()}),
-    )
+    data = datasets.Dataset.from_dict({"input_ids": task.sequences()})
+    engine = start_engine(task, data, shuffle=False, profile=task.profile, **keys)
     turns.ready()
     for batch in task.batches[:-1]:
         turns.wait()
@@ -78,17 +56,7 @@ def run_hydra(
 def run_explored(task: Task, turns: Turns) -> None:
     """Every other iteration under a candidate drawn at random, of those that fit the mini-batch."""
     rank, draw = dist.get_rank(), random.Random(0)
-    section = {
-        "context_length": task.shape.context_length,
-        "tokens_per_iteration": task.shape.tokens_per_iteration,
-        "planner": {"num_workers": 0, "refit": "log"},
-        "strategies": list(task.strategies),
-        "profile": task.profile,
-        "memory_limit_bytes": task.memory_limit_bytes,
-    }
-    engine, *_ = ds_hydra.initialize(
-        model=task.model.build(task.shape.context_length), config=ds_config(hydra=section)
-    )
+    engine = start_engine(task, profile=task.profile, planner={"refit": "log"})
     turns.ready()
     sequences = iter(task.sequences())
     for number, batch in enumerate(task.batches[:-1]):
@@ -103,19 +71,12 @@ def run_explored(task: Task, turns: Turns) -> None:
     turns.wait()
 
 
-def measure_profile(task: Task, turns: Turns, path: str) -> None:
-    """Write the profile that ds_hydra measures on these ranks to `path`."""
-    section = {
-        "context_length": task.shape.context_length,
-        "tokens_per_iteration": task.shape.tokens_per_iteration,
-        "strategies": list(task.strategies),
-    }
-    engine, *_ = ds_hydra.initialize(
-        model=task.model.build(task.shape.context_length), config=ds_config(hydra=section)
-    )
-    document = engine.hydra.know_profile().document
+def measure_profile(task: Task, turns: Turns) -> None:
+    """Write the profile that ds_hydra measures on these ranks to `task.profile`."""
+    document = start_engine(task).hydra.know_profile().document
     if dist.get_rank() == 0:
-        Path(path).write_text(json.dumps(document, indent=1) + "\n")
+        assert task.profile is not None
+        Path(task.profile).write_text(json.dumps(document, indent=1) + "\n")
     turns.ready()
     turns.wait()
 
@@ -142,6 +103,13 @@ TITLES = {
 }
 
 
+OWN_KEYS: dict[str, dict[str, Any]] = {
+    "hydra_profiled": {"planner": {"refit": "log"}},
+    "hydra_compiled": {"compile_layers": True},
+}
+"""What the section `hydra` of a contender has besides those of `start_engine`."""
+
+
 def run_contender(name: str, task: Task, turns: Turns) -> None:
     """Run `name` until the driver says stop."""
     if name in STOCK:
@@ -151,18 +119,13 @@ def run_contender(name: str, task: Task, turns: Turns) -> None:
     elif name == "rollouts_hydra":
         rollout_contenders.run_hydra(task, turns)
     elif name == "profile":
-        assert task.profile is not None
-        measure_profile(task, turns, task.profile)
+        measure_profile(task, turns)
     elif name == "explored":
         run_explored(task, turns)
+    elif name == "hydra_static":
+        run_hydra(task, turns, strategies=[task.static_strategy])
     else:
-        run_hydra(
-            task,
-            turns,
-            static=name == "hydra_static",
-            compiled=name == "hydra_compiled",
-            refit="log" if name == "hydra_profiled" else "plan",
-        )
+        run_hydra(task, turns, **OWN_KEYS.get(name, {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

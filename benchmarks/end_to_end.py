@@ -35,6 +35,7 @@ from typing import Any
 import contenders
 from contenders import TITLES, RankPlace
 from end_to_end_tables import Settings, make_plot, make_table
+from pages import processor
 from tqdm import tqdm
 from training_setup import ModelSize, Task
 from workloads import WORKLOADS, Workload
@@ -259,16 +260,10 @@ def take_turns(
 
 def hardware(cores: Sequence[int]) -> str:
     """Processor, the cores in use, and the versions of what is compared."""
-    models = [
-        line
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    name = models[0].split(":", 1)[1].strip() if models else "unknown processor"
     versions = ", ".join(
         f"{package} {version(package)}" for package in ("torch", "deepspeed", "transformers")
     )
-    return f"{name}, {len(cores)} cores; {versions}"
+    return f"{processor()}, {len(cores)} cores; {versions}"
 
 
 # ---- reading the files

@@ -16,7 +16,7 @@ import faults
 import psutil
 import test_faults
 import test_streaming
-from reliability_records import Records
+from reliability_page import Records
 
 
 def measure_kills(records: Records, num_rounds: int) -> None:

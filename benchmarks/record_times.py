@@ -24,7 +24,8 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from end_to_end import STRATEGIES, Group, limit_memory
@@ -95,13 +96,13 @@ def record(settings: Settings, workload: str, disturbed: str, profile_path: Path
         group.answers()
     if WORKLOADS[workload].limits_memory:
         limit = limit_memory(Profile.load(profile_path), settings)
-        task = Task(**{**_fields(task), "memory_limit_bytes": limit})
+        task = replace(task, memory_limit_bytes=limit)
     steps = []
     with Group("explored", task, cores) as group:
         group.answers()
         slow = ranks - 1
         disturb = {
-            "quiet": lambda: _nothing(),
+            "quiet": nullcontext,
             "load": lambda: _load(cores[0]),
             "straggler": lambda: (
                 _load(cores[slow]) if ranks <= len(cores) else _half_stopped(group.pids[slow])
@@ -114,15 +115,6 @@ def record(settings: Settings, workload: str, disturbed: str, profile_path: Path
             for _ in range(begin, num):
                 steps.append(group.step()["metrics"])
     return steps
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-def _fields(task: Task) -> dict:
-    return {name: getattr(task, name) for name in task.__slots__}
 
 
 def compact(metrics: dict) -> list:

@@ -8,9 +8,10 @@ start and its end; the other one must name it, and nothing may be left behind), 
 killed at random times while layers stream), `launch` (kills under torchrun and deepspeed),
 `planner` (planning processes killed and stopped), `saves` (a process is killed at random times of
 saving), `leak` (random strategies on 4 ranks), `shm` (a /dev/shm of 64 MB, mounted as root),
-`folders` (damaged run folders are read or refused), `fuzz`. What was measured is recorded in
-`--state` at once: an interrupted command continues where it was, `--fresh` begins anew. Ranks are
-CPU processes on one machine (gloo); it uses the helpers of the tests.
+`folders` (damaged run folders are read or refused), `fuzz`. Each replaces its section of the page,
+whose other sections stay. What was measured is recorded in `--state` at once: an interrupted
+command continues where it was, `--fresh` begins anew. Ranks are CPU processes on one machine
+(gloo); it uses the helpers of the tests.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ from fuzzing import check, fuzz_run_folders, fuzz_with_coverage, inputs_like, ta
 from holdings import Holdings, train_random_iteration
 from lost_ranks import measure_kills, measure_phases, measure_streams
 from models import tiny
-from reliability_page import PARTS, write
-from reliability_records import STRATEGIES_OF_2, Records
+from pages import how, put_section
+from reliability_page import PARTS, STRATEGIES_OF_2, Records
 
 LAUNCHES = (
     ("torchrun", "1:3:forward"), ("deepspeed", "1:5:backward"), ("torchrun", "0:5:push"), ("deepspeed", "0:4:pull"),
@@ -324,8 +325,10 @@ def main() -> None:
     }
     for part in options.parts or PARTS:
         print(f"{part}:", file=sys.stderr, flush=True)
+        where = how(" ".join(["python benchmarks/reliability.py", *sys.argv[1:]]))
         measures[part]()
-        write(records, options.out, " ".join(["python benchmarks/reliability.py", *sys.argv[1:]]))
+        title, describe = PARTS[part]
+        put_section(options.out, title, f"{where}\n\n{describe(records.of(part))}")
     print(f"wrote {options.out}", file=sys.stderr)
 
 

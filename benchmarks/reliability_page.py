@@ -1,25 +1,51 @@
-"""The page of reliability.py, out of its records."""
+"""What reliability.py records, and the sections of its page."""
 
 from __future__ import annotations
 
-import datetime
-import os
-import platform
+import json
 import statistics
-from collections.abc import Callable, Iterable
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
+import faults
 from holdings import STRATEGIES_OF_4
-from reliability_records import STRATEGIES_OF_2, Records
+from pages import table
 
 
-def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+class Records:
+    """What was measured, a JSON line each, kept at once: an interrupted run goes on."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._path = folder / "records.jsonl"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.all = faults.read_json_lines(self._path) if self._path.exists() else []
+
+    def of(self, part: str) -> list[dict[str, Any]]:
+        return [record for record in self.all if record["part"] == part]
+
+    def measure(
+        self, part: str, keys: dict[str, Any], action: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Record `action()` under `keys`, unless that is there already."""
+        known = {"part": part, **keys}
+        if any(known.items() <= record.items() for record in self.of(part)):
+            return
+        begin = time.monotonic()
+        record = {**known, **action()}
+        self.all.append(record)
+        faults.append_json(self._path, record)
+        print(
+            f"{time.monotonic() - begin:6.1f} s  {json.dumps(record)[:200]}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+STRATEGIES_OF_2 = ("2x<1,1>", "1x<2,1>", "1x<1,2>", "2x<1,1;stream>", "1x<2,1;stream>")
 
 
 def describe_kills(records: list[dict[str, Any]]) -> str:
@@ -290,103 +316,3 @@ PARTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     "folders": ("Damaged run folders", describe_folders),
     "fuzz": ("Damaged input", describe_fuzz),
 }
-
-TESTED = (
-    (
-        "SIGKILL of a rank in pull, forward, backward, push, step, save",
-        "the others end with an error naming it; a restart gives the same curve",
-        "test_faults, test_restarts",
-    ),
-    (
-        "SIGKILL of a rank while layers stream, with a lock of the sums held, too",
-        "the others end with an error naming it; no memory of a home stays",
-        "test_streaming",
-    ),
-    (
-        "SIGKILL or SIGSTOP from the first collective of a start to the last `destroy`",
-        "named by the others, nothing stays behind",
-        "test_faults, test_watchdog",
-    ),
-    (
-        "engines one after another in a process",
-        "open files and threads stay constant, none stays alive",
-        "test_engine_training",
-    ),
-    (
-        "a rank stopped or failed, Ctrl-C on one rank",
-        "named by the others, which end",
-        "test_faults",
-    ),
-    (
-        "planning process killed, hung, out of memory; all of them gone; none can start",
-        "the same plans from a new process, or in line; a late one is replaced by the heuristic's plan",
-        "test_background",
-    ),
-    (
-        "another plan on one rank",
-        "the same error on all ranks, nothing is exchanged",
-        "test_faults",
-    ),
-    (
-        "NaN or Inf in a gradient of one rank; overflow in fp16",
-        "no weight changes, counted; the fp16 loss scale is halved, as in stock DeepSpeed",
-        "test_faults, test_fp16",
-    ),
-    ("a slow rank", "named in the metrics", "test_straggler"),
-    (
-        "full disk under metrics, under a checkpoint",
-        "training goes on; the checkpoint before stays",
-        "test_faults, test_checkpoint_files",
-    ),
-    ("SIGTERM", "checkpoint after the iteration, exit code 0", "test_faults"),
-    ("an exception in the user's data", "raised on all ranks, naming the example", "test_faults"),
-    (
-        "a crash at any moment of saving; files truncated, altered, missing, malicious",
-        "the last good checkpoint loads; the file is named, nothing of it is run",
-        "test_checkpoint_files",
-    ),
-    (
-        "resume, on other numbers of ranks, with other candidates, from and to stock DeepSpeed",
-        "bit-identical curve on the same ranks, the same state on others",
-        "test_checkpoint",
-    ),
-    (
-        "iterations of random strategies",
-        "open files, process groups, threads, live tensors stay constant",
-        "test_engine_training",
-    ),
-    ("damaged input of any reader", "read, or refused by an error of ds_hydra", "test_fuzz"),
-    ("the whole job suspended and continued", "goes on", "test_faults"),
-)
-"""(fault, what happens, where it is tested)."""
-
-TORCHRUN = """\
-`torchrun --max-restarts` needs `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` in its environment: torch 2.13 otherwise keeps
-one store for all restarts, in which restarted ranks look for the addresses of lost ones and hang
-([issue 135712](https://github.com/pytorch/pytorch/issues/135712)). ds_hydra warns of it at the start."""
-
-
-def machine() -> str:
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-             if line.startswith("model name")]  # fmt: skip
-    memory = psutil.virtual_memory().total / 2**30
-    return (
-        f"{os.cpu_count()} cores ({names[0] if names else platform.machine()}), {memory:.0f} GiB, gloo, torch "
-        f"{torch.__version__}, Python {platform.python_version()}"
-    )
-
-
-def write(records: Records, out: Path, command: str) -> None:
-    date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    parts = [
-        "# Reliability",
-        f"Written by `{command}` on {date}; CPU ranks on one machine: {machine()}.",
-        "## What is tested",
-        "Each of these faults is injected in a test, most of them several times.",
-        table(["fault", "what happens", "tests"], TESTED),
-        TORCHRUN,
-    ]
-    for part, (title, describe) in PARTS.items():
-        of_part = records.of(part)
-        parts += [f"## {title}", describe(of_part) if of_part else "Not measured yet."]
-    out.write_text("\n\n".join(parts) + "\n", encoding="utf-8")

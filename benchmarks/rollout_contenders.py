@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transformers
 from stock_trainer import PACKED_ATTENTION, per_sequence_attention
 from torch import Tensor, nn
-from training_setup import Task, Turns, ds_config
+from training_setup import Task, Turns, ds_config, start_engine
 from workloads import Batch, Placement, Shape, place_balanced_flops, place_balanced_tokens
 
 import ds_hydra
@@ -43,16 +43,8 @@ def rollouts_of(task: Task) -> list[Rollouts]:
 
 def run_hydra(task: Task, turns: Turns) -> None:
     """`engine.score`, then `engine.train_batch(loss=GRPO())`."""
-    section = {
-        "context_length": task.shape.context_length,
-        "tokens_per_iteration": task.shape.tokens_per_iteration,
-        "planner": {"num_workers": 0},
-        "strategies": list(task.strategies),
-        "profiling": {"lengths": [512, 1024, 2048], "repeats": 2, "warmup": 1},
-    }
-    engine, *_ = ds_hydra.initialize(
-        model=task.model.build(task.shape.context_length), config=ds_config(hydra=section)
-    )
+    profiling = {"lengths": [512, 1024, 2048], "repeats": 2, "warmup": 1}
+    engine = start_engine(task, profiling=profiling)
     turns.ready()
     for rollouts in rollouts_of(task):
         turns.wait()

@@ -24,6 +24,7 @@ from benchmarks.galvatron_originals import (
     later_repository_cases,
     rtx_titan,
 )
+from benchmarks.pages import table
 from ds_hydra.strategy.cost_models.search import (
     GalvatronSearch,
     LayerStrategy,
@@ -324,29 +325,29 @@ def main() -> None:
         },
         "search_seconds": search_seconds(),
     }
-    print("| strategies of one layer, 8 devices | count |\n|---|---|")
-    for name, count in figures["counts"].items():
-        print(f"| {name} | {count} |")
-    print("\n| reference cases | cases | same cost | cheaper | dearer |\n|---|---|---|---|---|")
-    for name, row in figures["reference_cases"].items():
-        print(f"| {name} | {row['cases']} | {row['same']} | {row['cheaper']} | {row['dearer']} |")
-    print(
-        "\n| predicted against measured | points | ours | originals | worst ours | worst originals |"
-    )
-    print("|---|---|---|---|---|---|")
-    for name, row in figures["estimation_errors_percent"].items():
-        cells = " | ".join(
-            f"{row[key]:.1f}%" for key in ("ours", "originals", "worst ours", "worst originals")
-        )
-        print(f"| {name} | {row['points']} | {cells} |")
-    print("\n| ours with another rule | Table II | Table III |\n|---|---|---|")
-    for name, errors in figures["estimation_errors_percent_of_other_rules"].items():
-        print(
-            f"| {name} | {errors['Table II']['ours']:.1f}% | {errors['Table III']['ours']:.1f}% |"
-        )
-    print("\n| search, 96 layers, 8 devices, 16 GB, 44 strategies | CPU seconds |\n|---|---|")
-    for name, seconds in figures["search_seconds"].items():
-        print(f"| {name} | {seconds:.2f} |")
+    counted = figures["counts"]
+    print(table(("strategies of one layer, 8 devices", "count"), counted.items()), end="\n\n")
+    for what, key, columns, form in (
+        ("reference cases", "reference_cases", ("cases", "same", "cheaper", "dearer"), "{}"),
+        (
+            "predicted against measured, %",
+            "estimation_errors_percent",
+            ("points", "ours", "originals", "worst ours", "worst originals"),
+            "{:.3g}",
+        ),
+    ):
+        rows = [
+            (name, *(form.format(row[column]) for column in columns))
+            for name, row in figures[key].items()
+        ]
+        print(table((what, *columns), rows), end="\n\n")
+    rows = [
+        (name, *(f"{errors[paper]['ours']:.1f}%" for paper in ("Table II", "Table III")))
+        for name, errors in figures["estimation_errors_percent_of_other_rules"].items()
+    ]
+    print(table(("ours with another rule", "Table II", "Table III"), rows), end="\n\n")
+    rows = [(name, f"{seconds:.2f}") for name, seconds in figures["search_seconds"].items()]
+    print(table(("search, 96 layers, 8 devices, 16 GB, 44 strategies", "CPU seconds"), rows))
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(figures, indent=1) + "\n")
 

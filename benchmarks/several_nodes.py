@@ -32,6 +32,7 @@ import torch.distributed as dist
 from engines import start_hydra
 from models import tiny
 from nodes import Hosts, Wire, run_on_hosts
+from pages import how, put_section
 from single_process import random_examples
 
 from ds_hydra.strategy import Strategy
@@ -412,38 +413,16 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="ds_hydra_nodes_"))
     try:
         for part in options.parts:
-            begin = os.getloadavg()[0]
-            title, measure = PARTS[part]
-            how = (
-                f"`python benchmarks/several_nodes.py --parts {part} --repeats {options.repeats}` on "
-                f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores of {cpu_name()}, load at the start {begin:.1f}."
+            where = how(
+                f"python benchmarks/several_nodes.py --parts {part} --repeats {options.repeats}"
             )
-            section = "\n\n".join([f"## {title}", how, measure(folder, options.repeats)])
-            print(section, file=sys.stderr)
+            title, measure = PARTS[part]
+            section = f"{where}\n\n{measure(folder, options.repeats)}"
+            print(f"## {title}\n\n{section}", file=sys.stderr)
             if options.out:
-                keep_others(options.out, title, section)
+                put_section(options.out, title, section)
     finally:
         shutil.rmtree(folder)
-
-
-INTRODUCTION = """# Several nodes
-
-Hosts are network namespaces of one machine, with their own addresses, names, processes and shared memory
-(`tests/nodes.py`); ranks run on the CPU and talk by gloo."""
-
-
-def keep_others(path: Path, title: str, section: str) -> None:
-    """Put `section` into the page at `path` in the order of PARTS; sections of other parts stay."""
-    old = path.read_text(encoding="utf-8") if path.exists() else ""
-    sections = {text.partition("\n")[0]: f"## {text.strip()}" for text in old.split("\n## ")[1:]}
-    sections[title] = section
-    kept = [sections[name] for name, _ in PARTS.values() if name in sections]
-    path.write_text("\n\n".join([INTRODUCTION, *kept]) + "\n", encoding="utf-8")
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
 
 
 if __name__ == "__main__":

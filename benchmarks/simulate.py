@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import put_section
 from benchmarks.simulate_tables import document, results
 from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.simulator.cases import list_cases, load_case
@@ -26,11 +27,8 @@ from ds_hydra.simulator.spread import with_spread
 from ds_hydra.simulator.systems import Settings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 
-RESULTS = "## Results\n"
-"""Heading of a page after which its tables stand."""
 
-
-def simulate(name: str, iterations: int, bounds_attention: bool) -> dict[str, Any]:
+def simulate(name: str, iterations: int) -> dict[str, Any]:
     case = load_case(name)
     workload = case.workload
     start, start_cpu = time.perf_counter(), time.process_time()
@@ -38,7 +36,7 @@ def simulate(name: str, iterations: int, bounds_attention: bool) -> dict[str, An
         compare(
             workload,
             find_cluster(workload.profile, workload.num_devices),
-            Settings(iterations=iterations, bounds_attention=bounds_attention),
+            Settings(iterations=iterations),
         )
     )
     return {
@@ -60,28 +58,20 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="only cases whose name has this text in it")
     parser.add_argument("--all", action="store_true", help="all cases, not only those of Fig. 10")
     parser.add_argument("--document", type=Path, help="Markdown file of every simulated case")
-    parser.add_argument("--page", type=Path, help=f"page whose {RESULTS.strip()!r} is replaced")
-    parser.add_argument(
-        "--attention",
-        choices=("bounded", "extrapolated"),
-        default="bounded",
-        help="of T of one rank: no better than under TP, or as it follows from <1,PP>",
-    )
+    parser.add_argument("--page", type=Path, help="page whose section Results is replaced")
     arguments = parser.parse_args()
     known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"cases": []}
     done = {
         c["name"]: c
         for c in known["cases"]
-        if c["iterations"] == arguments.iterations
-        and c.get("attention") == arguments.attention
-        and "speedup_69_percent_seen" in c["systems"][0]
+        if c["iterations"] == arguments.iterations and "speedup_69_percent_seen" in c["systems"][0]
     }
     wanted = [n for n in list_cases() if arguments.all or load_case(n).figure == "Fig. 10"]
     wanted = [n for n in wanted if arguments.cases in n]
     warm_up()
     for number, name in enumerate(wanted, start=1):
         if name not in done:
-            done[name] = simulate(name, arguments.iterations, arguments.attention == "bounded")
+            done[name] = simulate(name, arguments.iterations)
             arguments.out.write_text(json.dumps({"cases": list(done.values())}) + "\n")
         took = f"{done[name]['cpu_s']:.1f} s of CPU time"
         print(f"{number}/{len(wanted)} {name}: {took}", file=sys.stderr, flush=True)
@@ -89,8 +79,7 @@ def main() -> None:
     tables = results(found)
     print(tables)
     if arguments.page is not None:
-        before, heading, _ = arguments.page.read_text(encoding="utf-8").partition(RESULTS)
-        arguments.page.write_text(f"{before}{heading}\n{tables}", encoding="utf-8")
+        put_section(arguments.page, "Results", tables)
     if arguments.document is not None:
         arguments.document.write_text(document(found, arguments.iterations), encoding="utf-8")
 

@@ -16,15 +16,18 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.pages import table
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.configs.hydra_config import Space
+from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
+from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.cost_models.whole_iteration import (
     IterationSetup,
     MeasuredIteration,
@@ -32,13 +35,8 @@ from ds_hydra.strategy.cost_models.whole_iteration import (
     predict_iteration,
 )
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies
-from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.proposal.program import (
-    ProposalSettings,
-    propose_from_histogram,
-    usable_schemes,
-)
+from ds_hydra.strategy.proposal.program import usable_schemes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -71,19 +69,14 @@ def best_seconds(call: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def proposal_seconds(model: str, histogram: str, num_devices: int, space: Space = "plain") -> float:
-    """The program with its roundings; in the wide space with deriving its schemes."""
+    """The whole proposal: in the wide space with deriving its schemes and phases."""
     profile, lengths = profile_of(model), histogram_of(histogram)
-    settings = ProposalSettings(tokens_per_iteration=200_000 * num_devices // 64, space=space)
-
-    def propose() -> None:
-        known = profile
-        if space == "wide":
-            known = with_extended_schemes(profile, num_devices=num_devices, context_length=CONTEXT)
-        propose_from_histogram(
-            known, lengths, num_devices=num_devices, context_length=CONTEXT, settings=settings
-        )
-
-    return best_seconds(propose)
+    cluster = find_cluster(profile, num_devices)
+    settings = CandidateSettings(
+        num_devices=num_devices, context_length=CONTEXT, tokens_per_iteration=200_000 * num_devices // 64,
+        space=space, cluster=cluster, max_enumerated=0,
+    )  # fmt: skip
+    return best_seconds(lambda: decide_candidates(profile, lengths, settings))
 
 
 def against_all_strategies(histogram: str, num_batches: int) -> dict[str, float]:
@@ -232,38 +225,33 @@ def measure(num_batches: int) -> dict[str, Any]:
     }
 
 
-def as_table(found: dict[str, Any]) -> str:
-    lines = ["| figure | measured |", "|---|---|"]
-    lines += [
-        f"| proposal, {name} | {value:.2f} s |" for name, value in found["proposal_s"].items()
-    ]
+def as_tables(found: dict[str, Any]) -> str:
+    """Markdown."""
+    rows = [(f"proposal, {name}", f"{value:.2f} s") for name, value in found["proposal_s"].items()]
     for name, times in found["against_all"].items():
-        lines.append(
-            f"| 7B on 8 devices, {name}: {times['num_proposed']:.0f} proposed against all "
-            f"{times['num_every']:.0f} strategies | {times['proposed_ms'] / times['every_ms'] - 1:+.2%} |"
-        )
-    lines += [
-        f"| MaxLen against {name} | {value:.2%} |"
-        for name, value in found["max_len_errors"].items()
-    ]
+        what = f"7B on 8 devices, {name}: {times['num_proposed']:.0f} proposed against all"
+        ratio = times["proposed_ms"] / times["every_ms"]
+        rows.append((f"{what} {times['num_every']:.0f} strategies", f"{ratio - 1:+.2%}"))
+    for name, value in found["max_len_errors"].items():
+        rows.append((f"MaxLen against {name}", f"{value:.2%}"))
     for model, terms in found["analytic_errors"].items():
         for term, errors in terms.items():
             size = np.abs(errors)
-            lines.append(
-                f"| roofline, {model}, {term}: median, worst | {np.median(size):.1%}, {max(size):.1%} |"
-            )
+            figures = f"{np.median(size):.1%}, {max(size):.1%}"
+            rows.append((f"roofline, {model}, {term}: median, worst", figures))
     for model, error in found["rubick_mean_error_pct"].items():
         theirs = f" (originals {AUTHORS_MEAN_ERROR[model]})" if model in AUTHORS_MEAN_ERROR else ""
-        lines.append(f"| Rubick, {model}, mean error | {error:.2f}%{theirs} |")
-    lines += [
-        "",
-        "| Rubick, kind of plan | fitted | without this kind | originals |",
-        "|---|---|---|---|",
+        rows.append((f"Rubick, {model}, mean error", f"{error:.2f}%{theirs}"))
+    kinds = [
+        (name, *(f"{row[key]:.1f}%" for key in ("fitted", "without", "originals")))
+        for name, row in found["rubick_leave_one_kind_out_pct"].items()
     ]
-    for name, row in found["rubick_leave_one_kind_out_pct"].items():
-        cells = " | ".join(f"{row[key]:.1f}%" for key in ("fitted", "without", "originals"))
-        lines.append(f"| {name} | {cells} |")
-    return "\n".join(lines)
+    return "\n\n".join(
+        [
+            table(("figure", "measured"), rows),
+            table(("Rubick, kind of plan", "fitted", "without this kind", "originals"), kinds),
+        ]
+    )
 
 
 def main() -> None:
@@ -276,7 +264,7 @@ def main() -> None:
     found = measure(arguments.batches)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(as_table(found))
+    print(as_tables(found))
 
 
 if __name__ == "__main__":

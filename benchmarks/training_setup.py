@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3MoeConfig
-from workloads import (
-    Batch,
-    Shape,
-)
+from workloads import Batch, Shape
 
+import ds_hydra
 from ds_hydra.engine.ranks.host_memory import process_bytes
 
 
@@ -153,3 +151,23 @@ class Turns:
                 **facts,
             }
         )
+
+
+def start_engine(task: Task, training_data: object = None, **keys: Any) -> ds_hydra.HydraEngine:
+    """An engine of ds_hydra for `task`, `keys` in its section; plans are made in line, so that no
+    other contender pays for them.
+    """
+    section = {
+        "context_length": task.shape.context_length,
+        "tokens_per_iteration": task.shape.tokens_per_iteration,
+        "strategies": list(task.strategies),
+        "memory_limit_bytes": task.memory_limit_bytes,
+        **keys,
+    }
+    section["planner"] = {"num_workers": 0, **section.get("planner", {})}
+    engine, *_ = ds_hydra.initialize(
+        model=task.model.build(task.shape.context_length),
+        config=ds_config(hydra=section),
+        training_data=training_data,
+    )
+    return engine

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import json
 import time
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ds_hydra.commands import (
-    check,
-    doctor,
-    fit,
-    init,
-    lengths,
-    link,
-    profile,
-    propose,
-    report,
-    search,
-    simulate,
-)
-from ds_hydra.commands.common import errors_to_stderr
+from ds_hydra.commands.check import check
+from ds_hydra.commands.common import AsJson, errors_to_stderr
+from ds_hydra.commands.doctor import doctor
+from ds_hydra.commands.fit import fit
+from ds_hydra.commands.init import init
+from ds_hydra.commands.lengths import lengths
+from ds_hydra.commands.link import link
+from ds_hydra.commands.profile import profile
+from ds_hydra.commands.propose import propose
+from ds_hydra.commands.report import report
+from ds_hydra.commands.search import search
+from ds_hydra.commands.simulate import simulate
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
@@ -39,13 +36,6 @@ app = typer.Typer(
 )
 
 
-class Objective(str, Enum):
-    """How the time of a pipeline is predicted."""
-
-    EXACT = "exact"
-    CLOSED_FORM = "closed_form"
-
-
 @app.command()
 def plan(
     profile: Annotated[
@@ -57,13 +47,11 @@ def plan(
     strategies: Annotated[Path, typer.Option(help="Candidate strategies, ds_hydra.strategies/1.")],
     lengths: Annotated[Path, typer.Option(help="JSON list of sequence lengths in tokens.")],
     objective: Annotated[
-        Objective,
+        Literal["exact", "closed_form"],
         typer.Option(help="1F1B recurrence over micro-batches, or (PP-1+V) x the slowest."),
-    ] = Objective.EXACT,
+    ] = "exact",
     seed: Annotated[int, typer.Option(help="Seed of the dispatch trials.")] = 0,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Plan one global mini-batch: strategy, dispatch and packing.
 
@@ -82,7 +70,7 @@ def plan(
 
 
 def _plan(
-    profile_name: str, strategies_path: Path, lengths_path: Path, objective: Objective, seed: int
+    profile_name: str, strategies_path: Path, lengths_path: Path, objective: str, seed: int
 ) -> tuple[IterationPlan, float]:
     """The plan, and the time that planning took without loading compiled code."""
     from ds_hydra.sampler.candidates import with_schemes_of
@@ -107,7 +95,7 @@ def _plan(
         strategies=strategies,
         profile=profile,
         num_devices=num_devices,
-        settings=PlannerSettings(objective=objective.value, seed=seed),
+        settings=PlannerSettings(objective=objective, seed=seed),
     )
     return result, (time.perf_counter() - start) * 1e3
 
@@ -156,17 +144,20 @@ def _plan_document(result: IterationPlan, planning_ms: float) -> dict[str, Any]:
     }
 
 
-check.register(app)
-doctor.register(app)
-init.register(app)
-lengths.register(app)
-profile.register(app)
-propose.register(app)
-fit.register(app)
-simulate.register(app)
-link.register(app)
-search.register(app)
-report.register(app)
+for command in (
+    check,
+    doctor,
+    init,
+    lengths,
+    profile,
+    propose,
+    fit,
+    simulate,
+    link,
+    search,
+    report,
+):
+    app.command()(command)
 
 
 def main() -> None:

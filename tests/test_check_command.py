@@ -415,7 +415,7 @@ def check_home(home, nodes):
     assert home["weight_bytes"] == pytest.approx(2 * numel / 8, rel=1e-3)
     assert home["sum_bytes"] == pytest.approx(8 * numel / 8 - 4 * numel / (8 * nodes), rel=1e-3)
     assert home["in_bytes"] == pytest.approx(2 * numel * (1 - 1 / nodes))
-    assert home["out_bytes"] == pytest.approx(4 * numel * (1 - 1 / nodes))
+    assert home["out_bytes"] == pytest.approx(2 * numel * (1 - 1 / nodes))
 
 
 def test_schemes_with_parts_are_checked_and_derived():

@@ -37,15 +37,15 @@ def link_times(text: str, num_devices: int, **more) -> tuple[float, float]:
 
 
 def test_a_single_node_moves_what_a_rank_lacks():
-    """Each of 4 ranks pulls the whole model but its quarter: 2 bytes; pushes it with 4."""
+    """Each of 4 ranks pulls the whole model but its quarter: 2 bytes; pushes it with 2 more."""
     assert link_times("4x<1,1>", 4) == pytest.approx(
-        (PARAMS * 0.75 * 2 / 1e3, PARAMS * 0.75 * 4 / 1e3)
+        (PARAMS * 0.75 * 2 / 1e3, PARAMS * 0.75 * 2 / 1e3)
     )
     # The slowest rank is the one with the largest slice; ranks of an SP group hold the same one.
     assert link_times("1x<2,1> + 2x<1,1>", 4) == link_times("4x<1,1>", 4)
     assert link_times("1x<sp4,1>", 4) == link_times("4x<1,1>", 4)
     assert link_times("1x<2,2>", 4) == pytest.approx(
-        (PARAMS / 4 * 0.75 * 2 / 1e3, PARAMS / 4 * 0.75 * 4 / 1e3)
+        (PARAMS / 4 * 0.75 * 2 / 1e3, PARAMS / 4 * 0.75 * 2 / 1e3)
     )
 
 

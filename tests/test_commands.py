@@ -6,10 +6,10 @@ import json
 
 import datasets
 import pytest
-import typer
 from reference import make_profile
 from typer.testing import CliRunner
 
+from ds_hydra.cli import app
 from ds_hydra.commands import lengths, propose
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data import length_stats
@@ -17,10 +17,6 @@ from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.proposal.candidates import load_strategies
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-for module in (lengths, propose):
-    module.register(app)
 
 
 def invoke(*arguments: str):

@@ -165,6 +165,11 @@ def test_every_field_says_what_it_is(section: type[BaseModel]):
             "hydra.strategies, as in <1,1;stream>",
         ),
         (
+            {"link": {"gradient_dtype": "bf16"}},
+            'hydra.link.gradient_dtype is no longer a key; DeepSpeed\'s own says it, outside of "hydra": '
+            '"communication_data_type"',
+        ),
+        (
             {"seed": "auto"},
             'hydra.seed is "auto", which the Trainer fills in for DeepSpeed\'s keys only',
         ),
@@ -350,6 +355,31 @@ def test_an_unsupported_feature_is_refused_by_name_and_the_advice_works(refusal)
 def test_all_refusals_are_listed():
     text = config_problem(ds_config(zero_optimization={"stage": 2}, sequence_parallel_size=2))
     assert text.startswith("the DeepSpeed config has 2 problems:\n  zero_optimization.stage is 2")
+
+
+@pytest.mark.parametrize(
+    ("sections", "wanted"),
+    [
+        ({}, "fp32"),
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, "fp32"),
+        ({"bf16": {"enabled": "auto"}, "communication_data_type": None}, "bf16"),
+        ({"bf16": {"enabled": False}, "communication_data_type": "bf16"}, "bf16"),
+        ({"fp16": {"enabled": True}}, "fp32"),
+    ],
+)
+def test_gradients_are_sent_as_deepspeed_says(sections, wanted):
+    stage = {"zero_optimization": {"stage": 3}}
+    _, hydra = read_ds_config({**stage, "hydra": SMALLEST, **sections})
+    assert hydra.link.gradient_dtype == wanted
+    assert hydra.link.with_gradient_dtype("fp32").gradient_dtype == "fp32"
+
+
+def test_gradients_are_never_sent_in_fp16(caplog):
+    stage = {"zero_optimization": {"stage": 3}, "communication_data_type": "fp16"}
+    _, hydra = read_ds_config({**stage, "hydra": SMALLEST})
+    assert hydra.link.gradient_dtype == "fp32"
+    assert "communication_data_type is fp16" in caplog.text
 
 
 @pytest.mark.parametrize("key", WITHOUT_EFFECT)

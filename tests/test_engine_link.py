@@ -30,7 +30,7 @@ BF16_TOLERANCE = 2**-8
 
 def gradients_sent_in_bf16():
     strategies = ("4x<1,1>", "1x<2,1> + 1x<1,2>", "1x<2,2>")
-    return check_gradients("llama", strategies, {"link": {"gradient_dtype": "bf16"}})
+    return check_gradients("llama", strategies, communication_data_type="bf16")
 
 
 SCHEMES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))

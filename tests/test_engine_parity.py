@@ -108,13 +108,13 @@ def relative_errors(got, wanted, names):
     }
 
 
-def check_gradients(family, strategies, hydra=None, overrides=None, lengths=LENGTHS):
+def check_gradients(family, strategies, hydra=None, overrides=None, lengths=LENGTHS, **sections):
     model = family if isinstance(family, torch.nn.Module) else tiny(family, **(overrides or {}))
     reference = copy.deepcopy(model)
     names = [name for name, _ in reference.named_parameters()]
     examples = random_examples(lengths, VOCAB_SIZE, seed=1)
     wanted_loss, wanted = token_mean_gradients(reference, examples)
-    engine = start_hydra(model, hydra=hydra)
+    engine = start_hydra(model, hydra=hydra, **sections)
     tensors = [(e["input_ids"], e["labels"]) for e in examples]
     worst = {}
     for text in strategies:

@@ -14,8 +14,8 @@ from reference import make_batch, make_profile
 from test_events import make_work
 from test_planner import MAX_LEN, PROFILE, STRATEGIES
 
+from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.files import find_profile
-from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.planning import planner_settings
 from ds_hydra.sampler.planner import plan_iteration, plan_with_time
 from ds_hydra.sampler.planner_settings import PlannerSettings
@@ -163,10 +163,10 @@ A800 = Profile.load(find_profile("a800_llama2_32b"))
 CANDIDATES = parse_strategies(["4x<16,1>", "1x<16,1> + 6x<8,1>", "8x<4,2>"])
 
 
-def settings_of(profile, strategies=CANDIDATES, **link):
-    config = HydraConfig.parse(
-        {"context_length": 32768, "tokens_per_iteration": 200_000, "link": link}
-    )
+def settings_of(profile, strategies=CANDIDATES, sections=None, **link):
+    hydra = {"context_length": 32768, "tokens_per_iteration": 200_000, "link": link}
+    stage = {"zero_optimization": {"stage": 3}}
+    _, config = read_ds_config({**stage, "hydra": hydra, **(sections or {})})
     return planner_settings(config, profile, strategies, 64)
 
 
@@ -176,7 +176,7 @@ def test_the_engine_takes_links_from_the_description_of_the_profiles_hardware():
     assert times[CANDIDATES[1]].pull_ms > 1.5 * times[CANDIDATES[0]].pull_ms, (
         "a node of <8,1> needs twice as much"
     )
-    half = settings_of(A800, gradient_dtype="bf16", overlap=False)
+    half = settings_of(A800, sections={"bf16": {"enabled": True}}, overlap=False)
     assert half.link_times[CANDIDATES[0]].push_ms == pytest.approx(times[CANDIDATES[0]].push_ms / 2)
     assert half.link_times[CANDIDATES[0]].pull_ms == times[CANDIDATES[0]].pull_ms
     assert not half.overlaps_links

@@ -105,6 +105,69 @@ def parity():
     return errors
 
 
+SAVED = {
+    "llama": ["embed_tokens", "lm_head"],
+    "llama_tied": ["embed_tokens"],
+    "qwen3": ["norm", "input_layernorm", "down_proj"],
+}
+OF_SAVED = (
+    "4x<1,1>",
+    "1x<4,1>",
+    "1x<1,2> + 1x<2,1>",
+    "1x<sp2,2,1>",
+    "1x<1,2;stream> + 1x<2,1;stream>",
+)
+
+
+def saved_modules(family):
+    """Errors of loss and gradients where `modules_to_save` train; what a step has changed."""
+    examples = random_examples([5, 30, 12, 7, 90, 3], VOCAB_SIZE)
+    model = adapted(family, target_modules=["q_proj", "v_proj"], modules_to_save=SAVED[family])
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert sum("modules_to_save" in name for name in names) >= len(SAVED[family])
+    loss, expected = token_mean_gradients(copy.deepcopy(model), examples)
+    expected = [g for g, p in zip(expected, model.parameters(), strict=True) if p.requires_grad]
+    engine = start_hydra(model)
+    errors = {}
+    for strategy in OF_SAVED:
+        got, grads = gradients(engine, model, examples, strategy)
+        worst = max(
+            float((mine - theirs).norm() / theirs.norm().clamp_min(1e-12))
+            for mine, theirs in zip(grads, expected, strict=True)
+        )
+        errors[strategy] = max(abs(got - loss) / loss, worst)
+    before = {name: p.ds_tensor.clone() for name, p in model.named_parameters()}
+    engine.train_batch(examples, strategy="2x<2,1>")
+    changed = {
+        name for name, p in model.named_parameters() if not torch.equal(p.ds_tensor, before[name])
+    }
+    with pytest.raises(UnsupportedModelError) as refused, model.disable_adapter():
+        engine.eval_batch(examples)
+    return errors, changed, names, str(refused.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("llama_tied", marks=pytest.mark.slow), "qwen3"]
+)
+def test_modules_to_save_train_and_what_they_stand_for_does_not(family):
+    found = run_distributed(saved_modules, 4, family)
+    changed = set().union(*(names for _, names, _, _ in found))
+    for errors, _, names, refused in found:
+        assert max(errors.values()) < 1e-5, errors
+        assert changed == set(names)
+        assert "is in modules_to_save, and training runs what adapter 'default' had" in refused
+
+
+def test_modules_that_are_saved_are_the_only_ones_that_are_pulled():
+    model = adapted("llama", target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    stage_model = StageModel(model)
+    fqns = {spec.fqn for spec in stage_model.specs}
+    assert "model.embed_tokens.modules_to_save.default.weight" in fqns
+    assert not any("original_module" in fqn for fqn in fqns)
+    assert len(stage_model.params) == len(list(model.parameters())) - 2
+
+
 def later_states():
     """Losses with adapters off, on again, scaled anew and of the second adapter, each beside one
     process's; errors of what cannot be followed.
@@ -208,7 +271,10 @@ def test_slices_of_an_adapter_follow_its_layer():
     ("settings", "message"),
     [
         ({"use_dora": True}, "Dora.* is not supported; use plain LoRA"),
-        ({"modules_to_save": ["lm_head"]}, r"lm_head: ModulesToSaveWrapper .*leave both out"),
+        (
+            {"trainable_token_indices": [3, 4]},
+            r"embed_tokens: TrainableTokensWrapper .*modules_to_save=\['embed_tokens'\]",
+        ),
         ({"target_modules": ["lm_head"]}, "adapter at the output head"),
         (
             {"target_modules": ["embed_tokens"]},

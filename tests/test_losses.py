@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 from distributed import run_distributed
-from engines import start_hydra
+from engines import small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from single_process import random_examples
 from test_engine_parity import RELATIVE_TOLERANCE, gather_gradients, relative_errors
@@ -18,7 +19,7 @@ from ds_hydra import losses
 from ds_hydra.engine.iteration import weigh
 from ds_hydra.engine.losses.loss import WEIGHT
 from ds_hydra.engine.losses.objective import Objective
-from ds_hydra.errors import HydraConfigError, HydraDataError
+from ds_hydra.errors import HydraConfigError, HydraDataError, InfeasiblePlanError
 
 LENGTHS = (9, 17, 30, 1, 5, 40, 3, 24)
 STRATEGIES = ("4x<1,1>", "1x<4,1>", "1x<2,1> + 1x<1,2>", "1x<sp2,2,1>", "1x<cp2,2,1>", "2x<cp2,1>",
@@ -271,6 +272,58 @@ def test_evaluation_scores_and_steps(results):
         assert result["scores"] < 1e-4
         assert result["steps"] == sorted(result["steps"], reverse=True)
         assert result["steps"][0] > result["steps"][-1] > 0
+
+
+def longer_than_training_holds(profile):
+    """What training says of a sequence above its MaxLen; errors of its scores and loss; the longest
+    micro-batch of the plan of the scores.
+    """
+    model = tiny("llama")
+    examples = random_examples((120, 30, 9, 60), VOCAB_SIZE, seed=3)
+    reference = copy.deepcopy(model)
+    engine = start_hydra(model, hydra={"profile": profile, "strategies": ["2x<1,1>", "1x<2,1>"]})
+    with pytest.raises(InfeasiblePlanError) as refused:
+        engine.train_batch(examples)
+    wanted = [-reference_log_probs(reference, e["input_ids"]) for e in examples]
+    errors = [
+        float((-found[1:] - own).abs().max())
+        for found, own in zip(engine.score(examples).log_probs, wanted, strict=True)
+    ]
+    counted = [own[e["labels"][1:] != -100] for own, e in zip(wanted, examples, strict=True)]
+    mean = float(torch.cat(counted).mean())
+    plan = engine.hydra.plan_forward(examples, None, 0).plan
+    longest = max(sum(plan.lengths[p] for p in m) for x in plan.pipelines for m in x.micro_batches)
+    return {
+        "refused": str(refused.value),
+        "scores": max(errors),
+        "loss": abs(float(engine.eval_batch(examples)) / mean - 1),
+        "longest": longest,
+        "strategy": str(plan.strategy),
+        "trained": float(engine.train_batch(examples[1:3])),
+    }
+
+
+def reference_log_probs(model, ids):
+    """[l - 1] of the tokens of one sequence that runs alone."""
+    with torch.no_grad():
+        log_p = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    return log_p.gather(-1, ids[1:, None])[:, 0]
+
+
+@pytest.mark.distributed
+def test_what_training_does_not_hold_is_scored_and_evaluated(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(small_profile(400_000, num_layers=4)))
+    for found in run_distributed(longer_than_training_holds, 2, str(path)):
+        assert (
+            "has 120 tokens, the largest MaxLen over all candidate strategies is 52"
+            in (found["refused"])
+        )
+        assert found["scores"] < 1e-4
+        assert found["loss"] < 1e-5
+        assert found["strategy"] == "1x<2,1>"  # <1,1> holds 75
+        assert 120 <= found["longest"] <= 149
+        assert 0 < found["trained"] < 10
 
 
 @pytest.mark.distributed

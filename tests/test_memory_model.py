@@ -51,6 +51,35 @@ def test_max_len_is_within_five_percent_of_the_authors_code_where_micro_batches_
     assert compared >= 20
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_forward_alone_holds_a_layer_hidden_states_and_logits(model):
+    profile = Profile.from_json(shared_json(f"profiles/a800_llama2_{model}.json"))
+    forward = profile.forward_only(1 / 3, holds_longer=True)
+    memory = profile.memory
+    for scheme in [*profile.latency, Scheme.parse("<cp2,4,1>")]:
+        longest = forward.max_len_tokens(scheme, 64)
+        in_training = profile.max_len_tokens(scheme, 64)
+        assert longest > 3 * in_training or in_training <= 0
+        if scheme in profile.latency:
+            whole_ms = profile.get_latency(scheme).micro_batch_ms([999])
+            forward_ms = forward.get_latency(scheme).micro_batch_ms([999])
+            assert forward_ms == pytest.approx(whole_ms / 3)
+        per_token = forward.memory.rank_bytes(scheme, 64, 1) - forward.memory.rank_bytes(
+            scheme, 64, 0
+        )
+        layer = memory.hidden_size / scheme.ranks_per_stage * memory.activation_bytes[scheme.tp]
+        logits = 2 * 2 * memory.vocab_size / scheme.ranks_per_stage
+        whole = layer + 2 * 2 * memory.hidden_size / scheme.num_shards + logits
+        if scheme.cp > 1:  # rows are a little longer, and all keys and values are gathered
+            assert 1.1 * whole < per_token < 2 * whole
+        else:
+            assert per_token == pytest.approx(whole)
+    scheme = Scheme(8, 1)
+    shorter = profile.forward_only(1 / 4, holds_longer=False)
+    assert shorter.max_len_tokens(scheme, 64) == profile.max_len_tokens(scheme, 64)
+    assert profile.forward_only(1 / 3, holds_longer=True).document == profile.document
+
+
 def test_a_profile_measured_with_re_pulls_names_what_replaces_them():
     document = shared_json("profiles/a800_llama2_7b.json")
     memory = {**document["memory"], "repull_layers": 4}

@@ -1,5 +1,5 @@
-"""Dropout of adapters: masks like chance, the same under every strategy, with the gradients of one
-process that draws them for each sequence alone.
+"""Dropout of adapters and NEFTune: noise like chance, the same under every strategy, with the
+gradients of one process that draws it for each sequence alone.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ import pytest
 import torch
 from distributed import run_distributed
 from engines import start_hydra
-from models import VOCAB_SIZE
+from models import VOCAB_SIZE, tiny
 from single_process import random_examples, summed_loss, token_mean_gradients
 from test_lora import STRATEGIES, adapted, gradients
 from torch import nn
 
 from ds_hydra import losses
-from ds_hydra.engine.model.noise import TokenDropout, keep_mask, layer_number, token_seeds
+from ds_hydra.engine.model.noise import (
+    TokenDropout,
+    keep_mask,
+    layer_number,
+    token_seeds,
+    uniform_noise,
+)
 
 pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
 
@@ -147,6 +153,73 @@ def parity(tp_sequence_parallel):
 )
 def test_gradients_equal_one_process_under_every_strategy(tp_sequence_parallel):
     found = run_distributed(parity, 4, tp_sequence_parallel)[0]
+    for strategy, (loss_error, grad_error) in found.items():
+        assert loss_error < 1e-5, (strategy, loss_error)
+        assert grad_error < 1e-5, (strategy, grad_error)
+
+
+def test_noise_of_the_embedding_is_even_and_of_each_token_and_feature():
+    noise = uniform_noise(token_seeds(SEED, 0, 0, 0, 4096), layer_number("neftune"), 510).double()
+    assert noise.shape == (4096, 510)
+    assert float(noise.abs().max()) < 1
+    for dims in ((0, 1), 0, 1):
+        mean = noise.mean(dim=dims)
+        z = mean * math.sqrt(3 * noise.numel() / mean.numel())  # the variance is 1/3
+        assert float(z.abs().max()) < 5
+    counts = torch.histc(noise, 64, -1, 1) / noise.numel() * 64
+    assert float((counts - 1).abs().max()) < 5 * math.sqrt(64 / noise.numel())
+
+
+ALPHA = 15.0
+
+
+def with_noise_alone(model):
+    """`model` with NEFTune as one process adds it to a sequence that it runs alone."""
+
+    def add(_module, _args, output):
+        num_tokens, num_features = output.shape[-2:]
+        seeds_T = token_seeds(SEED, 0, AloneDropout.sequence, 0, num_tokens)
+        noise = uniform_noise(seeds_T, layer_number("neftune"), num_features)
+        return output + noise * (ALPHA / math.sqrt(num_tokens * num_features))
+
+    model.get_input_embeddings().register_forward_hook(add)
+    return model
+
+
+def neftune_parity(family, tp_sequence_parallel, strategies):
+    examples = random_examples(LENGTHS, VOCAB_SIZE)
+    model = tiny(family)
+    with torch.no_grad():
+        alone = [summed_loss(model, example) for example in examples]
+    loss, expected = reference_gradients(with_noise_alone(copy.deepcopy(model)), examples)
+    engine = start_hydra(
+        model,
+        hydra={"tp_sequence_parallel": tp_sequence_parallel, "neftune_noise_alpha": ALPHA},
+    )
+    errors = {}
+    for strategy in strategies:
+        got, grads = gradients(engine, model, examples, strategy)
+        errors[strategy] = (abs(got - loss) / loss, worst(grads, expected))
+    without = float(torch.stack(alone).sum()) / sum(
+        int((e["labels"][1:] != -100).sum()) for e in examples
+    )
+    assert abs(loss / without - 1) > 1e-4, "noise changes the loss"
+    evaluated = float(engine.eval_batch(examples, strategy="2x<2,1>"))
+    assert evaluated == pytest.approx(without, rel=1e-5), "evaluation knows none"
+    return errors
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "tp_sequence_parallel", "strategies"),
+    [
+        ("qwen3", False, (*STRATEGIES[:6], "2x<1,2;ckpt=2>")),
+        pytest.param("qwen3", True, ("1x<4,1>", "1x<2,2>"), marks=pytest.mark.slow),
+        pytest.param("gemma3", False, ("1x<4,1>", "1x<1,2> + 1x<2,1>"), marks=pytest.mark.slow),
+    ],
+)
+def test_neftune_equals_one_process_under_every_strategy(family, tp_sequence_parallel, strategies):
+    found = run_distributed(neftune_parity, 4, family, tp_sequence_parallel, strategies)[0]
     for strategy, (loss_error, grad_error) in found.items():
         assert loss_error < 1e-5, (strategy, loss_error)
         assert grad_error < 1e-5, (strategy, grad_error)

@@ -12,13 +12,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.extended_space import widen
 from benchmarks.galvatron_originals import later_repository_cases, rtx_titan
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file
-from ds_hydra.configs.files import find_profile
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
-from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.search import (
     GalvatronSearch,
     LayerStrategy,
@@ -410,15 +407,3 @@ class TestCommand:
         result = self.run(*arguments)
         assert result.exit_code == 1
         assert message in result.stderr
-
-
-def test_extended_sets_contain_the_candidates_and_stay_on_their_devices():
-    profile = Profile.load(find_profile("a800_llama2_7b"))
-    strategies = (Strategy.parse("2x<4,1>"), Strategy.parse("1x<4,1> + 2x<2,1>"))
-    ckpt, sp, both = (widen(strategies, profile, 8, kind) for kind in ("ckpt", "sp", "both"))
-    for extended in (ckpt, sp, both):
-        assert extended[: len(strategies)] == strategies
-        assert {strategy.num_devices for strategy in extended} == {8}
-    assert Strategy.parse("2x<4,1;ckpt=32>") in ckpt
-    assert Strategy.parse("1x<sp2,2,1> + 2x<2,1>") in sp
-    assert set(ckpt) | set(sp) < set(both)

@@ -7,17 +7,12 @@ from html import escape
 
 import numpy as np
 import pytest
-import typer
 from test_simulator import HISTOGRAM, checkpointing_document, small_profile
 from typer.testing import CliRunner
 
-from ds_hydra.commands import report, simulate
+from ds_hydra.cli import app
 from ds_hydra.simulator.timeline import Timeline
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-for module in (report, simulate):  # two commands, so that typer wants the name
-    module.register(app)
 
 
 def invoke(*arguments):
@@ -91,7 +86,9 @@ def test_timeline_of_both_spaces(files):
         "it is not among --systems megatron"
         in invoke(*arguments(files), "--systems", "megatron", "--timeline-of", "plain").stderr
     )
-    assert "choose ds_hydra or half" in invoke(*arguments(files), "--timeline-of", "static").stderr
+    assert (
+        "choose ds_hydra or 32_bit" in invoke(*arguments(files), "--timeline-of", "static").stderr
+    )
 
 
 def test_strategies_with_checkpointed_layers_fit_what_no_other_scheme_does(files):

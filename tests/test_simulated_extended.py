@@ -6,24 +6,21 @@ import dataclasses
 
 import numpy as np
 import pytest
-from reference import make_batch
 from test_cluster import SHAPE, make_cluster
 from test_simulator import checkpointing_document, make_scenario, make_workload, small_profile
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
+from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.simulator.cases import load_case
 from ds_hydra.simulator.compare import compare
-from ds_hydra.simulator.extended import (
-    extended_scenario,
-    extended_schemes,
-    extended_strategies,
-    with_sequence_parallelism,
-)
-from ds_hydra.simulator.scenario import Scenario, bound_of
+from ds_hydra.simulator.scenario import bound_of
 from ds_hydra.simulator.systems import Settings
 from ds_hydra.simulator.ulysses import balance_micro_batches_by_time
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.profiles.states import with_engine_states
+from ds_hydra.strategy.proposal.extended import with_derived_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -38,8 +35,12 @@ def comparison():
     return compare(workload, None, Settings(iterations=12, systems=systems))
 
 
+def derived(profile, cluster):
+    return with_derived_schemes(profile, num_devices=8, cluster=cluster)
+
+
 def test_groups_as_wide_as_a_profiled_one_need_no_links():
-    profile = with_sequence_parallelism(small_profile(), 8, None)
+    profile = derived(small_profile(), None)
     assert {s for s in profile.latency if s.sp > 1} == {
         Scheme(1, 1, sp=2),
         Scheme(1, 1, sp=4),
@@ -52,7 +53,7 @@ def test_groups_as_wide_as_a_profiled_one_need_no_links():
             "model": {**small_profile().document["model"], "num_attention_heads": 2},
         },
     )
-    found = with_sequence_parallelism(heads, 8, None).latency
+    found = derived(heads, None).latency
     assert [str(s) for s in found if s.num_shards > 1] == ["<sp2,1>", "<sp2,cp2,1>", "<cp2,2,1>"]
 
 
@@ -60,7 +61,7 @@ def test_extended_groups_exchange_over_the_links_by_hand():
     """<sp2,4,1> on two nodes of 4: ranks send half of what they hold, 2 * 10 / 8 bytes per token,
     80 times.
     """
-    profile = with_sequence_parallelism(small_profile(), 8, make_cluster(8))
+    profile = derived(small_profile(), make_cluster(8))
     found, base = profile.get_latency(Scheme(4, 1, sp=2)), profile.get_latency(Scheme(4, 1))
     rate = 100 / 4  # bytes in a ms: the ranks of a node share its link
     assert found.quadratic_ms == pytest.approx(base.quadratic_ms / 2)
@@ -72,28 +73,14 @@ def test_extended_groups_exchange_over_the_links_by_hand():
     slower = dataclasses.replace(
         slower, hardware=dataclasses.replace(slower.hardware, collective_overhead_ms=0.5)
     )
-    late = with_sequence_parallelism(small_profile(), 8, slower).get_latency(Scheme(4, 1, sp=2))
+    late = derived(small_profile(), slower).get_latency(Scheme(4, 1, sp=2))
     assert late.constant_ms == pytest.approx(base.constant_ms + 8 * SHAPE.num_layers * 0.5)
-    inside = with_sequence_parallelism(small_profile(), 8, make_cluster(8, devices_per_node=8))
+    inside = derived(small_profile(), make_cluster(8, devices_per_node=8))
     assert inside.get_latency(Scheme(4, 1, sp=2)).linear_ms < found.linear_ms
-
-
-def test_sequence_parallelism_joins_where_a_long_sequence_decides():
-    scenario = extended_scenario(make_scenario())
-    given = (Strategy.parse("1x<4,1>"), Strategy.parse("2x<2,1>"))
-    long = [make_batch([100, 5, 5], i) for i in range(4)]
-    found = extended_strategies(scenario, given, long, max_communicators=16)
-    assert found[:2] == given
-    assert any(scheme.sp > 1 for strategy in found for scheme in strategy.schemes)
-    assert extended_strategies(scenario, given, long, max_communicators=0) == given
-    short = [make_batch([5] * 40, i) for i in range(4)]
-    plain = (*given, Strategy.parse("4x<1,1>"))
-    assert extended_strategies(scenario, plain, short, max_communicators=16) == plain
 
 
 def test_the_extended_space_is_faster_and_its_strategies_are_named(comparison):
     ours, extended = comparison.planned["plain"], comparison.planned["ds_hydra"]
-    assert extended.strategies[: len(ours.strategies)] == ours.strategies
     assert comparison.results[0] is extended.result
     assert comparison.get("plain") is ours.result
     assert (extended.result.propagation_ms <= ours.result.propagation_ms * 1.001).all()
@@ -121,7 +108,7 @@ def test_document_names_the_space_and_keeps_the_rest_as_it_was(comparison):
     ]
     assert document["plain"]["perfect_balance_ms"] > document["perfect_balance_ms"]
     assert document["plain"]["distance_to_bound"] >= 0
-    assert (document["space"], document["attention"]) == ("full", "bounded")
+    assert document["space"] == "full"
     without = compare(make_workload(), None, Settings(iterations=2, systems=("static",))).to_json()
     assert "plain" not in without
 
@@ -184,44 +171,55 @@ def test_context_that_only_checkpointed_layers_fit():
         compare(dataclasses.replace(workload, profile=profile), None, Settings(iterations=3))
 
 
-@pytest.fixture(scope="module")
-def paper():
-    """LLaMA 32B on 64 A800: the scenario in the full space."""
-    return full_space("paper/commoncrawl-32b-64gpu-f1")
-
-
-def full_space(case):
-    workload = load_case(case).workload
-    profile, number = workload.profile, workload.num_devices
-    return extended_scenario(
-        Scenario(
-            profile=profile,
-            num_devices=number,
+def test_simulated_candidates_are_those_of_the_engine():
+    workload = load_case("paper/commoncrawl-7b-8gpu-f1").workload
+    cluster = find_cluster(workload.profile, workload.num_devices)
+    simulated = Settings(iterations=1, systems=())
+    planned = compare(workload, cluster, simulated).planned["ds_hydra"]
+    found = decide_candidates(
+        with_engine_states(workload.profile),
+        workload.histogram,
+        CandidateSettings(
+            num_devices=workload.num_devices,
             context_length=workload.context_length,
-            batches=(make_batch([16000, 9000, 4000, *[700] * 200]),),
-            cluster=find_cluster(profile, number),
-        )
+            tokens_per_iteration=workload.tokens_per_iteration,
+            space="wide",
+            cluster=cluster,
+            max_groups=4 * workload.num_devices,
+            max_enumerated=0,
+            pruning=PruningSettings(seed=simulated.seed + 1),
+        ),
     )
+    assert planned.strategies == found.strategies
+    assert any(s.stream or s.gather for strategy in found.strategies for s in strategy.schemes)
+    for strategy in found.strategies:
+        for scheme in strategy.schemes:
+            assert planned.profile.get_latency(scheme) == found.profile.get_latency(scheme)
 
 
-def test_the_full_space_has_what_was_not_published(paper):
-    schemes = extended_schemes(paper)
-    assert any(s.streams_all and s.sp == 8 and not s.ckpt for s in schemes)
-    assert any(s.streams_all and s.tp > 1 for s in schemes)
-    few = full_space("paper/commoncrawl-32b-32gpu-f1")
-    assert any(s.gather and s.ckpt for s in extended_schemes(few))
-    assert not any(s.stream for s in extended_schemes(make_scenario()))  # no links
-    assert all(paper.profile.has_latency(scheme) for scheme in schemes)
-
-
-def test_streamed_schemes_join_where_they_are_faster(paper):
-    given = (Strategy.parse("4x<16,1>"), Strategy.parse("1x<8,1> + 14x<4,1>"))
-    found = extended_strategies(paper, given, paper.batches, max_communicators=256)
-    assert found[:2] == given
-    assert any(s.stream or s.gather for strategy in found[2:] for s in strategy.schemes)
-    times = {strategies: paper.plan(paper.batches[0], strategies).makespan_ms
-             for strategies in (given, found)}  # fmt: skip
-    assert times[found] < 0.95 * times[given]
+def test_schemes_that_do_not_fit_still_say_what_others_take():
+    """LLaMA 13B on 16 A800: <1,1> was profiled, does not fit, and is what <1,1;stream> takes."""
+    workload = load_case("paper/github-13b-16gpu-f2").workload
+    profile = with_engine_states(workload.profile)
+    cluster = find_cluster(profile, workload.num_devices)
+    assert profile.max_len_tokens(Scheme(1, 1), workload.num_devices) < 0
+    known = decide_candidates(
+        profile,
+        workload.histogram,
+        CandidateSettings(
+            num_devices=workload.num_devices,
+            context_length=workload.context_length,
+            tokens_per_iteration=workload.tokens_per_iteration,
+            space="wide",
+            cluster=cluster,
+            max_enumerated=0,
+        ),
+    ).profile
+    ones = [scheme for scheme in known.latency if scheme.gather and scheme.num_devices == 1]
+    assert ones
+    for scheme in ones:
+        found, measured = known.get_latency(scheme), profile.get_latency(Scheme(1, 1))
+        assert found.quadratic_ms >= measured.quadratic_ms
 
 
 def test_micro_batches_by_time_are_packed_by_hand():
@@ -249,19 +247,3 @@ def test_micro_batches_by_time_are_faster_than_first_fit_micro_batches():
     )
     first_fit, checkpointed, by_time = (found.get(name).iteration_ms for name in systems)
     assert (by_time < np.minimum(first_fit, checkpointed)).all()
-
-
-def test_attention_of_one_rank_is_bounded_for_all_that_use_it():
-    workload = load_case("paper/github-32b-32gpu-f1").workload
-    cluster = find_cluster(workload.profile, workload.num_devices)
-    systems = ("deepspeed", "deepspeed_balanced", "megatron")
-    bounded, free = (
-        compare(workload, cluster, Settings(iterations=2, systems=systems, bounds_attention=b))
-        for b in (True, False)
-    )
-    for name in ("deepspeed", "deepspeed_balanced", "ds_hydra"):
-        assert free.get(name).propagation_ms.sum() < bounded.get(name).propagation_ms.sum()
-    np.testing.assert_array_equal(
-        free.get("megatron").propagation_ms, bounded.get("megatron").propagation_ms
-    )
-    assert free.to_json()["attention"] == "extrapolated"

@@ -720,7 +720,12 @@ def with_adapters(folder):
 
     def start():
         torch.manual_seed(2)
-        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        config = peft.LoraConfig(
+            r=4,
+            target_modules="all-linear",
+            modules_to_save=["lm_head", "norm"],
+            task_type="CAUSAL_LM",
+        )
         model = peft.get_peft_model(tiny("llama").bfloat16(), config)
         args = training_arguments(
             folder,

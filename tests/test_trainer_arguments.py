@@ -13,6 +13,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from models import tiny
 from torch.utils.data import BatchSampler, RandomSampler, SubsetRandomSampler
 from transformers import TrainingArguments
 
@@ -26,6 +27,7 @@ from ds_hydra.trainer.arguments import (
     WITHOUT_EFFECT,
     check_arguments,
     check_data_collator,
+    check_dtype,
     drop_batch_size_mismatches,
     map_arguments,
     read_loss_option,
@@ -49,7 +51,6 @@ def arguments(**settings):
             r"gradient_accumulation_steps=4: .*multiply hydra\.tokens_per_iteration",
         ),
         ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0\.1: .*set it to 0"),
-        ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5\.0: .*leave it out"),
         ({"torch_compile": True}, "torch_compile=True: .*set hydra.compile_layers"),
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*hydra\.memory_limit_bytes"),
         ({"debug": "underflow_overflow"}, "debug='underflow_overflow'"),
@@ -179,12 +180,18 @@ def test_every_name_is_a_training_argument():
     assert set(REFUSED) | set(WITHOUT_EFFECT) <= set(vars(arguments()))
 
 
-def test_seed_order_and_checkpointing_become_keys_of_hydra():
+def test_seed_order_noise_and_checkpointing_become_keys_of_hydra():
     notes = []
-    args = arguments(seed=3, train_sampling_strategy="sequential", activation_checkpointing=True)
+    args = arguments(
+        seed=3,
+        train_sampling_strategy="sequential",
+        activation_checkpointing=True,
+        neftune_noise_alpha=5.0,
+    )
     hydra = map_arguments(args, HydraConfig.parse(SECTION), notes.append)
     assert (hydra.seed, hydra.shuffle, hydra.activation_checkpointing) == (3, False, True)
-    assert len(notes) == 3
+    assert hydra.neftune_noise_alpha == 5
+    assert len(notes) == 4
     assert "TrainingArguments.seed sets hydra.seed to 3" in notes
     assert (
         map_arguments(arguments(seed=3, data_seed=4), HydraConfig.parse(SECTION), print).seed == 4
@@ -213,6 +220,21 @@ def test_seed_order_and_checkpointing_become_keys_of_hydra():
 def test_contradictions_are_errors(section, settings, message):
     with pytest.raises(HydraConfigError, match=message):
         map_arguments(arguments(**settings), HydraConfig.parse({**SECTION, **section}), print)
+
+
+def test_a_model_in_16_bit_stays_there_or_the_user_hears_of_it():
+    notes = []
+    model = tiny("llama")
+    check_dtype(model.half(), torch.float16, notes.append)
+    check_dtype(model.float(), torch.bfloat16, notes.append)
+    check_dtype(model, torch.float32, notes.append)
+    assert not notes
+    with pytest.raises(
+        HydraConfigError, match=r"loaded in torch\.float16 .* set fp16=True, or load"
+    ):
+        check_dtype(model.half(), torch.float32, notes.append)
+    check_dtype(model.bfloat16(), torch.float32, notes.append)
+    assert "set bf16=True" in notes[0]
 
 
 def test_batch_sizes_that_differ_from_the_json_are_no_mismatch():

@@ -34,10 +34,10 @@ SMALL = {*REWARDS, "logits/chosen", "logits/rejected"}
 """Differences of log-probabilities and means of logits of both signs, which cancel."""
 
 
-def lora():
+def lora(**settings):
     from peft import LoraConfig
 
-    return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)
+    return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, **settings)
 
 
 def other_model():
@@ -62,6 +62,16 @@ CASES = {
         "data": chats,
         "arguments": {"learning_rate": 1e-2, "gradient_accumulation_steps": 2, "max_steps": 5},
         "more": lambda: {"peft_config": lora()},
+    },
+    "lora and tables": {
+        "data": texts,
+        "arguments": {"max_steps": 4},
+        "more": lambda: {"peft_config": lora(modules_to_save=["embed_tokens", "lm_head"])},
+    },
+    "experts": {
+        "family": "qwen3_moe",
+        "data": texts,
+        "arguments": {"router_aux_loss_coef": 0.0, "max_steps": 4},
     },
     "dpo": {"data": pairs},
     "dpo lora": {
@@ -143,12 +153,12 @@ def make(name, kind, folder, world):
     accumulated = settings.get("gradient_accumulation_steps", 1)
     settings = arguments(f"{folder}/{kind}-{name}", world * accumulated, **settings)
     settings["per_device_eval_batch_size"] = PER_STEP // world
-    if kind == "hydra" and name != "plain":
+    if kind == "hydra" and name not in ("plain", "experts"):
         settings["deepspeed"] = config(folder)
     if of == "grpo":
         del settings["max_length"]
     return (stock if kind == "stock" else hydra)(
-        model=f"{folder}/model",
+        model=f"{folder}/{case.get('family', 'model')}",
         args=arguments_class(**settings),
         train_dataset=case["data"](),
         **case.get("more", dict)(),
@@ -173,7 +183,8 @@ def histories(kind, folder, world, names):
 
 
 def both(folder, world, names):
-    save_model(folder)
+    for family in {CASES[name].get("family", "llama") for name in names}:
+        save_model(folder, family)
     profile = small_profile(6_000_000, num_layers=4)
     Path(folder, "profile.json").write_text(json.dumps(profile))
     stock = run_distributed(histories, 1, "stock", str(folder), 1, names)[0]

@@ -119,7 +119,6 @@ def test_weights_need_no_normaliser_and_may_all_be_zero():
             {"activation_offloading": True},
             "activation_offloading=True: set gradient",
         ),
-        (trl.SFTConfig, {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: ds_hydra runs"),
         (trl.DPOConfig, {"use_weighting": True}, "use_weighting=True: its weights need the sum"),
         (trl.DPOConfig, {"sync_ref_model": True}, "sync_ref_model=True: the reference"),
         (trl.GRPOConfig, {"temperature": 0.7}, r"temperature=0\.7: log-probabilities are those"),

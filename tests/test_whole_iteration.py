@@ -9,11 +9,10 @@ from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
-import typer
 from rubick import AUTHORS_MEAN_ERROR, fit_points, replay, validation_points
 from typer.testing import CliRunner
 
-from ds_hydra.commands import fit
+from ds_hydra.cli import app
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.whole_iteration import (
     IterationModel,
@@ -103,9 +102,6 @@ def test_nothing_to_fit_is_refused():
 
 
 def test_fit_command(tmp_path):
-    app = typer.Typer(rich_markup_mode=None)
-    app.callback()(lambda: None)
-    fit.register(app)
     points = [{"setup": asdict(p.setup), "iteration_ms": p.iteration_ms} for p in made_points()]
     (tmp_path / "points.json").write_text(json.dumps({"points": points}))
 

@@ -33,7 +33,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def save_model(folder: str | Path, family: str = "llama") -> str:
     """A folder to load a model by name and its tokenizer from."""
-    path = str(Path(folder, "model"))
+    path = str(Path(folder, "model" if family == "llama" else family))
     tiny(family, vocab_size=NUM_TOKENS, max_position_embeddings=512).save_pretrained(path)
     make_tokenizer().save_pretrained(path)
     return path

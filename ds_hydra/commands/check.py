@@ -8,16 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ds_hydra.commands.common import errors_to_stderr, log, stdout_to_stderr
+from ds_hydra.commands.common import AsJson, errors_to_stderr, log, stdout_to_stderr
 from ds_hydra.configs.files import MAX_DEVICES
 
 if TYPE_CHECKING:
     from ds_hydra.engine.checks.report import ConfigReport
-
-
-def register(app: typer.Typer) -> None:
-    """Add `check` to `app`."""
-    app.command()(check)
 
 
 def check(
@@ -45,9 +40,7 @@ def check(
         str | None,
         typer.Option(help="On more than 8 devices: propose candidates for these lengths."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a configuration without a GPU: keys, MaxLen, memory, communicators, what is profiled or
     assumed.

@@ -1,18 +1,37 @@
-"""What the sub-commands share: errors without traceback, documents as files and on stdout."""
+"""What the sub-commands share: options, errors without traceback, documents on disk and stdout."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import typer
+from tqdm import tqdm
 
+from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
 from ds_hydra.errors import HydraConfigError, HydraError
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+NumDevices = Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="Devices of the cluster.")]
+ContextLength = Annotated[
+    int, typer.Option(min=2, max=MAX_LENGTH_TOKENS, help="Longest sequence in tokens.")
+]
+TokensPerIteration = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        max=MAX_TOKENS_PER_ITERATION,
+        help="Tokens of one iteration; 100K for every 64 devices if not given.",
+    ),
+]
+LocalRank = Annotated[int | None, typer.Option("--local_rank", hidden=True)]
+"""What launchers add."""
+DType = Literal["bf16", "fp16", "fp32"]
 
 
 @contextmanager
@@ -28,6 +47,18 @@ def errors_to_stderr() -> Iterator[None]:
 def log(text: str) -> None:
     """A line for the user on stderr; stdout belongs to results."""
     print(text, file=sys.stderr)
+
+
+@contextmanager
+def progress_bar(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr; yields what is told (done, total)."""
+    with tqdm(desc=what, unit=unit, file=sys.stderr) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
 
 
 @contextmanager

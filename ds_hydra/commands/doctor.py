@@ -11,6 +11,8 @@ from typing import IO, TYPE_CHECKING, Annotated
 import typer
 
 from ds_hydra.commands.common import (
+    AsJson,
+    LocalRank,
     check_folder,
     errors_to_stderr,
     leave_ranks,
@@ -20,11 +22,6 @@ from ds_hydra.commands.common import (
 
 if TYPE_CHECKING:
     from ds_hydra.engine.doctor.findings import Report
-
-
-def register(app: typer.Typer) -> None:
-    """Add `doctor` to `app`."""
-    app.command()(doctor)
 
 
 def doctor(
@@ -48,10 +45,8 @@ def doctor(
         Path | None,
         typer.Option(help="Where to write ds_hydra.doctor/1, to attach to a bug report."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
-    local_rank: Annotated[int | None, typer.Option("--local_rank", hidden=True)] = None,
+    as_json: AsJson = False,
+    local_rank: LocalRank = None,
 ) -> None:
     """Examine the launched ranks: versions, kernels, links, gradients of a tiny model, hangs,
     memory.

@@ -9,15 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ds_hydra.commands.common import errors_to_stderr, write_document
+from ds_hydra.commands.common import AsJson, errors_to_stderr, write_document
 
 if TYPE_CHECKING:
     from ds_hydra.strategy.cost_models.whole_iteration import IterationFit
-
-
-def register(app: typer.Typer) -> None:
-    """Add `fit` to `app`."""
-    app.command()(fit)
 
 
 def fit(
@@ -27,9 +22,7 @@ def fit(
     out: Annotated[
         Path | None, typer.Option(help="Where to write ds_hydra.whole_iteration/1.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Fit the time of whole iterations to measurements (Rubick's model).
 

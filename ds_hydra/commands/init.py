@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands.common import errors_to_stderr, log, stdout_to_stderr
-from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
+from ds_hydra.commands.common import (
+    ContextLength,
+    NumDevices,
+    TokensPerIteration,
+    errors_to_stderr,
+    log,
+    stdout_to_stderr,
+)
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.engine.checks.report import ConfigReport
-
-
-def register(app: typer.Typer) -> None:
-    """Add `init` to `app`."""
-    app.command()(init)
 
 
 def init(
@@ -30,18 +31,9 @@ def init(
     device: Annotated[
         str, typer.Option(help="Hardware: a shipped name (a800, h100) or ds_hydra.hardware/1.")
     ],
-    devices: Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="Devices of the cluster.")],
-    context: Annotated[
-        int, typer.Option(min=2, max=MAX_LENGTH_TOKENS, help="Longest sequence in tokens.")
-    ],
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MAX_TOKENS_PER_ITERATION,
-            help="Tokens of one iteration; 100K for every 64 devices if not given.",
-        ),
-    ] = None,
+    devices: NumDevices,
+    context: ContextLength,
+    tokens: TokensPerIteration = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Where to write the JSON; the reasons go beside it, in OUT.md."),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from tqdm import tqdm
 
-from ds_hydra.commands.common import errors_to_stderr, write_document, writing
+from ds_hydra.commands.common import AsJson, errors_to_stderr, write_document, writing
 from ds_hydra.configs.files import MAX_LENGTH_TOKENS
 from ds_hydra.errors import HydraConfigError
 
@@ -21,18 +20,7 @@ if TYPE_CHECKING:
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 
-class OverLength(str, Enum):
-    """What becomes of a sequence longer than the context."""
-
-    KEEP = "keep"
-    TRUNCATE = "truncate"
-    DROP = "drop"
-    SPLIT = "split"
-
-
-def register(app: typer.Typer) -> None:
-    """Add `lengths` to `app`."""
-    app.command()(lengths)
+OverLength = Literal["keep", "truncate", "drop", "split"]
 
 
 def lengths(
@@ -68,13 +56,11 @@ def lengths(
     ] = None,
     over_length: Annotated[
         OverLength, typer.Option(help="What becomes of sequences longer than the context.")
-    ] = OverLength.KEEP,
+    ] = "keep",
     plot: Annotated[
         Path | None, typer.Option(help="PNG of the histogram; beside --out if not given.")
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Count the token lengths of a dataset.
 
@@ -87,9 +73,9 @@ def lengths(
     # All cores inside a batch, unless processes share the batches.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true" if num_proc is None else "false")
     with errors_to_stderr():
-        if over_length != OverLength.KEEP and context is None:
+        if over_length != "keep" and context is None:
             raise HydraConfigError(
-                f"--over-length {over_length.value} needs --context, e.g. --context 32768"
+                f"--over-length {over_length} needs --context, e.g. --context 32768"
             )
         if max_rows is not None and not streaming:
             raise HydraConfigError("--max-rows needs --streaming")
@@ -188,10 +174,10 @@ def _document(
     limited = histogram
     if context is not None:
         num_over, beyond = histogram.count_over(context)
-        more |= {"context_length": context, "over_length": over_length.value}
+        more |= {"context_length": context, "over_length": over_length}
         more |= {"num_over_length": num_over, "num_tokens_beyond_context": beyond}
-        if over_length != OverLength.KEEP:
-            limited = histogram.limit(context, over_length.value)
+        if over_length != "keep":
+            limited = histogram.limit(context, over_length)
     return limited.to_json(**more)
 
 

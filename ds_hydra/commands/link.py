@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands.common import errors_to_stderr
+from ds_hydra.commands.common import AsJson, DType, errors_to_stderr
 from ds_hydra.configs.files import MAX_DEVICES, find_file
 from ds_hydra.errors import HydraConfigError
 
@@ -19,20 +18,7 @@ if TYPE_CHECKING:
     from ds_hydra.zero_link.traffic import LinkAccounts, LinkTraffic
 
 
-class DType(str, Enum):
-    """Types that travel."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-
-
-ITEMSIZE = {DType.BF16: 2, DType.FP16: 2, DType.FP32: 4}
-
-
-def register(app: typer.Typer) -> None:
-    """Add `link` to `app`."""
-    app.command()(link)
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 def link(
@@ -67,13 +53,11 @@ def link(
             "hardware (a100, a800, cpu, h100, h200)."
         ),
     ] = "a800",
-    dtype: Annotated[DType, typer.Option(help="Type in which parameters are pulled.")] = DType.BF16,
+    dtype: Annotated[DType, typer.Option(help="Type in which parameters are pulled.")] = "bf16",
     gradient_dtype: Annotated[
         DType, typer.Option(help="Type in which gradients are sent.")
-    ] = DType.FP32,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    ] = "bf16",
+    as_json: AsJson = False,
 ) -> None:
     """Show what pull and push of a strategy send between ranks and nodes, and how long that should
     take.

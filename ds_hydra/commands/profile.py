@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ds_hydra.commands.common import (
+    AsJson,
+    ContextLength,
+    DType,
+    LocalRank,
     check_folder,
     errors_to_stderr,
     leave_ranks,
@@ -17,7 +20,6 @@ from ds_hydra.commands.common import (
     stdout_to_stderr,
     write_document,
 )
-from ds_hydra.configs.files import MAX_LENGTH_TOKENS
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
@@ -28,19 +30,6 @@ if TYPE_CHECKING:
     from ds_hydra.engine.profiling.profile_run import ProfileRequest
 
 
-class DType(str, Enum):
-    """Type of weights and activations."""
-
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-
-
-def register(app: typer.Typer) -> None:
-    """Add `profile` to `app`."""
-    app.command()(profile)
-
-
 def profile(
     model: Annotated[
         str,
@@ -49,9 +38,7 @@ def profile(
             "weights are random."
         ),
     ],
-    context: Annotated[
-        int, typer.Option(min=2, max=MAX_LENGTH_TOKENS, help="Longest sequence in tokens.")
-    ],
+    context: ContextLength,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -118,10 +105,8 @@ def profile(
             "that cluster."
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
-    local_rank: Annotated[int | None, typer.Option("--local_rank", hidden=True)] = None,
+    as_json: AsJson = False,
+    local_rank: LocalRank = None,
 ) -> None:
     """Measure time and memory of a model under every scheme <TP,PP> that fits the launched ranks.
 
@@ -169,7 +154,7 @@ def profile(
         request = ProfileRequest(
             model=model,
             config=config,
-            dtype=None if dtype is None else dtype.value,
+            dtype=dtype,
             topology=known_topology,
             **degrees,
         )

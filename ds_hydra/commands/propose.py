@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import json
-import sys
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tqdm import tqdm
 
-from ds_hydra.commands.common import errors_to_stderr, write_document
+from ds_hydra.commands.common import (
+    AsJson,
+    ContextLength,
+    NumDevices,
+    TokensPerIteration,
+    errors_to_stderr,
+    progress_bar,
+    write_document,
+)
 from ds_hydra.configs import find_file
-from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
+from ds_hydra.configs.hydra_config import Space
 
 if TYPE_CHECKING:
     from ds_hydra.sampler.propose import Proposal
-
-
-class Space(str, Enum):
-    """Schemes that may be proposed."""
-
-    PLAIN = "plain"
-    MEASURED = "measured"
-    WIDE = "wide"
-
-
-def register(app: typer.Typer) -> None:
-    """Add `propose` to `app`."""
-    app.command()(propose)
 
 
 def propose(
@@ -39,25 +31,16 @@ def propose(
     histogram: Annotated[
         str, typer.Option(help="A ds_hydra.lengths/1 file, or the name of a shipped one.")
     ],
-    devices: Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="Devices of the cluster.")],
-    context: Annotated[
-        int, typer.Option(min=2, max=MAX_LENGTH_TOKENS, help="Longest sequence in tokens.")
-    ],
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MAX_TOKENS_PER_ITERATION,
-            help="Tokens of one iteration; 100K for every 64 devices if not given.",
-        ),
-    ] = None,
+    devices: NumDevices,
+    context: ContextLength,
+    tokens: TokensPerIteration = None,
     space: Annotated[
         Space,
         typer.Option(
             help="Schemes: <TP,PP> alone, every one that the profile measured (SP too), or also what follows from it: "
             "SP, checkpointed layers, uneven stages, with estimated times."
         ),
-    ] = Space.MEASURED,
+    ] = "measured",
     batches: Annotated[
         int, typer.Option(min=1, help="Mini-batches to try the candidates on.")
     ] = 32,
@@ -66,9 +49,7 @@ def propose(
     ] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the sampled mini-batches.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Where to write ds_hydra.strategies/1.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Propose candidate strategies and say why each is there.
 
@@ -86,18 +67,13 @@ def propose(
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
     with errors_to_stderr():
-        with tqdm(desc="trying candidates", unit="batch", file=sys.stderr) as bar:
-
-            def show(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
+        with progress_bar("trying candidates", "batch") as show:
             known = load_profile(profile)
             settings = CandidateSettings(
                 num_devices=devices,
                 context_length=context,
                 tokens_per_iteration=tokens,
-                space=space.value,
+                space=space,
                 cluster=try_cluster(known, devices),
                 max_groups=max_communicators,
                 max_enumerated=0,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands.common import errors_to_stderr, log
+from ds_hydra.commands.common import AsJson, errors_to_stderr, log
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from ds_hydra.simulator.timeline import Timeline
 
 PAGE, TRACE = "report.html", "perfetto.json"
-
-
-def register(app: typer.Typer) -> None:
-    """Add `report` to `app`."""
-    app.command()(report)
 
 
 def report(
@@ -42,9 +37,7 @@ def report(
         bool,
         typer.Option("--perfetto", help="Also write RUN_DIR/perfetto.json for ui.perfetto.dev."),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write the page of a run: loss, strategies, predicted and measured times, memory, slowest
     iterations.

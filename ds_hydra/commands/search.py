@@ -12,18 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from tqdm import tqdm
 
-from ds_hydra.commands.common import errors_to_stderr, write_document, writing
+from ds_hydra.commands.common import AsJson, errors_to_stderr, write_document, writing
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
     from ds_hydra.strategy.cost_models.search import SearchInput, SearchPlan
-
-
-def register(app: typer.Typer) -> None:
-    """Add `search` to `app`."""
-    app.command()(search)
 
 
 def search(
@@ -66,9 +61,7 @@ def search(
     ] = True,
     plot: Annotated[Path | None, typer.Option(help="Where to draw the plan, PNG.")] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write ds_hydra.search/1.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Search the best static plan, layer by layer (Galvatron-BMW).
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from tqdm import tqdm
 
-from ds_hydra.commands.common import errors_to_stderr, log, write_document, write_documents, writing
+from ds_hydra.commands.common import (
+    AsJson,
+    errors_to_stderr,
+    log,
+    progress_bar,
+    write_document,
+    write_documents,
+    writing,
+)
 from ds_hydra.commands.simulate_text import describe_simulation
 from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
 from ds_hydra.errors import HydraConfigError
@@ -28,18 +34,10 @@ if TYPE_CHECKING:
 
 DEFAULT_CONTEXT, DEFAULT_HISTOGRAM = 32768, "commoncrawl"
 """Of `--model`."""
+DEFAULT_ITERATIONS = 40
 
 
-class SimulatedSpace(str, Enum):
-    """Schemes that ds_hydra may use."""
-
-    FULL = "full"
-    PLAIN = "plain"
-
-
-def register(app: typer.Typer) -> None:
-    """Add `simulate` to `app`."""
-    app.command()(simulate)
+SimulatedSpace = Literal["full", "plain"]
 
 
 def simulate(
@@ -84,7 +82,7 @@ def simulate(
         int | None,
         typer.Option(
             min=1,
-            help="Mini-batches to simulate; 100 if not given, fewer of more than 200K tokens, whose means are as good.",
+            help="Mini-batches to simulate; 40 if not given, fewer of more than 200K tokens, whose means are as good.",
         ),
     ] = None,
     baseline: Annotated[
@@ -104,7 +102,7 @@ def simulate(
             help="Schemes of ds_hydra: <TP,PP>, SP, streamed and checkpointed layers, or <TP,PP> alone; a sweep "
             "has <TP,PP> alone."
         ),
-    ] = SimulatedSpace.FULL,
+    ] = "full",
     hardware: Annotated[
         str | None,
         typer.Option(
@@ -145,15 +143,13 @@ def simulate(
         ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Where to write the JSON document.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Simulate training on a cluster that you need not have.
 
     Example: ds-hydra simulate --profile a800_llama2_32b --histogram commoncrawl --devices 64
     --context 32768
-    --tokens 200000 --iterations 100
+    --tokens 200000
 
     Without a profile: ds-hydra simulate --model llama2_7b --hardware h100 --nodes 8
     """
@@ -236,7 +232,7 @@ def _check_timeline(system: str, settings: Settings) -> None:
 def _settings(
     iterations: int | None, systems: str | None, overlap: bool, seed: int, space: SimulatedSpace
 ) -> Settings:
-    from ds_hydra.simulator.systems import MAX_ITERATIONS, Settings
+    from ds_hydra.simulator.systems import Settings
 
     chosen = (
         {}
@@ -244,10 +240,10 @@ def _settings(
         else {"systems": tuple(s.strip() for s in systems.split(",") if s.strip())}
     )
     return Settings(
-        iterations=iterations or MAX_ITERATIONS,
+        iterations=iterations or DEFAULT_ITERATIONS,
         overlap=overlap,
         seed=seed,
-        space=space.value,
+        space=space,
         **chosen,
     )
 
@@ -377,7 +373,7 @@ def _compare(
     workload: Workload, settings: Settings, hardware: str | None, spread: bool
 ) -> Comparison:
     from ds_hydra.simulator.compare import compare
-    from ds_hydra.simulator.spread import NUM_VARIANTS, with_spread
+    from ds_hydra.simulator.spread import with_spread
     from ds_hydra.strategy.cost_models.cluster import find_cluster
 
     cluster = find_cluster(workload.profile, workload.num_devices, hardware)
@@ -385,20 +381,18 @@ def _compare(
         log(
             "the profile's hardware has no description: communication counts nothing; see --hardware"
         )
-    num_steps = 1 + len(settings.systems) + (NUM_VARIANTS if spread else 0)
-    with tqdm(total=num_steps, unit="step", file=sys.stderr, leave=False) as bar:
+    with progress_bar("simulating", "step") as show:
+        steps = iter(range(len(settings.systems) + 2))
 
-        def show(step: str) -> None:
-            bar.update(int(bool(bar.desc)))
-            bar.set_description(step)
+        def begin(_system: str) -> None:
+            show(next(steps), 1 + len(settings.systems) + int(spread))
 
-        found = compare(workload, cluster, settings, progress=show)
-        result = with_spread(found, show) if spread else found
-    optional = ("given", "paper", "half")
-    left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
-    if left_out:
-        log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")
-    return result
+        found = compare(workload, cluster, settings, progress=begin)
+        optional = ("given", "paper", "32_bit")
+        left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
+        if left_out:
+            log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")
+        return with_spread(found, num_processes=len(os.sched_getaffinity(0))) if spread else found
 
 
 def _sweep(
@@ -406,12 +400,7 @@ def _sweep(
 ) -> list[Comparison]:
     from ds_hydra.simulator.sweep import SWEEP_SYSTEMS, sweep
 
-    with tqdm(desc="simulating", unit="point", file=sys.stderr) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with progress_bar("simulating", "point") as show:
         chosen = settings if is_chosen else replace(settings, systems=SWEEP_SYSTEMS)
         return sweep(workload, axes, chosen, hardware, show)
 

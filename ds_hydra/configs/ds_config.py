@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.configs.hydra_config import SMALLEST_SECTION, HydraConfig
@@ -191,7 +191,6 @@ FILL_INS = (
 
 WITHOUT_EFFECT = {
     "train_batch_size": "hydra.tokens_per_iteration decides how many sequences an iteration has",
-    "communication_data_type": "gradients travel in the dtype they were computed in and are summed in fp32",
     "prescale_gradients": "gradients are divided by the number of label tokens, in fp32",
     "gradient_predivide_factor": "gradients are divided by the number of label tokens, in fp32",
     "activation_checkpointing": "use hydra.activation_checkpointing",
@@ -225,7 +224,20 @@ def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, An
         logger.warning(note)
     document.pop("train_batch_size", None)
     _fill_in(document)
-    return document, hydra
+    link = hydra.link.with_gradient_dtype(_gradient_dtype(document))
+    return document, hydra.model_copy(update={"link": link})
+
+
+def _gradient_dtype(config: Mapping[str, Any]) -> Literal["fp32", "bf16"]:
+    """What gradients are sent as: the type of training, as DeepSpeed does without
+    `communication_data_type`.
+
+    Never fp16: what a rank sends are sums over its micro-batches, which that type may not hold.
+    """
+    given = find_key(config, "communication_data_type")
+    if given in (None, "auto"):
+        return "bf16" if find_key(config, "bf16.enabled") in (True, "auto") else "fp32"
+    return "bf16" if str(given).lower() == "bf16" else "fp32"
 
 
 def find_key(config: Mapping[str, Any], dotted_key: str) -> Any:
@@ -268,6 +280,11 @@ def _find_without_effect(config: Mapping[str, Any]) -> Iterator[str]:
             nearest = get_close_matches(key, sorted(KNOWN_TOP_LEVEL_KEYS), n=1)
             hint = f'; did you mean "{nearest[0]}"?' if nearest else ""
             yield f'"{key}" is not a key that DeepSpeed or ds_hydra reads{hint}'
+    if str(find_key(config, "communication_data_type")).lower() == "fp16":
+        yield (
+            "communication_data_type is fp16: a rank sends the sum of its micro-batches, which fp16 may not "
+            "hold; gradients travel in fp32"
+        )
     accumulation = find_key(config, "data_types.grad_accum_dtype")
     if accumulation not in (None, "fp32", "float32", "float", "torch.float32"):
         yield (

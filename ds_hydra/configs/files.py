@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.resources import files
 from math import isfinite
@@ -89,6 +90,27 @@ def check_object(value: Any, source: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise HydraConfigError(f"{source} holds a JSON {type(value).__name__}, expected an object")
     return value
+
+
+@contextmanager
+def reading(
+    document: Mapping[str, Any], schema: str, source: str, hint: str = ""
+) -> Iterator[None]:
+    """Inside `document` is read: whatever is wrong with it, its schema first, becomes a
+    HydraConfigError that names `source`.
+    """
+    if document.get("schema") != schema:
+        raise HydraConfigError(
+            f"{source}: schema is {document.get('schema')!r}, expected {schema!r}"
+        )
+    try:
+        yield
+    except HydraConfigError as error:
+        raise HydraConfigError(f"{source}: {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise HydraConfigError(
+            f"{source}: not a valid {schema} document: {error!r}{hint}"
+        ) from error
 
 
 def read_count(

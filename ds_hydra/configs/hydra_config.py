@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 
 from ds_hydra.errors import HydraConfigError
@@ -203,15 +203,25 @@ class LinkConfig(_Section):
     or debug.
     """
 
-    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type in which gradients are sent; owners always sum in fp32. "bf16" halves the bytes at 3
-    digits.
-    """
-
     keep_frozen: bool = True
     """Whether slices of frozen parameters stay while the strategy does; they are pulled anew after
     any edit.
     """
+
+    _gradient_dtype: Literal["fp32", "bf16"] = PrivateAttr("fp32")
+
+    @property
+    def gradient_dtype(self) -> Literal["fp32", "bf16"]:
+        """Type in which gradients are sent; owners always sum in fp32. DeepSpeed's
+        `communication_data_type` says it, which no key repeats; see `with_gradient_dtype`.
+        """
+        return self._gradient_dtype
+
+    def with_gradient_dtype(self, dtype: Literal["fp32", "bf16"]) -> LinkConfig:
+        """The same with gradients sent as `dtype`."""
+        copied = self.model_copy()
+        copied._gradient_dtype = dtype
+        return copied
 
 
 class MoeConfig(_Section):
@@ -277,8 +287,8 @@ class HydraConfig(_Section):
     """Path or hub id of the tokenizer; null needs a dataset that holds `input_ids`."""
 
     seed: Index = 42
-    """Seed of the order of the data, of the planner's trials and of adapters' dropout; 42 as in the
-    Hugging Face Trainer.
+    """Seed of the order of the data, of the planner's trials, of adapters' dropout and NEFTune; 42
+    as in the Hugging Face Trainer.
     """
 
     shuffle: bool = True
@@ -287,6 +297,11 @@ class HydraConfig(_Section):
     activation_checkpointing: bool = False
     """Recompute each decoder layer in backward: 1/3 more time, far less memory; off: short contexts
     fit.
+    """
+
+    neftune_noise_alpha: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Noise in the embedding while training, at most alpha / sqrt(L d) for a sequence of L tokens;
+    papers take 5 to 15, 0 adds none.
     """
 
     compile_layers: bool = False
@@ -408,7 +423,9 @@ def _explain_unknown(location: _Location) -> str:
 
 _REPLACED = {
     "repull_layers": "layers stream instead: say so for each scheme in hydra.strategies, as in <1,1;stream> (all "
-    "layers) or <2,2;stream=8>"
+    "layers) or <2,2;stream=8>",
+    "gradient_dtype": 'DeepSpeed\'s own says it, outside of "hydra": "communication_data_type": "fp32" or "bf16" '
+    "(as without it, where training is bf16)",
 }
 """Keys of earlier versions, and what to write instead."""
 

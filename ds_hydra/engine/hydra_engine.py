@@ -116,6 +116,7 @@ class HydraEngine(CheckpointingEngine):
             compile_layers=config.compile_layers,
             tp_sequence_parallel=config.tp_sequence_parallel,
             aux_loss=config.moe.aux_loss == "sequence",
+            neftune_noise_alpha=config.neftune_noise_alpha,
         )
         stage_model = run_together(make_stage_model, self.device)
         check_context(stage_model.trial, stage_model.config, config.context_length)
@@ -205,7 +206,7 @@ class HydraEngine(CheckpointingEngine):
         arguments as in `train_batch`.
         """
         with self.hydra.section("evaluation"):
-            iteration = self.hydra.plan_examples(batch, strategy, self.global_steps, loss=loss)
+            iteration = self.hydra.plan_forward(batch, strategy, self.global_steps, loss)
             iteration = weigh(iteration, self.hydra.propagator, self.device)
             plan, objective = iteration.plan, iteration.objective
             outcome = self.hydra.propagator.evaluate(plan, iteration.load, objective)
@@ -229,7 +230,7 @@ class HydraEngine(CheckpointingEngine):
         """
         with self.hydra.section("scores"):
             rows = [only_ids(row) for row in batch]
-            iteration = self.hydra.plan_examples(rows, strategy, self.global_steps)
+            iteration = self.hydra.plan_forward(rows, strategy, self.global_steps)
             propagator = self.hydra.propagator
             return score(iteration, propagator, self.device, entropy=entropy, details=details)
 
@@ -362,6 +363,7 @@ class HydraEngine(CheckpointingEngine):
         found = self.get_global_grad_norm()
         # On a device the host waits here for the optimizer's kernels, which so count as time.
         grad_norm = math.nan if found is None else float(found)
+        self._global_grad_norm = None if found is None else grad_norm  # who logs it does not wait
         now = time.perf_counter()
         metrics = measure_iteration(
             iteration.plan,

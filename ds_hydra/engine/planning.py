@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -123,14 +124,23 @@ class PlanFeed:
         num_ranks: int,
         config: HydraConfig,
         corrections: Corrections,
+        *,
+        forward_only: bool = False,
     ) -> PlannedIteration:
         """The plan of `batch`, made here and now."""
+        settings = planner_settings(config, profile, strategies, num_ranks)
+        if forward_only:
+            # What a checkpointed layer takes while it runs is in no profile
+            holds_longer = not config.activation_checkpointing
+            profile = profile.forward_only(settings.forward_fraction, holds_longer=holds_longer)
+            pulls = {s: replace(links, push_ms=0.0) for s, links in settings.link_times.items()}
+            settings = replace(settings, link_times=pulls)
         plan = plan_iteration(
             batch,
             strategies=strategies,
             profile=profile,
             num_devices=num_ranks,
-            settings=planner_settings(config, profile, strategies, num_ranks),
+            settings=settings,
             corrections=corrections,
         )
         return PlannedIteration(

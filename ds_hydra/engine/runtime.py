@@ -188,10 +188,11 @@ class HydraRuntime:
         loss: Loss | None = None,
         *,
         may_try: bool = False,
+        forward_only: bool = False,
     ) -> Iteration:
         """A plan for a given global mini-batch, the same list on every rank, optionally of one
         strategy and for one loss; `problem` as in `next_iteration`, `may_try` as in
-        `LatencyTracker.corrections_now`.
+        `LatencyTracker.corrections_now`, `forward_only` as in `plan_forward`.
         """
         forced: Strategy | None = None
         tensors, batch, objective = [], None, None
@@ -231,12 +232,28 @@ class HydraRuntime:
         )
         planned = broadcast_plan(
             lambda: PlanFeed.plan_now(
-                batch, strategies, profile, self.num_ranks, self.config, corrections
+                batch,
+                strategies,
+                profile,
+                self.num_ranks,
+                self.config,
+                corrections,
+                forward_only=forward_only,
             ),
             self._device,
         )
         self.propagator.check_plan(planned.plan, fingerprint_tensors(tensors))
         return Iteration(planned, tensors.__getitem__, objective, [labels for _, labels in tensors])
+
+    def plan_forward(
+        self,
+        examples: Sequence[ExampleLike],
+        strategy: str | Strategy | None,
+        iteration: int,
+        loss: Loss | None = None,
+    ) -> Iteration:
+        """As `plan_examples`, of passes without backward: they hold longer micro-batches."""
+        return self.plan_examples(examples, strategy, iteration, loss=loss, forward_only=True)
 
     def prepare_forced(self, strategy: Strategy) -> None:
         """Check `strategy` and create its groups."""

@@ -50,7 +50,7 @@ from ds_hydra.zero_link.exchange import Link
 from ds_hydra.zero_link.home_parts import flat_specs, parts_from_other_hosts
 
 GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Values of `hydra.link.gradient_dtype`."""
+"""Values of `LinkConfig.gradient_dtype`."""
 
 
 @dataclass(frozen=True, slots=True)

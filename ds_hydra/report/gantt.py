@@ -66,7 +66,7 @@ def _draw_one(timeline: Timeline, axis: svg.Axis, plan: IterationPlan | None) ->
     height = 22 if len(rows) <= 16 else 16 if len(rows) <= 32 else 11
     places = {(row.pipeline, row.stage): index for index, row in enumerate(rows)}
     marks = [
-        *(_grid_line(axis.percent(tick)) for tick, _ in axis.ticks),
+        *(svg.vertical(axis.percent(tick), "grid") for tick, _ in axis.ticks),
         *_idle(timeline, places, height, axis),
     ]
     for index, (above, below) in enumerate(itertools.pairwise(rows), start=1):
@@ -84,10 +84,6 @@ def _draw_one(timeline: Timeline, axis: svg.Axis, plan: IterationPlan | None) ->
         f'<div><b>{escape(row.name)}</b><span class="more"> {escape(row.detail)}</span></div>'
         for row in rows
     )
-    ticks = "".join(
-        f'<span class="t{index % 2}" style="left:{axis.percent(tick):g}%">{text}</span>'
-        for index, (tick, text) in enumerate(axis.ticks)
-    )
     left_out = (
         f'<p class="hint">{num_left_out} more pipelines are not drawn; these are the slowest and the fastest.</p>'
         if num_left_out
@@ -98,7 +94,7 @@ def _draw_one(timeline: Timeline, axis: svg.Axis, plan: IterationPlan | None) ->
         f'<h4>{escape(title)}</h4><div class="gantt" style="--row:{height}px"><div class="names">{names}</div>'
         f'<svg class="rows" style="height:{height * len(rows)}px" role="img" '
         f'aria-label="{escape(title)}, {len(rows)} stages">{"".join(marks)}</svg>'
-        f'<div class="xs">{ticks}</div><div class="xl">ms</div></div>{left_out}'
+        f'<div class="xs">{svg.tick_labels(axis)}</div><div class="xl">ms</div></div>{left_out}'
     )
 
 
@@ -132,10 +128,6 @@ def _rows_of(timeline: Timeline, index: int) -> Iterator[_Row]:
         ranks = f"ranks {first}-{others[-1]}" if others else f"rank {first}"
         name = f"{track.scheme}" if track.scheme.pp == 1 else f"{track.scheme} s{stage}"
         yield _Row(index, stage, name, ranks)
-
-
-def _grid_line(percent: float) -> str:
-    return svg.vertical(percent, "grid")
 
 
 def _idle(
@@ -185,16 +177,12 @@ def _draw_event(
 ) -> Iterator[str]:
     css, text = _KINDS[event.kind]
     left, right = axis.percent(event.start_ms), axis.percent(event.end_ms)
+    tip = _describe(event, text, plan)
     if is_narrow:
-        edge = (row + 1) * height - 5
-        yield svg.bar(
-            left, right, f"{edge}", "4", f"{css} narrow", tip=_describe(event, text, plan)
-        )
+        yield svg.bar(left, right, f"{(row + 1) * height - 5}", "4", f"{css} narrow", tip=tip)
         return
     top = row * height + 1
-    yield svg.bar(
-        left, right, f"{top}", f"{height - 2}", f"{css} block", tip=_describe(event, text, plan)
-    )
+    yield svg.bar(left, right, f"{top}", f"{height - 2}", f"{css} block", tip=tip)
     if event.kind in _PASSES and height > 12 and right - left >= _LEAST_LABEL_PERCENT:
         roomy = "" if right - left >= 3 * _LEAST_LABEL_PERCENT else " tight"
         yield (

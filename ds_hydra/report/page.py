@@ -50,6 +50,27 @@ class Choice:
 def render_runs(runs: Sequence[Run]) -> str:
     """The page of one run, or of two or more side by side."""
     names = _distinct_names(runs)
+    learned, experts = [], []
+    if any(record.learned for run in runs for record in run.records):
+        learned.append(
+            Section(
+                "learned",
+                "What was learned of the profile",
+                "Factors that multiply the profile's times, known before each iteration; the eight that went farthest "
+                "from 1.",
+                draw_learned(runs),
+            )
+        )
+    if any(trace.expert_tokens for run in runs for trace in run.traces.values()):
+        experts.append(
+            Section(
+                "experts",
+                "Tokens of each expert",
+                "In the last traced iteration, over the mean of the layer; and the most chosen expert of the worst "
+                "layer.",
+                draw_experts(runs),
+            )
+        )
     return _render(
         title=" and ".join(names),
         names=names,
@@ -93,7 +114,7 @@ def render_runs(runs: Sequence[Run]) -> str:
                 "Above zero it took longer than planned.",
                 charts.draw_errors(runs),
             ),
-            *_learned(runs),
+            *learned,
             Section(
                 "gantt",
                 "Timeline of an iteration",
@@ -113,7 +134,7 @@ def render_runs(runs: Sequence[Run]) -> str:
                 "Most that was used so far: on a GPU what was allocated, on a CPU what the process grew by.",
                 charts.draw_memory(runs),
             ),
-            *_experts(runs),
+            *experts,
             Section(
                 "slowest",
                 "Slowest iterations, and why",
@@ -122,35 +143,6 @@ def render_runs(runs: Sequence[Run]) -> str:
             ),
         ],
     )
-
-
-def _learned(runs: Sequence[Run]) -> list[Section]:
-    """Nothing for runs that did not keep what they learned."""
-    if not any(record.learned for run in runs for record in run.records):
-        return []
-    return [
-        Section(
-            "learned",
-            "What was learned of the profile",
-            "Factors that multiply the profile's times, known before each iteration; the eight that went farthest "
-            "from 1.",
-            draw_learned(runs),
-        )
-    ]
-
-
-def _experts(runs: Sequence[Run]) -> list[Section]:
-    """Nothing for models without experts."""
-    if not any(trace.expert_tokens for run in runs for trace in run.traces.values()):
-        return []
-    return [
-        Section(
-            "experts",
-            "Tokens of each expert",
-            "In the last traced iteration, over the mean of the layer; and the most chosen expert of the worst layer.",
-            draw_experts(runs),
-        )
-    ]
 
 
 def render_simulation(timelines: Sequence[Timeline], *, title: str, subtitle: str = "") -> str:

@@ -54,10 +54,6 @@ def draw_strip(used: Sequence[tuple[int, str]], colors: Mapping[str, str]) -> Ma
     names = [name for name in colors if any(name == other for _, other in used)]
     strip = "".join(_strip_cells(columns, names, colors))
     ticks = svg.linear_axis(used[0][0] - 0.5, used[-1][0] + 0.5, num_ticks=8, integer=True)
-    labels = "".join(
-        f'<span class="t{index % 2}" style="left:{ticks.percent(t):g}%">{text}</span>'
-        for index, (t, text) in enumerate(ticks.ticks)
-    )
     rows = "".join(
         _strip_row(name, columns, colors[name], used) for name in names if colors[name] != "rest"
     )
@@ -69,7 +65,8 @@ def draw_strip(used: Sequence[tuple[int, str]], colors: Mapping[str, str]) -> Ma
         )
     return Markup(
         f'<div class="plot"><svg class="strip over" role="img" aria-label="strategy of {len(used)} iterations">{strip}'
-        f'</svg><div class="xs">{labels}</div><div class="xl">iteration</div></div><ul class="uses">{rows}</ul>'
+        f'</svg><div class="xs">{svg.tick_labels(ticks)}</div><div class="xl">iteration</div></div>'
+        f'<ul class="uses">{rows}</ul>'
     )
 
 

@@ -104,15 +104,19 @@ def plot(
     y_ticks = "".join(
         f'<span style="top:{100 - y.percent(t):g}%">{escape(text)}</span>' for t, text in y.ticks
     )
-    x_ticks = "".join(
-        f'<span class="t{index % 2}" style="left:{x.percent(t):g}%">{escape(text)}</span>'
-        for index, (t, text) in enumerate(x.ticks)
-    )
     return Markup(
         f'<div class="plot" style="--h:{height}px"><div class="yl">{escape(y_label)}</div>'
         f'<div class="ys">{y_ticks}</div>'
         f'<svg class="canvas" role="img" aria-label="{escape(describe)}">{grid}{"".join(marks)}</svg>'
-        f'<div class="xs">{x_ticks}</div><div class="xl">{escape(x_label)}</div></div>'
+        f'<div class="xs">{tick_labels(x)}</div><div class="xl">{escape(x_label)}</div></div>'
+    )
+
+
+def tick_labels(axis: Axis) -> str:
+    """Texts below a horizontal axis; every other one is left out where there is little room."""
+    return "".join(
+        f'<span class="t{index % 2}" style="left:{axis.percent(tick):g}%">{escape(text)}</span>'
+        for index, (tick, text) in enumerate(axis.ticks)
     )
 
 

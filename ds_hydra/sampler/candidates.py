@@ -20,7 +20,7 @@ from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.expert_parallel import with_experts_of
-from ds_hydra.strategy.proposal.extended import with_extended_schemes
+from ds_hydra.strategy.proposal.extended import with_derived_schemes, with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     check_context,
@@ -28,7 +28,7 @@ from ds_hydra.strategy.proposal.program import (
     usable_schemes,
 )
 from ds_hydra.strategy.proposal.rows import with_rows_of
-from ds_hydra.strategy.proposal.streamed import CanRun, with_streamed_schemes, with_streams_of
+from ds_hydra.strategy.proposal.streamed import CanRun, with_streams_of
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
     MAX_GROUPS_OF_RANK,
@@ -42,9 +42,9 @@ MAX_ENUMERATED_RANKS = 8
 decide.
 """
 
-_START_GROUPS_OF_RANK = 15
-"""Groups of one rank that may be taken before the lengths are known: eight are left for what these
-suggest. Proposals of 7B and 32B on 64 devices had up to seven.
+_START_GROUPS_OF_RANK = 11
+"""Groups of one rank that may be taken before the lengths are known: twelve are left for what these
+suggest. Proposals of the 36 cases of the paper's Fig. 10 would have up to twelve.
 """
 
 
@@ -171,8 +171,9 @@ def decide_candidates(
         return Candidates(strategies=start, profile=profile)
     gathered = extended
     if settings.space == "wide" and settings.cluster is not None:
-        gathered = with_streamed_schemes(
-            extended,
+        # Phases are put together of schemes without checkpointed layers, dominated or not
+        gathered = with_derived_schemes(
+            profile,
             num_devices=settings.num_devices,
             cluster=settings.cluster,
             can_run=settings.can_run,
@@ -302,12 +303,13 @@ def _usable(profile: Profile, settings: CandidateSettings) -> Profile:
 
 
 def _extended(profile: Profile, settings: CandidateSettings) -> Profile:
-    """`profile` with all that a proposal may derive from it."""
-    usable = _usable(profile, settings)
+    """What is usable of `profile` and of all that a proposal may derive from it; T of schemes that
+    do not fit is as good a source as others.
+    """
     if settings.space != "wide":
-        return usable
-    return with_extended_schemes(
-        usable,
+        return _usable(profile, settings)
+    extended = with_extended_schemes(
+        profile,
         num_devices=settings.num_devices,
         context_length=settings.context_length,
         can_run=settings.can_run,
@@ -315,6 +317,7 @@ def _extended(profile: Profile, settings: CandidateSettings) -> Profile:
         tokens_per_iteration=settings.tokens_per_iteration
         or default_tokens_per_iteration(settings.num_devices, settings.context_length),
     )
+    return _usable(extended, settings)
 
 
 def _allowed(extended: Profile, settings: CandidateSettings) -> tuple[Scheme, ...]:

@@ -224,39 +224,33 @@ def propose_among(
     chosen, plain = list(given), list(given)
     proposed: dict[Strategy, tuple[int, ...]] = {}
     for turn, each in enumerate(spaces):
-        # 128 tokens are the paper's step for 32K; a short context needs its own for schemes to
-        # differ.
-        step = max(1, min(128, context_length // 16))
-        candidates = propose_from_histogram(
-            profile,
-            histogram,
-            num_devices=num_devices,
-            context_length=context_length,
-            settings=ProposalSettings(tokens_per_iteration=tokens, length_step=step, space=each),
-        )
-        proposed = {c.strategy: c.max_lengths_tokens for c in candidates} | proposed
-        tried = dict.fromkeys((*chosen, *(c.strategy for c in candidates)))
+        seen = _in_turn(progress, turn, len(spaces))
+        schemes = usable_schemes(profile, num_devices, each)
         if each == "plain":
-            plains = usable_schemes(profile, num_devices)
-            single = [scheme for scheme in plains if scheme.pp == 1]
-            tried |= dict.fromkeys(full_strategies(single, num_devices, _MAX_SINGLE_STAGE))
-        steps = usable_schemes(profile, num_devices)
-        if each != "plain":  # of the many others those that suit some length
-            steps = tuple(
-                dict.fromkeys(
-                    s for c in candidates if c.max_lengths_tokens for s in c.strategy.schemes
-                )
+            # 128 tokens are the paper's step for 32K; a short context needs its own for schemes to
+            # differ.
+            step = max(1, min(128, context_length // 16))
+            candidates = propose_from_histogram(
+                profile,
+                histogram,
+                num_devices=num_devices,
+                context_length=context_length,
+                settings=ProposalSettings(tokens_per_iteration=tokens, length_step=step),
             )
-            steps += tuple(s for s in usable_schemes(profile, num_devices, each) if s.gather)
-        table |= trial.search(tuple(tried), steps, _in_turn(progress, turn, len(spaces)))
+            proposed = {c.strategy: c.max_lengths_tokens for c in candidates}
+            single = [scheme for scheme in schemes if scheme.pp == 1]
+            tried = dict.fromkeys(proposed)
+            tried |= dict.fromkeys(full_strategies(single, num_devices, _MAX_SINGLE_STAGE))
+            table |= trial.search(tuple(tried), schemes, seen)
         if not any(map(trial.fits_context, chosen)):
+            check_context(profile, num_devices, context_length, schemes)
             static, times_ms = trial.best_static(each)
             table[static] = times_ms
             _check_communicators(static, pruning)
             chosen.append(static)
-        chosen = _grow(
-            chosen, table, pruning, pruning.extended_tolerance if plain else pruning.tolerance
-        )
+        if each != "plain":
+            table |= trial.search_near(chosen, schemes, seen)
+        chosen = _grow(chosen, table, pruning, pruning.tolerance)
         plain = chosen if each == "plain" else plain
     known_ms = np.min([table[strategy] for strategy in chosen], axis=0)
     gathered = profile if gathered is None else gathered
@@ -265,7 +259,7 @@ def propose_among(
         planner=pruning.planner,
         links_of=pruning.links_of,
         fits=lambda palette: _fits(chosen, palette, pruning),
-        tolerance=pruning.extended_tolerance,
+        tolerance=pruning.tolerance,
         can_run=can_run,
     )
     palette, times_ms = propose_phases(gathered, batches, known_ms, phases)
@@ -368,7 +362,7 @@ def _describe(
         context_length=trial.context_length,
         tokens_per_iteration=tokens_per_iteration,
         kept=tuple(sorted(kept, key=lambda k: -k.share_won)),
-        num_candidates=len(proposed),
+        num_candidates=len({*proposed, *table}),
         num_communicators=count_groups(chosen),
         assumed=tuple(sorted({s for c in chosen for s in c.schemes} & trial.profile.assumed)),
         kept_ms=float(times.min(axis=0).mean()),

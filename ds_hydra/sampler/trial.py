@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -34,6 +34,10 @@ _MANY = 4_500_000
 """Above so many dispatched sequences, of all mini-batches for all candidates, half of the
 mini-batches have to do.
 """
+_LEAST_GAIN = 1e-3
+"""By so much a strategy makes the estimates of all faster, or it is not planned."""
+_MOST_STEPS = 5
+_NUM_SCREENED, _NUM_TRIED = 24, 40
 _REACH = 0.05
 """Strategies are planned for a mini-batch whose estimate is at most so much above the best one."""
 
@@ -45,8 +49,7 @@ class PruningSettings:
     `num_rounds`: how often the strategies one step away from the winners are tried too.
     `max_planned`: strategies that are planned for a mini-batch; of more, those among the best of
     one greedy dispatch. `tolerance`: how much slower, on average over the sampled mini-batches, the
-    set that stays may be than the set of all candidates; `extended_tolerance` the same where
-    strategies of extended schemes come on top: each costs communicators. `max_communicators`:
+    set that stays may be than the set of all candidates. `max_communicators`:
     process groups that the set may need at most, `max_groups_of_rank` those of one rank.
     `links_of`: pull and push of a strategy, which then count; None where they are not known.
     """
@@ -55,7 +58,6 @@ class PruningSettings:
     max_planned: int = 24
     num_rounds: int = 1
     tolerance: float = 0.002
-    extended_tolerance: float = 0.01
     max_communicators: int = 512
     max_groups_of_rank: int = MAX_GROUPS_OF_RANK
     seed: int = 0
@@ -116,6 +118,33 @@ class Trial:
             )
         return {strategy: self.times_ms(strategy) for strategy in winners}
 
+    def search_near(
+        self, start: Sequence[Strategy], schemes: Sequence[Scheme], progress: Progress | None
+    ) -> dict[Strategy, FloatArray]:
+        """Times of the strategies that may make the mini-batches faster beside `start`: those of
+        one of `schemes`, and what exchanges of pipelines lead to from them and from `start`, one
+        step at a time, each from the best set so far.
+
+        Each is estimated by one greedy dispatch of some mini-batches; the best set is planned.
+        """
+        number = self.num_devices
+        alike = [Strategy((s,) * (number // s.num_devices)) for s in schemes]
+        screened: dict[Strategy, FloatArray] = {}
+        chosen: list[Strategy] = [*start]
+        for done in range(_MOST_STEPS):
+            near = dict.fromkeys([*chosen, *alike])
+            near |= dict.fromkeys(n for s in chosen for n in neighbour_strategies(s, schemes))
+            new = [strategy for strategy in near if strategy not in screened]
+            screen = Screen(new, self.profile, number)
+            times = [screen.estimates_ms(batch) for batch in self._batches[:_NUM_SCREENED]]
+            screened |= dict(zip(new, np.array(times).T))
+            before, chosen = chosen, fastest_together(start, screened, most=_NUM_TRIED)
+            if progress is not None:
+                progress(done + 1, _MOST_STEPS)
+            if chosen == before:
+                break
+        return {strategy: self.times_ms(strategy) for strategy in chosen}
+
     def times_ms(self, strategy: Strategy) -> FloatArray:
         """Time of every mini-batch with `strategy` alone, inf where a sequence does not fit."""
         return np.array([self._times_ms(number, [strategy])[0] for number in self._numbers])
@@ -172,6 +201,28 @@ class Trial:
             else {}
         )
         return replace(self._pruning.planner, link_times=times)
+
+
+def fastest_together(
+    start: Sequence[Strategy], times_ms: Mapping[Strategy, FloatArray], *, most: int
+) -> list[Strategy]:
+    """`start`, or the fastest strategy where there is none, and one by one up to `most` that which
+    makes mini-batches faster by most.
+
+    `times_ms` [mini-batch] of each strategy, `start` among them.
+    """
+    chosen = list(start) or [min(times_ms, key=lambda s: float(times_ms[s].mean()))]
+    best = np.min([times_ms[strategy] for strategy in chosen], axis=0)
+    open_ = [strategy for strategy in times_ms if strategy not in chosen]
+    times = np.array([times_ms[strategy] for strategy in open_]).reshape(len(open_), best.size)
+    while len(chosen) < min(most, len(times_ms)):
+        means = np.minimum(best, times).mean(axis=1)
+        added = int(np.argmin(means))
+        if not means[added] < (1 - _LEAST_GAIN) * best.mean():
+            break
+        chosen.append(open_[added])
+        best = np.minimum(best, times[added])
+    return chosen
 
 
 def sample_batches(

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from ds_hydra.configs import find_file, list_files
-from ds_hydra.configs.files import read_json_object
+from ds_hydra.configs.files import read_json_object, reading
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.simulator.workload import Workload
 from ds_hydra.strategy.profiles.profile import Profile
@@ -62,11 +62,8 @@ def load_case(name: str) -> Case:
 
 def _read_group(group: str) -> Mapping[str, Mapping[str, Any]]:
     document = read_json_object(find_file("cases", group))
-    if document.get("schema") != CASES_SCHEMA:
-        raise HydraConfigError(
-            f"cases {group!r}: schema is {document.get('schema')!r}, expected {CASES_SCHEMA!r}"
-        )
-    cases: Mapping[str, Mapping[str, Any]] = document["cases"]
+    with reading(document, CASES_SCHEMA, f"cases {group!r}"):
+        cases: Mapping[str, Mapping[str, Any]] = document["cases"]
     return cases
 
 

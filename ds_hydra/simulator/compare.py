@@ -7,32 +7,29 @@ from dataclasses import replace
 
 import numpy as np
 
+from ds_hydra.configs.hydra_config import Space
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, with_schemes_of
 from ds_hydra.sampler.trial import HEURISTIC, PruningSettings
 from ds_hydra.simulator.baselines import dynamic
 from ds_hydra.simulator.comparison import Comparison, Planned
-from ds_hydra.simulator.extended import (
-    extended_scenario,
-    extended_schemes,
-    extended_strategies,
-    with_gathered,
-)
 from ds_hydra.simulator.scenario import Scenario, SystemResult, bound_of
 from ds_hydra.simulator.systems import (
     DS_HYDRA,
     FULL_STATIC,
-    HALF,
     LABELS,
     PAPER,
     PLAIN,
     PLANNED,
     SYSTEMS,
+    WHOLE,
     Contest,
     Settings,
 )
 from ds_hydra.simulator.workload import Workload, check_workload, draw_batches
 from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.states import with_engine_states
+from ds_hydra.strategy.proposal.extended import stretched_schemes, with_derived_schemes
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
     check_context,
@@ -66,10 +63,10 @@ def compare(
     candidates = {name: p.strategies for name, p in known.planned.items()} if known else {}
     progress(LABELS[DS_HYDRA])
     planned = {DS_HYDRA: _ours(DS_HYDRA, workload, own, settings, candidates.get(DS_HYDRA))}
-    if HALF in settings.systems and cluster is not None:
-        progress(LABELS[HALF])
-        half = replace(own, cluster=cluster.halved)
-        planned[HALF] = _ours(HALF, workload, half, settings, candidates.get(HALF))
+    if WHOLE in settings.systems and cluster is not None:
+        progress(LABELS[WHOLE])
+        whole = replace(own, cluster=cluster.pushing_32_bit)
+        planned[WHOLE] = _ours(WHOLE, workload, whole, settings, candidates.get(WHOLE))
     for name, each in ((PLAIN, own), (PAPER, scenario)):
         if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
             progress(LABELS[name])
@@ -96,8 +93,23 @@ def compare(
 
 def _fits_extended(own: Scenario) -> bool:
     """Whether a scheme of the full space fits the context."""
-    full = extended_scenario(own)
-    return any(full.max_len_tokens(s) >= own.context_length for s in extended_schemes(full))
+    known, schemes = _full_space(own)
+    longest = (known.max_len_tokens(s, own.num_devices) for s in schemes)
+    return any(length >= own.context_length for length in longest)
+
+
+def _full_space(own: Scenario) -> tuple[Profile, tuple[Scheme, ...]]:
+    """The profile with all that follows from it, and the schemes that none makes useless."""
+    known = with_derived_schemes(
+        own.profile,
+        num_devices=own.num_devices,
+        cluster=own.cluster,
+        tokens_per_iteration=0.0,
+    )
+    schemes = stretched_schemes(
+        known, num_devices=own.num_devices, context_length=own.context_length
+    )
+    return known.with_schemes(schemes), schemes
 
 
 def _scenario(workload: Workload, cluster: Cluster | None, settings: Settings) -> Scenario:
@@ -113,7 +125,6 @@ def _scenario(workload: Workload, cluster: Cluster | None, settings: Settings) -
         ),
         cluster=cluster,
         overlap=settings.overlap,
-        bounds_attention=settings.bounds_attention,
         seen=settings.seen,
     )
 
@@ -126,32 +137,28 @@ def _ours(
     known: tuple[Strategy, ...] | None,
 ) -> Planned:
     """ds_hydra in the space of the settings, with `known` candidates if there are any."""
-    holds = bool(own.statics())
     if workload.strategies or settings.space == "plain":
         if not workload.strategies:
             check_context(own.profile, own.num_devices, own.context_length)
-        strategies = workload.strategies or known or _propose(workload, own, settings)
-        schemes = usable_schemes(own.profile, own.num_devices)
-        return _plan(name, own, strategies, schemes)
-    full = extended_scenario(own)
-    schemes = extended_schemes(full)
-    check_context(full.profile, full.num_devices, full.context_length, schemes)
-    candidates = known or extended_strategies(
-        full,
-        _propose(workload, own, settings) if holds else (),
-        draw_batches(
-            workload.histogram.limit(workload.context_length),
-            workload.tokens_per_iteration,
-            settings.num_proposal_batches,
-            settings.seed + 1,
-        ),
-        max_communicators=_max_communicators(workload, settings),
+        strategies = workload.strategies or known or _propose(workload, own, settings, "plain")
+        return _plan(name, own, strategies, usable_schemes(own.profile, own.num_devices))
+    profile, schemes = _full_space(own)
+    strategies = known or _propose(workload, own, settings, "wide")
+    profile = _with_seen_traffic(with_schemes_of(profile, strategies), own.seen)
+    return _plan(name, replace(own, profile=profile), strategies, schemes)
+
+
+def _with_seen_traffic(profile: Profile, share: float | None) -> Profile:
+    """`profile` with `share` of the traffic of streamed layers on top of their computation."""
+    if share is None:
+        return profile
+    return profile.with_latency(
+        {
+            scheme: replace(model, constant_ms=model.constant_ms + share * model.traffic_ms)
+            for scheme, model in profile.latency.items()
+            if model.traffic_ms
+        }
     )
-    gathered = with_gathered(full)
-    used = {s for strategy in candidates for s in strategy.schemes} - full.profile.latency.keys()
-    if used:
-        full = replace(full, profile=with_schemes_of(gathered.profile, candidates))
-    return _plan(name, full, candidates, schemes)
 
 
 def _plain(
@@ -164,7 +171,7 @@ def _plain(
     """ds_hydra with <TP,PP> alone, None where that does not fit the context."""
     if not workload.strategies and not scenario.statics():
         return None
-    strategies = workload.strategies or known or _propose(workload, scenario, settings)
+    strategies = workload.strategies or known or _propose(workload, scenario, settings, "plain")
     schemes = usable_schemes(scenario.profile, workload.num_devices)
     return _plan(name, scenario, strategies, schemes)
 
@@ -221,7 +228,10 @@ def _plan(
     )
 
 
-def _propose(workload: Workload, scenario: Scenario, settings: Settings) -> tuple[Strategy, ...]:
+def _propose(
+    workload: Workload, scenario: Scenario, settings: Settings, space: Space
+) -> tuple[Strategy, ...]:
+    """What the engine and `ds-hydra propose` would choose among."""
     found = decide_candidates(
         scenario.profile,
         workload.histogram,
@@ -229,7 +239,7 @@ def _propose(workload: Workload, scenario: Scenario, settings: Settings) -> tupl
             num_devices=workload.num_devices,
             context_length=workload.context_length,
             tokens_per_iteration=workload.tokens_per_iteration,
-            space="plain",
+            space=space,
             cluster=scenario.cluster,
             max_groups=_max_communicators(workload, settings),
             max_enumerated=0,

@@ -13,7 +13,7 @@ from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.simulator.events import Simulation
 from ds_hydra.simulator.scenario import Bound, Scenario, SystemResult
-from ds_hydra.simulator.systems import DS_HYDRA, HALF, LABELS, Settings
+from ds_hydra.simulator.systems import DS_HYDRA, LABELS, WHOLE, Settings
 from ds_hydra.simulator.workload import Workload
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
@@ -169,8 +169,8 @@ class Comparison:
         """Iteration number `position` of `system`, one of `planned`, with all its events."""
         planned = self.planned[system]
         cluster = self.cluster
-        if system == HALF and cluster is not None:
-            cluster = cluster.halved
+        if system == WHOLE and cluster is not None:
+            cluster = cluster.pushing_32_bit
         scenario = replace(self._scenario(), profile=planned.profile, cluster=cluster)
         return scenario.simulate(planned.plans[position])
 
@@ -216,7 +216,6 @@ class Comparison:
             **self.ours.to_json(),
             "systems": [self._system(result, price_per_gpu_hour) for result in self.results],
             "space": self.settings.space,
-            "attention": "bounded" if self.settings.bounds_attention else "extrapolated",
             **{n: found.to_json() for n, found in self.planned.items() if n != DS_HYDRA},
         }
 

@@ -12,7 +12,7 @@ from ds_hydra.sampler.mixed_groups import MixedGroups, Step, plan_steps
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.simulator.context_parallel import ContextParallel
 from ds_hydra.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
-from ds_hydra.simulator.sharded import sharded_groups, with_traffic_ms
+from ds_hydra.simulator.sharded import sharded_groups, with_traffic_ms, zero3_ends_ms
 from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -22,7 +22,7 @@ def flexsp(scenario: Scenario, *, name: str) -> SystemResult | None:
     with activation checkpointing or not. See [Note: Mixed groups]. None where nothing holds the
     context.
     """
-    step_ms = scenario.cluster.step_ms if scenario.cluster else 0.0
+    ends_ms = zero3_ends_ms(scenario)
 
     def total_ms(slowest: FloatArray) -> float:
         return float(with_traffic_ms(scenario, slowest).sum())
@@ -41,7 +41,7 @@ def flexsp(scenario: Scenario, *, name: str) -> SystemResult | None:
         )
         for number, lengths in enumerate(scenario.lengths):
             known = found[number]
-            limit = known.iteration_ms - step_ms if known else np.inf
+            limit = known.iteration_ms - ends_ms if known else np.inf
             steps = _times_ms(plan_steps([mixed], lengths, total_ms, limit))
             if not steps.size:
                 continue
@@ -49,7 +49,7 @@ def flexsp(scenario: Scenario, *, name: str) -> SystemResult | None:
             busy = float(steps[:, 1].sum()) / scenario.num_devices
             found[number] = Outcome(
                 propagation_ms=propagation,
-                iteration_ms=total_ms(steps[:, 0]) + step_ms,
+                iteration_ms=total_ms(steps[:, 0]) + ends_ms,
                 imbalance=0.0,
                 bubble=1 - busy / propagation if propagation else 0.0,
             )

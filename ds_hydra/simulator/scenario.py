@@ -58,7 +58,6 @@ class SystemResult:
 class Scenario:
     """What all systems have in common: the mini-batches and where they run.
 
-    `bounds_attention`: of T of one rank, which nobody has published (`single_rank_latency`).
     `seen`: share of pull and push, and of ZeRO-3's gathers, that nothing hides, for all systems; as
     much as the overlap leaves if None.
     """
@@ -69,7 +68,6 @@ class Scenario:
     batches: tuple[GlobalBatch, ...]
     cluster: Cluster | None = None
     overlap: bool = True
-    bounds_attention: bool = True
     seen: float | None = None
     forward_fraction: float = FORWARD_FRACTION
     settings: PlannerSettings = WITHOUT_PROGRAMS

@@ -91,7 +91,7 @@ def sharded_groups(scenario: Scenario, checkpointing: Sequence[bool]) -> Iterato
     """Groups of every size that divides devices and heads and holds one token at least, smallest
     first; none where the profile has no <1,PP>.
     """
-    single = single_rank_latency(scenario.profile, bounds_attention=scenario.bounds_attention)
+    single = single_rank_latency(scenario.profile)
     heads = scenario.profile.document["model"].get("num_attention_heads", scenario.num_devices)
     sizes = (2**i for i in range(scenario.num_devices.bit_length()))
     for size, is_checkpointed in product(sizes, checkpointing):
@@ -148,3 +148,14 @@ def zero3_traffic_ms(scenario: Scenario) -> float:
     inside = cluster.num_params * (1 - 1 / cluster.num_devices) / cluster.hardware.intra_node_rate
     share = max(0.0, 1 - cluster.hardware.devices_per_node / cluster.num_devices)
     return 1e3 * 3 * 2 * max(inside, cluster.num_params * share / cluster.hardware.inter_node_rate)
+
+
+def zero3_ends_ms(scenario: Scenario) -> float:
+    """What no computation is beside: the gather of a first layer, the reduction of a last one, and
+    the optimizer's step.
+    """
+    cluster = scenario.cluster
+    if cluster is None:
+        return 0.0
+    visible = 0.0 if scenario.seen is not None else 2 / 3 * zero3_traffic_ms(scenario)
+    return cluster.step_ms + visible / cluster.shape.num_layers

@@ -4,10 +4,11 @@ that the overlap hides worse than it could.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 from ds_hydra.simulator.compare import compare
 from ds_hydra.simulator.comparison import Comparison, Spread
@@ -22,7 +23,6 @@ SEEN = 0.69
 """Share of pull and push that the paper still sees with overlap: 1.18 s of 1.71 s (Table 1)."""
 NUM_BATCHES, MAX_TOKENS = 4, 3_200_000
 """Mini-batches of each variant, and their tokens; one mini-batch at least."""
-NUM_VARIANTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,29 +32,26 @@ class _Variant:
     settings: Settings
 
 
-def with_spread(found: Comparison, progress: Callable[[str], None] | None = None) -> Comparison:
+def with_spread(found: Comparison, *, num_processes: int = 1) -> Comparison:
     """`found` with what becomes of each speed-up of whole iterations.
 
     All systems run the first mini-batches again, with T, the rates of the interconnect, and the
     efficiency of attention 20% lower and higher, one at a time, and with `SEEN` of all transfers on
     top of propagation. Systems are tuned anew for each, but keep the strategies that they may
     choose from. What a variant changes here is applied to the speed-up over all mini-batches.
-    `progress` is told each of `NUM_VARIANTS` as it begins.
+    Variants are shared by `num_processes`.
     """
     affordable = max(1, MAX_TOKENS // found.workload.tokens_per_iteration)
     iterations = min(NUM_BATCHES, affordable, found.settings.iterations)
     settings = replace(found.settings, iterations=iterations)
     start = _Variant(workload=found.workload, cluster=found.cluster, settings=settings)
-    slow = replace(start, settings=replace(settings, seen=SEEN))
-    # Threads: planning is compiled code for the most part, which needs no interpreter
-    ratios = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        running = [pool.submit(_speedups, v, found) for v in (start, slow, *_variants(start))]
-        for number, variant in enumerate(running):
-            if progress is not None:
-                progress(f"variant {number + 1}")
-            ratios.append(variant.result())
-    same, seen, *off = ratios
+    variants = [start, replace(start, settings=replace(settings, seen=SEEN)), *_variants(start)]
+    if num_processes > 1:
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(num_processes, mp_context=fork) as pool:
+            same, seen, *off = pool.map(_speedups, variants, repeat(found))
+    else:
+        same, seen, *off = map(_speedups, variants, repeat(found))
     spreads = {}
     for result in found.results:
         name, ratio = result.name, found.speedup(result.name)

@@ -42,10 +42,10 @@ class Contest:
 
 Run = Callable[[Contest, str], SystemResult | None]
 
-DS_HYDRA, HALF, PLAIN, PAPER = "ds_hydra", "half", "plain", "paper"
+DS_HYDRA, WHOLE, PLAIN, PAPER = "ds_hydra", "32_bit", "plain", "paper"
 PLANNED = {
     DS_HYDRA: "ds_hydra",
-    HALF: "ds_hydra, 16-bit gradients",
+    WHOLE: "ds_hydra, 32-bit gradients",
     PLAIN: "ds_hydra, <TP,PP> alone",
     PAPER: "the same, memory of the paper",
 }
@@ -144,8 +144,6 @@ LABELS = {**PLANNED, **{name: system.label for name, system in SYSTEMS.items()}}
 """Systems in the order they are shown, with what users see."""
 
 
-MAX_ITERATIONS = 100
-"""Mini-batches of a comparison, where nobody says how many."""
 TOKENS_PER_POINT = 20_000_000
 """Tokens of all mini-batches of one workload then: large ones get fewer, two at least."""
 PROPOSAL_TOKENS_PER_POINT = 6_400_000
@@ -158,13 +156,13 @@ class Settings:
 
     `systems` other than ds_hydra; `num_proposal_batches` mini-batches, drawn apart from those of
     the comparison, decide about ds_hydra's candidates. `overlap` of pull and push with propagation;
-    `seen`, `bounds_attention`: see `Scenario`. `num_proposal_rounds`: see `PruningSettings`.
+    `seen`: see `Scenario`. `num_proposal_rounds`: see `PruningSettings`.
     `max_communicators`: process groups that the candidates may need together, four for each device
     if None. `space` of ds_hydra, where the workload has no strategies: <TP,PP>, SP, streamed and
     checkpointed layers ("full"), or <TP,PP> ("plain").
     """
 
-    iterations: int = MAX_ITERATIONS
+    iterations: int = 100
     systems: tuple[str, ...] = tuple(name for name in LABELS if name != DS_HYDRA)
     overlap: bool = True
     seen: float | None = None
@@ -173,7 +171,6 @@ class Settings:
     num_proposal_rounds: int = 1
     max_communicators: int | None = None
     space: Literal["full", "plain"] = "full"
-    bounds_attention: bool = True
 
     def sized(self, tokens_per_iteration: int) -> Settings:
         """With fewer mini-batches where they are large: means over as many tokens are about as

@@ -20,6 +20,7 @@ from ds_hydra.configs.files import (
     read_number,
     read_text,
     read_time,
+    reading,
 )
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan
@@ -182,11 +183,7 @@ class Timeline:
         """The timeline in a document written by `to_json`; raises HydraConfigError naming what is
         wrong.
         """
-        if document.get("schema") != TIMELINE_SCHEMA:
-            raise HydraConfigError(
-                f"{source}: schema is {document.get('schema')!r}, expected {TIMELINE_SCHEMA!r}"
-            )
-        try:
+        with reading(document, TIMELINE_SCHEMA, source):
             return cls(
                 iteration=read_count(document, "iteration"),
                 source=_read_source(document),
@@ -204,12 +201,6 @@ class Timeline:
                     )
                 ),
             )
-        except HydraConfigError as error:
-            raise HydraConfigError(f"{source}: {error}") from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise HydraConfigError(
-                f"{source}: not a valid {TIMELINE_SCHEMA} document: {error!r}"
-            ) from error
 
 
 _COLUMNS = ("pipeline", "stage", "kind", "micro_batch", "start_ms", "end_ms", "tp_ms")

@@ -11,7 +11,12 @@ import numpy as np
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.simulator.fixed_length import MicroBatches, pack_balanced, pack_fixed_length
 from ds_hydra.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
-from ds_hydra.simulator.sharded import ShardedGroup, sharded_groups, with_traffic_ms
+from ds_hydra.simulator.sharded import (
+    ShardedGroup,
+    sharded_groups,
+    with_traffic_ms,
+    zero3_ends_ms,
+)
 from ds_hydra.strategy.compiled import compiled
 
 
@@ -191,7 +196,7 @@ def _outcome(scenario: Scenario, propagation: float, total: float, busy: FloatAr
     used = busy[busy > 0]
     return Outcome(
         propagation_ms=propagation,
-        iteration_ms=total + (scenario.cluster.step_ms if scenario.cluster else 0.0),
+        iteration_ms=total + zero3_ends_ms(scenario),
         imbalance=float(used.max() / used.min() - 1) if used.size else 0.0,
         bubble=1 - float(busy.sum()) / (propagation * busy.size) if propagation else 0.0,
     )

@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
+import torch
 import transformers
+from torch import nn
 from transformers import TrainingArguments
 
 from ds_hydra.configs import HydraConfig
@@ -25,7 +27,6 @@ REFUSED = {
     "gradient_accumulation_steps": "an iteration is one optimizer step over hydra.tokens_per_iteration tokens, in as "
     "many micro-batches as the plan needs; leave it out and multiply hydra.tokens_per_iteration",
     "label_smoothing_factor": f"{_OWN_LOSS}; set it to 0",
-    "neftune_noise_alpha": f"{_OWN_LAYERS}, without noise in the embedding; leave it out",
     "use_liger_kernel": f"{_OWN_LAYERS}; leave it out",
     "torch_compile": f"{_OWN_LAYERS}; leave it out and set hydra.compile_layers",
     "auto_find_batch_size": "the plan keeps every rank within its memory; leave it out and set "
@@ -165,8 +166,8 @@ def read_loss_option(args: TrainingArguments, name: str, given: bool | None) -> 
 def map_arguments(
     args: TrainingArguments, hydra: HydraConfig, note: Note, *, of_trl: bool = True
 ) -> HydraConfig:
-    """`hydra` with what TrainingArguments say about order, seed and activation checkpointing, and
-    what fields `of_trl` say.
+    """`hydra` with what TrainingArguments say about order, seed, noise and activation
+    checkpointing, and what fields `of_trl` say.
 
     A key that the "hydra" section gives itself must not contradict them.
     """
@@ -180,6 +181,8 @@ def map_arguments(
         wanted["shuffle"] = ("train_sampling_strategy='sequential'", False)
     if args.activation_checkpointing or args.gradient_checkpointing:
         wanted["activation_checkpointing"] = ("activation_checkpointing", True)
+    if args.neftune_noise_alpha is not None:
+        wanted["neftune_noise_alpha"] = ("neftune_noise_alpha", args.neftune_noise_alpha)
     for name, value in _set_fields_of_trl(args).items() if of_trl else ():
         if name in _SFT_KEYS:
             wanted[_SFT_KEYS[name]] = (name, value)
@@ -192,6 +195,26 @@ def map_arguments(
         if own != value:
             note(f"{kind}.{source} sets hydra.{key} to {value!r}")
     return hydra.model_copy(update={key: value for key, (_, value) in wanted.items()})
+
+
+def check_dtype(model: nn.Module, trained: torch.dtype, note: Note) -> None:
+    """Raise HydraConfigError for a model in float16 that DeepSpeed would turn into fp32, whose loss
+    nobody would scale; `note` that for bfloat16. `trained` is what its configuration says.
+    """
+    if trained != torch.float32:
+        return
+    loaded = {param.dtype for param in model.parameters()}
+    if torch.float16 in loaded:
+        raise HydraConfigError(
+            "the model is loaded in torch.float16 and fp16 is off, so that DeepSpeed would train and save it in "
+            "torch.float32, in twice the memory; set fp16=True, or load it with dtype=torch.float32 "
+            "(model_init_kwargs={'dtype': 'float32'} in TRL's configurations)"
+        )
+    if torch.bfloat16 in loaded:
+        note(
+            "the model is loaded in torch.bfloat16 and bf16 is off: DeepSpeed trains and saves it in torch.float32, in "
+            "twice the memory; set bf16=True to stay in 16 bit"
+        )
 
 
 def drop_batch_size_mismatches(hf_config: Any) -> None:

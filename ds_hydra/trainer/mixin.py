@@ -19,9 +19,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ds_hydra.configs import HydraConfig, read_ds_config
 from ds_hydra.engine import HydraEngine, hydra_engine_class
+from ds_hydra.engine.checks.deepspeed_section import dtype_of
 from ds_hydra.engine.model.adapters import unify_adapter_dtype, unwrap_adapters
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.trainer.arguments import Note, drop_batch_size_mismatches
+from ds_hydra.trainer.arguments import Note, check_dtype, drop_batch_size_mismatches
 from ds_hydra.trainer.checkpoints import restore_checkpoints, written_aside
 from ds_hydra.trainer.progress import Counters, StrategyProgressCallback
 
@@ -45,6 +46,10 @@ class EngineMixin:
                 "optimizers is given, which transformers does not use with DeepSpeed; leave it out and pass "
                 "optimizer_cls_and_kwargs, or override create_optimizer() or create_scheduler()"
             )
+        ds_config = self.accelerator.state.deepspeed_plugin.hf_ds_config.config
+        check_dtype(self.model, dtype_of(ds_config), self._warn)
+        # The engine adds it, to slices of the embedding; transformers would to the whole one
+        self.neftune_noise_alpha = None
         self._check_used(self._warn)
         self._show_strategy_in_progress_bar()
 
@@ -248,6 +253,11 @@ class EngineMixin:
             - stage_model.vocab_size * stage_model.hidden_size
         )
         return 6 * self.engine.last_metrics.num_tokens * num_params / self.args.world_size
+
+    def store_flos(self) -> None:
+        """Add what all ranks have computed to the state, without asking them or the device."""
+        self.state.total_flos += self.current_flos * self.args.world_size
+        self.current_flos = 0
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.args.include_num_input_tokens_seen != "no":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,8 @@ from ds_hydra.strategy import Profile, Strategy
 from standin import device
 
 NUM_TOKENS = 768
+NUM_SCORED = 4 * NUM_TOKENS
+"""Of a sequence that is scored, which no rank trains."""
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 344, "num_hidden_layers": 24, "num_key_value_heads": 4},
     "qwen3": {"intermediate_size": 384, "num_hidden_layers": 20, "head_dim": 32},
@@ -69,7 +72,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, lengths: Any, scale: float, *_: Any
     return _Fused.apply(q, k, v, lengths, scale)
 
 
-def _full_pipelines(strategy: Strategy) -> IterationPlan:
+def _full_pipelines(strategy: Strategy, num_tokens: int = NUM_TOKENS) -> IterationPlan:
     """As many micro-batches of one sequence as a pipeline has stages."""
     pipelines, num_sequences = [], 0
     for scheme, ranks in zip(strategy.schemes, strategy.place(), strict=True):
@@ -85,15 +88,21 @@ def _full_pipelines(strategy: Strategy) -> IterationPlan:
         num_devices=dist.get_world_size(),
         strategy=strategy,
         sample_indices=tuple(range(num_sequences)),
-        lengths=(NUM_TOKENS,) * num_sequences,
-        num_label_tokens=(NUM_TOKENS - 1) * num_sequences,
+        lengths=(num_tokens,) * num_sequences,
+        num_label_tokens=(num_tokens - 1) * num_sequences,
         pipelines=tuple(pipelines),
         makespan_ms=0,
         lower_bound_ms=0,
     )
 
 
-def _formula_bytes(stage_model: Any, strategy: Strategy) -> float:
+def _formula_bytes(
+    stage_model: Any,
+    strategy: Strategy,
+    num_tokens: int = NUM_TOKENS,
+    *,
+    forward_only: bool = False,
+) -> float:
     """Of the tightest rank, with traced activations and the exchange buffers of a layer."""
     scheme = strategy.schemes[0]
     document = nominal_profile(stage_model, [scheme])
@@ -102,8 +111,8 @@ def _formula_bytes(stage_model: Any, strategy: Strategy) -> float:
         "activation_bytes_per_token_per_layer_per_hidden": {str(scheme.tp): layer.activation_bytes},
         "exchange_bytes": 4 * 4 * layer_params(stage_model),
     }
-    memory = Profile.from_json(document).memory
-    return memory.rank_bytes(scheme, dist.get_world_size(), NUM_TOKENS)
+    memory = replace(Profile.from_json(document).memory, forward_only=forward_only)
+    return memory.rank_bytes(scheme, dist.get_world_size(), num_tokens)
 
 
 def peaks(family: str) -> dict[str, dict[str, float]]:
@@ -135,9 +144,18 @@ def peaks(family: str) -> dict[str, dict[str, float]]:
             engine.set_gradient_accumulation_boundary(True)
             deepspeed.DeepSpeedEngine.step(engine)
             in_step = propagator.max_over_ranks(accelerator.max_memory_allocated())
+            plan = _full_pipelines(strategy, NUM_SCORED)
+            examples = random_examples(plan.lengths, 512, seed=1)
+            gc.collect()
+            accelerator.reset_peak_memory_stats()
+            engine.score(examples, strategy=text, entropy=True)
             found[text] = {
                 "passes": in_passes,
                 "step": in_step,
+                "scores": propagator.max_over_ranks(accelerator.max_memory_allocated()),
+                "forward": _formula_bytes(
+                    engine.hydra.stage_model, strategy, NUM_SCORED, forward_only=True
+                ),
                 "formula": _formula_bytes(engine.hydra.stage_model, strategy),
             }
     engine.destroy()

@@ -55,6 +55,26 @@ def unwrap_adapters(model: nn.Module) -> nn.Module:
     return model
 
 
+def use_saved_modules(copied: nn.Module) -> None:
+    """Put in `copied`, a copy that runs, what `modules_to_save` trains in the place of what it was
+    made of, which then runs nowhere and is pulled by nobody.
+    """
+    for parent in list(copied.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is not None and (adapter := find_saved_in_use(child)) is not None:
+                saved: Any = child
+                own = saved.modules_to_save[adapter] if adapter else saved.original_module
+                parent._modules[name] = own
+
+
+def find_saved_in_use(module: nn.Module) -> str | None:
+    """Whose copy of a module in `modules_to_save` runs, "" for none; None for any other module."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(module, peft.utils.other.ModulesToSaveWrapper):
+        return None
+    return next(iter(module.active_adapters), "") if not module.disable_adapters else ""
+
+
 def is_lora(module: nn.Module) -> bool:
     """Whether `module` is a layer of `peft` with LoRA weights."""
     peft = sys.modules.get("peft")
@@ -85,9 +105,13 @@ def split_style(module: nn.Module, style: str) -> Iterator[tuple[nn.Module, str]
 def _find_problem(module: nn.Module) -> str | None:
     """Why `module` cannot be trained, if it belongs to `peft`."""
     peft: Any = sys.modules["peft"]
+    if isinstance(module, peft.utils.other.ModulesToSaveWrapper):
+        return None
     if isinstance(module, peft.utils.other.AuxiliaryTrainingWrapper):
-        kind = type(module).__name__
-        return f"{kind} (modules_to_save or trainable_token_indices) is not supported; leave both out of LoraConfig"
+        return (
+            f"{type(module).__name__} (trainable_token_indices) replaces rows of a table that ranks share by rows; "
+            "train the whole table: modules_to_save=['embed_tokens'] in LoraConfig"
+        )
     if not isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
         return None
     if type(module) is not peft.tuners.lora.Linear or type(module.base_layer) is not nn.Linear:

@@ -63,6 +63,8 @@ class PackedMicroBatch:
     """Where they are, where the micro-batch is cut into rows."""
     token_seeds_T: Tensor | None = None
     """[T] int64 of what noise begins with ([Note: Noise by counting]); None where there is none."""
+    token_lengths_T: Tensor | None = None
+    """[T] int64, beside the seeds: tokens of each token's sequence."""
 
     @classmethod
     def build(

@@ -92,7 +92,13 @@ class MicroBatchTensors:
             packed = _pack(plan, pipeline, number, row, device, sequence_shard, context)
             if noise_seed is not None:
                 seeds = [token_seeds(noise_seed, plan.iteration, *piece) for piece in row]
-                packed = replace(packed, token_seeds_T=join(seeds, 0))
+                lengths = [
+                    torch.full((p.end - p.begin,), plan.lengths[p.position], dtype=torch.int64)
+                    for p in row
+                ]
+                packed = replace(
+                    packed, token_seeds_T=join(seeds, 0), token_lengths_T=join(lengths, 1)
+                )
             micro_batches.append(
                 cls(packed=packed, input_ids_T=ids, targets_T=targets, fields=fields)
             )

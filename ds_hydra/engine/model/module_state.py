@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_hydra.engine.model.adapters import find_saved_in_use
 from ds_hydra.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,7 @@ class _Twins:
         self._buffers = _versions(module)
         self._children = dict(module._modules)
         self._forward = vars(module).get("forward")
+        self._saved_in_use = find_saved_in_use(module)
 
     def check(self) -> None:
         """Raise UnsupportedModelError for what the copy cannot follow."""
@@ -95,6 +97,12 @@ class _Twins:
             raise UnsupportedModelError(
                 f"{self._name} has other modules than at the start; add or replace modules and adapters before "
                 "ds_hydra.initialize"
+            )
+        if find_saved_in_use(self._module) != self._saved_in_use:
+            raise UnsupportedModelError(
+                f"{self._name} is in modules_to_save, and training runs what adapter {self._saved_in_use!r} had of it "
+                "at the start: adapters cannot be switched off or set later; where a reference without adapters is "
+                "needed, as in DPO, pass it as a model of its own (ref_model)"
             )
         if vars(self._module).get("forward") is not self._forward:
             raise UnsupportedModelError(

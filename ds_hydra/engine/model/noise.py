@@ -1,4 +1,4 @@
-"""Dropout of adapters whose masks do not depend on the strategy.
+"""Noise that does not depend on the strategy: dropout of adapters, NEFTune in the embedding.
 
 [Note: Noise by counting]
 A generator with a state gives other numbers to a token when another strategy packs, cuts or repeats
@@ -44,16 +44,17 @@ def keep_mask(seeds_T: Tensor, layer: int, rate: float, first: int, num_features
     number `layer` (`layer_number`).
     """
     begin, end = first // _LANES, -(-(first + num_features) // _LANES)
-    columns = _mixed(torch.arange(begin, end, device=seeds_T.device) * _WEYL + layer)
-    bits = seeds_T.unsqueeze(-1) ^ columns
-    bits.mul_(_FIRST)
-    bits ^= bits >> 32
-    bits.mul_(_SECOND)
-    lanes = bits.view(torch.int16).narrow(-1, first - begin * _LANES, num_features)
+    lanes = _lanes(seeds_T, layer, begin, end).narrow(-1, first - begin * _LANES, num_features)
     least = round(rate * _RATES) - _RATES // 2
     if least > torch.iinfo(torch.int16).max:  # a rate of 1
         return torch.zeros_like(lanes, dtype=torch.bool)
     return lanes >= least
+
+
+def uniform_noise(seeds_T: Tensor, layer: int, num_features: int) -> Tensor:
+    """[T, C] fp32 between -1 and 1, evenly spread over 65,536 values."""
+    lanes = _lanes(seeds_T, layer, 0, -(-num_features // _LANES))
+    return lanes[..., :num_features].float().add_(0.5).div_(_RATES // 2)
 
 
 def layer_number(name: str) -> int:
@@ -109,6 +110,20 @@ def count_noise(base: nn.Module, tp: Any, spec_of: dict[tuple[nn.Module, str], P
     return found
 
 
+def add_neftune(output: Tensor, alpha: float) -> Tensor:
+    """What the embedding gives, [..., T, C], with the noise of NEFTune (Jain et al. 2023, Alg. 1)
+    where the micro-batch in sight has seeds: uniform, at most `alpha` / sqrt(L C) for a token of a
+    sequence of L tokens.
+    """
+    micro_batch = find_in_sight()
+    if not alpha or micro_batch is None or micro_batch.token_seeds_T is None:
+        return output
+    num_features = output.shape[-1]
+    noise_TC = uniform_noise(micro_batch.token_seeds_T, layer_number("neftune"), num_features)
+    noise_TC *= alpha * (micro_batch.token_lengths_T * num_features).rsqrt().unsqueeze(-1)
+    return output + noise_TC.to(output.dtype)
+
+
 class _Drop(torch.autograd.Function):
     """`input` where `keep`, times `scale`; one byte a feature is kept for backward."""
 
@@ -122,6 +137,18 @@ class _Drop(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (keep,) = ctx.saved_tensors
         return (grad * keep).mul_(ctx.scale), None, None
+
+
+def _lanes(seeds_T: Tensor, layer: int, begin: int, end: int) -> Tensor:
+    """[T, 4 (end - begin)] int16, any value as probable as another: a hash of each token and group
+    of features.
+    """
+    columns = _mixed(torch.arange(begin, end, device=seeds_T.device) * _WEYL + layer)
+    bits = seeds_T.unsqueeze(-1) ^ columns
+    bits.mul_(_FIRST)
+    bits ^= bits >> 32
+    bits.mul_(_SECOND)
+    return bits.view(torch.int16)
 
 
 def _number(text: bytes) -> int:

@@ -106,11 +106,13 @@ class StageForward:
         if not self._one_by_one or len(micro_batch.lengths) == 1:
             return self._run(micro_batch, input_ids, hidden, is_last)
         lengths, device = micro_batch.lengths, micro_batch.position_ids.device
-        seeds = _split(micro_batch.token_seeds_T, lengths, dim=0)
-        parts = zip(lengths, _split(input_ids, lengths), _split(hidden, lengths), seeds)
+        noise = (micro_batch.token_seeds_T, micro_batch.token_lengths_T)
+        seeds, of_tokens = (_split(values_T, lengths, dim=0) for values_T in noise)
+        parts = zip(lengths, _split(input_ids, lengths), _split(hidden, lengths), seeds, of_tokens)
         outputs = []
-        for length, ids, part, seeds_T in parts:
-            alone = replace(PackedMicroBatch.build([length], device), token_seeds_T=seeds_T)
+        for length, ids, part, seeds_T, lengths_T in parts:
+            alone = PackedMicroBatch.build([length], device)
+            alone = replace(alone, token_seeds_T=seeds_T, token_lengths_T=lengths_T)
             outputs.append(self._run(alone, ids, part, is_last))
         return torch.cat(outputs, dim=1)
 

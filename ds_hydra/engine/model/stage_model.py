@@ -16,19 +16,20 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_hydra.engine.model import attention
-from ds_hydra.engine.model.adapters import check_head, unwrap_adapters
+from ds_hydra.engine.model.adapters import check_head, unwrap_adapters, use_saved_modules
 from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.compilation import compile_each
 from ds_hydra.engine.model.decoder_parts import DecoderParts, with_holders
 from ds_hydra.engine.model.expert_balance import ExpertBalance
 from ds_hydra.engine.model.module_state import ModuleState, check_user_code
-from ds_hydra.engine.model.noise import count_noise
+from ds_hydra.engine.model.noise import add_neftune, count_noise
 from ds_hydra.engine.model.rotary import follow_each_sequence
 from ds_hydra.engine.model.scheme_support import (
     Trial,
@@ -48,7 +49,7 @@ from ds_hydra.engine.model.tp_plan import (
     find_unplanned,
     module_styles,
 )
-from ds_hydra.engine.model.units import Unit, bindings_of, shape_of
+from ds_hydra.engine.model.units import Unit, bindings_of, on_meta
 from ds_hydra.engine.parallel.expert_parallel import ExpertParallel, hook_dispatch
 from ds_hydra.engine.parallel.tensor_parallel import (
     HOOKS,
@@ -84,24 +85,18 @@ class StageModel:
         compile_layers: bool = False,
         tp_sequence_parallel: bool = False,
         aux_loss: bool = True,
+        neftune_noise_alpha: float = 0.0,
         simulated_tp_size: int = 1,
     ):
         model = unwrap_adapters(model)
         check_model(model)
         check_user_code(model)
         self.trial = trial = trial or Trial()
-        self.params: list[nn.Parameter] = list(model.parameters())
         self.tp = TensorParallel(
             cuts_micro_batches=tp_sequence_parallel, simulated_tp_size=simulated_tp_size
         )
         self.ep = ExpertParallel(self.tp)
-        memo = {
-            id(p): nn.Parameter(
-                torch.empty(shape_of(p), device="meta", dtype=p.dtype), p.requires_grad
-            )
-            for p in self.params
-        }
-        self._meta_params: list[nn.Parameter] = [memo[id(p)] for p in self.params]
+        memo = {id(p): on_meta(p) for p in model.parameters()}
         try:
             self._model = copy.deepcopy(model, memo)
         except RuntimeError as error:  # tensors that a forward has left
@@ -109,6 +104,11 @@ class StageModel:
                 f"{type(model).__name__} cannot be copied ({str(error).splitlines()[0][:200]}); load it anew"
             ) from error
         self._state = ModuleState(model, self._model)
+        use_saved_modules(self._model)
+        running = set(self._model.parameters())
+        named = [(fqn, p) for fqn, p in model.named_parameters() if memo[id(p)] in running]
+        self.params: list[nn.Parameter] = [p for _, p in named]
+        self._meta_params: list[nn.Parameter] = [memo[id(p)] for p in self.params]
         parts = DecoderParts.find(self._model)
         self._base, head, self._embedding = parts.base, parts.head, parts.embedding
         if not trial.one_by_one_because:
@@ -141,7 +141,7 @@ class StageModel:
             module.register_forward_hook(self._after_layer)
         bindings = [(b.module, b.attribute, b.param) for u in self.units for b in u.bindings]
         self.specs = build_specs(
-            model,
+            named,
             self._base,
             bindings=bindings,
             vocabulary=(head, self._embedding),
@@ -151,8 +151,8 @@ class StageModel:
         self._unplanned = find_unplanned(self._base, fqn_of)
         self.balance = ExpertBalance(self._model, self._layers, self.tp, with_loss=aux_loss)
         spec_of = {(module, name): self.specs[param] for module, name, param in bindings}
-        self.has_noise = count_noise(self._base, self.tp, spec_of)
-        self._hook(head)
+        self.has_noise = count_noise(self._base, self.tp, spec_of) or neftune_noise_alpha > 0
+        self._hook(head, neftune_noise_alpha)
         self._uncut_because = self._hook_blocks(head) if tp_sequence_parallel else ""
         bind_zeros(self.units[0].bindings, self._meta_params, self._forward.device)
         hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
@@ -374,7 +374,7 @@ class StageModel:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
 
-    def _hook(self, head: nn.Module) -> None:
+    def _hook(self, head: nn.Module, neftune: float) -> None:
         for module, (style, _) in module_styles(self._base):
             if style in HOOKS:
                 HOOKS[style](module, self.tp)
@@ -382,7 +382,7 @@ class StageModel:
                 hook_latent(module, self.tp, self.config.kv_lora_rank)
         for module in expert_modules(self._base):
             hook_dispatch(module, self.ep)
-        hook_embedding(self._embedding, self.tp)
+        hook_embedding(self._embedding, self.tp, partial(add_neftune, alpha=neftune))
         hook_colwise(head, self.tp)
 
     def _hook_blocks(self, head: nn.Module) -> str:

@@ -127,14 +127,14 @@ def find_unplanned(base: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str])
 
 
 def build_specs(
-    model: nn.Module,
+    named: Iterable[tuple[str, nn.Parameter]],
     base: nn.Module,
     *,
     bindings: Iterable[tuple[nn.Module, str, int]],
     vocabulary: Container[nn.Module],
     cuts_micro_batches: bool,
 ) -> tuple[ParamSpec, ...]:
-    """What the link knows of each parameter of `model`, in their order.
+    """What the link knows of each `named` parameter, in their order.
 
     `base`: a copy whose modules have them, as (module, attribute, parameter) of `bindings`.
     `vocabulary`: embedding and head, cut by rows whatever the plan says.
@@ -142,7 +142,7 @@ def build_specs(
     styles, num_experts = parameter_styles(base), num_experts_of(base)
     places = {param: (module, attribute) for module, attribute, param in bindings}
     specs = []
-    for index, (fqn, param) in enumerate(model.named_parameters()):
+    for index, (fqn, param) in enumerate(named):
         place, shape = places[index], tuple(shape_of(param))
         style, name = styles.get(place, ("replicated", ""))
         in_vocabulary = place[0] in vocabulary

@@ -37,6 +37,12 @@ def shape_of(param: nn.Parameter) -> torch.Size:
     return param.ds_shape if hasattr(param, "ds_shape") else param.shape
 
 
+def on_meta(param: nn.Parameter) -> nn.Parameter:
+    """One like `param`, whole, without memory."""
+    empty = torch.empty(shape_of(param), device="meta", dtype=param.dtype)
+    return nn.Parameter(empty, param.requires_grad)
+
+
 def bindings_of(owners: Iterable[nn.Module], index_of: Mapping[int, int]) -> tuple[Binding, ...]:
     """Where the parameters of `owners` themselves live; `index_of` by their `id`."""
     return tuple(

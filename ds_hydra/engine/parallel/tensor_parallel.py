@@ -8,6 +8,7 @@ vocabulary rows of this rank.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -301,9 +302,11 @@ HOOKS = {
 """Style of a module in the tp plan -> what exchanges its inputs and outputs."""
 
 
-def hook_embedding(module: nn.Embedding, tp: TensorParallel) -> None:
+def hook_embedding(
+    module: nn.Embedding, tp: TensorParallel, finish: Callable[[Tensor], Tensor] | None = None
+) -> None:
     """Vocabulary parallel embedding, whole so far: rows of other ranks count as zero, then partial
-    outputs are summed.
+    outputs are summed. `finish` adds to each output, on the first rank for all.
     """
     num_rows = module.weight.shape[0]
     outside: list[Tensor] = []
@@ -316,12 +319,12 @@ def hook_embedding(module: nn.Embedding, tp: TensorParallel) -> None:
         outside.append(mask)
         return (local_ids.masked_fill(mask, 0), *args[1:])
 
-    def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        if not tp.has_parts:
-            return None
-        return tp.sum_over_group(
-            output.masked_fill(outside.pop().unsqueeze(-1), 0.0) if outside else output
-        )
+    def after(_module: nn.Module, _args: tuple[Any, ...], output: Tensor) -> Tensor:
+        if outside:
+            output = output.masked_fill(outside.pop().unsqueeze(-1), 0.0)
+        if finish is not None and tp.rank == 0:
+            output = finish(output)
+        return tp.sum_over_group(output) if tp.has_parts else output
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
+from ds_hydra.configs.files import reading
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.fit import saturation_tokens
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, LatencyModel
@@ -81,11 +82,7 @@ class Hardware:
         """The hardware in a `ds_hydra.hardware/1` document; raises HydraConfigError naming what is
         wrong.
         """
-        if document.get("schema") != HARDWARE_SCHEMA:
-            raise HydraConfigError(
-                f"{source}: schema is {document.get('schema')!r}, expected {HARDWARE_SCHEMA!r}"
-            )
-        try:
+        with reading(document, HARDWARE_SCHEMA, source):
             reached = document["efficiency"]
             hardware = cls(
                 name=document["name"],
@@ -99,14 +96,10 @@ class Hardware:
                 layer_overhead_ms=float(document["layer_overhead_ms"]),
                 collective_overhead_ms=float(document["collective_overhead_ms"]),
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise HydraConfigError(
-                f"{source}: not a valid {HARDWARE_SCHEMA} document: {error!r}"
-            ) from error
-        rates = (hardware.matmul_flops, hardware.attention_flops, hardware.memory_rate)
-        interconnects = (hardware.intra_node_rate, hardware.inter_node_rate)
-        if not all(isfinite(rate) and rate > 0 for rate in (*rates, *interconnects)):
-            raise HydraConfigError(f"{source}: rates and efficiencies must be above 0")
+            rates = (hardware.matmul_flops, hardware.attention_flops, hardware.memory_rate)
+            interconnects = (hardware.intra_node_rate, hardware.inter_node_rate)
+            if not all(isfinite(rate) and rate > 0 for rate in (*rates, *interconnects)):
+                raise HydraConfigError("rates and efficiencies must be above 0")
         return hardware
 
 

@@ -40,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 _PARAM_BYTES = 2
 """A parameter is pulled in 16 bit."""
-GRADIENT_BYTES = 4
-"""A gradient is pushed in 32 bit, as the engine does, and as Megatron-LM reduces its main
-gradients.
-"""
+GRADIENT_BYTES = 2
+"""A gradient is pushed in 16 bit and summed in 32 by its owner: DeepSpeed's default for bf16."""
+MAIN_GRADIENT_BYTES = 4
+"""Megatron-LM reduces its main gradients in 32 bit."""
 _STREAM_BYTES = 3 * _PARAM_BYTES
 """A micro-batch reads a parameter of a streamed layer forward and again backward, and gives its
 gradient away, as it was computed in 16 bit; the home sums in 32.
@@ -66,7 +66,9 @@ class Cluster:
     intra_node_latency_ms: float
     inter_node_latency_ms: float
     gradient_bytes: float = GRADIENT_BYTES
-    """Of an element that is pushed where states are fully sharded (`link.gradient_dtype`)."""
+    """Of an element that is pushed where states are fully sharded (DeepSpeed's
+    `communication_data_type`).
+    """
 
     @property
     def num_params(self) -> float:
@@ -76,9 +78,9 @@ class Cluster:
         )
 
     @property
-    def halved(self) -> Cluster:
-        """The same with gradients of half the bytes."""
-        return replace(self, gradient_bytes=self.gradient_bytes / 2)
+    def pushing_32_bit(self) -> Cluster:
+        """The same with gradients pushed in 32 bit."""
+        return replace(self, gradient_bytes=4)
 
     @property
     def step_ms(self) -> float:
@@ -113,7 +115,7 @@ class Cluster:
         across = elements / self.hardware.inter_node_rate
         slowest = 1e3 * max(inside, across)
         again = _PARAM_BYTES if strategy.gathers else 0
-        gradient_bytes = self.gradient_bytes if is_fully_sharded else GRADIENT_BYTES
+        gradient_bytes = self.gradient_bytes if is_fully_sharded else MAIN_GRADIENT_BYTES
         return LinkTimes(
             pull_ms=_PARAM_BYTES * slowest,
             push_ms=(again + gradient_bytes) * slowest,

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.configs.files import read_json_object
+from ds_hydra.configs.files import read_json_object, reading
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.alpha_beta import (
     Interconnects,
@@ -32,6 +32,10 @@ from ds_hydra.strategy.schemes.placement import stage_hops, tp_groups
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 TOPOLOGY_SCHEMA = "ds_hydra.topology/1"
+_HINT = (
+    "; a node has num_devices, device, latency_s, bytes_per_s and optionally count, and 'between_nodes' "
+    "has the two rates"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +107,7 @@ class Topology:
         """The topology in a `ds_hydra.topology/1` document; raises HydraConfigError naming what is
         wrong.
         """
-        if document.get("schema") != TOPOLOGY_SCHEMA:
-            raise HydraConfigError(
-                f"{source}: schema is {document.get('schema')!r}, expected {TOPOLOGY_SCHEMA!r}"
-            )
-        try:
+        with reading(document, TOPOLOGY_SCHEMA, source, _HINT):
             nodes: list[Node] = []
             for entry in document["nodes"]:
                 num_devices, count = entry["num_devices"], entry.get("count", 1)
@@ -126,13 +126,6 @@ class Topology:
             return cls(
                 nodes=tuple(nodes), between=_read_rate(document["between_nodes"]), source=source
             )
-        except HydraConfigError as error:
-            raise HydraConfigError(f"{source}: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise HydraConfigError(
-                f"{source}: not a valid {TOPOLOGY_SCHEMA} document: {error!r}; a node has num_devices, device, "
-                "latency_s, bytes_per_s and optionally count, and 'between_nodes' has the two rates"
-            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Topology:

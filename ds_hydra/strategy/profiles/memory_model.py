@@ -109,6 +109,14 @@ class MemoryModel:
     (1 / TP of it with `tp_sequence_parallel`); logits and their gradient, for which other layers no
     longer leave room, come on top. MaxLen is that of the tightest stage. What else of a layer is
     whole or cut under TP, A says for each degree.
+
+    Where a pass is `forward_only` nothing waits for backward: of a micro-batch there are
+
+    activations  S * H / TP * A        the layer that runs, by what it would keep
+                 + 2 * S * H * i       hidden states, before and after
+                 + S * V / TP * 2 i    logits, with a part of them in fp32
+
+    or as much as in training, where that is less. States stay as they are.
     """
 
     num_layers: int
@@ -127,6 +135,7 @@ class MemoryModel:
     exchange_bytes: float = 0.0
     key_value_share: float = 1.0
     expert_fraction: float = 0.0
+    forward_only: bool = False
 
     def __post_init__(self) -> None:
         counts = (self.num_layers, self.hidden_size, self.vocab_size)
@@ -196,6 +205,20 @@ class MemoryModel:
 
     def _stages(self, scheme: Scheme, num_devices: int) -> list[tuple[float, float]]:
         """Bytes of states, and per token, of each stage that could be the tightest."""
+        stages = self._training_stages(scheme, num_devices)
+        if not self.forward_only:
+            return stages
+        forward = self._forward_bytes_per_token(scheme)
+        return [(states, min(per_token, forward)) for states, per_token in stages]
+
+    def _forward_bytes_per_token(self, scheme: Scheme) -> float:
+        element = self.input_bytes or _ELEMENT_BYTES
+        num_ranks = scheme.ranks_per_stage if self.tp_sequence_parallel else scheme.num_shards
+        hidden = 2 * self.hidden_size / num_ranks * element
+        logits = self.vocab_size / scheme.ranks_per_stage * 2 * element
+        return self._layer_bytes_per_token(scheme) + self._gathered_bytes(scheme) + hidden + logits
+
+    def _training_stages(self, scheme: Scheme, num_devices: int) -> list[tuple[float, float]]:
         layer = self._layer_bytes_per_token(scheme)
         if not scheme.stages and not scheme.ckpt:
             layers = self.num_layers / scheme.pp

@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.configs.files import LARGEST, read_json_object
+from ds_hydra.configs.files import LARGEST, read_json_object, reading
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import MemoryModel
 from ds_hydra.strategy.schemes.options import slowest_stage_ratio
@@ -163,6 +163,15 @@ class Profile:
             self._max_len[key] = self.memory.max_len_tokens(scheme, num_devices, home)
         return self._max_len[key]
 
+    def forward_only(self, fraction: float, *, holds_longer: bool) -> Profile:
+        """What is known of passes without backward: `fraction` of each T, and where a layer's
+        activations are known (`holds_longer`) MaxLen of what such a pass holds. Not to be saved:
+        its document is that of training.
+        """
+        latency = {scheme: model.scaled(fraction) for scheme, model in self.latency.items()}
+        memory = replace(self.memory, forward_only=holds_longer)
+        return replace(self, latency=latency, memory=memory)
+
     def with_schemes(self, schemes: Iterable[Scheme]) -> Profile:
         """This profile with an entry for each of `schemes` that it has none for, derived from
         <TP,PP>.
@@ -261,11 +270,7 @@ class Profile:
         """The profile in a `ds_hydra.profile/1` document; raises HydraConfigError naming what is
         wrong.
         """
-        if document.get("schema") != PROFILE_SCHEMA:
-            raise HydraConfigError(
-                f"{source}: schema is {document.get('schema')!r}, expected {PROFILE_SCHEMA!r}"
-            )
-        try:
+        with reading(document, PROFILE_SCHEMA, source):
             hardware, model, memory = document["hardware"], document["model"], document["memory"]
             per_tp = memory["activation_bytes_per_token_per_layer_per_hidden"]
             if memory.get("repull_layers"):
@@ -309,12 +314,6 @@ class Profile:
                 document=document,
                 overlap_slowdown=_read_slowdown(hardware.get("overlap_slowdown")),
             )
-        except HydraConfigError as error:
-            raise HydraConfigError(f"{source}: {error}") from error
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise HydraConfigError(
-                f"{source}: not a valid {PROFILE_SCHEMA} document: {error!r}"
-            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.configs.files import read_json_object
+from ds_hydra.configs.files import read_json_object, reading
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
@@ -77,16 +77,13 @@ def strategies_from_json(
     """The candidates in a `ds_hydra.strategies/1` document; raises HydraConfigError naming
     `source`.
     """
-    if document.get("schema") != STRATEGIES_SCHEMA:
-        raise HydraConfigError(
-            f"{source}: schema is {document.get('schema')!r}, expected {STRATEGIES_SCHEMA!r}"
-        )
-    texts = document.get("strategies")
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise HydraConfigError(
-            f"{source}: strategies must be a list of texts, e.g. ['4x<16,1>', '8x<8,1>']"
-        )
-    return parse_strategies(texts)
+    with reading(document, STRATEGIES_SCHEMA, source):
+        texts = document.get("strategies")
+        if not isinstance(texts, list) or not texts or {*map(type, texts)} != {str}:
+            raise HydraConfigError(
+                "strategies must be a list of texts, e.g. ['4x<16,1>', '8x<8,1>']"
+            )
+        return parse_strategies(texts)
 
 
 def load_strategies(wanted: str | Sequence[str]) -> tuple[Strategy, ...]:

@@ -38,7 +38,7 @@ def with_extended_schemes(
     `num_devices`.
 
     - <SP,TP,PP> where <TP,PP> and <SP x TP,PP> were measured (`with_estimates`), so that the heads
-      divide.
+      divide; of one stage also where only <TP,1> was and `cluster` says what exchanges take.
     - <SP,CP,TP,PP> where the heads no longer divide by more SP (`schemes_beyond_heads`).
     - <spN,PP;ep=N> of a mixture of experts, where `cluster` says how fast tokens travel.
     - <SP,TP,1;stream>, and <SP,TP,1;gather> for `tokens_per_iteration`, where `cluster` says how
@@ -51,9 +51,33 @@ def with_extended_schemes(
     refuses, which is asked for nothing else. Entries that `profile` has of such schemes already are
     made anew, so a second call changes nothing.
     """
+    known = with_derived_schemes(
+        profile,
+        num_devices=num_devices,
+        can_run=can_run,
+        cluster=cluster,
+        tokens_per_iteration=tokens_per_iteration,
+    )
+    kept = stretched_schemes(
+        known, num_devices=num_devices, context_length=context_length, can_run=can_run
+    )
+    # What one is derived from may be left out
+    return known.with_schemes(kept).only({*profile.latency.keys() - profile.assumed, *kept})
+
+
+def with_derived_schemes(
+    profile: Profile,
+    *,
+    num_devices: int,
+    can_run: CanRun = lambda _: True,
+    cluster: Cluster | None = None,
+    tokens_per_iteration: float | None = None,
+) -> Profile:
+    """`profile` with all of `with_extended_schemes` but for checkpointed layers and uneven stages
+    of schemes that do not gather, dominated or not.
+    """
     measured = profile.only(profile.latency.keys() - profile.assumed)
-    found = list(_with_sequence_parallelism(measured, num_devices, can_run))
-    known = with_estimates(measured, (Strategy((scheme,)) for scheme in found))
+    known = _with_sequence_parallelism(measured, num_devices, can_run, cluster)
     known = with_rows(known, filter(can_run, schemes_beyond_heads(measured, num_devices)), cluster)
     if cluster is not None:
         known = with_shared_experts(
@@ -66,11 +90,7 @@ def with_extended_schemes(
             can_run=can_run,
             tokens_per_iteration=tokens_per_iteration,
         )
-    kept = stretched_schemes(
-        known, num_devices=num_devices, context_length=context_length, can_run=can_run
-    )
-    # What one is derived from may be left out
-    return known.with_schemes(kept).only({*measured.latency, *kept})
+    return known
 
 
 def stretched_schemes(
@@ -97,22 +117,30 @@ def stretched_schemes(
 
 
 def _with_sequence_parallelism(
-    profile: Profile, num_devices: int, can_run: CanRun
-) -> Iterator[Scheme]:
-    plain = [
-        scheme
-        for scheme in profile.latency
-        if scheme.is_plain and scheme.num_devices <= num_devices
-    ]
+    profile: Profile, num_devices: int, can_run: CanRun, cluster: Cluster | None
+) -> Profile:
+    """`profile` with an estimate of <SP,TP,PP> for every SP that divides the heads.
+
+    Where <SP x TP,PP> was not measured, exchanges of one stage count by the interconnects of
+    `cluster`; without one such schemes are left out.
+    """
     heads = profile.document["model"].get("num_attention_heads")
-    for narrow in plain:
-        for wide in plain:
-            sp, rest = divmod(wide.tp, narrow.tp)
-            divides = not heads or heads % wide.tp == 0
-            scheme = Scheme(narrow.tp, narrow.pp, sp=max(1, sp))
-            is_estimable = wide.pp == narrow.pp and sp > 1 and not rest and divides
-            if is_estimable and scheme not in profile.latency and can_run(scheme):
-                yield scheme
+    found = []
+    for narrow in filter(lambda scheme: scheme.is_plain, profile.latency):
+        for exponent in range(1, (num_devices // narrow.num_devices).bit_length()):
+            scheme = replace(narrow, sp=1 << exponent)
+            is_measured = Scheme(scheme.ranks_per_stage, narrow.pp) in profile.latency
+            is_known = is_measured or (cluster is not None and narrow.pp == 1)
+            divides = not heads or heads % scheme.ranks_per_stage == 0
+            if is_known and divides and scheme not in profile.latency and can_run(scheme):
+                found.append((scheme, is_measured))
+    known = with_estimates(profile, [Strategy((scheme,)) for scheme, _ in found])
+    if cluster is None:
+        return known
+    exchanged = [scheme for scheme, is_measured in found if not is_measured]
+    return known.with_latency(
+        {scheme: cluster.with_exchanges(known.get_latency(scheme), scheme) for scheme in exchanged}
+    )
 
 
 def _that_fit(profile: Profile, schemes: Iterable[Scheme], num_devices: int) -> list[Scheme]:

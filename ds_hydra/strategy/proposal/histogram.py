@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ds_hydra.configs.files import read_json_object
+from ds_hydra.configs.files import read_json_object, reading
 from ds_hydra.errors import HydraConfigError
 
 _LENGTHS_SCHEMA = "ds_hydra.lengths/1"
@@ -141,22 +141,19 @@ class LengthHistogram:
         """The histogram in a `ds_hydra.lengths/1` document; raises HydraConfigError naming what is
         wrong.
         """
-        if document.get("schema") != _LENGTHS_SCHEMA:
-            raise HydraConfigError(
-                f"{source}: schema is {document.get('schema')!r}, expected {_LENGTHS_SCHEMA!r}"
-            )
-        counts = document.get("counts")
-        if not isinstance(counts, dict):
-            raise HydraConfigError(f"{source}: 'counts' must map a length to a number of sequences")
-        try:
-            whole = {int(length): count for length, count in counts.items()}
-        except ValueError as error:
-            raise HydraConfigError(f"{source}: a length is not a whole number: {error}") from error
-        for length, count in whole.items():
-            if isinstance(count, bool) or not isinstance(count, int):
-                raise HydraConfigError(
-                    f"{source}: length {length} has count {count!r}, expected a whole number"
-                )
+        with reading(document, _LENGTHS_SCHEMA, source):
+            counts = document.get("counts")
+            if not isinstance(counts, dict):
+                raise HydraConfigError("'counts' must map a length to a number of sequences")
+            try:
+                whole = {int(length): count for length, count in counts.items()}
+            except ValueError as error:
+                raise HydraConfigError(f"a length is not a whole number: {error}") from error
+            for length, count in whole.items():
+                if type(count) is not int:
+                    raise HydraConfigError(
+                        f"length {length} has count {count!r}, expected a whole number"
+                    )
         return cls.from_counts(whole, name=str(document.get("name", source)))
 
     @classmethod

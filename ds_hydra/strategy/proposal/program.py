@@ -29,11 +29,9 @@ from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.proposal.extended import undominated, with_extended_schemes
+from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.rounding import (
-    MAX_ROUNDED_BEYOND_PLAIN,
-    MAX_ROUNDED_SCHEMES,
     RelaxedStrategy,
     round_strategy,
 )
@@ -55,15 +53,13 @@ class ProposalSettings:
 
     `charge`: "per_sequence" is Eq. (4) to the letter, T(x, P) with its constant for each sequence.
     "per_micro_batch" spreads the constant over the sequences that share a packed micro-batch and
-    adds the bubble of the pipeline, for mini-batches of `tokens_per_iteration`. `space`: which
-    schemes of the profile may be used.
+    adds the bubble of the pipeline, for mini-batches of `tokens_per_iteration`.
     """
 
     device_step: float = 0.1
     length_step: int = 128
     charge: Charge = "per_micro_batch"
     tokens_per_iteration: int | None = None
-    space: Space = "plain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,8 +165,7 @@ def charge_ms(
         (a x^2 + b x) * (V + PP - 1) / V  +  x / U * c * (V + PP - 1)
 
     with the V that minimises it for a dataset of the mean cost b, between U / MaxLen and U /
-    UtilLen. Where even these micro-batches are shorter than the traffic of their layers, all is
-    charged as much more as they wait.
+    UtilLen.
     """
     model = profile.get_latency(scheme)
     lengths = lengths_tokens.astype(np.float64)
@@ -185,19 +180,14 @@ def charge_ms(
     most = max(fewest, int(share_tokens // saturated))
     micro_batches = np.unique(np.geomspace(fewest, most, 64).astype(np.int64)).astype(np.float64)
     work = model.linear_ms * share_tokens
-    slots_ms = np.maximum(work / micro_batches + model.constant_ms, model.traffic_ms)
+    slots_ms = work / micro_batches + model.constant_ms
     num_micro_batches = micro_batches[np.argmin((micro_batches + scheme.pp - 1) * slots_ms)]
     num_slots = num_micro_batches + scheme.pp - 1
     charged: FloatArray = (
         variable * (num_slots / num_micro_batches)
         + lengths / share_tokens * model.constant_ms * num_slots
     )
-    micro_batch_ms = work / num_micro_batches + model.constant_ms
-    return (
-        charged * (model.traffic_ms / micro_batch_ms)
-        if model.traffic_ms > micro_batch_ms
-        else charged
-    )
+    return charged
 
 
 @compiled
@@ -292,9 +282,7 @@ class _Program:
 def _make_program(
     profile: Profile, histogram: LengthHistogram, num_devices: int, settings: ProposalSettings
 ) -> _Program:
-    schemes = _mixed_schemes(profile, num_devices, settings.space)
-    if settings.space != "plain":
-        schemes = undominated(profile, schemes, num_devices)
+    schemes = usable_schemes(profile, num_devices)
     lengths, counts = histogram.lengths_tokens, histogram.counts
     bin_of = -(-lengths // settings.length_step)
     occupied, position = np.unique(bin_of, return_inverse=True)
@@ -319,11 +307,6 @@ def _make_program(
     )
 
 
-def _mixed_schemes(profile: Profile, num_devices: int, space: Space) -> tuple[Scheme, ...]:
-    """Usable schemes without those whose layers are gathered, which do not go with others."""
-    return tuple(s for s in usable_schemes(profile, num_devices, space) if not s.gather)
-
-
 def relaxed_strategies(
     profile: Profile,
     histogram: LengthHistogram,
@@ -334,19 +317,11 @@ def relaxed_strategies(
 ) -> tuple[RelaxedStrategy, ...]:
     """S[N][L] for every maximum length L on the grid that a mini-batch can have, shortest first.
 
-    Times are those of the whole dataset; lengths that only gathered schemes hold are left out.
-    Raises HydraConfigError if no scheme fits the context.
+    Times are those of the whole dataset, schemes <TP,PP>. Raises HydraConfigError if none fits the
+    context.
     """
-    check_context(
-        profile, num_devices, context_length, usable_schemes(profile, num_devices, settings.space)
-    )
-    mixed = _mixed_schemes(profile, num_devices, settings.space)
-    longest = max((profile.max_len_tokens(s, num_devices) for s in mixed), default=0)
-    if longest < histogram.lengths_tokens[0]:
-        return ()
-    held = histogram.limit(context_length)
-    held = held.limit(longest, "drop") if longest < context_length else held
-    program = _make_program(profile, held, num_devices, settings)
+    check_context(profile, num_devices, context_length, usable_schemes(profile, num_devices))
+    program = _make_program(profile, histogram.limit(context_length), num_devices, settings)
     tables = (
         program.work_ms,
         program.least_work,
@@ -418,12 +393,7 @@ def propose_from_histogram(
 
     A static choice has no maximum length of its own unless the program arrives at it too.
     """
-    fillers = (
-        usable_schemes(profile, num_devices)[::-1]
-        or usable_schemes(profile, num_devices, settings.space)[::-1]
-    )
-    is_plain = settings.space == "plain"
-    max_rounded = MAX_ROUNDED_SCHEMES if is_plain else MAX_ROUNDED_BEYOND_PLAIN
+    fillers = usable_schemes(profile, num_devices)[::-1]
     lengths_of: dict[Strategy, list[int]] = {}
     rounded: dict[tuple[tuple[Scheme, float], ...], tuple[Strategy, ...]] = {}
     for relaxed in relaxed_strategies(
@@ -434,12 +404,10 @@ def propose_from_histogram(
         settings=settings,
     ):
         if relaxed.num_pipelines not in rounded:
-            rounded[relaxed.num_pipelines] = round_strategy(
-                relaxed, num_devices, fillers, max_rounded
-            )
+            rounded[relaxed.num_pipelines] = round_strategy(relaxed, num_devices, fillers)
         for strategy in rounded[relaxed.num_pipelines]:
             lengths_of.setdefault(strategy, []).append(relaxed.max_length_tokens)
-    for strategy in homogeneous_strategies(profile, num_devices, context_length, settings.space):
+    for strategy in homogeneous_strategies(profile, num_devices, context_length):
         lengths_of.setdefault(strategy, [])
     return tuple(
         ProposedStrategy(strategy=strategy, max_lengths_tokens=tuple(lengths))

@@ -17,11 +17,6 @@ MAX_ROUNDED_SCHEMES = 6
 beyond are rounded down. 2^6 strategies for one maximum length are more than a planner wants to look
 at."""
 
-MAX_ROUNDED_BEYOND_PLAIN = 3
-"""The same where there are more schemes than <TP,PP>: up to half of the time of a proposal, for
-0.4% of the time of an iteration at most; what is left out is a step away.
-"""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelaxedStrategy:
@@ -40,7 +35,6 @@ def round_strategy(
     relaxed: RelaxedStrategy,
     num_devices: int,
     fillers: Sequence[Scheme],
-    max_rounded: int = MAX_ROUNDED_SCHEMES,
 ) -> tuple[Strategy, ...]:
     """All integer strategies near `relaxed` on at most `num_devices`.
 
@@ -57,10 +51,10 @@ def round_strategy(
     """
     counts = dict(relaxed.num_pipelines)
     by_share = sorted(counts, key=lambda s: -counts[s] * s.num_devices)
-    choices = [_neighbours(x, by_share.index(s) < max_rounded) for s, x in counts.items()]
+    choices = [_neighbours(x, by_share.index(s) < MAX_ROUNDED_SCHEMES) for s, x in counts.items()]
     rounded: dict[tuple[tuple[Scheme, int], ...], None] = {}
     for combination in product(*choices):
-        for giving_way in by_share[:max_rounded]:
+        for giving_way in by_share[:MAX_ROUNDED_SCHEMES]:
             others = {s: c for s, c in zip(counts, combination) if s != giving_way}
             if giving_way != relaxed.longest_scheme:
                 others[relaxed.longest_scheme] = max(1, others[relaxed.longest_scheme])

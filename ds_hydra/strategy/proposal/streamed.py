@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -15,24 +16,21 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 CanRun = Callable[[Scheme], bool]
 
 
-_CKPT_STEPS = 16
-"""Numbers of checkpointed layers that are tried for gathered layers."""
-
-_ROOM = 1.06
-"""Tokens that pipelines hold together, over those of an iteration, where layers are checkpointed
-for it.
+_ROOM = (0.94, 1.0, 1.06)
+"""Tokens that pipelines hold together in one micro-batch each, over those of an iteration: nearly
+all, all, and with room for uneven lengths.
 """
 
 _REFERENCE_TOKENS = 32768
 """Length for which the cheapest <1,PP> is looked for."""
 
 
-def single_rank_latency(profile: Profile, *, bounds_attention: bool = True) -> LatencyModel | None:
+def single_rank_latency(profile: Profile) -> LatencyModel | None:
     """T of the whole model on one rank, or None where the profile has no <1,PP>.
 
     That of <1,1> where it was measured; else the cheapest PP times T of <1,PP>, for a micro-batch
-    of `_REFERENCE_TOKENS`. With `bounds_attention` its quadratic part is at least that of the TP
-    schemes, for each device: attention of a profiled <1,PP> was measured on micro-batches shorter
+    of `_REFERENCE_TOKENS`. Its quadratic part is then at least that of the TP schemes, for each
+    device: attention of a profiled <1,PP> was measured on micro-batches shorter
     than those that SP ranks hold together, from which its quadratic part does not follow well.
     """
     measured = profile.latency.get(Scheme(1, 1))
@@ -53,7 +51,7 @@ def single_rank_latency(profile: Profile, *, bounds_attention: bool = True) -> L
         for scheme, latency in profile.latency.items()
         if scheme.is_plain and scheme.tp > 1 and scheme.pp == 1
     ]
-    if single is None or not bounds_attention or not of_tp:
+    if single is None or not of_tp:
         return single
     return replace(single, quadratic_ms=max(single.quadratic_ms, min(of_tp)))
 
@@ -64,7 +62,6 @@ def with_streamed_schemes(
     num_devices: int,
     cluster: Cluster,
     can_run: CanRun = lambda _: True,
-    bounds_attention: bool = True,
     tokens_per_iteration: float | None = None,
 ) -> Profile:
     """`profile` with schemes of one stage whose layers all stream, where it did not measure them,
@@ -83,7 +80,7 @@ def with_streamed_schemes(
     as derived or estimated.
     """
     entries = []
-    single = single_rank_latency(profile, bounds_attention=bounds_attention)
+    single = single_rank_latency(profile)
     heads = profile.document["model"].get("num_attention_heads", num_devices)
     wide = [Scheme(1, 1, sp=1 << exponent) for exponent in range(num_devices.bit_length())]
     wide = [scheme for scheme in wide if single is not None and heads % scheme.sp == 0]
@@ -119,20 +116,19 @@ def _that_hold(
     profile: Profile, scheme: Scheme, num_devices: int, tokens: float, can_run: CanRun
 ) -> list[Scheme]:
     """`scheme` with the fewest checkpointed layers with which all its pipelines together hold
-    `tokens`, in one micro-batch each; and where that takes some, with room for uneven lengths.
+    `tokens`, in one micro-batch each; and with room for uneven lengths.
     """
-    layers, found = profile.memory.num_layers, []
-    steps = [0] if profile.document.get("activation_checkpointing") else range(_CKPT_STEPS + 1)
-    for wanted in (tokens, _ROOM * tokens):
-        for step in steps:
-            variant = replace(scheme, ckpt=-(-layers * step // _CKPT_STEPS))
-            longest = profile.max_len_tokens(variant, num_devices)
-            if num_devices // scheme.num_devices * longest >= wanted and can_run(variant):
-                found.append(variant)
-                break
-        if not any(variant.ckpt for variant in found):
-            break
-    return list(dict.fromkeys(found))
+    is_checkpointed = bool(profile.document.get("activation_checkpointing"))
+    counts = range(1 if is_checkpointed else profile.memory.num_layers + 1)
+    variants = [replace(scheme, ckpt=ckpt) for ckpt in counts]
+
+    def held(variant: Scheme) -> int:
+        return num_devices // scheme.num_devices * profile.max_len_tokens(variant, num_devices)
+
+    fewest = (bisect_left(variants, room * tokens, key=held) for room in _ROOM)
+    return [
+        variants[n] for n in dict.fromkeys(fewest) if n < len(variants) and can_run(variants[n])
+    ]
 
 
 def with_streams_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:

@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.configs.files import read_json_object
+from ds_hydra.configs.files import read_json_object, reading
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.profiles.memory_model import EMBEDDING_BYTES_PER_ELEMENT
@@ -99,11 +99,7 @@ class SearchInput:
         """The input in a `ds_hydra.layers/1` document; raises HydraConfigError naming what is
         wrong.
         """
-        if document.get("schema") != _LAYERS_SCHEMA:
-            raise HydraConfigError(
-                f"{source}: schema is {document.get('schema')!r}, expected {_LAYERS_SCHEMA!r}"
-            )
-        try:
+        with reading(document, _LAYERS_SCHEMA, source):
             interconnects = document["all_reduce_ms_per_mb"]
             result = cls(
                 layers=tuple(_read_layer(layer) for layer in document["layers"]),
@@ -123,11 +119,7 @@ class SearchInput:
                 overlap_slowdown=float(document.get("overlap_slowdown", OVERLAP_SLOWDOWN)),
                 gathers_each_micro_batch=bool(document.get("gathers_each_micro_batch", True)),
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise HydraConfigError(
-                f"{source}: not a valid {_LAYERS_SCHEMA} document: {error!r}"
-            ) from error
-        _check(result, source)
+            _check(result)
         return result
 
     @classmethod
@@ -218,9 +210,9 @@ def _read_group(text: str) -> tuple[int, bool]:
     return int(size), kind == ""
 
 
-def _check(given: SearchInput, source: str) -> None:
+def _check(given: SearchInput) -> None:
     if not given.layers:
-        raise HydraConfigError(f"{source}: there are no layers; give at least one layer profile")
+        raise HydraConfigError("there are no layers; give at least one layer profile")
     for layer in given.layers:
         sizes = (
             layer.forward_ms,
@@ -232,11 +224,11 @@ def _check(given: SearchInput, source: str) -> None:
         )
         if layer.count < 1 or not all(isfinite(size) and size >= 0 for size in sizes):
             raise HydraConfigError(
-                f"{source}: layer {layer.name!r} has count {layer.count} and sizes {sizes}; the count must be at "
+                f"layer {layer.name!r} has count {layer.count} and sizes {sizes}; the count must be at "
                 "least 1 and no size negative or NaN"
             )
     if given.backward_over_forward < 0 or given.overlap_slowdown < 1:
         raise HydraConfigError(
-            f"{source}: backward_over_forward is {given.backward_over_forward} and overlap_slowdown "
+            f"backward_over_forward is {given.backward_over_forward} and overlap_slowdown "
             f"{given.overlap_slowdown}; they must be at least 0 and at least 1"
         )
