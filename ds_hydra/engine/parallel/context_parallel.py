@@ -32,6 +32,7 @@ from torch import Tensor
 from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.sampler.packing.cuts import Row
+from ds_hydra.strategy.cost_models.analytic import MOST_KEY_VALUE_PARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +195,6 @@ class _GatherAgain(torch.autograd.Function):
         return grad, None
 
 
-MOST_PARTS = 4
 LEAST_PART_BYTES = 1 << 20
 """A gather that is shorter costs more than what hides it is worth."""
 
@@ -213,7 +213,7 @@ def attend_to_all_rows(
     """
     num_heads = key_BKtD.shape[1]
     num_bytes = (key_BKtD.numel() + value_BKtD.numel()) * key_BKtD.element_size()
-    num_parts = max(1, min(MOST_PARTS, num_heads, num_bytes // LEAST_PART_BYTES))
+    num_parts = max(1, min(MOST_KEY_VALUE_PARTS, num_heads, num_bytes // LEAST_PART_BYTES))
     ratio = query_BHtD.shape[1] // num_heads
     chunks = list(zip(key_BKtD[0].chunk(num_parts), value_BKtD[0].chunk(num_parts)))
     queries = query_BHtD.split([ratio * len(key) for key, _ in chunks], dim=1)
