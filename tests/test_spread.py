@@ -33,6 +33,7 @@ def test_without_links_only_attention_moves_a_speedup():
     settings = Settings(iterations=3, systems=("megatron",), space="plain")
     found = compare(make_workload(), None, settings)
     spread = with_spread(found).spreads["megatron"]
+    assert with_spread(found, num_processes=2).spreads["megatron"] == spread
     assert spread.seen == pytest.approx(found.speedup("megatron").value)
     assert spread.low < spread.high
     linear = dataclasses.replace(

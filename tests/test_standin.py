@@ -191,6 +191,11 @@ def test_hydra_trainer_trains_resumes_and_evaluates():
         assert len(found["losses"]) == 4
         assert 0 < found["eval_loss"] < 2 * found["wanted"]
         assert found["num_races"] == 0, found["races"]
+        *_, last = found["waits_of_steps"]  # after the first, and one that is saved
+        own = {place: n for place, n in last.items() if "at ds_hydra" in place}
+        assert 0 < sum(own.values()) <= MAX_HOST_WAITS, own
+        of_trainer = {place: n for place, n in last.items() if "at transformers" in place}
+        assert sum(of_trainer.values()) <= 3, of_trainer  # NaN, Inf and the loss, which is logged
 
 
 def test_adapters_of_lora():

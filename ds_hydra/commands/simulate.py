@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -75,7 +76,7 @@ def simulate(
             help="Tokens of one iteration; several sweep. 100K for every 64 devices if not given."
         ),
     ] = None,
-    iterations: Annotated[int, typer.Option(min=1, help="Mini-batches to simulate.")] = 100,
+    iterations: Annotated[int, typer.Option(min=1, help="Mini-batches to simulate.")] = 40,
     baseline: Annotated[
         str | None,
         typer.Option(help="A homogeneous strategy to compare with too, e.g. '4x<16,1>'."),
@@ -140,7 +141,7 @@ def simulate(
 
     Example: ds-hydra simulate --profile a800_llama2_32b --histogram commoncrawl --devices 64
     --context 32768
-    --tokens 200000 --iterations 100
+    --tokens 200000
 
     Without a profile: ds-hydra simulate --model llama2_7b --hardware h100 --nodes 8
     """
@@ -368,7 +369,7 @@ def _compare(
     left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
     if left_out:
         log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")
-    return with_spread(found) if spread else found
+    return with_spread(found, num_processes=len(os.sched_getaffinity(0))) if spread else found
 
 
 def _sweep(

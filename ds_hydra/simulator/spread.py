@@ -4,8 +4,11 @@ that the overlap hides worse than it could.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 from ds_hydra.simulator.compare import compare
 from ds_hydra.simulator.comparison import Comparison, Spread
@@ -29,19 +32,24 @@ class _Variant:
     settings: Settings
 
 
-def with_spread(found: Comparison) -> Comparison:
+def with_spread(found: Comparison, *, num_processes: int = 1) -> Comparison:
     """`found` with what becomes of each speed-up of whole iterations.
 
     All systems run the first mini-batches again, with T, the rates of the interconnect, and the
     efficiency of attention 20% lower and higher, one at a time, and with `SEEN` of all transfers on
     top of propagation. Systems are tuned anew for each, but keep the strategies that they may
     choose from. What a variant changes here is applied to the speed-up over all mini-batches.
+    Variants are shared by `num_processes`.
     """
     settings = replace(found.settings, iterations=min(NUM_BATCHES, found.settings.iterations))
     start = _Variant(workload=found.workload, cluster=found.cluster, settings=settings)
-    same = _speedups(start, found)
-    off = [_speedups(variant, found) for variant in _variants(start)]
-    seen = _speedups(replace(start, settings=replace(settings, seen=SEEN)), found)
+    variants = [start, replace(start, settings=replace(settings, seen=SEEN)), *_variants(start)]
+    if num_processes > 1:
+        fork = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(num_processes, mp_context=fork) as pool:
+            same, seen, *off = pool.map(_speedups, variants, repeat(found))
+    else:
+        same, seen, *off = map(_speedups, variants, repeat(found))
     spreads = {}
     for result in found.results:
         name, ratio = result.name, found.speedup(result.name)

@@ -254,6 +254,11 @@ class EngineMixin:
         )
         return 6 * self.engine.last_metrics.num_tokens * num_params / self.args.world_size
 
+    def store_flos(self) -> None:
+        """Add what all ranks have computed to the state, without asking them or the device."""
+        self.state.total_flos += self.current_flos * self.args.world_size
+        self.current_flos = 0
+
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen += self.engine.last_metrics.num_tokens

@@ -7,6 +7,8 @@ import queue
 import shutil
 import tempfile
 import threading
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +28,7 @@ from test_engine_parity import LENGTHS
 
 from standin import device
 from standin.checks import SHORT, observed, start
+from standin.streams import observer
 
 
 def _shared_folder() -> Path:
@@ -85,8 +88,17 @@ def trainer() -> dict[str, Any]:
     from accelerate import PartialState
     from accelerate.utils import DistributedType
     from test_trainer import prepare, rows, training_arguments
+    from transformers import TrainerCallback
 
     from ds_hydra import HydraTrainer
+
+    steps: list[Counter[str]] = []
+
+    class Waits(TrainerCallback):
+        """What the host waits for from one step's beginning to the next one's, logs included."""
+
+        def on_step_begin(self, *_args: Any, **_more: Any) -> None:
+            steps.append(Counter(observer.waits))
 
     folder = _shared_folder()
     prepare(folder)
@@ -103,12 +115,14 @@ def trainer() -> dict[str, Any]:
         resumed = HydraTrainer(
             model=tiny("llama").to("standin"), args=arguments, train_dataset=data, eval_dataset=data
         )
+        resumed.add_callback(Waits())
         resumed.train(resume_from_checkpoint=settings.get("save_steps") is None)
         logged = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
         return logged, resumed
 
     with environment, known, observed() as found:
         found["losses"], _ = losses(save_strategy="steps", save_steps=2)
+        found["waits_of_steps"] = [dict(after - before) for before, after in pairwise(steps)]
         shutil.rmtree(folder / "out" / "checkpoint-4", ignore_errors=True)
         found["resumed"], last = losses(save_strategy="no")
         found["eval_loss"] = last.evaluate()["eval_loss"]
