@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from test_sequence_parallel import PROFILE
 
@@ -21,6 +22,7 @@ from ds_hydra.strategy.cost_models.analytic import (
 )
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.memory_model import ROW_TOLERANCE, SP_ACTIVATIONS_REPEATED
+from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.extended import with_extended_schemes
@@ -73,7 +75,15 @@ def test_links_tell_where_measured_schemes_do_not():
     found = with_rows(profile, [replace(scheme, ckpt=3)], cluster).latency[scheme]
     base = profile.latency[Scheme(8, 1)]
     keys = key_values_ms(cluster.shape, cluster.hardware, scheme)
-    assert found.linear_ms == pytest.approx(base.linear_ms / 8 + keys)
+    # Five heads a rank: in four parts, three of which travel beside the attention of another
+    assert found.linear_ms == pytest.approx(base.linear_ms / 8 + keys / 4)
+    assert found.hidden_ms == pytest.approx(keys * 3 / 4)
+    assert found.sequence_ms(100) == pytest.approx((found.linear_ms + found.hidden_ms) * 100)
+    long = found.sequences_ms(np.array([100, 600_000]))
+    assert long[0] == pytest.approx(found.sequence_ms(100))
+    assert long[1] == pytest.approx(found.linear_ms * 6e5 + found.quadratic_ms * 36e10)
+    assert found.scaled(2.0).sequence_ms(100) == pytest.approx(2 * found.sequence_ms(100))
+    assert LatencyModel(**found.to_json()) == found
     assert with_rows(profile, [scheme], None) is profile
     given = with_schemes_of(profile, parse_strategies(["1x<cp8,8,1;ckpt=3>"]))
     assert given.latency[scheme].linear_ms == pytest.approx(found.linear_ms)

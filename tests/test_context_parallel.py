@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_hydra.engine.model.attention import PackedMicroBatch, Segment, hydra_varlen
 from ds_hydra.engine.model.sight import in_sight
+from ds_hydra.engine.parallel import context_parallel
 from ds_hydra.engine.parallel.context_parallel import ContextRow, KeysOfRow
 from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
 from ds_hydra.engine.parallel.ulysses import SequenceShard
@@ -57,15 +58,20 @@ def check_attention():
     """The worst error of outputs and gradients, and how many gathered keys outlived a pass."""
     size, rank = dist.get_world_size(), dist.get_rank()
     group = TokenShards(dist.new_group(list(range(size))), size)
-    gathered, select = [], KeysOfRow.select
+    gathered, post = [], KeysOfRow.post
 
     def watched(self, row):
-        keys = select(self, row)
-        gathered.append(StorageWeakRef(keys.untyped_storage()))
-        return keys
+        select = post(self, row)
 
-    KeysOfRow.select = watched
-    worst, alive = 0.0, []
+        def select_watched():
+            keys = select()
+            gathered.append(StorageWeakRef(keys.untyped_storage()))
+            return keys
+
+        return select_watched
+
+    KeysOfRow.post = watched
+    worst, alive, alike, num_gathered = 0.0, [], True, []
     for options in ({}, {"sliding_window": 7, "softcap": 2.0}, {"s_aux": torch.ones(4)}):
         for lengths in MICRO_BATCHES:
             torch.manual_seed(0)
@@ -80,10 +86,16 @@ def check_attention():
                 row[:, :, : len(there)] = tensor[:, :, there]
             own_weight = torch.zeros(1, packed.num_tokens, 4, width[2])
             own_weight[:, : len(there)] = weight[:, there]
-            got, own_leaves = attend(packed, rows, options)
-            alive.append(sum(not keys.expired() for keys in gathered))
-            (got * own_weight).sum().backward()
-            alive.append(sum(not keys.expired() for keys in gathered))
+            whole = []
+            for context_parallel.LEAST_PART_BYTES in (1 << 20, 1):
+                gathered.clear()
+                got, own_leaves = attend(packed, rows, options)
+                alive.append(sum(not keys.expired() for keys in gathered))
+                (got * own_weight).sum().backward()
+                alive.append(sum(not keys.expired() for keys in gathered))
+                num_gathered.append(len(gathered))
+                whole.append([got, *(leaf.grad for leaf in own_leaves)])
+            alike &= all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*whole))
             assert not any(leaf.grad[:, :, len(there) :].any() for leaf in own_leaves)
             pairs = [(got[:, : len(there)], wanted[:, there])]
             pairs += [
@@ -91,15 +103,24 @@ def check_attention():
                 for own, leaf in zip(own_leaves, leaves)
             ]
             worst = max([worst, *(float((a - b).abs().max()) for a, b in pairs if a.numel())])
-    KeysOfRow.select = select
-    return worst, max(alive)
+    KeysOfRow.post = post
+    return worst, max(alive), alike, num_gathered
 
 
 @pytest.mark.distributed
 def test_attention_over_rows_equals_attention_over_the_micro_batch():
-    for worst, alive in run_distributed(check_attention, 4):
+    for worst, alive, alike, num_gathered in run_distributed(check_attention, 4):
         assert worst < 1e-5
+        assert alike, "keys that travel in parts give other values"
+        assert max(num_gathered[::2]) == 2, "once in forward, once in backward"
+        assert max(num_gathered[1::2]) == 4, "the same for each of two heads"
         assert alive == 0, "keys of other rows stay between forward and backward"
+
+
+@pytest.fixture(autouse=True)
+def keys_in_parts(monkeypatch):
+    """As those of large micro-batches travel."""
+    monkeypatch.setattr(context_parallel, "LEAST_PART_BYTES", 1)
 
 
 STRATEGIES = (

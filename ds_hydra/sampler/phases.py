@@ -133,7 +133,7 @@ def compose(
             [scheme.num_devices for scheme in palette.schemes],
             palette.max_len_tokens,
             [latency.constant_ms for latency in palette.latency],
-            [_sequences_ms(latency) for latency in palette.latency],
+            [latency.sequences_ms for latency in palette.latency],
         )
         for palette in palettes
     ]
@@ -147,11 +147,3 @@ def strategy_of(step: Step, palette: Palette) -> tuple[Strategy, IntArray]:
     places = [np.flatnonzero([s == own for own in strategy.schemes]) for s in palette.schemes]
     pipeline_of = np.concatenate(places)
     return strategy, pipeline_of[step.group_of]
-
-
-def _sequences_ms(latency: LatencyModel) -> Callable[[IntArray], FloatArray]:
-    def sequences_ms(lengths: IntArray) -> FloatArray:
-        tokens = lengths.astype(np.float64)
-        return np.array((latency.quadratic_ms * tokens + latency.linear_ms) * tokens)
-
-    return sequences_ms

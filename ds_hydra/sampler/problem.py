@@ -55,12 +55,11 @@ def make_problem(
     is_eq2: bool = False,
 ) -> DispatchProblem:
     """The problem of dispatching `lengths` (descending) to the pipelines of `kinds`."""
-    tokens = np.array(lengths, dtype=np.float64)
     latency = [kind.latency for kind in kinds]
     balance = [balance_micro_batches(kind.num_stages, forward_fraction) for kind in kinds]
     return DispatchProblem(
         lengths=np.array(lengths, dtype=np.int64),
-        sequence_ms=np.array([(t.quadratic_ms * tokens + t.linear_ms) * tokens for t in latency]),
+        sequence_ms=np.array([t.sequences_ms(lengths) for t in latency]),
         kind_of=np.repeat(np.arange(len(kinds)), [kind.num_pipelines for kind in kinds]),
         num_stages=np.array([kind.num_stages for kind in kinds], dtype=np.int64),
         constant_ms=np.array([0.0 if is_eq2 else t.constant_ms for t in latency], dtype=np.float64),

@@ -212,8 +212,7 @@ def outcome_of(simulation: Simulation) -> Outcome:
 
 def packed_micro_batch_ms(latency: LatencyModel, lengths: IntArray) -> float:
     """T of a packed micro-batch of `lengths`, one at least."""
-    tokens = lengths.astype(np.float64)
-    work = ((latency.quadratic_ms * tokens + latency.linear_ms) * tokens).sum()
+    work = latency.sequences_ms(lengths).sum()
     return float(max(work + latency.constant_ms, latency.traffic_ms))
 
 
@@ -256,7 +255,7 @@ def bound_of(scenario: Scenario, batch: GlobalBatch, schemes: Collection[Scheme]
     alone_ms, alone_devices = np.inf, scenario.num_devices
     for scheme in schemes:
         t, max_len = scenario.profile.get_latency(scheme), scenario.max_len_tokens(scheme)
-        work = (t.quadratic_ms * lengths + t.linear_ms) * lengths
+        work = t.sequences_ms(lengths)
         shared = scheme.num_devices * (work + t.constant_ms * lengths / max_len)
         least = np.minimum(least, np.where(lengths <= max_len, shared, np.inf))
         time_ms = scheme.pp * t.micro_batch_ms([longest])

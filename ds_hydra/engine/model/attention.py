@@ -131,6 +131,9 @@ class PackedMicroBatch:
         return self.position_ids.shape[1]
 
 
+_ALL = slice(None)
+
+
 @torch.compiler.disable  # the lengths of a micro-batch are not shapes: each micro-batch would compile anew
 def hydra_varlen(
     module: nn.Module,
@@ -178,7 +181,9 @@ def hydra_varlen(
         if s_aux is not None:
             s_aux = s_aux.chunk(sequence_shard.size)[sequence_shard.rank]
 
-    def attend(query_BHTD: Tensor, key_BKND: Tensor, value_BKND: Tensor) -> Tensor:
+    def attend(
+        query_BHTD: Tensor, key_BKND: Tensor, value_BKND: Tensor, heads: slice = _ALL
+    ) -> Tensor:
         return _attend(
             query_BHTD,
             key_BKND,
@@ -187,7 +192,7 @@ def hydra_varlen(
             scaling,
             sliding_window,
             softcap,
-            s_aux,
+            s_aux if s_aux is None else s_aux[heads],
         )
 
     keys = packed_micro_batch.keys

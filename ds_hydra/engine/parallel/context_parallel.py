@@ -11,8 +11,12 @@ the rest. Gradients are reduce-scattered back. Gathered keys do not wait for bac
 keep those of all layers: backward gathers them anew, unless the layer is checkpointed and runs
 again anyway.
 
+Heads do not see each other, so keys travel in parts of some heads each: all gathers are posted at
+once, and attention to a part's keys runs beside the gathers of the parts after it, in backward
+beside the reduce-scatters of those before.
+
 Legend: P ranks of the group, t tokens of a (padded) row, N keys of all pieces of a row, W = K (D +
-Dv) numbers of a token's keys and values, K key-value heads.
+Dv) numbers of a token's keys and values, K key-value heads (of a part).
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from torch import Tensor
 from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.sampler.packing.cuts import Row
+from ds_hydra.strategy.cost_models.analytic import MOST_KEY_VALUE_PARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +82,27 @@ class KeysOfRow:
         blocks[-1][-1] = torch.arange(used, row_tokens) + own.rank * row_tokens
         return cls(own.group, tuple(to_device(torch.cat([*b.values()]), device) for b in blocks))
 
-    def select(self, row_tW: Tensor) -> Tensor:
-        """[N, W] for this rank's pieces, out of all rows. Collective over the group."""
+    def post(self, row_tW: Tensor) -> Callable[[], Tensor]:
+        """Returns what waits for [N, W] of this rank's pieces, out of all rows. Collective over the
+        group.
+        """
         whole, wait = self.group.gather(row_tW.unsqueeze(0))
-        wait()
-        return whole[0].index_select(0, torch.cat(self.blocks))
+
+        def select() -> Tensor:
+            wait()
+            return whole[0].index_select(0, torch.cat(self.blocks))
+
+        return select
 
 
-class _Kept:
-    """The keys and values of a row, from which backward gathers those of its pieces again."""
+class _Part:
+    """The keys and values of some heads of a row, from which backward gathers those of its pieces
+    again.
+    """
 
     def __init__(self, row_tW: Tensor, keys: KeysOfRow) -> None:
         self.row_tW, self.keys = row_tW.detach(), keys
+        self.select = keys.post(self.row_tW)
         self._address = 0
         self._again: Tensor | None = None
 
@@ -107,47 +121,82 @@ class _Kept:
     def _unpack(self, packed: Tensor | tuple[Any, ...]) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        assert self._again is not None, "keys are gathered before their attention's backward"
+        if self._again is None:
+            self._again = self.select()
+            self.select = _gone
         return self._again.as_strided(*packed)
 
     def gather_again(self) -> None:
         """Collective over the group."""
-        self._again = self.keys.select(self.row_tW)
+        self.select = self.keys.post(self.row_tW)
 
     def let_go(self) -> None:
         self._again = None
 
 
-class _Select(torch.autograd.Function):
-    """`KeysOfRow.select`; in backward the gradients of all ranks go back to the rows."""
+def _gone() -> Tensor:
+    raise AssertionError("keys are gathered before their attention's backward")
+
+
+class _Rows(torch.autograd.Function):
+    """The parts of a row as they are; in backward what waits for their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, row_tW: Tensor, keys: KeysOfRow, kept: _Kept) -> Tensor:
-        ctx.keys, ctx.kept, ctx.num_tokens = keys, kept, len(row_tW) * keys.group.size
-        return keys.select(row_tW)
+    def forward(ctx: Any, waits: list[Callable[[], None]], *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.waits = waits
+        return tuple(row.view_as(row) for row in rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        for wait in ctx.waits:
+            wait()
+        ctx.waits.clear()
+        return None, *grads
+
+
+class _Select(torch.autograd.Function):
+    """The keys of a row's pieces; in backward the gradients of all ranks go back to the rows, there
+    once `waits` are over.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, row_tW: Tensor, part: _Part, waits: list[Callable[[], None]]) -> Tensor:
+        ctx.part, ctx.waits, ctx.num_tokens = part, waits, len(row_tW) * part.keys.group.size
+        selected = part.select()
+        part.select = _gone
+        return selected
 
     @staticmethod
     def backward(ctx: Any, grad_NW: Tensor) -> tuple[Tensor, None, None]:
-        ctx.kept.let_go()
+        ctx.part.let_go()
         whole = grad_NW.new_zeros(ctx.num_tokens, grad_NW.shape[1])
-        blocks = ctx.keys.blocks
-        for block, grad in zip(blocks, grad_NW.split([*map(len, blocks)]), strict=True):
+        keys = ctx.part.keys
+        for block, grad in zip(keys.blocks, grad_NW.split([*map(len, keys.blocks)]), strict=True):
             whole.index_add_(0, block, grad)
-        return ctx.keys.group.reduce_scatter(whole.unsqueeze(0))[0], None, None
+        row, wait = keys.group.post_reduce_scatter(whole.unsqueeze(0))
+        ctx.waits.append(wait)
+        return row[0], None, None
 
 
 class _GatherAgain(torch.autograd.Function):
-    """Its input; before the backward pass of what made that, keys are gathered again."""
+    """Its input; before the backward pass of what made that, keys are gathered again, those first
+    whose attention's backward comes first.
+    """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, kept: _Kept) -> Tensor:
-        ctx.kept = kept
+    def forward(ctx: Any, out: Tensor, parts: list[_Part]) -> Tensor:
+        ctx.parts = parts
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.kept.gather_again()
+        for part in reversed(ctx.parts):
+            part.gather_again()
         return grad, None
+
+
+LEAST_PART_BYTES = 1 << 20
+"""A gather that is shorter costs more than what hides it is worth."""
 
 
 def attend_to_all_rows(
@@ -155,25 +204,36 @@ def attend_to_all_rows(
     key_BKtD: Tensor,
     value_BKtD: Tensor,
     keys: KeysOfRow,
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    attend: Callable[[Tensor, Tensor, Tensor, slice], Tensor],
 ) -> Tensor:
     """`attend` of this rank's queries and of the keys and values of its pieces, [1, K, N, D] and
-    [1, K, N, Dv].
+    [1, K, N, Dv], and which query heads these are; [1, t, H, Dv] of all heads.
 
-    Collective over the group, in backward too, twice.
+    Collective over the group, in backward too, twice for each part.
     """
-    parts = [part[0].transpose(0, 1).flatten(1) for part in (key_BKtD, value_BKtD)]
-    row_tW = torch.cat(parts, dim=1)
-    kept = _Kept(row_tW, keys)
-    selected_NW: Tensor = _Select.apply(row_tW, keys, kept)
-    key, value = (
-        heads.unflatten(1, (key_BKtD.shape[1], -1)).transpose(0, 1).unsqueeze(0)
-        for heads in selected_NW.split([part.shape[1] for part in parts], dim=1)
-    )
-    gathers_again = selected_NW.requires_grad and not _runs_again
-    with kept.left_out(selected_NW) if gathers_again else nullcontext():
-        out = attend(query_BHtD, key, value)
-    return _GatherAgain.apply(out, kept) if gathers_again else out
+    num_heads = key_BKtD.shape[1]
+    num_bytes = (key_BKtD.numel() + value_BKtD.numel()) * key_BKtD.element_size()
+    num_parts = max(1, min(MOST_KEY_VALUE_PARTS, num_heads, num_bytes // LEAST_PART_BYTES))
+    ratio = query_BHtD.shape[1] // num_heads
+    chunks = list(zip(key_BKtD[0].chunk(num_parts), value_BKtD[0].chunk(num_parts)))
+    queries = query_BHtD.split([ratio * len(key) for key, _ in chunks], dim=1)
+    rows = [torch.cat([x.transpose(0, 1).flatten(1) for x in both], dim=1) for both in chunks]
+    waits: list[Callable[[], None]] = []
+    parts = [_Part(row, keys) for row in rows]
+    gathers_again = rows[0].requires_grad and torch.is_grad_enabled() and not _runs_again
+    outs, begin = [], 0
+    for row, part, query, both in zip(_Rows.apply(waits, *rows), parts, queries, chunks):
+        selected_NW: Tensor = _Select.apply(row, part, waits)
+        key, value = (
+            wide.unflatten(1, (len(own), -1)).transpose(0, 1).unsqueeze(0)
+            for wide, own in zip(selected_NW.split([x[:, 0].numel() for x in both], dim=1), both)
+        )
+        end = begin + query.shape[1]
+        with part.left_out(selected_NW) if gathers_again else nullcontext():
+            outs.append(attend(query, key, value, slice(begin, end)))
+        begin = end
+    out = torch.cat(outs, dim=2) if num_parts > 1 else outs[0]
+    return _GatherAgain.apply(out, parts) if gathers_again else out
 
 
 _runs_again = False

@@ -56,15 +56,26 @@ class TokenShards:
 
     def reduce_scatter(self, partial_BTH: Tensor) -> Tensor:
         """[1, t, H]: this rank's shard of the sum of all ranks' `partial_BTH`."""
+        shard, wait = self.post_reduce_scatter(partial_BTH)
+        wait()
+        return shard
+
+    def post_reduce_scatter(self, partial_BTH: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """The same, valid once the returned function has been called."""
         partial = partial_BTH[0].contiguous()
+        shard = partial.new_empty(partial.shape[0] // self.size, partial.shape[1])
         # Gloo would reduce whole micro-batches, which takes more than twice as long
         if partial.device.type == "cpu":
             parts = torch.empty_like(partial)
-            dist.all_to_all_single(parts, partial, group=self.group)
-            return parts.unflatten(0, (self.size, -1)).sum(dim=0).unsqueeze(0)
-        shard = partial.new_empty(partial.shape[0] // self.size, partial.shape[1])
-        _reduce_scatter(shard, partial, group=self.group)
-        return shard.unsqueeze(0)
+            work = dist.all_to_all_single(parts, partial, group=self.group, async_op=True)
+
+            def wait() -> None:
+                work.wait()
+                torch.sum(parts.unflatten(0, (self.size, -1)), dim=0, out=shard)
+
+            return shard.unsqueeze(0), wait
+        work = _reduce_scatter(shard, partial, group=self.group, async_op=True)
+        return shard.unsqueeze(0), work.wait
 
 
 class LoneShard(TokenShards):
@@ -76,9 +87,9 @@ class LoneShard(TokenShards):
         """[1, T, H]: this shard over and over."""
         return shard_BtH.repeat(1, self.size, 1), _nothing
 
-    def reduce_scatter(self, partial_BTH: Tensor) -> Tensor:
+    def post_reduce_scatter(self, partial_BTH: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """[1, t, H]: the first shard of `partial_BTH`."""
-        return partial_BTH[:, : partial_BTH.shape[1] // self.size].clone()
+        return partial_BTH[:, : partial_BTH.shape[1] // self.size].clone(), _nothing
 
 
 @dataclass(slots=True)

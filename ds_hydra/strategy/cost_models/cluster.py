@@ -176,16 +176,21 @@ class Cluster:
             constant_ms=latency.constant_ms + count * hardware.collective_overhead_ms,
         )
 
-    def with_key_values(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
-        """`latency` with what CP ranks exchange on top, which nothing hides."""
+    def with_key_values(
+        self, latency: LatencyModel, scheme: Scheme, num_parts: int = 1
+    ) -> LatencyModel:
+        """`latency` with what CP ranks exchange on top, in `num_parts` parts of some heads: beside
+        the attention of the others all but one can travel.
+        """
         if scheme.cp == 1:
             return latency
-        layers = self.shape.num_layers / scheme.pp
+        layers, each_ms = self.shape.num_layers / scheme.pp, self.hardware.collective_overhead_ms
+        travels_ms = key_values_ms(self.shape, self.hardware, scheme)
         return replace(
             latency,
-            linear_ms=latency.linear_ms + key_values_ms(self.shape, self.hardware, scheme),
-            constant_ms=latency.constant_ms
-            + KEY_VALUE_EXCHANGES * layers * self.hardware.collective_overhead_ms,
+            linear_ms=latency.linear_ms + travels_ms / num_parts,
+            hidden_ms=travels_ms * (1 - 1 / num_parts),
+            constant_ms=latency.constant_ms + KEY_VALUE_EXCHANGES * num_parts * layers * each_ms,
         )
 
     def with_experts(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:

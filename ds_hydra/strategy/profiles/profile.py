@@ -14,6 +14,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ds_hydra.configs.files import LARGEST, read_json_object, reading
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import MemoryModel
@@ -35,18 +38,29 @@ class LatencyModel:
     sequence.
 
     A packed micro-batch of lengths l_i costs sum(a l_i^2 + b l_i) + c, and `traffic_ms` at least:
-    what the layers that stream move for every micro-batch, beside its computation. Left out: P2P
-    between stages.
+    what the layers that stream move for every micro-batch, beside its computation. `hidden_ms` h of
+    a token travels beside the attention of its sequence, which takes h l at least: keys and values
+    under CP. Left out: P2P between stages.
     """
 
     quadratic_ms: float
     linear_ms: float
     constant_ms: float
     traffic_ms: float = 0.0
+    hidden_ms: float = 0.0
 
     def sequence_ms(self, length_tokens: int) -> float:
-        """a l^2 + b l, the part of T that adds up over the sequences of a packed micro-batch."""
-        return (self.quadratic_ms * length_tokens + self.linear_ms) * length_tokens
+        """b l + max(a l^2, h l), the part of T that adds up over the sequences of a packed
+        micro-batch.
+        """
+        attention = max(self.quadratic_ms * length_tokens, self.hidden_ms)
+        return (attention + self.linear_ms) * length_tokens
+
+    def sequences_ms(self, lengths_tokens: NDArray[Any]) -> NDArray[np.float64]:
+        """The same for each of `lengths_tokens`."""
+        tokens = lengths_tokens.astype(np.float64)
+        attention = np.maximum(self.quadratic_ms * tokens, self.hidden_ms)
+        return np.array((attention + self.linear_ms) * tokens, dtype=np.float64)
 
     def __post_init__(self) -> None:
         terms = (self.quadratic_ms, self.linear_ms, self.constant_ms)
@@ -55,11 +69,11 @@ class LatencyModel:
                 f"latency coefficients {terms} of l^2, l and 1: none may be negative, NaN or above "
                 f"{LARGEST:g}, and one must be above 0; fit them again without the measurements that are"
             )
-        if not 0 <= self.traffic_ms <= LARGEST:
-            raise HydraConfigError(
-                f"traffic_ms of a scheme is {self.traffic_ms}, expected 0 (nothing that computation does not "
-                f"hide) to {LARGEST:g}"
-            )
+        for name, ms in (("traffic_ms", self.traffic_ms), ("hidden_ms", self.hidden_ms)):
+            if not 0 <= ms <= LARGEST:
+                raise HydraConfigError(
+                    f"{name} of a scheme is {ms}, expected 0 (nothing that computation does not hide) to {LARGEST:g}"
+                )
 
     def micro_batch_ms(self, lengths_tokens: Iterable[int]) -> float:
         """Time of one stage for one packed micro-batch; 0.0 for a micro-batch without sequences."""
@@ -73,14 +87,13 @@ class LatencyModel:
             linear_ms=ratio * self.linear_ms,
             constant_ms=ratio * self.constant_ms,
             traffic_ms=self.traffic_ms,
+            hidden_ms=ratio * self.hidden_ms,
         )
 
     def to_json(self) -> dict[str, float]:
-        """The coefficients by name, `traffic_ms` where there is any."""
-        document = asdict(self)
-        if not self.traffic_ms:
-            del document["traffic_ms"]
-        return document
+        """The coefficients by name, `traffic_ms` and `hidden_ms` where there are any."""
+        optional = ("traffic_ms", "hidden_ms")
+        return {name: ms for name, ms in asdict(self).items() if ms or name not in optional}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +299,7 @@ class Profile:
                         linear_ms=float(entry["linear_ms"]),
                         constant_ms=float(entry["constant_ms"]),
                         traffic_ms=float(entry.get("traffic_ms", 0)),
+                        hidden_ms=float(entry.get("hidden_ms", 0)),
                     )
                     for entry in document["schemes"]
                 },

@@ -237,17 +237,18 @@ def undominated(
     held = np.array(
         [profile.max_len_tokens(scheme, num_devices) for scheme in schemes], dtype=np.float64
     )
-    a, b, c, traffic = np.array(
-        [[x.quadratic_ms, x.linear_ms, x.constant_ms, x.traffic_ms] for x in latencies]
+    a, b, c, traffic, hidden = np.array(
+        [[x.quadratic_ms, x.linear_ms, x.constant_ms, x.traffic_ms, x.hidden_ms] for x in latencies]
     ).T
     slots = np.array([scheme.pp for scheme in schemes], dtype=np.float64)
     gathers = np.array([scheme.gather for scheme in schemes])  # another kind of strategy
     is_better = (devices[:, None] == devices) & (held[:, None] >= held)
     is_better &= gathers[:, None] == gathers
     for weight in (np.ones_like(slots), slots):
-        at_end = weight[:, None] * (a[:, None] * held + b[:, None])
+        at_end = weight[:, None] * (np.maximum(a[:, None] * held, hidden[:, None]) + b[:, None])
         is_better &= at_end <= weight * (a * held + b)
-        is_better &= (weight * b)[:, None] <= weight * b
+        is_equal = hidden[:, None] == hidden  # else what the other does not hide is left out
+        is_better &= (weight * (b + hidden))[:, None] <= weight * (b + is_equal * hidden)
         is_better &= (weight * c)[:, None] <= weight * c
         is_better &= (weight * traffic)[:, None] <= weight * traffic
     is_equal = is_better & is_better.T

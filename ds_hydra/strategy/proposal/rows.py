@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from ds_hydra.strategy.cost_models.analytic import MOST_KEY_VALUE_PARTS
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.profiles.sequence_parallel import estimate_latency, with_estimates
@@ -46,7 +47,7 @@ def with_rows(profile: Profile, schemes: Iterable[Scheme], cluster: Cluster | No
                 linear_ms=base.linear_ms / scheme.cp,
                 constant_ms=base.constant_ms,
             )
-            model = cluster.with_key_values(shared, scheme)
+            model = cluster.with_key_values(shared, scheme, _num_parts(profile, scheme))
             entries.append({**scheme.to_json(), **model.to_json(), "estimated": True})
     if not entries:
         return known
@@ -62,3 +63,12 @@ def with_rows_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
         return profile
     num_devices = max(strategy.num_devices for strategy in strategies)
     return with_rows(profile, schemes, try_cluster(profile, num_devices))
+
+
+def _num_parts(profile: Profile, scheme: Scheme) -> int:
+    """In how many parts keys and values travel in the engine, where micro-batches are large."""
+    heads = profile.document["model"].get("num_attention_heads")
+    if not heads:
+        return 1
+    own = heads * profile.memory.key_value_share / (scheme.sp * scheme.tp)
+    return max(1, min(MOST_KEY_VALUE_PARTS, int(own)))
