@@ -277,9 +277,10 @@ def test_the_checks_of_this_file_find_mistakes():
         )
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path, monkeypatch):
-    """`make docs` in this process; every key of the configuration and every command is on the
-    site.
+    """As `make check` does, in this process; every key of the configuration and every command is on
+    the site.
     """
     build = pytest.importorskip(
         "mkdocs.commands.build", reason="the extra ds_hydra[docs] is not installed"

@@ -92,11 +92,10 @@ def _on_scenario(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """`label`: what users see. `is_static`: it has one strategy for all mini-batches."""
+    """`label`: what users see."""
 
     label: str
     run: Run
-    is_static: bool = True
 
 
 SYSTEMS = {

@@ -73,11 +73,6 @@ class Measurements:
         """The value called `name`, which is known."""
         return self._values[name]
 
-    def remove_file(self) -> None:
-        """Remove the file once all is measured."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-
     def _write(self) -> None:
         if self._path is None:
             return

@@ -20,9 +20,3 @@ class LinkMemory:
     """What this rank holds of other nodes' shards (pull) or sums for them (push), with node-aware
     routes.
     """
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        exchanged = self.window_bytes + self.relayed_bytes
-        return self.slice_bytes + self.gradient_bytes + exchanged
