@@ -109,8 +109,9 @@ def sharded_groups(scenario: Scenario, checkpointing: Sequence[bool]) -> Iterato
 
 
 def _max_len(scenario: Scenario, size: int, is_checkpointed: bool) -> int:
-    """Tokens of a micro-batch on `size` ranks: fully sharded states, two gathered layers and the
-    embedding beside them; of Ulysses attention's output on both sides of an exchange.
+    """Tokens of a micro-batch on `size` ranks: fully sharded states, two gathered layers, the
+    16-bit gradients of one and the embedding beside them; of Ulysses attention's output on both
+    sides of an exchange.
     """
     memory = scenario.profile.memory
     hidden = memory.hidden_size
@@ -121,7 +122,7 @@ def _max_len(scenario: Scenario, size: int, is_checkpointed: bool) -> int:
     states = (
         memory.num_layers * hidden**2 * memory.state_bytes + 16 * hidden * memory.vocab_size
     ) / (scenario.num_devices)
-    gathered = 2 * layer_bytes + 2 * 2 * hidden * memory.vocab_size
+    gathered = 3 * layer_bytes + 2 * 2 * hidden * memory.vocab_size
     budget = memory.memory_bytes - memory.safety_margin_bytes - memory.reserved_bytes
     kept = memory.num_layers * memory.activation_bytes[1]
     if is_checkpointed:
