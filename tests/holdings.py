@@ -10,9 +10,11 @@ import os
 import random
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
+import torch
 from models import VOCAB_SIZE
 from single_process import random_examples
 from torch import Tensor
@@ -90,3 +92,18 @@ def train_random_iteration(engine: HydraEngine, generator: random.Random, iterat
     lengths = [generator.randint(2, 60) for _ in range(generator.randint(4, 12))]
     examples = random_examples(lengths, VOCAB_SIZE, seed=iteration)
     return float(engine.train_batch(examples, strategy=generator.choice(STRATEGIES_OF_4)))
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Most bytes of tensors that `run` has allocated at once."""
+    gc.collect()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held, most = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most

@@ -101,5 +101,5 @@ def test_candidates_before_the_lengths_leave_groups_for_what_these_suggest(num_d
     )
     start = decide_candidates(None, None, settings).strategies
     most = most_groups_of_rank(groups_of_all(start))
-    assert most <= MAX_GROUPS_OF_RANK - LINK_GROUPS - 8
-    assert most == 15 or num_devices < 64
+    assert most <= MAX_GROUPS_OF_RANK - LINK_GROUPS - 12
+    assert most == 11 or num_devices < 64
