@@ -204,6 +204,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize(("old_world", "new_world"), [(4, 2), (2, 4), (4, 3)])
 def test_resume_on_another_number_of_ranks(saved, old_world, new_world):
     folder, continued = saved

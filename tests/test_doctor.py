@@ -88,6 +88,7 @@ def one_rank_fails():
     return examine(limit_s=20)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_rank_that_hangs_is_named_with_what_it_does():
     first, second = run_distributed(one_rank_sleeps, 2)
