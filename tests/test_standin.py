@@ -168,7 +168,7 @@ def test_peaks_are_those_of_the_memory_model(check):
     for text, found in run_checks(2, MEMORY)[0][check].items():
         assert found["passes"] == pytest.approx(found["formula"], rel=OFF_BY), text
         assert found["step"] <= found["formula"], text
-        assert 0.85 * found["forward"] <= found["scores"] <= found["forward"], text
+        assert 0.8 * found["forward"] <= found["scores"] <= found["forward"], text
 
 
 USES = ("evaluation", "checkpoints", "doctor")
