@@ -171,25 +171,26 @@ def test_context_that_only_checkpointed_layers_fit():
         compare(dataclasses.replace(workload, profile=profile), None, Settings(iterations=3))
 
 
+def candidates_of_the_engine(workload, cluster, seed=0):
+    settings = CandidateSettings(
+        num_devices=workload.num_devices,
+        context_length=workload.context_length,
+        tokens_per_iteration=workload.tokens_per_iteration,
+        space="wide",
+        cluster=cluster,
+        max_groups=4 * workload.num_devices,
+        max_enumerated=0,
+        pruning=PruningSettings(seed=seed),
+    )
+    return decide_candidates(with_engine_states(workload.profile), workload.histogram, settings)
+
+
 def test_simulated_candidates_are_those_of_the_engine():
     workload = load_case("paper/commoncrawl-7b-8gpu-f1").workload
     cluster = find_cluster(workload.profile, workload.num_devices)
     simulated = Settings(iterations=1, systems=())
     planned = compare(workload, cluster, simulated).planned["ds_hydra"]
-    found = decide_candidates(
-        with_engine_states(workload.profile),
-        workload.histogram,
-        CandidateSettings(
-            num_devices=workload.num_devices,
-            context_length=workload.context_length,
-            tokens_per_iteration=workload.tokens_per_iteration,
-            space="wide",
-            cluster=cluster,
-            max_groups=4 * workload.num_devices,
-            max_enumerated=0,
-            pruning=PruningSettings(seed=simulated.seed + 1),
-        ),
-    )
+    found = candidates_of_the_engine(workload, cluster, simulated.seed + 1)
     assert planned.strategies == found.strategies
     assert any(s.stream or s.gather for strategy in found.strategies for s in strategy.schemes)
     for strategy in found.strategies:
@@ -203,18 +204,7 @@ def test_schemes_that_do_not_fit_still_say_what_others_take():
     profile = with_engine_states(workload.profile)
     cluster = find_cluster(profile, workload.num_devices)
     assert profile.max_len_tokens(Scheme(1, 1), workload.num_devices) < 0
-    known = decide_candidates(
-        profile,
-        workload.histogram,
-        CandidateSettings(
-            num_devices=workload.num_devices,
-            context_length=workload.context_length,
-            tokens_per_iteration=workload.tokens_per_iteration,
-            space="wide",
-            cluster=cluster,
-            max_enumerated=0,
-        ),
-    ).profile
+    known = candidates_of_the_engine(workload, cluster).profile
     ones = [scheme for scheme in known.latency if scheme.gather and scheme.num_devices == 1]
     assert ones
     for scheme in ones:

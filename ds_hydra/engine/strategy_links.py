@@ -399,10 +399,10 @@ class StrategyLinks:
     def _window_bytes(self, pull: LinkPlan, push: LinkPlan) -> int:
         itemsize = self.stage_model.params[0].ds_tensor.itemsize
         packs = self._device.type != "cpu" and pull.ranks_per_node is None
-        of_pull, of_push = (
-            plan.packed_elements if packs else plan.buffer_elements for plan in (pull, push)
+        sent = ((pull, itemsize), (push, self._gradient_dtype.itemsize))
+        return 4 * max(
+            plan.packed_elements * size if packs else plan.buffer_bytes(size) for plan, size in sent
         )
-        return 4 * max(of_pull * itemsize, of_push * self._gradient_dtype.itemsize)
 
     def shards_P(self) -> list[Tensor]:
         """This rank's ZeRO-3 shards."""

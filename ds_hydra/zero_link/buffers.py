@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-ALIGNMENT_BYTES = 64
+from ds_hydra.zero_link.messages import ALIGNMENT_BYTES
 
 
 @dataclass(slots=True)

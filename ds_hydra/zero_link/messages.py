@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from ds_hydra.zero_link.layout import IntArray, Region
 
+ALIGNMENT_BYTES = 64
+"""Packed buffers begin at multiples of it."""
+
 SINGLE_NUMEL = 1 << 15
 """Blocks of this many elements travel alone, without a copy where memory allows; smaller ones are
 packed.
@@ -177,22 +180,29 @@ class LinkPlan:
             default=0,
         )
 
-    @cached_property
-    def buffer_elements(self) -> int:
-        """Elements of the largest packed buffer that this rank sends from or receives into."""
+    def buffer_bytes(self, itemsize: int) -> int:
+        """Bytes of the packed buffers that this rank sends from or receives into at once, at most,
+        where elements take `itemsize`; each begins at a multiple of `ALIGNMENT_BYTES`.
+        """
+
+        def aligned(numel: int) -> int:
+            return -(-numel * itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
         sizes = [0]
         for phase in (phase for round_ in self.rounds for phase in round_.phases):
             if self.gradients:  # sent in another type perhaps, and received to be added
-                sizes.append(sum(batch.numel for batch in phase.incoming))
-                sizes.append(sum(batch.numel * len(batch.peers) for batch in phase.outgoing))
+                sizes.append(sum(aligned(batch.numel) for batch in phase.incoming))
+                sizes.append(
+                    sum(aligned(batch.numel) * len(batch.peers) for batch in phase.outgoing)
+                )
             else:
-                sizes.append(sum(batch.buffered_numel for batch in phase.outgoing))
-                sizes.append(sum(batch.buffered_numel for batch in phase.incoming))
+                sizes.append(sum(aligned(batch.buffered_numel) for batch in phase.outgoing))
+                sizes.append(sum(aligned(batch.buffered_numel) for batch in phase.incoming))
         return max(sizes)
 
     @cached_property
     def packed_elements(self) -> int:
-        """As `buffer_elements`, where everything that a round sends or receives is packed."""
+        """Elements of the same, where everything that a round sends or receives is packed."""
         return max(
             (
                 sum(batch.numel * len(batch.peers) for batch in batches)
