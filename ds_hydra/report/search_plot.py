@@ -26,7 +26,7 @@ def plot_search(plan: SearchPlan, out_png: str | Path) -> None:
     """Write a PNG. Width is the number of layers, colour the layout, hatching checkpointing."""
     names = sorted({str(strategy) for stage in plan.stages for strategy in stage.strategies})
     plain = sorted({name.removesuffix("-c") for name in names})
-    look = {
+    look: dict[str, dict[str, Any]] = {
         name: {
             "facecolor": _COLORS[plain.index(name.removesuffix("-c")) % len(_COLORS)],
             "hatch": "///" if name.endswith("-c") else None,
