@@ -50,6 +50,8 @@ POSITIONS = 20
 """Fewer than the tokens of a micro-batch: learned positions follow the sequences."""
 HYDRA = {"context_length": max(LENGTHS), "tokens_per_iteration": sum(LENGTHS)}
 TOLERANCE = 1e-5
+FP64_TOLERANCE = 1e-6
+"""Of parameters in fp64, whose gradients are added up in fp32."""
 TIMEOUT_S = 300
 MOST_PARAMETERS = 200_000_000
 FEW_EXPERTS = {
@@ -174,8 +176,10 @@ def try_type(model_type: str) -> dict[str, Any]:
         errors = [found for case, found in worst.items() if case[0] == strategy]
         error, name, loss_error = max(errors)
         found[strategy] = {"error": error, "parameter": name, "loss_error": loss_error}
-        if error > TOLERANCE:
-            found["own_error"] = own_error(build(model_type))
+    if max(error for error, _, _ in worst.values()) > TOLERANCE:
+        found["own_error"] = own_error(build(model_type))
+        exact = check_gradients(build(model_type).double(), runs, HYDRA, lengths=LENGTHS)
+        found["fp64_error"] = max(error for error, _, _ in exact.values())
     return {**found, "runs": runs}
 
 
@@ -208,14 +212,13 @@ def examine(model_type: str) -> dict[str, Any]:
 
 def is_wrong(record: dict[str, Any]) -> bool:
     """Whether a strategy that ran has a gradient or loss of its own; four times what the one
-    process is off itself is allowed, as another order of sums may be.
+    process is off itself is allowed, as another order of sums may be, where parameters in fp64 show
+    that it is nothing else.
     """
-    allowed = max(TOLERANCE, 4 * record.get("own_error", 0.0))
-    return any(
-        case["error"] > allowed or case["loss_error"] > TOLERANCE
-        for case in record.values()
-        if isinstance(case, dict) and "error" in case
-    )
+    allowed = TOLERANCE
+    if record.get("fp64_error", 1.0) <= FP64_TOLERANCE:
+        allowed = max(TOLERANCE, 4 * record["own_error"])
+    return any(case["error"] > allowed or case["loss_error"] > TOLERANCE for case in _ran(record))
 
 
 def has_both_plans(model_type: str) -> bool:
@@ -263,7 +266,7 @@ def _introduction(records: list[dict[str, Any]]) -> list[str]:
     counts = Counter(strategy for r in runs for strategy in r["runs"])
     planned = [r for r in records if has_both_plans(r["type"])]
     cut = [r for r in planned if {"1x<2,1>", "1x<1,2>"}.intersection(r.get("runs", ()))]
-    off = sum("own_error" in r for r in runs)
+    off = [r for r in runs if "own_error" in r]
     return [
         "---",
         "hide:",
@@ -288,10 +291,31 @@ def _introduction(records: list[dict[str, Any]]) -> list[str]:
         )
         + f". Of the {len(planned)} with both a tp plan and a pp plan {len(cut)} run under TP or PP.",
         "",
-        f"A gradient is wrong that is off by more than {TOLERANCE:.0e} and by more than four times what the one "
-        f"process is off in fp32 against fp64 ({off} types are off by more than the former). Sequences of a "
-        "micro-batch run packed, or one after the other where that would mix them ([limits](limits.md)).",
+        f"A gradient is wrong that is off by more than {TOLERANCE:.0e}, unless the one process is off by a quarter of "
+        f"that in fp32 against fp64, and the same strategies are off by at most {FP64_TOLERANCE:.0e} with parameters "
+        f"in fp64, whose gradients are still added up in fp32. {_noise(off)} Sequences of a micro-batch run packed, or "
+        "one after the other where that would mix them ([limits](limits.md)).",
     ]
+
+
+def _noise(records: list[dict[str, Any]]) -> str:
+    """What is off by more than the tolerance, in fp32 and in fp64."""
+    if not records:
+        return "None needs that."
+    off = [
+        f"{r['type']} ({max(case['error'] for case in _ran(r)):.0e}, the one process {r['own_error']:.0e}, "
+        f"in fp64 {r['fp64_error']:.0e})"
+        for r in records
+    ]
+    return (
+        f"Off by more, but not wrong, are {', '.join(off)}: their attention does not divide scores by the root "
+        "of the head's width, so that those of a random model are some tens, what rounding changes in them is as much "
+        "larger, and the gradients of queries and keys are small beside it."
+    )
+
+
+def _ran(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [case for case in record.values() if isinstance(case, dict) and "error" in case]
 
 
 def _way(record: dict[str, Any], reasons: dict[str, int]) -> str:

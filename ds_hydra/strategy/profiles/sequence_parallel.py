@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ds_hydra.strategy.cost_models.analytic import MOST_KEY_VALUE_PARTS
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+MOST_KEY_VALUE_PARTS = 4
+"""Parts of some heads in which keys and values travel, each beside attention of the one before."""
 
 
 def estimate_latency(profile: Profile, scheme: Scheme) -> LatencyModel | None:
