@@ -48,9 +48,7 @@ class Weighted(Loss):
         return 1.0
 
 
-def score_everywhere(
-    engine: HydraEngine, ids: Sequence[Tensor], *, noise: bool = False
-) -> Scores:
+def score_everywhere(engine: HydraEngine, ids: Sequence[Tensor], *, noise: bool = False) -> Scores:
     """Scores of this rank's sequences `ids` [l], by all ranks together, with the `noise` of the
     iteration that trains them next. Collective over all ranks; each may bring another number of
     them.
