@@ -11,8 +11,14 @@ from typing import Any
 
 def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
     """A Markdown table; what is no text is written as `str` has it."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+    lines = ["| " + " | ".join(map(str, line)) + " |" for line in (head, *rows)]
+    lines.insert(1, "|---" * len(head) + "|")
+    return "\n".join(lines)
+
+
+def paragraphs(*texts: str) -> str:
+    """Texts and tables with an empty line between them."""
+    return "\n\n".join(texts)
 
 
 def how(command: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import faults
 from holdings import STRATEGIES_OF_4
-from pages import table
+from pages import paragraphs, table
 
 
 class Records:
@@ -67,14 +67,12 @@ def describe_kills(records: list[dict[str, Any]]) -> str:
         )
     same, losses = sum(r["num_same"] for r in runs), sum(r["num_losses"] for r in runs)
     resumes = [r["resume_s"] for r in runs]
-    return "\n\n".join(
-        [
-            f"SIGKILL of one rank of three, {len(kills)} times; after each, a new start from the last checkpoint, "
-            "until ten iterations are trained. Seconds: from the kill until the last of the others has ended.",
-            table(["killed in", "runs", "others that ended with an error naming it", "median s", "worst s"], rows),
-            f"Losses equal to the uninterrupted run, bit for bit: **{same} of {losses}**. Engine started and "
-            f"checkpoint loaded in {statistics.median(resumes):.1f} s (median; imports not counted).",
-        ]
+    return paragraphs(
+        f"SIGKILL of one rank of three, {len(kills)} times; after each, a new start from the last checkpoint, "
+        "until ten iterations are trained. Seconds: from the kill until the last of the others has ended.",
+        table(["killed in", "runs", "others that ended with an error naming it", "median s", "worst s"], rows),
+        f"Losses equal to the uninterrupted run, bit for bit: **{same} of {losses}**. Engine started and "
+        f"checkpoint loaded in {statistics.median(resumes):.1f} s (median; imports not counted).",
     )  # fmt: skip
 
 
@@ -92,15 +90,13 @@ def describe_phases(records: list[dict[str, Any]]) -> str:
                 ", ".join(f"{key}: {value}" for key, value in left.items() if value) or "nothing",
             ]
         )
-    return "\n\n".join(
-        [
-            "One rank of two is killed or stopped in each phase of an engine's life; `silence_s` 6, `grace_s` 2. "
-            "Seconds: from the signal until the other one has ended.",
-            table(
-                ["phase", "signal", "exit code of the other", "named", "seconds", "left behind"],
-                rows,
-            ),
-        ]
+    return paragraphs(
+        "One rank of two is killed or stopped in each phase of an engine's life; `silence_s` 6, `grace_s` 2. "
+        "Seconds: from the signal until the other one has ended.",
+        table(
+            ["phase", "signal", "exit code of the other", "named", "seconds", "left behind"],
+            rows,
+        ),
     )
 
 
@@ -120,16 +116,14 @@ def describe_streams(records: list[dict[str, Any]]) -> str:
                 sum(len(r["shared_memory"]) for r in mine),
             ]
         )
-    return "\n\n".join(
-        [
-            f"SIGKILL of one rank of three, {len(records)} times, 0 to 2 s after the first of many iterations in which "
-            "layers stream; the victims alternate. Seconds: from the kill until the last of the others has ended. "
-            "Homes: processes that still hold one; files: what is new in /dev/shm and held by no process.",
-            table(
-                ["strategy", "kills", "others that ended naming it", "median s", "worst s", "homes left", "files left"],
-                rows,
-            ),
-        ]
+    return paragraphs(
+        f"SIGKILL of one rank of three, {len(records)} times, 0 to 2 s after the first of many iterations in which "
+        "layers stream; the victims alternate. Seconds: from the kill until the last of the others has ended. "
+        "Homes: processes that still hold one; files: what is new in /dev/shm and held by no process.",
+        table(
+            ["strategy", "kills", "others that ended naming it", "median s", "worst s", "homes left", "files left"],
+            rows,
+        ),
     )  # fmt: skip
 
 
@@ -146,22 +140,20 @@ def describe_launches(records: list[dict[str, Any]]) -> str:
         ]
         for r in runs
     ]
-    return "\n\n".join(
-        [
-            "Two ranks, `torchrun --max-restarts 2` (which restarts by itself) and `deepspeed` (started a second time "
-            "by hand). Seconds: from the kill until training resumed, process starts and imports included.",
-            table(
-                [
-                    "launcher",
-                    "killed",
-                    "exit codes",
-                    "rank named",
-                    "losses identical",
-                    "seconds to resume",
-                ],
-                rows,
-            ),
-        ]
+    return paragraphs(
+        "Two ranks, `torchrun --max-restarts 2` (which restarts by itself) and `deepspeed` (started a second time "
+        "by hand). Seconds: from the kill until training resumed, process starts and imports included.",
+        table(
+            [
+                "launcher",
+                "killed",
+                "exit codes",
+                "rank named",
+                "losses identical",
+                "seconds to resume",
+            ],
+            rows,
+        ),
     )
 
 
@@ -175,12 +167,10 @@ def describe_planner(records: list[dict[str, Any]]) -> str:
         ]
         for r in records
     ]
-    return "\n\n".join(
-        [
-            "The planning process is stopped (SIGSTOP; deadline 0.5 s, then the heuristic's plan is used and the "
-            "process replaced) or killed while it works. Seconds: until the next plan came from a new process.",
-            table(["planning process", "faults", "next plans identical", "median s"], rows),
-        ]
+    return paragraphs(
+        "The planning process is stopped (SIGSTOP; deadline 0.5 s, then the heuristic's plan is used and the "
+        "process replaced) or killed while it works. Seconds: until the next plan came from a new process.",
+        table(["planning process", "faults", "next plans identical", "median s"], rows),
     )
 
 
@@ -226,26 +216,24 @@ def describe_leak(records: list[dict[str, Any]]) -> str:
         for what in ("malloc", "RSS")
         for when in ("after 25%", "50%", "100%", "slope")
     ]
-    return "\n\n".join(
-        [
-            f"{record['iterations']:,} iterations on 4 ranks, one of {len(STRATEGIES_OF_4)} strategies drawn for each, "
-            "4 to 12 sequences of 2 to 60 tokens. `malloc`: MiB handed out and not freed; RSS: MiB resident. Slopes: "
-            "bytes per iteration over the last half. RSS follows malloc's high-water marks, which are kept on purpose "
-            "(`engine/ranks/host_memory.py`).",
-            table(["rank", *head], memory),
-            "From 25% to the end:",
-            table(
-                [
-                    "rank",
-                    "open files",
-                    "process groups",
-                    "threads",
-                    "live tensors",
-                    "blocks of Python",
-                ],
-                counts,
-            ),
-        ]
+    return paragraphs(
+        f"{record['iterations']:,} iterations on 4 ranks, one of {len(STRATEGIES_OF_4)} strategies drawn for each, "
+        "4 to 12 sequences of 2 to 60 tokens. `malloc`: MiB handed out and not freed; RSS: MiB resident. Slopes: "
+        "bytes per iteration over the last half. RSS follows malloc's high-water marks, which are kept on purpose "
+        "(`engine/ranks/host_memory.py`).",
+        table(["rank", *head], memory),
+        "From 25% to the end:",
+        table(
+            [
+                "rank",
+                "open files",
+                "process groups",
+                "threads",
+                "live tensors",
+                "blocks of Python",
+            ],
+            counts,
+        ),
     )
 
 
@@ -289,18 +277,16 @@ def describe_fuzz(records: list[dict[str, Any]]) -> str:
     num_readers = len({r["reader"] for r in records})
     totals = [sum(r["inputs"] for r in records if r["fuzzer"] == fuzzer) for fuzzer in FUZZERS]
     is_complete = min(totals) >= num_readers * 100_000
-    return "\n\n".join(
-        [
-            "Each input is read, or refused with an error of ds_hydra; anything else, or more than 1 s of CPU time, "
-            "ends the benchmark. `hypothesis` draws valid documents with changed places and any JSON value in any "
-            "first-level place; `coverage` is libFuzzer (atheris) with a mutator that keeps inputs JSON: what reaches "
-            "new code of a reader is kept and changed further."
-            + ("" if is_complete else " Not complete: the same command continues up to 100,000 inputs a row."),
-            table(
-                ["reader", "fuzzer", "inputs", "accepted", "other errors", "slowest ms", "RSS growth MiB", "edges"],
-                rows,
-            ),
-        ]
+    return paragraphs(
+        "Each input is read, or refused with an error of ds_hydra; anything else, or more than 1 s of CPU time, "
+        "ends the benchmark. `hypothesis` draws valid documents with changed places and any JSON value in any "
+        "first-level place; `coverage` is libFuzzer (atheris) with a mutator that keeps inputs JSON: what reaches "
+        "new code of a reader is kept and changed further."
+        + ("" if is_complete else " Not complete: the same command continues up to 100,000 inputs a row."),
+        table(
+            ["reader", "fuzzer", "inputs", "accepted", "other errors", "slowest ms", "RSS growth MiB", "edges"],
+            rows,
+        ),
     )  # fmt: skip
 
 

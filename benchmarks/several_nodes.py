@@ -32,7 +32,7 @@ import torch.distributed as dist
 from engines import start_hydra
 from models import tiny
 from nodes import Hosts, Wire, run_on_hosts
-from pages import how, put_section
+from pages import how, paragraphs, put_section, table
 from single_process import random_examples
 
 from ds_hydra.strategy import Strategy
@@ -91,21 +91,20 @@ def measure_bytes(folder: Path) -> str:
                 ]
             (direct_plan, direct), (plan, counted) = sent["direct"], sent["node"]
             rows.append(
-                f"| {len(ranks_on)} x 2 | `{strategy}` | {plan:.2f} | {counted:.2f} | {counted / plan - 1:+.1%} "
-                f"| {direct_plan:.2f} | {direct:.2f} | {counted / direct:.2f} |"
-            )
-    return "\n".join(
-        [
-            f"One pull (fp32) and one push of a LLaMA of {num_parameters()}, MB sent by all hosts. Counted: the "
-            "hosts' `eth0` (`/proc/net/dev`), three exchanges without computation, per exchange; Ethernet, IP and "
-            "TCP headers and acknowledgements included (MTU 1500). Direct: one fetch per rank "
-            '(`"link": {"routes": "direct"}`).',
-            "",
-            "| hosts x ranks | strategy | plan | counted | above the plan | direct: plan | counted | node / direct |",
-            "|---|---|---|---|---|---|---|---|",
-            *rows,
-        ]
-    )
+                [f"{len(ranks_on)} x 2", f"`{strategy}`", f"{plan:.2f}", f"{counted:.2f}",
+                 f"{counted / plan - 1:+.1%}", f"{direct_plan:.2f}", f"{direct:.2f}", f"{counted / direct:.2f}"]
+            )  # fmt: skip
+    return paragraphs(
+        f"One pull (fp32) and one push of a LLaMA of {num_parameters()}, MB sent by all hosts. Counted: the "
+        "hosts' `eth0` (`/proc/net/dev`), three exchanges without computation, per exchange; Ethernet, IP and "
+        "TCP headers and acknowledgements included (MTU 1500). Direct: one fetch per rank "
+        '(`"link": {"routes": "direct"}`).',
+        table(
+            ["hosts x ranks", "strategy", "plan", "counted", "above the plan", "direct: plan", "counted",
+             "node / direct"],
+            rows,
+        ),
+    )  # fmt: skip
 
 
 # A slow network.
@@ -208,36 +207,30 @@ def measure_slow(folder: Path, repeats: int) -> str:
             measured, link, iteration = found["medians"][strategy]
             wanted = f"{predicted[strategy]:,.0f}" if strategy in predicted else ""
             wanted_link = predict_link(folder, name, strategy)
-            rows.append(
-                f"| {name} | `{strategy}` | {wanted} | {measured:,.0f} | {wanted_link:,.0f} | {link:,.0f} "
-                f"| {iteration:,.0f} |"
-            )
+            times = [f"{value:,.0f}" for value in (measured, wanted_link, link, iteration)]
+            rows.append([name, f"`{strategy}`", wanted, *times])
         fastest = min(SPANNING, key=lambda s: found["medians"][s][2])
-        choices.append(
-            f"| {name} | `{min(predicted, key=predicted.get)}` | `{found['chosen']}` | `{fastest}` |"
-        )
-    return "\n".join(
-        [
-            f"Two hosts of one rank, {num_parameters()} in fp32, a mini-batch of "
-            f"{' and '.join(f'{length:,}' for length in LENGTHS)} tokens. Fast: the bridge as it is; slow: "
-            "10 MB/s in each direction of a host's link and 2 ms, by a process that forwards packets late. Topology: "
-            "`ds-hydra profile --topology` on one device, then `ds-hydra plan`; ranks: the profile that the engine "
-            f"measures at its start over that very network. Medians of {repeats}, alternated, ms.",
-            "",
-            "| network | chosen from the topology file | from the ranks' own profile | fastest iteration measured |",
-            "|---|---|---|---|",
-            *choices,
-            "",
-            "| network | strategy | propagation predicted | measured | pull + push predicted | measured "
-            "| whole iteration |",
-            "|---|---|---|---|---|---|---|",
-            *rows,
-            "",
-            "The whole iteration has pull, push and step in it, which no choice here counts: on a slow network "
-            "`2x<1,1>`, whose ranks pull the whole model, is fast in propagation and slow as a whole. "
-            "`ds-hydra link --topology` says what that costs before anything runs.",
-        ]
-    )
+        best = min(predicted, key=predicted.get)
+        choices.append([name, *(f"`{strategy}`" for strategy in (best, found["chosen"], fastest))])
+    return paragraphs(
+        f"Two hosts of one rank, {num_parameters()} in fp32, a mini-batch of "
+        f"{' and '.join(f'{length:,}' for length in LENGTHS)} tokens. Fast: the bridge as it is; slow: "
+        "10 MB/s in each direction of a host's link and 2 ms, by a process that forwards packets late. Topology: "
+        "`ds-hydra profile --topology` on one device, then `ds-hydra plan`; ranks: the profile that the engine "
+        f"measures at its start over that very network. Medians of {repeats}, alternated, ms.",
+        table(
+            ["network", "chosen from the topology file", "from the ranks' own profile", "fastest iteration measured"],
+            choices,
+        ),
+        table(
+            ["network", "strategy", "propagation predicted", "measured", "pull + push predicted", "measured",
+             "whole iteration"],
+            rows,
+        ),
+        "The whole iteration has pull, push and step in it, which no choice here counts: on a slow network "
+        "`2x<1,1>`, whose ranks pull the whole model, is fast in propagation and slow as a whole. "
+        "`ds-hydra link --topology` says what that costs before anything runs.",
+    )  # fmt: skip
 
 
 # Streamed layers.
@@ -286,23 +279,20 @@ def measure_streams(folder: Path, repeats: int) -> str:
             for text in pair
         ]
         held = [ended[0].value[text]["held"][0] / 1e6 for text in pair]
-        rows.append(
-            f"| `{pair[1]}` | {received[0]:.1f} | {received[1]:.1f} | {held[0]:.1f} | {held[1]:.1f} "
-            f"| {held[1] / held[0]:.2f} | {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f}) |"
-        )
-    return "\n".join(
-        [
-            f"Two hosts of two ranks, a LLaMA of {num_parameters()} in fp32, against the same pipelines without "
-            f"`stream`; {repeats} iterations of each, alternated. MB that came to both hosts in an iteration "
-            "(`eth0`, headers included; without a home a node-aware pull and push), MB of weights and gradients that "
-            "a rank holds as its plan states them, and iteration time with / without (median, range). Under TP 2 a "
-            "rank has half of the weights and gradients anyway, which is less than half of a home with its sums.",
-            "",
-            "| strategy | MB received, without | with | MB held, without | with | ratio | time ratio |",
-            "|---|---|---|---|---|---|---|",
-            *rows,
-        ]
-    )
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+        megabytes = [f"{value:.1f}" for value in (*received, *held)]
+        rows.append([f"`{pair[1]}`", *megabytes, f"{held[1] / held[0]:.2f}", spread])
+    return paragraphs(
+        f"Two hosts of two ranks, a LLaMA of {num_parameters()} in fp32, against the same pipelines without "
+        f"`stream`; {repeats} iterations of each, alternated. MB that came to both hosts in an iteration "
+        "(`eth0`, headers included; without a home a node-aware pull and push), MB of weights and gradients that "
+        "a rank holds as its plan states them, and iteration time with / without (median, range). Under TP 2 a "
+        "rank has half of the weights and gradients anyway, which is less than half of a home with its sums.",
+        table(
+            ["strategy", "MB received, without", "with", "MB held, without", "with", "ratio", "time ratio"],
+            rows,
+        ),
+    )  # fmt: skip
 
 
 # A host that is lost.
@@ -375,22 +365,18 @@ def measure_cut(folder: Path, repeats: int) -> str:
             for index in range(repeats)
         ]
         stay, lost, named = zip(*runs)
-        rows.append(
-            f"| {what} | {silence_s} | {repeats} | {sum(named)} of {repeats} | {statistics.median(stay):.1f} "
-            f"| {max(stay):.1f} | {max(lost):.1f} |"
-        )
-    return "\n".join(
-        [
-            "Two hosts of two ranks that train; host `node-1` is cut off (no packet leaves or arrives, nothing is "
-            "reset), or its second process killed. Seconds until the last process of a host has ended; `grace_s` is "
-            "2. Named: both ranks that stay ended with an error that names the lost ranks and their host, and an exit "
-            "code that is not 0.",
-            "",
-            "| fault | `silence_s` | runs | named | node-0: median s | worst s | node-1: worst s |",
-            "|---|---|---|---|---|---|---|",
-            *rows,
-        ]
-    )
+        seconds = [f"{value:.1f}" for value in (statistics.median(stay), max(stay), max(lost))]
+        rows.append([what, silence_s, repeats, f"{sum(named)} of {repeats}", *seconds])
+    return paragraphs(
+        "Two hosts of two ranks that train; host `node-1` is cut off (no packet leaves or arrives, nothing is "
+        "reset), or its second process killed. Seconds until the last process of a host has ended; `grace_s` is "
+        "2. Named: both ranks that stay ended with an error that names the lost ranks and their host, and an exit "
+        "code that is not 0.",
+        table(
+            ["fault", "`silence_s`", "runs", "named", "node-0: median s", "worst s", "node-1: worst s"],
+            rows,
+        ),
+    )  # fmt: skip
 
 
 PARTS = {

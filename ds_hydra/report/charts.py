@@ -46,8 +46,9 @@ def draw_scatter(runs: Sequence[Run]) -> list[Markup]:
         (p.predicted_ms, p.measured_ms) for run in runs for r in run.records for p in r.pipelines
     ]
     highest = 1.06 * max((max(pair) for pair in pairs), default=1.0) or 1.0
-    x = svg.linear_axis(0.0, highest, num_ticks=6)
-    y = svg.linear_axis(0.0, highest, num_ticks=4)
+    x = svg.linear_axis(0.0, highest, title="predicted, ms", num_ticks=6)
+    y = svg.linear_axis(0.0, highest, title="measured, ms", num_ticks=4)
+    describe = "measured over predicted time of each pipeline"
     panels = []
     for run in runs:
         marks = [svg.line([(0.0, 0.0), (highest, highest)], x, y, "ideal")]
@@ -61,18 +62,8 @@ def draw_scatter(runs: Sequence[Run]) -> list[Markup]:
             index = schemes.index(pipeline.scheme)
             point = (pipeline.predicted_ms, pipeline.measured_ms)
             marks.append(svg.dot(point, x, y, _dot_class(index), marker=index, tip=tip))
-        panels.append(
-            svg.plot(
-                marks,
-                x=x,
-                y=y,
-                x_label="predicted, ms",
-                y_label="measured, ms",
-                describe="measured over predicted time of each pipeline",
-                height=260,
-            )
-            + _scheme_legend(schemes, (svg.stroke("line ideal"), "as predicted"))
-        )
+        legend = _scheme_legend(schemes, (svg.stroke("line ideal"), "as predicted"))
+        panels.append(svg.plot(marks, x, y, describe, height=260) + legend)
     return panels
 
 
@@ -98,7 +89,12 @@ def draw_errors(runs: Sequence[Run]) -> list[Markup]:
     # value as text.
     kept = everything[len(everything) // 50 : len(everything) - len(everything) // 50] or everything
     x = iteration_axis(runs)
-    y = svg.value_axis([*kept, 0.0], label=lambda value: f"{value:+.0f}%" if value else "0%")
+    y = svg.value_axis(
+        [*kept, 0.0],
+        title="measured over predicted, minus 1",
+        label=lambda value: f"{value:+.0f}%" if value else "0%",
+    )
+    describe = "error of the predicted time of each pipeline over iterations"
     panels = []
     for run, points, uncorrected in zip(runs, errors, before, strict=True):
         marks = [svg.horizontal(y.percent(0.0), "zero")]
@@ -112,18 +108,8 @@ def draw_errors(runs: Sequence[Run]) -> list[Markup]:
         if uncorrected:
             marks.append(svg.line(uncorrected, x, y, "before"))
             entries.append((svg.stroke("line before"), "by the profile alone, not corrected"))
-        panels.append(
-            svg.plot(
-                marks,
-                x=x,
-                y=y,
-                x_label="iteration",
-                y_label="measured over predicted, minus 1",
-                describe="error of the predicted time of each pipeline over iterations",
-                height=260,
-            )
-            + _scheme_legend(schemes, *entries)
-        )
+        legend = _scheme_legend(schemes, *entries)
+        panels.append(svg.plot(marks, x, y, describe, height=260) + legend)
     return panels
 
 
@@ -199,12 +185,13 @@ def draw_lengths(runs: Sequence[Run]) -> list[Markup]:
     shown = [size for size in max_lens if size <= 4 * high]
     high = max([high, *(1.05 * size for size in shown)])
     high = max(high, 2.0 * low)
-    x = svg.log_axis(low, high)
+    x = svg.log_axis(low, high, title="length, tokens")
     num_bins = max(1, int(_BINS_PER_OCTAVE * np.log2(high / low)))
     edges = np.geomspace(low, high, num_bins + 1)
     shares = [_histogram(run.lengths(), edges) for run in runs]
     y = svg.value_axis(
         (share for pair in shares for column in pair for share in column),
+        title="share",
         from_zero=True,
         label=lambda value: f"{value:.0f}%",
     )
@@ -253,15 +240,7 @@ def _draw_histogram(
     flags = "".join(_flag(scheme, size, x) for scheme, size in limits)
     return (
         Markup(f'<div class="flags">{flags}</div>')
-        + svg.plot(
-            marks,
-            x=x,
-            y=y,
-            x_label="length, tokens",
-            y_label="share",
-            describe="histogram of sequence lengths",
-            height=200,
-        )
+        + svg.plot(marks, x, y, "histogram of sequence lengths", height=200)
         + svg.legend(entries)
     )
 
@@ -290,9 +269,9 @@ def draw_memory(runs: Sequence[Run]) -> list[Markup]:
         return [Markup('<p class="none">Neither traces nor a memory model.</p>') for _ in runs]
     near = [limit for limit in limits if limit and limit < 3 * max(sizes)]
     unit, name = _byte_unit(max(sizes))
-    y = svg.value_axis([0.0, *(size / unit for size in [*sizes, *near])], from_zero=True)
+    y = svg.value_axis([0.0, *(n / unit for n in [*sizes, *near])], title=name, from_zero=True)
     num_ranks = max(len(ranks) for ranks in memories)
-    x = svg.linear_axis(-0.5, num_ranks - 0.5, num_ticks=8, integer=True)
+    x = svg.linear_axis(-0.5, num_ranks - 0.5, title="rank", num_ticks=8, integer=True)
     panels = []
     for ranks, limit in zip(memories, limits, strict=True):
         size = ceil(len(ranks) / _MAX_BARS)
@@ -306,18 +285,8 @@ def draw_memory(runs: Sequence[Run]) -> list[Markup]:
         if limit and limit in near:
             marks.insert(0, svg.horizontal(y.percent(limit / unit), "limit"))
             entries.append((svg.stroke("limit"), f"limit {limit / unit:,.2f} {name}"))
-        panels.append(
-            svg.plot(
-                marks,
-                x=x,
-                y=y,
-                x_label="rank",
-                y_label=name,
-                describe="peak memory of each rank",
-                height=200,
-            )
-            + svg.legend(entries)
-        )
+        plot = svg.plot(marks, x, y, "peak memory of each rank", height=200)
+        panels.append(plot + svg.legend(entries))
     return panels
 
 

@@ -29,11 +29,8 @@ def describe_timelines(timelines: Sequence[Timeline]) -> dict[str, Any]:
         "num_iterations": len({timeline.iteration for timeline in timelines}),
         "iterations": [
             {
-                "iteration": timeline.iteration,
-                "source": timeline.source,
-                "strategy": timeline.strategy,
-                "duration_ms": timeline.duration_ms,
-                "bubble": timeline.bubble,
+                name: getattr(timeline, name)
+                for name in ("iteration", "source", "strategy", "duration_ms", "bubble")
             }
             for timeline in timelines
         ],
@@ -45,38 +42,12 @@ def _describe(run: Run) -> dict[str, Any]:
     document = {
         "name": run.name,
         "num_ranks": run.num_ranks,
-        "num_iterations": summary.num_iterations,
-        "num_heterogeneous": summary.num_heterogeneous,
-        "num_tokens": summary.num_tokens,
-        "total_s": summary.total_s,
-        "first_loss": summary.first_loss,
-        "last_loss": summary.last_loss,
-        "tokens_per_s": summary.tokens_per_s,
-        "measured_over_predicted": summary.measured_over_predicted,
-        "absolute_error": summary.absolute_error,
-        "profile_error": summary.profile_error,
-        "imbalance": summary.imbalance,
+        **_fields(summary),
         "bubble": _median([r.bubble for r in run.records]),
         "pack_occupancy": _median([r.pack_occupancy for r in run.records]),
         "time_ms": asdict(divide_time(run.records)),
-        "strategies": [
-            {
-                "strategy": str(use.strategy),
-                "num_iterations": use.num_iterations,
-                "tokens_per_s": use.tokens_per_s,
-                "predicted_ms": use.predicted_ms,
-                "measured_ms": use.measured_ms,
-            }
-            for use in summary.strategies
-        ],
-        "schemes": [
-            {
-                "scheme": str(error.scheme),
-                "num_pipelines": error.num_pipelines,
-                "measured_over_profiled": error.measured_over_profiled,
-            }
-            for error in scheme_errors(run.records)
-        ],
+        "strategies": [{**_fields(u), "strategy": str(u.strategy)} for u in summary.strategies],
+        "schemes": [{**_fields(e), "scheme": str(e.scheme)} for e in scheme_errors(run.records)],
         "num_trials": sum(r.trial_ms > 0 for r in run.records),
         "trials_share": run.records[-1].trials_share,
         "max_len_tokens": {str(scheme): tokens for scheme, tokens in run.max_len().items()},
@@ -87,9 +58,7 @@ def _describe(run: Run) -> dict[str, Any]:
                 "iteration_ms": slow.record.iteration_ms,
                 "times_median": slow.times_median,
                 "strategy": str(slow.record.strategy),
-                "causes": [
-                    {"excess_ms": cause.excess_ms, "text": cause.text} for cause in slow.causes
-                ],
+                "causes": [_fields(cause) for cause in slow.causes],
             }
             for slow in find_slowest(run.records)
         ],
@@ -99,6 +68,11 @@ def _describe(run: Run) -> dict[str, Any]:
     return {
         key: None if isinstance(v, float) and not isfinite(v) else v for key, v in document.items()
     }
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """What a dataclass with slots holds, by name."""
+    return {name: getattr(value, name) for name in value.__slots__}
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -32,8 +32,9 @@ def _draw_map(run: Run) -> Markup:
         return Markup('<p class="none">No experts were traced.</p>')
     tokens = run.traces[max(traced)].expert_tokens
     num_experts = max(map(len, tokens.values()))
-    x = svg.linear_axis(-0.5, num_experts - 0.5, num_ticks=8, integer=True)
-    y = svg.linear_axis(min(tokens) - 0.5, max(tokens) + 0.5, num_ticks=6, integer=True)
+    x = svg.linear_axis(-0.5, num_experts - 0.5, title="expert", num_ticks=8, integer=True)
+    first, last = min(tokens) - 0.5, max(tokens) + 0.5
+    y = svg.linear_axis(first, last, title="layer", num_ticks=6, integer=True)
     with_tips = num_experts * len(tokens) <= _MAX_TIPS
     marks = [svg.bar(0.0, 100.0, "0", "100%", "ground")]  # no lines of the grid behind cells
     for layer, counts in tokens.items():
@@ -53,15 +54,8 @@ def _draw_map(run: Run) -> Markup:
             shade = min(1.0, share / _FULLEST)
             marks.append(cell.replace("<rect ", f'<rect fill-opacity="{shade:.2f}" ', 1))
     height = min(420, max(90, 16 * (max(tokens) - min(tokens) + 1)))
-    plot = svg.plot(
-        marks,
-        x=x,
-        y=y,
-        x_label="expert",
-        y_label="layer",
-        describe=f"tokens of each expert in iteration {max(traced)}",
-        height=height,
-    )
+    describe = f"tokens of each expert in iteration {max(traced)}"
+    plot = svg.plot(marks, x, y, describe, height=height)
     return plot + Markup(
         '<p class="none">Iteration {}: no colour is no token, full colour {:g} times the mean or more.</p>'
     ).format(max(traced), _FULLEST)

@@ -36,17 +36,14 @@ class _Row:
     detail: str
 
 
-def draw_gantt(
-    timelines: Sequence[Timeline], plan: IterationPlan | None = None, *, duration_ms: float = 0.0
-) -> Markup:
-    """The charts of `timelines`, one below the other, from 0 to the end of the longest (or
-    `duration_ms`).
+def draw_gantt(timelines: Sequence[Timeline], plan: IterationPlan | None = None) -> Markup:
+    """The charts of `timelines`, one below the other, from 0 to the end of the longest.
 
     `plan` adds to the texts what the micro-batches hold. Of a cluster with more than 64 stages only
     the slowest and the fastest pipelines are drawn, which is said below the chart.
     """
-    longest = max([duration_ms, *(timeline.duration_ms for timeline in timelines)]) or 1.0
-    axis = svg.linear_axis(0.0, longest, num_ticks=8)
+    longest = max((timeline.duration_ms for timeline in timelines), default=0.0) or 1.0
+    axis = svg.linear_axis(0.0, longest, title="ms", num_ticks=8)
     charts = Markup("").join(_draw_one(timeline, axis, plan) for timeline in timelines)
     kinds = {event.kind for timeline in timelines for event in timeline.events}
     entries = [(svg.swatch(css), text) for kind, (css, text) in _KINDS.items() if kind in kinds]
@@ -94,7 +91,7 @@ def _draw_one(timeline: Timeline, axis: svg.Axis, plan: IterationPlan | None) ->
         f'<h4>{escape(title)}</h4><div class="gantt" style="--row:{height}px"><div class="names">{names}</div>'
         f'<svg class="rows" style="height:{height * len(rows)}px" role="img" '
         f'aria-label="{escape(title)}, {len(rows)} stages">{"".join(marks)}</svg>'
-        f'<div class="xs">{svg.tick_labels(axis)}</div><div class="xl">ms</div></div>{left_out}'
+        f'<div class="xs">{svg.tick_labels(axis)}</div><div class="xl">{axis.title}</div></div>{left_out}'
     )
 
 

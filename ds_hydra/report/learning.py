@@ -59,7 +59,7 @@ def draw_learned(runs: Sequence[Run]) -> list[Markup]:
     values = [
         r.learned[name] for run in runs for r in run.records for name in names & r.learned.keys()
     ]
-    y = svg.value_axis([*values, 1.0])
+    y = svg.value_axis([*values, 1.0], title="measured over profiled")
     order = sorted(names)
     panels = []
     for run in runs:
@@ -74,14 +74,7 @@ def draw_learned(runs: Sequence[Run]) -> list[Markup]:
         marks += [svg.vertical(x.percent(r.iteration), "trial") for r in trials]
         if trials:
             entries.append((svg.stroke("trial"), "a trial"))
-        plot = svg.plot(
-            marks,
-            x=x,
-            y=y,
-            x_label="iteration",
-            y_label="measured over profiled",
-            describe="factors learned over iterations",
-        )
+        plot = svg.plot(marks, x, y, "factors learned over iterations")
         panels.append((plot + svg.legend(entries) if entries else Markup("")) + _describe(run))
     return panels
 

@@ -24,7 +24,8 @@ def draw_lines(
 ) -> list[Markup]:
     """A panel with one line for each run; nothing for a run without points."""
     x = iteration_axis(runs)
-    y = svg.value_axis((value for points in series for _, value in points), from_zero=from_zero)
+    values = (value for points in series for _, value in points)
+    y = svg.value_axis(values, title=label, from_zero=from_zero)
     panels = []
     for points in series:
         marks = [svg.line(points, x, y, css)]
@@ -32,10 +33,7 @@ def draw_lines(
         if with_median and finite:
             marks.append(svg.horizontal(y.percent(median(finite)), "median"))
         gaps = len(points) - len(finite)
-        describe = f"{label} over {len(points)} iterations"
-        panel = svg.plot(
-            marks, x=x, y=y, x_label="iteration", y_label=label, describe=describe, height=height
-        )
+        panel = svg.plot(marks, x, y, f"{label} over {len(points)} iterations", height=height)
         if gaps:
             panel += Markup(
                 f'<p class="warn">{gaps} of {len(points)} iterations have a {label} that is not a number.</p>'
@@ -47,14 +45,19 @@ def draw_lines(
 def iteration_axis(runs: Sequence[Run]) -> svg.Axis:
     """From the first iteration of any run to the last."""
     numbers = [r.iteration for run in runs for r in run.records]
-    return svg.linear_axis(min(numbers) - 0.5, max(numbers) + 0.5, num_ticks=8, integer=True)
+    first, last = min(numbers) - 0.5, max(numbers) + 0.5
+    return svg.linear_axis(first, last, title="iteration", num_ticks=8, integer=True)
 
 
-def running_median(points: Sequence[svg.Point], window: int = 9) -> list[svg.Point]:
+_REACH = 4
+"""Neighbours on each side of which a running median is."""
+
+
+def running_median(points: Sequence[svg.Point]) -> list[svg.Point]:
     """The median of each finite value and its neighbours."""
     known = [point for point in points if isfinite(point[1])]
     smooth = []
     for index, (place, _) in enumerate(known):
-        near = known[max(0, index - window // 2) : index + window // 2 + 1]
+        near = known[max(0, index - _REACH) : index + _REACH + 1]
         smooth.append((place, median(value for _, value in near)))
     return smooth

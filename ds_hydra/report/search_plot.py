@@ -17,36 +17,32 @@ from ds_hydra.strategy.cost_models.search.space import LayerStrategy
 
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 _LABEL_BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+_LABEL: dict[str, Any] = {
+    "ha": "center", "va": "center", "fontsize": 8, "color": "black", "bbox": _LABEL_BOX,
+}  # fmt: skip
 
 
 def plot_search(plan: SearchPlan, out_png: str | Path) -> None:
     """Write a PNG. Width is the number of layers, colour the layout, hatching checkpointing."""
     names = sorted({str(strategy) for stage in plan.stages for strategy in stage.strategies})
     plain = sorted({name.removesuffix("-c") for name in names})
-    color = {name: _COLORS[index % len(_COLORS)] for index, name in enumerate(plain)}
+    look: dict[str, dict[str, Any]] = {
+        name: {
+            "facecolor": _COLORS[plain.index(name.removesuffix("-c")) % len(_COLORS)],
+            "hatch": "///" if name.endswith("-c") else None,
+            "edgecolor": "white",
+        }
+        for name in names
+    }
     figure = Figure(figsize=(10, 1.9 + 0.55 * plan.pp), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for row, stage in enumerate(plan.stages):
         begin = 0
         for name, count in run_lengths(stage.strategies):
-            axes.barh(
-                row,
-                count,
-                left=begin,
-                height=0.7,
-                color=color[name.removesuffix("-c")],
-                hatch="///" if name.endswith("-c") else None,
-                edgecolor="white",
-            )
+            axes.barh(row, count, left=begin, height=0.7, **look[name])
             if count > 1:
-                label: dict[str, Any] = {
-                    "ha": "center",
-                    "va": "center",
-                    "fontsize": 8,
-                    "color": "black",
-                }
-                axes.text(begin + count / 2, row, f"{count}", **label, bbox=_LABEL_BOX)
+                axes.text(begin + count / 2, row, f"{count}", **_LABEL)
             begin += count
         note = f" {stage.compute_ms:.1f} ms, {stage.peak_mb / 1024:.1f} GB"
         axes.text(begin, row, note, va="center", fontsize=9)
@@ -60,15 +56,7 @@ def plot_search(plan: SearchPlan, out_png: str | Path) -> None:
         f"batch {plan.batch_size}, {plan.num_micro_batches} micro-batches: {plan.samples_per_s:.2f} samples/s",
         loc="left",
     )
-    handles = [
-        Patch(
-            facecolor=color[name.removesuffix("-c")],
-            hatch="///" if name.endswith("-c") else None,
-            edgecolor="white",
-            label=f"{name}   {_words(name)}",
-        )
-        for name in names
-    ]
+    handles = [Patch(label=f"{name}   {_words(name)}", **look[name]) for name in names]
     figure.legend(handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=8)
     figure.savefig(str(out_png))
 

@@ -53,7 +53,8 @@ def draw_strip(used: Sequence[tuple[int, str]], colors: Mapping[str, str]) -> Ma
     columns = [used[start : start + size] for start in range(0, len(used), size)]
     names = [name for name in colors if any(name == other for _, other in used)]
     strip = "".join(_strip_cells(columns, names, colors))
-    ticks = svg.linear_axis(used[0][0] - 0.5, used[-1][0] + 0.5, num_ticks=8, integer=True)
+    first, last = used[0][0] - 0.5, used[-1][0] + 0.5
+    axis = svg.linear_axis(first, last, title="iteration", num_ticks=8, integer=True)
     rows = "".join(
         _strip_row(name, columns, colors[name], used) for name in names if colors[name] != "rest"
     )
@@ -65,7 +66,7 @@ def draw_strip(used: Sequence[tuple[int, str]], colors: Mapping[str, str]) -> Ma
         )
     return Markup(
         f'<div class="plot"><svg class="strip over" role="img" aria-label="strategy of {len(used)} iterations">{strip}'
-        f'</svg><div class="xs">{svg.tick_labels(ticks)}</div><div class="xl">iteration</div></div>'
+        f'</svg><div class="xs">{svg.tick_labels(axis)}</div><div class="xl">{axis.title}</div></div>'
         f'<ul class="uses">{rows}</ul>'
     )
 

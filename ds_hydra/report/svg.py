@@ -23,13 +23,14 @@ _MAX_LINE_BINS = 600
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A scale from `low` to `high` (logarithmic to base 2 if asked for) with its tick marks and
-    their labels.
+    """A scale from `low` to `high` (logarithmic to base 2 if asked for) with its title, and its
+    tick marks and their labels.
     """
 
     low: float
     high: float
     ticks: tuple[tuple[float, str], ...]
+    title: str = ""
     is_log: bool = False
 
     def percent(self, value: float) -> float:
@@ -43,6 +44,7 @@ def linear_axis(
     low: float,
     high: float,
     *,
+    title: str = "",
     num_ticks: int = 5,
     label: Callable[[float], str] | None = None,
     integer: bool = False,
@@ -57,27 +59,30 @@ def linear_axis(
     ]
     digits = max(0, -floor(log10(step)))
     make = label or (lambda value: f"{value:,.{digits}f}")
-    return Axis(low, high, tuple((tick, make(tick)) for tick in ticks))
+    return Axis(low, high, tuple((tick, make(tick)) for tick in ticks), title)
 
 
 def value_axis(
-    values: Iterable[float], *, from_zero: bool = False, label: Callable[[float], str] | None = None
+    values: Iterable[float],
+    *,
+    title: str = "",
+    from_zero: bool = False,
+    label: Callable[[float], str] | None = None,
 ) -> Axis:
     """A vertical axis that holds all finite `values` with some air, from 0 if asked for."""
     finite = [value for value in values if isfinite(value)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
     air = 0.06 * (high - low) or 0.05 * abs(high) or 0.5
-    return linear_axis(
-        min(0.0, low) if from_zero else low - air, high + air, num_ticks=5, label=label
-    )
+    begin = min(0.0, low) if from_zero else low - air
+    return linear_axis(begin, high + air, title=title, label=label)
 
 
-def log_axis(low: float, high: float) -> Axis:
+def log_axis(low: float, high: float, *, title: str = "") -> Axis:
     """A logarithmic axis with ticks at powers of two, at most ten of them."""
     first, last = ceil(log2(low)), floor(log2(high))
     step = max(1, ceil((last - first + 1) / 10))
     ticks = tuple((float(2**power), f"{2**power:,}") for power in range(first, last + 1, step))
-    return Axis(low, high, ticks, is_log=True)
+    return Axis(low, high, ticks, title, is_log=True)
 
 
 def _round_step(raw: float, factors: Sequence[float]) -> float:
@@ -86,16 +91,7 @@ def _round_step(raw: float, factors: Sequence[float]) -> float:
     return min((factor * magnitude for factor in factors), key=lambda step: abs(log2(step / raw)))
 
 
-def plot(
-    marks: Iterable[str],
-    *,
-    x: Axis,
-    y: Axis,
-    x_label: str,
-    y_label: str,
-    describe: str,
-    height: int = 180,
-) -> Markup:
+def plot(marks: Iterable[str], x: Axis, y: Axis, describe: str, *, height: int = 180) -> Markup:
     """A framed plot; `describe` is what a screen reader says of it."""
     grid = "".join(
         f'<line class="grid" x1="0" x2="100%" y1="{100 - y.percent(t):g}%" y2="{100 - y.percent(t):g}%"/>'
@@ -105,10 +101,10 @@ def plot(
         f'<span style="top:{100 - y.percent(t):g}%">{escape(text)}</span>' for t, text in y.ticks
     )
     return Markup(
-        f'<div class="plot" style="--h:{height}px"><div class="yl">{escape(y_label)}</div>'
+        f'<div class="plot" style="--h:{height}px"><div class="yl">{escape(y.title)}</div>'
         f'<div class="ys">{y_ticks}</div>'
         f'<svg class="canvas" role="img" aria-label="{escape(describe)}">{grid}{"".join(marks)}</svg>'
-        f'<div class="xs">{tick_labels(x)}</div><div class="xl">{escape(x_label)}</div></div>'
+        f'<div class="xs">{tick_labels(x)}</div><div class="xl">{escape(x.title)}</div></div>'
     )
 
 

@@ -69,19 +69,9 @@ class ShardedGroup:
         cluster = self.scenario.cluster
         if self.size == 1 or cluster is None:
             return compute
-        is_inside = self.size <= cluster.hardware.devices_per_node
-        rate = cluster.hardware.intra_node_rate if is_inside else (
-            cluster.hardware.inter_node_rate / cluster.hardware.devices_per_node
-        )  # fmt: skip
-        once = (
-            int(lengths.sum())
-            / self.size
-            * cluster.shape.hidden_size
-            * 2
-            * (self.size - 1)
-            / self.size
-            / rate
-        )
+        own = int(lengths.sum()) / self.size * cluster.shape.hidden_size * 2
+        rate = cluster.hardware.group_rate(self.size, is_shared=True)
+        once = own * (self.size - 1) / self.size / rate
         num_exchanges = 4 * (3 if self.is_checkpointed else 2)
         each_ms = 1e3 * once + cluster.hardware.collective_overhead_ms
         return compute + num_exchanges * cluster.shape.num_layers * each_ms

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.simulator.baselines import (
@@ -59,39 +58,19 @@ def _given(contest: Contest, name: str) -> SystemResult | None:
     return fixed_length(contest.scenario, [given], name=name) if given else None
 
 
-def _megatron(contest: Contest, name: str, *, tunes_micro_batches: bool) -> SystemResult | None:
-    if not contest.scenario.statics():
-        return None
-    return fixed_length(contest.scenario, tunes_micro_batches=tunes_micro_batches, name=name)
+def _alone(run: Callable[..., SystemResult | None], **options: bool) -> Run:
+    """A system that uses the mini-batches of the scenario and nothing else."""
+    return lambda contest, name: run(contest.scenario, name=name, **options)
 
 
-def _with_statics(
-    contest: Contest, name: str, *, run: Callable[..., SystemResult]
-) -> SystemResult | None:
-    return run(contest.scenario, name=name) if contest.scenario.statics() else None
+def _homogeneous(run: Callable[..., SystemResult | None], **options: bool) -> Run:
+    """The same of one with homogeneous strategies of <TP,PP>; None where none fits the context."""
+    return lambda contest, name: (
+        run(contest.scenario, name=name, **options) if contest.scenario.statics() else None
+    )
 
 
-def _two_stage(contest: Contest, name: str) -> SystemResult | None:
-    statics = contest.scenario.statics()
-    return two_stage(contest.scenario, statics, name=name) if statics else None
-
-
-def _static(contest: Contest, name: str) -> SystemResult | None:
-    return heterogeneous_static(contest.scenario, contest.strategies, name=name)
-
-
-def _full_static(contest: Contest, name: str) -> SystemResult | None:
-    return heterogeneous_static(contest.full, contest.candidates, name=name)
-
-
-def _on_scenario(
-    contest: Contest, name: str, *, run: Callable[..., SystemResult | None]
-) -> SystemResult | None:
-    return run(contest.scenario, name=name)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class System:
+class System(NamedTuple):
     """`label`: what users see."""
 
     label: str
@@ -99,43 +78,38 @@ class System:
 
 
 SYSTEMS = {
-    "given": System(label="Megatron-LM, given strategy", run=_given),
-    "megatron": System(
-        label="Megatron-LM, tuned", run=partial(_megatron, tunes_micro_batches=False)
-    ),
+    "given": System("Megatron-LM, given strategy", _given),
+    "megatron": System("Megatron-LM, tuned", _homogeneous(fixed_length)),
     "megatron_lengths": System(
-        label="Megatron-LM, length tuned too", run=partial(_megatron, tunes_micro_batches=True)
+        "Megatron-LM, length tuned too", _homogeneous(fixed_length, tunes_micro_batches=True)
     ),
     "deepspeed": System(
-        label="DeepSpeed ZeRO-3 + Ulysses",
-        run=partial(_on_scenario, run=partial(deepspeed_ulysses, is_checkpointed=False)),
+        "DeepSpeed ZeRO-3 + Ulysses", _alone(deepspeed_ulysses, is_checkpointed=False)
     ),
     "deepspeed_ac": System(
-        label="DeepSpeed ZeRO-3 + Ulysses + AC",
-        run=partial(_on_scenario, run=partial(deepspeed_ulysses, is_checkpointed=True)),
+        "DeepSpeed ZeRO-3 + Ulysses + AC", _alone(deepspeed_ulysses, is_checkpointed=True)
     ),
-    "deepspeed_balanced": System(
-        label="DeepSpeed + Ulysses, by time", run=partial(_on_scenario, run=balanced_ulysses)
+    "deepspeed_balanced": System("DeepSpeed + Ulysses, by time", _alone(balanced_ulysses)),
+    "odc": System("ODC", _alone(odc)),
+    "flexsp": System("FlexSP", _alone(flexsp)),
+    "dynamic_cp": System("Megatron-Core, dynamic CP", _alone(dynamic_cp)),
+    "wlb": System("WLB-LLM, no delay", _alone(wlb, delays=False)),
+    "wlb_delay": System("WLB-LLM, outliers delayed", _alone(wlb, delays=True)),
+    "chunks": System("InfiniPipe / ChunkFlow", _alone(chunked)),
+    "hotspa": System("HotSPa", _homogeneous(hotspa)),
+    "balanced": System("balanced DP (Karmarkar-Karp)", _homogeneous(balanced)),
+    "two_stage": System(
+        "homogeneous, two-stage",
+        _homogeneous(lambda own, name: two_stage(own, own.statics(), name=name)),
     ),
-    "odc": System(label="ODC", run=partial(_on_scenario, run=odc)),
-    "flexsp": System(label="FlexSP", run=partial(_on_scenario, run=flexsp)),
-    "dynamic_cp": System(
-        label="Megatron-Core, dynamic CP", run=partial(_on_scenario, run=dynamic_cp)
+    "static": System(
+        "heterogeneous static",
+        lambda c, name: heterogeneous_static(c.scenario, c.strategies, name=name),
     ),
-    "wlb": System(
-        label="WLB-LLM, no delay", run=partial(_on_scenario, run=partial(wlb, delays=False))
+    FULL_STATIC: System(
+        "heterogeneous static, full space",
+        lambda c, name: heterogeneous_static(c.full, c.candidates, name=name),
     ),
-    "wlb_delay": System(
-        label="WLB-LLM, outliers delayed", run=partial(_on_scenario, run=partial(wlb, delays=True))
-    ),
-    "chunks": System(label="InfiniPipe / ChunkFlow", run=partial(_on_scenario, run=chunked)),
-    "hotspa": System(label="HotSPa", run=partial(_with_statics, run=hotspa)),
-    "balanced": System(
-        label="balanced DP (Karmarkar-Karp)", run=partial(_with_statics, run=balanced)
-    ),
-    "two_stage": System(label="homogeneous, two-stage", run=_two_stage),
-    "static": System(label="heterogeneous static", run=_static),
-    FULL_STATIC: System(label="heterogeneous static, full space", run=_full_static),
 }
 """All that ds_hydra is compared with, in the order they are shown."""
 

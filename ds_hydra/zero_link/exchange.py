@@ -80,7 +80,6 @@ class Link:
         self._packs = device.type != "cpu" if packs is None else packs
         self._packed: dict[int, tuple[Phase, PackedPhase]] = {}
         self._groups = (group, group if node_group is None else node_group)
-        self._device = device
         self._buffers = ExchangeBuffers(device) if buffers is None else buffers
         self._gradient_dtype = gradient_dtype
         self._relayed: dict[int, Tensor] = {}
@@ -310,11 +309,6 @@ class Link:
                 [stores.view(target, piece) for piece in target.pieces],
                 [stores.view(source, piece) for piece in source.pieces],
             )
-
-    def _sent(self, posted: _Posted) -> None:
-        """Wait until everything has left."""
-        posted.wait()
-        self._give_back(posted)
 
     def _post(
         self,

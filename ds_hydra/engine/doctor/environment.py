@@ -77,16 +77,14 @@ def compare_environments(environments: Sequence[Mapping[str, Any]]) -> Finding:
     }
     shown = [name for name in (*_PACKAGES, "cuda", "nccl", "device") if name in first]
     text = ", ".join(f"{name} {first[name]}" for name in shown)
-    figures = {"rank_0": dict(first), "differing": differing}
-    if not differing:
-        return Finding(check="versions", status=Status.OK, text=text, figures=figures)
     differences = "; ".join(f"{name}: {' and '.join(v)}" for name, v in differing.items())
-    return Finding(
-        check="versions",
-        status=Status.WARNING if set(differing) == {"environment"} else Status.PROBLEM,
-        text=f"ranks differ: {differences}",
+    return Finding.judge(
+        "versions",
+        f"ranks differ: {differences}" if differing else text,
+        is_well=not differing,
+        otherwise=Status.WARNING if set(differing) == {"environment"} else Status.PROBLEM,
         advice="install the same packages, and export the same variables, on every host",
-        figures=figures,
+        figures={"rank_0": dict(first), "differing": differing},
     )
 
 
@@ -94,19 +92,14 @@ def check_kernels(device: torch.device) -> list[Finding]:
     """Which attention and which planner run here, and that attention of a packed micro-batch is
     right.
     """
-    findings = [_check_attention(device)]
-    if HAS_NUMBA:
-        findings.append(Finding(check="planner", status=Status.OK, text="compiled by numba"))
-    else:
-        findings.append(
-            Finding(
-                check="planner",
-                status=Status.WARNING,
-                text="numba does not work here: planning runs in Python",
-                advice="pip install numba; without it large mini-batches are planned some 10 to 100 times slower",
-            )
-        )
-    return findings
+    planner = Finding.judge(
+        "planner",
+        "compiled by numba" if HAS_NUMBA else "numba does not work here: planning runs in Python",
+        is_well=HAS_NUMBA,
+        advice="pip install numba; without it large mini-batches are planned some 10 to 100 times slower",
+        figures={},
+    )
+    return [_check_attention(device), planner]
 
 
 def _check_attention(device: torch.device) -> Finding:
@@ -127,17 +120,16 @@ def _check_attention(device: torch.device) -> Finding:
         )
     error = kernel_error(kernel, device)
     name = kernel.__name__
-    figures = {"kernel": name, "relative_error": error, "softcap": softcap}
-    if error > _KERNEL_TOLERANCE:
-        return Finding(
-            check="attention",
-            status=Status.PROBLEM,
-            text=f"{name} is off by {error:.1e} (bf16, forward and backward)",
-            advice="reinstall flash-attn for this version of torch and CUDA, or remove it",
-            figures=figures,
-        )
+    is_well = error <= _KERNEL_TOLERANCE
     text = f"{name}, off by {error:.1e} (bf16)" + ("" if softcap else "; softcap needs flash-attn")
-    return Finding(check="attention", status=Status.OK, text=text, figures=figures)
+    return Finding.judge(
+        "attention",
+        text if is_well else f"{name} is off by {error:.1e} (bf16, forward and backward)",
+        is_well=is_well,
+        otherwise=Status.PROBLEM,
+        advice="reinstall flash-attn for this version of torch and CUDA, or remove it",
+        figures={"kernel": name, "relative_error": error, "softcap": softcap},
+    )
 
 
 def kernel_error(kernel: Any, device: torch.device) -> float:

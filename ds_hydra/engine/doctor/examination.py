@@ -155,17 +155,16 @@ class Examination:
     @staticmethod
     def _judge_ranks(device: torch.device, text: str, world: int) -> Finding:
         num_devices = torch.cuda.device_count() if device.type == "cuda" else 1
-        figures = {"ranks": world, "devices_of_host": num_devices}
         if world == 1:
             more = f", and this host has {num_devices} devices" if num_devices > 1 else ""
-            return Finding(
-                check="ranks",
-                status=Status.WARNING,
-                text=f"{text}{more}: nothing between ranks can be checked",
-                advice="deepspeed --log_level error --no_local_rank --no_python ds-hydra doctor",
-                figures=figures,
-            )
-        return Finding(check="ranks", status=Status.OK, text=text, figures=figures)
+            text = f"{text}{more}: nothing between ranks can be checked"
+        return Finding.judge(
+            "ranks",
+            text,
+            is_well=world > 1,
+            advice="deepspeed --log_level error --no_local_rank --no_python ds-hydra doctor",
+            figures={"ranks": world, "devices_of_host": num_devices},
+        )
 
     def _add_worst(self, device: torch.device, mine: Sequence[Finding]) -> None:
         """Of each check of the system, what the lowest rank found that is not well there."""

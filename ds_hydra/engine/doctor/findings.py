@@ -31,12 +31,29 @@ class Finding:
 
     @classmethod
     def judge(
-        cls, check: str, text: str, *, is_well: bool, advice: str, figures: Mapping[str, Any]
+        cls,
+        check: str,
+        text: str,
+        *,
+        is_well: bool,
+        advice: str,
+        figures: Mapping[str, Any],
+        otherwise: Status = Status.WARNING,
     ) -> Finding:
-        """A check that ends well, or with a warning and its advice."""
-        if is_well:
-            return cls(check=check, status=Status.OK, text=text, figures=figures)
-        return cls(check=check, status=Status.WARNING, text=text, advice=advice, figures=figures)
+        """A check that ends well, or as `otherwise` says and with its advice."""
+        status, advice = (Status.OK, "") if is_well else (otherwise, advice)
+        return cls(check=check, status=status, text=text, advice=advice, figures=figures)
+
+    @classmethod
+    def of_unknown_hardware(cls, check: str, text: str, figures: Mapping[str, Any]) -> Finding:
+        """A figure that no description of hardware says anything about."""
+        return cls(
+            check=check,
+            status=Status.SKIPPED,
+            text=f"{text}; nothing to compare with",
+            advice="--device NAME (a shipped hardware description, or a file of your own)",
+            figures=figures,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """As in `ds_hydra.doctor/1`."""

@@ -60,16 +60,9 @@ def check_links(
     for name, chosen in (("links inside a host", inside), ("links between hosts", across)):
         if chosen:
             rates = _message_rates(clock, chosen, message, pairs, device)
-            slowest = min(range(len(rates)), key=rates.__getitem__)
-            findings.append(
-                _judge(
-                    name,
-                    rates[slowest],
-                    hardware,
-                    across=name.endswith("hosts"),
-                    slowest=chosen[slowest],
-                )
-            )
+            rate, slowest = min(zip(rates, chosen))
+            is_across = name.endswith("hosts")
+            findings.append(_judge(name, rate, hardware, across=is_across, slowest=slowest))
     return findings
 
 
@@ -138,13 +131,7 @@ def _judge(
     text = f"{rate / 1e9:.2f} GB/s{where}"
     figures: dict[str, object] = {"bytes_per_s": rate, "pair": slowest}
     if hardware is None:
-        return Finding(
-            check=check,
-            status=Status.SKIPPED,
-            text=f"{text}; nothing to compare with",
-            advice="--device NAME (a shipped hardware description, or a file of your own)",
-            figures=figures,
-        )
+        return Finding.of_unknown_hardware(check, text, figures)
     wanted = hardware.inter_node_rate if across else hardware.intra_node_rate
     if across and check != "all-reduce":
         wanted /= hardware.devices_per_node  # a node's links, shared by its devices

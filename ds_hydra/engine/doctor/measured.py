@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from ds_hydra.engine.doctor.findings import Finding, Status
+from ds_hydra.engine.doctor.findings import Finding
 from ds_hydra.engine.model.random_model import build_random_stage_model
 from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
@@ -123,13 +123,7 @@ def _judge_time(probe: ProbeModel, measured_ms: float, hardware: Hardware | None
     )
     figures: dict[str, object] = {"measured_ms": measured_ms, "flops": rate}
     if hardware is None:
-        return Finding(
-            check="profile point",
-            status=Status.SKIPPED,
-            text=f"{text}; nothing to compare with",
-            advice="--device NAME (a shipped hardware description, or a file of your own)",
-            figures=figures,
-        )
+        return Finding.of_unknown_hardware("profile point", text, figures)
     shape = ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -128,9 +127,8 @@ class SmallModel:
         grads_P = [torch.zeros_like(wanted) for wanted in self.wanted_P]
 
         def load(position: int) -> tuple[Tensor, Tensor]:
-            return self.examples[plan.sample_indices[position]], self.examples[
-                plan.sample_indices[position]
-            ]
+            tokens = self.examples[plan.sample_indices[position]]
+            return tokens, tokens
 
         outcome = propagator.train(plan, load, grads_P, 1.0)
         loss = torch.tensor(outcome.loss_sum, dtype=torch.float64, device=grads_P[0].device)
@@ -206,15 +204,13 @@ def check_parity(
     # Also where it is no number
     wrong = [text for text, error in errors.items() if not error <= tolerance]
     text = f"{len(errors)} strategies, {name}: largest error {errors[worst]:.1e} ({worst})"
-    figures = {"errors": errors, "tolerance": tolerance, "strategies": list(errors)}
-    if not wrong:
-        return Finding(check="gradients", status=Status.OK, text=text, figures=figures)
-    return Finding(
-        check="gradients",
-        status=Status.PROBLEM,
-        text=f"{text}; wrong: {', '.join(wrong)}",
+    return Finding.judge(
+        "gradients",
+        f"{text}; wrong: {', '.join(wrong)}" if wrong else text,
+        is_well=not wrong,
+        otherwise=Status.PROBLEM,
         advice="report this with the JSON; meanwhile name strategies that are right in hydra.strategies",
-        figures=figures,
+        figures={"errors": errors, "tolerance": tolerance, "strategies": list(errors)},
     )
 
 
@@ -245,15 +241,15 @@ def check_hangs(
         is_over.set()
         disturbing.join()
     text = f"{count} iterations under {len(strategies)} strategies, {name}, none hung"
-    figures: dict[str, Any] = {"iterations": count, "seconds": elapsed, "loss_error": worst}
-    if worst <= 10 * TOLERANCE.get(model.wanted_P[0].device.type, _DEVICE_TOLERANCE):
-        return Finding(check="hangs", status=Status.OK, text=text, figures=figures)
-    return Finding(
-        check="hangs",
-        status=Status.PROBLEM,
-        text=f"{text}, but the loss of the same mini-batch moved by {worst:.1e}",
+    is_well = worst <= 10 * TOLERANCE.get(model.wanted_P[0].device.type, _DEVICE_TOLERANCE)
+    moved = f", but the loss of the same mini-batch moved by {worst:.1e}"
+    return Finding.judge(
+        "hangs",
+        text if is_well else text + moved,
+        is_well=is_well,
+        otherwise=Status.PROBLEM,
         advice='set "link": {"overlap": false} in the "hydra" section, and report this with the JSON',
-        figures=figures,
+        figures={"iterations": count, "seconds": elapsed, "loss_error": worst},
     )
 
 

@@ -21,8 +21,6 @@ import torch.distributed as dist
 _BEAT_S = 0.5
 _SILENCE_S = 6.0
 """Without a sign of life for so long a rank counts as gone."""
-_GRACE_S = 3 * _BEAT_S
-"""From the first alarm until rank 0 judges: the others tell where they are meanwhile."""
 _FAREWELL_S = 10.0
 """How long other ranks wait for rank 0 to have reported."""
 _PACKAGE = "ds_hydra"
@@ -92,7 +90,6 @@ class Vigil:
         self._step, self._text, self._since = 0, "start", time.monotonic()
         self._error = ""
         self._is_over = threading.Event()
-        self._main = threading.get_ident()
         self._beats: dict[int, tuple[int, float]] = {}
         self._thread = threading.Thread(target=self._serve, name="ds_hydra vigil", daemon=True)
         self._thread.start()
@@ -169,13 +166,9 @@ class Vigil:
 
     def _places(self) -> list[str]:
         """The innermost line of this package in each thread that runs it."""
-        return find_places(
-            {
-                ident: frame
-                for ident, frame in sys._current_frames().items()
-                if ident != threading.get_ident()
-            }
-        )
+        frames = sys._current_frames()
+        del frames[threading.get_ident()]
+        return find_places(frames)
 
     def _read_states(self) -> list[State]:
         now = time.monotonic()
@@ -191,17 +184,8 @@ class Vigil:
                 beat, since = said["beat"], now
             self._beats[rank] = beat, since
             is_gone = now - since > _SILENCE_S - 2 * _BEAT_S
-            states.append(
-                State(
-                    rank,
-                    said["step"],
-                    said["text"],
-                    said["seconds"],
-                    tuple(said["places"]),
-                    said["error"],
-                    is_gone,
-                )
-            )
+            told = (said[name] for name in ("step", "text", "seconds", "places", "error"))
+            states.append(State(rank, *told, is_gone))
         return states
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.ranks.shared_memory import SharedMemory
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
-from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, Region
+from ds_hydra.zero_link import ParamSpec, RankBuckets, Region, SliceRef
 from ds_hydra.zero_link.home_parts import home_bytes
 
 PIECE_NUMEL = 1 << 17
@@ -84,12 +84,31 @@ class Home(Protocol):
         """Put the sums of this rank's shards of trained parameters into `grads_P`, and those of
         what it brought into `sum_runs`.
         """
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        for param, (spec, grad_P) in enumerate(zip(self._specs, grads_P, strict=True)):
+            if spec.requires_grad:
+                numel = spec.shard_numel(num_ranks)
+                self._evaluate(param, slice(rank * numel, (rank + 1) * numel), grad_P)
+        for bucket, runs in zip(brought, self.sum_runs(brought), strict=True):
+            for ref, values in zip(bucket, runs, strict=True):
+                if ref.pushes_gradient:
+                    self._evaluate(ref.param, _run_of(ref.region), values)
 
     def weight_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
         """Where the weights belong that this rank brings of other hosts."""
+        return [[self._run("weights", ref) for ref in bucket] for bucket in brought]
 
     def sum_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
-        """Where `collect` puts the sums of what this rank brought, fp32."""
+        """Where `collect` puts the sums of what this rank brought, fp32: in place of the sums'
+        upper half.
+        """
+        return [
+            [
+                self._run("high", ref).view(torch.float32) if ref.pushes_gradient else self._nothing
+                for ref in bucket
+            ]
+            for bucket in brought
+        ]
 
     @property
     def address(self) -> int:
@@ -97,6 +116,18 @@ class Home(Protocol):
 
     def close(self) -> None:
         """Let go of the memory."""
+
+    _specs: Sequence[ParamSpec]
+    _nothing: Tensor
+    """Of fp32, where no sum is."""
+
+    def _run(self, kind: str, ref: SliceRef) -> Tensor:
+        """The elements of a flat region of a parameter: "weights", or the sums' "high" half."""
+
+    def _evaluate(self, param: int, run: slice, values: Tensor) -> None:
+        """Put the sums of the elements `run` into `values`, which may lie in place of their upper
+        half.
+        """
 
 
 class _Sums(NamedTuple):
@@ -107,7 +138,7 @@ class _Sums(NamedTuple):
     top: Tensor
 
 
-class SharedMemoryHome:
+class SharedMemoryHome(Home):
     """A home in memory of the host, for its ranks. Collective over all ranks of the run.
 
     `close` lets go of it.
@@ -151,6 +182,7 @@ class SharedMemoryHome:
         """This rank's fp32 gradient shards, which `collect` may replace in place."""
         widest = max(spec.num_cols for spec in specs)
         self._adder = Adder(max(PIECE_NUMEL, widest), device)
+        self._nothing = bytes_.new_empty(0, dtype=torch.float32)
         self._width = 0
         own = home_bytes(specs, dtype.itemsize, self._num_ranks, self._num_beside)
         self.weight_bytes = own.weights
@@ -209,28 +241,6 @@ class SharedMemoryHome:
     def finish_adds(self) -> None:
         """Nothing to wait for: they are done when `add` returns."""
 
-    def collect(self, grads_P: Sequence[Tensor], brought: RankBuckets = ()) -> None:
-        """Put the sums of this rank's shards of trained parameters into `grads_P`, and those of
-        what it brought into `sum_runs`.
-        """
-        for param, (spec, grad_P) in enumerate(zip(self._specs, grads_P, strict=True)):
-            if spec.requires_grad:
-                self._evaluate(param, self._shard(spec), grad_P)
-        for bucket in brought:
-            for ref, values in zip(bucket, self._sum_runs(bucket), strict=True):
-                if ref.pushes_gradient:
-                    self._evaluate(ref.param, _run_of(ref.region), values)
-
-    def weight_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
-        """Where the weights belong that this rank brings of other hosts."""
-        return [[self._weights[ref.param][_run_of(ref.region)] for ref in b] for b in brought]
-
-    def sum_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
-        """Where `collect` puts the sums of what this rank brought, fp32: in place of the sums'
-        upper half.
-        """
-        return [self._sum_runs(bucket) for bucket in brought]
-
     @property
     def address(self) -> int:
         """Where its memory begins."""
@@ -252,17 +262,11 @@ class SharedMemoryHome:
         for ref in (ref for bucket in brought for ref in bucket if ref.pushes_gradient):
             yield ref.param, _run_of(ref.region)
 
-    def _sum_runs(self, bucket: Bucket) -> list[Tensor]:
-        nothing = self._high[0].new_empty(0, dtype=torch.float32)
-        return [
-            self._high[ref.param].view(torch.float32)[_run_of(ref.region)]
-            if ref.pushes_gradient
-            else nothing
-            for ref in bucket
-        ]
+    def _run(self, kind: str, ref: SliceRef) -> Tensor:
+        flats = self._weights if kind == "weights" else self._high
+        return flats[ref.param][_run_of(ref.region)]
 
     def _evaluate(self, param: int, run: slice, values: Tensor) -> None:
-        """Put the sums of `run` into `values`, which may lie in place of their upper half."""
         spec, sums = self._specs[param], self._sums(param)
         for rows, cols in rectangles(
             run.start, min(run.stop, spec.numel), spec.num_cols, PIECE_NUMEL

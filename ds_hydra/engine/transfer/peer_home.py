@@ -32,7 +32,7 @@ from ds_hydra.engine.transfer.inbox import Inbox, control_bytes
 from ds_hydra.engine.transfer.link_session import DeviceClock, LinkThread
 from ds_hydra.engine.transfer.stream_plan import STREAM_WINDOW
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, Region
+from ds_hydra.zero_link import ParamSpec, RankBuckets, Region, SliceRef
 
 PIECE_NUMEL = 1 << 22
 """Elements that are added at once: a device has no use for small pieces, and scratch of 32 MiB."""
@@ -63,7 +63,7 @@ class _Block(NamedTuple):
     top: Tensor
 
 
-class PeerHome:
+class PeerHome(Home):
     """A `Home` on the devices of a host, whose ranks `group` has. Collective over all ranks of the
     run.
 
@@ -202,33 +202,6 @@ class PeerHome:
             if self._inbox.served is not None:
                 self._clock.wait_for(self._inbox.served)
 
-    def collect(self, grads_P: Sequence[Tensor], brought: RankBuckets = ()) -> None:
-        """Put the sums of this rank's shards of trained parameters into `grads_P`, and those of
-        what it brought into `sum_runs`.
-        """
-        rank = dist.get_rank()
-        for param, (spec, grad_P) in enumerate(zip(self._specs, grads_P, strict=True)):
-            if spec.requires_grad:
-                begin = rank * self._numels[param]
-                self._evaluate(param, begin, begin + self._numels[param], grad_P)
-        for bucket in brought:
-            for ref, values in zip(bucket, self._sum_runs(bucket), strict=True):
-                if ref.pushes_gradient:
-                    begin = ref.region.row
-                    self._evaluate(ref.param, begin, begin + ref.region.num_rows, values)
-
-    def weight_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
-        """Where the weights belong that this rank brings of other hosts."""
-        return [
-            [self._run("weights", ref.param, ref.region) for ref in bucket] for bucket in brought
-        ]
-
-    def sum_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
-        """Where `collect` puts the sums of what this rank brought, fp32: in place of the sums'
-        upper half.
-        """
-        return [self._sum_runs(bucket) for bucket in brought]
-
     @property
     def address(self) -> int:
         """Where this rank's part begins."""
@@ -247,19 +220,10 @@ class PeerHome:
         part = self._parts[place][param]
         return _Part._make(held[slot] if len(held) else held.flatten() for held in part)
 
-    def _run(self, kind: str, param: int, region: Region) -> Tensor:
-        """The elements of a flat region, in a shard that this rank holds."""
-        shard, begin = divmod(region.row, self._numels[param])
-        flat: Tensor = getattr(self._at(param, shard), kind)
-        return flat[begin : begin + region.num_rows]
-
-    def _sum_runs(self, bucket: Bucket) -> list[Tensor]:
-        return [
-            self._run("high", ref.param, ref.region).view(torch.float32)
-            if ref.pushes_gradient
-            else self._nothing
-            for ref in bucket
-        ]
+    def _run(self, kind: str, ref: SliceRef) -> Tensor:
+        shard, begin = divmod(ref.region.row, self._numels[ref.param])
+        flat: Tensor = getattr(self._at(ref.param, shard), kind)  # this rank holds the shard
+        return flat[begin : begin + ref.region.num_rows]
 
     def _places(self, param: int, region: Region) -> Iterator[_Place]:
         """The rows of `region`, by shards."""
@@ -309,15 +273,14 @@ class PeerHome:
         )
         return _Block(high, low, part.top[_less(rows, first // num_cols)].view(-1, 1))
 
-    def _evaluate(self, param: int, begin: int, end: int, values: Tensor) -> None:
-        """Put the sums of [begin, end) into `values`, which may lie in place of `high`."""
-        end = min(end, self._specs[param].numel)
+    def _evaluate(self, param: int, run: slice, values: Tensor) -> None:
+        end = min(run.stop, self._specs[param].numel)
         num_cols = self._specs[param].num_cols
-        for place in _by_shards(begin, end, self._numels[param]):
+        for place in _by_shards(run.start, end, self._numels[param]):
             for rows, cols in rectangles(place.begin, place.end, num_cols, self._piece_numel):
                 block = self._block(param, place.shard, rows, cols)
                 value = value_of(block.high, block.low, block.top, self._width)
-                offset = rows.start * num_cols + cols.start - begin
+                offset = rows.start * num_cols + cols.start - run.start
                 values[offset : offset + value.numel()].copy_(value.flatten())
 
 

@@ -44,8 +44,6 @@ _EXCHANGES = 4
 """All-to-alls of SP for each layer: to heads and back, forward and backward."""
 KEY_VALUE_EXCHANGES = 3
 """Of CP for each layer: keys and values forward, again backward, and their gradients."""
-MOST_KEY_VALUE_PARTS = 4
-"""Parts of some heads in which they travel, each beside the attention of the one before."""
 _KEY_VALUE_BYTES = KEY_VALUE_EXCHANGES * 2 * 2
 """Of a token, layer and hidden unit in these, in 16 bit."""
 _EXPERT_EXCHANGES = 4
@@ -103,6 +101,14 @@ class Hardware:
             if not all(isfinite(rate) and rate > 0 for rate in (*rates, *interconnects)):
                 raise HydraConfigError("rates and efficiencies must be above 0")
         return hardware
+
+    def group_rate(self, num_ranks: int, *, is_shared: bool = False) -> float:
+        """Bytes per second of each rank of a group of neighbours; where it leaves a node those of
+        the node's interconnect, of which a rank has a part where all devices share it.
+        """
+        if num_ranks <= self.devices_per_node:
+            return self.intra_node_rate
+        return self.inter_node_rate / (self.devices_per_node if is_shared else 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,12 +231,7 @@ def expert_parallel_latency(
     if e is None or ep == 1:
         return None
     layers = shape.num_layers / scheme.pp * e.layer_share
-    is_inside = ep <= hardware.devices_per_node
-    rate = (
-        hardware.intra_node_rate
-        if is_inside
-        else hardware.inter_node_rate / hardware.devices_per_node
-    )
+    rate = hardware.group_rate(ep, is_shared=True)
     travelled = _EXPERT_EXCHANGES * 2 * e.chosen * shape.hidden_size * (1 - 1 / ep) * layers
     computed = 6 * 3 * shape.hidden_size * e.chosen * e.size * layers
     linear_s = skew * travelled / rate + (skew - 1) * computed / hardware.matmul_flops
@@ -253,17 +254,14 @@ def predict_latency(
     layers = shape.num_layers / scheme.pp
     matmul = 6 * (shape.active_layer_params * layers + hidden * shape.vocab_size / scheme.pp) / tp
     elementwise = 3 * shape.kept_bytes * hidden / tp * layers
-    is_inside = tp <= hardware.devices_per_node
-    interconnect = hardware.intra_node_rate if is_inside else hardware.inter_node_rate
     exchanged = _COLLECTIVES * 2 * (tp - 1) / tp * 2 * hidden * layers
     linear_s = (
         matmul / hardware.matmul_flops
         + elementwise / hardware.memory_rate
-        + exchanged / interconnect
+        + exchanged / hardware.group_rate(tp)
     )
     if sp > 1:
-        is_inside = sp * tp <= hardware.devices_per_node
-        interconnect = hardware.intra_node_rate if is_inside else hardware.inter_node_rate
+        interconnect = hardware.group_rate(sp * tp)
         heads = (2 + 2 * shape.key_value_share) * shape.heads_width / tp
         linear_s = (linear_s + 2 * (sp - 1) / sp * 2 * heads * layers / interconnect) / sp
     num_collectives = (_COLLECTIVES if tp > 1 else 0) + (_EXCHANGES if sp > 1 else 0)

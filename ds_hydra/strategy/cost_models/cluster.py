@@ -154,20 +154,17 @@ class Cluster:
         )
         return 1e3 * (2 * _PARAM_BYTES + self.gradient_bytes) * slowest
 
-    def with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
+    def with_exchanges(
+        self, latency: LatencyModel, scheme: Scheme, num_parts: int = 1
+    ) -> LatencyModel:
         """`latency` of a group without communication, with its exchanges of SP and CP: of S / SP
         tokens and H / TP of a micro-batch every rank sends all but its own share.
         """
-        latency = self.with_key_values(latency, scheme)
+        latency = self.with_key_values(latency, scheme, num_parts)
         if scheme.sp == 1:
             return latency
         hardware = self.hardware
-        is_inside = scheme.sp * scheme.tp <= hardware.devices_per_node
-        rate = (
-            hardware.intra_node_rate
-            if is_inside
-            else hardware.inter_node_rate / hardware.devices_per_node
-        )
+        rate = hardware.group_rate(scheme.sp * scheme.tp, is_shared=True)
         once = _PARAM_BYTES * self.shape.heads_width / scheme.ranks_per_stage
         once *= (1 - 1 / scheme.sp) / rate
         count = _EXCHANGES * self.shape.num_layers
@@ -219,23 +216,11 @@ class Cluster:
         """One activation from a stage to the next; ranks of a node share its interconnect to the
         next node.
         """
-        node_size = self.hardware.devices_per_node
-        is_inside = scheme.num_devices <= node_size
-        rate = (
-            self.hardware.intra_node_rate
-            if is_inside
-            else self.hardware.inter_node_rate / node_size
-        )
+        is_inside = scheme.num_devices <= self.hardware.devices_per_node
         latency = self.intra_node_latency_ms if is_inside else self.inter_node_latency_ms
-        return (
-            latency
-            + 1e3
-            * micro_batch_tokens
-            / scheme.num_shards
-            * self.shape.hidden_size
-            * _PARAM_BYTES
-            / rate
-        )
+        rate = self.hardware.group_rate(scheme.num_devices, is_shared=True)
+        tokens = 1e3 * micro_batch_tokens / scheme.num_shards
+        return latency + tokens * self.shape.hidden_size * _PARAM_BYTES / rate
 
     def tp_ms(self, scheme: Scheme, micro_batch_tokens: int) -> float:
         """TP collectives in the forward pass of one stage (the backward pass has as many): ring
@@ -246,8 +231,7 @@ class Cluster:
         """
         if scheme.tp == 1:
             return 0.0
-        is_inside = scheme.tp <= self.hardware.devices_per_node
-        rate = self.hardware.intra_node_rate if is_inside else self.hardware.inter_node_rate
+        rate = self.hardware.group_rate(scheme.tp)
         shard_tokens = micro_batch_tokens / scheme.num_shards
         micro_batch_bytes = shard_tokens * self.shape.hidden_size * _PARAM_BYTES
         layers = self.shape.num_layers / scheme.pp

@@ -14,9 +14,14 @@ from typing import Any
 import numpy as np
 
 from ds_hydra.errors import InfeasiblePlanError
-from ds_hydra.strategy.cost_models.search.costs import CostEstimator
-from ds_hydra.strategy.cost_models.search.layer_dp import IntArray, StageTables, search_layers
-from ds_hydra.strategy.cost_models.search.layers import LayerProfile, SearchInput
+from ds_hydra.strategy.cost_models.search.costs import CostEstimator, LayerCost
+from ds_hydra.strategy.cost_models.search.layer_dp import (
+    FloatArray,
+    IntArray,
+    StageTables,
+    search_layers,
+)
+from ds_hydra.strategy.cost_models.search.layers import SearchInput
 from ds_hydra.strategy.cost_models.search.partition import (
     Partition,
     balance_degree,
@@ -28,6 +33,7 @@ from ds_hydra.strategy.cost_models.search.partition import (
 from ds_hydra.strategy.cost_models.search.space import LayerStrategy, layer_strategies
 
 _SEARCH_SCHEMA = "ds_hydra.search/1"
+_MAX_MICRO_BATCHES = 64
 Progress = Callable[[int, float], None]
 """Called after each batch size with it and the best samples per second so far."""
 
@@ -42,11 +48,8 @@ class SearchSettings:
     """Largest batch size in samples; 16 for each device if not given."""
     batch_step: int | None = None
     """Batch sizes are its multiples; the number of devices if not given."""
-    max_micro_batches: int = 64
     balances_stages: bool = True
     """Alg. 2; without it Alg. 1 with an even partition."""
-    step_mb: float = 1.0
-    """Memory granularity of the dynamic programming."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +111,7 @@ class SearchPlan:
             "stages": [
                 {
                     "layers": [[name, count] for name, count in run_lengths(stage.strategies)],
-                    "compute_ms": stage.compute_ms,
-                    "slowdown_ms": stage.slowdown_ms,
-                    "tail_ms": stage.tail_ms,
-                    "peak_mb": stage.peak_mb,
+                    **{name: getattr(stage, name) for name in StagePlan.__slots__[1:]},
                 }
                 for stage in self.stages
             ],
@@ -280,7 +280,7 @@ class GalvatronSearch:
         costs = self._type_costs(pp, samples)
         tables = costs.tables(types, in_flight, num_micro_batches)
         ends_mb = self._ends_mb(pp, samples, is_first, is_last)
-        choice = search_layers(tables, self._settings.memory_mb - ends_mb, self._settings.step_mb)
+        choice = search_layers(tables, self._settings.memory_mb - ends_mb)
         found = None
         if choice is not None:
             last = self._by_pp[pp][choice[-1]]
@@ -306,7 +306,7 @@ class GalvatronSearch:
         """
         if pp == 1:
             return [1]
-        most = min(self._settings.max_micro_batches, batch)
+        most = min(_MAX_MICRO_BATCHES, batch)
         return [
             m for m in (1 << k for k in range(most.bit_length())) if m <= most and batch % m == 0
         ]
@@ -393,30 +393,29 @@ class _TypeCosts:
         strategies: Sequence[LayerStrategy],
         samples: float,
     ):
-        shape = (len(given.layers), len(strategies))
-        self.compute_ms = np.full(shape, np.inf)
-        self.slowdown_ms, self.tail_ms = np.zeros(shape), np.zeros(shape)
-        self.forward_mb, self.backward_mb = np.full(shape, np.inf), np.zeros(shape)
-        self.states_mb = np.full(shape, np.inf)
-        for column, strategy in enumerate(strategies):
-            if strategy.dp > samples:
-                continue  # a rank would get less than a sample
-            for row, layer in enumerate(given.layers):
-                cost = estimator.layer_cost(layer, strategy, samples)
-                self.compute_ms[row, column] = cost.compute_ms
-                self.slowdown_ms[row, column], self.tail_ms[row, column] = (
-                    cost.slowdown_ms,
-                    cost.tail_ms,
-                )
-                self.forward_mb[row, column] = cost.forward_mb
-                self.backward_mb[row, column] = cost.backward_mb
-                self.states_mb[row, column] = cost.states_mb
+        def costs(name: str) -> FloatArray:
+            return np.array([[getattr(cost, name) for cost in row] for row in of_layers])
+
+        of_layers = [
+            [
+                # A rank would get less than a sample
+                _IMPOSSIBLE if s.dp > samples else estimator.layer_cost(layer, s, samples)
+                for s in strategies
+            ]
+            for layer in given.layers
+        ]
+        self.compute_ms, self.slowdown_ms = costs("compute_ms"), costs("slowdown_ms")
+        self.tail_ms, self.states_mb = costs("tail_ms"), costs("states_mb")
+        self.forward_mb, self.backward_mb = costs("forward_mb"), costs("backward_mb")
         layouts = sorted({strategy.layout for strategy in strategies})
         self._layout = np.array([layouts.index(strategy.layout) for strategy in strategies])
         examples = [next(s for s in strategies if s.layout == layout) for layout in layouts]
         self._transfer_ms = np.array(
             [
-                [[self._move(estimator, layer, a, b, samples) for b in examples] for a in examples]
+                [
+                    [estimator.transformation_ms(layer, a, b, samples) for b in examples]
+                    for a in examples
+                ]
                 for layer in given.layers
             ]
         )
@@ -437,12 +436,7 @@ class _TypeCosts:
             in_flight=in_flight,
         )
 
-    @staticmethod
-    def _move(
-        estimator: CostEstimator,
-        layer: LayerProfile,
-        a: LayerStrategy,
-        b: LayerStrategy,
-        samples: float,
-    ) -> float:
-        return estimator.transformation_ms(layer, a, b, samples)
+
+_IMPOSSIBLE = LayerCost(
+    compute_ms=np.inf, slowdown_ms=0.0, tail_ms=0.0, forward_mb=np.inf, backward_mb=0.0, states_mb=np.inf
+)  # fmt: skip

@@ -160,8 +160,7 @@ class SearchInput:
         )
 
         def ms_per_mb(span: int) -> float:
-            is_inside = span <= hardware.devices_per_node
-            return 1e3 * MB / (hardware.intra_node_rate if is_inside else hardware.inter_node_rate)
+            return 1e3 * MB / hardware.group_rate(span)
 
         return cls(
             layers=(layer,),
