@@ -263,7 +263,8 @@ class BatchPlanner:
     def _least_link_ms(self, strategy: Strategy) -> float:
         link = self.settings.link_times.get(strategy, NO_LINKS)
         num_stages = min(scheme.pp for scheme in dict.fromkeys(strategy.schemes))
-        return (link.pull_ms + link.push_ms) / max(1, self._num_buckets // num_stages)
+        num_buckets = link.num_buckets(self._num_buckets)
+        return (link.pull_ms + link.push_ms) / max(1, num_buckets // num_stages)
 
     @property
     def _num_buckets(self) -> int:
@@ -324,7 +325,7 @@ class BatchPlanner:
             candidate.value,
             link.pull_ms,
             link.push_ms,
-            self._num_buckets,
+            link.num_buckets(self._num_buckets),
         )
         candidate.iteration_ms += self._lockstep_ms(candidate) + candidate.correction.outside_ms
 
