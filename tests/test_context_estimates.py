@@ -26,7 +26,7 @@ from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.extended import with_extended_schemes
-from ds_hydra.strategy.proposal.rows import schemes_beyond_heads, with_rows
+from ds_hydra.strategy.proposal.rows import schemes_with_rows, with_rows
 
 A800 = Hardware.from_json(read_json_object(find_file("hardware", "a800")), source="a800")
 SHAPE = ModelShape(
@@ -46,7 +46,9 @@ def test_measured_tp_tells_what_gathered_keys_cost():
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
     grouped = Profile.from_json({**PROFILE, "model": {**PROFILE["model"], **heads}})
     quarter = with_estimates(grouped, parse_strategies(["1x<cp2,1>"])).latency[Scheme(1, 1, cp=2)]
-    assert quarter.linear_ms == pytest.approx(0.4 + 0.1 * 3 / 4 / 4)
+    # Two key-value heads: in two parts, one of which travels beside the attention of the other
+    assert quarter.linear_ms == pytest.approx(0.4 + 0.1 * 3 / 4 / 4 / 2)
+    assert quarter.hidden_ms == pytest.approx(0.1 * 3 / 4 / 4 / 2)
 
 
 def test_keys_cross_nodes_over_one_edge_of_each_ring():
@@ -89,14 +91,14 @@ def test_links_tell_where_measured_schemes_do_not():
     assert given.latency[scheme].linear_ms == pytest.approx(found.linear_ms)
 
 
-def test_cp_goes_on_where_heads_end():
+def test_cp_in_place_of_sp_and_where_heads_end():
     """40 heads divide by SP 8, 32 by 32."""
     thirteen, seven = (load_profile(f"a800_llama2_{size}b") for size in (13, 7))
-    beyond = {str(s) for s in schemes_beyond_heads(thirteen, 16)}
-    assert {"<sp8,cp2,1>", "<sp4,cp2,2,1>", "<cp2,8,1>"} <= beyond
-    assert all("cp2" in text for text in beyond)
-    assert not list(schemes_beyond_heads(seven, 16))
-    assert not list(schemes_beyond_heads(Profile.from_json(PROFILE), 64))
+    beyond = {str(s) for s in schemes_with_rows(thirteen, 16)}
+    assert {"<sp8,cp2,1>", "<sp4,cp2,2,1>", "<cp2,8,1>", "<cp4,2,1>"} <= beyond
+    assert all("cp" in text for text in beyond)
+    assert all(scheme.sp == 1 for scheme in schemes_with_rows(seven, 16))
+    assert not list(schemes_with_rows(Profile.from_json(PROFILE), 64))
     wide = with_extended_schemes(
         thirteen, num_devices=16, context_length=16384, cluster=find_cluster(thirteen, 16)
     )

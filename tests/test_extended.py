@@ -102,9 +102,10 @@ def test_layers_that_are_checkpointed_already_are_not_checkpointed_again():
 
 def test_what_the_model_cannot_run_is_not_added():
     profile = a800("32b")
-    found = added(profile, can_run=lambda scheme: scheme.sp == 1 and not scheme.stages)
+    found = added(profile, can_run=lambda scheme: scheme.num_shards == 1 and not scheme.stages)
     assert found
-    assert all(s.sp == 1 and s.ckpt and not s.stages for s in found)
+    assert all(s.num_shards == 1 and s.ckpt and not s.stages for s in found)
+    assert any(s.cp > 1 for s in added(profile, can_run=lambda scheme: scheme.sp == 1))
     three_heads = Profile.from_json(
         {**profile.document, "model": {**profile.document["model"], "num_attention_heads": 12}}
     )

@@ -252,6 +252,34 @@ def test_a_loss_of_pairs_sees_the_same_masks_twice_and_others_each_iteration():
     assert len({round(loss, 3) for loss in first}) == 3
 
 
+def scores_and_what_training_sees():
+    """[sequence] sums of log-probabilities: scored with and without noise, and trained."""
+    examples = random_examples(LENGTHS, VOCAB_SIZE)
+    engine = start_hydra(adapted("llama", lora_dropout=RATE))
+    with_noise = engine.score(examples, strategy="1x<2,1>", noise=True).log_probs
+    without = engine.score(examples).log_probs
+    engine.train_batch(
+        examples,
+        strategy="2x<1,1>",
+        loss=losses.CrossEntropy(label_smoothing=0.1),
+        keep_scores=True,
+    )
+    trained = engine.last_scores.log_probs
+    engine.destroy()
+    counted = [e["labels"] != -100 for e in examples]
+    return [
+        [float(values[counts][1:].sum()) for values, counts in zip(scores, counted, strict=True)]
+        for scores in (with_noise, without, trained)
+    ]
+
+
+@pytest.mark.distributed
+def test_scores_with_noise_are_what_the_next_iteration_sees():
+    with_noise, without, trained = run_distributed(scores_and_what_training_sees, 2)[0]
+    np.testing.assert_allclose(with_noise, trained, rtol=1e-5)
+    assert max(abs(np.array(without) / trained - 1)) > 1e-3
+
+
 def test_only_adapters_drop():
     from ds_hydra.engine.model.stage_model import StageModel
 

@@ -167,12 +167,18 @@ def test_proposed_where_they_make_mini_batches_faster():
     settings = PhaseSettings(
         num_devices=4, planner=SETTINGS, links_of=None, fits=lambda _: True, tolerance=0.01
     )
-    chosen, times = propose_phases(held_profile(), batches, np.full(3, 150.0), settings)
-    assert set(chosen) == set(GATHERED)
-    assert times == pytest.approx(130)
-    assert propose_phases(held_profile(), batches, np.full(3, 131.0), settings)[0] == ()
+    found = propose_phases(held_profile(), batches, np.full(3, 150.0), settings)
+    assert set(found.strategies) == set(GATHERED)
+    assert found.times_ms == pytest.approx(130)
+    assert not found.are_refused
+    none = propose_phases(held_profile(), batches, np.full(3, 131.0), settings)
+    assert none.strategies == ()
+    assert none.times_ms == pytest.approx(131)
+    assert not none.are_refused
     nowhere = replace(settings, fits=lambda _: False)
-    assert propose_phases(held_profile(), batches, np.full(3, 150.0), nowhere)[0] == ()
+    refused = propose_phases(held_profile(), batches, np.full(3, 150.0), nowhere)
+    assert refused.strategies == ()
+    assert refused.are_refused
 
 
 def test_strategies_that_need_the_same_slices_share_link_plans():

@@ -92,9 +92,10 @@ def test_streamed_schemes_are_estimated_and_marked():
     found = streamed()
     new = found.latency.keys() - PROFILE.latency.keys()
     assert new <= found.assumed
-    # 40 heads: 8 ranks at most; TP 2 to 16 on 16 devices
+    # 40 heads: 8 ranks at most, with CP any number; TP 2 to 16 on 16 devices
     assert {str(s) for s in new} == {
         *("<1,1;stream>", "<sp2,1;stream>", "<sp4,1;stream>", "<sp8,1;stream>"),
+        *("<cp2,1;stream>", "<cp4,1;stream>", "<cp8,1;stream>", "<cp16,1;stream>"),
         *("<2,1;stream>", "<4,1;stream>", "<8,1;stream>"),
         *(f"<{s.tp},1;stream>" for s in PROFILE.latency if s.tp == 16 and s.pp == 1),
     }

@@ -220,9 +220,11 @@ class HydraEngine(CheckpointingEngine):
         *,
         entropy: bool = False,
         details: bool = False,
+        noise: bool = False,
     ) -> Scores:
         """Log-probabilities of all tokens of `batch`, on request entropies, and with `details` what
-        else `Scores` has; forward only.
+        else `Scores` has; forward only. With `noise` under the dropout and NEFTune that the next
+        iteration has if it trains the same sequences in this order.
 
         `batch` and `strategy` as in `train_batch`; labels do not matter. Returned on every rank, in
         the order of `batch`: value i of a sequence is about token i given those before it, 0 for
@@ -232,7 +234,8 @@ class HydraEngine(CheckpointingEngine):
             rows = [only_ids(row) for row in batch]
             iteration = self.hydra.plan_forward(rows, strategy, self.global_steps)
             propagator = self.hydra.propagator
-            return score(iteration, propagator, self.device, entropy=entropy, details=details)
+            wanted = {"entropy": entropy, "details": details, "noise": noise}
+            return score(iteration, propagator, self.device, **wanted)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Evaluation only: in training mode the layers run inside `train_batch`."""

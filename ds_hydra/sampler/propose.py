@@ -8,15 +8,15 @@ them on mini-batches drawn from the same histogram, and the smallest set that is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.propose_phases import PhaseSettings, propose_phases
+from ds_hydra.sampler.propose_phases import Phases, PhaseSettings, propose_phases
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.sampler.trial import DEFAULT_PRUNING, Progress, PruningSettings, Trial, sample_batches
 from ds_hydra.strategy.cost_models.cluster import Cluster
@@ -221,7 +221,7 @@ def propose_among(
     batches = sample_batches(histogram, tokens, pruning)
     trial = Trial(batches, profile, num_devices, context_length, pruning)
     table = {strategy: trial.times_ms(strategy) for strategy in given}
-    chosen, plain = list(given), list(given)
+    chosen, plain, staying = list(given), list(given), list(given)
     proposed: dict[Strategy, tuple[int, ...]] = {}
     for turn, each in enumerate(spaces):
         seen = _in_turn(progress, turn, len(spaces))
@@ -248,26 +248,40 @@ def propose_among(
             table[static] = times_ms
             _check_communicators(static, pruning)
             chosen.append(static)
+            staying.append(static)
         if each != "plain":
             table |= trial.search_near(chosen, schemes, seen)
         chosen = _grow(chosen, table, pruning, pruning.tolerance)
         plain = chosen if each == "plain" else plain
-    known_ms = np.min([table[strategy] for strategy in chosen], axis=0)
     gathered = profile if gathered is None else gathered
-    phases = PhaseSettings(
-        num_devices=num_devices,
-        planner=pruning.planner,
-        links_of=pruning.links_of,
-        fits=lambda palette: _fits(chosen, palette, pruning),
-        tolerance=pruning.tolerance,
-        can_run=can_run,
-    )
-    palette, times_ms = propose_phases(gathered, batches, known_ms, phases)
+
+    def propose(beside: Sequence[Strategy], known_ms: FloatArray) -> Phases:
+        phases = PhaseSettings(
+            num_devices=num_devices,
+            planner=pruning.planner,
+            links_of=pruning.links_of,
+            fits=lambda palette: _fits(beside, palette, pruning),
+            tolerance=pruning.tolerance,
+            can_run=can_run,
+        )
+        return propose_phases(gathered, batches, known_ms, phases)
+
+    known_ms = np.min([table[strategy] for strategy in chosen], axis=0)
+    palette, times_ms, are_refused = propose(chosen, known_ms)
+    if are_refused and not palette and len(chosen) > len(staying):
+        instead = _instead(staying, table, propose, pruning)
+        if instead.times_ms.mean() < known_ms.mean():
+            chosen, palette, times_ms = instead
+            known_ms = np.min([table[strategy] for strategy in chosen], axis=0)
     found = _describe(trial, proposed, table, chosen, plain, space, tokens)
     if not palette:
         return found
     share = float((times_ms < known_ms).mean())
-    kept = [KeptStrategy(strategy=s, share_won=share, is_for_phases=True) for s in palette]
+    kept = [
+        KeptStrategy(strategy=s, share_won=share, is_for_phases=True)
+        for s in palette
+        if s not in chosen
+    ]
     used = {scheme for strategy in palette for scheme in strategy.schemes}
     return replace(
         found,
@@ -278,6 +292,30 @@ def propose_among(
         ),
         kept_ms=float(times_ms.mean()),
     )
+
+
+class _Set(NamedTuple):
+    """Candidates, those that phases are put together of, and what mini-batches take with all."""
+
+    chosen: list[Strategy]
+    palette: tuple[Strategy, ...]
+    times_ms: FloatArray
+
+
+def _instead(
+    staying: Sequence[Strategy],
+    table: Mapping[Strategy, FloatArray],
+    propose: Callable[[Sequence[Strategy], FloatArray], Phases],
+    pruning: PruningSettings,
+) -> _Set:
+    """Phases beside `staying` alone, and then what is still worth a place beside both: for where
+    the candidates leave no communicators for phases.
+    """
+    palette, times_ms, _ = propose(staying, np.min([table[s] for s in staying], axis=0))
+    with_phases = {**table, **dict.fromkeys(palette, times_ms)}
+    grown = _grow([*staying, *palette], with_phases, pruning, pruning.tolerance)
+    times_ms = np.min([with_phases[strategy] for strategy in grown], axis=0)
+    return _Set([s for s in grown if s not in palette], palette, times_ms)
 
 
 def _fits(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,19 +39,29 @@ class PhaseSettings:
     can_run: CanRun = lambda _: True
 
 
+class Phases(NamedTuple):
+    """Strategies of one gathered scheme each, and what mini-batches take with phases of them. See
+    [Note: Phases]. `are_refused`: whether there were others, for which communicators are missing.
+    """
+
+    strategies: tuple[Strategy, ...]
+    times_ms: FloatArray
+    are_refused: bool
+
+
 def propose_phases(
     profile: Profile,
     batches: Sequence[GlobalBatch],
     known_ms: FloatArray,
     settings: PhaseSettings,
-) -> tuple[tuple[Strategy, ...], FloatArray]:
-    """Strategies of one gathered scheme each, of which phases make `batches` faster than `known_ms`
-    [mini-batch], of one or two numbers of checkpointed layers; and what the mini-batches then take.
-    See [Note: Phases].
+) -> Phases:
+    """What makes `batches` faster than `known_ms` [mini-batch], of one or two numbers of
+    checkpointed layers; nothing where none does.
     """
     best = known_ms[:_NUM_TRIED]
     palettes = _palettes(profile, settings)
     chosen: tuple[Strategy, ...] = ()
+    are_refused = False
     for _ in range(_MAX_PALETTES):
         tried = {number: (*chosen, *own) for number, own in palettes.items()}
         times = {
@@ -58,14 +69,15 @@ def propose_phases(
             for number, own in tried.items()
             if settings.fits(own)
         }
+        are_refused |= len(times) < len(tried)
         number = min(times, key=lambda n: float(times[n].mean()), default=None)
         if number is None or times[number].mean() > (1 - settings.tolerance) * best.mean():
             break
         chosen, best = tried[number], times[number]
         del palettes[number]
-    if not chosen:
-        return (), known_ms
-    return chosen, _times_ms(batches, known_ms, chosen, profile, settings)
+    if chosen:
+        known_ms = _times_ms(batches, known_ms, chosen, profile, settings)
+    return Phases(chosen, known_ms, are_refused)
 
 
 def _palettes(profile: Profile, settings: PhaseSettings) -> dict[int, tuple[Strategy, ...]]:

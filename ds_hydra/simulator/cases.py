@@ -95,7 +95,7 @@ def _read_case(name: str, document: Mapping[str, Any]) -> Case:
             context_length=context_length,
             tokens_per_iteration=document["tokens_per_iteration"],
             given=Strategy.parse(given) if given else None,
-            strategies=parse_strategies(document.get("strategies", ())),
+            plain_strategies=parse_strategies(document.get("plain_strategies", ())),
         ),
         expected=tuple(Expected(**expected) for expected in document["expected"]),
     )

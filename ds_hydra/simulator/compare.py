@@ -169,9 +169,10 @@ def _plain(
     known: tuple[Strategy, ...] | None,
 ) -> Planned | None:
     """ds_hydra with <TP,PP> alone, None where that does not fit the context."""
-    if not workload.strategies and not scenario.statics():
+    named = workload.strategies or workload.plain_strategies
+    if not named and not scenario.statics():
         return None
-    strategies = workload.strategies or known or _propose(workload, scenario, settings, "plain")
+    strategies = named or known or _propose(workload, scenario, settings, "plain")
     schemes = usable_schemes(scenario.profile, workload.num_devices)
     return _plan(name, scenario, strategies, schemes)
 

@@ -18,6 +18,7 @@ class Workload:
     its best.
 
     `strategies`: candidates of ds_hydra, proposed from the histogram where empty.
+    `plain_strategies`: those that a paper names, of <TP,PP>, for the rows of <TP,PP> alone.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Workload:
     tokens_per_iteration: int
     given: Strategy | None = None
     strategies: tuple[Strategy, ...] = ()
+    plain_strategies: tuple[Strategy, ...] = ()
 
 
 def check_workload(workload: Workload, *, is_plain: bool = True) -> None:
@@ -42,7 +44,7 @@ def check_workload(workload: Workload, *, is_plain: bool = True) -> None:
             f"{workload.context_length}; raise --tokens to {workload.context_length} or more"
         )
     given = (workload.given,) if workload.given else ()
-    for strategy in (*given, *workload.strategies):
+    for strategy in (*given, *workload.strategies, *workload.plain_strategies):
         if strategy.num_devices > workload.num_devices:
             raise HydraConfigError(
                 f"strategy {strategy} needs {strategy.num_devices} devices, there are {workload.num_devices}"

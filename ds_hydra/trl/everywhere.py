@@ -48,15 +48,16 @@ class Weighted(Loss):
         return 1.0
 
 
-def score_everywhere(engine: HydraEngine, ids: Sequence[Tensor]) -> Scores:
-    """Scores of this rank's sequences `ids` [l], by all ranks together. Collective over all ranks;
-    each may bring another number of them.
+def score_everywhere(engine: HydraEngine, ids: Sequence[Tensor], *, noise: bool = False) -> Scores:
+    """Scores of this rank's sequences `ids` [l], by all ranks together, with the `noise` of the
+    iteration that trains them next. Collective over all ranks; each may bring another number of
+    them.
     """
     ranks = gather_ragged(ids, torch.int64, engine.device)
     batch = [{"input_ids": tokens} for of_rank in ranks for tokens in of_rank]
     if not batch:
         return Scores((), (), (), ())
-    return _own(engine.score(batch, entropy=True, details=True), ranks, engine)
+    return _own(engine.score(batch, entropy=True, details=True, noise=noise), ranks, engine)
 
 
 def train_everywhere(

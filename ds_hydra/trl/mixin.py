@@ -147,7 +147,8 @@ class HydraMixin(ReferenceMixin):
     def _scored_step(self, batches: Sequence[Inputs], num_items: Any) -> Tensor:
         """Any loss: scores first, then the gradient that they give it."""
         found = [self._sequences_of(batch) for batch in batches]
-        scores = score_everywhere(self.engine, [ids for s in found for ids in s.ids])
+        ids = [ids for s in found for ids in s.ids]
+        scores = score_everywhere(self.engine, ids, noise=True)
         model = ScoredModel(self.engine, Given(self.engine, found, scores))
         loss = self._sum_of_losses(model, batches, num_items)
         self._train(model.calls, loss)

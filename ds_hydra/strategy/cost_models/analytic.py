@@ -44,8 +44,6 @@ _EXCHANGES = 4
 """All-to-alls of SP for each layer: to heads and back, forward and backward."""
 KEY_VALUE_EXCHANGES = 3
 """Of CP for each layer: keys and values forward, again backward, and their gradients."""
-MOST_KEY_VALUE_PARTS = 4
-"""Parts of some heads in which they travel, each beside the attention of the one before."""
 _KEY_VALUE_BYTES = KEY_VALUE_EXCHANGES * 2 * 2
 """Of a token, layer and hidden unit in these, in 16 bit."""
 _EXPERT_EXCHANGES = 4

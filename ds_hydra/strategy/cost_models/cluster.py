@@ -154,11 +154,13 @@ class Cluster:
         )
         return 1e3 * (2 * _PARAM_BYTES + self.gradient_bytes) * slowest
 
-    def with_exchanges(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
+    def with_exchanges(
+        self, latency: LatencyModel, scheme: Scheme, num_parts: int = 1
+    ) -> LatencyModel:
         """`latency` of a group without communication, with its exchanges of SP and CP: of S / SP
         tokens and H / TP of a micro-batch every rank sends all but its own share.
         """
-        latency = self.with_key_values(latency, scheme)
+        latency = self.with_key_values(latency, scheme, num_parts)
         if scheme.sp == 1:
             return latency
         hardware = self.hardware

@@ -8,6 +8,9 @@ from dataclasses import replace
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
+MOST_KEY_VALUE_PARTS = 4
+"""Parts of some heads in which keys and values travel, each beside attention of the one before."""
+
 
 def estimate_latency(profile: Profile, scheme: Scheme) -> LatencyModel | None:
     """T of `scheme` from those of the same PP without SP, or None where <TP,PP> was not measured.
@@ -55,11 +58,22 @@ def _estimate_rows(profile: Profile, scheme: Scheme) -> LatencyModel | None:
     excess_ms = max(0.0, wide.linear_ms - narrow.linear_ms * scheme.tp / num_ranks)
     gathered = 6 * profile.memory.key_value_share / group * (1 - 1 / scheme.cp)
     reduced = 8 * (1 - scheme.tp / num_ranks)
+    travels_ms, num_parts = excess_ms * gathered / reduced, num_key_value_parts(profile, scheme)
     return LatencyModel(
         quadratic_ms=base.quadratic_ms / scheme.cp,
-        linear_ms=base.linear_ms / scheme.cp + excess_ms * gathered / reduced,
+        linear_ms=base.linear_ms / scheme.cp + travels_ms / num_parts,
         constant_ms=max(base.constant_ms, wide.constant_ms),
+        hidden_ms=travels_ms * (1 - 1 / num_parts),
     )
+
+
+def num_key_value_parts(profile: Profile, scheme: Scheme) -> int:
+    """In how many parts keys and values travel in the engine, where micro-batches are large."""
+    heads = profile.document["model"].get("num_attention_heads")
+    if not heads:
+        return 1
+    own = heads * profile.memory.key_value_share / (scheme.sp * scheme.tp)
+    return max(1, min(MOST_KEY_VALUE_PARTS, int(own)))
 
 
 def with_estimates(profile: Profile, strategies: Iterable[Strategy]) -> Profile:

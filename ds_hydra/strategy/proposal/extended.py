@@ -13,7 +13,7 @@ from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.expert_parallel import with_shared_experts
-from ds_hydra.strategy.proposal.rows import schemes_beyond_heads, with_rows
+from ds_hydra.strategy.proposal.rows import schemes_with_rows, with_rows
 from ds_hydra.strategy.proposal.streamed import CanRun, with_streamed_schemes
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -39,7 +39,8 @@ def with_extended_schemes(
 
     - <SP,TP,PP> where <TP,PP> and <SP x TP,PP> were measured (`with_estimates`), so that the heads
       divide; of one stage also where only <TP,1> was and `cluster` says what exchanges take.
-    - <SP,CP,TP,PP> where the heads no longer divide by more SP (`schemes_beyond_heads`).
+    - <CP,TP,PP>, and <SP,CP,TP,PP> where the heads no longer divide by more SP
+      (`schemes_with_rows`).
     - <spN,PP;ep=N> of a mixture of experts, where `cluster` says how fast tokens travel.
     - <SP,TP,1;stream>, and <SP,TP,1;gather> for `tokens_per_iteration`, where `cluster` says how
       fast layers move (`with_streamed_schemes`).
@@ -78,7 +79,7 @@ def with_derived_schemes(
     """
     measured = profile.only(profile.latency.keys() - profile.assumed)
     known = _with_sequence_parallelism(measured, num_devices, can_run, cluster)
-    known = with_rows(known, filter(can_run, schemes_beyond_heads(measured, num_devices)), cluster)
+    known = with_rows(known, filter(can_run, schemes_with_rows(measured, num_devices)), cluster)
     if cluster is not None:
         known = with_shared_experts(
             known, num_devices=num_devices, cluster=cluster, can_run=can_run

@@ -7,27 +7,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ds_hydra.strategy.cost_models.analytic import MOST_KEY_VALUE_PARTS
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
-from ds_hydra.strategy.profiles.sequence_parallel import estimate_latency, with_estimates
+from ds_hydra.strategy.profiles.sequence_parallel import (
+    estimate_latency,
+    num_key_value_parts,
+    with_estimates,
+)
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
-def schemes_beyond_heads(profile: Profile, num_devices: int) -> Iterator[Scheme]:
-    """CP, powers of two, on top of each measured <TP,PP> whose heads no longer divide by more SP
-    while there are devices for it; none where the profile does not say how many heads there are.
+def schemes_with_rows(profile: Profile, num_devices: int) -> Iterator[Scheme]:
+    """CP, powers of two, of each measured <TP,PP>: in place of SP, and on top of the SP with which
+    the heads no longer divide by more while there are devices for it; none where the profile does
+    not say how many heads there are.
     """
     heads = profile.document["model"].get("num_attention_heads")
     plain = [s for s in profile.latency if s.is_plain and heads and heads % s.tp == 0]
     for scheme in plain:
-        sp = 1
-        while heads % (2 * sp * scheme.tp) == 0:
-            sp *= 2
-        cp = 2
-        while cp * sp * scheme.num_devices <= num_devices:
-            yield replace(scheme, sp=sp, cp=cp)
-            cp *= 2
+        most = 1
+        while heads % (2 * most * scheme.tp) == 0:
+            most *= 2
+        for sp in sorted({1, most}):
+            cp = 2
+            while cp * sp * scheme.num_devices <= num_devices:
+                yield replace(scheme, sp=sp, cp=cp)
+                cp *= 2
 
 
 def with_rows(profile: Profile, schemes: Iterable[Scheme], cluster: Cluster | None) -> Profile:
@@ -47,7 +52,7 @@ def with_rows(profile: Profile, schemes: Iterable[Scheme], cluster: Cluster | No
                 linear_ms=base.linear_ms / scheme.cp,
                 constant_ms=base.constant_ms,
             )
-            model = cluster.with_key_values(shared, scheme, _num_parts(profile, scheme))
+            model = cluster.with_key_values(shared, scheme, num_key_value_parts(profile, scheme))
             entries.append({**scheme.to_json(), **model.to_json(), "estimated": True})
     if not entries:
         return known
@@ -63,12 +68,3 @@ def with_rows_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
         return profile
     num_devices = max(strategy.num_devices for strategy in strategies)
     return with_rows(profile, schemes, try_cluster(profile, num_devices))
-
-
-def _num_parts(profile: Profile, scheme: Scheme) -> int:
-    """In how many parts keys and values travel in the engine, where micro-batches are large."""
-    heads = profile.document["model"].get("num_attention_heads")
-    if not heads:
-        return 1
-    own = heads * profile.memory.key_value_share / (scheme.sp * scheme.tp)
-    return max(1, min(MOST_KEY_VALUE_PARTS, int(own)))

@@ -9,6 +9,7 @@ from itertools import product
 
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.profiles.sequence_parallel import num_key_value_parts
 from ds_hydra.strategy.schemes.notation import ALL_LAYERS
 from ds_hydra.strategy.schemes.options import slowest_stage_ratio
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -82,8 +83,10 @@ def with_streamed_schemes(
     entries = []
     single = single_rank_latency(profile)
     heads = profile.document["model"].get("num_attention_heads", num_devices)
-    wide = [Scheme(1, 1, sp=1 << exponent) for exponent in range(num_devices.bit_length())]
-    wide = [scheme for scheme in wide if single is not None and heads % scheme.sp == 0]
+    powers = [1 << exponent for exponent in range(num_devices.bit_length())]
+    wide = [Scheme(1, 1, sp=n) for n in powers if heads % n == 0]
+    wide += [Scheme(1, 1, cp=n) for n in powers[1:]]
+    wide = wide if single is not None else []
     known = [s for s in profile.latency if s.pp == s.ep == 1 and s == s.without_options()]
     kinds = (False,) if tokens_per_iteration is None else (False, True)
     for plain, gathers in product(dict.fromkeys([*known, *wide]), kinds):
@@ -93,7 +96,9 @@ def with_streamed_schemes(
         if not fits or scheme.num_devices > num_devices or not can_run(scheme):
             continue
         if single is not None and plain.tp == 1:
-            model = cluster.with_exchanges(_shared(single, plain.num_shards), plain)
+            model = cluster.with_exchanges(
+                _shared(single, plain.num_shards), plain, num_key_value_parts(profile, plain)
+            )
             source: dict[str, object] = {"estimated": True}
         else:
             model, source = profile.latency[plain], {"derived_from": str(plain)}
