@@ -348,6 +348,7 @@ def _number(reason: str, reasons: dict[str, int]) -> int:
     )
     text = re.sub(r"gradients of \S+ are off by \d+%", "gradients are off", text)
     text = re.sub(r"parameters model\.[^ ]*(, model\.[^ ]*)* are", "parameters are", text)
+    text = re.sub(r" fails \(.* apart without `(\w+)`.*", r" needs \1", text)
     text = re.sub(r" fails \(.*", " fails", text)
     text = re.sub(r"(cannot run in stages) \(.*|(for each token): .*", r"\1\2", text)
     return reasons.setdefault(_plain(text), len(reasons) + 1)

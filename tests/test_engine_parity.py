@@ -11,6 +11,7 @@ import shutil
 import types
 from collections.abc import Sequence
 
+import kernels_apart
 import pytest
 import torch
 import torch._dynamo.utils
@@ -21,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import FAMILIES, VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
+from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
@@ -180,6 +182,20 @@ def check_structures():
 @pytest.mark.distributed
 def test_other_structures_have_the_gradients_of_one_process():
     assert_parity(run_distributed(check_structures, 2)[0])
+
+
+def check_boundaries():
+    """Layers with states in packed micro-batches, where kernels keep sequences apart."""
+    told = kernels_apart.install(modeling_olmo_hybrid)
+    strategies = ("2x<1,1>", "1x<1,2>", "1x<1,2;ckpt=1>", "2x<1,1;stream=4>")
+    worst = check_gradients("olmo_hybrid", strategies)
+    assert any(len(lengths) > 2 for lengths in told)
+    return worst
+
+
+@pytest.mark.distributed
+def test_kernels_that_keep_sequences_apart_have_the_gradients_of_one_process():
+    assert_parity(run_distributed(check_boundaries, 2)[0])
 
 
 def check_resized():

@@ -6,10 +6,12 @@ import functools
 import re
 import types
 
+import kernels_apart
 import pytest
 import torch
 import transformers
 from models import FAMILIES, tiny
+from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
 from ds_hydra.engine.model import packing_probe
 from ds_hydra.engine.model.scheme_support import check_context
@@ -288,6 +290,34 @@ def test_families_that_do_not_keep_sequences_apart_run_them_one_by_one(caplog):
         ):
             with pytest.raises(UnsupportedModelError, match=f"one after the other.*{why}"):
                 stage_model.check_scheme(scheme)
+
+
+def test_kernels_are_told_where_sequences_begin(monkeypatch, caplog):
+    told = kernels_apart.install(modeling_olmo_hybrid, monkeypatch.setattr)
+    monkeypatch.setattr(packing_probe, "_verdicts", {})
+    stage_model = packing_probe.build_stage_model(tiny("olmo_hybrid"))
+    assert not stage_model.trial.one_by_one_because
+    assert not caplog.messages
+    assert told
+    assert all(lengths == [7, 4] for lengths in told if len(lengths) > 1)
+    for works in (Scheme(1, 1), Scheme(1, 2), Scheme(1, 1, stream=1), Scheme(1, 1, ckpt=2)):
+        stage_model.check_scheme(works)
+    for scheme in (Scheme(2, 1), Scheme(1, 1, sp=2), Scheme(1, 1, cp=2)):
+        with pytest.raises(UnsupportedModelError, match=r"token to token.*linear_attention.*TP 1"):
+            stage_model.check_scheme(scheme)
+
+
+def test_kernels_that_mix_sequences_are_given_one_at_a_time(monkeypatch, caplog):
+    kernels_apart.install(modeling_olmo_hybrid, monkeypatch.setattr)
+    apart = modeling_olmo_hybrid.torch_chunk_gated_delta_rule
+
+    def mixing(*args, cu_seqlens=None, **kwargs):
+        return apart(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_olmo_hybrid, "torch_chunk_gated_delta_rule", mixing)
+    monkeypatch.setattr(packing_probe, "_verdicts", {})
+    trial = packing_probe.try_small_copy(tiny("olmo_hybrid"))
+    assert re.search(r"linear_attention, and .* are off by \d+%", trial.one_by_one_because)
 
 
 class Growing(Leaking):

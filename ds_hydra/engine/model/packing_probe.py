@@ -6,7 +6,9 @@ stages.
 Where attention does not go through transformers' AttentionInterface, or layers have states of
 their own (linear attention, convolutions), a packed micro-batch would mix its sequences. Such a
 model runs the sequences of a micro-batch one after the other, with its own attention, which is
-right for any model that is causal.
+right for any model that is causal. Layers with states are first told where the sequences begin: the
+kernels of flash-linear-attention and causal-conv1d, where installed, keep them apart by that, and
+transformers refuses it without them.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ds_hydra.engine.model.adapters import unwrap_adapters
@@ -42,6 +45,11 @@ _MOST_DIFFERENCE = 1e-3
 more.
 """
 
+_KEPT_APART = frozenset({"linear_attention", "conv", "moe"})
+"""Types of layers whose states kernels keep apart; what others would mix may not show in two short
+sequences.
+"""
+
 _SMALLEST_SHARE = 1e-3
 """Of the largest norm: smaller tensors are compared with so much of it."""
 
@@ -60,7 +68,8 @@ def try_small_copy(model: nn.Module) -> Trial:
 
     Raises UnsupportedModelError where sequences are not what each of them is alone, even one after
     the other, where tokens see later ones, or where no small model of the class runs.
-    Deterministic, so equal on all ranks; takes tenths of a second, on the CPU.
+    Deterministic, so equal on all ranks; takes tenths of a second, on the CPU, or on the
+    accelerator where the family's code runs there alone.
     """
     model = unwrap_adapters(model)
     check_model(model)
@@ -90,12 +99,15 @@ def _log(kind: type[nn.Module], trial: Trial) -> None:
 
 def _try(kind: type[nn.Module], config: Any) -> Trial:
     try_ = _first_that_runs(kind, config)
-    problem = ""
-    if types := other_layer_types(config):
-        problem = f"it has layers of type {', '.join(types)}"
-    problem = problem or try_.compare(Trial(), Scheme(1, 1))
-    trial = Trial(one_by_one_because=problem)
+    types = other_layer_types(config)
+    problem = states = f"it has layers of type {', '.join(types)}" if types else ""
+    trial = Trial(boundaries_because=states)
+    if _KEPT_APART.issuperset(types):
+        problem = try_.compare(trial, Scheme(1, 1))
+        if problem and states:
+            problem = f"{states}, and {problem}"
     if problem:
+        trial = Trial(one_by_one_because=problem)
         if still := try_.compare(trial, Scheme(1, 1)):
             raise UnsupportedModelError(
                 f"{kind.__name__} (model type {config.model_type!r}) does not keep the sequences of a packed "
@@ -116,9 +128,20 @@ def _try(kind: type[nn.Module], config: Any) -> Trial:
 
 
 def _first_that_runs(kind: type[nn.Module], config: Any) -> _SmallCopy:
-    """A small copy at the first sizes at which the family's own code runs. Raises
+    """A small copy at the first sizes at which the family's own code runs, on the CPU if it can:
+    kernels of an accelerator are all that its layers know where those are installed. Raises
     UnsupportedModelError with what it says at the smallest ones.
     """
+    try:
+        return _first_that_runs_on(torch.device("cpu"), kind, config)
+    except UnsupportedModelError:
+        accelerator = get_accelerator()
+        if accelerator.device_name() == "cpu":
+            raise
+    return _first_that_runs_on(torch.device(accelerator.current_device_name()), kind, config)
+
+
+def _first_that_runs_on(device: torch.device, kind: type[nn.Module], config: Any) -> _SmallCopy:
     first: Exception | None = None
     for small in small_configs(config, _POSITIONS):
         try:
@@ -128,7 +151,7 @@ def _first_that_runs(kind: type[nn.Module], config: Any) -> _SmallCopy:
                 raise ValueError(
                     f"{number / 1e6:,.0f} million parameters that no width makes fewer"
                 )
-            return _SmallCopy(kind, small)
+            return _SmallCopy(kind, small, device)
         except UnsupportedModelError:
             raise
         except Exception as error:  # a family's own code, at sizes that it was not written for
@@ -143,10 +166,11 @@ def _first_that_runs(kind: type[nn.Module], config: Any) -> _SmallCopy:
 class _SmallCopy:
     """A small model, two sequences, and what each of them gives alone."""
 
-    def __init__(self, kind: type[nn.Module], config: Any):
+    def __init__(self, kind: type[nn.Module], config: Any, device: torch.device):
         generator = torch.Generator().manual_seed(0)
-        self._model = _build(kind, config, generator)
-        self._sequences = [_Sequence.draw(length, generator) for length in _LENGTHS]
+        self._device = device
+        self._model = _build(kind, config, generator).to(device)
+        self._sequences = [_Sequence.draw(length, generator, device) for length in _LENGTHS]
         # Some models keep what they have computed: a copy of the same parameters runs
         same = {id(param): param for param in self._model.parameters()}
         self._runs: Any = copy.deepcopy(self._model, same)
@@ -194,13 +218,14 @@ class _SmallCopy:
             return True
         try:
             with torch.no_grad():
-                self._runs(input_ids=torch.ones(1, positions + 5, dtype=int), use_cache=False)
+                ids = torch.ones(1, positions + 5, dtype=int, device=self._device)
+                self._runs(input_ids=ids, use_cache=False)
         except Exception:  # a family's own code
             return False
         return True
 
     def _run_together(self, stage_model: StageModel, scheme: Scheme) -> list[Tensor]:
-        micro_batch = PackedMicroBatch.build(_LENGTHS, torch.device("cpu"))
+        micro_batch = PackedMicroBatch.build(_LENGTHS, self._device)
         input_ids: Tensor | None = torch.cat([s.input_ids for s in self._sequences], dim=1)
         hidden: Tensor | None = None
         for stage in range(scheme.pp):
@@ -237,10 +262,10 @@ class _Sequence:
     """[l, V], by which logits are added up."""
 
     @classmethod
-    def draw(cls, length: int, generator: torch.Generator) -> _Sequence:
+    def draw(cls, length: int, generator: torch.Generator, device: torch.device) -> _Sequence:
         return cls(
-            torch.randint(0, VOCABULARY, (1, length), generator=generator),
-            torch.randn(length, VOCABULARY, generator=generator),
+            torch.randint(0, VOCABULARY, (1, length), generator=generator).to(device),
+            torch.randn(length, VOCABULARY, generator=generator).to(device),
         )
 
 

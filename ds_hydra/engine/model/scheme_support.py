@@ -23,6 +23,8 @@ class Trial:
 
     one_by_one_because: str = ""
     """Why the sequences of a micro-batch run one after the other ([Note: One by one])."""
+    boundaries_because: str = ""
+    """Why the layers of a packed micro-batch are told where its sequences begin."""
     no_stages_because: str = ""
     """Why its layers cannot be split into stages."""
     no_streams_because: str = ""
@@ -43,8 +45,13 @@ def check_context(trial: Trial, config: Any, context_length: int) -> None:
 
 def check_trial(scheme: Scheme, trial: Trial, name: str) -> None:
     """Raise UnsupportedModelError where a model of the class `name` runs sequences one after the
-    other and `scheme` wants more than whole layers.
+    other, or has states that pass from token to token, and `scheme` wants more than whole layers.
     """
+    if trial.boundaries_because and (scheme.tp > 1 or scheme.sp > 1 or scheme.cp > 1):
+        raise UnsupportedModelError(
+            f"scheme {scheme}: states pass from token to token in {name}, because {trial.boundaries_because}; use "
+            "TP 1, SP 1 and CP 1 in hydra.strategies"
+        )
     if trial.one_by_one_because and (scheme.tp > 1 or scheme.sp > 1 or scheme.cp > 1):
         raise UnsupportedModelError(
             f"scheme {scheme}: {name} runs the sequences of a micro-batch one after the other, because "

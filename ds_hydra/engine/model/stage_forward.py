@@ -72,17 +72,25 @@ def bind_zeros(bindings: Iterable[Binding], params: Sequence[nn.Parameter], devi
 
 
 class StageForward:
-    """Runs `model`, whose parts are `parts`, a packed micro-batch at a time or, where that would
-    mix its sequences, `one_by_one`.
+    """Runs `model`, whose parts are `parts`, a packed micro-batch at a time, whose boundaries its
+    layers are told where it `takes_boundaries`, or, where that would mix sequences, `one_by_one`.
     """
 
-    def __init__(self, model: nn.Module, parts: DecoderParts, *, one_by_one: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: DecoderParts,
+        *,
+        one_by_one: bool,
+        takes_boundaries: bool = False,
+    ):
         self._model = model
         self._list = parts.layers
         self._layers = list(parts.layers)
         self._slots = [Slot(layer) for layer in self._layers]
         self._width: int = parts.embedding.weight.shape[1]
         self._one_by_one = one_by_one
+        self._takes_boundaries = takes_boundaries
         names = inspect.signature(type(model).forward).parameters
         self._takes_positions = "position_ids" in names and not one_by_one
         self.device = next((b.device for b in model.buffers()), torch.device("cpu"))
@@ -128,6 +136,8 @@ class StageForward:
             inputs = {"inputs_embeds": hidden.new_zeros(*hidden.shape[:2], self._width)}
         if self._takes_positions:
             inputs["position_ids"] = micro_batch.position_ids
+        if self._takes_boundaries:
+            inputs |= _boundaries(micro_batch)
         self._slots[0].entering = hidden
         try:
             with in_sight(micro_batch):
@@ -219,6 +229,17 @@ class StageForward:
         ids, hidden = (t if t is None else t.to(self.device) for t in (input_ids, hidden))
         with torch.no_grad():
             return self._run(micro_batch, ids, hidden, False)
+
+
+def _boundaries(micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
+    """Where the sequences of `micro_batch` begin, as transformers hands it to the kernels of
+    flash-linear-attention (`cu_seq_lens_q`) and causal-conv1d (`seq_idx` [1, T] int32).
+    """
+    cu_seqlens = micro_batch.cu_seqlens
+    numbers = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
+    lengths, num_tokens = cu_seqlens.diff(), micro_batch.num_tokens
+    numbers_T = numbers.repeat_interleave(lengths, output_size=num_tokens)
+    return {"cu_seq_lens_q": cu_seqlens, "seq_idx": numbers_T.unsqueeze(0)}
 
 
 def _end_at_head(_module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -62,7 +62,7 @@ from ds_hydra.engine.parallel.tensor_parallel import (
 )
 from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
 from ds_hydra.engine.transfer.stream_plan import StageStreams, Window, copied_params
-from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import coordinates
 from ds_hydra.zero_link import Bucket, RankBuckets, SliceRef
@@ -118,7 +118,8 @@ class StageModel:
         if activation_checkpointing:
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
         self._layers = list(parts.layers)
-        self._forward = StageForward(self._model, parts, one_by_one=bool(trial.one_by_one_because))
+        alone, told = bool(trial.one_by_one_because), bool(trial.boundaries_because)
+        self._forward = StageForward(self._model, parts, one_by_one=alone, takes_boundaries=told)
         self._always_checkpointed = [
             getattr(layer, "gradient_checkpointing", False) for layer in self._layers
         ]
@@ -147,10 +148,9 @@ class StageModel:
             vocabulary=(head, self._embedding),
             cuts_micro_batches=tp_sequence_parallel,
         )
-        fqn_of = {(module, name): self.specs[param].fqn for module, name, param in bindings}
-        self._unplanned = find_unplanned(self._base, fqn_of)
-        self.balance = ExpertBalance(self._model, self._layers, self.tp, with_loss=aux_loss)
         spec_of = {(module, name): self.specs[param] for module, name, param in bindings}
+        self._unplanned = find_unplanned(self._base, {at: s.fqn for at, s in spec_of.items()})
+        self.balance = ExpertBalance(self._model, self._layers, self.tp, with_loss=aux_loss)
         self.has_noise = count_noise(self._base, self.tp, spec_of) or neftune_noise_alpha > 0
         self._hook(head, neftune_noise_alpha)
         self._uncut_because = self._hook_blocks(head) if tp_sequence_parallel else ""
@@ -176,6 +176,14 @@ class StageModel:
     def hidden_size(self) -> int:
         """Width of the activations that stages exchange."""
         return int(self._base.config.hidden_size)
+
+    def can_run(self, scheme: Scheme) -> bool:
+        """Whether `check_scheme` passes."""
+        try:
+            self.check_scheme(scheme)
+        except HydraConfigError:
+            return False
+        return True
 
     def check_scheme(self, scheme: Scheme) -> None:
         """Raise HydraConfigError where this model cannot run under `scheme`, naming degrees that
