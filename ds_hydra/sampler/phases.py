@@ -54,8 +54,8 @@ class Palette(NamedTuple):
 
     def per_token_ms(self, num_sequences: int) -> float:
         """Of a full micro-batch of so many equal sequences on the smallest scheme."""
-        held = self.max_len_tokens[0]
-        return self.latency[0].micro_batch_ms([held / num_sequences] * num_sequences) / held
+        lengths = [max(1, self.max_len_tokens[0] // num_sequences)] * num_sequences
+        return self.latency[0].micro_batch_ms(lengths) / sum(lengths)
 
     def least_link_ms(self, num_buckets: int) -> float:
         """What pull and push add to a step at least, one by one in so many buckets; 0: as one."""

@@ -85,7 +85,7 @@ def _palettes(profile: Profile, settings: PhaseSettings) -> dict[int, tuple[Stra
     number, layers = settings.num_devices, profile.memory.num_layers
     gathered = [s for s in profile.latency if s.gather and not s.ckpt and profile.memory.knows(s)]
     is_checkpointed = bool(profile.document.get("activation_checkpointing"))
-    found = {}
+    found: dict[int, tuple[Strategy, ...]] = {}
     for step in [0] if is_checkpointed else range(_CKPT_STEPS + 1):
         ckpt = -(-layers * step // _CKPT_STEPS)
         schemes = [s for s in (replace(s, ckpt=ckpt) for s in gathered) if settings.can_run(s)]
