@@ -107,7 +107,7 @@ def test_loads_are_counted_right(kinds, lengths):
     for pipeline, kind in enumerate(pipelines_of(kinds)):
         mine = problem.lengths[assignment == pipeline]
         assert loads.tokens[pipeline] == mine.sum()
-        assert estimate_after_ms(problem, loads, pipeline, -1, -1) == pytest.approx(
+        assert estimate_after_ms(problem, loads, pipeline, -1) == pytest.approx(
             eq2(mine.tolist(), kind)
         )
 

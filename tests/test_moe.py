@@ -13,13 +13,14 @@ from single_process import random_examples
 from test_engine_parity import LENGTHS, assert_parity, check_gradients
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.checks.estimate import estimate_profile, load_hardware
+from ds_hydra.engine.checks.estimate import estimate_profile
 from ds_hydra.engine.model.bias_correction import BiasCorrection
 from ds_hydra.engine.model.packing_probe import try_small_copy
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import layer_params, model_facts, state_memory
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
+from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.proposal.estimate import describe_model, estimate_from_config
 
 CONFIG = HydraConfig(context_length=64, tokens_per_iteration=64)
@@ -327,7 +328,7 @@ def test_a_described_model_has_the_parameters_of_the_real_one(family):
     assert shape.layer_params == pytest.approx(layer_params(stage_model), rel=0.1)
     experts = state_memory(stage_model)["expert_fraction"] * layer_params(stage_model)
     assert shape.expert_params == pytest.approx(experts)
-    profile = estimate_profile(stage_model, load_hardware("a800"), 8, CONFIG, name="estimate")
+    profile = estimate_profile(stage_model, Hardware.load("a800"), 8, CONFIG, name="estimate")
     assert Scheme(1, 1, sp=4, ep=4) in profile.latency
 
 

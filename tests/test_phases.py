@@ -140,6 +140,21 @@ def test_a_palette_has_one_scheme_for_each_number_of_ranks():
     assert palettes(schemes, held=lambda s, _: 30 if s.sp > 1 else 0) == []  # one size that holds
 
 
+def test_one_palette_for_long_sequences_and_one_for_short_ones():
+    """<2,1> takes less for one sequence of 30 tokens, <sp2,1> for sixteen short ones."""
+    profile = make_profile(
+        {"<1,1;gather>": (0, 1, 0), "<2,1;gather>": (0, 0.7, 0), "<sp2,1;gather>": (0.01, 0.5, 0)}
+    )
+    found = find_palettes(
+        list(profile.latency), profile, 4,
+        max_len_tokens=lambda *_: 30, links_of=lambda _: NO_LINKS,
+    )  # fmt: skip
+    assert [[str(s) for s in palette.schemes] for palette in found] == [
+        ["<1,1;gather>", "<2,1;gather>"],
+        ["<1,1;gather>", "<sp2,1;gather>"],
+    ]
+
+
 def test_the_smallest_groups_give_way_where_there_are_too_many_cuts():
     schemes = [Scheme(1, 1, sp=2**k, gather=True) for k in range(8)]
     profile = make_profile({str(s): (0, 1 / s.sp, 0) for s in schemes})

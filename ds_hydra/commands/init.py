@@ -81,10 +81,10 @@ def start_config(
     HydraConfigError where `check` would find a problem.
     """
     from ds_hydra.configs import list_files
-    from ds_hydra.engine.checks.estimate import load_hardware
+    from ds_hydra.strategy.cost_models.analytic import Hardware
     from ds_hydra.strategy.proposal.program import default_tokens_per_iteration
 
-    load_hardware(device)  # before anything slow
+    Hardware.load(device)  # before anything slow
     shipped = f"{device}_{model}"
     profile = shipped if shipped in list_files("profiles") else None
     hydra: dict[str, Any] = {

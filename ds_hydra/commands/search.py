@@ -127,7 +127,6 @@ def describe(plan: SearchPlan, overlap_slowdown: float) -> str:
 def _read(
     layers: Path | None, profile: str | None, hardware: str, devices: int, sequence: int
 ) -> SearchInput:
-    from ds_hydra.configs.files import read_json_object
     from ds_hydra.strategy import Profile
     from ds_hydra.strategy.cost_models.analytic import Hardware
     from ds_hydra.strategy.cost_models.search import SearchInput
@@ -142,10 +141,9 @@ def _read(
                 f"{layers} describes {given.num_devices} devices, --devices is {devices}; make them agree"
             )
         return given
-    path = find_file("hardware", hardware)
     return SearchInput.from_profile(
         Profile.load(find_file("profiles", profile)),
-        Hardware.from_json(read_json_object(path), source=str(path)),
+        Hardware.load(hardware),
         num_devices=devices,
         sequence_tokens=sequence,
     )

@@ -327,8 +327,6 @@ def _estimate(
     """Histogram, devices and context, with defaults, and the profile of `model` by a roofline; says
     what it assumes.
     """
-    from ds_hydra.configs import find_file
-    from ds_hydra.configs.files import read_json_object
     from ds_hydra.strategy.cost_models.analytic import Hardware
     from ds_hydra.strategy.proposal.estimate import estimate_from_config
 
@@ -336,9 +334,7 @@ def _estimate(
     assert hardware is not None
     _refuse((nodes is None) == (devices is None), "with --model give --nodes or --devices")
     if nodes is not None:
-        source = find_file("hardware", hardware)
-        described = Hardware.from_json(read_json_object(source), source=str(source))
-        devices = str(nodes * described.devices_per_node)
+        devices = str(nodes * Hardware.load(hardware).devices_per_node)
     assert devices is not None
     assumed = []
     if context is None:

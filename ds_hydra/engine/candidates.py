@@ -264,13 +264,10 @@ class EngineCandidates:
             settings = replace(settings, given=self.strategies)
         run_together(lambda: _check_longest(profile, settings), self._device)
         if proposes(profile, settings):
-            candidates, error = None, None
-            try:
-                candidates = self._decide(self._histogram()) if self.is_first_rank else None
-            except Exception as caught:  # whatever it is, the other ranks wait for it
-                error = caught
-            raise_together(error, self._device)
-            reasons = [] if candidates is None else candidates.reasons
+            reasons = run_together(
+                lambda: self._decide(self._histogram()).reasons if self.is_first_rank else (),
+                self._device,
+            )
             texts = [text for kept in reasons for text in (str(kept.strategy), kept.reason)]
             texts = broadcast_text(texts, 0, self._device)
             self._use_proposed(parse_strategies(texts[::2]), texts[1::2])
@@ -301,11 +298,8 @@ class EngineCandidates:
         """Whether this model can run under `scheme` on these devices; layers stream there only
         where the user says so, until that has run on accelerators.
         """
-        try:
-            self.stage_model.check_scheme(scheme)
-        except HydraConfigError:
-            return False
-        return not scheme.stream or self._device.type == "cpu"
+        is_tried = not scheme.stream or self._device.type == "cpu"
+        return is_tried and self.stage_model.can_run(scheme)
 
     def _try_to_log_profile(self) -> Exception | None:
         """`write_profile` on the rank that has a run folder; returns what went wrong."""

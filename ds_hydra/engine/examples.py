@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.micro_batches import Example
-from ds_hydra.engine.ranks.agreement import gather_rows, raise_together, run_together
+from ds_hydra.engine.ranks.agreement import gather_rows, run_together
 from ds_hydra.errors import HydraConfigError, HydraDataError, PlanMismatchError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
@@ -35,22 +35,19 @@ def read_data(dataset: Any, config: HydraConfig, device: torch.device) -> TokenD
 
     Collective over all ranks; what one rank's data or tokenizer raise is raised on all.
     """
-    read = functools.partial(
-        TokenDataset.from_dataset,
-        dataset,
-        context_length=config.context_length,
-        over_length=config.over_length,
-        text_column=config.text_column,
-        tokenize=run_together(functools.partial(_load_tokenizer, config.tokenizer), device),
-    )
-    data, error = None, None
-    with _first_on_node():
-        try:
-            data = read()
-        except Exception as caught:  # whatever the user's data raise, the other ranks wait
-            error = caught
-    raise_together(error, device)
-    assert data is not None
+    tokenize = run_together(functools.partial(_load_tokenizer, config.tokenizer), device)
+
+    def read() -> TokenDataset:
+        with _first_on_node():
+            return TokenDataset.from_dataset(
+                dataset,
+                context_length=config.context_length,
+                over_length=config.over_length,
+                text_column=config.text_column,
+                tokenize=tokenize,
+            )
+
+    data = run_together(read, device)
     if deepspeed.comm.get_rank() == 0:
         logger.info(f"ds_hydra training data: {data.report}")
     return data

@@ -381,7 +381,7 @@ class HydraEngine(CheckpointingEngine):
             skipped_steps=self.skipped_steps,
             **self.hydra.describe_plan(iteration.planned),
         )
-        self.hydra.learn(metrics, iteration.plan)
+        self.hydra.candidates.learn(metrics, iteration.plan)
         self.last_metrics = metrics
         self.hydra.write_log(metrics, iteration.plan, outcomes.expert_tokens_LE)
         if self.monitor.enabled and self.global_rank == 0:

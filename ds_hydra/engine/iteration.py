@@ -19,7 +19,7 @@ from ds_hydra.engine.losses.objective import (
 )
 from ds_hydra.engine.model.micro_batches import LoadExample
 from ds_hydra.engine.propagation import Outcome, Propagator
-from ds_hydra.engine.ranks.agreement import raise_together
+from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.errors import HydraDataError
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.plan import IterationPlan
@@ -129,10 +129,5 @@ def weigh(iteration: Iteration, propagator: Propagator, device: torch.device) ->
     if objective is None or not isinstance(objective.loss, SequenceLoss):
         return iteration
     log_probs = score(iteration, propagator, device, noise=True).log_probs
-    error, weighted = None, None
-    try:
-        weighted = objective.weighted(log_probs, iteration.labels)
-    except Exception as caught:  # the user's own code
-        error = caught
-    raise_together(error, device)
+    weighted = run_together(lambda: objective.weighted(log_probs, iteration.labels), device)
     return replace(iteration, objective=weighted)

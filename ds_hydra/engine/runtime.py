@@ -37,6 +37,7 @@ from ds_hydra.engine.propagation import Outcome, Propagator
 from ds_hydra.engine.ranks.agreement import (
     gather_rows,
     raise_together,
+    run_together,
 )
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.engine.ranks.stop_request import StopRequest
@@ -109,25 +110,20 @@ class HydraRuntime:
         """As `EngineCandidates.know_profile`."""
         return self.candidates.know_profile()
 
-    def learn(self, metrics: IterationMetrics, plan: IterationPlan) -> None:
-        """As `EngineCandidates.learn`."""
-        self.candidates.learn(metrics, plan)
-
     def attach_data(self, data: TokenDataset) -> None:
         """Draw mini-batches from `data` from now on."""
-        error: HydraConfigError | None = None
-        try:
+
+        def make_sampler() -> TokenBudgetSampler:
             data.check_vocabulary(self.stage_model.vocab_size, self.stage_model.num_logits)
-            sampler = TokenBudgetSampler(
+            return TokenBudgetSampler(
                 data.lengths,
                 data.num_label_tokens,
                 self.config.tokens_per_iteration,
                 seed=self.config.seed,
                 shuffle=self.config.shuffle,
             )
-        except HydraConfigError as caught:
-            error = caught
-        raise_together(error, self._device)
+
+        sampler = run_together(make_sampler, self._device)
         check_same_data(sampler, self._device)
         self.close_feed()
         self._data, self.sampler = data, sampler
@@ -300,11 +296,8 @@ class HydraRuntime:
         """What `measure_iteration` asks about a plan, before anything is learned from it. Not
         collective.
         """
-        plan, profile, tracker = (
-            planned.plan,
-            self.candidates.profile,
-            self.candidates.find_tracker(),
-        )
+        plan, profile = planned.plan, self.candidates.profile
+        tracker = self.candidates.find_tracker()
         is_candidate = plan.strategy in self.strategies
         return {
             "strategy_index": self.strategies.index(plan.strategy) if is_candidate else -1,
@@ -370,19 +363,11 @@ class HydraRuntime:
         """
         self._warn_of_changes(state)
         self.close_feed()
-        if self.sampler is not None and "sampler" in state:
-            self._load_sampler(state["sampler"])
+        sampler = self.sampler
+        if sampler is not None and "sampler" in state:
+            run_together(lambda: sampler.load_state_dict(state["sampler"]), self._device)
+            self._next_iteration = None
         self.candidates.load_state_dict(state)
-
-    def _load_sampler(self, state: Mapping[str, Any]) -> None:
-        assert self.sampler is not None
-        error: HydraConfigError | None = None
-        try:
-            self.sampler.load_state_dict(state)
-        except HydraConfigError as caught:
-            error = caught
-        raise_together(error, self._device)
-        self._next_iteration = None
 
     def mark_trained(self, iteration: int) -> None:
         """The weights have seen `iteration`: a checkpoint continues after it; not collective."""

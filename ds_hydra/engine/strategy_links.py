@@ -30,7 +30,7 @@ from ds_hydra.engine.transfer.slices import (
     Slices,
     gradient_numel,
     held_numel,
-    passing_numels,
+    slot_numels,
 )
 from ds_hydra.engine.transfer.stream_plan import (
     StageStreams,
@@ -220,9 +220,9 @@ class StrategyLinks:
         """
         link = self.of(strategy)
         self._forget_failed()
-        skip_frozen = self._frozen is not None and self._frozen.may_skip(strategy)
-        if self._frozen is not None and not skip_frozen:
-            self._frozen.pulled(strategy)
+        pull = link.pull
+        if self._frozen is not None:
+            pull = self._frozen.choose(strategy, link.pull, link.pull_trained)
         shards_P = self.shards_P()
         slices = Slices(
             self.stage_model.specs,
@@ -234,7 +234,7 @@ class StrategyLinks:
         session = LinkSession(
             self.thread,
             self.clock,
-            pull=(self.pull_link, link.pull_trained if skip_frozen else link.pull),
+            pull=(self.pull_link, pull),
             push=(self.push_link, link.push),
             shards_P=shards_P,
             slices=slices,
@@ -299,7 +299,10 @@ class StrategyLinks:
         if self._frozen is not None:
             self._frozen.forget()  # what is copied takes the pool's memory
         self._forget_failed()
-        across = self._skip_frozen(plan.strategy, link.across)
+        across = link.across
+        if (keeper := self._frozen_at_home) is not None:
+            pull = keeper.choose(plan.strategy, across.pull, across.pull_trained)
+            across = replace(across, pull=pull)
         slices = Slices(
             specs,
             link.buckets,
@@ -366,18 +369,6 @@ class StrategyLinks:
             push=(self.push_link, push),
         )
 
-    def _skip_frozen(self, strategy: Strategy, across: AcrossHosts) -> AcrossHosts:
-        """`across` without what homes have already got of other hosts. Collective over all
-        ranks.
-        """
-        keeper = self._frozen_at_home
-        if keeper is None:
-            return across
-        if keeper.may_skip(strategy):
-            return replace(across, pull=across.pull_trained)
-        keeper.pulled(strategy)
-        return across
-
     def _stream_memory_of(
         self, buckets: RankBuckets, streams: StageStreams, across: AcrossHosts
     ) -> LinkMemory:
@@ -427,7 +418,7 @@ class StrategyLinks:
         return LinkMemory(
             slice_bytes=held_numel(specs, buckets, slot_of) * itemsize,
             gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in kept) * 4
-            + sum(passing_numels(specs, buckets, slot_of).values()) * itemsize,
+            + sum(slot_numels(gradient_numel, specs, buckets, slot_of).values()) * itemsize,
             window_bytes=self._window_bytes(pull, push),
             relayed_bytes=max(pull.relayed_elements * itemsize, push.relayed_elements * 4),
         )

@@ -17,7 +17,11 @@ _MAX_TIPS = 4096
 
 
 def draw_experts(runs: Sequence[Run]) -> list[Markup]:
-    """A map of layers and experts, and the imbalance over iterations, for each run."""
+    """A map of layers and experts, and the imbalance over iterations, for each run; nothing where
+    none traced experts.
+    """
+    if not any(trace.expert_tokens for run in runs for trace in run.traces.values()):
+        return []
     imbalances = [
         [(r.iteration, r.expert_imbalance) for r in run.records if not isnan(r.expert_imbalance)]
         for run in runs

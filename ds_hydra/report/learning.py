@@ -53,9 +53,11 @@ def scheme_errors(records: Sequence[IterationRecord]) -> list[SchemeError]:
 
 
 def draw_learned(runs: Sequence[Run]) -> list[Markup]:
-    """Factors over iterations, with what trials cost, for each run."""
-    x = iteration_axis(runs)
+    """Factors over iterations, with what trials cost, for each run; nothing where none learned."""
     names = _names(runs)
+    if not names:
+        return []
+    x = iteration_axis(runs)
     values = [
         r.learned[name] for run in runs for r in run.records for name in names & r.learned.keys()
     ]

@@ -4,7 +4,7 @@ simulation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import isnan
@@ -50,27 +50,6 @@ class Choice:
 def render_runs(runs: Sequence[Run]) -> str:
     """The page of one run, or of two or more side by side."""
     names = _distinct_names(runs)
-    learned, experts = [], []
-    if any(record.learned for run in runs for record in run.records):
-        learned.append(
-            Section(
-                "learned",
-                "What was learned of the profile",
-                "Factors that multiply the profile's times, known before each iteration; the eight that went farthest "
-                "from 1.",
-                draw_learned(runs),
-            )
-        )
-    if any(trace.expert_tokens for run in runs for trace in run.traces.values()):
-        experts.append(
-            Section(
-                "experts",
-                "Tokens of each expert",
-                "In the last traced iteration, over the mean of the layer; and the most chosen expert of the worst "
-                "layer.",
-                draw_experts(runs),
-            )
-        )
     return _render(
         title=" and ".join(names),
         names=names,
@@ -78,69 +57,9 @@ def render_runs(runs: Sequence[Run]) -> str:
         notes=[list(run.notes) for run in runs],
         figures=_figures(runs),
         sections=[
-            Section(
-                "loss",
-                "Loss",
-                "Mean over the label tokens of each iteration.",
-                charts.draw_losses(runs),
-            ),
-            Section(
-                "throughput",
-                "Tokens per second",
-                "Tokens of sequences; no padding is counted, and none is computed.",
-                charts.draw_throughputs(runs),
-            ),
-            Section(
-                "strategies",
-                "Strategy of each iteration",
-                "A column per iteration; the legend says when each strategy was used.",
-                strip.draw_strategies(runs),
-            ),
-            Section(
-                "shares",
-                "Where the time went",
-                "All iterations together, averaged over ranks.",
-                charts.draw_shares(runs),
-            ),
-            Section(
-                "scatter",
-                "Predicted and measured time of each pipeline",
-                "Forward and backward of all micro-batches; above the line it took longer than planned.",
-                charts.draw_scatter(runs),
-            ),
-            Section(
-                "errors",
-                "Error of the prediction",
-                "Above zero it took longer than planned.",
-                charts.draw_errors(runs),
-            ),
-            *learned,
-            Section(
-                "gantt",
-                "Timeline of an iteration",
-                "A row per stage. Numbers are micro-batches. The plan predicts forwards and backwards; they are "
-                "drawn from where the first measured forward began.",
-                [_gantts(run, str(index)) for index, run in enumerate(runs)],
-            ),
-            Section(
-                "lengths",
-                "Lengths of the sequences",
-                "Short sequences are many, long ones hold the tokens; a scheme fits no micro-batch above its MaxLen.",
-                charts.draw_lengths(runs),
-            ),
-            Section(
-                "memory",
-                "Memory of each rank",
-                "Most that was used so far: on a GPU what was allocated, on a CPU what the process grew by.",
-                charts.draw_memory(runs),
-            ),
-            *experts,
-            Section(
-                "slowest",
-                "Slowest iterations, and why",
-                "Compared with the median of the run.",
-                [_slowest_table(run) for run in runs],
-            ),
+            Section(key, title, hint, panels)
+            for key, title, hint, draw in _SECTIONS
+            if (panels := draw(runs))
         ],
     )
 
@@ -185,12 +104,7 @@ def render_simulation(timelines: Sequence[Timeline], *, title: str, subtitle: st
             ("bubble", [f"{median(bubbles):.1%}"]),
         ],
         sections=[
-            Section(
-                "strategies",
-                "Strategy of each iteration",
-                "A column per iteration; the legend says when each strategy was used.",
-                [strip.draw_strip(used, strip.strategy_colors(names))],
-            ),
+            Section(*_STRATEGIES, [strip.draw_strip(used, strip.strategy_colors(names))]),
             Section(
                 "gantt",
                 "Timeline of an iteration",
@@ -314,6 +228,10 @@ def _duration(seconds: float) -> str:
     return f"{minutes:,.0f} min" if minutes < 120 else f"{minutes / 60:,.1f} h"
 
 
+def _draw_gantts(runs: Sequence[Run]) -> list[Markup]:
+    return [_gantts(run, str(index)) for index, run in enumerate(runs)]
+
+
 def _gantts(run: Run, key: str) -> Markup:
     choices = []
     for iteration, why in _choose_iterations(run).items():
@@ -366,7 +284,40 @@ def _selector(choices: Sequence[Choice], key: str) -> Markup:
     return Markup(_environment().get_template("selector.html.j2").render(choices=choices, key=key))
 
 
-def _slowest_table(run: Run) -> Markup:
-    return Markup(
-        _environment().get_template("slowest.html.j2").render(slowest=find_slowest(run.records))
-    )
+def _draw_slowest(runs: Sequence[Run]) -> list[Markup]:
+    template = _environment().get_template("slowest.html.j2")
+    return [Markup(template.render(slowest=find_slowest(run.records))) for run in runs]
+
+
+_STRATEGIES = ("strategies", "Strategy of each iteration",
+               "A column per iteration; the legend says when each strategy was used.")  # fmt: skip
+
+_SECTIONS: tuple[tuple[str, str, str, Callable[[Sequence[Run]], Sequence[Markup]]], ...] = (
+    ("loss", "Loss", "Mean over the label tokens of each iteration.", charts.draw_losses),
+    ("throughput", "Tokens per second", "Tokens of sequences; no padding is counted, and none is computed.",
+     charts.draw_throughputs),
+    (*_STRATEGIES, strip.draw_strategies),
+    ("shares", "Where the time went", "All iterations together, averaged over ranks.", charts.draw_shares),
+    ("scatter", "Predicted and measured time of each pipeline",
+     "Forward and backward of all micro-batches; above the line it took longer than planned.",
+     charts.draw_scatter),
+    ("errors", "Error of the prediction", "Above zero it took longer than planned.", charts.draw_errors),
+    ("learned", "What was learned of the profile",
+     "Factors that multiply the profile's times, known before each iteration; the eight that went farthest from 1.",
+     draw_learned),
+    ("gantt", "Timeline of an iteration",
+     "A row per stage. Numbers are micro-batches. The plan predicts forwards and backwards; they are drawn from where "
+     "the first measured forward began.",
+     _draw_gantts),
+    ("lengths", "Lengths of the sequences",
+     "Short sequences are many, long ones hold the tokens; a scheme fits no micro-batch above its MaxLen.",
+     charts.draw_lengths),
+    ("memory", "Memory of each rank",
+     "Most that was used so far: on a GPU what was allocated, on a CPU what the process grew by.",
+     charts.draw_memory),
+    ("experts", "Tokens of each expert",
+     "In the last traced iteration, over the mean of the layer; and the most chosen expert of the worst layer.",
+     draw_experts),
+    ("slowest", "Slowest iterations, and why", "Compared with the median of the run.", _draw_slowest),
+)  # fmt: skip
+"""Of the page of runs: key, title, hint, and what draws a panel for each run, or none at all."""

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import ds_hydra
@@ -263,12 +262,7 @@ class BackgroundPlanner:
     def __enter__(self) -> BackgroundPlanner:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 

@@ -147,9 +147,7 @@ def read_latency(
         )
     if model.get("schema") == PROFILE_SCHEMA:
         return _latency_in(Profile.from_json(model, source=source))
-    path = find_file("hardware", hardware)
-    described = Hardware.from_json(read_json_object(path), source=str(path))
-    return predict_latency(describe_model(model, source)[0], described, _ONE_RANK)
+    return predict_latency(describe_model(model, source)[0], Hardware.load(hardware), _ONE_RANK)
 
 
 def _latency_in(profile: Profile) -> LatencyModel:

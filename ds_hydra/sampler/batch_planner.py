@@ -34,11 +34,7 @@ from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
 from ds_hydra.sampler.schedule import FloatArray, IntArray, makespan_ms
-from ds_hydra.strategy.profiles.corrections import (
-    NO_CORRECTIONS,
-    UNKNOWN,
-    Corrections,
-)
+from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.link_times import NO_LINKS
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -70,13 +66,8 @@ class BatchPlanner:
         settings: PlannerSettings,
         corrections: Corrections = NO_CORRECTIONS,
     ) -> None:
-        self.batch, self.profile, self.num_devices, self.settings = (
-            batch,
-            profile,
-            num_devices,
-            settings,
-        )
-        self.corrections = corrections
+        self.batch, self.profile, self.num_devices = batch, profile, num_devices
+        self.settings, self.corrections = settings, corrections
         lengths = np.array(batch.lengths, dtype=np.int64)
         if lengths.size and lengths.min() < 1:
             raise HydraConfigError(
@@ -190,17 +181,13 @@ class BatchPlanner:
         problem = self._problem(strategy, self.lengths[step.members], factors)
         micro_batches = np.zeros_like(assignment)
         candidate = CandidatePlan(
-            strategy,
-            problem,
-            self.order[step.members],
-            0.0,
-            assignment,
-            micro_batches,
-            pack_pipelines(problem, assignment, micro_batches),
-            palette.link,
-            0.0,
-            UNKNOWN,
-            np.inf,
+            strategy=strategy,
+            problem=problem,
+            order=self.order[step.members],
+            assignment=assignment,
+            micro_batches=micro_batches,
+            value=pack_pipelines(problem, assignment, micro_batches),
+            link=palette.link,
         )
         self._finish_micro_batches(candidate)
         return candidate
@@ -237,33 +224,22 @@ class BatchPlanner:
         """`strategy` dispatched, without a bound; and the estimate of its time."""
         factors = self.corrections.pipeline_factors(strategy)
         problem = self._problem(strategy, self.lengths, factors)
-        assignment, micro_batches = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
-        estimate = dispatch_trials(
-            problem, self.settings.num_trials, self.settings.seed, assignment
-        )
-        value = np.full(len(strategy.schemes), np.inf)
-        link = self.settings.link_times.get(strategy, NO_LINKS)
-        least = self._least_link_ms(strategy)
-        correction = self.corrections.of(strategy)
-        candidate = CandidatePlan(
-            strategy,
-            problem,
-            self.order,
-            0.0,
-            assignment,
-            micro_batches,
-            value,
-            link,
-            least,
-            correction,
-            np.inf,
-        )
-        return candidate, estimate
-
-    def _least_link_ms(self, strategy: Strategy) -> float:
         link = self.settings.link_times.get(strategy, NO_LINKS)
         num_stages = min(scheme.pp for scheme in dict.fromkeys(strategy.schemes))
-        return (link.pull_ms + link.push_ms) / max(1, self._num_buckets // num_stages)
+        num_rounds = max(1, link.num_buckets(self._num_buckets) // num_stages)
+        candidate = CandidatePlan(
+            strategy=strategy,
+            problem=problem,
+            order=self.order,
+            assignment=np.zeros_like(self.lengths),
+            micro_batches=np.zeros_like(self.lengths),
+            value=np.full(len(strategy.schemes), np.inf),
+            link=link,
+            least_link_ms=(link.pull_ms + link.push_ms) / num_rounds,
+            correction=self.corrections.of(strategy),
+        )
+        num_trials, seed = self.settings.num_trials, self.settings.seed
+        return candidate, dispatch_trials(problem, num_trials, seed, candidate.assignment)
 
     @property
     def _num_buckets(self) -> int:
@@ -274,11 +250,8 @@ class BatchPlanner:
         """Plans `candidate`; searches longer where it can still beat `best_ms`, the best one so
         far.
         """
-        problem, assignment, micro_batches = (
-            candidate.problem,
-            candidate.assignment,
-            candidate.micro_batches,
-        )
+        problem, assignment = candidate.problem, candidate.assignment
+        micro_batches = candidate.micro_batches
         num_steps = self.settings.max_refine_steps
         enough_ms = candidate.lower_bound_ms * (1 + self.settings.enough_gap)
         estimate = improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
@@ -310,11 +283,8 @@ class BatchPlanner:
         """Puts the packed micro-batches in the order that hides pull and push, and counts what is
         left of them.
         """
-        problem, assignment, micro_batches = (
-            candidate.problem,
-            candidate.assignment,
-            candidate.micro_batches,
-        )
+        problem, assignment = candidate.problem, candidate.assignment
+        micro_batches = candidate.micro_batches
         order_micro_batches(problem, assignment, micro_batches)
         link = candidate.link
         candidate.iteration_ms = iteration_ms(
@@ -324,7 +294,7 @@ class BatchPlanner:
             candidate.value,
             link.pull_ms,
             link.push_ms,
-            self._num_buckets,
+            link.num_buckets(self._num_buckets),
         )
         candidate.iteration_ms += self._lockstep_ms(candidate) + candidate.correction.outside_ms
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ds_hydra.sampler.problem import DispatchProblem
 from ds_hydra.sampler.schedule import FloatArray, IntArray
-from ds_hydra.strategy.profiles.corrections import Correction
+from ds_hydra.strategy.profiles.corrections import UNKNOWN, Correction
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.schemes.scheme import Strategy
 
@@ -18,7 +18,7 @@ _HOPE = 1.5
 """Standard deviations by which a strategy that is tried may be faster than expected."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class CandidatePlan:
     """One strategy, and once it is planned where its sequences are (in sorted order)."""
 
@@ -26,17 +26,17 @@ class CandidatePlan:
     problem: DispatchProblem
     order: IntArray
     """Where its sequences are in the mini-batch."""
-    lower_bound_ms: float
+    lower_bound_ms: float = 0.0
     assignment: IntArray
     micro_batches: IntArray
     value: FloatArray
     """Time of each pipeline."""
     link: LinkTimes
-    least_link_ms: float
+    least_link_ms: float = 0.0
     """What pull and push add to propagation at least."""
-    correction: Correction
+    correction: Correction = UNKNOWN
     """What measured times say of the strategy."""
-    iteration_ms: float
+    iteration_ms: float = np.inf
     """Time of the slowest pipeline with pull and push, inf before the strategy is planned."""
 
     @property

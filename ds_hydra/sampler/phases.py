@@ -25,6 +25,8 @@ from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.neighbours import num_cuts
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
+_MANY = 16
+"""Equal sequences of a full micro-batch, for which a second palette is put together."""
 MAX_CUTS = 2000
 """Ways to cut the ranks that are tried; 64 ranks have 1,828."""
 
@@ -50,11 +52,10 @@ class Palette(NamedTuple):
         """Tokens of the longest sequence that a group holds."""
         return max(self.max_len_tokens)
 
-    @property
-    def per_token_ms(self) -> float:
-        """Of a full micro-batch of the smallest scheme."""
-        held = self.max_len_tokens[0]
-        return self.latency[0].micro_batch_ms([held]) / held
+    def per_token_ms(self, num_sequences: int) -> float:
+        """Of a full micro-batch of so many equal sequences on the smallest scheme."""
+        lengths = [max(1, self.max_len_tokens[0] // num_sequences)] * num_sequences
+        return self.latency[0].micro_batch_ms(lengths) / sum(lengths)
 
     def least_link_ms(self, num_buckets: int) -> float:
         """What pull and push add to a step at least, one by one in so many buckets; 0: as one."""
@@ -70,13 +71,14 @@ def find_palettes(
     links_of: Callable[[Strategy], LinkTimes],
     factor_of: Callable[[Strategy], float] = lambda _: 1.0,
 ) -> list[Palette]:
-    """What may be put together of `schemes`, one palette for each number of checkpointed layers.
+    """What may be put together of `schemes`, one or two palettes for each number of checkpointed
+    layers.
 
-    For each number of ranks it has the scheme that is fastest for the micro-batches it holds; the
-    widest ones where all have too many cuts. `max_len_tokens` of a scheme in a strategy;
-    `factor_of` a strategy of one scheme: what measured times make of T.
+    For each number of ranks they have the scheme that is fastest for one sequence as long as it
+    holds, or for `_MANY` short ones; the widest ones where all have too many cuts. `max_len_tokens`
+    of a scheme in a strategy; `factor_of` a strategy of one scheme: what measured times make of T.
     """
-    of_ckpt: dict[int, dict[int, Palette]] = {}
+    of_kind: dict[tuple[int, int], dict[int, Palette]] = {}
     for scheme in dict.fromkeys(schemes):
         number, rest = divmod(num_devices, scheme.num_devices)
         if not scheme.gather or scheme.pp > 1 or scheme.ep > 1 or rest:
@@ -85,12 +87,13 @@ def find_palettes(
         factor, held = factor_of(alike), max_len_tokens(scheme, alike)
         latency = profile.get_latency(scheme).scaled(factor)
         one = Palette((scheme,), (latency,), (factor,), (held,), links_of(alike))
-        of_size = of_ckpt.setdefault(scheme.ckpt, {})
-        other = of_size.get(scheme.num_devices)
-        if held > 0 and (other is None or one.per_token_ms < other.per_token_ms):
-            of_size[scheme.num_devices] = one
+        for count in (1, _MANY):
+            of_size = of_kind.setdefault((scheme.ckpt, count), {})
+            other = of_size.get(scheme.num_devices)
+            if held > 0 and (other is None or one.per_token_ms(count) < other.per_token_ms(count)):
+                of_size[scheme.num_devices] = one
     found = []
-    for of_size in of_ckpt.values():
+    for of_size in of_kind.values():
         sizes = [n for n in sorted(of_size) if all(not (m % n and n % m) for m in of_size)]
         while sizes and num_cuts(num_devices, tuple(sizes)) > MAX_CUTS:
             sizes = sizes[1:]
@@ -105,7 +108,7 @@ def find_palettes(
                     max((one.link for one in ones), key=_total_ms),
                 )
             )
-    return found
+    return list({palette.schemes: palette for palette in found}.values())
 
 
 def _total_ms(link: LinkTimes) -> float:

@@ -42,14 +42,8 @@ def plan_iteration(
     Raises InfeasiblePlanError if a sequence fits on no pipeline of any strategy, HydraConfigError
     if a strategy needs more devices than there are or a scheme that was not profiled.
     """
-    return plan_with_time(
-        batch,
-        strategies=strategies,
-        profile=profile,
-        num_devices=num_devices,
-        settings=settings,
-        corrections=corrections,
-    )[0]
+    planner = BatchPlanner(batch, profile, num_devices, settings, corrections)
+    return planner.plan(_check_strategies(strategies, num_devices))[0]
 
 
 def plan_with_time(

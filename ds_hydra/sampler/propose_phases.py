@@ -81,23 +81,25 @@ def propose_phases(
 
 
 def _palettes(profile: Profile, settings: PhaseSettings) -> dict[int, tuple[Strategy, ...]]:
-    """Strategies of one scheme, one for each number of ranks, by checkpointed layers."""
+    """Strategies of one scheme, one for each number of ranks, by number."""
     number, layers = settings.num_devices, profile.memory.num_layers
     gathered = [s for s in profile.latency if s.gather and not s.ckpt and profile.memory.knows(s)]
     is_checkpointed = bool(profile.document.get("activation_checkpointing"))
-    found = {}
+    found: dict[int, tuple[Strategy, ...]] = {}
     for step in [0] if is_checkpointed else range(_CKPT_STEPS + 1):
         ckpt = -(-layers * step // _CKPT_STEPS)
         schemes = [s for s in (replace(s, ckpt=ckpt) for s in gathered) if settings.can_run(s)]
-        palettes = find_palettes(
+        made_of = find_palettes(
             schemes,
             profile,
             number,
             max_len_tokens=lambda scheme, _: profile.max_len_tokens(scheme, number),
             links_of=lambda _: NO_LINKS,
         )
-        for palette in palettes:
-            found[ckpt] = tuple(Strategy((s,) * (number // s.num_devices)) for s in palette.schemes)
+        for palette in made_of:
+            found[len(found)] = tuple(
+                Strategy((s,) * (number // s.num_devices)) for s in palette.schemes
+            )
     return found
 
 

@@ -16,7 +16,6 @@ from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 BoolArray = NDArray[np.bool_]
@@ -38,11 +37,8 @@ class Screen:
         *,
         num_trials: int = 1,
         seed: int = 0,
-        forward_fraction: float = FORWARD_FRACTION,
-        is_exact: bool = True,
     ) -> None:
         self._num_trials, self._seed = num_trials, seed
-        self._forward_fraction, self._is_exact = forward_fraction, is_exact
         placed = dict.fromkeys(scheme for strategy in strategies for scheme in strategy.schemes)
         schemes: list[Scheme] = []
         for gathers in (False, True):  # a strategy has one kind
@@ -68,12 +64,7 @@ class Screen:
         lengths = np.sort(np.array(batch.lengths, dtype=np.int64))[::-1]
         found = np.zeros(self._counts.shape[0])
         if lengths.size and found.size:
-            every = make_problem(
-                lengths,
-                self._kinds,
-                forward_fraction=self._forward_fraction,
-                is_exact=self._is_exact,
-            )
+            every = make_problem(lengths, self._kinds)
             _screen(
                 every,
                 self._counts,

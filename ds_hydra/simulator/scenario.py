@@ -138,6 +138,8 @@ class Scenario:
             return NO_LINKS
         times = self.cluster.link_times(strategy, is_fully_sharded=is_fully_sharded)
         share = 1.0 if self.seen is None else self.seen
+        if self.seen is not None and strategy.gathers:  # on top of every micro-batch already
+            share = 0.0
         return replace(times, pull_ms=share * times.pull_ms, push_ms=share * times.push_ms)
 
     def simulate(self, plan: IterationPlan) -> Simulation:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from ds_hydra.engine.checkpointing.files import put_in_place, restore_replaced
+from ds_hydra.engine.checkpointing.files import do_together, put_in_place, restore_replaced
 from ds_hydra.engine.ranks.agreement import raise_together
-from ds_hydra.errors import CheckpointError
 
 
 @contextlib.contextmanager
@@ -26,7 +25,7 @@ def written_aside(folder: Path, *, commits: bool, device: torch.device) -> Itera
     Errors of writing are raised on all ranks as CheckpointError, and then nothing has changed.
     """
     aside = folder.with_name(f".saving-{folder.name}")
-    _together(lambda: _make_anew(aside) if commits else None, device)
+    do_together(lambda: _make_anew(aside) if commits else None, device)
     error: Exception | None = None
     try:
         yield aside
@@ -34,7 +33,7 @@ def written_aside(folder: Path, *, commits: bool, device: torch.device) -> Itera
         error = caught
     try:
         raise_together(error, device)
-        _together(lambda: put_in_place(aside, folder) if commits else None, device)
+        do_together(lambda: put_in_place(aside, folder) if commits else None, device)
     except Exception:
         if commits:
             shutil.rmtree(aside, ignore_errors=True)
@@ -45,7 +44,7 @@ def restore_checkpoints(output_dir: Path, *, commits: bool, device: torch.device
     """Put back what a crash has left between the two renames of a checkpoint that was written
     again. Collective over all ranks.
     """
-    _together(lambda: restore_replaced(output_dir) if commits else None, device)
+    do_together(lambda: restore_replaced(output_dir) if commits else None, device)
 
 
 def _make_anew(aside: Path) -> None:
@@ -54,12 +53,3 @@ def _make_anew(aside: Path) -> None:
     if aside.exists():  # what a crash left
         shutil.rmtree(aside)
     aside.mkdir()
-
-
-def _together(action: Callable[[], None], device: torch.device) -> None:
-    error: Exception | None = None
-    try:
-        action()
-    except OSError as caught:
-        error = CheckpointError(f"{caught}; the checkpoint before it, if any, is as it was")
-    raise_together(error, device)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from ds_hydra.engine.ranks.agreement import gather_rows, raise_together
+from ds_hydra.engine.ranks.agreement import gather_rows, run_together
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.batches import SamplerState, TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
@@ -196,17 +196,9 @@ def draw_rows(sampler: Any, num_rows: int, device: torch.device) -> tuple[list[i
     Found by drawing twice: where only the order differs, the rows are sorted. Raises
     HydraConfigError on all ranks for rows that differ between draws or ranks.
     """
-    rows: list[int] = []
-    is_ordered, error = True, None
-    try:
-        rows, is_ordered = _draw_twice(sampler, num_rows)
-    except HydraConfigError as caught:
-        error = caught
     if not dist.is_initialized():
-        if error is not None:
-            raise error
-        return rows, is_ordered
-    raise_together(error, device)
+        return _draw_twice(sampler, num_rows)
+    rows, is_ordered = run_together(lambda: _draw_twice(sampler, num_rows), device)
     digest = zlib.crc32(np.asarray([is_ordered, *rows]).tobytes())
     digests = gather_rows(torch.tensor([len(rows), digest], device=device))
     if differing := (digests != digests[0]).any(dim=1).nonzero().flatten().tolist():

@@ -17,6 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_hydra.engine.checkpointing.files import (
     HydraCheckpointEngine,
     Saving,
+    do_together,
     only_weights,
     read_tensors,
     verify,
@@ -34,7 +35,7 @@ from ds_hydra.engine.checkpointing.tags import (
 )
 from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together
 from ds_hydra.engine.ranks.watchdog import watch
-from ds_hydra.errors import CheckpointError, HydraError
+from ds_hydra.errors import CheckpointError
 
 if TYPE_CHECKING:
     from ds_hydra.engine.runtime import HydraRuntime
@@ -265,16 +266,8 @@ class CheckpointingEngine(DeepSpeedEngine):
         return broadcast_text(found or [""], 0, self.device)[0] or None
 
     def _together(self, action: Callable[[], Any] | None) -> None:
-        """Run what this rank has to do with files, if anything; an error is raised on all ranks."""
-        error: Exception | None = None
-        try:
-            if action is not None:
-                action()
-        except HydraError as caught:
-            error = caught
-        except OSError as caught:
-            error = CheckpointError(f"{caught}; the checkpoint before it, if any, is as it was")
-        raise_together(error, self.device)
+        """`do_together` what this rank has to do, if anything."""
+        do_together(action or (lambda: None), self.device)
 
     def _configure_checkpointing(self) -> None:
         super()._configure_checkpointing()

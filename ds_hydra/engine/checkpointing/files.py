@@ -36,6 +36,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ds_hydra.engine.checkpointing.tags import REPLACED_PREFIX, check_new_tag
+from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.errors import CheckpointError
 from ds_hydra.version import __version__
 
@@ -375,6 +376,23 @@ def only_weights() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def do_together(action: Callable[[], Any], device: torch.device) -> None:
+    """Run `action`, which works on files of a checkpoint; its error is raised on all ranks.
+
+    Collective over all ranks.
+    """
+
+    def do() -> None:
+        try:
+            action()
+        except OSError as error:
+            raise CheckpointError(
+                f"{error}; the checkpoint before it, if any, is as it was"
+            ) from error
+
+    run_together(do, device)
 
 
 def _hash_file(path: Path) -> str:

@@ -19,7 +19,7 @@ from ds_hydra.engine.checks.deepspeed_section import (
     check_deepspeed,
     dtype_of,
 )
-from ds_hydra.engine.checks.estimate import estimate_profile, load_hardware
+from ds_hydra.engine.checks.estimate import estimate_profile
 from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
 from ds_hydra.engine.model.attention import find_softcap_problem
 from ds_hydra.engine.model.meta_model import load_model_config
@@ -42,6 +42,7 @@ from ds_hydra.sampler.candidates import (
     with_estimates_of,
 )
 from ds_hydra.strategy import Profile, Scheme, Strategy
+from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
@@ -73,10 +74,8 @@ def check_config(request: CheckRequest) -> ConfigReport:
             report.problems.append(str(error))
             return report
         check_deepspeed(request, ds_config, report)
-    report.context_length, report.tokens_per_iteration = (
-        hydra.context_length,
-        hydra.tokens_per_iteration,
-    )
+    report.context_length = hydra.context_length
+    report.tokens_per_iteration = hydra.tokens_per_iteration
     try:
         _Budget(request, ds_config, hydra, report).fill()
     except HydraError as error:
@@ -208,12 +207,7 @@ class _Budget:
             )
 
     def _can_run(self, scheme: Scheme) -> bool:
-        try:
-            if self._stage_model is not None:
-                self._stage_model.check_scheme(scheme)
-        except HydraError:
-            return False
-        return True
+        return self._stage_model is None or self._stage_model.can_run(scheme)
 
     def _find_profile(self, given: Sequence[Strategy]) -> Profile | None:
         report, hydra = self._report, self._hydra
@@ -238,7 +232,7 @@ class _Budget:
                     "--model and --device for an estimate"
                 )
                 return None
-            hardware = load_hardware(self._request.device)
+            hardware = Hardware.load(self._request.device)
             known = estimate_profile(
                 self._stage_model,
                 hardware,

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from transformers import PretrainedConfig
 
-from ds_hydra.configs import HydraConfig, find_file
-from ds_hydra.configs.files import read_json_object
+from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.profile_document import state_memory
-from ds_hydra.errors import HydraError
-from ds_hydra.strategy import Profile, Scheme
+from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_profile
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
 from ds_hydra.strategy.proposal.estimate import describe_model, shared_experts
-
-
-def load_hardware(name: str) -> Hardware:
-    """The shipped hardware of that name, or a `ds_hydra.hardware/1` file."""
-    path = find_file("hardware", name)
-    return Hardware.from_json(read_json_object(path), source=str(path))
 
 
 def estimate_profile(
@@ -36,7 +28,7 @@ def estimate_profile(
         {**config.to_dict(), "vocab_size": stage_model.vocab_size}, config.model_type
     )
     wanted = (*power_of_two_schemes(num_devices), *shared_experts(shape, heads, num_devices))
-    schemes = [s for s in wanted if _check_quietly(stage_model, s)]
+    schemes = [scheme for scheme in wanted if stage_model.can_run(scheme)]
     layers = stage_model.num_layers
 
     def activation_bytes(tp: int) -> float:
@@ -59,11 +51,3 @@ def estimate_profile(
     )
     document["tp_sequence_parallel"] = hydra.tp_sequence_parallel
     return Profile.from_json(document)
-
-
-def _check_quietly(stage_model: StageModel, scheme: Scheme) -> bool:
-    try:
-        stage_model.check_scheme(scheme)
-    except HydraError:
-        return False
-    return True

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ds_hydra.configs import find_file, list_files
-from ds_hydra.configs.files import read_json_object
+from ds_hydra.configs import list_files
 from ds_hydra.engine.doctor.findings import Finding, Status
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.engine.ranks.hosts import Hosts
@@ -32,10 +31,7 @@ def find_hardware(name: str | None, device: torch.device, device_name: str) -> H
         known = list_files("hardware")
         said = device_name.lower() if device.type != "cpu" else "cpu"
         name = next((n for n in sorted(known, reverse=True) if n in said), None)
-    if name is None:
-        return None
-    path = find_file("hardware", name)
-    return Hardware.from_json(read_json_object(path), source=str(path))
+    return None if name is None else Hardware.load(name)
 
 
 def check_links(

@@ -62,7 +62,7 @@ from ds_hydra.engine.parallel.tensor_parallel import (
 )
 from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
 from ds_hydra.engine.transfer.stream_plan import StageStreams, Window, copied_params
-from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import coordinates
 from ds_hydra.zero_link import Bucket, RankBuckets, SliceRef
@@ -176,6 +176,14 @@ class StageModel:
     def hidden_size(self) -> int:
         """Width of the activations that stages exchange."""
         return int(self._base.config.hidden_size)
+
+    def can_run(self, scheme: Scheme) -> bool:
+        """Whether `check_scheme` passes."""
+        try:
+            self.check_scheme(scheme)
+        except HydraConfigError:
+            return False
+        return True
 
     def check_scheme(self, scheme: Scheme) -> None:
         """Raise HydraConfigError where this model cannot run under `scheme`, naming degrees that

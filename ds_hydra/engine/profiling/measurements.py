@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.configs.files import read_json_object
-from ds_hydra.engine.ranks.agreement import broadcast_text, raise_together
+from ds_hydra.engine.ranks.agreement import broadcast_text, run_together
 from ds_hydra.errors import HydraConfigError
 
 _SCHEMA = "ds_hydra.measurements/1"
@@ -47,13 +47,11 @@ class Measurements:
         cannot be read or belongs to something else, naming what differs.
         """
         path = path if dist.get_rank() == 0 else None
-        found: dict[str, float] = {}
-        error = None
-        try:
-            found = _read(path, identity) if path is not None and path.exists() else {}
-        except HydraConfigError as caught:
-            error = caught
-        raise_together(error, device)
+
+        def read() -> dict[str, float]:
+            return _read(path, identity) if path is not None and path.exists() else {}
+
+        found = run_together(read, device)
         (text,) = broadcast_text([json.dumps(found)], 0, device)
         return cls(json.loads(text), path=path, identity=identity)
 

@@ -31,8 +31,8 @@ from ds_hydra.engine.profiling.rehearsal import side_by_side
 from ds_hydra.engine.profiling.slice_profiler import profile_slices
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.accelerator_settings import prepare_accelerator
-from ds_hydra.engine.ranks.agreement import raise_together
-from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
+from ds_hydra.engine.ranks.agreement import run_together
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import Topology
 from ds_hydra.strategy.proposal.candidates import fitting_schemes
@@ -92,14 +92,9 @@ def run_profile(
     dtype = DTYPES[
         request.dtype or ("fp32" if get_accelerator().device_name() == "cpu" else "bf16")
     ]
-    prepared, error = None, None
-    try:
-        prepared = _prepare(request, dtype, device, num_ranks)
-    except HydraError as caught:
-        error = caught
-    raise_together(error, device)
-    assert prepared is not None
-    model_config, stage_model, schemes = prepared
+    model_config, stage_model, schemes = run_together(
+        lambda: _prepare(request, dtype, device, num_ranks), device
+    )
     known = Measurements.open(
         resume_file, _identity(request, model_config, dtype, num_ranks, schemes), device
     )

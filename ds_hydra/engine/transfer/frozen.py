@@ -6,12 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import ParamSpec, RankBuckets, Region
+
+Pull = TypeVar("Pull")
 
 _CHUNK_WORDS = {"cpu": 2**17}
 """8-byte words digested at a time: on a CPU what its cache holds, elsewhere 32 MiB."""
@@ -74,23 +77,20 @@ class FrozenKeeper:
         self._frozen_P = frozen_P
         self._any_rank = any_rank
         self._strategy: Strategy | None = None
-        self._fingerprint: Tensor | None = None
+        self._fingerprint = torch.zeros(0)
 
-    def may_skip(self, strategy: Strategy) -> bool:
-        """Whether the frozen slices of `strategy` are in the pool and no rank's shards have changed
-        since.
+    def choose(self, strategy: Strategy, pull: Pull, pull_trained: Pull) -> Pull:
+        """`pull_trained` where the frozen slices of `strategy` are in the pool and no rank's shards
+        have changed since; else `pull`, of all slices, into the pool now.
 
         Collective over all ranks, which have pulled the same strategies.
         """
-        if self._strategy != strategy or self._fingerprint is None:
-            return False
         now = fingerprint(self._frozen_P())
-        return not self._any_rank(not torch.equal(now, self._fingerprint))
-
-    def pulled(self, strategy: Strategy) -> None:
-        """All slices of `strategy` are being pulled into the pool."""
-        self._strategy = strategy
-        self._fingerprint = fingerprint(self._frozen_P())
+        is_same = self._strategy == strategy  # on every rank or on none
+        if is_same and not self._any_rank(not torch.equal(now, self._fingerprint)):
+            return pull_trained
+        self._strategy, self._fingerprint = strategy, now
+        return pull
 
     def forget(self) -> None:
         """The pool no longer holds what was pulled."""

@@ -26,8 +26,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
 
 from torch import Tensor
 
@@ -39,6 +37,7 @@ from ds_hydra.engine.transfer.link_session import (
     Flags,
     LinkThread,
     LinkTimes,
+    Spans,
 )
 from ds_hydra.engine.transfer.slices import Slices
 from ds_hydra.engine.transfer.stream_plan import STREAM_WINDOW, Window, plan_loads
@@ -158,8 +157,8 @@ class GatherSession:
         self._next = 0
         self._use = -1
         self._posting: Future[None] | None = None
-        self._work: dict[bool, list[tuple[Any, Any]]] = {False: [], True: []}
-        self._waits: list[tuple[Any, Any]] = []
+        self._work = {is_push: Spans(clock) for is_push in (False, True)}
+        self._waits = Spans(clock)
 
     def __enter__(self) -> GatherSession:
         self._start = self._clock.stamp()
@@ -167,12 +166,7 @@ class GatherSession:
             self._posting = self._thread.submit(self._post_all)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is None or self._posting is None:
             return
         self._left.abandon()
@@ -203,7 +197,7 @@ class GatherSession:
         """Computation is over: take part in the rounds that are left. Raises what the thread
         raised.
         """
-        waits, self._waits = self._waits, []
+        waits, self._waits = self._waits, Spans(self._clock)
         begin = self._clock.stamp()
         while self._use + 1 < len(self._rounds.uses):
             self._go_on()
@@ -211,28 +205,21 @@ class GatherSession:
         if self._posting is not None:
             self._posting.result()
         for work in self._work.values():
-            if work:
-                self._clock.wait_for(work[-1][1])
+            work.join()
         end = self._clock.stamp()
         self._clock.settle(end)
-        waited = sum(self._clock.ms_between(*interval) for interval in waits)
-        visible_push_ms = self._clock.ms_between(begin, end) if self._grads_P is not None else 0.0
-        pull_ms, push_ms = (
-            sum(self._clock.ms_between(*interval) for interval in self._work[is_push])
-            for is_push in (False, True)
-        )
+        has_push = self._grads_P is not None
         return LinkTimes(
-            pull_ms=pull_ms,
-            push_ms=push_ms,
-            visible_pull_ms=waited,
-            visible_push_ms=visible_push_ms,
+            pull_ms=self._work[False].total_ms(),
+            push_ms=self._work[True].total_ms(),
+            visible_pull_ms=waits.total_ms(),
+            visible_push_ms=self._clock.ms_between(begin, end) if has_push else 0.0,
         )
 
     def record(self, recorder: Recorder) -> None:
         """Hand the spans of all rounds to `recorder`; call after `finish`."""
-        for is_push, kind in ((False, EventKind.PULL), (True, EventKind.PUSH)):
-            for begin, end in self._work[is_push]:
-                recorder.add(kind, begin, end)
+        self._work[False].record(recorder, EventKind.PULL)
+        self._work[True].record(recorder, EventKind.PUSH)
 
     def _go_on(self) -> None:
         """Leave the present use for the next one."""
@@ -246,21 +233,19 @@ class GatherSession:
         if self._use >= 0:
             self._left.raise_flag(self._use)
         if self._posting is None:
-            begin = self._clock.stamp()
-            self._post_until(self._use)
-            self._waits.append((begin, self._clock.stamp()))
+            with self._waits.measure():
+                self._post_until(self._use)
 
     def _wait_for(self, number: int) -> None:
-        begin = self._clock.stamp()
-        if self._posting is None:
-            self._post_until(max(self._use - 1, -1))
-        try:
-            self._done.wait(number)
-        except Abandoned:
-            assert self._posting is not None
-            self._posting.result()
-            raise
-        self._waits.append((begin, self._clock.stamp()))
+        with self._waits.measure():
+            if self._posting is None:
+                self._post_until(max(self._use - 1, -1))
+            try:
+                self._done.wait(number)
+            except Abandoned:
+                assert self._posting is not None
+                self._posting.result()
+                raise
 
     def _post_until(self, use: int) -> None:
         """Every round that waits for `use`, or for less."""
@@ -309,4 +294,4 @@ class GatherSession:
         if has_bucket and round_.is_push:
             self._slices.expect_next(bucket)
         self._done.raise_flag(number)
-        self._work[round_.is_push].append((begin, self._clock.stamp()))
+        self._work[round_.is_push].add(begin, self._clock.stamp())

@@ -24,10 +24,9 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -78,6 +77,39 @@ class DeviceClock:
         if not self.has_streams:
             return float(end - begin) * 1e3
         return float(begin.elapsed_time(end))
+
+
+class Spans:
+    """Spans of one kind of work, in the streams of the threads that did it."""
+
+    def __init__(self, clock: DeviceClock):
+        self._clock = clock
+        self._spans: list[tuple[Any, Any]] = []
+
+    def add(self, begin: Any, end: Any) -> None:
+        """A span between two stamps."""
+        self._spans.append((begin, end))
+
+    @contextlib.contextmanager
+    def measure(self) -> Iterator[None]:
+        """The span of what happens inside; a block that raises has none."""
+        begin = self._clock.stamp()
+        yield
+        self.add(begin, self._clock.stamp())
+
+    def total_ms(self) -> float:
+        """Milliseconds of all spans, all of them over (`settle`)."""
+        return sum(self._clock.ms_between(begin, end) for begin, end in self._spans)
+
+    def join(self) -> None:
+        """Let the current stream go on only after the last span."""
+        if self._spans:
+            self._clock.wait_for(self._spans[-1][1])
+
+    def record(self, recorder: Recorder, kind: EventKind) -> None:
+        """Hand all spans to `recorder`."""
+        for begin, end in self._spans:
+            recorder.add(kind, begin, end)
 
 
 class LinkThread:
@@ -228,9 +260,7 @@ class LinkSession:
         self._pulled = Flags(num_buckets, clock)
         self._gradients = Flags(num_buckets if grads_P is not None else 0, clock)
         self._awaited: set[int] = set()
-        self._waits: list[tuple[Any, Any]] = []
-        self._pull_work: list[tuple[Any, Any]] = []
-        self._push_work: list[tuple[Any, Any]] = []
+        self._waits, self._pull_work, self._push_work = Spans(clock), Spans(clock), Spans(clock)
 
     def __enter__(self) -> LinkSession:
         if self._grads_P is not None:
@@ -241,16 +271,11 @@ class LinkSession:
         if self._thread.overlap:
             self._pushing = self._thread.submit(self._push)
         else:
-            self._waits.append((self._start, self._clock.stamp()))
+            self._waits.add(self._start, self._clock.stamp())
             self._pulling.result()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         # Else slices and session hold each other, and a whole stage's memory, until the garbage
         # collector comes.
         self._slices.on_gradient = None
@@ -279,7 +304,7 @@ class LinkSession:
             self._pulling.result()
             raise
         if self._thread.overlap:
-            self._waits.append((begin, self._clock.stamp()))
+            self._waits.add(begin, self._clock.stamp())
         self._awaited.add(index)
 
     def await_all(self) -> None:
@@ -294,7 +319,7 @@ class LinkSession:
 
     def waited_ms(self) -> float:
         """Time that computation has waited for slices."""
-        return sum(self._clock.ms_between(begin, end) for begin, end in self._waits)
+        return self._waits.total_ms()
 
     def finish(self) -> LinkTimes:
         """Computation is over: wait for the rest of the push. Raises what the thread raised."""
@@ -311,8 +336,8 @@ class LinkSession:
         end = self._clock.stamp()
         self._clock.settle(end)
         return LinkTimes(
-            pull_ms=self._total_ms(self._pull_work),
-            push_ms=self._total_ms(self._push_work),
+            pull_ms=self._pull_work.total_ms(),
+            push_ms=self._push_work.total_ms(),
             visible_pull_ms=self.waited_ms(),
             visible_push_ms=self._clock.ms_between(begin, end)
             if self._grads_P is not None
@@ -321,18 +346,13 @@ class LinkSession:
 
     def record(self, recorder: Recorder) -> None:
         """Hand the spans of all rounds to `recorder`; call after `finish`."""
-        for kind, work in ((EventKind.PULL, self._pull_work), (EventKind.PUSH, self._push_work)):
-            for begin, end in work:
-                recorder.add(kind, begin, end)
+        self._pull_work.record(recorder, EventKind.PULL)
+        self._push_work.record(recorder, EventKind.PUSH)
 
     def _join_streams(self) -> None:
         """Let the current stream go on only after all rounds."""
-        for work in (self._pull_work, self._push_work):
-            if work:
-                self._clock.wait_for(work[-1][1])
-
-    def _total_ms(self, intervals: Sequence[tuple[Any, Any]]) -> float:
-        return sum(self._clock.ms_between(begin, end) for begin, end in intervals)
+        self._pull_work.join()
+        self._push_work.join()
 
     def _pull(self) -> None:
         """All pull rounds in order, each posted while the one before is on the wire."""
@@ -341,17 +361,17 @@ class LinkSession:
         under_way: tuple[int, RoundUnderWay] | None = None
         try:
             for index in range(len(self._pull_plan.rounds)):
-                begin = self._clock.stamp()
-                bucket = self._slices.bucket_S[index] if index < len(self._pulled) else ()
-                posted = self._pull_link.begin_pull(self._pull_plan, index, self._shards_P, bucket)
-                if under_way is not None:
-                    self._finish_pull(*under_way)
-                under_way = (index, posted)
-                self._pull_work.append((begin, self._clock.stamp()))
+                with self._pull_work.measure():
+                    bucket = self._slices.bucket_S[index] if index < len(self._pulled) else ()
+                    posted = self._pull_link.begin_pull(
+                        self._pull_plan, index, self._shards_P, bucket
+                    )
+                    if under_way is not None:
+                        self._finish_pull(*under_way)
+                    under_way = (index, posted)
             if under_way is not None:
-                begin = self._clock.stamp()
-                self._finish_pull(*under_way)
-                self._pull_work.append((begin, self._clock.stamp()))
+                with self._pull_work.measure():
+                    self._finish_pull(*under_way)
         except BaseException:
             if under_way is not None:
                 self._pull_link.leave(under_way[1])
@@ -378,10 +398,11 @@ class LinkSession:
                         self._finish_push(under_way)
                         under_way = None
                     self._gradients.wait(own)
-                begin = self._clock.stamp()
-                bucket = self._slices.grad_bucket_S[index] if own == index else ()
-                posted = self._push_link.begin_push(self._push_plan, index, bucket, self._grads_P)
-                self._push_work.append((begin, self._clock.stamp()))
+                with self._push_work.measure():
+                    bucket = self._slices.grad_bucket_S[index] if own == index else ()
+                    posted = self._push_link.begin_push(
+                        self._push_plan, index, bucket, self._grads_P
+                    )
                 if under_way is not None:
                     self._finish_push(under_way)
                 under_way = posted
@@ -395,6 +416,5 @@ class LinkSession:
             self._finish_push(under_way)
 
     def _finish_push(self, under_way: RoundUnderWay) -> None:
-        begin = self._clock.stamp()
-        self._push_link.finish(under_way)
-        self._push_work.append((begin, self._clock.stamp()))
+        with self._push_work.measure():
+            self._push_link.finish(under_way)

@@ -87,13 +87,25 @@ def slice_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
     return sum(_padded_numel(specs[ref.param], ref) for ref in bucket)
 
 
-def window_numels(
-    specs: Sequence[ParamSpec], buckets: RankBuckets, slot_of: Mapping[int, int]
+def gradient_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
+    """Elements of the flat tensor that holds the gradients of `bucket`."""
+    return sum(
+        _padded_numel(specs[ref.param], ref) for ref in bucket if specs[ref.param].requires_grad
+    )
+
+
+def slot_numels(
+    numel_of: Callable[[Sequence[ParamSpec], Bucket], int],
+    specs: Sequence[ParamSpec],
+    buckets: RankBuckets,
+    slot_of: Mapping[int, int],
 ) -> dict[int, int]:
-    """Elements of each slot, in which the buckets that share it take turns."""
+    """Elements of each slot, in which slices or gradients (`numel_of`) of the buckets that share it
+    take turns.
+    """
     numels: dict[int, int] = {}
     for bucket, slot in slot_of.items():
-        numels[slot] = max(numels.get(slot, 0), slice_numel(specs, buckets[bucket]))
+        numels[slot] = max(numels.get(slot, 0), numel_of(specs, buckets[bucket]))
     return numels
 
 
@@ -104,24 +116,7 @@ def held_numel(specs: Sequence[ParamSpec], buckets: RankBuckets, slot_of: Mappin
     own = sum(
         slice_numel(specs, bucket) for index, bucket in enumerate(buckets) if index not in slot_of
     )
-    return own + sum(window_numels(specs, buckets, slot_of).values())
-
-
-def gradient_numel(specs: Sequence[ParamSpec], bucket: Bucket) -> int:
-    """Elements of the flat tensor that holds the gradients of `bucket`."""
-    return sum(
-        _padded_numel(specs[ref.param], ref) for ref in bucket if specs[ref.param].requires_grad
-    )
-
-
-def passing_numels(
-    specs: Sequence[ParamSpec], buckets: RankBuckets, slot_of: Mapping[int, int]
-) -> dict[int, int]:
-    """Elements of each slot in which gradients of the buckets that share it take turns."""
-    numels: dict[int, int] = {}
-    for bucket, slot in slot_of.items():
-        numels[slot] = max(numels.get(slot, 0), gradient_numel(specs, buckets[bucket]))
-    return numels
+    return own + sum(slot_numels(slice_numel, specs, buckets, slot_of).values())
 
 
 class Slices:
@@ -168,7 +163,8 @@ class Slices:
         self._micro_batch_by_micro_batch = home.streams.buckets if home is not None else frozenset()
         kept = [r for r in range(len(buckets)) if r not in slot_of]
         numels = {("slices", r): slice_numel(specs, owned[r]) for r in kept}
-        numels |= {("window", slot): n for slot, n in window_numels(specs, owned, slot_of).items()}
+        window = slot_numels(slice_numel, specs, owned, slot_of)
+        numels |= {("window", slot): numel for slot, numel in window.items()}
         dtypes = {"slices": dtype, "window": dtype}
         if with_gradients:
             numels |= {
@@ -177,10 +173,9 @@ class Slices:
                 if r not in self._micro_batch_by_micro_batch and r not in self._passing
             }
             dtypes["grads"] = torch.float32
-            passing = {r: slot_of[r] for r in self._passing}
-            numels |= {
-                ("passing", slot): n for slot, n in passing_numels(specs, buckets, passing).items()
-            }
+            shared = {r: slot_of[r] for r in self._passing}
+            passing = slot_numels(gradient_numel, specs, buckets, shared)
+            numels |= {("passing", slot): numel for slot, numel in passing.items()}
             dtypes["passing"] = dtype
         flat = pool.resize(numels, dtypes)
         for index, bucket in enumerate(buckets):

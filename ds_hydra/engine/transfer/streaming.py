@@ -22,7 +22,6 @@ import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
@@ -36,9 +35,10 @@ from ds_hydra.engine.transfer.link_session import (
     Flags,
     LinkThread,
     LinkTimes,
+    Spans,
 )
 from ds_hydra.engine.transfer.slices import Slices
-from ds_hydra.engine.transfer.stream_plan import Load, StageStreams, only_copied, plan_loads
+from ds_hydra.engine.transfer.stream_plan import StageStreams, only_copied, plan_loads
 from ds_hydra.simulator.timeline import EventKind
 from ds_hydra.zero_link import LinkPlan, ParamSpec, RankBuckets, SliceRef
 from ds_hydra.zero_link.exchange import Link
@@ -152,8 +152,7 @@ class StreamSession:
         self._copied: set[int] = set()
         self._loading: Future[None] | None = None
         self._error: BaseException | None = None
-        self._work: list[tuple[Any, Any]] = []
-        self._visible: list[tuple[Any, Any]] = []
+        self._work, self._visible = Spans(clock), Spans(clock)
 
     def __enter__(self) -> StreamSession:
         begin = self._clock.stamp()
@@ -163,18 +162,13 @@ class StreamSession:
             self._home.begin_sums(self._num_addends, self._across.brought)
         dist.barrier()
         end = self._clock.stamp()
-        self._work.append((begin, end))
-        self._visible.append((begin, end))
+        self._work.add(begin, end)
+        self._visible.add(begin, end)
         if self._thread.overlap and self._loads:
             self._loading = self._thread.submit(functools.partial(self._load_all, end))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if error is not None:
             self._left.abandon()
             if self._loading is not None:
@@ -223,16 +217,15 @@ class StreamSession:
         self._clock.settle(end)
         push_ms = self._clock.ms_between(begin, end) if self._grads_P is not None else 0.0
         return LinkTimes(
-            pull_ms=self._total_ms(self._work),
+            pull_ms=self._work.total_ms(),
             push_ms=push_ms,
-            visible_pull_ms=self._total_ms(self._visible),
+            visible_pull_ms=self._visible.total_ms(),
             visible_push_ms=push_ms,
         )
 
     def record(self, recorder: Recorder) -> None:
         """Hand the spans in which weights were copied to `recorder`; call after `finish`."""
-        for begin, end in self._work:
-            recorder.add(EventKind.PULL, begin, end)
+        self._work.record(recorder, EventKind.PULL)
 
     def _add_kept(self) -> None:
         for index, bucket in enumerate(self._buckets):
@@ -249,23 +242,23 @@ class StreamSession:
         number = self._load_of_use.get(self._use)
         if number is None:
             return
-        begin = self._clock.stamp()
-        if self._loading is None:
-            self._load(self._window[self._loads[number].position])
-        else:
-            try:
-                self._arrived.wait(number)
-            except Abandoned:
-                assert self._error is not None
-                raise self._error from None
-        self._visible.append((begin, self._clock.stamp()))
+        with self._visible.measure():
+            if self._loading is None:
+                self._load(self._window[self._loads[number].position])
+            else:
+                try:
+                    self._arrived.wait(number)
+                except Abandoned:
+                    assert self._error is not None
+                    raise self._error from None
 
     def _load_all(self, filled: Any) -> None:
         """Every load in order, each as soon as its slot is free, after the stamp `filled`."""
         try:
             self._clock.wait_for(filled)
             for number, load in enumerate(self._loads):
-                self._wait_for_slot(load)
+                if load.after >= 0:  # its slot is free
+                    self._left.wait(load.after)
                 self._load(self._window[load.position])
                 self._arrived.raise_flag(number)
         except Abandoned:
@@ -275,19 +268,11 @@ class StreamSession:
             self._arrived.abandon()
             raise
 
-    def _wait_for_slot(self, load: Load) -> None:
-        if load.after >= 0:
-            self._left.wait(load.after)
-
     def _load(self, bucket: int) -> None:
         """Copy what of a bucket is not in one piece."""
         copied = self._slices_home.copied[bucket]
         if not copied:
             return
-        begin = self._clock.stamp()
-        for ref, flat in zip(copied, self._slices.bucket_S[bucket], strict=True):
-            self._slices_home.load(ref, flat)
-        self._work.append((begin, self._clock.stamp()))
-
-    def _total_ms(self, intervals: Sequence[tuple[Any, Any]]) -> float:
-        return sum(self._clock.ms_between(begin, end) for begin, end in intervals)
+        with self._work.measure():
+            for ref, flat in zip(copied, self._slices.bucket_S[bucket], strict=True):
+                self._slices_home.load(ref, flat)

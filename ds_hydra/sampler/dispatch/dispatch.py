@@ -43,19 +43,9 @@ def _dispatch_greedily(problem: DispatchProblem, order: IntArray, assignment: In
     value = np.zeros(num_pipelines)
     heap = np.arange(num_pipelines)
     start = np.searchsorted(problem.kind_of, np.arange(num_kinds + 1))
-    lengths, sequence_ms, max_len, ratio = (
-        problem.lengths,
-        problem.sequence_ms,
-        problem.max_len_tokens,
-        problem.ratio,
-    )
-    num_stages, constant, traffic, is_exact, is_eq2 = (
-        problem.num_stages,
-        problem.constant_ms,
-        problem.traffic_ms,
-        problem.is_exact,
-        problem.is_eq2,
-    )
+    lengths, sequence_ms, num_stages = problem.lengths, problem.sequence_ms, problem.num_stages
+    constant, traffic, max_len = problem.constant_ms, problem.traffic_ms, problem.max_len_tokens
+    ratio, is_exact, is_eq2 = problem.ratio, problem.is_exact, problem.is_eq2
     for i in order:
         best_kind, best = -1, np.inf
         for kind in range(num_kinds):
@@ -116,19 +106,9 @@ def _fit_within(
     value = np.zeros(num_pipelines)
     first_open = np.searchsorted(problem.kind_of, np.arange(problem.num_stages.size))
     end = np.searchsorted(problem.kind_of, np.arange(problem.num_stages.size), side="right")
-    lengths, sequence_ms, max_len, ratio = (
-        problem.lengths,
-        problem.sequence_ms,
-        problem.max_len_tokens,
-        problem.ratio,
-    )
-    num_stages, constant, traffic, is_exact, is_eq2 = (
-        problem.num_stages,
-        problem.constant_ms,
-        problem.traffic_ms,
-        problem.is_exact,
-        problem.is_eq2,
-    )
+    lengths, sequence_ms, num_stages = problem.lengths, problem.sequence_ms, problem.num_stages
+    constant, traffic, max_len = problem.constant_ms, problem.traffic_ms, problem.max_len_tokens
+    ratio, is_exact, is_eq2 = problem.ratio, problem.is_exact, problem.is_eq2
     last = lengths.size - 1
     for i in range(lengths.size):
         chosen = -1

@@ -112,12 +112,8 @@ def recount(problem: DispatchProblem, assignment: IntArray, loads: Loads, a: int
 
 
 @compiled
-def estimate_after_ms(
-    problem: DispatchProblem, loads: Loads, pipeline: int, removed: int, added: int
-) -> float:
-    """Time of `pipeline` by estimate once sequence `removed` has left and `added` has come (-1:
-    none).
-    """
+def estimate_after_ms(problem: DispatchProblem, loads: Loads, pipeline: int, removed: int) -> float:
+    """Time of `pipeline` by estimate once sequence `removed` (-1: none) has left."""
     kind = problem.kind_of[pipeline]
     load, tokens, longest = loads.load_ms[pipeline], loads.tokens[pipeline], loads.first[pipeline]
     if removed >= 0:
@@ -125,10 +121,6 @@ def estimate_after_ms(
         tokens -= problem.lengths[removed]
         if removed == longest:
             longest = loads.second[pipeline]
-    if added >= 0:
-        load += problem.sequence_ms[kind, added]
-        tokens += problem.lengths[added]
-        longest = added if longest < 0 else min(longest, added)
     if longest < 0:
         return 0.0
     return estimate_ms(

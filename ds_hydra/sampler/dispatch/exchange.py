@@ -60,15 +60,10 @@ def find_exchanges(
     max_found = found_ms.size
     found_ms[:] = limit
     num_found = 0
-    lengths, sequence_ms, kind_of, ratio = (
-        problem.lengths,
-        problem.sequence_ms,
-        problem.kind_of,
-        problem.ratio,
-    )
-    num_stages, constant, max_len = problem.num_stages, problem.constant_ms, problem.max_len_tokens
-    traffic = problem.traffic_ms
-    is_exact, is_eq2 = problem.is_exact, problem.is_eq2
+    lengths, sequence_ms, num_stages = problem.lengths, problem.sequence_ms, problem.num_stages
+    constant, traffic, max_len = problem.constant_ms, problem.traffic_ms, problem.max_len_tokens
+    ratio, is_exact, is_eq2 = problem.ratio, problem.is_exact, problem.is_eq2
+    kind_of = problem.kind_of
     load_ms, tokens, first, second = loads.load_ms, loads.tokens, loads.first, loads.second
     slow_kind = kind_of[slowest]
     previous_length = -1
@@ -76,11 +71,9 @@ def find_exchanges(
         if assignment[i] != slowest or lengths[i] == previous_length:
             continue
         previous_length = lengths[i]
-        alone_ms = estimate_after_ms(problem, loads, slowest, i, -1) + bias_ms[slowest]
-        left_ms, left_tokens = (
-            load_ms[slowest] - sequence_ms[slow_kind, i],
-            tokens[slowest] - lengths[i],
-        )
+        alone_ms = estimate_after_ms(problem, loads, slowest, i) + bias_ms[slowest]
+        left_ms = load_ms[slowest] - sequence_ms[slow_kind, i]
+        left_tokens = tokens[slowest] - lengths[i]
         left_first = second[slowest] if first[slowest] == i else first[slowest]
         for other in range(i + 1, assignment.size + is_target.size):
             j = other if other < assignment.size else -1
@@ -148,7 +141,7 @@ def improve_dispatch(
     num_pipelines = problem.kind_of.size
     value = np.zeros(num_pipelines)
     for pipeline in range(num_pipelines):
-        value[pipeline] = estimate_after_ms(problem, loads, pipeline, -1, -1)
+        value[pipeline] = estimate_after_ms(problem, loads, pipeline, -1)
     # Nothing is packed yet, so estimates stand for themselves: no bias, and the best one is taken.
     bias = np.zeros(num_pipelines)
     found_ms, found = np.zeros(1), np.zeros((1, 3), dtype=np.int64)
@@ -157,16 +150,14 @@ def improve_dispatch(
         if value[slowest] <= enough_ms:
             break
         is_target = choose_targets(problem, value, slowest, num_targets)
-        if (
-            find_exchanges(
-                problem, assignment, loads, value, bias, slowest, is_target, found_ms, found
-            )
-            == 0
-        ):
+        num_found = find_exchanges(
+            problem, assignment, loads, value, bias, slowest, is_target, found_ms, found
+        )
+        if num_found == 0:
             break
         apply_exchange(assignment, slowest, found[0])
         partner = int(found[0, 2])
         recount(problem, assignment, loads, slowest, partner)
         for pipeline in (slowest, partner):
-            value[pipeline] = estimate_after_ms(problem, loads, pipeline, -1, -1)
+            value[pipeline] = estimate_after_ms(problem, loads, pipeline, -1)
     return float(value.max())

@@ -167,7 +167,7 @@ def refine_pipelines(
     # so estimate + bias tells better which exchange is worth packing.
     bias = np.zeros(value.size)
     for pipeline in range(value.size):
-        bias[pipeline] = value[pipeline] - estimate_after_ms(problem, loads, pipeline, -1, -1)
+        bias[pipeline] = value[pipeline] - estimate_after_ms(problem, loads, pipeline, -1)
     for _ in range(max_steps):
         slowest = int(np.argmax(value))
         if value[slowest] <= enough_ms:
@@ -192,7 +192,7 @@ def refine_pipelines(
             break
         recount(problem, assignment, loads, slowest, partner)
         for pipeline in (slowest, partner):
-            bias[pipeline] = value[pipeline] - estimate_after_ms(problem, loads, pipeline, -1, -1)
+            bias[pipeline] = value[pipeline] - estimate_after_ms(problem, loads, pipeline, -1)
             is_searched[pipeline] = False
     return float(value.max())
 

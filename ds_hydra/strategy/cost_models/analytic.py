@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from ds_hydra.configs.files import reading
+from ds_hydra.configs.files import find_file, read_json_object, reading
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.fit import saturation_tokens
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, LatencyModel
@@ -76,6 +76,12 @@ class Hardware:
     inter_node_rate: float
     layer_overhead_ms: float
     collective_overhead_ms: float
+
+    @classmethod
+    def load(cls, name: str) -> Hardware:
+        """The shipped hardware of that name, or a `ds_hydra.hardware/1` file."""
+        path = find_file("hardware", name)
+        return cls.from_json(read_json_object(path), source=str(path))
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, source: str = "hardware") -> Hardware:

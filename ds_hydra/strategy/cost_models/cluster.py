@@ -95,8 +95,9 @@ class Cluster:
         *,
         is_fully_sharded: bool = True,
     ) -> LinkTimes:
-        """Pull, push and step of `strategy`; where it gathers layers for every pass, the push has
-        the pulls of the backward pass in it, and further micro-batches count in T.
+        """Pull, push and step of `strategy`. Where it gathers layers for every pass, all that
+        travels counts in T, and pull and push say what is seen of it before a first layer and after
+        a last one. Homes of several nodes are filled before propagation and emptied after it.
 
         `is_fully_sharded`: states are cut over all ranks (ZeRO-3), else over the pipelines that
         hold the same slice (the distributed optimizer of Megatron-LM, homogeneous strategies only),
@@ -114,12 +115,13 @@ class Cluster:
         inside = widest * (1 - 1 / self.num_devices) / self.hardware.intra_node_rate
         across = elements / self.hardware.inter_node_rate
         slowest = 1e3 * max(inside, across)
-        again = _PARAM_BYTES if strategy.gathers else 0
         gradient_bytes = self.gradient_bytes if is_fully_sharded else MAIN_GRADIENT_BYTES
         return LinkTimes(
             pull_ms=_PARAM_BYTES * slowest,
-            push_ms=(again + gradient_bytes) * slowest,
+            push_ms=gradient_bytes * slowest,
             step_ms=self.step_ms,
+            overlaps=self.num_devices <= self._ranks_per_node
+            or not any(scheme.stream for scheme in strategy.schemes),
         )
 
     def _held_share(self, scheme: Scheme) -> float:

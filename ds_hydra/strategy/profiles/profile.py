@@ -7,7 +7,7 @@ sizes bytes. Source of both models: Hydraulis, App. B.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from math import inf
@@ -191,31 +191,29 @@ class Profile:
 
         Raises HydraConfigError naming what the profile lacks for it.
         """
-        missing = sorted(set(schemes) - self.latency.keys())
-        if not missing:
-            return self
         entries = []
-        for scheme in missing:
+        for scheme in sorted(set(schemes) - self.latency.keys()):
             model = self.get_latency(scheme)
             # Whatever it is: raises where it is not known
             self.max_len_tokens(scheme, scheme.num_devices)
             derived_from = str(self._base(scheme))
             entries.append({**scheme.to_json(), **model.to_json(), "derived_from": derived_from})
-        return Profile.from_json(
-            {**self.document, "schemes": [*self.document["schemes"], *entries]}
-        )
+        return self.with_more(entries)
 
     def with_entries(self, other: Profile, schemes: Iterable[Scheme]) -> Profile:
         """This profile with the entries that `other` has for those of `schemes` that it has none
         for.
         """
         missing = set(schemes) - self.latency.keys()
-        entries = [e for e in other.document["schemes"] if Scheme.from_json(e) in missing]
+        entries = other.document["schemes"]
+        return self.with_more([e for e in entries if Scheme.from_json(e) in missing])
+
+    def with_more(self, entries: Sequence[Mapping[str, Any]]) -> Profile:
+        """This profile with `entries` of further schemes; itself where there are none."""
         if not entries:
             return self
-        return Profile.from_json(
-            {**self.document, "schemes": [*self.document["schemes"], *entries]}
-        )
+        schemes = [*self.document["schemes"], *entries]
+        return Profile.from_json({**self.document, "schemes": schemes})
 
     def with_latency(self, latency: Mapping[Scheme, LatencyModel]) -> Profile:
         """This profile with the coefficients of `latency` in place of its own, in the document as

@@ -94,8 +94,4 @@ def with_estimates(profile: Profile, strategies: Iterable[Strategy]) -> Profile:
         model = estimate_latency(profile, scheme)
         if model is not None:
             entries.append({**scheme.to_json(), **model.to_json(), "estimated": True})
-    if not entries:
-        return profile
-    return Profile.from_json(
-        {**profile.document, "schemes": [*profile.document["schemes"], *entries]}
-    )
+    return profile.with_more(entries)
