@@ -153,7 +153,8 @@ class HydraEngine(CheckpointingEngine):
         `strategy` (for example "2x<1,2>") forces one, else the best candidate is taken. `loss`
         takes the place of the mean cross entropy of a given mini-batch (`ds_hydra.losses`); its
         fields are columns of the examples. `keep_scores` with a `loss` leaves in `last_scores` what
-        the pass says of the tokens that count. The loss is a 0-dim fp32 tensor, equal on all ranks.
+        the pass says of the tokens that count; None where the loss is the mean cross entropy, which
+        keeps none. The loss is a 0-dim fp32 tensor, equal on all ranks.
         Raises, on all ranks, InfeasiblePlanError where no strategy can fit a sequence, and
         HydraDataError where `loss` is not finite.
         """
