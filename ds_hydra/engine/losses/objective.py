@@ -91,7 +91,7 @@ class Objective:
             loss=self.loss,
             normaliser=self.normaliser,
             fields=fields,
-            value=float(value) / self.normaliser,
+            value=value.item() / self.normaliser,
         )
 
     def _try_out(self, counts: Sequence[Tensor]) -> None:
