@@ -4,12 +4,14 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEVELOPED := $(VENV)/.installed-dev
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint requirements/constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint requirements/constraints.txt
 TEST := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu
 export TOKENIZERS_PARALLELISM ?= false
+# Bytecode of what is imported is kept, as pip does not compile that of everything.
+export PYTHONDONTWRITEBYTECODE :=
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
@@ -20,14 +22,14 @@ help:  ## show this list
 
 install: $(DEVELOPED)  ## create the virtual environment
 
-# The last step compiles the planner once, so that no run waits for a compiler.
+# Compiles the planner once, so that no run waits for a compiler: on one core, while another one installs the rest.
 $(INSTALLED): setup.cfg pyproject.toml requirements/constraints.txt
-	@echo "installing torch, DeepSpeed and transformers into $(VENV)"
+	@echo "installing torch, DeepSpeed and transformers into $(VENV), compiling the planner"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) torch numpy setuptools
-	@$(PIP) --editable .
-	@echo "compiling the planner"
-	@$(BIN)/python -c "from ds_hydra.sampler.warm_up import warm_up; warm_up()"
+	@$(PIP) numba pydantic setuptools
+	@$(BIN)/python -c "from ds_hydra.sampler.warm_up import warm_up; warm_up()" & planner=$$!; \
+	$(PIP) torch && $(PIP) --editable . && $(BIN)/python -W ignore -c "import ds_hydra.engine, transformers.models.llama.modeling_llama" \
+	&& wait $$planner
 	@touch $(INSTALLED)
 
 $(DEVELOPED): $(INSTALLED)

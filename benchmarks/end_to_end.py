@@ -222,10 +222,14 @@ def run_workload(
 
 
 def take_turns(
-    names: Sequence[str], task: Task, cores: Sequence[int], num: int
+    names: Sequence[str],
+    task: Task,
+    cores: Sequence[int],
+    num: int,
+    before: Callable[[int], None] = lambda _: None,
 ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, str]]:
     """`num` iterations of every contender, and why contenders that do not run here do not; ds_hydra
-    must.
+    must. `before` is called with the number of each.
     """
     steps: dict[str, list[dict[str, Any]]] = {}
     failures: dict[str, str] = {}
@@ -248,7 +252,8 @@ def take_turns(
         for name in names:
             groups[name] = stack.enter_context(Group(name, task, cores))
             attempt(name, groups[name].answers)
-        for _ in tqdm(range(num), desc=task.workload, file=sys.stderr):
+        for number in tqdm(range(num), desc=task.workload, file=sys.stderr):
+            before(number)
             order = list(groups)
             shuffle(order)
             for name in order:

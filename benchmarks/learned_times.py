@@ -66,7 +66,8 @@ def replay(document: dict[str, Any]) -> Errors:
                 corrected.append(abs(measured / expected - 1))
                 usual = float(np.median(ratios[strategy, scheme]))
                 hindsight.append(abs(measured / predicted / usual - 1))
-        _take_in(strategy, pipelines, learned, straggler)
+        if number:  # as `LatencyTracker.observe`
+            _take_in(strategy, pipelines, learned, straggler)
         known.append(
             (
                 dict(learned.correction(planned_with).factors),

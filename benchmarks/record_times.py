@@ -48,7 +48,8 @@ def _busy(core: int) -> None:
 
 
 @contextmanager
-def _load(core: int) -> Iterator[None]:
+def busy_process(core: int) -> Iterator[None]:
+    """A process on `core` that never rests."""
     process = multiprocessing.get_context("fork").Process(target=_busy, args=(core,), daemon=True)
     process.start()
     try:
@@ -103,9 +104,11 @@ def record(settings: Settings, workload: str, disturbed: str, profile_path: Path
         slow = ranks - 1
         disturb = {
             "quiet": nullcontext,
-            "load": lambda: _load(cores[0]),
+            "load": lambda: busy_process(cores[0]),
             "straggler": lambda: (
-                _load(cores[slow]) if ranks <= len(cores) else _half_stopped(group.pids[slow])
+                busy_process(cores[slow])
+                if ranks <= len(cores)
+                else _half_stopped(group.pids[slow])
             ),
         }[disturbed]
         begin = 0 if disturbed == "load" else num // 2

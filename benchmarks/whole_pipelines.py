@@ -28,7 +28,6 @@ from ds_hydra.simulator.compare import compare
 from ds_hydra.simulator.comparison import Planned
 from ds_hydra.simulator.scenario import Scenario, bound_of
 from ds_hydra.simulator.systems import DS_HYDRA, PLAIN, Settings
-from ds_hydra.simulator.workload import draw_batches
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.schemes.scheme import Scheme
 
@@ -112,20 +111,18 @@ def classes_of(lengths: Iterable[int]) -> tuple[IntArray, IntArray]:
     return np.array(shortest), np.array(tokens)
 
 
-def above_bound(planned: Planned, scenario: Scenario, num_batches: int) -> tuple[float, float]:
-    """Propagation of ds_hydra above perfect balance, and above whole pipelines: means of the first
-    mini-batches.
+def above_bound(planned: Planned, scenario: Scenario) -> tuple[float, float]:
+    """Propagation of ds_hydra above perfect balance, and above whole pipelines: means of the
+    mini-batches of `scenario`, whose profile is that of `planned`.
     """
-    scenario = replace(scenario, profile=planned.profile)
-    schemes = tuple(dict.fromkeys(planned.profile.latency))
-    schemes = tuple(
+    schemes = [
         s
-        for s in schemes
+        for s in planned.profile.latency
         if s.num_devices <= scenario.num_devices and scenario.max_len_tokens(s) > 0
-    )
+    ]
     families = [[s for s in schemes if s.gather], [s for s in schemes if not s.gather]]
     perfect, whole = [], []
-    for batch, taken in zip(scenario.batches[:num_batches], planned.result.propagation_ms.tolist()):
+    for batch, taken in zip(scenario.batches, planned.result.propagation_ms.tolist()):
         found = [bound_of(scenario, batch, own) if own else None for own in families]
         gathered, other = (np.inf if b is None else b.perfect_balance_ms for b in found)
         perfect.append(taken / min(gathered, other))
@@ -148,19 +145,8 @@ def row_of(name: str, num_batches: int) -> tuple[str, list[float]]:
             shares += [np.nan, np.nan]
             continue
         planned = found.planned[system]
-        scenario = Scenario(
-            profile=planned.profile,
-            num_devices=workload.num_devices,
-            context_length=workload.context_length,
-            batches=draw_batches(
-                workload.histogram.limit(workload.context_length),
-                workload.tokens_per_iteration,
-                num_batches,
-                settings.seed,
-            ),
-            cluster=cluster,
-        )
-        shares += above_bound(planned, scenario, num_batches)
+        scenario = replace(settings.scenario(workload, cluster), profile=planned.profile)
+        shares += above_bound(planned, scenario)
     cells = ["cannot run" if np.isnan(share) else f"{share:.1%}" for share in shares]
     return f"| {name} | {' | '.join(cells)} |", shares
 

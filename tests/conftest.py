@@ -38,6 +38,10 @@ def pytest_runtest_setup(item):
     distributed.may_start_ranks = item.get_closest_marker("distributed") is not None
 
 
+def pytest_collection():
+    gc.disable()  # nothing of what tests import is garbage
+
+
 def pytest_collection_modifyitems(items):
     """Files whose tests start ranks come first, and so no process is left with one of them at the
     end.
@@ -47,4 +51,5 @@ def pytest_collection_modifyitems(items):
 
 def pytest_collection_finish():
     gc.collect()
+    gc.enable()
     gc.freeze()  # modules stay: nobody needs to look for garbage in them

@@ -128,3 +128,20 @@ def small_profile(memory_bytes, num_layers=2):
             for tp in (1, 2)
         ],
     }
+
+
+def long_on_four_ranks(*, gather: bool) -> dict[str, Any]:
+    """A profile by which a long sequence wants all of four ranks and short ones a rank each: 40
+    tokens fit under <1,1>, about 150 under <sp4,1>.
+    """
+    document = small_profile(1 << 40, num_layers=4)
+    memory = document["memory"] | {
+        "input_bytes_per_token_per_layer_per_hidden": 4,
+        "slice_bytes_per_layer_per_hidden2": 100,
+        "activation_bytes_per_token_per_layer_per_hidden": {"1": (1 << 40) / 128 / 41},
+    }
+    schemes = [
+        {"tp": 1, "pp": 1, "sp": sp, "quadratic_ms": 0, "linear_ms": ms, "constant_ms": 0}
+        for sp, ms in ((1, 1.0), (2, 0.55), (4, 0.3))
+    ]
+    return document | {"memory": memory, "schemes": [{**s, "gather": gather} for s in schemes]}

@@ -295,7 +295,10 @@ def test_only_schemes_that_fit_the_devices_are_shown():
     )
 
 
-@pytest.mark.parametrize(("model", "devices"), [("llama2_7b", 16), ("llama2_32b", 64)])
+@pytest.mark.parametrize(
+    ("model", "devices"),
+    [("llama2_7b", 16), pytest.param("llama2_32b", 64, marks=pytest.mark.slow)],
+)
 def test_init_writes_what_check_accepts(tmp_path, model, devices):
     out = tmp_path / "ds_config.json"
     result = invoke(

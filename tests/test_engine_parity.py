@@ -50,6 +50,15 @@ STRATEGIES = {
     1: ("1x<1,1>",),
 }
 
+EVERYWHERE = {"llama", "llama_tied"}
+"""Families under all of these strategies also in the tests of some minutes."""
+OF_EVERY_FAMILY = (
+    "1x<4,1>",
+    "1x<2,2>",
+    "1x<2,1> + 1x<1,2>",
+    "1x<2,1;stream> + 1x<1,2;stream=1>",
+)
+
 LENGTHS = (33, 5, 17, 64, 9, 2, 41, 12, 3)
 
 
@@ -151,7 +160,16 @@ def assert_parity(worst):
 @pytest.mark.distributed
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_equal_one_process_on_4_ranks(family):
-    assert_parity(run_distributed(check_gradients, 4, family, STRATEGIES[4])[0])
+    strategies = STRATEGIES[4] if family in EVERYWHERE else OF_EVERY_FAMILY
+    assert_parity(run_distributed(check_gradients, 4, family, strategies)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - EVERYWHERE))
+def test_gradients_of_other_strategies_equal_one_process_on_4_ranks(family):
+    strategies = [text for text in STRATEGIES[4] if text not in OF_EVERY_FAMILY]
+    assert_parity(run_distributed(check_gradients, 4, family, strategies)[0])
 
 
 @pytest.mark.distributed

@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 from distributed import run_distributed
-from engines import small_profile, start_hydra
+from engines import long_on_four_ranks, start_hydra
 from models import VOCAB_SIZE, tiny
 from passing_layers import (
     link_memory,
@@ -62,20 +62,8 @@ def phases_by_the_planner():
     """An engine with three strategies that gather, under a profile by which a long sequence wants
     all ranks and short ones a rank each: what it did, and what strategies by hand give.
     """
-    document = small_profile(1 << 40, num_layers=4)
-    memory = document["memory"] | {
-        "input_bytes_per_token_per_layer_per_hidden": 4,
-        "slice_bytes_per_layer_per_hidden2": 100,
-        # 40 tokens of <1,1>, about 150 of <sp4,1>
-        "activation_bytes_per_token_per_layer_per_hidden": {"1": (1 << 40) / 128 / 41},
-    }
-    schemes = [
-        {"tp": 1, "pp": 1, "sp": sp, "gather": True, "quadratic_ms": 0, "linear_ms": ms}
-        for sp, ms in ((1, 1.0), (2, 0.55), (4, 0.3))
-    ]
-    document |= {"memory": memory, "schemes": [{**s, "constant_ms": 0} for s in schemes]}
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(document, file)
+        json.dump(long_on_four_ranks(gather=True), file)
         file.flush()
         strategies = ["4x<1,1;gather>", "2x<sp2,1;gather>", "1x<sp4,1;gather>"]
         engine = start_hydra(

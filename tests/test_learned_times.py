@@ -126,6 +126,16 @@ def test_a_checkpoint_continues_bit_by_bit_and_leaves_out_what_is_gone():
         LearnedTimes.from_state({**state, "noise": [float("nan"), 1.0]}, kept)
 
 
+def test_a_checkpoint_keeps_what_was_learned_of_strategies_cut_anew():
+    gathered = Strategy.parse("1x<2,1;gather> + 2x<1,1;gather>")
+    cut = Strategy.parse("1x<sp2,1> + 2x<1,1>")
+    learned = train(LearnedTimes(), [gathered, cut, MIXED], 9)
+    known = [*gathered.schemes, *cut.schemes, *MIXED.schemes]
+    assert names_of(known, learned.names) == learned.names
+    ours = {name for name in learned.names if name.startswith("strategy")}
+    assert ours == {"strategy gathered", "strategy cut", f"strategy {MIXED}"}
+
+
 def test_corrections_survive_json():
     corrections = Corrections(
         strategies={MIXED: Correction(factors={ONE: 1.5, TWO: 0.5}, outside_ms=3.0, spread=0.1)},

@@ -17,7 +17,8 @@ from test_planner import MAX_LEN, PROFILE, STRATEGIES
 from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.files import find_profile
 from ds_hydra.engine.planning import planner_settings
-from ds_hydra.sampler.planner import plan_iteration, plan_with_time
+from ds_hydra.sampler.batch_planner import BatchPlanner
+from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.schedule import linked_ms
@@ -65,9 +66,7 @@ def with_links(links: dict[Strategy, LinkTimes], **changes) -> PlannerSettings:
 
 
 def run(lengths, strategies, planner):
-    return plan_with_time(
-        make_batch(lengths), strategies=strategies, profile=LAYERED, num_devices=8, settings=planner
-    )
+    return BatchPlanner(make_batch(lengths), LAYERED, 8, planner).plan(strategies)
 
 
 batches = st.lists(st.integers(1, 80), min_size=1, max_size=30)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from distributed import run_distributed
+from engines import long_on_four_ranks, start_hydra
 from hypothesis import given
 from hypothesis import strategies as st
+from models import VOCAB_SIZE, tiny
 from reference import make_batch, make_profile
+from single_process import random_examples
+from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.batch_planner import BatchPlanner
 from ds_hydra.sampler.phases import MAX_CUTS, find_palettes
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
-from ds_hydra.sampler.planner import plan_with_time
+from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose_phases import PhaseSettings, propose_phases
 from ds_hydra.simulator.events import simulate_plan
+from ds_hydra.strategy.profiles.corrections import Correction, Corrections
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.neighbours import num_cuts
@@ -40,13 +49,7 @@ LONG_AND_SHORT = [100] + [25] * 16
 
 
 def plan(lengths, strategies=GATHERED, settings=SETTINGS, profile=PROFILE, num_devices=4):
-    return plan_with_time(
-        make_batch(lengths),
-        strategies=strategies,
-        profile=profile,
-        num_devices=num_devices,
-        settings=settings,
-    )
+    return BatchPlanner(make_batch(lengths), profile, num_devices, settings).plan(strategies)
 
 
 def test_a_long_sequence_on_all_ranks_then_short_ones_on_one_each():
@@ -80,11 +83,12 @@ def test_each_phase_pays_for_its_first_pull_and_its_last_push():
     assert phased >= 130 + 5 * 10
 
 
-@given(st.lists(st.integers(1, 120), min_size=1, max_size=40))
-def test_plans_of_phases_are_legal_and_never_slower(lengths):
-    found, time_ms = plan(lengths)
-    alone = [s for s in GATHERED if max(lengths) <= SETTINGS.max_len_override[s.schemes[0]]]
-    assert time_ms <= min(plan(lengths, [strategy])[1] for strategy in alone) + 1e-9
+def check_plan(found, time_ms, lengths, strategies, settings, profile):
+    """Legal, no slower than any strategy alone, and simulated as planned."""
+    held = settings.max_len_override
+    alone = [s for s in strategies if max(lengths) <= held[s.schemes[0]]]
+    alone_ms = [plan(lengths, [strategy], settings, profile)[1] for strategy in alone]
+    assert time_ms <= min(alone_ms) + 1e-9
     assert IterationPlan.from_json(found.to_json()) == found
     placed = [
         i for phase in found.in_turn for p in phase.pipelines for m in p.micro_batches for i in m
@@ -92,11 +96,16 @@ def test_plans_of_phases_are_legal_and_never_slower(lengths):
     assert sorted(placed) == list(range(len(lengths)))
     for pipeline in found.pipelines:
         for micro_batch in pipeline.micro_batches:
-            held = SETTINGS.max_len_override[pipeline.scheme]
-            assert sum(found.micro_batch_lengths(micro_batch)) <= held
-    assert groups_of(found.strategy) <= groups_of_all(GATHERED)
+            assert sum(found.micro_batch_lengths(micro_batch)) <= held[pipeline.scheme]
+    assert groups_of(found.strategy) <= groups_of_all(strategies)
+    assert simulate_plan(found, profile).propagation_ms == pytest.approx(found.makespan_ms)
+
+
+@given(st.lists(st.integers(1, 120), min_size=1, max_size=40))
+def test_plans_of_phases_are_legal_and_never_slower(lengths):
+    found, time_ms = plan(lengths)
+    check_plan(found, time_ms, lengths, GATHERED, SETTINGS, PROFILE)
     simulation = simulate_plan(found, PROFILE)
-    assert simulation.propagation_ms == pytest.approx(found.makespan_ms)
     assert simulation.iteration_ms == pytest.approx(found.makespan_ms)
     of_rank: dict[int, list[tuple[float, float]]] = {}
     for event in simulation.timeline().events:
@@ -136,8 +145,22 @@ def test_a_palette_has_one_scheme_for_each_number_of_ranks():
     assert palettes(schemes) == [["<1,1;gather>", "<sp2,1;gather>"]]
     assert palettes(schemes[:1] + schemes[2:]) == [["<1,1;gather>", "<2,1;gather>"]]
     assert palettes(schemes[:2]) == []  # one size
-    assert palettes([Scheme(1, 1), Scheme(3, 1)]) == []  # nothing gathers
+    assert palettes([Scheme(3, 1)]) == []  # does not divide the ranks
     assert palettes(schemes, held=lambda s, _: 30 if s.sp > 1 else 0) == []  # one size that holds
+
+
+def test_a_palette_of_slices_that_stay_for_each_tp():
+    texts = ["<1,1>", "<sp2,1>", "<cp4,1>", "<2,1>", "<sp2,2,1>", "<1,2>", "<1,1;stream>", "<4,1>"]
+    profile = make_profile(dict.fromkeys(texts, (0, 1, 0)))
+    found = find_palettes(
+        profile.latency, profile, 4,
+        max_len_tokens=lambda *_: 30, links_of=lambda _: NO_LINKS,
+    )  # fmt: skip
+    assert [[str(s) for s in palette.schemes] for palette in found] == [
+        ["<1,1>", "<sp2,1>", "<cp4,1>"],
+        ["<2,1>", "<sp2,2,1>"],
+    ]
+    assert all(palette.keeps_slices for palette in found)
 
 
 def test_one_palette_for_long_sequences_and_one_for_short_ones():
@@ -196,12 +219,161 @@ def test_proposed_where_they_make_mini_batches_faster():
     assert refused.are_refused
 
 
+KEPT = parse_strategies(["4x<1,1>", "2x<sp2,1>", "1x<sp4,1>"])
+KEPT_SETTINGS = replace(
+    SETTINGS,
+    max_len_override={
+        replace(s, gather=False): held for s, held in SETTINGS.max_len_override.items()
+    },
+)
+KEPT_PROFILE = make_profile(
+    {"<1,1>": (0, 1, 0), "<sp2,1>": (0, 0.55, 0), "<sp4,1>": (0, 0.3, 0)}, num_layers=10
+)
+
+
+def plan_kept(lengths, strategies=KEPT, settings=KEPT_SETTINGS):
+    return plan(lengths, strategies, settings, KEPT_PROFILE)
+
+
+def test_steps_of_one_strategy_are_one_phase_where_slices_stay():
+    """The 16 short sequences need four steps and no ranks wait for others between them; all phases
+    are pulled for once and pushed once.
+    """
+    found, time_ms = plan_kept(LONG_AND_SHORT)
+    assert str(found.strategy) == "1x<sp4,1> then 4x<1,1>"
+    assert [len(p.micro_batches) for p in found.pipelines] == [1, 4, 4, 4, 4]
+    assert found.makespan_ms == time_ms == pytest.approx(130)
+    links = {strategy: LinkTimes(pull_ms=40.0, push_ms=60.0) for strategy in KEPT}
+    linked, time_ms = plan_kept(LONG_AND_SHORT, settings=replace(KEPT_SETTINGS, link_times=links))
+    assert linked.strategy == found.strategy
+    # The forward of 10 ms ends with the last tenth of the pull's, the push begins with the last
+    # micro-batch's backward of 50 / 3 ms
+    assert time_ms == pytest.approx((40 + 1 + 20) + (100 - 50 / 3 * 9 / 10 + 60))
+    simulated = simulate_plan(linked, KEPT_PROFILE, links_of=lambda _: links[KEPT[0]])
+    assert simulated.iteration_ms == pytest.approx(time_ms)
+    kinds = [event.kind.name for event in simulated.timeline().events]
+    assert kinds.count("PULL") == 1
+    assert kinds.count("PUSH") == 4
+
+
+@given(st.lists(st.integers(1, 120), min_size=1, max_size=40))
+def test_plans_whose_slices_stay_are_legal_and_never_slower(lengths):
+    found, time_ms = plan_kept(lengths)
+    check_plan(found, time_ms, lengths, KEPT, KEPT_SETTINGS, KEPT_PROFILE)
+    assert len({slices_key(phase.strategy) for phase in found.in_turn}) == 1
+
+
+def test_candidates_are_tried_where_phases_are_the_fastest():
+    known = {s: Correction() for s in KEPT}
+    never_ran = known | {KEPT[2]: Correction(is_new=True)}
+    for strategies, allowed_ms, wanted in (
+        (known, 100.0, "1x<sp4,1> then 4x<1,1>"),
+        (never_ran, 100.0, "1x<sp4,1>"),
+        (never_ran, 10.0, "1x<sp4,1> then 4x<1,1>"),  # takes 20 ms longer
+    ):
+        found = plan_iteration(
+            make_batch(LONG_AND_SHORT),
+            strategies=KEPT,
+            profile=KEPT_PROFILE,
+            num_devices=4,
+            settings=KEPT_SETTINGS,
+            corrections=Corrections(strategies=strategies, trial_ms=allowed_ms),
+        )
+        assert str(found.strategy) == wanted
+        assert found.trial_ms == pytest.approx(20.0 if " then " not in wanted else 0.0)
+
+
+def test_time_outside_of_propagation_is_not_counted_for_every_phase():
+    known = {s: Correction(outside_ms=50.0) for s in KEPT}
+    corrections = Corrections(strategies=known)
+    planner = BatchPlanner(make_batch(LONG_AND_SHORT), KEPT_PROFILE, 4, KEPT_SETTINGS, corrections)
+    assert planner.phases_ms(KEPT) == pytest.approx(130)
+
+
+KEPT_PHASES = (
+    "1x<sp4,1> then 1x<sp2,1> + 2x<1,1> then 4x<1,1;ckpt=1>",
+    "1x<sp2,2,1> then 2x<2,1>",
+    "4x<1,1> then 1x<cp2,1>",
+)
+
+
+def kept_by_the_planner(*, overlap=True, is_frozen=False):
+    """What an engine did whose context only SP holds, and what strategies by hand give."""
+    model = tiny("llama", num_hidden_layers=4)
+    if is_frozen:
+        for param in (*model.model.embed_tokens.parameters(), *model.model.layers[1].parameters()):
+            param.requires_grad_(False)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(long_on_four_ranks(gather=False), file)
+        file.flush()
+        engine = start_hydra(
+            model,
+            hydra={
+                "strategies": [*map(str, KEPT)],
+                "profile": file.name,
+                "planner": {"refit": "log"},
+                "link": {"overlap": overlap},
+            },
+        )
+    examples = random_examples((99, *[33] * 12), VOCAB_SIZE, seed=0)
+    evaluated = [float(engine.eval_batch(examples, strategy=s)) for s in (None, "1x<4,1>")]
+    scores = [engine.score(examples, s).log_probs for s in (None, "1x<4,1>")]
+    trained, strategies = [], []
+    for number in range(4):
+        trained.append(float(engine.train_batch(examples[number:])))
+        strategies.append(engine.last_metrics.strategy)
+    found = {
+        "losses": (evaluated, trained),
+        "scores": max(float((a - b).abs().max()) for a, b in zip(*scores, strict=True)),
+        "strategies": strategies,
+        "metrics": engine.last_metrics,
+        "links": len(engine.hydra.propagator.links._links),
+        "weights": [p.ds_tensor.clone() for p in engine.hydra.stage_model.params],
+    }
+    engine.destroy()
+    return found
+
+
+def checks_of_kept():
+    return {
+        "parity": check_gradients("llama_tied", KEPT_PHASES),
+        "without overlap": check_gradients("qwen2", KEPT_PHASES, {"link": {"overlap": False}}),
+        "planner": kept_by_the_planner(),
+        "planner without overlap": kept_by_the_planner(overlap=False),
+        "frozen": kept_by_the_planner(is_frozen=True),
+    }
+
+
+@pytest.mark.distributed
+def test_phases_that_keep_their_slices_train_as_one_process():
+    for found in run_distributed(checks_of_kept, 4):
+        assert_parity(found["parity"])
+        assert_parity(found["without overlap"])
+        for planned in (found["planner"], found["frozen"]):
+            evaluated, trained = planned["losses"]
+            assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-6)
+            assert trained[0] == pytest.approx(evaluated[0], rel=1e-6)
+            assert planned["scores"] < 1e-5
+            assert planned["strategies"][0].startswith("1x<sp4,1> then ")
+            assert " then " not in planned["strategies"][1]  # without the long sequence
+            assert planned["links"] == 2  # one for all that is planned, and <4,1>
+            pipelines = planned["metrics"].pipelines
+            assert all(p.measured_ms > 0 for p in pipelines if p.num_micro_batches)
+        planned, other = found["planner"], found["planner without overlap"]
+        assert other["losses"][1] == planned["losses"][1]
+        assert all(map(torch.equal, other["weights"], planned["weights"]))
+
+
 def test_strategies_that_need_the_same_slices_share_link_plans():
     same = ["1x<sp4,1;gather>", "2x<sp2,1;gather>", "1x<sp2,1;ckpt=1;gather> + 2x<1,1;gather>"]
     assert len({slices_key(Strategy.parse(text)) for text in same}) == 1
     others = ["1x<4,1;gather>", "2x<2,1;gather>", "1x<sp2,2,1;gather>", "2x<1,1;gather>", "4x<1,1>"]
     keys = {slices_key(Strategy.parse(text)) for text in (*others, same[0])}
     assert len(keys) == 5  # <sp2,2,1> lies as 2x<2,1>
+    kept = ["4x<1,1>", "1x<sp4,1>", "1x<cp2,1> + 2x<1,1;ckpt=1>"]
+    assert len({slices_key(Strategy.parse(text)) for text in kept}) == 1
+    others = ["2x<2,1>", "2x<1,2>", "4x<1,1;stream>", "2x<1,1>", "1x<2,1> + 2x<1,1>"]
+    assert len({slices_key(Strategy.parse(text)) for text in (*others, kept[0])}) == 6
 
 
 def test_how_phases_are_written_and_where_they_are_refused():
@@ -215,7 +387,7 @@ def test_how_phases_are_written_and_where_they_are_refused():
     with pytest.raises(HydraConfigError, match=r"2 phases, .* list each in hydra.strategies"):
         parse_strategies([text])
     with pytest.raises(HydraConfigError, match="2 phases"):
-        plan([5], [strategy])
+        plan_iteration(make_batch([5]), strategies=[strategy], profile=PROFILE, num_devices=4)
     for wrong in (
         "then 4x<1,1>",
         "4x<1,1> then",

@@ -18,7 +18,7 @@ from reference import STRATEGIES_32B_64, make_batch, make_profile
 from shared_data import shared_json
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
-from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner import bound_iterations, plan_iteration, profiled_times
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import makespan_ms
 from ds_hydra.strategy.profiles.profile import Profile
@@ -191,6 +191,37 @@ def test_the_heuristic_plan_is_legal_and_no_better_than_its_bound(lengths):
     result = plan(lengths, num_trials=1, max_refine_steps=0)
     assert result.makespan_ms == pytest.approx(max(recompute(result, "exact")), rel=1e-12)
     assert result.lower_bound_ms <= result.makespan_ms
+
+
+SHARED = replace(PROFILE, ranks_per_core=2.0)
+
+
+@settings(deadline=None)
+@given(batches, subsets, objectives)
+def test_plans_of_ranks_that_share_cores_are_above_their_bounds(lengths, strategies, objective):
+    overrides = PlannerSettings(objective=objective, max_len_override=MAX_LEN)
+    given_ = {"strategies": strategies, "num_devices": 8, "settings": overrides}
+    longest = max(MAX_LEN[scheme] for strategy in strategies for scheme in strategy.schemes)
+    batch = make_batch([min(length, longest) for length in lengths])
+    plan = plan_iteration(batch, profile=SHARED, **given_)
+    assert [p.makespan_ms for p in plan.pipelines] == pytest.approx(
+        profiled_times(plan, SHARED, overrides)
+    )
+    alone = recompute(plan, objective)
+    assert all(a / 2 <= p.makespan_ms + 1e-9 <= a + 2e-9 for p, a in zip(plan.pipelines, alone))
+    bounds = dict(zip(strategies, bound_iterations(batch, profile=SHARED, **given_)[0]))
+    assert plan.lower_bound_ms <= plan.makespan_ms + 1e-9
+    assert bounds[plan.strategy] <= plan.makespan_ms * (1 + 1e-9)
+
+
+def test_a_long_sequence_may_run_on_alone_where_ranks_share_cores():
+    profile = make_profile({"<1,1>": (0.0, 1.0, 0.0), "<2,1>": (0.0, 0.8, 0.0)})
+    given_ = {"strategies": parse_strategies(["2x<1,1>", "1x<2,1>"]), "num_devices": 2}
+    batch = make_batch([60, 10])
+    assert str(plan_iteration(batch, profile=profile, **given_).strategy) == "1x<2,1>"
+    shared = plan_iteration(batch, profile=replace(profile, ranks_per_core=2.0), **given_)
+    assert str(shared.strategy) == "2x<1,1>"
+    assert [p.makespan_ms for p in shared.pipelines] == [10 + 50 / 2, 10]
 
 
 def test_one_sequence_leaves_pipelines_empty():

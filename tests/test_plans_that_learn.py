@@ -141,6 +141,21 @@ def test_a_wrong_profile_costs_three_percent_at_most_after_48_iterations(wrong):
     assert train(machine, wrong, refit="log")[1][48:].sum() > 1.1 * right
 
 
+@pytest.mark.parametrize("wrong", [{"<1,1>": 2.5, "<4,1>": 0.4}, {"<2,2>": 0.5, "<1,1>": 2.0}])
+def test_a_profile_more_wrong_than_any_hope_is_found_out_by_running_each_candidate_once(wrong):
+    """Of slower hardware, too: the first scheme looks better than it is, and nothing worth trying
+    but for never having run.
+    """
+    machine = Machine()
+    plans, true_ms, tracker = train(machine, {s: 50 * wrong.get(s, 1.0) for s in TIMES}, num=160)
+    alone = sum(machine.each_candidate(iteration) for iteration in range(128, 160))
+    assert true_ms[128:].sum() <= 1.02 * alone.min()
+    assert tracker.trials_share <= 0.02
+    first = plans[0].strategy
+    tried = {plan.strategy for plan in plans if plan.trial_ms > 0}
+    assert tried - {first}
+
+
 def test_work_moves_away_from_a_slow_rank_within_16_iterations():
     machine = Machine(slow={3: 2.0}, since=40)
     plans, learned_ms, _ = train(machine)

@@ -22,6 +22,7 @@ from ds_hydra.engine.profiling import measurements, profile_run, profiler, rehea
 from ds_hydra.engine.profiling import overlap_slowdown as slowdown
 from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.profile_run import ProfileRequest, run_profile
+from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_core
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import Topology
@@ -275,11 +276,30 @@ def test_overlap_slowdown_is_of_a_micro_batch_beside_all_reduces_that_take_as_lo
 
 
 @pytest.mark.parametrize("value", [0.5, -1, float("nan"), "1.5", True, [1]])
-def test_a_slowdown_that_cannot_be_is_refused(value):
+@pytest.mark.parametrize("key", ["overlap_slowdown", "ranks_per_core"])
+def test_a_ratio_of_the_hardware_that_cannot_be_is_refused(key, value):
     document = json.loads(find_file("profiles", "a800_llama2_7b").read_text())
-    document["hardware"]["overlap_slowdown"] = value
-    with pytest.raises(HydraConfigError, match=r"hardware\.overlap_slowdown is .* at least 1"):
+    document["hardware"][key] = value
+    with pytest.raises(HydraConfigError, match=rf"hardware\.{key} is .* at least 1"):
         Profile.from_json(document)
+
+
+def ranks_of_a_core(cores, num_threads):
+    os.sched_setaffinity(0, cores[dist.get_rank()])
+    torch.set_num_threads(num_threads)
+    return find_ranks_per_core(Hosts(("a", "b"), (0, 0, 1)), CPU)
+
+
+@pytest.mark.distributed
+def test_ranks_of_a_core_are_counted_on_the_fullest_host():
+    first, *others = sorted(os.sched_getaffinity(0))
+    if not others:
+        pytest.skip("needs two cores")
+    both = {first, others[0]}
+    assert run_distributed(ranks_of_a_core, 3, [{first}, {first}, {first}], 1) == [2.0] * 3
+    assert run_distributed(ranks_of_a_core, 3, [{first}, {others[0]}, both], 1) == [1.0] * 3
+    assert run_distributed(ranks_of_a_core, 3, [both, both, both], 2) == [2.0] * 3
+    assert find_ranks_per_core(Hosts(("a",), (0,)), torch.device("cuda")) == 1.0
 
 
 @pytest.mark.parametrize("compiles", [False, True])

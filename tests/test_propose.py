@@ -136,21 +136,26 @@ def test_progress_is_reported(github):
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
+def candidates_of_case(name, *, num_batches):
+    """Those of the wide space, with the engine's memory."""
+    workload = load_case(name).workload
+    profile = with_engine_states(workload.profile)
+    settings = CandidateSettings(
+        num_devices=workload.num_devices,
+        context_length=workload.context_length,
+        tokens_per_iteration=workload.tokens_per_iteration,
+        space="wide",
+        cluster=find_cluster(profile, workload.num_devices),
+        pruning=PruningSettings(num_batches=num_batches),
+    )
+    return decide_candidates(profile, workload.histogram, settings)
+
+
 def test_phases_that_candidates_leave_no_communicators_for_take_their_place():
     """LLaMA 13B on 64 A100 of 40 GB, context 192K: groups of all sizes side by side are
     faster than what is found before them, which needs most groups of a rank.
     """
-    workload = load_case("flexsp/commoncrawl-13b-192k").workload
-    profile = with_engine_states(workload.profile)
-    settings = CandidateSettings(
-        num_devices=64,
-        context_length=workload.context_length,
-        tokens_per_iteration=workload.tokens_per_iteration,
-        space="wide",
-        cluster=find_cluster(profile, 64),
-        pruning=PruningSettings(num_batches=4),
-    )
-    found = decide_candidates(profile, workload.histogram, settings).proposal
+    found = candidates_of_case("flexsp/commoncrawl-13b-192k", num_batches=4).proposal
     assert any(kept.is_for_phases for kept in found.kept)
     assert len(found.strategies) == len(set(found.strategies))
     keys = groups_of_all(found.strategies)
@@ -160,17 +165,7 @@ def test_phases_that_candidates_leave_no_communicators_for_take_their_place():
 
 def test_a_context_that_only_gathered_layers_hold_is_proposed_for():
     """LLaMA 32B on 32 A800, context 32K: no slices and no home fit beside such a sequence."""
-    workload = load_case("paper/commoncrawl-32b-32gpu-f3").workload
-    profile = with_engine_states(workload.profile)
-    settings = CandidateSettings(
-        num_devices=32,
-        context_length=workload.context_length,
-        tokens_per_iteration=workload.tokens_per_iteration,
-        space="wide",
-        cluster=find_cluster(profile, 32),
-        pruning=PruningSettings(num_batches=8),
-    )
-    found = decide_candidates(profile, workload.histogram, settings)
+    found = candidates_of_case("paper/commoncrawl-32b-32gpu-f3", num_batches=8)
     assert all(strategy.gathers for strategy in found.strategies)
     kept = {str(kept.strategy): kept for kept in found.reasons if kept.is_for_phases}
     assert "32x<1,1;gather>" in kept

@@ -11,6 +11,7 @@ from ds_hydra.sampler.schedule import (
     _critical_path,
     balance_micro_batches,
     closed_form_ms,
+    ends_ms,
     makespan_ms,
     one_f_one_b_ms,
 )
@@ -138,3 +139,31 @@ def test_balance_is_near_the_linear_programs_optimum(num_stages, num_micro_batch
     )
     assert optimum * 0.99 <= balance.ratio[num_micro_batches] <= optimum * (1 + 1e-7)
     assert optimum * (1 - 1e-7) <= reached <= optimum * 1.01
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(0.0, 100.0), st.integers(1, 4)), min_size=1, max_size=6),
+    st.floats(1.0, 4.0),
+)
+def test_pipelines_end_as_their_ranks_share_cores(pipelines, ranks_per_core):
+    num_ranks = sum(ranks for _, ranks in pipelines)
+    cores = num_ranks / ranks_per_core
+    # Seconds of a core that each rank of a pipeline needs: it had 1 / ranks_per_core of one.
+    left = {j: ms / ranks_per_core for j, (ms, _) in enumerate(pipelines)}
+    clock, ends = 0.0, {}
+    while left:
+        share = min(1.0, cores / sum(pipelines[j][1] for j in left))
+        step = min(left.values())
+        clock += step / share
+        left = {j: work - step for j, work in left.items()}
+        ends |= {j: clock for j, work in left.items() if work <= 0}
+        left = {j: work for j, work in left.items() if work > 0}
+    times = np.array([ms for ms, _ in pipelines])
+    found = ends_ms(times, [ranks for _, ranks in pipelines], ranks_per_core)
+    assert found == pytest.approx([ends[j] for j in range(len(pipelines))], rel=1e-9, abs=1e-9)
+
+
+def test_with_a_core_for_every_rank_pipelines_take_their_time():
+    times = np.array([0.1, 7.3, 2.0])
+    assert ends_ms(times, [1, 2, 1], 1.0) is times

@@ -8,9 +8,10 @@ from reference import make_batch
 
 from ds_hydra.configs import find_file
 from ds_hydra.sampler import trial
+from ds_hydra.sampler.batch_planner import BatchPlanner
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, with_schemes_of
 from ds_hydra.sampler.dispatch.dispatch import dispatch_trials
-from ds_hydra.sampler.planner import heuristic_times, plan_with_time
+from ds_hydra.sampler.planner import heuristic_times
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind, make_problem
 from ds_hydra.sampler.screening import UNEVEN_STEPS, Screen
@@ -66,14 +67,11 @@ def test_heuristic_times_are_those_of_the_plans():
     links = {s: CLUSTER.link_times(s) for s in STRATEGIES}
     settings = PlannerSettings(link_times=links).heuristic()
     found = heuristic_times(BATCH, strategies=STRATEGIES, settings=settings, **options)
-    one_by_one = [
-        plan_with_time(BATCH, strategies=[s], settings=settings, **options)[1]
-        for s in STRATEGIES[:-1]
-    ]
+    planner = BatchPlanner(BATCH, settings=settings, **options)
+    one_by_one = [planner.plan([s])[1] for s in STRATEGIES[:-1]]
     assert found[:-1] == pytest.approx(one_by_one)
     assert np.isinf(found[-1])
-    together = plan_with_time(BATCH, strategies=STRATEGIES[:-1], settings=settings, **options)
-    assert together[1] == pytest.approx(found.min())
+    assert planner.plan(STRATEGIES[:-1])[1] == pytest.approx(found.min())
 
 
 def test_a_wide_proposal_streams_and_its_profile_knows_every_scheme():

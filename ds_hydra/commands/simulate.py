@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -377,18 +379,23 @@ def _compare(
         log(
             "the profile's hardware has no description: communication counts nothing; see --hardware"
         )
-    with progress_bar("simulating", "step") as show:
+    fork, processes = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
+    with (
+        ProcessPoolExecutor(processes, mp_context=fork) as pool,
+        progress_bar("simulating", "step") as show,
+    ):
+        run_each = pool.map if processes > 1 else map
         steps = iter(range(len(settings.systems) + 2))
 
         def begin(_system: str) -> None:
             show(next(steps), 1 + len(settings.systems) + int(spread))
 
-        found = compare(workload, cluster, settings, progress=begin)
+        found = compare(workload, cluster, settings, progress=begin, run_each=run_each)
         optional = ("given", "paper", "32_bit")
         left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
         if left_out:
             log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")
-        return with_spread(found, num_processes=len(os.sched_getaffinity(0))) if spread else found
+        return with_spread(found, run_each) if spread else found
 
 
 def _sweep(

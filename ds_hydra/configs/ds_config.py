@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_hydra.configs.files import read_json_object
-from ds_hydra.configs.hydra_config import SMALLEST_SECTION, HydraConfig
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.configs.problems import SMALLEST_SECTION
 from ds_hydra.errors import HydraConfigError
 
 logger = logging.getLogger(__name__)

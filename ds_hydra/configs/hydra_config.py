@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
-from pydantic_core import ErrorDetails
 
+from ds_hydra.configs.problems import (
+    AUTO_REFUSED,
+    SMALLEST_SECTION,
+    Location,
+    explain,
+    find_auto,
+    list_problems,
+    show,
+)
 from ds_hydra.errors import HydraConfigError
 
-SMALLEST_SECTION = '"hydra": {"context_length": 4096, "tokens_per_iteration": 65536}'
-"""What every error shows that has to say how a section looks."""
-
 _Value = TypeVar("_Value")
-_Location: TypeAlias = tuple[int | str, ...]
 
 
 def _whole(value: _Value) -> _Value | int:
@@ -355,17 +357,17 @@ class HydraConfig(_Section):
         """
         if not isinstance(section, Mapping):
             raise HydraConfigError(
-                f'"hydra" is {_show(section)}, expected an object, at least {SMALLEST_SECTION}'
+                f'"hydra" is {show(section)}, expected an object, at least {SMALLEST_SECTION}'
             )
-        problems = dict.fromkeys(_find_auto(section), _AUTO_REFUSED)
+        problems = dict.fromkeys(find_auto(section), AUTO_REFUSED)
         config = None
         try:
             config = cls.model_validate(dict(section))
         except ValidationError as error:
             for details in error.errors():
-                problems.setdefault(details["loc"], _explain(details))
+                problems.setdefault(details["loc"], explain(details, _SECTIONS))
         if config is None or problems:
-            raise HydraConfigError(_list_problems(problems))
+            raise HydraConfigError(list_problems(problems))
         return config
 
     @property
@@ -377,59 +379,7 @@ class HydraConfig(_Section):
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-_AUTO_REFUSED = (
-    'is "auto", which the Trainer fills in for DeepSpeed\'s keys only; leave the key out to get its default, '
-    "or write the value"
-)
-
-
-def _find_auto(section: Mapping[Any, Any], location: _Location = ()) -> Iterator[_Location]:
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _find_auto(value, (*location, key))
-        elif value == "auto":
-            yield (*location, key)
-
-
-def _explain(details: ErrorDetails) -> str:
-    """What is wrong at one location, and what would be right."""
-    location = details["loc"]
-    if details["type"] == "extra_forbidden":
-        return _explain_unknown(location)
-    if details["type"] == "missing":
-        return f"is missing and has no default; the smallest section is {SMALLEST_SECTION}"
-    if details["type"] == "value_error":
-        return f"is {_show(details['input'])}: {details['ctx']['error']}"
-    if details["type"] == "model_type":
-        return f"is {_show(details['input'])}: it should be an object"
-    wanted = re.sub("^(Input|Value|Tuple|List|String) should", "it should", details["msg"])
-    return f"is {_show(details['input'])}: {wanted}"
-
-
-def _explain_unknown(location: _Location) -> str:
-    """The nearest known key, or where the key belongs, or all keys of that section."""
-    *path, key = location
-    if key in _REPLACED:
-        return f"is no longer a key; {_REPLACED[key]}"
-    known = list(_section_at(path).model_fields)
-    nearest = get_close_matches(str(key), known, n=1, cutoff=0.6)
-    if nearest:
-        return f"is not a key; did you mean {_dotted((*path, nearest[0]))}?"
-    for home, section in _SECTIONS.items():
-        if str(key) in section.model_fields:
-            return f"is not a key here; write {_dotted((*home, key))}"
-    return f"is not a key; {_dotted(path)} has {', '.join(known)}"
-
-
-_REPLACED = {
-    "repull_layers": "layers stream instead: say so for each scheme in hydra.strategies, as in <1,1;stream> (all "
-    "layers) or <2,2;stream=8>",
-    "gradient_dtype": 'DeepSpeed\'s own says it, outside of "hydra": "communication_data_type": "fp32" or "bf16" '
-    "(as without it, where training is bf16)",
-}
-"""Keys of earlier versions, and what to write instead."""
-
-_SECTIONS: dict[_Location, type[BaseModel]] = {
+_SECTIONS: dict[Location, type[BaseModel]] = {
     (): HydraConfig,
     ("link",): LinkConfig,
     ("planner",): PlannerConfig,
@@ -437,24 +387,3 @@ _SECTIONS: dict[_Location, type[BaseModel]] = {
     ("moe",): MoeConfig,
     ("faults",): FaultsConfig,
 }
-
-
-def _section_at(path: list[int | str]) -> type[BaseModel]:
-    return _SECTIONS[tuple(path)]
-
-
-def _dotted(location: _Location | list[int | str]) -> str:
-    return ".".join(["hydra", *map(str, location)])
-
-
-def _show(value: object) -> str:
-    """The value as JSON, shortened to a line."""
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _list_problems(problems: Mapping[_Location, str]) -> str:
-    lines = [f"{_dotted(location)} {text}" for location, text in problems.items()]
-    if len(lines) == 1:
-        return lines[0]
-    return "\n  ".join([f'the "hydra" section has {len(lines)} problems:', *lines])

@@ -35,11 +35,7 @@ from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.scheme_support import check_context
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.agreement import run_together
-from ds_hydra.engine.ranks.deepspeed_ops import (
-    free_shared_memory,
-    leave_out_shared_memory,
-    remove_stale_locks,
-)
+from ds_hydra.engine.ranks.deepspeed_ops import clear_up, leave_out_shared_memory
 from ds_hydra.engine.ranks.host_memory import keep_freed_memory, to_device
 from ds_hydra.engine.ranks.process_end import let_collectives_end_at_exit
 from ds_hydra.engine.ranks.watchdog import (
@@ -105,7 +101,7 @@ class HydraEngine(CheckpointingEngine):
     def _start(
         self, args: Any, model: nn.Module, engine_args: Any, engine_kwargs: Mapping[str, Any]
     ) -> None:
-        run_together(_clear_up, self.device)
+        run_together(lambda: clear_up(local_rank() == 0), self.device)
         # The copy must be made before DeepSpeed hooks the model's modules and partitions its
         # parameters.
         config = self._hydra_config
@@ -445,10 +441,3 @@ def check_model(model: Any) -> None:
             f"this {type(model).__name__} (or a part of it) has been given to an engine already, and ZeRO-3 cannot "
             "partition it again; load it anew, or go on with the first engine"
         )
-
-
-def _clear_up() -> None:
-    """Remove what dead processes have left on this host where engines would meet it."""
-    if local_rank() == 0:
-        free_shared_memory()
-        remove_stale_locks()

@@ -6,9 +6,10 @@ value per token of a packed micro-batch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,9 @@ from ds_hydra.engine.losses.objective import Objective
 from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.context_parallel import ContextRow
+from ds_hydra.engine.parallel.cross_entropy import summed_cross_entropy
 from ds_hydra.engine.parallel.groups import GroupPool
 from ds_hydra.engine.parallel.one_f_one_b import StageInfo, StageIO, run_1f1b, run_forward_only
-from ds_hydra.engine.parallel.tensor_parallel import summed_cross_entropy
 from ds_hydra.engine.parallel.token_scores import score_tokens
 from ds_hydra.engine.parallel.tp_sequence_parallel import TokenShards
 from ds_hydra.engine.parallel.ulysses import SequenceShard
@@ -189,40 +190,66 @@ class Propagator:
     ) -> Outcome:
         self.recorder.begin()
         self.stage_model.balance.begin(self.device, loss_scale, plan.num_tokens)
-        phases = []
-        for number, phase in enumerate(plan.in_turn):
+        each = plan.in_turn
+        # Where layers are gathered each phase has its own exchange, where slices stay all have one.
+        together = [[phase] for phase in each] if plan.strategy.gathers else [each]
+        outcomes = []
+        for number, phases in enumerate(together):
             self.recorder.phase = number
-            phases.append(self._run_phase(phase, load, grads_P, loss_scale, objective, noise))
-        return Outcome.of_phases(phases)
+            outcomes.append(self._run_phases(phases, load, grads_P, loss_scale, objective, noise))
+        return Outcome.of_phases(outcomes)
 
-    def _run_phase(
+    def _run_phases(
         self,
-        plan: IterationPlan,
+        phases: Sequence[IterationPlan],
         load: LoadExample,
         grads_P: Sequence[Tensor] | None,
         loss_scale: float | None,
         objective: Objective | None,
         noise: bool,
     ) -> Outcome:
-        begin, busy_before_ms = self._clock.stamp(), self.recorder.busy_ms
+        """Phases that need the same slices, one after another: pulled before the first, gradients
+        pushed after the last. Ranks go on to their next phase without waiting for others.
+        """
+        busy_before_ms = self.recorder.busy_ms
         balance_before = self.stage_model.balance.value
+        stamps = [self._clock.stamp()]
         training = loss_scale is not None
-        slices, session, work = self.links.open_plan(plan, training=training, grads_P=grads_P)
+        slices, session, work = self.links.open_plan(phases[0], training=training, grads_P=grads_P)
+        roles = {n: Role.find(phase.strategy, self.rank) for n, phase in enumerate(phases)}
+        busy = {
+            number: role
+            for number, role in roles.items()
+            if role is not None and phases[number].pipelines[role.pipeline].micro_batches
+        }
+        losses: list[float] = []
+        bad_position = -1
         with session:
-            losses = self._propagate(plan, work, slices, load, loss_scale, objective, noise)
-            end = self._clock.stamp()
+            for number, phase in enumerate(phases):
+                if number:
+                    self.recorder.phase += 1
+                if role := busy.get(number):
+                    own = self._propagate(
+                        phase, replace(work, role=role), slices, load, loss_scale, objective, noise,
+                        completes_gradients=number == max(busy),
+                    )  # fmt: skip
+                    bad = next((n for n, loss in enumerate(own) if not math.isfinite(loss)), None)
+                    if bad is not None and bad_position < 0:
+                        bad_position = phase.pipelines[role.pipeline].micro_batches[bad][0]
+                    losses += own
+                stamps.append(self._clock.stamp())
             times = session.finish()
         session.record(self.recorder)
+        phase_ms = [self._clock.ms_between(*span) for span in itertools.pairwise(stamps)]
+        # All slices are awaited in the first micro-batch, or before anything else
         waited_in_passes_ms = times.visible_pull_ms if self.links.thread.overlap else 0.0
-        bad = next((n for n, loss in enumerate(losses) if not math.isfinite(loss)), None)
-        position = -1
-        if bad is not None and work.role is not None:
-            position = plan.pipelines[work.role.pipeline].micro_batches[bad][0]
+        waiting = min(busy, default=0) if self.links.thread.overlap else 0
+        phase_ms[waiting] -= times.visible_pull_ms
         return Outcome(
             loss_sum=sum(losses),
             balance_loss=self.stage_model.balance.value - balance_before,
-            nonfinite_position=position,
-            phase_ms=(max(0.0, self._clock.ms_between(begin, end) - times.visible_pull_ms),),
+            nonfinite_position=bad_position,
+            phase_ms=tuple(max(0.0, ms) for ms in phase_ms),
             busy_ms=max(0.0, self.recorder.busy_ms - busy_before_ms - waited_in_passes_ms),
             **asdict(times),
         )
@@ -268,9 +295,12 @@ class Propagator:
         loss_scale: float | None,
         objective: Objective | None = None,
         noise: bool = True,
+        *,
+        completes_gradients: bool = True,
     ) -> list[float]:
         """Loss sum of this rank's tokens of each micro-batch (on one TP rank of the last stage);
-        trains where `loss_scale` is given.
+        trains where `loss_scale` is given, and adds nothing to gradients afterwards if it
+        `completes_gradients`.
 
         Collective over the pipeline only.
         """
@@ -307,7 +337,7 @@ class Propagator:
             if loss_scale is None:
                 losses = run_forward_only(stage, io, micro_batch_tokens, forward)
             else:
-                before_last = slices.expect_last_backward
+                before_last = slices.expect_last_backward if completes_gradients else lambda: None
                 losses = run_1f1b(
                     stage, io, micro_batch_tokens, forward, self.recorder, before_last
                 )

@@ -222,7 +222,7 @@ class StrategyLinks:
         self._forget_failed()
         pull = link.pull
         if self._frozen is not None:
-            pull = self._frozen.choose(strategy, link.pull, link.pull_trained)
+            pull = self._frozen.choose(slices_key(strategy), link.pull, link.pull_trained)
         shards_P = self.shards_P()
         slices = Slices(
             self.stage_model.specs,

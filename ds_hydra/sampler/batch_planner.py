@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -26,16 +27,15 @@ from ds_hydra.sampler.dispatch.refine import (
 from ds_hydra.sampler.ilp import SolverLimits
 from ds_hydra.sampler.lockstep import lockstep_wait_ms
 from ds_hydra.sampler.mixed_groups import Step
-from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.packing.packing import solve_packing
 from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
 from ds_hydra.sampler.phases import Palette, compose, find_palettes, strategy_of
-from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
-from ds_hydra.sampler.schedule import FloatArray, IntArray, makespan_ms
-from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Corrections
-from ds_hydra.strategy.profiles.link_times import NO_LINKS
+from ds_hydra.sampler.schedule import IntArray
+from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, UNKNOWN, Corrections
+from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -93,10 +93,13 @@ class BatchPlanner:
             if candidate.least_ms < least_ms:
                 self._search(candidate, least_ms - candidate.least_link_ms)
                 best = min(best, candidate, key=lambda c: c.iteration_ms)
-        if phases_ms < best.iteration_ms:
+        best_ms = min(best.iteration_ms, phases_ms)
+        alone = best if best.iteration_ms == best_ms else None
+        trial = find_trial(alone, best_ms, candidates, self.corrections.trial_ms, self._search)
+        chosen = trial or alone
+        if chosen is None:
             return self._finish(phases), phases_ms
-        chosen = find_trial(best, candidates, self.corrections.trial_ms, self._search) or best
-        trial_ms = max(0.0, chosen.iteration_ms - best.iteration_ms)
+        trial_ms = max(0.0, chosen.iteration_ms - best_ms)
         self._solve_slowest(chosen)
         return self._finish([chosen], trial_ms), chosen.iteration_ms
 
@@ -122,7 +125,7 @@ class BatchPlanner:
         if self.lengths.size and self.lengths[0] > self.longest(strategy):
             return np.inf, np.inf
         candidate = self._bound(strategy)
-        return candidate.lower_bound_ms, candidate.least_ms
+        return candidate.least_propagation_ms, candidate.least_ms
 
     def longest(self, strategy: Strategy) -> int:
         """Largest MaxLen over the schemes of `strategy`, in tokens."""
@@ -150,11 +153,16 @@ class BatchPlanner:
         )
 
     def _phases(self, strategies: Sequence[Strategy], limit_ms: float) -> list[CandidatePlan]:
-        """Phases of what `strategies` gather, where that takes less than `limit_ms`. See [Note:
-        Phases].
+        """Phases of what `strategies` gather or leave on every rank alike, where that takes less
+        than `limit_ms`. See [Note: Phases].
         """
         palettes = find_palettes(
-            (s for strategy in strategies if strategy.gathers for s in strategy.schemes),
+            (
+                scheme
+                for strategy in strategies
+                if strategy.gathers or not strategy.is_heterogeneous
+                for scheme in strategy.schemes
+            ),
             self.profile,
             self.num_devices,
             max_len_tokens=self.max_len_tokens,
@@ -163,21 +171,54 @@ class BatchPlanner:
                 strategy.schemes[0], 1.0
             ),
         )
-        longest = max((palette.longest for palette in palettes), default=0)
-        if not self.lengths.size or self.lengths[0] > longest:
-            return []
+        gathered = [palette for palette in palettes if not palette.keeps_slices]
+        kept = [[palette] for palette in palettes if palette.keeps_slices]
+        found: list[CandidatePlan] = []
+        for alike in filter(None, [gathered, *kept]):
+            longest = max(palette.longest for palette in alike)
+            if not self.lengths.size or self.lengths[0] > longest:
+                continue
+            phases = self._phases_of(alike, limit_ms)
+            time_ms = sum(phase.iteration_ms for phase in phases)
+            if phases and time_ms < limit_ms:
+                found, limit_ms = phases, time_ms
+        return found
+
+    def _phases_of(self, palettes: Sequence[Palette], limit_ms: float) -> list[CandidatePlan]:
         least_ms = max(palette.least_link_ms(self._num_buckets) for palette in palettes)
+        keeps_slices = palettes[0].keeps_slices
+        if keeps_slices:
+            limit_ms, least_ms = limit_ms - least_ms, 0.0
         steps = compose(self.lengths, palettes, self.num_devices, least_ms, limit_ms)
-        phases = [self._phase(step, palettes[step.kind]) for step in steps]
-        return phases if sum(phase.iteration_ms for phase in phases) < limit_ms else []
+        if not keeps_slices:
+            return [self._phase(step, palettes[step.kind]) for step in steps]
+        members: dict[Strategy, list[IntArray]] = {}
+        for step in steps:
+            members.setdefault(strategy_of(step, palettes[0])[0], []).append(step.members)
+        phases, link = [], palettes[0].link
+        for number, (strategy, own) in enumerate(members.items()):
+            is_first, is_last = number == 0, number == len(members) - 1
+            candidate = self._bound(
+                strategy,
+                members=np.sort(np.concatenate(own)),
+                factors=self._factors(strategy, palettes[0]),
+                # Pulled by the first phase, pushed by the last
+                link=replace(link, pull_ms=is_first * link.pull_ms, push_ms=is_last * link.push_ms),
+            )
+            candidate.correction = UNKNOWN  # time outside of propagation is not a phase's
+            self._search(candidate, np.inf)
+            phases.append(candidate)
+        return phases
+
+    def _factors(self, strategy: Strategy, palette: Palette) -> list[float]:
+        return [
+            palette.factors[palette.schemes.index(scheme)] * self.corrections.slowdown(ranks)
+            for scheme, ranks in zip(strategy.schemes, strategy.place())
+        ]
 
     def _phase(self, step: Step, palette: Palette) -> CandidatePlan:
         strategy, assignment = strategy_of(step, palette)
-        slowdown = self.corrections.slowdown
-        factors = [
-            palette.factors[palette.schemes.index(scheme)] * slowdown(ranks)
-            for scheme, ranks in zip(strategy.schemes, strategy.place())
-        ]
+        factors = self._factors(strategy, palette)
         problem = self._problem(strategy, self.lengths[step.members], factors)
         micro_batches = np.zeros_like(assignment)
         candidate = CandidatePlan(
@@ -188,6 +229,7 @@ class BatchPlanner:
             micro_batches=micro_batches,
             value=pack_pipelines(problem, assignment, micro_batches),
             link=palette.link,
+            ranks_per_core=self.profile.ranks_per_core,
         )
         self._finish_micro_batches(candidate)
         return candidate
@@ -215,28 +257,42 @@ class BatchPlanner:
             for (scheme, factor), same in groupby(zip(strategy.schemes, factors, strict=True))
         ]
 
-    def _bound(self, strategy: Strategy) -> CandidatePlan:
-        candidate, estimate = self._start(strategy)
+    def _bound(self, strategy: Strategy, **own: Any) -> CandidatePlan:
+        candidate, estimate = self._start(strategy, **own)
         candidate.lower_bound_ms = strategy_bound_ms(candidate.problem, 1.5 * estimate)
         return candidate
 
-    def _start(self, strategy: Strategy) -> tuple[CandidatePlan, float]:
-        """`strategy` dispatched, without a bound; and the estimate of its time."""
-        factors = self.corrections.pipeline_factors(strategy)
-        problem = self._problem(strategy, self.lengths, factors)
-        link = self.settings.link_times.get(strategy, NO_LINKS)
+    def _start(
+        self,
+        strategy: Strategy,
+        *,
+        members: IntArray | slice = slice(None),
+        factors: Sequence[float] | None = None,
+        link: LinkTimes | None = None,
+    ) -> tuple[CandidatePlan, float]:
+        """`strategy` dispatched, without a bound, and the estimate of its time; of `members` alone,
+        positions in sorted order, and with what is known of a phase in place of the strategy's own
+        where that is given.
+        """
+        if factors is None:
+            factors = self.corrections.pipeline_factors(strategy)
+        if link is None:
+            link = self.settings.link_times.get(strategy, NO_LINKS)
+        lengths = self.lengths[members]
+        problem = self._problem(strategy, lengths, factors)
         num_stages = min(scheme.pp for scheme in dict.fromkeys(strategy.schemes))
         num_rounds = max(1, link.num_buckets(self._num_buckets) // num_stages)
         candidate = CandidatePlan(
             strategy=strategy,
             problem=problem,
-            order=self.order,
-            assignment=np.zeros_like(self.lengths),
-            micro_batches=np.zeros_like(self.lengths),
+            order=self.order[members],
+            assignment=np.zeros_like(lengths),
+            micro_batches=np.zeros_like(lengths),
             value=np.full(len(strategy.schemes), np.inf),
             link=link,
             least_link_ms=(link.pull_ms + link.push_ms) / num_rounds,
             correction=self.corrections.of(strategy),
+            ranks_per_core=self.profile.ranks_per_core,
         )
         num_trials, seed = self.settings.num_trials, self.settings.seed
         return candidate, dispatch_trials(problem, num_trials, seed, candidate.assignment)
@@ -255,17 +311,21 @@ class BatchPlanner:
         num_steps = self.settings.max_refine_steps
         enough_ms = candidate.lower_bound_ms * (1 + self.settings.enough_gap)
         estimate = improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
+        if candidate.ranks_per_core > 1.0:  # bounds say little, so ask what it is near to
+            value = candidate.value = pack_pipelines(problem, assignment, micro_batches)
+            if candidate.ends_ms(value).max() > best_ms * (1 + _PERTURBATION_REACH):
+                return self._finish_micro_batches(candidate)
         if num_steps > 0 and estimate > enough_ms:
             fit_trials(problem, candidate.lower_bound_ms, estimate, _NUM_FIT_STEPS, assignment)
             improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
         if self.settings.dispatch == "ideal":
-            assignment[:] = self._ideal_dispatch(candidate.strategy)
+            assignment[:] = self._ideal_dispatch(candidate)
         value = candidate.value = pack_pipelines(problem, assignment, micro_batches)
         refine_pipelines(
             problem, assignment, micro_batches, value, enough_ms, num_steps, _NUM_TARGETS
         )
         worth_ms = candidate.lower_bound_ms * (1 + _PERTURBATION_GAP)
-        share = min(1.0, _FULLY_PERTURBED / max(1, self.lengths.size))
+        share = min(1.0, _FULLY_PERTURBED / max(1, problem.lengths.size))
         if num_steps > 0 and worth_ms < value.max() < best_ms * (1 + _PERTURBATION_REACH):
             perturb_and_refine(
                 problem,
@@ -297,6 +357,7 @@ class BatchPlanner:
             link.num_buckets(self._num_buckets),
         )
         candidate.iteration_ms += self._lockstep_ms(candidate) + candidate.correction.outside_ms
+        candidate.iteration_ms -= candidate.value.max() - candidate.ends_ms(candidate.value).max()
 
     def _lockstep_ms(self, candidate: CandidatePlan) -> float:
         """What pipelines wait for each other."""
@@ -306,13 +367,13 @@ class BatchPlanner:
             candidate.problem, candidate.assignment, candidate.micro_batches, candidate.value
         )
 
-    def _ideal_dispatch(self, strategy: Strategy) -> IntArray:
+    def _ideal_dispatch(self, candidate: CandidatePlan) -> IntArray:
         """The solution of Eq. (3) within the limits of the solver, in sorted order of the
         sequences.
         """
         found = dispatch_sequences(
-            self.lengths.tolist(),
-            self._kinds(strategy, [1.0] * len(strategy.schemes)),
+            candidate.problem.lengths.tolist(),
+            self._kinds(candidate.strategy, [1.0] * len(candidate.strategy.schemes)),
             seed=self.settings.seed,
             limits=replace(self.settings.solver_limits or SolverLimits(), gap_tolerance=1e-4),
         )
@@ -331,7 +392,7 @@ class BatchPlanner:
             members = np.flatnonzero(best.assignment == slowest)
             kind = best.problem.kind_of[slowest]
             cost = pipeline_cost(best.problem, kind)
-            lengths, costs = self.lengths[members], best.problem.sequence_ms[kind, members]
+            lengths, costs = best.problem.lengths[members], best.problem.sequence_ms[kind, members]
             bound = pipeline_bound_ms(lengths, costs, cost)
             is_solvable = not cost.is_exact or (cost.num_stages == 1 and cost.traffic_ms == 0.0)
             if (
@@ -350,15 +411,7 @@ class BatchPlanner:
 
     def _finish(self, phases: Sequence[CandidatePlan], trial_ms: float = 0.0) -> IterationPlan:
         batch = self.batch
-        found = [
-            [
-                self._pipeline(phase, pipeline, scheme, ranks)
-                for pipeline, (scheme, ranks) in enumerate(
-                    zip(phase.strategy.schemes, phase.strategy.place())
-                )
-            ]
-            for phase in phases
-        ]
+        found = [phase.pipelines(batch, self.profile) for phase in phases]
         makespan = sum(
             max(pipeline.makespan_ms for pipeline in pipelines) + self._lockstep_ms(phase)
             for phase, pipelines in zip(phases, found)
@@ -372,45 +425,8 @@ class BatchPlanner:
             num_label_tokens=batch.num_label_tokens,
             pipelines=tuple(pipeline for pipelines in found for pipeline in pipelines),
             makespan_ms=makespan,
-            lower_bound_ms=min(makespan, sum(phase.lower_bound_ms for phase in phases)),
+            lower_bound_ms=min(makespan, sum(phase.least_propagation_ms for phase in phases)),
             trial_ms=trial_ms,
-        )
-
-    def _pipeline(
-        self, best: CandidatePlan, pipeline: int, scheme: Scheme, ranks: tuple[int, ...]
-    ) -> PipelinePlan:
-        members = np.flatnonzero(best.assignment == pipeline)
-        kind = best.problem.kind_of[pipeline]
-        costs = best.problem.sequence_ms[kind, members]
-        cost = pipeline_cost(best.problem, kind)
-        num_micro_batches = int(best.micro_batches[members].max()) + 1 if members.size else 0
-        micro_batches = [
-            members[best.micro_batches[members] == micro_batch]
-            for micro_batch in range(num_micro_batches)
-        ]
-        placed = tuple(tuple(best.order[micro_batch].tolist()) for micro_batch in micro_batches)
-        latency = self.profile.get_latency(scheme)
-        return PipelinePlan(
-            scheme=scheme,
-            ranks=ranks,
-            micro_batches=placed,
-            rows=cut_micro_batches(placed, self.batch.lengths, scheme.cp, latency),
-            makespan_ms=self._makespan_ms(best.problem, kind, micro_batches),
-            lower_bound_ms=pipeline_bound_ms(best.problem.lengths[members], costs, cost),
-        )
-
-    def _makespan_ms(
-        self, problem: DispatchProblem, kind: int, micro_batches: Sequence[IntArray]
-    ) -> float:
-        times: FloatArray = np.array(
-            [problem.sequence_ms[kind, micro_batch].sum() for micro_batch in micro_batches]
-        )
-        return makespan_ms(
-            times + problem.constant_ms[kind],
-            int(problem.num_stages[kind]),
-            problem.forward_fraction,
-            problem.is_exact,
-            problem.traffic_ms[kind],
         )
 
 

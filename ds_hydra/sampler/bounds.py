@@ -29,11 +29,16 @@ _PRECISION = 2e-4
 
 
 @compiled
-def _capacity(
-    problem: DispatchProblem, kind: int, limit_ms: float, first: int, held: int, prices: FloatArray
-) -> tuple[float, float]:
-    """Time and tokens that a pipeline of `kind` holds within `limit_ms`, for the V that is worth
-    most.
+def _write_capacities(
+    problem: DispatchProblem,
+    kind: int,
+    limit_ms: float,
+    first: int,
+    held: int,
+    capacities: FloatArray,
+) -> int:
+    """Writes time and tokens that a pipeline of `kind` holds within `limit_ms` for each V, those
+    aside that hold less of both than the one before; returns how many: [V, (time, tokens)].
 
     `held` is a sequence that is known to be there (-1: none).
     `first` is the longest sequence allowed there: no micro-batch of MaxLen tokens takes longer than
@@ -46,11 +51,13 @@ def _capacity(
     last = problem.lengths.size - 1
     cheapest_token_ms = problem.sequence_ms[kind, last] / problem.lengths[last]
     if problem.is_eq2:
-        return limit_ms, limit_ms / max(cheapest_token_ms, 1e-300)
+        capacities[0, 0] = limit_ms
+        capacities[0, 1] = limit_ms / max(cheapest_token_ms, 1e-300)
+        return 1
     num_stages, constant = problem.num_stages[kind], problem.constant_ms[kind]
     traffic = problem.traffic_ms[kind]
     outside = min(problem.forward_fraction, 1.0 - problem.forward_fraction)
-    best_load, best_tokens = 0.0, 0.0
+    count = 0
     for num_micro_batches in range(1, problem.lengths.size + 1):
         if (num_stages - 1 + num_micro_batches) * traffic > limit_ms:
             break
@@ -71,12 +78,25 @@ def _capacity(
         if load <= 0.0:
             continue
         tokens = min(float(num_micro_batches * max_len), load / max(cheapest_token_ms, 1e-300))
-        value = prices[0] * load + prices[1] * tokens
-        if value > prices[0] * best_load + prices[1] * best_tokens:
-            best_load, best_tokens = load, tokens
+        if not count or load > capacities[count - 1, 0] or tokens > capacities[count - 1, 1]:
+            capacities[count, 0], capacities[count, 1] = load, tokens
+            count += 1
         if num_micro_batches * max_len > tokens and num_micro_batches > MAX_BALANCED_MICRO_BATCHES:
             break
-    return best_load, best_tokens
+    return count
+
+
+@compiled
+def _worth_most(capacities: FloatArray, count: int, prices: FloatArray) -> tuple[float, float]:
+    """Time and tokens of the first `count` of `capacities` that are worth most."""
+    best, most = -1, 0.0
+    for i in range(count):
+        value = prices[0] * capacities[i, 0] + prices[1] * capacities[i, 1]
+        if value > most:
+            best, most = i, value
+    if best < 0:
+        return 0.0, 0.0
+    return capacities[best, 0], capacities[best, 1]
 
 
 @compiled
@@ -142,14 +162,18 @@ def _supply(
     count: int,
     apart: int,
     prices: FloatArray,
+    capacities: FloatArray,
+    num_capacities: int,
 ) -> tuple[float, float]:
-    """Time and tokens that `count` pipelines of `kind` hold, `apart` of them with a long sequence
-    each.
+    """Time and tokens that `count` pipelines of `kind` hold, of `capacities` each, `apart` of them
+    with a long sequence each.
     """
-    load, tokens = _capacity(problem, kind, limit_ms, first, -1, prices)
+    load, tokens = _worth_most(capacities, num_capacities, prices)
     load, tokens = load * (count - apart), tokens * (count - apart)
+    beside = np.empty((problem.lengths.size if apart else 0, 2))
     for held in range(apart):
-        more = _capacity(problem, kind, limit_ms, first, held, prices)
+        num_beside = _write_capacities(problem, kind, limit_ms, first, held, beside)
+        more = _worth_most(beside, num_beside, prices)
         load += more[0]
         tokens += more[1]
     return load, tokens
@@ -178,7 +202,16 @@ def _is_impossible(problem: DispatchProblem, limit_ms: float, prices: FloatArray
         apart[kind] = _num_apart(problem, kind, limit_ms, num_forced)
         if apart[kind] > counts[kind]:
             return True
+    capacities = np.empty((num_kinds, num_sequences, 2))
+    num_capacities = np.zeros(num_kinds, dtype=np.int64)
+    for kind in range(num_kinds):
+        if first_allowed[kind] < num_sequences:
+            num_capacities[kind] = _write_capacities(
+                problem, kind, limit_ms, first_allowed[kind], -1, capacities[kind]
+            )
     demand, supply = np.zeros((2, num_kinds)), np.zeros((2, num_kinds))
+    least_price, cheapest = np.empty(num_sequences), np.zeros(num_sequences, dtype=np.int64)
+    tokens = problem.lengths.astype(np.float64)
     # Any prices give a valid proof; wanted are those that give one soon. What is short gets dearer
     # by its relative lack, in smaller and smaller steps, as in multiplicative weights.
     for step in range(_NUM_STEPS):
@@ -194,23 +227,33 @@ def _is_impossible(problem: DispatchProblem, limit_ms: float, prices: FloatArray
                     counts[kind],
                     apart[kind],
                     prices[:, kind],
+                    capacities[kind],
+                    num_capacities[kind],
                 )
+        least_price[:] = np.inf
+        for kind in range(num_kinds):
+            of_time, of_tokens = prices[0, kind], prices[1, kind]
+            for i in range(first_allowed[kind], num_sequences):
+                price = of_time * problem.sequence_ms[kind, i] + of_tokens * tokens[i]
+                is_less = price < least_price[i]
+                least_price[i] = price if is_less else least_price[i]
+                cheapest[i] = kind if is_less else cheapest[i]
         for i in range(num_sequences):
-            best, best_price = -1, np.inf
+            demand[0, cheapest[i]] += problem.sequence_ms[cheapest[i], i]
+            demand[1, cheapest[i]] += tokens[i]
+        wanted, offered = 0.0, 0.0
+        for row in range(2):
             for kind in range(num_kinds):
-                price = (
-                    prices[0, kind] * problem.sequence_ms[kind, i]
-                    + prices[1, kind] * problem.lengths[i]
-                )
-                if i >= first_allowed[kind] and price < best_price:
-                    best, best_price = kind, price
-            demand[0, best] += problem.sequence_ms[best, i]
-            demand[1, best] += problem.lengths[i]
-        if np.sum(prices * demand) > np.sum(prices * supply) * (1 + EPSILON):
+                wanted += prices[row, kind] * demand[row, kind]
+                offered += prices[row, kind] * supply[row, kind]
+        if wanted > offered * (1 + EPSILON):
             return True
         rate = 0.5 / (1 + 0.2 * step)
-        scale = np.maximum(np.maximum(demand, supply), 1e-300)
-        prices *= np.exp(rate * (demand - supply) / scale)
+        for row in range(2):
+            for kind in range(num_kinds):
+                lack = demand[row, kind] - supply[row, kind]
+                scale = max(demand[row, kind], supply[row, kind], 1e-300)
+                prices[row, kind] *= np.exp(rate * lack / scale)
         prices /= prices[0].max()
     return False
 

@@ -11,6 +11,7 @@ better is taken. FlexSP, whose space this is, solves integer programs with deadl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -51,7 +52,7 @@ class MixedGroups:
         self._max_len = np.array(max_len, dtype=np.int64)
         self._constants = np.array(constants_ms, dtype=np.float64)
         self._sequences_ms = sequences_ms
-        self._cuts = np.array(cuts(num_ranks, tuple(sizes)), dtype=np.int64)
+        self._cuts = _table_of_cuts(num_ranks, tuple(sizes))
         most = (self._cuts * self._max_len).sum(axis=1)
         self._room = int(most.max())
 
@@ -95,6 +96,11 @@ class MixedGroups:
             return None
         slowest_ms, device_ms = times_ms.tolist()
         return Step(kind, slowest_ms, device_ms, members, group_of, self._cuts[cut])
+
+
+@lru_cache(maxsize=64)
+def _table_of_cuts(num_ranks: int, sizes: tuple[int, ...]) -> IntArray:
+    return np.array(cuts(num_ranks, sizes), dtype=np.int64)
 
 
 def plan_steps(

@@ -2,13 +2,17 @@
 
 [Note: Phases]
 Where all ranks gather layers for every pass (`;gather`), a strategy leaves nothing behind: no
-slice, no home. So pipelines may be cut anew for every micro-batch at no cost, and an iteration may
-run several strategies one after another, its phases: long sequences on wide groups of all ranks,
-then short ones on narrow groups of all ranks.
+slice, no home. And where strategies of one stage differ in SP and CP alone, all leave the same
+slices on every rank. So pipelines may be cut anew for every micro-batch at no cost, and an
+iteration may run several strategies one after another, its phases: long sequences on wide groups of
+all ranks, then short ones on narrow groups of all ranks.
 
-Candidates that gather are a palette: the planner takes their schemes, one for each number of ranks,
-and cuts the ranks into them as it likes ([Note: Mixed groups]). Sizes divide each other, so groups
-lie as they do under the strategies of one scheme, and no further communicators are needed.
+Candidates are a palette: the planner takes the schemes of those that gather, and of homogeneous
+ones that leave the same slices, one for each number of ranks, and cuts the ranks into them as it
+likes ([Note: Mixed groups]). Sizes divide each other, so groups lie as they do under the strategies
+of one scheme, and no further communicators are needed. Steps of gathered layers are phases as they
+are; where slices stay, those of one strategy are one phase, packed and refined like any plan, and
+all phases together are pulled for and pushed once.
 """
 
 from __future__ import annotations
@@ -32,8 +36,8 @@ MAX_CUTS = 2000
 
 
 class Palette(NamedTuple):
-    """Schemes of gathered layers, smallest first, what they take (`factors` times what the profile
-    says) and hold, and the pull and push of the widest.
+    """Schemes, smallest first, what they take (`factors` times what the profile says) and hold, and
+    the pull and push of the widest.
     """
 
     schemes: tuple[Scheme, ...]
@@ -46,6 +50,11 @@ class Palette(NamedTuple):
     def traffic_ms(self) -> float:
         """Least time of a step."""
         return max(latency.traffic_ms for latency in self.latency)
+
+    @property
+    def keeps_slices(self) -> bool:
+        """Whether all leave the same slices on every rank; else layers are gathered."""
+        return not self.schemes[0].gather
 
     @property
     def longest(self) -> int:
@@ -71,24 +80,25 @@ def find_palettes(
     links_of: Callable[[Strategy], LinkTimes],
     factor_of: Callable[[Strategy], float] = lambda _: 1.0,
 ) -> list[Palette]:
-    """What may be put together of `schemes`, one or two palettes for each number of checkpointed
-    layers.
+    """What may be put together of `schemes`: one or two palettes for each number of checkpointed
+    layers, where slices stay for each TP.
 
     For each number of ranks they have the scheme that is fastest for one sequence as long as it
     holds, or for `_MANY` short ones; the widest ones where all have too many cuts. `max_len_tokens`
     of a scheme in a strategy; `factor_of` a strategy of one scheme: what measured times make of T.
     """
-    of_kind: dict[tuple[int, int], dict[int, Palette]] = {}
+    of_kind: dict[tuple[bool, int, int], dict[int, Palette]] = {}
     for scheme in dict.fromkeys(schemes):
         number, rest = divmod(num_devices, scheme.num_devices)
-        if not scheme.gather or scheme.pp > 1 or scheme.ep > 1 or rest:
+        if scheme.pp > 1 or scheme.ep > 1 or scheme.stream or rest:
             continue
         alike = Strategy((scheme,) * number)
         factor, held = factor_of(alike), max_len_tokens(scheme, alike)
         latency = profile.get_latency(scheme).scaled(factor)
         one = Palette((scheme,), (latency,), (factor,), (held,), links_of(alike))
         for count in (1, _MANY):
-            of_size = of_kind.setdefault((scheme.ckpt, count), {})
+            alike_in = scheme.ckpt if scheme.gather else scheme.tp
+            of_size = of_kind.setdefault((scheme.gather, alike_in, count), {})
             other = of_size.get(scheme.num_devices)
             if held > 0 and (other is None or one.per_token_ms(count) < other.per_token_ms(count)):
                 of_size[scheme.num_devices] = one

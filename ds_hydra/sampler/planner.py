@@ -13,9 +13,9 @@ import numpy as np
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.batch_planner import BatchPlanner
-from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan, PipelinePlan
 from ds_hydra.sampler.planner_settings import DEFAULT_SETTINGS, PlannerSettings
-from ds_hydra.sampler.schedule import FloatArray, makespan_ms
+from ds_hydra.sampler.schedule import FloatArray, ends_ms, makespan_ms
 from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, Corrections
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Strategy, check_one_phase
@@ -46,22 +46,6 @@ def plan_iteration(
     return planner.plan(_check_strategies(strategies, num_devices))[0]
 
 
-def plan_with_time(
-    batch: GlobalBatch,
-    *,
-    strategies: Sequence[Strategy],
-    profile: Profile,
-    num_devices: int,
-    settings: PlannerSettings = DEFAULT_SETTINGS,
-    corrections: Corrections = NO_CORRECTIONS,
-) -> tuple[IterationPlan, float]:
-    """`plan_iteration`, and the time by which its strategy was chosen: with pull and push, in
-    ms.
-    """
-    planner = BatchPlanner(batch, profile, num_devices, settings, corrections)
-    return planner.plan(_check_strategies(strategies, num_devices))
-
-
 def heuristic_times(
     batch: GlobalBatch,
     *,
@@ -73,8 +57,8 @@ def heuristic_times(
     """What `batch` takes under each of `strategies` by a heuristic plan, with pull and push:
     [strategy], ms; inf where a sequence does not fit.
 
-    The times of `plan_with_time` with `settings.heuristic()`, without plans and their bounds, which
-    take longer than such a plan.
+    The times of `BatchPlanner.plan` with `settings.heuristic()`, without plans and their bounds,
+    which take longer than such a plan.
     """
     planner = BatchPlanner(batch, profile, num_devices, settings.heuristic())
     return np.array([planner.time_ms(strategy) for strategy in strategies], dtype=np.float64)
@@ -87,23 +71,26 @@ def profiled_times(
     None for a scheme that the profile has not.
     """
     found: list[float | None] = []
-    for pipeline in plan.pipelines:
-        latency = profile.latency.get(pipeline.scheme)
-        if latency is None:
-            found.append(None)
-            continue
-        times = [
-            latency.micro_batch_ms(plan.micro_batch_lengths(m)) for m in pipeline.micro_batches
-        ]
-        found.append(
-            makespan_ms(
-                np.array(times, dtype=np.float64),
-                pipeline.scheme.pp,
-                settings.forward_fraction,
-                settings.objective == "exact",
-            )
-        )
+    for phase in plan.in_turn:
+        known = [p for p in phase.pipelines if p.scheme in profile.latency]
+        times = np.array([_profiled_ms(p, plan, profile, settings) for p in known])
+        num_ranks = [p.scheme.num_devices for p in known]
+        ends = iter(ends_ms(times, num_ranks, profile.ranks_per_core).tolist())
+        found += [next(ends) if p.scheme in profile.latency else None for p in phase.pipelines]
     return found
+
+
+def _profiled_ms(
+    pipeline: PipelinePlan, plan: IterationPlan, profile: Profile, settings: PlannerSettings
+) -> float:
+    latency = profile.latency[pipeline.scheme]
+    times = [latency.micro_batch_ms(plan.micro_batch_lengths(m)) for m in pipeline.micro_batches]
+    return makespan_ms(
+        np.array(times, dtype=np.float64),
+        pipeline.scheme.pp,
+        settings.forward_fraction,
+        settings.objective == "exact",
+    )
 
 
 def bound_iterations(

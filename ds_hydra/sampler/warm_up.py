@@ -15,6 +15,7 @@ from ds_hydra.sampler.dispatch.refine import (
     pipeline_cost,
     refine_pipelines,
 )
+from ds_hydra.sampler.packing.cuts import cut_micro_batch
 from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
 from ds_hydra.sampler.phases import Palette, compose
 from ds_hydra.sampler.problem import PipelineKind, make_problem
@@ -44,6 +45,7 @@ def warm_up() -> None:
         members = np.flatnonzero(assignment == 0)
         costs = problem.sequence_ms[0, members]
         pipeline_bound_ms(problem.lengths[members], costs, pipeline_cost(problem, 0))
+    cut_micro_batch(range(3), [9, 3, 3], 2)
     gathered = Scheme(1, 1, gather=True), Scheme(1, 1, sp=2, gather=True)
     palette = Palette(gathered, (latency, latency), (1.0, 1.0), (9, 18), NO_LINKS)
     compose(problem.lengths, [palette], 2, 0.0, np.inf)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +22,13 @@ from ds_hydra.simulator.systems import (
     PAPER,
     PLAIN,
     PLANNED,
+    STATIC,
     SYSTEMS,
     WHOLE,
     Contest,
     Settings,
 )
-from ds_hydra.simulator.workload import Workload, check_workload, draw_batches
+from ds_hydra.simulator.workload import Workload, check_workload
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.states import with_engine_states
@@ -45,42 +48,49 @@ def compare(
     settings: Settings,
     known: Comparison | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    run_each: Callable[..., Iterable[Any]] = map,
 ) -> Comparison:
     """Simulate ds_hydra and `settings.systems` on the same mini-batches of `workload`.
 
     ds_hydra has the engine's memory; others, and the paper's system, have what the profile says.
     Systems that cannot run the context are left out. `known`: a comparison whose candidates, and
-    single strategies for all mini-batches, are taken over instead of proposed. `progress` is told
-    the label of each system as it begins. Raises HydraConfigError where no scheme of ds_hydra fits
-    the context or a given strategy does not fit.
+    single strategies for all mini-batches, are taken over instead of proposed; bounds are then
+    those of the candidates. `progress` is told the label of each system as it begins, or is waited
+    for. `run_each`: `map`, or that of a pool of processes. Raises HydraConfigError where no scheme
+    of ds_hydra fits the context or a given strategy does not fit.
     """
     is_plain = settings.space == "plain" or bool(workload.strategies)
-    start = _scenario(workload, cluster, replace(settings, iterations=0))
+    start = replace(settings, iterations=0).scenario(workload, cluster)
     own = replace(start, profile=with_engine_states(workload.profile))
-    check_workload(workload, is_plain=is_plain or not (own.statics() or _fits_extended(own)))
-    scenario = _scenario(workload, cluster, settings)
+    if known is None:
+        is_plain = is_plain or not (own.statics() or _fits_extended(own))
+        check_workload(workload, is_plain=is_plain)
+    scenario = settings.scenario(workload, cluster)
     own = replace(own, batches=scenario.batches)
     candidates = {name: p.strategies for name, p in known.planned.items()} if known else {}
-    progress(LABELS[DS_HYDRA])
-    planned = {DS_HYDRA: _ours(DS_HYDRA, workload, own, settings, candidates.get(DS_HYDRA))}
+    jobs: dict[str, Callable[[], Any]] = {
+        DS_HYDRA: partial(_ours, DS_HYDRA, workload, own, settings, candidates.get(DS_HYDRA))
+    }
     if WHOLE in settings.systems and cluster is not None:
-        progress(LABELS[WHOLE])
         whole = replace(own, cluster=cluster.pushing_32_bit)
-        planned[WHOLE] = _ours(WHOLE, workload, whole, settings, candidates.get(WHOLE))
+        jobs[WHOLE] = partial(_ours, WHOLE, workload, whole, settings, candidates.get(WHOLE))
     for name, each in ((PLAIN, own), (PAPER, scenario)):
         if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
-            progress(LABELS[name])
-            found = _plain(name, workload, each, settings, candidates.get(name))
-            planned |= {name: found} if found else {}
-    results: list[SystemResult | None] = []
-    contest = None
-    for name in settings.systems:
-        if name in PLANNED:
-            results.append(planned[name].result if name in planned else None)
-        else:
-            progress(LABELS[name])
-            contest = contest or _contest(workload, scenario, planned, settings, known)
-            results.append(SYSTEMS[name].run(contest, name))
+            jobs[name] = partial(_plain, name, workload, each, settings, candidates.get(name))
+    alone = Contest(
+        scenario=scenario, full=scenario, strategies=(), candidates=(), given=workload.given
+    )
+    others = [name for name in settings.systems if name not in PLANNED]
+    jobs |= {name: partial(_run, alone, name) for name in others if name not in STATIC}
+    found = _run_all(jobs, progress, run_each)
+    planned = {n: found[n] for n in PLANNED if found.get(n) is not None}
+    jobs = {}
+    if any(name in STATIC for name in others):
+        contest = _contest(workload, scenario, planned, settings, known)
+        jobs = {name: partial(_run, contest, name) for name in others if name in STATIC}
+    found |= _run_all(jobs, progress, run_each)
+    found |= {name: each.result for name, each in planned.items()}
+    results = [found.get(name) for name in settings.systems]
     return Comparison(
         workload=workload,
         settings=settings,
@@ -91,41 +101,49 @@ def compare(
     )
 
 
+def _run_all(
+    jobs: Mapping[str, Callable[[], Any]],
+    progress: Callable[[str], None],
+    run_each: Callable[..., Iterable[Any]],
+) -> dict[str, Any]:
+    """What each job returns."""
+    results = iter(run_each(_call, jobs.values()))
+    found = {}
+    for name in jobs:
+        progress(LABELS[name])
+        found[name] = next(results)
+    return found
+
+
+def _call(job: Callable[[], Any]) -> Any:
+    return job()
+
+
+def _run(contest: Contest, name: str) -> SystemResult | None:
+    return SYSTEMS[name].run(contest, name)
+
+
 def _fits_extended(own: Scenario) -> bool:
     """Whether a scheme of the full space fits the context."""
-    known, schemes = _full_space(own)
-    longest = (known.max_len_tokens(s, own.num_devices) for s in schemes)
+    known = _derived(own)
+    longest = (known.max_len_tokens(s, own.num_devices) for s in _stretched(known, own))
     return any(length >= own.context_length for length in longest)
 
 
-def _full_space(own: Scenario) -> tuple[Profile, tuple[Scheme, ...]]:
-    """The profile with all that follows from it, and the schemes that none makes useless."""
-    known = with_derived_schemes(
+def _derived(own: Scenario) -> Profile:
+    """The profile with all that follows from it but for checkpointed layers and uneven stages."""
+    return with_derived_schemes(
         own.profile,
         num_devices=own.num_devices,
         cluster=own.cluster,
         tokens_per_iteration=0.0,
     )
-    schemes = stretched_schemes(
-        known, num_devices=own.num_devices, context_length=own.context_length
-    )
-    return known.with_schemes(schemes), schemes
 
 
-def _scenario(workload: Workload, cluster: Cluster | None, settings: Settings) -> Scenario:
-    return Scenario(
-        profile=workload.profile,
-        num_devices=workload.num_devices,
-        context_length=workload.context_length,
-        batches=draw_batches(
-            workload.histogram.limit(workload.context_length),
-            workload.tokens_per_iteration,
-            settings.iterations,
-            settings.seed,
-        ),
-        cluster=cluster,
-        overlap=settings.overlap,
-        seen=settings.seen,
+def _stretched(derived: Profile, own: Scenario) -> tuple[Scheme, ...]:
+    """The schemes of the full space that none makes useless."""
+    return stretched_schemes(
+        derived, num_devices=own.num_devices, context_length=own.context_length
     )
 
 
@@ -142,8 +160,10 @@ def _ours(
             check_context(own.profile, own.num_devices, own.context_length)
         strategies = workload.strategies or known or _propose(workload, own, settings, "plain")
         return _plan(name, own, strategies, usable_schemes(own.profile, own.num_devices))
-    profile, schemes = _full_space(own)
+    profile = _derived(own)
+    schemes = () if known else _stretched(profile, own)
     strategies = known or _propose(workload, own, settings, "wide")
+    profile = profile.with_schemes(schemes)
     profile = _with_seen_traffic(with_schemes_of(profile, strategies), own.seen)
     return _plan(name, replace(own, profile=profile), strategies, schemes)
 
@@ -195,7 +215,7 @@ def _contest(
             candidates=(Strategy.parse(full_static.strategy),) if full_static else (),
             given=workload.given,
         )
-    needs_proposed = {"static", FULL_STATIC} & set(settings.systems) and scenario.statics()
+    needs_proposed = set(STATIC) & set(settings.systems) and scenario.statics()
     proposed = _proposed_strategies(workload) if needs_proposed else ()
     plain = [planned[name].strategies for name in (PLAIN, PAPER) if name in planned]
     strategies = [s for found in plain for s in found] + list(proposed)

@@ -189,15 +189,7 @@ class Comparison:
         return tuple(scenario.plan(batch, [Strategy.parse(strategy)]) for batch in batches)
 
     def _scenario(self) -> Scenario:
-        return Scenario(
-            profile=self.workload.profile,
-            num_devices=self.workload.num_devices,
-            context_length=self.workload.context_length,
-            batches=(),
-            cluster=self.cluster,
-            overlap=self.settings.overlap,
-            seen=self.settings.seen,
-        )
+        return replace(self.settings, iterations=0).scenario(self.workload, self.cluster)
 
     def to_json(self, price_per_gpu_hour: float | None = None) -> dict[str, Any]:
         """The `ds_hydra.simulation/1` document."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ContextParallel:
     """Pipelines of `scheme`, <TP,PP>, whose stages are `cp` times as wide.
 
@@ -40,7 +41,7 @@ class ContextParallel:
         """Tokens of one micro-batch."""
         return self.cp * self.scenario.max_len_tokens(self.scheme)
 
-    @property
+    @cached_property
     def strategy(self) -> Strategy:
         """As many pipelines as there are devices for; CP ranks hold the same slices."""
         number = self.scenario.num_devices // self._wide.num_devices

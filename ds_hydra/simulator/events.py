@@ -76,6 +76,7 @@ class PipelineRun:
     """
 
     work: PipelineWork
+    links: LinkTimes
     forward_start: FloatArray
     forward_end: FloatArray
     backward_start: FloatArray
@@ -95,8 +96,9 @@ class PipelineRun:
 
     def later(self, ms: float) -> PipelineRun:
         """The same, so much later."""
-        times = {f: getattr(self, f) + ms for f in self.__slots__ if f != "work"}
-        return PipelineRun(work=replace(self.work, begin_ms=self.work.begin_ms + ms), **times)
+        times = {f: getattr(self, f) + ms for f in self.__slots__ if f not in ("work", "links")}
+        work = replace(self.work, begin_ms=self.work.begin_ms + ms)
+        return PipelineRun(work=work, links=self.links, **times)
 
     @property
     def busy_ms(self) -> float:
@@ -136,7 +138,11 @@ class Simulation:
         """Time of each pipeline with every parameter in place; 0.0 without micro-batches."""
         if self.links.pull_ms == 0.0:
             return tuple(run.passes_ms for run in self.runs)
-        return tuple(_run(run.work, NO_LINKS, 0).passes_ms for run in self.runs)
+        alone = (_passes(run.work, 0.0, 0)[3] for run in self.runs)  # backward_end
+        return tuple(
+            float(ends.max()) - run.work.begin_ms if ends.size else 0.0
+            for run, ends in zip(self.runs, alone)
+        )
 
     @property
     def propagation_ms(self) -> float:
@@ -177,10 +183,11 @@ class Simulation:
             events += _pass_events(number, run)
             for stage in range(run.work.scheme.pp):
                 push = (float(run.push_start[stage]), float(run.push_end[stage]))
-                events += self._link_events(number, stage, push, step_start, run.work.begin_ms)
+                begin, links = run.work.begin_ms, run.links
+                events += self._link_events(number, stage, links, push, step_start, begin)
         if self.strategy.num_devices < self.num_devices:
             push = (self.propagation_end_ms, step_start)
-            events += self._link_events(-1, 0, push, step_start)
+            events += self._link_events(-1, 0, self.links, push, step_start)
         return Timeline(
             iteration=self.iteration,
             source="predicted",
@@ -202,12 +209,13 @@ class Simulation:
         self,
         pipeline: int,
         stage: int,
+        links: LinkTimes,
         push: tuple[float, float],
         step_start: float,
         start: float = 0.0,
     ) -> list[Event]:
         spans = [
-            (EventKind.PULL, start, start + self.links.pull_ms),
+            (EventKind.PULL, start, start + links.pull_ms),
             (EventKind.PUSH, *push),
             (EventKind.STEP, step_start, step_start + self.links.step_ms),
         ]
@@ -282,18 +290,24 @@ def simulate_iteration(
     )
 
 
-def _run(work: PipelineWork, links: LinkTimes, num_buckets: int) -> PipelineRun:
-    shape = work.forward_ms.shape
-    times = [np.zeros(shape) for _ in range(4)]
+def _passes(work: PipelineWork, pull_ms: float, num_buckets: int) -> FloatArray:
+    """Start and end of each forward, then of each backward: [4, stage, micro-batch]."""
+    times = np.zeros((4, *work.forward_ms.shape))
     run_passes(
         work.forward_ms,
         work.backward_ms,
         work.hop_ms,
         work.begin_ms,
-        links.pull_ms,
+        pull_ms,
         num_buckets,
         *times,
     )
+    return times
+
+
+def _run(work: PipelineWork, links: LinkTimes, num_buckets: int) -> PipelineRun:
+    shape = work.forward_ms.shape
+    times = _passes(work, links.pull_ms, num_buckets)
     push_start, push_end = (
         np.full(shape[0], links.pull_ms),
         np.full(shape[0], links.pull_ms + links.push_ms),
@@ -305,7 +319,7 @@ def _run(work: PipelineWork, links: LinkTimes, num_buckets: int) -> PipelineRun:
             first_gradient + links.push_ms, times[3][:, -1] + links.push_ms / num_buckets
         )
     return PipelineRun(
-        work=work,
+        work=work, links=links,
         forward_start=times[0], forward_end=times[1], backward_start=times[2], backward_end=times[3],
         push_start=push_start, push_end=push_end,
     )  # fmt: skip
@@ -320,29 +334,38 @@ def simulate_plan(
     overlap: bool = True,
     forward_fraction: float = FORWARD_FRACTION,
 ) -> Simulation:
-    """`plan` on `cluster`, times by the profile's T, its phases one after another. Without a
-    cluster communication counts nothing.
+    """`plan` on `cluster`, times by the profile's T, its phases one after another: each pulls and
+    pushes where layers are gathered, else the first pulls and the last pushes. Without a cluster
+    communication counts nothing.
 
     `links_of` a strategy replaces what the cluster says about pull, push and step.
     """
     if links_of is None:
         links_of = cluster.link_times if cluster else lambda _: NO_LINKS
+    phases = plan.in_turn
+    links = [links_of(phase.strategy) for phase in phases]
+    slowest = max(links, key=lambda of: of.pull_ms + of.push_ms)
+    if len(phases) > 1 and not plan.strategy.gathers:
+        between = replace(slowest, pull_ms=0.0, push_ms=0.0)
+        first, last = replace(slowest, push_ms=0.0), replace(slowest, pull_ms=0.0)
+        links = [first, *[between] * (len(phases) - 2), last]
     found = [
         simulate_iteration(
             plan_work(phase, profile, cluster, forward_fraction),
             num_devices=plan.num_devices,
-            links=links_of(phase.strategy),
+            links=of,
             overlap=overlap,
             num_layers=profile.memory.num_layers,
             iteration=plan.iteration,
         )
-        for phase in plan.in_turn
+        for phase, of in zip(phases, links)
     ]
     if len(found) == 1:
         return found[0]
+    for run in (run for each in found[:-1] for run in each.runs if not plan.strategy.gathers):
+        run.push_start[:] = run.push_end  # nothing is pushed yet
     starts = accumulate((each.push_end_ms for each in found[:-1]), initial=0.0)
     runs = [run.later(start) for each, start in zip(found, starts) for run in each.runs]
-    slowest = max((each.links for each in found), key=lambda x: x.pull_ms + x.push_ms)
     return replace(found[0], strategy=plan.strategy, links=slowest, runs=tuple(runs))
 
 
@@ -376,13 +399,18 @@ def plan_work(
             PipelineWork(
                 scheme=scheme,
                 ranks=pipeline.ranks,
-                forward_ms=np.tile(micro_batch_ms * forward_fraction, (scheme.pp, 1)),
-                backward_ms=np.tile(micro_batch_ms * (1 - forward_fraction), (scheme.pp, 1)),
+                forward_ms=of_stages(micro_batch_ms * forward_fraction, scheme),
+                backward_ms=of_stages(micro_batch_ms * (1 - forward_fraction), scheme),
                 hop_ms=np.array(hop_ms, dtype=np.float64),
                 tp_ms=np.array(tp_ms, dtype=np.float64),
             )
         )
     return works
+
+
+def of_stages(times_ms: FloatArray, scheme: Scheme) -> FloatArray:
+    """`times_ms` [micro-batch] for each stage: [stage, micro-batch]."""
+    return np.repeat(times_ms[None], scheme.pp, axis=0)
 
 
 def _in_lockstep(times: Sequence[FloatArray]) -> list[FloatArray]:

@@ -184,14 +184,15 @@ def balanced_micro_batches(
 ) -> MicroBatches:
     """The items `members` in the fewest micro-batches that Karmarkar-Karp can fit."""
     micro_batch_of = np.zeros(members.size, dtype=np.int64)
-    most = first_fit_decreasing(lengths[members], micro_batch_tokens, micro_batch_of)
-    fewest = -(-int(lengths[members].sum()) // micro_batch_tokens)
+    lengths, weights = lengths[members], weights[members]
+    most = first_fit_decreasing(lengths, micro_batch_tokens, micro_batch_of)
+    fewest = -(-int(lengths.sum()) // micro_batch_tokens)
     balanced = np.zeros_like(micro_batch_of)
     for num_micro_batches in range(max(1, fewest), most + 1):
         if members.size == 0:
             break
-        karmarkar_karp(weights[members], num_micro_batches, balanced)
-        if np.bincount(balanced, weights=lengths[members]).max() <= micro_batch_tokens:
+        karmarkar_karp(weights, num_micro_batches, balanced)
+        if np.bincount(balanced, weights=lengths).max() <= micro_batch_tokens:
             return [
                 members[micro_batch]
                 for micro_batch in _members(balanced, num_micro_batches)
@@ -202,8 +203,5 @@ def balanced_micro_batches(
 
 def _members(micro_batch_of: IntArray, num_micro_batches: int) -> MicroBatches:
     order = np.argsort(micro_batch_of, kind="stable")
-    return (
-        np.split(order, np.searchsorted(micro_batch_of[order], np.arange(1, num_micro_batches)))
-        if num_micro_batches
-        else []
-    )
+    ends = np.bincount(micro_batch_of, minlength=num_micro_batches).cumsum().tolist()
+    return [order[begin:end] for begin, end in zip([0, *ends], ends)]

@@ -36,7 +36,7 @@ def flexsp(scenario: Scenario, *, name: str) -> SystemResult | None:
             scenario.num_devices,
             [group.size for group in groups],
             [group.max_len for group in groups],
-            [group.terms()[2] for group in groups],
+            [group.terms[2] for group in groups],
             [group.sequences_ms for group in groups],
         )
         for number, lengths in enumerate(scenario.lengths):

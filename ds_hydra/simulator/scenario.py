@@ -15,7 +15,13 @@ from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import FloatArray, IntArray
-from ds_hydra.simulator.events import PipelineWork, Simulation, simulate_iteration, simulate_plan
+from ds_hydra.simulator.events import (
+    PipelineWork,
+    Simulation,
+    of_stages,
+    simulate_iteration,
+    simulate_plan,
+)
 from ds_hydra.simulator.fixed_length import MicroBatches
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
@@ -137,9 +143,10 @@ class Scenario:
         if self.cluster is None:
             return NO_LINKS
         times = self.cluster.link_times(strategy, is_fully_sharded=is_fully_sharded)
-        share = 1.0 if self.seen is None else self.seen
-        if self.seen is not None and strategy.gathers:  # on top of every micro-batch already
-            share = 0.0
+        if self.seen is None:
+            return times
+        # Where layers are gathered, on top of every micro-batch already
+        share = 0.0 if strategy.gathers else self.seen
         return replace(times, pull_ms=share * times.pull_ms, push_ms=share * times.push_ms)
 
     def simulate(self, plan: IterationPlan) -> Simulation:
@@ -165,12 +172,11 @@ class Scenario:
         replicas.
         """
         latency = self.profile.get_latency(strategy.schemes[0])
+        work = latency.sequences_ms(lengths)
         return self.run_times(
             strategy,
             [
-                np.array(
-                    [packed_micro_batch_ms(latency, lengths[m]) for m in own], dtype=np.float64
-                )
+                np.array([packed_ms(latency, work[m]) for m in own], dtype=np.float64)
                 for own in micro_batches
             ],
             [[int(lengths[m].sum()) for m in own] for own in micro_batches],
@@ -204,12 +210,12 @@ class Scenario:
         self, scheme: Scheme, ranks: tuple[int, ...], times_ms: FloatArray, tokens: Sequence[int]
     ) -> PipelineWork:
         cluster = self.cluster if scheme.pp > 1 else None
-        hops = [cluster.hop_ms(scheme, own) if cluster else 0.0 for own in tokens]
+        hops = [cluster.hop_ms(scheme, own) for own in tokens] if cluster else [0.0] * len(tokens)
         return PipelineWork(
             scheme=scheme,
             ranks=ranks,
-            forward_ms=np.tile(times_ms * self.forward_fraction, (scheme.pp, 1)),
-            backward_ms=np.tile(times_ms * (1 - self.forward_fraction), (scheme.pp, 1)),
+            forward_ms=of_stages(times_ms * self.forward_fraction, scheme),
+            backward_ms=of_stages(times_ms * (1 - self.forward_fraction), scheme),
             hop_ms=np.array(hops, dtype=np.float64),
             tp_ms=np.zeros(len(tokens)),
         )
@@ -228,10 +234,9 @@ def outcome_of(simulation: Simulation) -> Outcome:
     )
 
 
-def packed_micro_batch_ms(latency: LatencyModel, lengths: IntArray) -> float:
-    """T of a packed micro-batch of `lengths`, one at least."""
-    work = latency.sequences_ms(lengths).sum()
-    return float(max(work + latency.constant_ms, latency.traffic_ms))
+def packed_ms(latency: LatencyModel, sequences_ms: FloatArray) -> float:
+    """T of a packed micro-batch whose sequences add these times."""
+    return float(max(sequences_ms.sum() + latency.constant_ms, latency.traffic_ms))
 
 
 def summarize(name: str, strategy: str, outcomes: Sequence[Outcome]) -> SystemResult:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import numpy as np
 
 from ds_hydra.sampler.schedule import FloatArray, IntArray
-from ds_hydra.simulator.scenario import Scenario, packed_micro_batch_ms
+from ds_hydra.simulator.scenario import Scenario, packed_ms
 from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS
 from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.proposal.streamed import single_rank_latency
@@ -28,7 +29,7 @@ RECOMPUTE = FORWARD_FRACTION
 """Share of T that activation checkpointing computes again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ShardedGroup:
     """`size` ranks that share the sequences of their micro-batches, of `max_len` tokens at most."""
 
@@ -46,6 +47,7 @@ class ShardedGroup:
     def __str__(self) -> str:
         return f"DP{self.num_groups} SP{self.size}{' AC' if self.is_checkpointed else ''}"
 
+    @cached_property
     def terms(self) -> tuple[float, float, float]:
         """Coefficients of l^2 and l of a sequence, and the constant of a micro-batch, in ms."""
         one, two = 1 << 10, 1 << 11
@@ -57,13 +59,13 @@ class ShardedGroup:
 
     def sequences_ms(self, lengths: IntArray) -> FloatArray:
         """What each sequence adds to the time of its micro-batch: a l^2 + b l."""
-        quadratic, linear, _ = self.terms()
+        quadratic, linear, _ = self.terms
         return np.array((quadratic * lengths + linear) * lengths, dtype=np.float64)
 
     def micro_batch_ms(self, lengths: IntArray) -> float:
         """T of a micro-batch of `lengths`."""
         compute = (
-            packed_micro_batch_ms(self.single, lengths) - self.single.constant_ms
+            packed_ms(self.single, self.single.sequences_ms(lengths)) - self.single.constant_ms
         ) / self.size + self.single.constant_ms
         compute *= 1 + (RECOMPUTE if self.is_checkpointed else 0.0)
         cluster = self.scenario.cluster

@@ -4,9 +4,7 @@ that the overlap hides worse than it could.
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
 
@@ -32,26 +30,23 @@ class _Variant:
     settings: Settings
 
 
-def with_spread(found: Comparison, *, num_processes: int = 1) -> Comparison:
+def with_spread(
+    found: Comparison, run_each: Callable[..., Iterable[dict[str, float]]] = map
+) -> Comparison:
     """`found` with what becomes of each speed-up of whole iterations.
 
     All systems run the first mini-batches again, with T, the rates of the interconnect, and the
     efficiency of attention 20% lower and higher, one at a time, and with `SEEN` of all transfers on
     top of propagation. Systems are tuned anew for each, but keep the strategies that they may
     choose from. What a variant changes here is applied to the speed-up over all mini-batches.
-    Variants are shared by `num_processes`.
+    `run_each`: see `compare`.
     """
     affordable = max(1, MAX_TOKENS // found.workload.tokens_per_iteration)
     iterations = min(NUM_BATCHES, affordable, found.settings.iterations)
     settings = replace(found.settings, iterations=iterations)
     start = _Variant(workload=found.workload, cluster=found.cluster, settings=settings)
     variants = [start, replace(start, settings=replace(settings, seen=SEEN)), *_variants(start)]
-    if num_processes > 1:
-        fork = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(num_processes, mp_context=fork) as pool:
-            same, seen, *off = pool.map(_speedups, variants, repeat(found))
-    else:
-        same, seen, *off = map(_speedups, variants, repeat(found))
+    same, seen, *off = run_each(_speedups, variants, repeat(found))
     spreads = {}
     for result in found.results:
         name, ratio = result.name, found.speedup(result.name)

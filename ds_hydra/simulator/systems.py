@@ -20,6 +20,8 @@ from ds_hydra.simulator.mixed_groups import dynamic_cp, flexsp
 from ds_hydra.simulator.scenario import Scenario, SystemResult
 from ds_hydra.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, odc
 from ds_hydra.simulator.wlb import wlb
+from ds_hydra.simulator.workload import Workload, draw_batches
+from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.schemes.scheme import Strategy
 
 
@@ -51,6 +53,8 @@ PLANNED = {
 """Systems whose plans a comparison keeps, with what users see."""
 FULL_STATIC = "full_static"
 """The best single strategy of ds_hydra's own space."""
+STATIC = ("static", FULL_STATIC)
+"""Systems that choose among ds_hydra's candidates."""
 
 
 def _given(contest: Contest, name: str) -> SystemResult | None:
@@ -158,6 +162,23 @@ class Settings:
             self,
             iterations=min(self.iterations, most),
             num_proposal_batches=min(self.num_proposal_batches, most_proposal),
+        )
+
+    def scenario(self, workload: Workload, cluster: Cluster | None) -> Scenario:
+        """What all systems run: mini-batches of `workload`, the memory of its profile."""
+        return Scenario(
+            profile=workload.profile,
+            num_devices=workload.num_devices,
+            context_length=workload.context_length,
+            batches=draw_batches(
+                workload.histogram.limit(workload.context_length),
+                workload.tokens_per_iteration,
+                self.iterations,
+                self.seed,
+            ),
+            cluster=cluster,
+            overlap=self.overlap,
+            seen=self.seen,
         )
 
     def __post_init__(self) -> None:

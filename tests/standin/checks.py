@@ -49,6 +49,7 @@ STRATEGIES = {
         "1x<2,1>",
         "1x<sp2,1;gather> + 1x<2,1;gather>",
         "1x<2,1;stream> + 1x<sp2,1;stream>",
+        "1x<sp4,1> then 1x<sp2,1> + 2x<1,1> then 4x<1,1>",
     ),
 }
 """By number of ranks; the second of uneven stages has no bucket of its own in two rounds."""
@@ -109,7 +110,10 @@ def parity(case: str, strategies: Sequence[str] = ()) -> dict[str, Any]:
     for text in strategies or STRATEGIES[dist.get_world_size()]:
         strategy = Strategy.parse(text)
         try:
-            engine.hydra.prepare_forced(strategy)
+            if strategy.phases:
+                engine.hydra.propagator.prepare(strategy.in_turn)
+            else:
+                engine.hydra.prepare_forced(strategy)
         except HydraError as error:
             results[text] = str(error)
             continue

@@ -225,10 +225,9 @@ class StageModel:
 
     def stage_units(self, scheme: Scheme, stage: int) -> tuple[Unit, ...]:
         """Units that `stage` needs, in the order in which forward uses them."""
-        layers = [self.units[1 + i] for i in self.stage_layers(scheme, stage)]
-        first = [self.units[0]] if stage == 0 else []
-        last = [self.units[-1]] if stage == scheme.pp - 1 else []
-        return (*first, *layers, *last)
+        layers = self.stage_layers(scheme, stage)
+        before, after = stage == 0, stage == scheme.pp - 1
+        return self.units[1 + layers.start - before : 1 + layers.stop + after]
 
     def buckets(self, scheme: Scheme, stage: int, tp_rank: int, ep_rank: int = 0) -> RankBuckets:
         """Slices that rank `tp_rank` of `stage` pulls, with part `ep_rank` of the experts, one
@@ -240,17 +239,13 @@ class StageModel:
         seen: set[int] = set()
         buckets: list[Bucket] = []
         for unit in self.stage_units(scheme, stage):
-            refs = []
-            for binding in unit.bindings:
-                if binding.param in seen:
-                    continue
-                seen.add(binding.param)
-                spec = self.specs[binding.param]
-                region = spec.slice_region(scheme.tp, tp_rank, scheme.ep, ep_rank)
-                refs.append(
-                    SliceRef(binding.param, region, spec.pushes_gradient(tp_rank, scheme.ep))
-                )
-            buckets.append(tuple(refs))
+            params = [p for p in dict.fromkeys(b.param for b in unit.bindings) if p not in seen]
+            seen.update(params)
+            regions = [
+                self.specs[p].slice_region(scheme.tp, tp_rank, scheme.ep, ep_rank) for p in params
+            ]
+            pushes = [self.specs[p].pushes_gradient(tp_rank, scheme.ep) for p in params]
+            buckets.append(tuple(map(SliceRef, params, regions, pushes)))
         return tuple(buckets)
 
     def _unshared(self, units: Sequence[Unit]) -> list[int]:
@@ -333,9 +328,8 @@ class StageModel:
         self._embedding.padding_idx = self._local_padding_idx(self._embedding.weight.shape[0])
         own = self.stage_layers(scheme, stage)
         for index in own:
-            self._layers[index].gradient_checkpointing = (
-                self._always_checkpointed[index] or index < scheme.ckpt
-            )
+            checkpoints = self._always_checkpointed[index] or index < scheme.ckpt
+            self._layers[index].gradient_checkpointing = checkpoints
         self._forward.show_layers(own)
 
     def unbind(self) -> None:
@@ -419,8 +413,7 @@ class StageModel:
             return None
         callback = self._before_backward[layer]
         if callback is None:
-            hidden = hidden.detach()
-            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+            return (hidden.detach(), *output[1:]) if isinstance(output, tuple) else hidden.detach()
         hidden.register_hook(lambda _: callback())
         return None
 
@@ -450,9 +443,8 @@ class StageModel:
         def unit(name: str, modules: Sequence[nn.Module], owners: Iterable[nn.Module]) -> Unit:
             return Unit(name, tuple(modules), bindings_of(owners, index_of))
 
-        model, layers = self._model, parts.layers
         return (
-            unit("embed", [*with_holders(first, model, layers), *reader], first),
+            unit("embed", [*with_holders(first, self._model, parts.layers), *reader], first),
             *(unit(f"layer.{i}", [m], m.modules()) for i, m in enumerate(self._layers)),
-            unit("head", [*with_holders(last, model, layers), *reader], last),
+            unit("head", [*with_holders(last, self._model, parts.layers), *reader], last),
         )

@@ -12,11 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.engine.parallel.tensor_parallel import (
-    TensorParallel,
-    is_product,
-    micro_batch_chunks,
-)
+from ds_hydra.engine.parallel.cross_entropy import is_product, micro_batch_chunks
+from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
 
 

@@ -32,6 +32,7 @@ from ds_hydra.engine.profiling.profile_document import (
 )
 from ds_hydra.engine.profiling.rehearsal import at_rehearsed_level, choose_rehearsals, rehearse
 from ds_hydra.engine.propagation import Propagator
+from ds_hydra.engine.ranks.hosts import find_ranks_per_core
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
@@ -193,7 +194,10 @@ def _measure_memory(
     return {
         "schema": PROFILE_SCHEMA,
         "source": f"measured on {propagator.num_ranks} ranks",
-        "hardware": describe_hardware(),
+        "hardware": {
+            **describe_hardware(),
+            "ranks_per_core": find_ranks_per_core(propagator.hosts, propagator.device),
+        },
         "model": describe_model(stage_model),
         "tp_sequence_parallel": stage_model.tp.cuts_micro_batches,
         "activation_checkpointing": config.activation_checkpointing,

@@ -36,6 +36,15 @@ def leave_out_shared_memory() -> None:
     backend.build_shm_op = lambda: None
 
 
+def clear_up(is_first: bool) -> None:
+    """Remove what dead processes have left on this host where engines would meet it; for all ranks
+    to call, of which the first one of a host works.
+    """
+    if is_first:
+        free_shared_memory()
+        remove_stale_locks()
+
+
 def free_shared_memory() -> None:
     """Remove the names of buffers that ranks of this run made before; they keep what they have
     mapped.

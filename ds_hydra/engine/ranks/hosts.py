@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import struct
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.configs.hydra_config import LinkConfig
-from ds_hydra.engine.ranks.agreement import gather_rows
+from ds_hydra.engine.ranks.agreement import gather_ragged, gather_rows
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,21 @@ def _host_digest() -> int:
         boot = ""
     digest = hashlib.blake2b(f"{socket.gethostname()} {boot}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def find_ranks_per_core(hosts: Hosts, device: torch.device) -> float:
+    """How many ranks share a core where ranks compute on cores: their threads over the cores that
+    they may use, on the host where these are fewest; 1.0 on accelerators. Collective over all
+    ranks.
+    """
+    if device.type != "cpu":
+        return 1.0
+    mine = torch.tensor([torch.get_num_threads(), *sorted(os.sched_getaffinity(0))])
+    threads, cores = Counter[int](), defaultdict[int, set[int]](set)
+    for host, (row,) in zip(hosts.of_rank, gather_ragged([mine], torch.int64, device)):
+        threads[host] += int(row[0])
+        cores[host] |= set(row[1:].tolist())
+    return max(1.0, *(threads[host] / len(cores[host]) for host in threads))
 
 
 def count_ranks_here() -> int:

@@ -67,6 +67,7 @@ class LatencyTracker:
         self._run_ms = self._trials_ms = 0.0
         self._num_iterations = 0
         self._has_told_implausible = False
+        self._has_begun = bool(state)
         if state:
             self._load(state)
 
@@ -139,7 +140,13 @@ class LatencyTracker:
     ) -> str | None:
         """Take in the measured time of every pipeline of `plan`, and of the iteration without
         waiting for its plan; returns a warning now and then while predictions are off.
+
+        Nothing is learned from a run's first iteration, which touches memory and loads kernels for
+        the first time. After that one like it is an outlier.
         """
+        if not self._has_begun:
+            self._has_begun = True
+            return None
         slowdown = Corrections(slow_ranks=self._straggler.slow_ranks()).slowdown
         known, of_phases = iter(zip(self.profiled_ms(plan), measured_ms, strict=True)), []
         for phase in plan.in_turn:

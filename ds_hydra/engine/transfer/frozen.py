@@ -4,14 +4,13 @@ hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import ParamSpec, RankBuckets, Region
 
 Pull = TypeVar("Pull")
@@ -70,28 +69,29 @@ def _digest(words: Tensor, places: Tensor) -> Tensor:
 
 
 class FrozenKeeper:
-    """Remembers for which strategy the pool holds pulled slices of frozen parameters."""
+    """Remembers of which slices the pool holds those of frozen parameters."""
 
     def __init__(self, frozen_P: Callable[[], Sequence[Tensor]], any_rank: Callable[[bool], bool]):
         """`frozen_P()` are this rank's shards of frozen parameters; `any_rank` is collective."""
         self._frozen_P = frozen_P
         self._any_rank = any_rank
-        self._strategy: Strategy | None = None
+        self._key: Hashable = None
         self._fingerprint = torch.zeros(0)
 
-    def choose(self, strategy: Strategy, pull: Pull, pull_trained: Pull) -> Pull:
-        """`pull_trained` where the frozen slices of `strategy` are in the pool and no rank's shards
-        have changed since; else `pull`, of all slices, into the pool now.
+    def choose(self, key: Hashable, pull: Pull, pull_trained: Pull) -> Pull:
+        """`pull_trained` where the frozen slices of `key`, that of strategies which need the same
+        slices, are in the pool and no rank's shards have changed since; else `pull`, of all slices,
+        into the pool now.
 
         Collective over all ranks, which have pulled the same strategies.
         """
         now = fingerprint(self._frozen_P())
-        is_same = self._strategy == strategy  # on every rank or on none
+        is_same = self._key == key  # on every rank or on none
         if is_same and not self._any_rank(not torch.equal(now, self._fingerprint)):
             return pull_trained
-        self._strategy, self._fingerprint = strategy, now
+        self._key, self._fingerprint = key, now
         return pull
 
     def forget(self) -> None:
         """The pool no longer holds what was pulled."""
-        self._strategy = None
+        self._key = None

@@ -12,10 +12,12 @@ document (as in WLB-LLM, Wang et al. 2025, Sec. 5). All rows are padded to the l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from heapq import heapify, heapreplace
 from typing import NamedTuple
 
+import numpy as np
+
+from ds_hydra.sampler.schedule import IntArray
+from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.profiles.memory_model import ROW_TOLERANCE
 from ds_hydra.strategy.profiles.profile import LatencyModel
 
@@ -33,31 +35,6 @@ class Piece(NamedTuple):
 
 Row = tuple[Piece, ...]
 """What a CP rank has of a micro-batch: the pieces in the order in which they lie there."""
-
-
-@dataclass(slots=True)
-class _Rows:
-    """Rows that are being filled."""
-
-    first: list[list[Piece]]
-    second: list[list[Piece]]
-    """The mirrored chunks, behind all others."""
-    tokens: list[int]
-    pairs: list[int]
-    """Twice the pairs of tokens that attend: a piece of b to e has e^2 - b^2."""
-
-    def add(self, row: int, pieces: list[list[Piece]], piece: Piece) -> None:
-        pieces[row].append(piece)
-        self.tokens[row] += piece.end - piece.begin
-        self.pairs[row] += piece.end**2 - piece.begin**2
-
-    def overhang(self, latency: LatencyModel) -> tuple[float, float]:
-        """Time and tokens of a row, over an even share of them; 1.0 is the best there is."""
-        num_rows, all_tokens, all_pairs = len(self.tokens), sum(self.tokens), sum(self.pairs)
-        even = (latency.linear_ms * all_tokens + latency.quadratic_ms * all_pairs) / num_rows
-        longest = latency.linear_ms * max(self.tokens) + latency.quadratic_ms * max(self.pairs)
-        fewest = -(-all_tokens // num_rows)
-        return longest / even if even else 1.0, max(self.tokens) / fewest
 
 
 def cut_micro_batch(
@@ -78,16 +55,16 @@ def cut_micro_batch(
     """
     known = latency if latency is not None else _EVEN
     ordered = sorted(micro_batch, key=lambda position: (-lengths[position], position))
-    best, best_overhang = None, (float("inf"), float("inf"))
-    for num_cut in _numbers(sum(lengths[position] > 1 for position in ordered)):
-        rows = _fill(ordered, lengths, num_rows, num_cut)
-        overhang = rows.overhang(known)
+    sizes = np.array([lengths[position] for position in ordered], dtype=np.int64)
+    row_of, best_row_of = np.zeros_like(sizes), np.zeros_like(sizes)
+    best, best_overhang = 0, (float("inf"), float("inf"))
+    for num_cut in _numbers(int((sizes > 1).sum())):
+        overhang = _overhang(fill_rows(sizes, num_rows, num_cut, row_of), known)
         if overhang < best_overhang:
-            best, best_overhang = rows, overhang
+            best, best_overhang, best_row_of = num_cut, overhang, row_of.copy()
         if max(overhang) <= 1 + ROW_TOLERANCE:
             break
-    assert best is not None
-    return tuple((*a, *b) for a, b in zip(best.first, best.second))
+    return _pieces(ordered, sizes.tolist(), num_rows, best, best_row_of.tolist())
 
 
 def cut_micro_batches(
@@ -124,14 +101,52 @@ def _numbers(most: int) -> list[int]:
     return tried
 
 
-def _fill(ordered: Sequence[int], lengths: Sequence[int], num_rows: int, num_cut: int) -> _Rows:
-    """Rows with the first `num_cut` sequences in mirrored chunks and the others whole."""
+@compiled
+def fill_rows(sizes: IntArray, num_rows: int, num_cut: int, row_of: IntArray) -> IntArray:
+    """[tokens or pairs, row] of rows with the first `num_cut` sequences in mirrored chunks and the
+    others whole, of which each is written into `row_of`.
+
+    `sizes` descend. Pairs of tokens that attend count twice: a piece of b to e has e^2 - b^2.
+    """
+    filled = np.zeros((2, num_rows), dtype=np.int64)
+    num_chunks = 2 * num_rows
+    for i in range(num_cut):
+        for chunk in range(num_chunks):
+            begin, end = sizes[i] * chunk // num_chunks, sizes[i] * (chunk + 1) // num_chunks
+            row = min(chunk, num_chunks - 1 - chunk)
+            filled[0, row] += end - begin
+            filled[1, row] += end * end - begin * begin
+    for i in range(num_cut, sizes.size):
+        emptiest = np.argmin(filled[0])
+        row_of[i] = emptiest
+        filled[0, emptiest] += sizes[i]
+        filled[1, emptiest] += sizes[i] * sizes[i]
+    return filled
+
+
+def _overhang(filled: IntArray, latency: LatencyModel) -> tuple[float, float]:
+    """Time and tokens of a row, over an even share of them; 1.0 is the best there is."""
+    tokens, pairs = filled.tolist()
+    num_rows, all_tokens, all_pairs = len(tokens), sum(tokens), sum(pairs)
+    even = (latency.linear_ms * all_tokens + latency.quadratic_ms * all_pairs) / num_rows
+    longest = latency.linear_ms * max(tokens) + latency.quadratic_ms * max(pairs)
+    fewest = -(-all_tokens // num_rows)
+    return longest / even if even else 1.0, max(tokens) / fewest
+
+
+def _pieces(
+    ordered: Sequence[int],
+    sizes: Sequence[int],
+    num_rows: int,
+    num_cut: int,
+    row_of: Sequence[int],
+) -> tuple[Row, ...]:
+    """The rows that `fill_rows` counted; mirrored chunks lie behind all others."""
     first: list[list[Piece]] = [[] for _ in range(num_rows)]
     second: list[list[Piece]] = [[] for _ in range(num_rows)]
-    rows = _Rows(first, second, [0] * num_rows, [0] * num_rows)
     num_chunks = 2 * num_rows
-    for position in ordered[:num_cut]:
-        ends = [lengths[position] * k // num_chunks for k in range(num_chunks + 1)]
+    for position, size in zip(ordered[:num_cut], sizes):
+        ends = [size * k // num_chunks for k in range(num_chunks + 1)]
         for row in range(num_rows):
             mirrored = num_chunks - 1 - row
             begin, end = ends[row], ends[row + 1]
@@ -139,13 +154,9 @@ def _fill(ordered: Sequence[int], lengths: Sequence[int], num_rows: int, num_cut
                 end = ends[mirrored + 1]
             elif ends[mirrored] < ends[mirrored + 1]:
                 last = Piece(position, ends[mirrored], ends[mirrored + 1])
-                rows.add(row, rows.second if begin < end else rows.first, last)
+                (second if begin < end else first)[row].append(last)
             if begin < end:
-                rows.add(row, rows.first, Piece(position, begin, end))
-    fewest = [(tokens, row) for row, tokens in enumerate(rows.tokens)]
-    heapify(fewest)
-    for position in ordered[num_cut:]:
-        tokens, row = fewest[0]
-        rows.add(row, rows.first, Piece(position, 0, lengths[position]))
-        heapreplace(fewest, (tokens + lengths[position], row))
-    return rows
+                first[row].append(Piece(position, begin, end))
+    for position, size, row in zip(ordered[num_cut:], sizes[num_cut:], row_of[num_cut:]):
+        first[row].append(Piece(position, 0, size))
+    return tuple((*a, *b) for a, b in zip(first, second))

@@ -17,11 +17,13 @@ class Correction:
     `factors`: T of each of its schemes is so many times the profile's when its pipelines run beside
     each other. `outside_ms`: what its iterations take more than those of other strategies outside
     of propagation. `spread`: how far its time may be off, the standard deviation of its logarithm.
+    `is_new`: nobody has seen it run.
     """
 
     factors: Mapping[Scheme, float] = field(default_factory=dict)
     outside_ms: float = 0.0
     spread: float = 0.0
+    is_new: bool = False
 
 
 UNKNOWN = Correction()
@@ -66,6 +68,7 @@ class Corrections:
                     "factors": {str(scheme): value for scheme, value in known.factors.items()},
                     "outside_ms": known.outside_ms,
                     "spread": known.spread,
+                    "is_new": known.is_new,
                 }
                 for strategy, known in self.strategies.items()
             },
@@ -82,6 +85,7 @@ class Corrections:
                     factors={Scheme.parse(s): value for s, value in known["factors"].items()},
                     outside_ms=known["outside_ms"],
                     spread=known["spread"],
+                    is_new=known["is_new"],
                 )
                 for text, known in document["strategies"].items()
             },

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ds_hydra.strategy.profiles.corrections import Correction
+from ds_hydra.strategy.schemes.placement import slices_key
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 FloatArray = npt.NDArray[np.float64]
@@ -45,7 +46,7 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    MACHINE: _Kind(0.3, 0.06),
+    MACHINE: _Kind(0.3, 0.08),
     "scheme": _Kind(0.25, 0.01),
     BESIDE: _Kind(0.1, 0.005),
     "strategy": _Kind(0.1, 0.005),
@@ -54,8 +55,8 @@ _OTHER_MACHINE = 0.5
 """What the first iteration is off beyond a factor of exp(0.5) is the machine's: a profile of other
 hardware.
 """
-_FIRST_NOISE, _LEAST_NOISE, _NOISE_RATE = 0.1, 0.02, 0.1
-_OUTLIER = 2.5
+_FIRST_NOISE, _LEAST_NOISE, _NOISE_RATE = 0.1, 0.02, 0.15
+_OUTLIER = 3.0
 """Standard deviations of a surprise beyond which it counts less."""
 _SURPRISE_RATE, _SHIFT = 0.3, 1.5
 """Weight of the last surprise in their mean, in standard deviations, and the mean that is a shift.
@@ -110,9 +111,7 @@ class LearnedTimes:
         self._update(design_KF, surprise_K)
 
     def _weights(self, strategy: Strategy, scheme: Scheme) -> Weights:
-        # What gathers is cut anew for every step: too many strategies to know each
-        own = "gathered" if strategy.gathers else str(strategy)
-        weights = {MACHINE: 1.0, f"scheme {scheme}": 1.0, f"strategy {own}": 1.0}
+        weights = {MACHINE: 1.0, f"scheme {scheme}": 1.0, f"strategy {_known_as(strategy)}": 1.0}
         if len(strategy.schemes) > 1:
             weights[BESIDE] = log2(len(strategy.schemes))
         return weights
@@ -216,6 +215,7 @@ class LearnedTimes:
             },
             outside_ms=outside_ms,
             spread=max(self._spread(of_one, reference) for of_one in weights),
+            is_new=f"strategy {_known_as(strategy)}" not in self.names,
         )
 
     def _spread(self, weights: Weights, reference: Strategy | None) -> float:
@@ -278,11 +278,24 @@ def names_of(schemes: Iterable[Scheme], names: Iterable[str]) -> list[str]:
         kind, _, text = name.partition(" ")
         if kind == "scheme":
             return text in known
-        if kind == "strategy":
+        if kind == "strategy" and text not in _CUTS:
             return all(str(scheme) in known for scheme in Strategy.parse(text).schemes)
         return kind in _KINDS
 
     return [name for name in names if is_known(name)]
+
+
+_GATHERED, _CUT = _CUTS = "gathered", "cut"
+"""Strategies cut anew for every step are too many to know each."""
+
+
+def _known_as(strategy: Strategy) -> str:
+    if strategy.gathers:
+        return _GATHERED
+    is_cut = strategy.is_heterogeneous and slices_key(strategy) != strategy
+    return (
+        _CUT if is_cut and len({scheme.tp for scheme in strategy.schemes}) == 1 else str(strategy)
+    )
 
 
 def _kind(name: str) -> _Kind:

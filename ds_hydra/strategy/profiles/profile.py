@@ -112,6 +112,8 @@ class Profile:
     """How many times as long computation and gradient synchronisation take beside each other; None:
     not measured.
     """
+    ranks_per_core: float = 1.0
+    """Ranks that shared a core while it was measured (`sampler.schedule.ends_ms`)."""
     _max_len: dict[tuple[Scheme, int, bool], int] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -124,10 +126,9 @@ class Profile:
         """
         if scheme in self.latency:
             return self.latency[scheme]
-        if self.has_latency(scheme):
-            ratio = slowest_stage_ratio(scheme, self.memory.num_layers)
-            base = self.latency[self._base(scheme)]
-            return base.scaled(ratio)
+        base = self.latency.get(self._base(scheme))
+        if base is not None:
+            return base.scaled(slowest_stage_ratio(scheme, self.memory.num_layers))
         plain = scheme.without_options()
         wanted = (
             scheme if scheme == plain else f"{scheme}, and {plain} from which it could be derived,"
@@ -324,7 +325,8 @@ class Profile:
                     for tp, tokens in document.get("saturation_tokens", {}).items()
                 },
                 document=document,
-                overlap_slowdown=_read_slowdown(hardware.get("overlap_slowdown")),
+                overlap_slowdown=_read_ratio(hardware, "overlap_slowdown"),
+                ranks_per_core=_read_ratio(hardware, "ranks_per_core") or 1.0,
             )
 
     @classmethod
@@ -350,14 +352,13 @@ def read_key_value_share(model: Mapping[str, Any]) -> float:
     return float(kv_heads / heads) if heads and kv_heads else 1.0
 
 
-def _read_slowdown(value: Any) -> float | None:
+def _read_ratio(hardware: Mapping[str, Any], key: str) -> float | None:
+    value = hardware.get(key)
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 1 <= value < inf:
-        raise HydraConfigError(
-            f"hardware.overlap_slowdown is {value!r}; it must be a number of at least 1"
-        )
+        raise HydraConfigError(f"hardware.{key} is {value!r}; it must be a number of at least 1")
     return float(value)
 
 

@@ -59,8 +59,4 @@ def _with_entries(profile: Profile, cluster: Cluster, schemes: Iterable[Scheme])
         if plain is not None and scheme not in profile.latency:
             model = cluster.with_experts(plain, scheme)
             entries.append({**scheme.to_json(), **model.to_json(), "estimated": True})
-    if not entries:
-        return profile
-    return Profile.from_json(
-        {**profile.document, "schemes": [*profile.document["schemes"], *entries]}
-    )
+    return profile.with_more(entries)

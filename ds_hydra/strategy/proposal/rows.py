@@ -54,9 +54,7 @@ def with_rows(profile: Profile, schemes: Iterable[Scheme], cluster: Cluster | No
             )
             model = cluster.with_key_values(shared, scheme, num_key_value_parts(profile, scheme))
             entries.append({**scheme.to_json(), **model.to_json(), "estimated": True})
-    if not entries:
-        return known
-    return Profile.from_json({**known.document, "schemes": [*known.document["schemes"], *entries]})
+    return known.with_more(entries)
 
 
 def with_rows_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:

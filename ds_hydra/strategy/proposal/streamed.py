@@ -69,9 +69,9 @@ def with_streamed_schemes(
     its memory model knows them, and they fit a micro-batch.
 
     - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that.
-    - <spN,1;stream> for each N, a power of two up to `num_devices` that divides the heads: T is
-      that of one rank (`single_rank_latency`), of whose micro-batch N ranks have a share each, with
-      the exchanges of SP by the interconnects of `cluster`.
+    - <spN,1;stream> for each N, a power of two up to `num_devices` that divides the heads, and
+      <cpN,1;stream> for each N: T is that of one rank (`single_rank_latency`), of whose micro-batch
+      N ranks have a share each, with the exchanges of SP or CP by the interconnects of `cluster`.
 
     - <SP,TP,1;gather> with the same T for all of these, where `tokens_per_iteration` are given,
       with as many checkpointed layers as let one micro-batch for each pipeline hold them: further
@@ -84,9 +84,10 @@ def with_streamed_schemes(
     single = single_rank_latency(profile)
     heads = profile.document["model"].get("num_attention_heads", num_devices)
     powers = [1 << exponent for exponent in range(num_devices.bit_length())]
-    wide = [Scheme(1, 1, sp=n) for n in powers if heads % n == 0]
-    wide += [Scheme(1, 1, cp=n) for n in powers[1:]]
-    wide = wide if single is not None else []
+    wide: list[Scheme] = []
+    if single is not None:
+        wide += [Scheme(1, 1, sp=n) for n in powers if heads % n == 0]
+        wide += [Scheme(1, 1, cp=n) for n in powers[1:]]
     known = [s for s in profile.latency if s.pp == s.ep == 1 and s == s.without_options()]
     kinds = (False,) if tokens_per_iteration is None else (False, True)
     for plain, gathers in product(dict.fromkeys([*known, *wide]), kinds):
@@ -110,11 +111,7 @@ def with_streamed_schemes(
         for variant in variants:
             ratio = slowest_stage_ratio(variant, profile.memory.num_layers) if variant.ckpt else 1.0
             entries.append({**variant.to_json(), **model.scaled(ratio).to_json(), **source})
-    if not entries:
-        return profile
-    return Profile.from_json(
-        {**profile.document, "schemes": [*profile.document["schemes"], *entries]}
-    )
+    return profile.with_more(entries)
 
 
 def _that_hold(

@@ -147,13 +147,14 @@ def read_ranks(document: Mapping[str, Any], scheme: Scheme) -> tuple[int, ...]:
 
 
 def slices_key(strategy: Strategy) -> Hashable:
-    """Equal for strategies that need the same slices on every rank: where layers are gathered, the
-    planner makes up many ([Note: Phases]).
+    """Equal for strategies that need the same slices on every rank, of which the planner makes up
+    many ([Note: Phases]).
     """
-    if not strategy.gathers or any(scheme.ep > 1 for scheme in strategy.schemes):
+    if any(scheme.ep > 1 or scheme.pp > 1 or scheme.stream for scheme in strategy.schemes):
         return strategy
     tp_of_rank = (s.tp for s in strategy.schemes for _ in range(s.num_devices))
-    return tuple((tp, sum(1 for _ in run)) for tp, run in groupby(tp_of_rank))
+    runs = tuple((tp, sum(1 for _ in run)) for tp, run in groupby(tp_of_rank))
+    return strategy.gathers, runs
 
 
 @dataclass(frozen=True, slots=True)

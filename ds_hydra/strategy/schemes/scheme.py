@@ -171,12 +171,12 @@ class Scheme:
     @property
     def num_devices(self) -> int:
         """Ranks that one pipeline of this scheme occupies (N(P) in §7)."""
-        return self.ranks_per_stage * self.pp
+        return self.sp * self.cp * self.tp * self.pp
 
     @property
     def ranks_per_stage(self) -> int:
         """Ranks that share the micro-batches of one stage."""
-        return self.num_shards * self.tp
+        return self.sp * self.cp * self.tp
 
     @property
     def num_shards(self) -> int:

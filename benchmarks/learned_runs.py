@@ -1,0 +1,117 @@
+"""What learning from measured times wins end to end: a straggler, and a wrong profile.
+
+    python benchmarks/learned_runs.py
+
+Two runs of ds_hydra on 2 ranks take turns, iteration by iteration, on the same mini-batches:
+
+- straggler: with and without corrections; from iteration 40 on a process that never rests shares
+  the core of the last rank. Compared from 16 iterations later on.
+- wrong profile: with the measured profile, and with T of one scheme halved and of another doubled
+  in it, both ways. Compared from iteration 48 on.
+
+Prints a Markdown table of ratios of pairs: median and quartiles. Needs a machine that does nothing
+else.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import argparse
+import json
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from end_to_end import STRATEGIES, Group, hardware, take_turns
+from end_to_end_tables import Settings
+from record_times import busy_process
+from training_setup import ModelSize, Task
+from workloads import WORKLOADS
+
+from ds_hydra.sampler.warm_up import warm_up
+from ds_hydra.strategy import Profile, Scheme
+
+NUM_RANKS, SLOW_FROM, MOVED_AFTER, LEARNED_AFTER = 2, 40, 16, 48
+ONE, BOTH = Scheme(1, 1), Scheme(1, 1, sp=2)
+
+
+def make_task(context: int, num: int, profile: Path) -> Task:
+    settings = Settings(
+        num_ranks=NUM_RANKS,
+        context_length=context,
+        tokens_per_iteration=NUM_RANKS * context,
+        iterations=num,
+        warmup=0,
+        model=ModelSize(),
+    )
+    return Task(
+        workload="github",
+        batches=WORKLOADS["github"].batches(context, NUM_RANKS * context, num + 1),
+        shape=settings.shape(),
+        model=settings.model,
+        profile=str(profile),
+        strategies=STRATEGIES[NUM_RANKS],
+    )
+
+
+def times_of(names: list[str], task: Task, cores: list[int], slow_from: int | None) -> np.ndarray:
+    """[contender, iteration], seconds; a process shares the last rank's core from `slow_from`."""
+    with ExitStack() as stack:
+
+        def disturb(number: int) -> None:
+            if number == slow_from:
+                stack.enter_context(busy_process(cores[-1]))
+
+        steps, _ = take_turns(names, task, cores, len(task.batches) - 1, disturb)
+    return np.array([[step["seconds"] for step in steps[name]] for name in names])
+
+
+def row(what: str, ratios: np.ndarray) -> str:
+    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75])
+    return f"| {what} | {middle:.2f} ({low:.2f}-{high:.2f}) | {ratios.size} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--iterations", type=int, default=80)
+    parser.add_argument("--context", type=int, default=1024)
+    args = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))[:NUM_RANKS]
+    warm_up()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile.json"
+        task = make_task(args.context, args.iterations, path)
+        with Group("profile", task, cores) as group:
+            group.answers()
+        profile = Profile.load(path)
+        print(f"{hardware(cores)}, load {load:.1f} at the start\n", flush=True)
+        print("| time of the first over the second | median (quartiles) | iterations |", flush=True)
+        print("|---|---|---|")
+        with_slow, without = times_of(["hydra_profiled", "hydra"], task, cores, SLOW_FROM)
+        moved = slice(SLOW_FROM + MOVED_AFTER, None)
+        print(row("a straggler: not corrected, corrected", (with_slow / without)[moved]))
+        print(row("before it", (with_slow / without)[MOVED_AFTER:SLOW_FROM]), flush=True)
+        for halved, doubled in ((ONE, BOTH), (BOTH, ONE)):
+            wrong = profile.with_latency(
+                {
+                    halved: profile.latency[halved].scaled(0.5),
+                    doubled: profile.latency[doubled].scaled(2.0),
+                }
+            )
+            Path(f"{path}.wrong").write_text(json.dumps(wrong.document))
+            wrongly, rightly = times_of(["hydra_wrong_profile", "hydra"], task, cores, None)
+            what = f"T of {halved} halved, of {doubled} doubled: that profile, the right one"
+            print(row(what, (wrongly / rightly)[LEARNED_AFTER:]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
