@@ -357,7 +357,8 @@ class BatchPlanner:
             link.num_buckets(self._num_buckets),
         )
         candidate.iteration_ms += self._lockstep_ms(candidate) + candidate.correction.outside_ms
-        candidate.iteration_ms -= candidate.value.max() - candidate.ends_ms(candidate.value).max()
+        ends_ms = candidate.ends_ms(candidate.value)
+        candidate.iteration_ms -= float(candidate.value.max() - ends_ms.max())
 
     def _lockstep_ms(self, candidate: CandidatePlan) -> float:
         """What pipelines wait for each other."""
