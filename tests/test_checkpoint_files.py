@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -339,3 +340,13 @@ def test_enums_of_early_python_3_11_are_read_and_no_other_attribute(tmp_path):
         torch.save({"zero_stage": Attribute(owner, name)}, path)
         with pytest.raises(CheckpointError, match="Unsupported getattr"):
             read_tensors(path)
+
+
+def test_numbers_of_numpy_in_a_client_state_are_read_and_no_objects(tmp_path):
+    path = tmp_path / "states.pt"
+    values = [np.float64(0.5), np.float32(2), np.int64(7), np.int32(-1), np.bool_(True)]
+    torch.save({"best": values}, path)
+    assert read_tensors(path) == {"best": values}
+    torch.save({"best": np.array([print, 1])}, path)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_tensors(path)

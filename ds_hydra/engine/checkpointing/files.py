@@ -30,6 +30,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -51,9 +52,13 @@ _SHARE = (
     "the DeepSpeed configuration"
 )
 
-_SAFE_CLASSES = (LossScaler, DynamicLossScaler, ZeroStageEnum)
-"""Classes that DeepSpeed's own ZeRO-3 files hold besides tensors and containers; plain values, all
-of them.
+_SAFE_CLASSES = (
+    *(LossScaler, DynamicLossScaler, ZeroStageEnum),
+    *(np.float64(0).__reduce__()[0], np.dtype),
+    *(type(np.dtype(kind)) for kind in "?bhilqBHILQefd"),
+)
+"""What files hold besides tensors and containers, plain values all of them: classes of DeepSpeed's
+own ZeRO-3 files, and NumPy's numbers, which easily get into a client_state.
 """
 
 
