@@ -21,6 +21,7 @@ from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_node, warn_of_plac
 from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
 from ds_hydra.engine.transfer.gathering import GatherSession, plan_rounds
 from ds_hydra.engine.transfer.home import Home
+from ds_hydra.engine.transfer.home_rounds import AcrossHosts
 from ds_hydra.engine.transfer.link_agreement import check_link_plans
 from ds_hydra.engine.transfer.link_memory import LinkMemory
 from ds_hydra.engine.transfer.link_session import DeviceClock, LinkSession, LinkThread
@@ -40,14 +41,14 @@ from ds_hydra.engine.transfer.stream_plan import (
     only_copied,
     stage_passes,
 )
-from ds_hydra.engine.transfer.streaming import AcrossHosts, HomeSlices, StreamSession
+from ds_hydra.engine.transfer.streaming import HomeSlices, StreamSession
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import Role, slices_key
 from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link
-from ds_hydra.zero_link.home_parts import flat_specs, parts_from_other_hosts
+from ds_hydra.zero_link.home_parts import firsts_of, flat_specs, parts_from_other_hosts
 
 GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Values of `LinkConfig.gradient_dtype`."""
@@ -130,6 +131,7 @@ class StrategyLinks:
         self.push_link = Link(push, device, self._gradient_dtype, self.buffers, push_node)
         self.clock = DeviceClock(device)
         self.thread = LinkThread(device, overlap=config.overlap)
+        self._copy_thread = LinkThread(device, overlap=config.overlap)
         self._frozen: FrozenKeeper | None = None
         self._frozen_at_home: FrozenKeeper | None = None
         """The same of what homes of several hosts got from each other."""
@@ -145,6 +147,7 @@ class StrategyLinks:
     def close(self) -> None:
         """End the link's thread and leave the home; not collective."""
         self.thread.close()
+        self._copy_thread.close()
         if self.home is not None:
             self.home.close()
             self.home = None
@@ -315,6 +318,7 @@ class StrategyLinks:
         num_micro_batches = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
         session = StreamSession(
             self.thread,
+            self._copy_thread,
             self.clock,
             self.home,
             across=across,
@@ -340,17 +344,20 @@ class StrategyLinks:
                 place = role.scheme, role.stage, role.tp_rank, role.ep_rank
                 buckets = self.stage_model.buckets(*place)
                 streams = self.stage_model.stage_streams(*place, has_views=self.home.has_views)
-            across = self._across_hosts(strategy) if len(self.hosts.names) > 1 else AcrossHosts()
+            across = self._across_hosts(strategy)
             memory = self._stream_memory_of(buckets, streams, across)
             self._stream_links[strategy] = StreamLink(role, buckets, streams, across, memory)
         return self._stream_links[strategy]
 
     def _across_hosts(self, strategy: Strategy) -> AcrossHosts:
-        """How homes of several hosts are filled for `strategy`. Collective over all ranks."""
+        """How homes are filled and emptied; with several hosts collective over all ranks."""
         specs = self.stage_model.specs
+        if len(self.hosts.names) == 1:
+            return AcrossHosts(params=(tuple(range(len(specs))),))
+        rounds = [[b.param for b in unit.bindings] for unit in self.stage_model.units]
         brought = parts_from_other_hosts(
             specs,
-            [[b.param for b in unit.bindings] for unit in self.stage_model.units],
+            rounds,
             self.stage_model.strategy_buckets(strategy, self.num_ranks),
             self.hosts.of_rank,
         )
@@ -363,6 +370,7 @@ class StrategyLinks:
             pull_trained = plan_link(flat, without_frozen(flat, brought), self.rank)
         check_link_plans(strategy, (pull, pull_trained, push), self._device)
         return AcrossHosts(
+            params=firsts_of(rounds),
             brought=brought[self.rank],
             pull=(self.pull_link, pull),
             pull_trained=(self.pull_link, pull_trained),

@@ -89,6 +89,22 @@ def needs_of_host(
     return needs
 
 
+def firsts_of(rounds: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """The parameters of each of `rounds`; one that is in two comes in the first.
+
+    >>> firsts_of([[0, 1], [2, 0]])
+    ((0, 1), (2,))
+    """
+    first: dict[int, int] = {}
+    for index, params in enumerate(rounds):
+        for param in params:
+            first.setdefault(param, index)
+    return tuple(
+        tuple(param for param in dict.fromkeys(params) if first[param] == index)
+        for index, params in enumerate(rounds)
+    )
+
+
 def parts_from_other_hosts(
     specs: Sequence[ParamSpec],
     rounds: Sequence[Sequence[int]],
@@ -100,9 +116,6 @@ def parts_from_other_hosts(
 
     `rank_buckets` are what all ranks compute with.
     """
-    first = {
-        param: index for index, params in reversed(list(enumerate(rounds))) for param in params
-    }
     members: dict[int, list[int]] = {}
     for rank, host in enumerate(host_of):
         members.setdefault(host, []).append(rank)
@@ -110,6 +123,7 @@ def parts_from_other_hosts(
         host: needs_of_host(specs, [rank_buckets[rank] for rank in ranks])
         for host, ranks in members.items()
     }
+    firsts = firsts_of(rounds)
     found = []
     for rank, host in enumerate(host_of):
         outside = [other for other, where in enumerate(host_of) if where != host]
@@ -118,11 +132,11 @@ def parts_from_other_hosts(
             tuple(
                 tuple(
                     ref
-                    for param in dict.fromkeys(params)
-                    if first[param] == index and param in needs[host]
+                    for param in params
+                    if param in needs[host]
                     for ref in _runs(specs[param], param, needs[host][param], owners, len(host_of))
                 )
-                for index, params in enumerate(rounds)
+                for params in firsts
             )
         )
     return found

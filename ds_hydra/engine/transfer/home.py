@@ -19,13 +19,13 @@ Accelerators have no memory that is one for all ranks of a host: `peer_home.py` 
 With several hosts each has a home. `fill`, `begin_sums` and `collect` then also take the runs of
 other hosts' shards that this rank brings and takes away ([Note: Homes of several hosts]): the
 caller receives weights into `weight_runs` and sends `sum_runs`, which hold fp32 values after
-`collect`.
+`collect`, and `progress` tells the ranks of a host of each other's rounds.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -35,7 +35,8 @@ from torch import Tensor
 from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.ranks.shared_memory import SharedMemory
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
-from ds_hydra.zero_link import ParamSpec, RankBuckets, Region, SliceRef
+from ds_hydra.engine.transfer.home_rounds import Progress, progress_bytes
+from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, Region, SliceRef
 from ds_hydra.zero_link.home_parts import home_bytes
 
 PIECE_NUMEL = 1 << 17
@@ -48,7 +49,8 @@ class Home(Protocol):
     """What a home does for streamed layers, wherever its memory is.
 
     `fill`, `begin_sums`, then a barrier, then `read`, `copy` and `add` in any order on any rank,
-    `finish_adds`, then a barrier, then `collect`.
+    `finish_adds`, then a barrier, then `collect`; of some parameters `collect` once all ranks of
+    the host have added what they add to those (`when_added`).
     """
 
     has_views: bool
@@ -59,6 +61,8 @@ class Home(Protocol):
     """This rank's part of the weights."""
     sum_bytes: int
     """This rank's part of the sums, without the memory of `grads_P`."""
+    progress: Progress
+    """Of the ranks of this host."""
 
     def fill(self, shards_P: Sequence[Tensor]) -> None:
         """Take over this rank's shards of all parameters."""
@@ -77,22 +81,30 @@ class Home(Protocol):
         may not change before `finish_adds`.
         """
 
+    def when_added(self, then: Callable[[], None]) -> None:
+        """Call `then`, perhaps in another thread, once what this rank has added so far is in the
+        sums.
+        """
+
     def finish_adds(self) -> None:
         """Return once what this rank added is in the sums."""
 
-    def collect(self, grads_P: Sequence[Tensor], brought: RankBuckets = ()) -> None:
-        """Put the sums of this rank's shards of trained parameters into `grads_P`, and those of
-        what it brought into `sum_runs`.
+    def collect(
+        self, grads_P: Sequence[Tensor], params: Sequence[int], brought: Bucket = ()
+    ) -> None:
+        """Put the sums of this rank's shards of `params`, where they are trained, into `grads_P`,
+        and those of what it `brought` of them into `sum_runs`; once in an iteration.
         """
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        for param, (spec, grad_P) in enumerate(zip(self._specs, grads_P, strict=True)):
+        for param in params:
+            spec = self._specs[param]
             if spec.requires_grad:
                 numel = spec.shard_numel(num_ranks)
-                self._evaluate(param, slice(rank * numel, (rank + 1) * numel), grad_P)
-        for bucket, runs in zip(brought, self.sum_runs(brought), strict=True):
-            for ref, values in zip(bucket, runs, strict=True):
-                if ref.pushes_gradient:
-                    self._evaluate(ref.param, _run_of(ref.region), values)
+                self._evaluate(param, slice(rank * numel, (rank + 1) * numel), grads_P[param])
+        (runs,) = self.sum_runs((brought,))
+        for ref, values in zip(brought, runs, strict=True):
+            if ref.pushes_gradient:
+                self._evaluate(ref.param, _run_of(ref.region), values)
 
     def weight_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
         """Where the weights belong that this rank brings of other hosts."""
@@ -168,8 +180,10 @@ class SharedMemoryHome(Home):
             layout.place(spec.num_rows * t, torch.int32)
             for spec, t in zip(specs, trained, strict=True)
         ]
+        take_progress = layout.place(progress_bytes(len(beside)), torch.uint8)
         self._memory = SharedMemory(beside, layout.nbytes, purpose, device)
         bytes_ = self._memory.bytes
+        self.progress = Progress(take_progress(bytes_), beside, self._place)
         self._weights = [take(bytes_) for take in weights]
         self._high, self._low, self._top = (
             [take(bytes_) for take in part] for part in (high, low, top)
@@ -237,6 +251,10 @@ class SharedMemoryHome(Home):
                     region.col,
                     self._width,
                 )
+
+    def when_added(self, then: Callable[[], None]) -> None:
+        """At once."""
+        then()
 
     def finish_adds(self) -> None:
         """Nothing to wait for: they are done when `add` returns."""

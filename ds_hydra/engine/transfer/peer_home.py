@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from ds_hydra.engine.ranks.peer_memory import ALLOCATORS, PeerMemory
 from ds_hydra.engine.ranks.shared_memory import SharedMemory
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
 from ds_hydra.engine.transfer.home import Home, Layout, SharedMemoryHome, rectangles
+from ds_hydra.engine.transfer.home_rounds import Progress, progress_bytes
 from ds_hydra.engine.transfer.inbox import Inbox, control_bytes
 from ds_hydra.engine.transfer.link_session import DeviceClock, LinkThread
 from ds_hydra.engine.transfer.stream_plan import STREAM_WINDOW
@@ -99,7 +100,10 @@ class PeerHome(Home):
         layout = _parts_layout(specs, self._numels, dtype, max(map(len, held)))
         take_slots = layout.place(len(beside) * piece_numel, torch.float32)
         self._memory = PeerMemory(group, layout.nbytes, purpose, device)
-        self._control = SharedMemory(beside, control_bytes(len(beside)), purpose, device)
+        inbox_bytes = control_bytes(len(beside))
+        nbytes = inbox_bytes + progress_bytes(len(beside))
+        self._control = SharedMemory(beside, nbytes, purpose, device)
+        self.progress = Progress(self._control.bytes[inbox_bytes:], beside, self._place)
         self._parts = [layout.cut(part) for part in self._memory.parts]
         own = self._parts[self._place]
         self.grads_P = [
@@ -188,6 +192,15 @@ class PeerHome(Home):
             sum(nbytes for _, nbytes in self._pending) > self._passing_bytes
         ):
             self._pending.popleft()[0].result()
+
+    def when_added(self, then: Callable[[], None]) -> None:
+        """Call `then` in the sending thread, once every owner has added what was sent so far."""
+
+        def job() -> None:
+            self._inbox.flush()
+            then()
+
+        self._pending.append((self._sender.submit(job), 0))
 
     def finish_adds(self) -> None:
         """Return once what was added is in the sums, and let the current stream go on after it.

@@ -247,7 +247,7 @@ class Slices:
             )
             self.leaves[ref.param] = leaf
             if adds_micro_batches and leaf.requires_grad:
-                self._attach_home(leaf, ref.param)
+                self._attach_home(leaf, len(self._missing) - 1, ref.param)
             if grads_flat is None or not leaf.requires_grad:
                 grads.append(flat.new_empty(0, dtype=torch.float32))
                 continue
@@ -264,15 +264,20 @@ class Slices:
         spec_is_trained = self.leaves[param].requires_grad
         return spec_is_trained and param not in self._untouched[index]
 
-    def _attach_home(self, leaf: nn.Parameter, param: int) -> None:
+    def _attach_home(self, leaf: nn.Parameter, bucket: int, param: int) -> None:
         """Let the gradient of `leaf` be added to the sums of its home after every micro-batch."""
         home = self.home
         assert home is not None
+        self._missing[bucket].add(param)
+        weak_self = weakref.ref(self)
 
         def after_accumulate(leaf: Tensor) -> None:
+            slices = weak_self()
             assert leaf.grad is not None
+            assert slices is not None
             home.add(param, leaf.grad)
             leaf.grad = None
+            slices._completes(bucket, param)
 
         leaf.register_post_accumulate_grad_hook(after_accumulate)
 
@@ -285,8 +290,8 @@ class Slices:
         share it may not stay with the leaf.
         """
         in_place = leaf.dtype == torch.float32 and bucket not in self._passing
-        missing, untouched = self._missing[bucket], self._untouched[bucket]
-        missing.add(param)
+        untouched = self._untouched[bucket]
+        self._missing[bucket].add(param)
         untouched[param] = main_grad
         # Torch hides from the garbage collector that a leaf refers to its hook
         weak_self = weakref.ref(self)
@@ -303,12 +308,17 @@ class Slices:
                 # A 16-bit sum over micro-batches would lose what small gradients contribute.
                 main_grad.add_(leaf.grad)
                 leaf.grad = None
-            if slices._is_last_backward and param in missing:
-                missing.remove(param)
-                if not missing:
-                    slices._report(bucket)
+            slices._completes(bucket, param)
 
         leaf.register_post_accumulate_grad_hook(after_accumulate)
+
+    def _completes(self, bucket: int, param: int) -> None:
+        """`param` has a gradient of the present micro-batch."""
+        missing = self._missing[bucket]
+        if self._is_last_backward and param in missing:
+            missing.remove(param)
+            if not missing:
+                self._report(bucket)
 
     def _report(self, bucket: int) -> None:
         if self.on_gradient is not None:

@@ -3,9 +3,9 @@
 [Note: Streaming]
 An iteration begins with every rank's own shards in the home and ends with the sums of its own
 shards; a barrier follows the first and comes before the second. Of several hosts each has a home,
-so that shards of other hosts come in before the first barrier, and sums for them go out after the
-second, in the rounds of a link. In between nothing is posted by one rank for another: each reads
-and adds when its own computation is there, so ranks may have any micro-batches, or none.
+so that shards of other hosts come in and sums for them go out in the rounds of a link, beside
+computation ([Note: Rounds of homes]). In between nothing is posted by one rank for another: each
+reads and adds when its own computation is there, so ranks may have any micro-batches, or none.
 
 - A slice in one piece is a view of the home. One that is not (columns of a row-wise parameter
   under TP) is copied, and the copies of streamed layers share `STREAM_WINDOW` slots: while one
@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.engine.transfer.home import Home
+from ds_hydra.engine.transfer.home_rounds import AcrossHosts, HomeRounds
 from ds_hydra.engine.transfer.link_session import (
     Abandoned,
     DeviceClock,
@@ -40,8 +40,7 @@ from ds_hydra.engine.transfer.link_session import (
 from ds_hydra.engine.transfer.slices import Slices
 from ds_hydra.engine.transfer.stream_plan import StageStreams, only_copied, plan_loads
 from ds_hydra.simulator.timeline import EventKind
-from ds_hydra.zero_link import LinkPlan, ParamSpec, RankBuckets, SliceRef
-from ds_hydra.zero_link.exchange import Link
+from ds_hydra.zero_link import ParamSpec, RankBuckets, SliceRef
 
 
 class HomeSlices:
@@ -77,35 +76,6 @@ class HomeSlices:
             self._home.copy(ref.param, ref.region, into)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AcrossHosts:
-    """How this rank takes part in filling the homes of all hosts, and in emptying them."""
-
-    brought: RankBuckets = ()
-    """Runs of other hosts' shards that this rank brings to the home of its host."""
-    pull: tuple[Link, LinkPlan] | None = None
-    pull_trained: tuple[Link, LinkPlan] | None = None
-    """The pull without frozen parameters."""
-    push: tuple[Link, LinkPlan] | None = None
-    """None, as the others, where there is one host."""
-
-    def fill(self, home: Home, shards_P: Sequence[Tensor]) -> None:
-        """Bring weights to all homes. Collective over all ranks."""
-        if self.pull is not None:
-            link, plan = self.pull
-            link.pull(plan, shards_P, home.weight_runs(self.brought))
-
-    def empty(self, home: Home, grads_P: Sequence[Tensor]) -> None:
-        """Add to the sums of this rank's shards, collected in `grads_P`, those of other homes.
-
-        Collective over all ranks. They are added in the order of ranks, so the bits of sums do not
-        depend on who is early.
-        """
-        if self.push is not None:
-            link, plan = self.push
-            link.push(plan, home.sum_runs(self.brought), grads_P)
-
-
 class StreamSession:
     """One iteration on a home. A context manager; every rank runs it, with work or without.
 
@@ -117,7 +87,8 @@ class StreamSession:
 
     def __init__(
         self,
-        thread: LinkThread,
+        link_thread: LinkThread,
+        copy_thread: LinkThread,
         clock: DeviceClock,
         home: Home,
         *,
@@ -131,10 +102,11 @@ class StreamSession:
         with_gradients: bool,
     ):
         assert slices.home is not None
-        self._thread = thread
+        self._thread = copy_thread
         self._clock = clock
         self._home = home
-        self._across = across
+        self._rounds = HomeRounds(link_thread, clock, home, across, buckets, shards_P, grads_P)
+        self._brought = across.brought
         self._num_addends = num_addends
         self._uses = uses
         self._shards_P = shards_P
@@ -150,17 +122,21 @@ class StreamSession:
         self._arrived = Flags(len(self._loads), clock)
         self._use = -1
         self._copied: set[int] = set()
+        self._added: set[int] = set()
         self._loading: Future[None] | None = None
         self._error: BaseException | None = None
         self._work, self._visible = Spans(clock), Spans(clock)
 
     def __enter__(self) -> StreamSession:
         begin = self._clock.stamp()
+        self._rounds.begin()
         self._home.fill(self._shards_P)
-        self._across.fill(self._home, self._shards_P)
         if self._with_gradients:
-            self._home.begin_sums(self._num_addends, self._across.brought)
+            self._home.begin_sums(self._num_addends, self._brought)
+            if self._rounds.overlaps:
+                self._slices.on_gradient = self._gradients_complete
         dist.barrier()
+        self._rounds.begin_push()
         end = self._clock.stamp()
         self._work.add(begin, end)
         self._visible.add(begin, end)
@@ -169,13 +145,18 @@ class StreamSession:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._slices.on_gradient = None  # else slices and session hold each other
         if error is not None:
             self._left.abandon()
+            self._rounds.leave()
             if self._loading is not None:
                 self._loading.exception()
 
     def await_bucket(self, index: int) -> None:
         """Let computation read the slices of a bucket in a forward pass."""
+        if self._rounds.overlaps:
+            with self._visible.measure():
+                self._rounds.await_filled(index)
         if index in self._window:
             self.enter(index)
         elif index not in self._copied:
@@ -183,7 +164,10 @@ class StreamSession:
             self._load(index)
 
     def await_all(self) -> None:
-        """Nothing to wait for: what is in one piece is there, the rest comes when it is needed."""
+        """Wait until all weights are in the home; what is not in one piece comes when it is
+        needed.
+        """
+        self._rounds.await_all()
 
     def enter(self, bucket: int) -> None:
         """Computation leaves the bucket of the window it was in and comes to `bucket`.
@@ -207,32 +191,48 @@ class StreamSession:
             self._loading.result()
         begin = self._clock.stamp()
         if self._with_gradients:
-            self._add_kept()
+            for index in range(len(self._buckets)):
+                self._add_kept(index)
         self._home.finish_adds()
+        self._rounds.complete_all()
         dist.barrier()  # everyone has read and added
-        if self._grads_P is not None:
-            self._home.collect(self._grads_P, self._across.brought)
-            self._across.empty(self._home, self._grads_P)
+        self._rounds.finish()
         end = self._clock.stamp()
         self._clock.settle(end)
-        push_ms = self._clock.ms_between(begin, end) if self._grads_P is not None else 0.0
+        pull_ms = self._work.total_ms()
+        push_ms = visible_push_ms = 0.0
+        if self._grads_P is not None:
+            push_ms = visible_push_ms = self._clock.ms_between(begin, end)
+        if self._rounds.overlaps:
+            pull_ms += self._rounds.pull_work.total_ms()
+            push_ms = max(push_ms, self._rounds.push_work.total_ms())
         return LinkTimes(
-            pull_ms=self._work.total_ms(),
+            pull_ms=pull_ms,
             push_ms=push_ms,
             visible_pull_ms=self._visible.total_ms(),
-            visible_push_ms=push_ms,
+            visible_push_ms=visible_push_ms,
         )
 
     def record(self, recorder: Recorder) -> None:
-        """Hand the spans in which weights were copied to `recorder`; call after `finish`."""
+        """Hand the spans in which weights and sums moved to `recorder`; call after `finish`."""
         self._work.record(recorder, EventKind.PULL)
+        if self._rounds.overlaps:
+            self._rounds.pull_work.record(recorder, EventKind.PULL)
+            self._rounds.push_work.record(recorder, EventKind.PUSH)
 
-    def _add_kept(self) -> None:
-        for index, bucket in enumerate(self._buckets):
-            if index not in self._slices_home.streams.buckets:
-                for ref, grad in zip(bucket, self._slices.grad_bucket_S[index], strict=True):
-                    if self._slices.has_gradient(index, ref.param):
-                        self._slices_home.add(ref.param, grad)
+    def _gradients_complete(self, index: int) -> None:
+        """The last micro-batch's gradients of a bucket have been computed."""
+        self._add_kept(index)
+        self._rounds.complete(index)
+
+    def _add_kept(self, index: int) -> None:
+        """Add what a bucket that does not stream has kept; once."""
+        if index in self._slices_home.streams.buckets or index in self._added:
+            return
+        self._added.add(index)
+        for ref, grad in zip(self._buckets[index], self._slices.grad_bucket_S[index], strict=True):
+            if self._slices.has_gradient(index, ref.param):
+                self._slices_home.add(ref.param, grad)
 
     def _go_on(self) -> None:
         """Leave the present use for the next one."""
@@ -273,6 +273,7 @@ class StreamSession:
         copied = self._slices_home.copied[bucket]
         if not copied:
             return
+        self._rounds.await_filled(bucket)
         with self._work.measure():
             for ref, flat in zip(copied, self._slices.bucket_S[bucket], strict=True):
                 self._slices_home.load(ref, flat)

@@ -1,0 +1,290 @@
+"""The rounds that fill and empty the homes of several hosts, beside computation.
+
+[Note: Rounds of homes]
+A bucket of the model comes into a home by one round for each of its parts that other hosts own,
+and its sums leave by another; every rank of the host receives and sends some of it. So what one
+rank computes depends on what others of its host have received, and what one sends on what others
+have added. Each rank says in a word of memory that they share how many rounds it has received, and
+for how many, from the last one on, it has added its gradients; words only grow, over all
+iterations. Who needs a bucket waits until the words of all ranks of the host say so: nobody posts
+anything for another.
+
+One thread per rank posts all rounds in one order, as in [Note: Overlap without deadlock]: those of
+the pull wait for no computation, and no computation waits for a push before its own end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from ds_hydra.engine.transfer.link_session import (
+    LEAVING_S,
+    Abandoned,
+    DeviceClock,
+    LinkThread,
+    Spans,
+)
+from ds_hydra.zero_link import LinkPlan, RankBuckets
+from ds_hydra.zero_link.exchange import Link, RoundUnderWay
+
+if TYPE_CHECKING:
+    from ds_hydra.engine.transfer.home import Home
+
+_RECEIVED, _ADDED = 0, 1
+_NUM_KINDS = 2
+_POLL_S = 5e-5
+_FAILED = -1
+_ITERATION = 1 << 32
+"""More than an iteration has rounds."""
+
+
+def progress_bytes(num_ranks: int) -> int:
+    """Of the words of `num_ranks` ranks of a host."""
+    return _NUM_KINDS * num_ranks * 8
+
+
+class Progress:
+    """How far the ranks of a host, of which this is number `place`, have come in the rounds of an
+    iteration. `memory` are bytes that they share, zero at first. Not collective.
+    """
+
+    def __init__(self, memory: Tensor, ranks: Sequence[int], place: int):
+        words = memory[: progress_bytes(len(ranks))].view(torch.int64)
+        self._words = words.view(_NUM_KINDS, len(ranks)).numpy()
+        self._ranks, self._place = ranks, place
+        self._begin = 0
+
+    def begin(self) -> None:
+        """The next iteration; every rank calls it once for each."""
+        self._begin += _ITERATION
+        self._words[:, self._place] = self._begin
+
+    def reach(self, kind: int, count: int) -> None:
+        """This rank has come to `count` rounds; less than before changes nothing."""
+        words = self._words[kind]
+        words[self._place] = max(int(words[self._place]), self._begin + count)
+
+    def fail(self) -> None:
+        """This rank gets no further in this iteration."""
+        self._words[:, self._place] = _FAILED
+
+    def is_reached(self, kind: int, count: int) -> bool:
+        """Whether all ranks have come to `count` rounds."""
+        return bool((self._words[kind] >= self._begin + count).all())
+
+    def wait(self, kind: int, count: int, is_left: threading.Event) -> None:
+        """Return once `is_reached`. Raises Abandoned once `is_left` is set, RuntimeError where a
+        rank has failed, or for as long as a collective would wait; the watchdog ends a process
+        that waits for a lost rank.
+        """
+        deadline = time.monotonic() + default_pg_timeout.total_seconds()
+        while not self.is_reached(kind, count):
+            if is_left.is_set():
+                raise Abandoned
+            behind = self._words[kind] < self._begin + count
+            rank = self._ranks[int(behind.argmax())]
+            if self._words[kind].min() == _FAILED or time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"rank {rank} of this host did not exchange what others need in their home"
+                )
+            time.sleep(_POLL_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcrossHosts:
+    """How this rank takes part in filling the homes of all hosts, and in emptying them."""
+
+    params: tuple[tuple[int, ...], ...]
+    """Of each round, together all of the model; one round where there is one host."""
+    brought: RankBuckets = ()
+    """Runs of other hosts' shards that this rank brings to the home of its host, for each round."""
+    pull: tuple[Link, LinkPlan] | None = None
+    pull_trained: tuple[Link, LinkPlan] | None = None
+    """The pull without frozen parameters."""
+    push: tuple[Link, LinkPlan] | None = None
+    """None, as the others, where there is one host."""
+
+
+class HomeRounds:
+    """The rounds of one iteration on this rank: it computes with `buckets`, and nothing is pushed
+    where `grads_P` is None. Every rank runs it, with work or without.
+
+    `begin`, then the home is filled with the ranks' own shards and its sums are set to zero, a
+    barrier, `begin_push`; `finish` after the barrier that follows computation. Where it `overlaps`
+    nothing of a bucket may be read before `await_filled`, and `complete` has to be called for every
+    bucket once this rank has added its gradients.
+    """
+
+    def __init__(
+        self,
+        thread: LinkThread,
+        clock: DeviceClock,
+        home: Home,
+        across: AcrossHosts,
+        buckets: RankBuckets,
+        shards_P: Sequence[Tensor],
+        grads_P: Sequence[Tensor] | None,
+    ):
+        self.overlaps = thread.overlap and across.pull is not None
+        self._thread, self._clock, self._home, self._across = thread, clock, home, across
+        self._shards_P, self._grads_P = shards_P, grads_P
+        round_of = {p: index for index, params in enumerate(across.params) for p in params}
+        self._last_round = {
+            index: max((round_of[ref.param] for ref in bucket), default=-1)
+            for index, bucket in enumerate(buckets)
+        }
+        self._incomplete = dict(self._last_round)
+        self._filled: set[int] = set()
+        self._is_left = threading.Event()
+        self._pulling: Future[None] | None = None
+        self._pushing: Future[None] | None = None
+        self.pull_work, self.push_work = Spans(clock), Spans(clock)
+
+    def begin(self) -> None:
+        """Begin to receive weights; without overlap they are there when it returns."""
+        self._home.progress.begin()
+        self._start = self._clock.stamp()
+        if self._across.pull is not None:
+            self._pulling = self._thread.submit(self._pull)
+            if not self.overlaps:
+                self._pulling.result()
+
+    def begin_push(self) -> None:
+        """Let sums go out as soon as they are complete, where rounds overlap computation."""
+        self._start = self._clock.stamp()
+        if self.overlaps and self._grads_P is not None:
+            self._pushing = self._thread.submit(self._push)
+
+    def await_filled(self, bucket: int) -> None:
+        """Wait until the weights of a bucket are in the home; safe in two threads. Raises what the
+        pull raised, and Abandoned after `leave`.
+        """
+        if self.overlaps and bucket not in self._filled:
+            count = self._last_round[bucket] + 1
+            try:
+                self._home.progress.wait(_RECEIVED, count, self._is_left)
+            except RuntimeError:
+                assert self._pulling is not None
+                if self._pulling.done():
+                    self._pulling.result()
+                raise
+            self._filled.add(bucket)
+
+    def await_all(self) -> None:
+        """Wait until all weights of this rank's buckets are in the home."""
+        for bucket in self._last_round:
+            self.await_filled(bucket)
+
+    def complete(self, bucket: int) -> None:
+        """This rank has added its last gradient of a bucket."""
+        self._incomplete.pop(bucket, None)
+        missing = max(self._incomplete.values(), default=-1)
+        progress, count = self._home.progress, len(self._across.params) - 1 - missing
+        self._home.when_added(lambda: progress.reach(_ADDED, count))
+
+    def complete_all(self) -> None:
+        """This rank adds nothing more."""
+        self._incomplete.clear()
+        self._home.progress.reach(_ADDED, len(self._across.params))
+
+    def finish(self) -> None:
+        """Return once all sums have come to their owners, on the current stream. Raises what the
+        thread raised.
+        """
+        if self._pulling is not None:
+            self._pulling.result()
+        if self._pushing is not None:
+            self._pushing.result()
+        elif self._grads_P is not None:
+            self._push()
+        self._join()
+
+    def leave(self) -> None:
+        """Computation has failed: end what is under way."""
+        self._is_left.set()
+        _, stuck = wait([job for job in (self._pulling, self._pushing) if job], LEAVING_S)
+        if stuck:
+            self._thread.give_up()
+        else:
+            self._join()
+
+    def _join(self) -> None:
+        self.pull_work.join()
+        self.push_work.join()
+
+    def _pull(self) -> None:
+        """All rounds of the pull, each posted while the one before is on the wire."""
+        assert self._across.pull is not None
+        link, plan = self._across.pull
+        self._clock.wait_for(self._start)  # shards are up to date
+        weights = self._home.weight_runs(self._across.brought)
+        under_way: RoundUnderWay | None = None
+        try:
+            for index in range(len(weights) + 1):
+                with self.pull_work.measure():
+                    posted = None
+                    if index < len(weights):
+                        posted = link.begin_pull(plan, index, self._shards_P, weights[index])
+                    if under_way is not None:
+                        link.finish(under_way)
+                        self._clock.settle(self._clock.stamp())
+                        self._home.progress.reach(_RECEIVED, index)
+                    under_way = posted
+        except BaseException:
+            self._home.progress.fail()
+            if under_way is not None:
+                link.leave(under_way)
+            raise
+
+    def _push(self) -> None:
+        """All rounds of the push, the last one first; one is finished early where the next one's
+        sums are not complete yet.
+        """
+        assert self._grads_P is not None
+        if self._pulling is not None and self._pulling.exception() is not None:
+            return
+        self._clock.wait_for(self._start)  # sums are zero
+        home, across = self._home, self._across
+        under_way: RoundUnderWay | None = None
+        try:
+            for index in reversed(range(len(across.params))):
+                if self.overlaps:
+                    count = len(across.params) - index
+                    if under_way is not None and not home.progress.is_reached(_ADDED, count):
+                        self._finish_push(under_way)
+                        under_way = None
+                    home.progress.wait(_ADDED, count, self._is_left)
+                with self.push_work.measure():
+                    brought = across.brought[index] if across.brought else ()
+                    home.collect(self._grads_P, across.params[index], brought)
+                    if across.push is None:
+                        continue
+                    link, plan = across.push
+                    (sums,) = home.sum_runs((brought,))
+                    posted = link.begin_push(plan, index, sums, self._grads_P)
+                if under_way is not None:
+                    self._finish_push(under_way)
+                under_way = posted
+        except Abandoned:
+            pass  # computation has failed
+        except BaseException:
+            home.progress.fail()
+            if under_way is not None and across.push is not None:
+                across.push[0].leave(under_way)
+            raise
+        if under_way is not None:
+            self._finish_push(under_way)
+
+    def _finish_push(self, under_way: RoundUnderWay) -> None:
+        assert self._across.push is not None
+        with self.push_work.measure():
+            self._across.push[0].finish(under_way)

@@ -1,0 +1,161 @@
+"""Homes of several hosts fill and empty beside computation: equal bits, and nobody is early."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed import run_distributed
+from engines import start_hydra
+from models import VOCAB_SIZE, tiny
+from peer_homes import homes_in_parts
+from single_process import random_examples
+from test_engine_parity import assert_parity, check_gradients
+
+from ds_hydra.engine import propagation
+from ds_hydra.engine.ranks.hosts import Hosts
+from ds_hydra.engine.transfer.home_rounds import Progress, progress_bytes
+from ds_hydra.engine.transfer.link_session import Abandoned
+from ds_hydra.strategy import Strategy
+
+STRATEGIES = (
+    "4x<1,1;stream>",
+    "1x<2,2;stream=1>",
+    "1x<2,1;stream> + 1x<1,2;stream=1>",
+    "1x<4,1;stream>",
+    "1x<sp2,1;stream> + 1x<1,1>",
+)
+SLOW = ("4x<1,1;stream>", "2x<2,1;stream>")
+DELAY_S = 0.03
+
+
+def on_two_hosts():
+    """Engines started within take ranks 0 and 1 for one host, 2 and 3 for another."""
+    hosts = Hosts(names=("a", "b"), of_rank=(0, 0, 1, 1))
+    return mock.patch.object(propagation, "find_hosts", return_value=hosts)
+
+
+def late(function, is_late, seen, what):
+    """`function`, told to `seen`, and `DELAY_S` late if it `is_late`."""
+
+    def delayed(*arguments, **named):
+        seen.append(what)
+        if is_late:
+            time.sleep(DELAY_S)
+        return function(*arguments, **named)
+
+    return delayed
+
+
+def iterations(text, *, overlap, in_parts, slow):
+    """Losses and weights of three iterations and an evaluation, and what happened in which order;
+    rank 1 receives late or adds late, if it is to.
+    """
+    seen = []
+    hydra = {"link": {"overlap": overlap}}
+    with homes_in_parts() if in_parts else contextlib.nullcontext(), on_two_hosts():
+        engine = start_hydra(tiny("llama_tied", num_hidden_layers=4), hydra=hydra)
+        links = engine.hydra.propagator.links
+        engine.hydra.prepare_forced(Strategy.parse(text))
+        is_slow = dist.get_rank() == 1
+        links.pull_link.finish = late(
+            links.pull_link.finish, is_slow and slow == "receiving", seen, "received"
+        )
+        links.push_link.finish = late(links.push_link.finish, False, seen, "sent")
+        links.home.add = late(links.home.add, is_slow and slow == "adding", seen, "add")
+        model = engine.hydra.stage_model
+        model.forward_stage = late(model.forward_stage, False, seen, "forward")
+        losses = []
+        for seed in range(3):
+            examples = random_examples((9, 17, 30, 5, 40, 3), VOCAB_SIZE, seed=seed)
+            losses.append(float(engine.train_batch(examples, strategy=text)))
+        order = list(seen)
+        losses.append(float(engine.eval_batch(examples, strategy=text)))
+        weights = [p.ds_tensor.clone() for p in model.params]
+        engine.destroy()
+    return losses, weights, order
+
+
+def compare():
+    found = {}
+    for in_parts in (False, True):
+        for text in SLOW:
+            wanted = iterations(text, overlap=False, in_parts=in_parts, slow="")
+            for slow in ("", "receiving", "adding"):
+                losses, weights, order = iterations(
+                    text, overlap=True, in_parts=in_parts, slow=slow
+                )
+                found[in_parts, text, slow] = (
+                    losses == wanted[0],
+                    all(map(torch.equal, weights, wanted[1])),
+                    order,
+                )
+            found[in_parts, text, "apart"] = True, True, wanted[2]
+    return found
+
+
+def parity():
+    found = {}
+    for in_parts in (False, True):
+        with homes_in_parts() if in_parts else contextlib.nullcontext(), on_two_hosts():
+            found[in_parts] = check_gradients("llama_tied", STRATEGIES)
+    return found
+
+
+def before(order, first, second):
+    """How many `first` happen before the first `second` of an iteration."""
+    return order[: order.index(second)].count(first)
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_equal_bits_whoever_is_late():
+    for rank, result in enumerate(run_distributed(compare, 4, timeout_s=800)):
+        for case, (losses, weights, order) in result.items():
+            assert losses, (rank, case)
+            assert weights, (rank, case)
+            num_rounds = order.count("received") // 3
+            assert num_rounds == order.count("sent") // 3 == 6, case
+            began = before(order, "received", "forward")
+            last_add = len(order) - 1 - order[::-1].index("add")
+            left = order[last_add:].count("sent")
+            if case[2] == "apart":
+                assert (began, left) == (num_rounds, num_rounds), case
+            if case[2] == "receiving":
+                assert began < num_rounds, case
+            if case[2] == "adding" and rank == 1:
+                assert left < num_rounds, case
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_gradients_equal_one_process():
+    for found in run_distributed(parity, 4, timeout_s=800)[0].values():
+        assert_parity(found)
+
+
+def test_progress_is_that_of_the_last_rank():
+    memory = torch.zeros(progress_bytes(2), dtype=torch.uint8)
+    first, second = (Progress(memory, (4, 5), place) for place in (0, 1))
+    left = threading.Event()
+    for _ in range(2):
+        first.begin()
+        first.reach(0, 3)
+        assert not first.is_reached(0, 1), "the other one is in the iteration before"
+        second.begin()
+        second.reach(0, 2)
+        second.reach(0, 1)
+        assert first.is_reached(0, 2)
+        assert not second.is_reached(0, 3)
+        first.wait(0, 2, left)
+    second.fail()
+    with pytest.raises(RuntimeError, match="rank 5 of this host did not exchange"):
+        first.wait(0, 3, left)
+    left.set()
+    with pytest.raises(Abandoned):
+        first.wait(0, 3, left)
