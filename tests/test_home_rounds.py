@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
+from faults import die, run_until_end
 from models import VOCAB_SIZE, tiny
 from peer_homes import homes_in_parts
 from single_process import random_examples
@@ -107,11 +109,6 @@ def parity():
     return found
 
 
-def before(order, first, second):
-    """How many `first` happen before the first `second` of an iteration."""
-    return order[: order.index(second)].count(first)
-
-
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
 def test_equal_bits_whoever_is_late():
@@ -121,7 +118,7 @@ def test_equal_bits_whoever_is_late():
             assert weights, (rank, case)
             num_rounds = order.count("received") // 3
             assert num_rounds == order.count("sent") // 3 == 6, case
-            began = before(order, "received", "forward")
+            began = order[: order.index("forward")].count("received")
             last_add = len(order) - 1 - order[::-1].index("add")
             left = order[last_add:].count("sent")
             if case[2] == "apart":
@@ -137,6 +134,29 @@ def test_equal_bits_whoever_is_late():
 def test_gradients_equal_one_process():
     for found in run_distributed(parity, 4, timeout_s=800)[0].values():
         assert_parity(found)
+
+
+def one_rank_dies(folder, where):
+    """Rank 1 is killed the next time it comes to `where`, in the second iteration."""
+    with on_two_hosts():
+        engine = start_hydra(tiny("llama_tied"), hydra={"faults": {"grace_s": 1}})
+        examples = random_examples((9, 5, 14, 7), VOCAB_SIZE, seed=0)
+        engine.train_batch(examples, strategy="4x<1,1;stream>")
+        if dist.get_rank() == 1:
+            links = engine.hydra.propagator.links
+            getattr(links, where).finish = lambda *_: die(folder)
+        engine.train_batch(examples, strategy="4x<1,1;stream>")
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("where", ["pull_link", "push_link"])
+def test_a_rank_that_dies_in_a_round_is_named_by_those_that_wait_for_it(tmp_path, where):
+    ended = run_until_end(one_rank_dies, 4, tmp_path, str(tmp_path), where)
+    assert ended[1].exit_code == -signal.SIGKILL
+    for rank in (0, 2, 3):
+        assert ended[rank].exit_code in (1, 75), ended[rank].stderr
+        assert "rank 1" in ended[rank].stderr, ended[rank].stderr
 
 
 def test_progress_is_that_of_the_last_rank():

@@ -22,7 +22,7 @@ from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.schedule import linked_ms
-from ds_hydra.sampler.trial import PruningSettings, Trial
+from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.simulator.events import simulate_iteration, simulate_plan
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.link_times import LinkTimes
@@ -114,46 +114,6 @@ def test_a_strategy_that_is_a_little_faster_loses_for_a_long_pull():
     )
 
 
-def test_a_strategy_whose_pull_is_not_beside_propagation_loses_to_an_equal_one():
-    """As that of streamed layers whose home is filled first."""
-    profile = make_profile({"<1,1>": (0.0, 0.98, 1.0), "<2,1>": (0.0, 0.5, 1.0)}, num_layers=8)
-    strategies = parse_strategies(["2x<1,1>", "1x<2,1>"])
-
-    def chosen(overlaps):
-        links = {s: LinkTimes(pull_ms=2.0, push_ms=2.0) for s in strategies}
-        links[strategies[0]] = dataclasses.replace(links[strategies[0]], overlaps=overlaps)
-        plan = plan_iteration(
-            make_batch([20, 20]), strategies=strategies, profile=profile, num_devices=2,
-            settings=with_links(links),
-        )  # fmt: skip
-        return plan.strategy
-
-    assert chosen(overlaps=True) == strategies[0]
-    assert chosen(overlaps=False) == strategies[1]
-
-
-def test_the_search_counts_a_pull_that_comes_before_propagation():
-    """Nothing streams where a home is filled for longer than an iteration."""
-    times = {"<1,1>": (0, 1, 1), "<1,1;stream>": (0, 0.9, 1), "<2,1>": (0, 0.55, 1)}
-    document = make_profile(times).document
-    sizes = ("slice_bytes_per_layer_per_hidden2", "input_bytes_per_token_per_layer_per_hidden")
-    memory = {**document["memory"], **dict.fromkeys(sizes, 1e-9)}
-    profile = Profile.from_json({**document, "memory": memory})
-    batches = [make_batch([20, 20, 9, 5], iteration) for iteration in range(3)]
-    apart = LinkTimes(pull_ms=500.0, push_ms=500.0, overlaps=False)
-
-    def links_of(strategy):
-        return apart if any(s.stream for s in strategy.schemes) else LinkTimes()
-
-    def found(links_of):
-        pruning = PruningSettings(links_of=links_of)
-        trial = Trial(batches, profile, 2, 100, pruning)
-        return trial.search_near([Strategy.parse("1x<2,1>")], list(profile.latency), None)
-
-    assert any(s.stream for strategy in found(None) for s in strategy.schemes)
-    assert not any(s.stream for strategy in found(links_of) for s in strategy.schemes)
-
-
 def test_rows_of_one_stage_end_with_the_longest_and_begin_with_the_second():
     plan = plan_iteration(
         make_batch([20, 19, 18, 9, 8, 3]),
@@ -172,8 +132,6 @@ def test_rows_of_one_stage_end_with_the_longest_and_begin_with_the_second():
 def test_settings_travel_to_the_planning_processes():
     planner = with_links({STRATEGIES[0]: LinkTimes(pull_ms=3.0, push_ms=4.5)}, overlaps_links=False)
     assert PlannerSettings.from_json(planner.to_json()) == planner
-    apart = with_links({STRATEGIES[0]: LinkTimes(pull_ms=3.0, push_ms=4.5, overlaps=False)})
-    assert PlannerSettings.from_json(apart.to_json()) == apart
 
 
 def test_the_proposal_counts_links():

@@ -208,14 +208,6 @@ def test_layers_that_are_gathered_move_between_nodes_for_each_pass():
     assert wide.gather_ms(GATHERED) == pytest.approx((2 + 2 + 4) * across)
 
 
-def test_homes_of_several_nodes_are_filled_before_propagation():
-    texts = ("8x<1,1;stream>", "2x<2,1> + 4x<1,1;stream>", "8x<1,1>", "8x<1,1;gather>")
-    streams = [Strategy.parse(text) for text in texts]
-    two, one = make_cluster(8, devices_per_node=4), make_cluster(8, devices_per_node=8)
-    assert [two.link_times(s).overlaps for s in streams] == [False, False, True, True]
-    assert all(one.link_times(s).overlaps for s in streams)
-
-
 def test_gathered_micro_batches_run_in_lockstep():
     """Steps of 30 beside 10 and of 20 beside 60: 90, where the slower of both pipelines has 70."""
     latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)

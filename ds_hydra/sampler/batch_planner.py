@@ -281,7 +281,7 @@ class BatchPlanner:
         lengths = self.lengths[members]
         problem = self._problem(strategy, lengths, factors)
         num_stages = min(scheme.pp for scheme in dict.fromkeys(strategy.schemes))
-        num_rounds = max(1, link.num_buckets(self._num_buckets) // num_stages)
+        num_rounds = max(1, self._num_buckets // num_stages)
         candidate = CandidatePlan(
             strategy=strategy,
             problem=problem,
@@ -354,7 +354,7 @@ class BatchPlanner:
             candidate.value,
             link.pull_ms,
             link.push_ms,
-            link.num_buckets(self._num_buckets),
+            self._num_buckets,
         )
         candidate.iteration_ms += self._lockstep_ms(candidate) + candidate.correction.outside_ms
         ends_ms = candidate.ends_ms(candidate.value)

@@ -71,7 +71,7 @@ class PlannerSettings:
             for scheme, tokens in self.max_len_override.items()
         ]
         document["link_times"] = {
-            str(strategy): [times.pull_ms, times.push_ms, times.overlaps]
+            str(strategy): [times.pull_ms, times.push_ms]
             for strategy, times in self.link_times.items()
         }
         return document
@@ -84,8 +84,8 @@ class PlannerSettings:
             for *scheme, tokens in document["max_len_override"]
         }
         links = {
-            Strategy.parse(text): LinkTimes(pull_ms=pull, push_ms=push, overlaps=overlaps)
-            for text, (pull, push, overlaps) in document["link_times"].items()
+            Strategy.parse(text): LinkTimes(pull_ms=pull, push_ms=push)
+            for text, (pull, push) in document["link_times"].items()
         }
         return cls(**{**document, "max_len_override": override, "link_times": links})
 

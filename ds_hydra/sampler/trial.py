@@ -137,22 +137,13 @@ class Trial:
             new = [strategy for strategy in near if strategy not in screened]
             screen = Screen(new, self.profile, number)
             times = [screen.estimates_ms(batch) for batch in self._batches[:_NUM_SCREENED]]
-            seen_ms = np.array([self._seen_link_ms(strategy) for strategy in new])
-            screened |= dict(zip(new, (np.array(times) + seen_ms).T))
+            screened |= dict(zip(new, np.array(times).T))
             before, chosen = chosen, fastest_together(start, screened, most=_NUM_TRIED)
             if progress is not None:
                 progress(done + 1, _MOST_STEPS)
             if chosen == before:
                 break
         return {strategy: self.times_ms(strategy) for strategy in chosen}
-
-    def _seen_link_ms(self, strategy: Strategy) -> float:
-        """Pull and push of a strategy that are not beside propagation."""
-        links_of = self._pruning.links_of
-        if links_of is None or not any(scheme.stream for scheme in strategy.schemes):
-            return 0.0
-        link = links_of(strategy)
-        return 0.0 if link.overlaps else link.pull_ms + link.push_ms
 
     def times_ms(self, strategy: Strategy) -> FloatArray:
         """Time of every mini-batch with `strategy` alone, inf where a sequence does not fit."""

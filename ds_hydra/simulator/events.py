@@ -266,11 +266,9 @@ def simulate_iteration(
 ) -> Simulation:
     """The iteration that runs `pipelines` side by side.
 
-    Without `overlap`, and where pull and push of `links` have none, pushes start together when the
-    slowest pipeline is done. `num_layers` of the model are what is pulled and pushed one by one
-    with it.
+    Without `overlap` pushes start together when the slowest pipeline is done. `num_layers` of the
+    model are what is pulled and pushed one by one with it.
     """
-    overlap = overlap and links.overlaps
     runs = [
         _run(work, links, max(1, num_layers // work.scheme.pp) if overlap else 0)
         for work in pipelines

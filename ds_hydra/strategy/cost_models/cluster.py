@@ -97,7 +97,7 @@ class Cluster:
     ) -> LinkTimes:
         """Pull, push and step of `strategy`. Where it gathers layers for every pass, all that
         travels counts in T, and pull and push say what is seen of it before a first layer and after
-        a last one. Homes of several nodes are filled before propagation and emptied after it.
+        a last one.
 
         `is_fully_sharded`: states are cut over all ranks (ZeRO-3), else over the pipelines that
         hold the same slice (the distributed optimizer of Megatron-LM, homogeneous strategies only),
@@ -120,8 +120,6 @@ class Cluster:
             pull_ms=_PARAM_BYTES * slowest,
             push_ms=gradient_bytes * slowest,
             step_ms=self.step_ms,
-            overlaps=self.num_devices <= self._ranks_per_node
-            or not any(scheme.stream for scheme in strategy.schemes),
         )
 
     def _held_share(self, scheme: Scheme) -> float:
