@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _RECEIVED, _ADDED = 0, 1
 _NUM_KINDS = 2
-_POLL_S = 5e-5
+_POLL_S, _LONGEST_POLL_S = 5e-5, 2e-3
 _FAILED = -1
 _ITERATION = 1 << 32
 """More than an iteration has rounds."""
@@ -62,6 +62,7 @@ class Progress:
         self._words = words.view(_NUM_KINDS, len(ranks)).numpy()
         self._ranks, self._place = ranks, place
         self._begin = 0
+        self._changed = threading.Condition()
 
     def begin(self) -> None:
         """The next iteration; every rank calls it once for each."""
@@ -71,11 +72,21 @@ class Progress:
     def reach(self, kind: int, count: int) -> None:
         """This rank has come to `count` rounds; less than before changes nothing."""
         words = self._words[kind]
-        words[self._place] = max(int(words[self._place]), self._begin + count)
+        with self._changed:
+            words[self._place] = max(int(words[self._place]), self._begin + count)
+            self._changed.notify_all()
 
     def fail(self) -> None:
         """This rank gets no further in this iteration."""
-        self._words[:, self._place] = _FAILED
+        with self._changed:
+            self._words[:, self._place] = _FAILED
+            self._changed.notify_all()
+
+    def leave(self, is_left: threading.Event) -> None:
+        """End every `wait` with `is_left`."""
+        with self._changed:
+            is_left.set()
+            self._changed.notify_all()
 
     def is_reached(self, kind: int, count: int) -> bool:
         """Whether all ranks have come to `count` rounds."""
@@ -86,17 +97,27 @@ class Progress:
         rank has failed, or for as long as a collective would wait; the watchdog ends a process
         that waits for a lost rank.
         """
-        deadline = time.monotonic() + default_pg_timeout.total_seconds()
+        begin, longest_s = time.monotonic(), default_pg_timeout.total_seconds()
+        target = self._begin + count
+
+        def has_come() -> bool:
+            own = self._words[kind, self._place]
+            return bool(own >= target or own == _FAILED or is_left.is_set())
+
+        with self._changed:  # most of the time passes here, where nothing polls
+            self._changed.wait_for(has_come, longest_s)
+        pause_s = _POLL_S
         while not self.is_reached(kind, count):
             if is_left.is_set():
                 raise Abandoned
-            behind = self._words[kind] < self._begin + count
+            behind = self._words[kind] < target
             rank = self._ranks[int(behind.argmax())]
-            if self._words[kind].min() == _FAILED or time.monotonic() > deadline:
+            if self._words[kind].min() == _FAILED or time.monotonic() > begin + longest_s:
                 raise RuntimeError(
                     f"rank {rank} of this host did not exchange what others need in their home"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +231,7 @@ class HomeRounds:
 
     def leave(self) -> None:
         """Computation has failed: end what is under way."""
-        self._is_left.set()
+        self._home.progress.leave(self._is_left)
         _, stuck = wait([job for job in (self._pulling, self._pushing) if job], LEAVING_S)
         if stuck:
             self._thread.give_up()
