@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -165,6 +165,7 @@ class HomeRounds:
         }
         self._incomplete = dict(self._last_round)
         self._filled: set[int] = set()
+        self._received: Any = None
         self._is_left = threading.Event()
         self._pulling: Future[None] | None = None
         self._pushing: Future[None] | None = None
@@ -199,6 +200,8 @@ class HomeRounds:
                     self._pulling.result()
                 raise
             self._filled.add(bucket)
+        if self._received is not None:
+            self._clock.wait_for(self._received)  # of this rank; others' were over, on the host
 
     def await_all(self) -> None:
         """Wait until all weights of this rank's buckets are in the home."""
@@ -257,7 +260,8 @@ class HomeRounds:
                         posted = link.begin_pull(plan, index, self._shards_P, weights[index])
                     if under_way is not None:
                         link.finish(under_way)
-                        self._clock.settle(self._clock.stamp())
+                        self._received = self._clock.stamp()
+                        self._clock.settle(self._received)
                         self._home.progress.reach(_RECEIVED, index)
                     under_way = posted
         except BaseException:

@@ -287,6 +287,8 @@ class PeerHome(Home):
         return _Block(high, low, part.top[_less(rows, first // num_cols)].view(-1, 1))
 
     def _evaluate(self, param: int, run: slice, values: Tensor) -> None:
+        if self._inbox.served is not None:
+            self._clock.wait_for(self._inbox.served)
         end = min(run.stop, self._specs[param].numel)
         num_cols = self._specs[param].num_cols
         for place in _by_shards(run.start, end, self._numels[param]):
