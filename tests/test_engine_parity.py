@@ -24,6 +24,7 @@ from models import FAMILIES, VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
+from ds_hydra.engine.model import stage_model
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
@@ -119,11 +120,17 @@ def relative_errors(got, wanted, names):
     }
 
 
-def check_gradients(family, strategies, hydra=None, overrides=None, lengths=LENGTHS, **sections):
+def check_gradients(
+    family, strategies, hydra=None, overrides=None, lengths=LENGTHS, unlabelled=0.0, **sections
+):
+    """The first part `unlabelled` of every sequence does not count, and nothing of the longest."""
     model = family if isinstance(family, torch.nn.Module) else tiny(family, **(overrides or {}))
     reference = copy.deepcopy(model)
     names = [name for name, _ in reference.named_parameters()]
     examples = random_examples(lengths, VOCAB_SIZE, seed=1)
+    for example in examples if unlabelled else ():
+        length = len(example["labels"])
+        example["labels"][: length if length == max(lengths) else int(length * unlabelled)] = -100
     wanted_loss, wanted = token_mean_gradients(reference, examples)
     engine = start_hydra(model, hydra=hydra, **sections)
     tensors = [(e["input_ids"], e["labels"]) for e in examples]
@@ -178,6 +185,38 @@ def test_gradients_equal_one_process_on_other_numbers_of_ranks(world_size):
     assert_parity(
         run_distributed(check_gradients, world_size, "llama_tied", STRATEGIES[world_size])[0]
     )
+
+
+def check_prompts(family, strategies, hydra):
+    """The number of tokens of each micro-batch that the head of the first rank was asked about."""
+    asked = []
+    hooked = stage_model.hook_head
+
+    def hook_and_count(head, tp):
+        hooked(head, tp)
+        head.register_forward_hook(lambda _head, _args, logits: asked.append(logits.shape[1]))
+
+    stage_model.hook_head = hook_and_count
+    lengths = (64, 16, 8, 40, 32, 12)
+    worst = check_gradients(family, strategies, hydra, lengths=lengths, unlabelled=0.75)
+    return worst, asked
+
+
+@pytest.mark.distributed
+def test_the_head_is_asked_about_labelled_tokens_alone():
+    strategies = ("1x<2,1>", "1x<1,2>", "1x<sp2,1>", "1x<cp2,1>", "2x<1,1>")
+    for hydra in (None, {"tp_sequence_parallel": True}):
+        worst, asked = run_distributed(check_prompts, 2, "llama_tied", strategies, hydra)[0]
+        assert_parity(worst)
+        # Under `2x<1,1>` the first rank has 64, then 8 and 32 tokens; with an empty pipeline 64,
+        # then 16 and 8, then the rest. Of the 64 none counts, and the head is asked about one.
+        assert asked[-5:] == [1, 2 + 8, 1, 4 + 2, 10 + 8 + 3]
+
+
+@pytest.mark.distributed
+def test_sequences_run_one_by_one_are_asked_about_labelled_tokens_alone():
+    worst, _ = run_distributed(check_prompts, 2, "bloom", ("2x<1,1>", "1x<1,2>"), None)[0]
+    assert_parity(worst)
 
 
 def check_structures():

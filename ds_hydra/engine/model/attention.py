@@ -65,6 +65,8 @@ class PackedMicroBatch:
     """[T] int64 of what noise begins with ([Note: Noise by counting]); None where there is none."""
     token_lengths_T: Tensor | None = None
     """[T] int64, beside the seeds: tokens of each token's sequence."""
+    predicting: Tensor | None = None
+    """[t] int64: places of the tokens that the head is asked about; None where it is about all."""
 
     @classmethod
     def build(

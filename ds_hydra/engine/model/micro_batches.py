@@ -41,7 +41,9 @@ class MicroBatchTensors:
     input_ids_T: Tensor | None
     """[1, T]."""
     targets_T: Tensor | None
-    """[T]: the next token inside the same sequence, IGNORED_LABEL at sequence ends."""
+    """[T]: the next token inside the same sequence, IGNORED_LABEL at sequence ends; of the tokens
+    `packed.predicting` alone where it names some, as the fields.
+    """
     fields: Mapping[str, Tensor] | None = None
     """[T] or [T, k] of each field that the loss of the iteration reads; None without one."""
 
@@ -69,18 +71,22 @@ class MicroBatchTensors:
 
             def join(parts: list[Tensor], fill: int, least: int = least) -> Tensor:
                 row_T = torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
-                if sequence_shard is not None:
-                    row_T = sequence_shard.cut(row_T, fill, least)
-                return to_device(row_T, device)
+                return row_T if sequence_shard is None else sequence_shard.cut(row_T, fill, least)
 
+            packed = _pack(plan, pipeline, number, row, device, sequence_shard, context)
             ids, targets, fields = None, None, None
             if stage.is_first or stage.is_last:
                 examples = [(load(piece.position), slice(piece.begin, piece.end)) for piece in row]
                 if stage.is_first:
                     ids = join([ids[part] for (ids, _), part in examples], 0).unsqueeze(0)
+                    ids = to_device(ids, device)
                 if stage.is_last:
                     shifted = [shift_labels(labels)[part] for (_, labels), part in examples]
                     targets = join(shifted, IGNORED_LABEL)
+                    predicting = find_predicting(targets)
+                    targets = to_device(targets[predicting], device)
+                    if isinstance(predicting, Tensor):
+                        packed = replace(packed, predicting=to_device(predicting, device))
                 if stage.is_last and objective is not None:
                     rows = [
                         objective.rows_of(
@@ -88,8 +94,10 @@ class MicroBatchTensors:
                         )
                         for p in row
                     ]
-                    fields = {name: join([r[name] for r in rows], 0) for name in rows[0]}
-            packed = _pack(plan, pipeline, number, row, device, sequence_shard, context)
+                    fields = {
+                        name: to_device(join([r[name] for r in rows], 0)[predicting], device)
+                        for name in rows[0]
+                    }
             if noise_seed is not None:
                 seeds = [token_seeds(noise_seed, plan.iteration, *piece) for piece in row]
                 lengths = [
@@ -97,7 +105,9 @@ class MicroBatchTensors:
                     for p in row
                 ]
                 packed = replace(
-                    packed, token_seeds_T=join(seeds, 0), token_lengths_T=join(lengths, 1)
+                    packed,
+                    token_seeds_T=to_device(join(seeds, 0), device),
+                    token_lengths_T=to_device(join(lengths, 1), device),
                 )
             micro_batches.append(
                 cls(packed=packed, input_ids_T=ids, targets_T=targets, fields=fields)
@@ -139,3 +149,13 @@ def shift_labels(labels_T: Tensor) -> Tensor:
     all.
     """
     return torch.cat([labels_T[1:], labels_T.new_full((1,), IGNORED_LABEL)])
+
+
+def find_predicting(targets_T: Tensor) -> Tensor | slice:
+    """Places [t] of the tokens that predict one of `targets_T`, one at least; all of them where
+    leaving out the others would save the head less than a sixteenth.
+    """
+    places = (targets_T != IGNORED_LABEL).nonzero().flatten()
+    if len(places) > len(targets_T) * 15 // 16:
+        return slice(None)
+    return places if len(places) else torch.zeros(1, dtype=torch.int64)

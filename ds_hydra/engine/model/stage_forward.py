@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.decoder_parts import DecoderParts, noting_calls
-from ds_hydra.engine.model.sight import in_sight
+from ds_hydra.engine.model.sight import find_in_sight, in_sight
 from ds_hydra.engine.model.units import Binding
+from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_colwise
 
 NOT_ONCE = "it calls a layer more than once, or not at all"
 _NUMBERS_OF_OUTPUTS = (0, 1, 2)
@@ -110,7 +111,9 @@ class StageForward:
         *,
         is_last: bool,
     ) -> Tensor:
-        """Logits where the stage `is_last`, else hidden states; see `StageModel.forward_stage`."""
+        """Logits of the tokens that predict where the stage `is_last`, else hidden states; see
+        `StageModel.forward_stage`.
+        """
         if not self._one_by_one or len(micro_batch.lengths) == 1:
             return self._run(micro_batch, input_ids, hidden, is_last)
         lengths, device = micro_batch.lengths, micro_batch.position_ids.device
@@ -122,7 +125,10 @@ class StageForward:
             alone = PackedMicroBatch.build([length], device)
             alone = replace(alone, token_seeds_T=seeds_T, token_lengths_T=lengths_T)
             outputs.append(self._run(alone, ids, part, is_last))
-        return torch.cat(outputs, dim=1)
+        output = torch.cat(outputs, dim=1)
+        if not is_last or micro_batch.predicting is None:
+            return output
+        return output.index_select(1, micro_batch.predicting)
 
     def _run(
         self,
@@ -229,6 +235,21 @@ class StageForward:
         ids, hidden = (t if t is None else t.to(self.device) for t in (input_ids, hidden))
         with torch.no_grad():
             return self._run(micro_batch, ids, hidden, False)
+
+
+def hook_head(head: nn.Module, tp: TensorParallel) -> None:
+    """Columnwise parallel logits, of those tokens alone that predict something where others are
+    many.
+    """
+    head.register_forward_pre_hook(_select_predicting)
+    hook_colwise(head, tp)
+
+
+def _select_predicting(_head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    micro_batch = find_in_sight()
+    if micro_batch is None or micro_batch.predicting is None:
+        return None
+    return (args[0].index_select(1, micro_batch.predicting), *args[1:])
 
 
 def _boundaries(micro_batch: PackedMicroBatch) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ from ds_hydra.engine.model.scheme_support import (
     check_trial,
 )
 from ds_hydra.engine.model.sight import checkpointed
-from ds_hydra.engine.model.stage_forward import NOT_ONCE, StageForward, bind_zeros
+from ds_hydra.engine.model.stage_forward import NOT_ONCE, StageForward, bind_zeros, hook_head
 from ds_hydra.engine.model.supported import check_model
 from ds_hydra.engine.model.tp_plan import (
     build_specs,
@@ -56,7 +56,6 @@ from ds_hydra.engine.parallel.tensor_parallel import (
     LATENT,
     TensorParallel,
     hook_block,
-    hook_colwise,
     hook_embedding,
     hook_latent,
 )
@@ -152,8 +151,9 @@ class StageModel:
         self._unplanned = find_unplanned(self._base, {at: s.fqn for at, s in spec_of.items()})
         self.balance = ExpertBalance(self._model, self._layers, self.tp, with_loss=aux_loss)
         self.has_noise = count_noise(self._base, self.tp, spec_of) or neftune_noise_alpha > 0
-        self._hook(head, neftune_noise_alpha)
+        self._hook(neftune_noise_alpha)
         self._uncut_because = self._hook_blocks(head) if tp_sequence_parallel else ""
+        hook_head(head, self.tp)  # after its block has gathered shards
         bind_zeros(self.units[0].bindings, self._meta_params, self._forward.device)
         hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
         found = self._forward.find_slot_problem(hidden.to(self._meta_params[0].dtype))
@@ -351,8 +351,8 @@ class StageModel:
         hidden: Tensor | None,
         is_last: bool,
     ) -> Tensor:
-        """The model's own forward over the bound stage: hidden states, or this rank's logits on the
-        last.
+        """The model's own forward over the bound stage: hidden states, or on the last this rank's
+        logits [1, T, V] of all tokens, or of those that `micro_batch.predicting` names.
 
         `input_ids` [1, T] on the first stage, else `hidden` [1, T, H] from the stage before; where
         TP cuts micro-batches hidden states are this rank's shard [1, T / TP, H].
@@ -376,7 +376,7 @@ class StageModel:
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
 
-    def _hook(self, head: nn.Module, neftune: float) -> None:
+    def _hook(self, neftune: float) -> None:
         for module, (style, _) in module_styles(self._base):
             if style in HOOKS:
                 HOOKS[style](module, self.tp)
@@ -385,7 +385,6 @@ class StageModel:
         for module in expert_modules(self._base):
             hook_dispatch(module, self.ep)
         hook_embedding(self._embedding, self.tp, partial(add_neftune, alpha=neftune))
-        hook_colwise(head, self.tp)
 
     def _hook_blocks(self, head: nn.Module) -> str:
         """Gather micro-batches before attention, MLPs and head; why the model has no such blocks,
