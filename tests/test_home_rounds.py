@@ -112,6 +112,7 @@ def parity():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
 def test_equal_bits_whoever_is_late():
