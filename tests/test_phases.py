@@ -163,6 +163,25 @@ def test_a_palette_of_slices_that_stay_for_each_tp():
     assert all(palette.keeps_slices for palette in found)
 
 
+def test_a_palette_needs_no_group_that_the_candidates_lack():
+    """Candidates that leave ranks idle, or have a scheme on some ranks only."""
+    texts = ["<1,1>", "<sp2,1>", "<sp4,1>", "<1,1;gather>", "<sp2,1;gather>"]
+    profile = make_profile(dict.fromkeys(texts, (0, 1, 0)))
+    settings_ = PlannerSettings(
+        solver="none", max_len_override={s: 100 * s.num_devices for s in profile.latency}
+    )
+    batch = make_batch([150, 150, 140, 60, 50, 40, 30, 20, 10])
+    for candidates in (
+        ["4x<1,1>", "1x<sp2,1>", "1x<sp4,1>"],
+        ["4x<1,1;gather>", "1x<sp2,1;gather> + 2x<1,1;gather>"],
+    ):
+        strategies = parse_strategies(candidates)
+        found = plan_iteration(
+            batch, strategies=strategies, profile=profile, num_devices=4, settings=settings_
+        )
+        assert groups_of(found.strategy) <= groups_of_all(strategies), str(found.strategy)
+
+
 def test_one_palette_for_long_sequences_and_one_for_short_ones():
     """<2,1> takes less for one sequence of 30 tokens, <sp2,1> for sixteen short ones."""
     profile = make_profile(

@@ -21,6 +21,7 @@ from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
 from ds_hydra.sampler.planner import bound_iterations, plan_iteration, profiled_times
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import makespan_ms
+from ds_hydra.simulator.events import simulate_plan
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
@@ -222,6 +223,41 @@ def test_a_long_sequence_may_run_on_alone_where_ranks_share_cores():
     shared = plan_iteration(batch, profile=replace(profile, ranks_per_core=2.0), **given_)
     assert str(shared.strategy) == "2x<1,1>"
     assert [p.makespan_ms for p in shared.pipelines] == [10 + 50 / 2, 10]
+
+
+def test_idle_ranks_leave_their_cores_to_others():
+    profile = replace(make_profile({"<2,1>": (0.0, 0.6, 0.0)}, max_len=200), ranks_per_core=2.0)
+    for text in ("1x<2,1>", "2x<2,1>"):
+        found = plan_iteration(
+            make_batch([200]), strategies=parse_strategies([text]), profile=profile, num_devices=4
+        )
+        assert max(p.makespan_ms for p in found.pipelines) == pytest.approx(60), text
+        assert found.lower_bound_ms <= found.makespan_ms
+
+
+def test_simulated_plans_of_ranks_that_share_cores_take_what_was_planned():
+    profile = replace(make_profile({"<1,1>": (0.0, 1.0, 0.0)}), ranks_per_core=2.0)
+    found = plan_iteration(
+        make_batch([90, 30, 20]), strategies=parse_strategies(["4x<1,1>"]), profile=profile,
+        num_devices=4, settings=PlannerSettings(max_len_override={Scheme(1, 1): 100}),
+    )  # fmt: skip
+    assert found.makespan_ms < 90
+    assert simulate_plan(found, profile).propagation_ms == pytest.approx(found.makespan_ms)
+
+
+def test_times_by_a_profile_that_lacks_schemes_of_the_plan():
+    known = make_profile({"<1,1>": (0.0, 1.0, 0.0), "<2,1>": (0.0, 0.8, 0.0)})
+    settings_ = PlannerSettings(max_len_override={Scheme(1, 1): 100, Scheme(2, 1): 200})
+    made = plan_iteration(
+        make_batch([90, 90, 80]), strategies=parse_strategies(["1x<2,1> + 2x<1,1>"]),
+        profile=replace(known, ranks_per_core=2.0), num_devices=4, settings=settings_,
+    )  # fmt: skip
+    small = replace(make_profile({"<1,1>": (0.0, 1.0, 0.0)}), ranks_per_core=2.0)
+    first, *others = profiled_times(made, small, settings_)
+    assert first is None
+    assert None not in others
+    nothing = replace(make_profile({"<4,1>": (0.0, 1.0, 0.0)}), ranks_per_core=2.0)
+    assert profiled_times(made, nothing, settings_) == [None] * 3
 
 
 def test_one_sequence_leaves_pipelines_empty():

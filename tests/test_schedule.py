@@ -144,10 +144,11 @@ def test_balance_is_near_the_linear_programs_optimum(num_stages, num_micro_batch
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.floats(0.0, 100.0), st.integers(1, 4)), min_size=1, max_size=6),
+    st.integers(0, 3),
     st.floats(1.0, 4.0),
 )
-def test_pipelines_end_as_their_ranks_share_cores(pipelines, ranks_per_core):
-    num_ranks = sum(ranks for _, ranks in pipelines)
+def test_pipelines_end_as_their_ranks_share_cores(pipelines, num_idle, ranks_per_core):
+    num_ranks = sum(ranks for _, ranks in pipelines) + num_idle
     cores = num_ranks / ranks_per_core
     # Seconds of a core that each rank of a pipeline needs: it had 1 / ranks_per_core of one.
     left = {j: ms / ranks_per_core for j, (ms, _) in enumerate(pipelines)}
@@ -160,10 +161,11 @@ def test_pipelines_end_as_their_ranks_share_cores(pipelines, ranks_per_core):
         ends |= {j: clock for j, work in left.items() if work <= 0}
         left = {j: work for j, work in left.items() if work > 0}
     times = np.array([ms for ms, _ in pipelines])
-    found = ends_ms(times, [ranks for _, ranks in pipelines], ranks_per_core)
+    found = ends_ms(times, [ranks for _, ranks in pipelines], num_ranks, ranks_per_core)
     assert found == pytest.approx([ends[j] for j in range(len(pipelines))], rel=1e-9, abs=1e-9)
 
 
 def test_with_a_core_for_every_rank_pipelines_take_their_time():
     times = np.array([0.1, 7.3, 2.0])
-    assert ends_ms(times, [1, 2, 1], 1.0) is times
+    assert ends_ms(times, [1, 2, 1], 5, 1.0) is times
+    assert ends_ms(np.zeros(0), [], 4, 2.0).size == 0

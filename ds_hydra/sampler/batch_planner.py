@@ -37,6 +37,7 @@ from ds_hydra.sampler.schedule import IntArray
 from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS, UNKNOWN, Corrections
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.schemes.placement import groups_of_all
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 _NUM_FIT_STEPS = 8
@@ -165,6 +166,7 @@ class BatchPlanner:
             ),
             self.profile,
             self.num_devices,
+            groups=groups_of_all(strategies),
             max_len_tokens=self.max_len_tokens,
             links_of=lambda strategy: self.settings.link_times.get(strategy, NO_LINKS),
             factor_of=lambda strategy: self.corrections.of(strategy).factors.get(
@@ -229,6 +231,7 @@ class BatchPlanner:
             micro_batches=micro_batches,
             value=pack_pipelines(problem, assignment, micro_batches),
             link=palette.link,
+            num_devices=self.num_devices,
             ranks_per_core=self.profile.ranks_per_core,
         )
         self._finish_micro_batches(candidate)
@@ -292,6 +295,7 @@ class BatchPlanner:
             link=link,
             least_link_ms=(link.pull_ms + link.push_ms) / num_rounds,
             correction=self.corrections.of(strategy),
+            num_devices=self.num_devices,
             ranks_per_core=self.profile.ranks_per_core,
         )
         num_trials, seed = self.settings.num_trials, self.settings.seed

@@ -42,6 +42,8 @@ class CandidatePlan:
     """What pull and push add to propagation at least."""
     correction: Correction = UNKNOWN
     """What measured times say of the strategy."""
+    num_devices: int
+    """All ranks, idle ones among them."""
     ranks_per_core: float = 1.0
     iteration_ms: float = np.inf
     """Time of the slowest pipeline with pull and push, inf before the strategy is planned."""
@@ -56,7 +58,7 @@ class CandidatePlan:
         num_ranks = np.array([scheme.num_devices for scheme in self.strategy.schemes])
         of_kind = num_ranks[np.unique(self.problem.kind_of, return_index=True)[1]]
         work = (self.problem.sequence_ms * of_kind[:, None]).min(axis=0).sum()
-        return max(self.lower_bound_ms / self.ranks_per_core, float(work / num_ranks.sum()))
+        return max(self.lower_bound_ms / self.ranks_per_core, float(work / self.num_devices))
 
     @property
     def least_ms(self) -> float:
@@ -66,7 +68,10 @@ class CandidatePlan:
     def ends_ms(self, times_ms: FloatArray) -> FloatArray:
         """When pipelines end that take `times_ms` beside all others."""
         return ends_ms(
-            times_ms, [s.num_devices for s in self.strategy.schemes], self.ranks_per_core
+            times_ms,
+            [scheme.num_devices for scheme in self.strategy.schemes],
+            self.num_devices,
+            self.ranks_per_core,
         )
 
     def hoped(self, time_ms: float) -> float:

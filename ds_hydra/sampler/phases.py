@@ -10,14 +10,14 @@ all ranks, then short ones on narrow groups of all ranks.
 Candidates are a palette: the planner takes the schemes of those that gather, and of homogeneous
 ones that leave the same slices, one for each number of ranks, and cuts the ranks into them as it
 likes ([Note: Mixed groups]). Sizes divide each other, so groups lie as they do under the strategies
-of one scheme, and no further communicators are needed. Steps of gathered layers are phases as they
-are; where slices stay, those of one strategy are one phase, packed and refined like any plan, and
-all phases together are pulled for and pushed once.
+of one scheme on all ranks, whose communicators the candidates need. Steps of gathered layers are
+phases as they are; where slices stay, those of one strategy are one phase, packed and refined like
+any plan, and all phases together are pulled for and pushed once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.schemes.neighbours import num_cuts
+from ds_hydra.strategy.schemes.placement import GroupKey, groups_of
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 _MANY = 16
@@ -79,6 +80,7 @@ def find_palettes(
     max_len_tokens: Callable[[Scheme, Strategy], int],
     links_of: Callable[[Strategy], LinkTimes],
     factor_of: Callable[[Strategy], float] = lambda _: 1.0,
+    groups: Collection[GroupKey] | None = None,
 ) -> list[Palette]:
     """What may be put together of `schemes`: one or two palettes for each number of checkpointed
     layers, where slices stay for each TP.
@@ -86,6 +88,7 @@ def find_palettes(
     For each number of ranks they have the scheme that is fastest for one sequence as long as it
     holds, or for `_MANY` short ones; the widest ones where all have too many cuts. `max_len_tokens`
     of a scheme in a strategy; `factor_of` a strategy of one scheme: what measured times make of T.
+    `groups`: those that exist, where schemes that need others are left out.
     """
     of_kind: dict[tuple[bool, int, int], dict[int, Palette]] = {}
     for scheme in dict.fromkeys(schemes):
@@ -93,6 +96,8 @@ def find_palettes(
         if scheme.pp > 1 or scheme.ep > 1 or scheme.stream or rest:
             continue
         alike = Strategy((scheme,) * number)
+        if groups is not None and not groups_of(alike).issubset(groups):
+            continue
         factor, held = factor_of(alike), max_len_tokens(scheme, alike)
         latency = profile.get_latency(scheme).scaled(factor)
         one = Palette((scheme,), (latency,), (factor,), (held,), links_of(alike))

@@ -72,17 +72,22 @@ def profiled_times(
     """
     found: list[float | None] = []
     for phase in plan.in_turn:
-        known = [p for p in phase.pipelines if p.scheme in profile.latency]
-        times = np.array([_profiled_ms(p, plan, profile, settings) for p in known])
-        num_ranks = [p.scheme.num_devices for p in known]
-        ends = iter(ends_ms(times, num_ranks, profile.ranks_per_core).tolist())
-        found += [next(ends) if p.scheme in profile.latency else None for p in phase.pipelines]
+        times = [_profiled_ms(pipeline, plan, profile, settings) for pipeline in phase.pipelines]
+        num_ranks = [pipeline.scheme.num_devices for pipeline in phase.pipelines]
+        ends = ends_ms(np.array(times), num_ranks, plan.num_devices, profile.ranks_per_core)
+        found += [
+            end if pipeline.scheme in profile.latency else None
+            for pipeline, end in zip(phase.pipelines, ends.tolist())
+        ]
     return found
 
 
 def _profiled_ms(
     pipeline: PipelinePlan, plan: IterationPlan, profile: Profile, settings: PlannerSettings
 ) -> float:
+    """Of an unknown scheme as planned: others share cores with it."""
+    if pipeline.scheme not in profile.latency:
+        return pipeline.makespan_ms
     latency = profile.latency[pipeline.scheme]
     times = [latency.micro_batch_ms(plan.micro_batch_lengths(m)) for m in pipeline.micro_batches]
     return makespan_ms(

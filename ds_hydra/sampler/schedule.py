@@ -326,21 +326,26 @@ def _critical_path(
     return float(times[3, 0, num_micro_batches - 1])
 
 
-def ends_ms(times_ms: FloatArray, num_ranks: Sequence[int], ranks_per_core: float) -> FloatArray:
-    """When pipelines of `num_ranks` end that take `times_ms` beside all others: [pipeline], ms.
+def ends_ms(
+    times_ms: FloatArray, num_ranks: Sequence[int], num_devices: int, ranks_per_core: float
+) -> FloatArray:
+    """When pipelines of `num_ranks` of `num_devices` ranks end that take `times_ms` where all ranks
+    work all the time: [pipeline], ms.
 
-    Where `ranks_per_core` ranks share a core, those that are done leave it to the others, which run
-    up to so many times as fast from then on (processor sharing). Nothing changes where every rank
-    has a core, or a device, of its own.
+    Where `ranks_per_core` ranks share a core, those that are idle or done leave it to the others,
+    which run up to so many times as fast (processor sharing). Nothing changes where every rank has
+    a core, or a device, of its own.
 
-    >>> ends_ms(np.array([100.0, 60.0]), [1, 1], 2.0)
+    >>> ends_ms(np.array([100.0, 60.0]), [1, 1], 2, 2.0)
     array([80., 60.])
+    >>> ends_ms(np.array([100.0]), [1], 2, 2.0)
+    array([50.])
     """
-    if ranks_per_core <= 1.0:
+    if ranks_per_core <= 1.0 or not times_ms.size:
         return times_ms
     order = np.argsort(times_ms, kind="stable")
     running = np.array(num_ranks)[order][::-1].cumsum()[::-1]
-    speed = np.minimum(ranks_per_core, running[0] / running)
+    speed = np.minimum(ranks_per_core, num_devices / running)
     ends = np.empty_like(times_ms)
     ends[order] = np.cumsum(np.diff(times_ms[order], prepend=0.0) / speed)
     return ends

@@ -59,6 +59,8 @@ def compare(
     for. `run_each`: `map`, or that of a pool of processes. Raises HydraConfigError where no scheme
     of ds_hydra fits the context or a given strategy does not fit.
     """
+    # A profile of ranks that shared cores is of a machine for trials; clusters have devices
+    workload = replace(workload, profile=replace(workload.profile, ranks_per_core=1.0))
     is_plain = settings.space == "plain" or bool(workload.strategies)
     start = replace(settings, iterations=0).scenario(workload, cluster)
     own = replace(start, profile=with_engine_states(workload.profile))

@@ -23,7 +23,7 @@ import numpy as np
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
-from ds_hydra.sampler.schedule import FloatArray, run_passes
+from ds_hydra.sampler.schedule import FloatArray, ends_ms, one_f_one_b_ms, run_passes
 from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
@@ -374,7 +374,7 @@ def plan_work(
     forward_fraction: float = FORWARD_FRACTION,
 ) -> list[PipelineWork]:
     """The work of every pipeline of a `plan` of one phase: all stages of a pipeline take T of the
-    micro-batch.
+    micro-batch, where ranks share cores as much of it as they do on average (`schedule.ends_ms`).
     """
     works = []
     lengths = [
@@ -387,6 +387,13 @@ def plan_work(
     ]
     if plan.strategy.gathers:
         times = _in_lockstep(times)
+    alone_ms = np.array(
+        [one_f_one_b_ms(t, p.scheme.pp, forward_fraction) for t, p in zip(times, plan.pipelines)]
+    )
+    num_ranks = [p.scheme.num_devices for p in plan.pipelines]
+    shared_ms = ends_ms(alone_ms, num_ranks, plan.num_devices, profile.ranks_per_core)
+    shares = np.divide(shared_ms, alone_ms, out=np.ones_like(alone_ms), where=alone_ms > 0)
+    times = [share * t for share, t in zip(shares, times)]
     for pipeline, micro_batches, micro_batch_ms in zip(plan.pipelines, lengths, times):
         scheme = pipeline.scheme
         tokens = [sum(micro_batch) for micro_batch in micro_batches]
