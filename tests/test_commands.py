@@ -176,6 +176,20 @@ def test_lengths_refuses_without_a_traceback(tmp_path, words):
         "lengths", "--dataset", tmp_path, "--out", tmp_path / "h.json", "--over-length", "drop"
     )
     assert "needs --context" in result.stderr
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "broken.jsonl").write_text('{"text": ')
+    for name, more, message in (
+        ("empty.jsonl", (), "empty.jsonl cannot be read as json"),
+        ("broken.jsonl", (), "broken.jsonl cannot be read as json"),
+        ("broken.jsonl", ("--split", "valid"), "leave out --split"),
+        ("missing.jsonl", (), "missing.jsonl does not exist"),
+        ("empty.jsonl", ("--out", tmp_path / "no" / "h.json"), "folder does not exist"),
+    ):
+        result = invoke(
+            "lengths", "--dataset", tmp_path / name, "--out", tmp_path / "h.json", *more
+        )
+        assert result.exit_code == 1
+        assert message in result.stderr
 
 
 def test_processes_share_the_work_and_one_process_finds_their_cache(tmp_path, words):

@@ -285,6 +285,11 @@ def test_a_misspelled_section_is_not_also_called_absent():
     assert config_problem(config).startswith('"zero_optimisation" is not a DeepSpeed key')
 
 
+def test_a_section_of_another_name_is_asked_about():
+    config = {"zero_optimization": {"stage": 3}, "hydar": SMALLEST}
+    assert config_problem(config).endswith('did you mean it with "hydar"?')
+
+
 def test_unrelated_keys_pass_with_a_warning(caplog):
     result, _ = read_ds_config(ds_config(my_notes="v2", eval_batch_size=4))
     assert result["my_notes"] == "v2"

@@ -194,6 +194,9 @@ def make_mistakes(folder):
     raised["forced strategy too large"] = error_of(
         lambda: engine.train_batch(batch=good, strategy="1x<4,1>")
     )
+    raised["forced strategy of no type"] = error_of(
+        lambda: engine.train_batch(batch=good, strategy=2)
+    )
     outside = [{"input_ids": [1, VOCAB_SIZE, 2]}]
     raised["id outside the vocabulary"] = error_of(
         lambda: engine.train_batch(batch=outside, strategy="1x<2,1>")
@@ -245,6 +248,7 @@ LATER_MISTAKES = {
         ("example 0", "129", "128", "hydra.context_length"),
     ),
     "forced strategy too large": (HydraConfigError, ("1x<4,1>", "4 ranks", "there are 2")),
+    "forced strategy of no type": (HydraConfigError, ("strategy is 2", "2x<1,1>")),
     "id outside the vocabulary": (
         HydraConfigError,
         ("example 0", str(VOCAB_SIZE), "resize_token_embeddings"),

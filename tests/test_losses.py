@@ -395,6 +395,27 @@ def test_a_sequence_without_labelled_tokens_makes_no_nan(kind):
     assert all(bool(f[WEIGHT].isfinite()) for f in weighted.fields)
 
 
+class Detached(losses.Loss):
+    def __call__(self, tokens):
+        return tokens.log_probs_T.detach().sum()
+
+
+class DetachedSums(losses.SequenceLoss):
+    def of_sequences(self, sums_N, counts_N, fields):
+        return sums_N.detach().sum()
+
+
+def test_a_loss_that_would_train_nothing_is_refused():
+    rows, labels = [{}], [torch.tensor([1, 2, 3])]
+    with pytest.raises(HydraConfigError, match=r"loss Detached .* nothing would be trained"):
+        Objective.read(Detached(), rows, labels)
+    objective = Objective.read(DetachedSums(), rows, labels)
+    with pytest.raises(HydraConfigError, match=r"loss DetachedSums .* nothing would be trained"):
+        objective.weighted([torch.zeros(3)], labels)
+    with pytest.raises(HydraConfigError, match=r"GRPO'>, expected an object .* GRPO\(\)"):
+        Objective.read(losses.GRPO, rows, labels)
+
+
 def test_sequences_without_labelled_tokens_do_not_count_in_a_mean_of_sequences():
     rows = [{"advantages": 1.0}, {"advantages": 2.0}]
     labels = [torch.tensor([1, 2, 3]), torch.full((3,), -100)]

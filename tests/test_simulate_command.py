@@ -175,7 +175,7 @@ def test_list_cases():
         (["--plot", "x.png"], "--plot shows a sweep"),
         (["--devices", "4,8", "--timeline", "x.json"], "--timeline shows one workload"),
         (["--case", "paper/case-study"], "leave those options out"),
-        (["--out", "missing/out.json"], "cannot write missing/out.json"),
+        (["--out", "missing/out.json"], "--out is missing/out.json, whose folder does not exist"),
     ],
 )
 def test_mistakes_end_without_a_traceback(files, extra, message):
@@ -183,6 +183,16 @@ def test_mistakes_end_without_a_traceback(files, extra, message):
     assert result.exit_code == 1
     assert message in result.stderr
     assert result.stdout == ""
+
+
+def test_ds_hydra_alone_and_a_baseline_beside_named_systems(files):
+    def names(*more):
+        document = json.loads(invoke(*arguments(files), "--no-spread", "--json", *more).stdout)
+        return [system["name"] for system in document["systems"]]
+
+    assert names("--systems", "ds_hydra") == ["ds_hydra"]
+    given = names("--systems", "megatron", "--baseline", "2x<2,1>")
+    assert given == ["ds_hydra", "megatron", "given"]
 
 
 def test_missing_options_and_unknown_cases():

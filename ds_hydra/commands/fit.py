@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ds_hydra.commands.common import AsJson, errors_to_stderr, write_document
+from ds_hydra.commands.common import AsJson, check_folder, errors_to_stderr, write_document
 
 if TYPE_CHECKING:
     from ds_hydra.strategy.cost_models.whole_iteration import IterationFit
@@ -36,6 +36,7 @@ def fit(
     from ds_hydra.strategy.cost_models.whole_iteration import fit_iterations, measured_from_json
 
     with errors_to_stderr():
+        check_folder(out)
         fitted = fit_iterations(measured_from_json(read_json_object(points), source=str(points)))
         write_document(fitted.to_json(), out)
     print(json.dumps(fitted.to_json()) if as_json else _describe(fitted))

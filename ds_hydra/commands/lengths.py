@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from tqdm import tqdm
 
-from ds_hydra.commands.common import AsJson, errors_to_stderr, write_document, writing
+from ds_hydra.commands.common import AsJson, check_folder, errors_to_stderr, write_document, writing
 from ds_hydra.configs.files import MAX_LENGTH_TOKENS
 from ds_hydra.errors import HydraConfigError
 
@@ -31,7 +31,9 @@ def lengths(
     tokenizer: Annotated[
         str | None, typer.Option(help="Path or hub id; not needed for data with input_ids.")
     ] = None,
-    split: Annotated[str, typer.Option(help="Split of the dataset.")] = "train",
+    split: Annotated[
+        str, typer.Option(help="Split of a dataset that has several; files have one.")
+    ] = "train",
     config: Annotated[str | None, typer.Option(help="Configuration of a hub dataset.")] = None,
     text_column: Annotated[str, typer.Option(help="Column that holds the text.")] = "text",
     streaming: Annotated[
@@ -73,6 +75,7 @@ def lengths(
     # All cores inside a batch, unless processes share the batches.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true" if num_proc is None else "false")
     with errors_to_stderr():
+        check_folder(out)
         if over_length != "keep" and context is None:
             raise HydraConfigError(
                 f"--over-length {over_length} needs --context, e.g. --context 32768"

@@ -13,6 +13,7 @@ from ds_hydra.commands.common import (
     ContextLength,
     NumDevices,
     TokensPerIteration,
+    check_folder,
     errors_to_stderr,
     progress_bar,
     write_document,
@@ -67,6 +68,7 @@ def propose(
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
     with errors_to_stderr():
+        check_folder(out)
         with progress_bar("trying candidates", "batch") as show:
             known = load_profile(profile)
             settings = CandidateSettings(

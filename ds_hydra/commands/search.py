@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from tqdm import tqdm
 
-from ds_hydra.commands.common import AsJson, errors_to_stderr, write_document, writing
+from ds_hydra.commands.common import AsJson, check_folder, errors_to_stderr, write_document, writing
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS
 from ds_hydra.errors import HydraConfigError
@@ -75,6 +75,7 @@ def search(
     )
 
     with errors_to_stderr():
+        check_folder(out)
         given = _read(layers, profile, hardware, devices, sequence)
         settings = SearchSettings(
             memory_mb=1024 * memory_gb,

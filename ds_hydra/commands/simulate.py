@@ -14,6 +14,7 @@ import typer
 
 from ds_hydra.commands.common import (
     AsJson,
+    check_folder,
     errors_to_stderr,
     log,
     progress_bar,
@@ -96,7 +97,9 @@ def simulate(
     ] = None,
     systems: Annotated[
         str | None,
-        typer.Option(help="What to compare with, e.g. megatron,static; all if not given."),
+        typer.Option(
+            help="What to compare with, e.g. megatron,static; all if not given, none with ds_hydra alone."
+        ),
     ] = None,
     space: Annotated[
         SimulatedSpace,
@@ -162,7 +165,8 @@ def simulate(
         print(json.dumps({"cases": list(names)}) if as_json else "\n".join(names))
         return
     with errors_to_stderr():
-        settings = _settings(iterations, systems, overlap, seed, space)
+        check_folder(out)
+        settings = _settings(iterations, systems, baseline, overlap, seed, space)
         _check_timeline(timeline_of, settings)
         loaded = _load_case(
             case, (profile, model, histogram, nodes, devices, context, tokens, strategies)
@@ -232,15 +236,21 @@ def _check_timeline(system: str, settings: Settings) -> None:
 
 
 def _settings(
-    iterations: int | None, systems: str | None, overlap: bool, seed: int, space: SimulatedSpace
+    iterations: int | None,
+    systems: str | None,
+    baseline: str | None,
+    overlap: bool,
+    seed: int,
+    space: SimulatedSpace,
 ) -> Settings:
     from ds_hydra.simulator.systems import Settings
 
-    chosen = (
-        {}
-        if systems is None
-        else {"systems": tuple(s.strip() for s in systems.split(",") if s.strip())}
-    )
+    chosen = {}
+    if systems is not None:
+        names = [name.strip() for name in systems.split(",") if name.strip()]
+        names += ["given"] if baseline is not None else []
+        # It is always simulated, so that naming it alone leaves out all others
+        chosen = {"systems": tuple(name for name in dict.fromkeys(names) if name != "ds_hydra")}
     return Settings(
         iterations=iterations or DEFAULT_ITERATIONS,
         overlap=overlap,

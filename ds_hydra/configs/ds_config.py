@@ -217,8 +217,11 @@ def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, An
     if problems := list(_find_misspelled(document)) or list(_find_refused(document)):
         raise HydraConfigError(_join_problems(problems))
     if "hydra" not in document:
+        nearest = get_close_matches("hydra", document, n=1)
+        hint = f'did you mean it with "{nearest[0]}"?' if nearest else ""
         raise HydraConfigError(
-            f'the DeepSpeed config has no "hydra" section; the smallest one is {SMALLEST_SECTION}'
+            'the DeepSpeed config has no "hydra" section; '
+            + (hint or f"the smallest one is {SMALLEST_SECTION}")
         )
     hydra = HydraConfig.parse(document.pop("hydra"))
     for note in _find_without_effect(document):

@@ -326,13 +326,12 @@ class EngineCandidates:
         """Raise HydraConfigError where the ranks or the model cannot run `strategy`."""
         for scheme in set(strategy.schemes):
             check_context_parallel(scheme, self.config.context_length)
+            self.stage_model.check_scheme(scheme)
         if strategy.num_devices > self.num_ranks:
             raise HydraConfigError(
-                f"strategy {strategy} needs {strategy.num_devices} ranks, there are {self.num_ranks}; change "
-                f"hydra.strategies or start {strategy.num_devices} ranks"
+                f"strategy {strategy} needs {strategy.num_devices} ranks, there are {self.num_ranks}; name fewer in "
+                f"hydra.strategies, or start {strategy.num_devices} ranks"
             )
-        for scheme in set(strategy.schemes):
-            self.stage_model.check_scheme(scheme)
 
     def profile_for_forced(self, strategy: Strategy) -> Profile:
         """What a forced strategy is planned with: where nobody knows its times, FLOP counts."""

@@ -195,6 +195,10 @@ class HydraRuntime:
         try:
             if strategy is not None:
                 forced = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
+                if not isinstance(forced, Strategy):
+                    raise HydraConfigError(
+                        f'strategy is {strategy!r:.80}, expected text such as "2x<1,1>", or a Strategy'
+                    )
                 self.candidates.check_strategy(forced)
             self.stage_model.carry_over()
             tensors = [

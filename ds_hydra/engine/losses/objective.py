@@ -40,7 +40,8 @@ class Objective:
         """
         if not isinstance(loss, Loss):
             raise HydraConfigError(
-                f"loss is {loss!r:.80}, expected an object of a subclass of ds_hydra.engine.losses.Loss"
+                f"loss is {loss!r:.80}, expected an object of a subclass of ds_hydra.losses.Loss, such as "
+                "ds_hydra.losses.GRPO()"
             )
         fields = [
             _read_fields(loss, row, len(l), number)
@@ -79,6 +80,11 @@ class Objective:
         sums_N = torch.stack([values.double().sum() for values in log_probs]).requires_grad_()
         counts_N = torch.stack([_predicted(l).sum() for l in labels])
         value = self.loss.of_sequences(sums_N, counts_N, self.fields)
+        if not value.requires_grad:
+            raise HydraConfigError(
+                f"loss {name_of(self.loss)} returned a number that does not depend on sums_N, so nothing would be "
+                "trained; leave out detach() and torch.no_grad()"
+            )
         (weights_N,) = torch.autograd.grad(value, sums_N)
         if not bool(value.isfinite() & weights_N.isfinite().all()):
             bad = [n for n, w in enumerate(weights_N.tolist()) if w != w] or ["all"]
@@ -122,6 +128,11 @@ class Objective:
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise HydraConfigError(
                 f"loss {name} returned {shape}, expected one number: the sum over tokens, a tensor of shape []"
+            )
+        if not value.requires_grad:
+            raise HydraConfigError(
+                f"loss {name} returned a number that does not depend on log_probs_T or another score, so nothing "
+                "would be trained; leave out detach() and torch.no_grad()"
             )
 
 

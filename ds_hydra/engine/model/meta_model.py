@@ -4,6 +4,9 @@ on the meta device.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+from pathlib import Path
+
 import transformers
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
@@ -19,6 +22,11 @@ def load_model_config(name: str) -> PretrainedConfig:
     """The configuration called `name`: a shipped preset, a folder with config.json, or a hub id."""
     if name in list_files("models"):
         return LlamaConfig(**load_model_preset(name))
+    nearest = get_close_matches(name, list_files("models"), n=1, cutoff=0.8)
+    if nearest and not Path(name).exists():
+        raise HydraConfigError(
+            f"--model is {name!r}, which is neither a shipped preset nor a folder; did you mean {nearest[0]!r}?"
+        )
     try:
         return AutoConfig.from_pretrained(name)
     except Exception as error:  # a file may hold anything

@@ -230,8 +230,8 @@ def _lengths_that_fit(
             fitting[scheme] = lengths
     if not fitting:
         raise HydraConfigError(
-            f"no scheme of {', '.join(map(str, schemes))} has memory for micro-batches of {wanted[0]} tokens; raise "
-            "hydra.memory_limit_bytes, or start more ranks"
+            f"no scheme of {', '.join(map(str, schemes))} has memory for micro-batches of {wanted[0]} tokens within "
+            f"{memory.memory_bytes / 1e6:,.0f} MB of a rank; raise hydra.memory_limit_bytes, or start more ranks"
         )
     return fitting
 

@@ -157,6 +157,8 @@ class Watchdog:
         if verdict is not None:
             return self._error_of(verdict)
         text = f"failed in {self._phase}: {type(error).__name__}: {str(error).strip()[:500]}"
+        if isinstance(error, KeyboardInterrupt):
+            text = f"was interrupted by its user in {self._phase}"
         self._tell(Verdict(self._rank, text, self._section))
         return None
 

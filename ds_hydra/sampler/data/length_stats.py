@@ -47,14 +47,24 @@ def load_data(
         return _load_saved(path, split, streaming)
     files = _data_files(path)
     if files:
+        if split != "train":
+            raise HydraConfigError(
+                f"{path} are files, which have one split, train, not {split!r}; leave out --split, or name the "
+                "files of that split"
+            )
         builder = _BUILDERS[files[0].suffix]
         document = {"sample_by": "document"} if builder == "text" else {}
         paths = [str(file) for file in files]
-        return datasets.load_dataset(
-            builder, data_files=paths, split="train", streaming=streaming, **document
-        )
-    if path.exists():
-        raise HydraConfigError(f"{path} holds no file that ends in {', '.join(_BUILDERS)}")
+        try:
+            return datasets.load_dataset(
+                builder, data_files=paths, split=split, streaming=streaming, **document
+            )
+        except Exception as error:  # of `datasets`, or of what it reads files with
+            lines = str(error).strip().splitlines() or ["it holds no rows"]
+            raise HydraConfigError(f"{path} cannot be read as {builder}: {lines[0]}") from error
+    if path.exists() or path.is_absolute():
+        what = "holds no file" if path.exists() else "does not exist; expected a file or folder"
+        raise HydraConfigError(f"{path} {what} that ends in {', '.join(_BUILDERS)}")
     try:
         return datasets.load_dataset(name, config, split=split, streaming=streaming)
     except Exception as error:  # the hub client raises its own kinds, which change between versions
