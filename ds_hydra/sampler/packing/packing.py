@@ -180,18 +180,39 @@ def _drop_empty_micro_batches(micro_batches: IntArray) -> int:
 
 
 @compiled
+def _improve_trial(
+    sequence_ms: FloatArray,
+    lengths: IntArray,
+    trial: IntArray,
+    cost: PipelineCost,
+    num_evaluations: int,
+    best: float,
+    micro_batches: IntArray,
+) -> float:
+    """Improves the packing `trial`, and writes it to `micro_batches`, whose objective is `best`, if
+    it is then better; returns the objective of these.
+    """
+    num_micro_batches = _drop_empty_micro_batches(trial)
+    value = improve_micro_batches(
+        sequence_ms, lengths, trial, num_micro_batches, cost, num_evaluations
+    )
+    if value >= best * (1 - EPSILON):
+        return best
+    micro_batches[:] = trial
+    return value
+
+
+@compiled
 def pack_micro_batches(
     lengths: IntArray,
     sequence_ms: FloatArray,
     cost: PipelineCost,
     effort: Effort,
     micro_batches: IntArray,
-) -> tuple[float, int]:
-    """Writes the micro-batch of every sequence (lengths descending); returns objective and number
-    of micro-batches.
-    """
+) -> float:
+    """Writes the micro-batch of every sequence (lengths descending); returns the objective."""
     if lengths.size == 0:
-        return 0.0, 0
+        return 0.0
     min_micro_batches = min_num_micro_batches(lengths, cost.max_len_tokens)
     fewest = fewest_micro_batches(
         lengths,
@@ -204,9 +225,8 @@ def pack_micro_batches(
     best = makespan_ms(
         times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
     )
-    best_num_micro_batches = fewest
     if cost.num_stages == 1 and cost.is_exact and times.min() >= cost.traffic_ms:
-        return best, fewest
+        return best
     fullest = micro_batches.copy()
     trial = np.empty_like(micro_batches)
     load, longest = sequence_ms.sum(), sequence_ms.max()
@@ -227,26 +247,16 @@ def pack_micro_batches(
                 continue
             trial[:] = fullest
             _split_micro_batches(lengths, trial, fewest, num_micro_batches)
-        num_micro_batches = _drop_empty_micro_batches(trial)
-        value = improve_micro_batches(
-            sequence_ms, lengths, trial, num_micro_batches, cost, effort.num_evaluations
+        best = _improve_trial(
+            sequence_ms, lengths, trial, cost, effort.num_evaluations, best, micro_batches
         )
-        if value < best * (1 - EPSILON):
-            best = value
-            best_num_micro_batches = num_micro_batches
-            micro_batches[:] = trial
-    for seed in range(effort.num_perturbations if best_num_micro_batches > 1 else 0):
+    for seed in range(effort.num_perturbations if micro_batches.max() > 0 else 0):
         trial[:] = micro_batches
-        perturb(lengths, trial, best_num_micro_batches, cost.max_len_tokens, seed)
-        num_micro_batches = _drop_empty_micro_batches(trial)
-        value = improve_micro_batches(
-            sequence_ms, lengths, trial, num_micro_batches, cost, effort.num_evaluations
+        perturb(lengths, trial, trial.max() + 1, cost.max_len_tokens, seed)
+        best = _improve_trial(
+            sequence_ms, lengths, trial, cost, effort.num_evaluations, best, micro_batches
         )
-        if value < best * (1 - EPSILON):
-            best = value
-            best_num_micro_batches = num_micro_batches
-            micro_batches[:] = trial
-    return best, best_num_micro_batches
+    return best
 
 
 @compiled
@@ -308,18 +318,14 @@ def pack_sequences(
         balance,
     )
     micro_batches = np.zeros_like(descending)
-    objective, num_micro_batches = pack_micro_batches(
-        descending, sequence_ms, cost, _THOROUGH, micro_batches
-    )
+    objective = pack_micro_batches(descending, sequence_ms, cost, _THOROUGH, micro_batches)
     lower_bound = pipeline_bound_ms(descending, sequence_ms, cost)
     if limits is not None and objective > lower_bound * (1 + limits.gap_tolerance):
-        objective, num_micro_batches, lower_bound = solve_packing(
-            descending, sequence_ms, cost, limits, micro_batches
-        )
+        objective, lower_bound = solve_packing(descending, sequence_ms, cost, limits, micro_batches)
     return Packing(
         micro_batches=tuple(
             tuple(order[micro_batches == micro_batch].tolist())
-            for micro_batch in range(num_micro_batches)
+            for micro_batch in range(micro_batches.max(initial=-1) + 1)
         ),
         objective_ms=objective,
         lower_bound_ms=min(lower_bound, objective),
@@ -332,13 +338,13 @@ def solve_packing(
     cost: PipelineCost,
     limits: SolverLimits,
     micro_batches: IntArray,
-) -> tuple[float, int, float]:
+) -> tuple[float, float]:
     """Improves `micro_batches` with integer programs, one for each V whose bound is below the best
     objective.
 
-    Returns objective, number of micro-batches and lower bound. By the closed form a program also
-    raises the bound of its V; by the recurrence it shows only which V are possible, and its
-    micro-batches are a start for the search.
+    Returns objective and lower bound. By the closed form a program also raises the bound of its V;
+    by the recurrence it shows only which V are possible, and its micro-batches are a start for the
+    search.
     """
     num_micro_batches = int(micro_batches.max()) + 1
     times = micro_batch_times_ms(sequence_ms, micro_batches, num_micro_batches, cost.constant_ms)
@@ -354,7 +360,7 @@ def solve_packing(
         if bounds[count] * (1 + limits.gap_tolerance) >= best:
             break
         below = np.inf if cost.is_exact else best / (cost.num_stages - 1 + count) - cost.constant_ms
-        start = micro_batches if count == num_micro_batches else None
+        start = micro_batches if count == micro_batches.max() + 1 else None
         solution = solve_micro_batches(
             lengths,
             sequence_ms,
@@ -370,12 +376,13 @@ def solve_packing(
         elif np.isinf(solution.load_bound_ms):
             bounds[count] = np.inf
         if solution.micro_batches is not None:
-            trial = solution.micro_batches
-            trial_micro_batches = _drop_empty_micro_batches(trial)
-            value = improve_micro_batches(
-                sequence_ms, lengths, trial, trial_micro_batches, cost, _THOROUGH.num_evaluations
+            best = _improve_trial(
+                sequence_ms,
+                lengths,
+                solution.micro_batches,
+                cost,
+                _THOROUGH.num_evaluations,
+                best,
+                micro_batches,
             )
-            if value < best * (1 - EPSILON):
-                best, num_micro_batches = value, trial_micro_batches
-                micro_batches[:] = trial
-    return best, num_micro_batches, min(bounds.values())
+    return best, min(bounds.values())
