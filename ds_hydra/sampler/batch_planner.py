@@ -259,7 +259,7 @@ class BatchPlanner:
 
     def _bound(self, strategy: Strategy, **own: Any) -> CandidatePlan:
         candidate, estimate = self._start(strategy, **own)
-        # No packed plan takes the estimate's time, so the bound may lie above it
+        # The estimate is no time of a packed plan: the bound may lie above it
         candidate.lower_bound_ms = strategy_bound_ms(candidate.problem, 1.5 * estimate)
         return candidate
 
@@ -281,7 +281,7 @@ class BatchPlanner:
             link = self.settings.link_times.get(strategy, NO_LINKS)
         lengths = self.lengths[members]
         problem = self._problem(strategy, lengths, factors)
-        # Only the first bucket's pull and the last one's push hide behind nothing for sure
+        # Only the first bucket's pull and the last one's push can be hidden by nothing
         num_rounds = max(1, self._num_buckets // min(scheme.pp for scheme in strategy.schemes))
         candidate = CandidatePlan(
             strategy=strategy,
