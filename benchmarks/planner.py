@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from one_pipeline import pack_sequences
 from packers import MicroBatches, balanced, batch_rebalance, fixed_length
 
 from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.background import BackgroundPlanner
 from ds_hydra.sampler.dispatch.dispatch import dispatch_sequences
 from ds_hydra.sampler.ilp import SolverLimits
-from ds_hydra.sampler.packing.packing import pack_sequences
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings

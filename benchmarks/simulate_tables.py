@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.wlb_table import FITTED_ATTENTION, packing_table
 from ds_hydra.configs import find_file
-from ds_hydra.simulator.wlb_table import FITTED_ATTENTION, packing_table
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 OURS, WHOLE, PAPER = "ds_hydra", "32_bit", "paper"
@@ -202,11 +202,11 @@ def _packing_lines() -> list[str]:
     return [
         "## WLB-LLM, Table 2",
         "",
-        "Imbalance of four micro-batches of 128K tokens, LLaMA2-7B, by FLOPs alone (`simulator/wlb_table.py`). Fitted: "
-        f"a FLOP of attention costs {FITTED_ATTENTION:g} of a matmul's. Lengths: the shipped GitHub histogram cut at "
-        "125,000 (99th percentile 28,042, the paper's 26K; mean 2,428, the paper's 3,962). Where its queues begin the "
-        "paper does not say: at 72K and 104K here, fitted to the mean delay (at 32K and 64K: imbalance "
-        "1.01, delay 0.36). 200 mini-batches.",
+        "Imbalance of four micro-batches of 128K tokens, LLaMA2-7B, by FLOPs alone (`benchmarks/wlb_table.py`). "
+        f"Fitted: a FLOP of attention costs {FITTED_ATTENTION:g} of a matmul's. Lengths: the shipped GitHub "
+        "histogram cut at 125,000 (99th percentile 28,042, the paper's 26K; mean 2,428, the paper's 3,962). Where its "
+        "queues begin the paper does not say: at 72K and 104K here, fitted to the mean delay (at 32K and 64K: "
+        "imbalance 1.01, delay 0.36). 200 mini-batches.",
         "",
         "| packing | paper | here, fitted | here, not fitted |",
         "|---|---|---|---|",

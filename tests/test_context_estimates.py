@@ -25,8 +25,11 @@ from ds_hydra.strategy.profiles.memory_model import ROW_TOLERANCE, SP_ACTIVATION
 from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.proposal.context_parallel import (
+    context_parallel_schemes,
+    with_context_parallelism,
+)
 from ds_hydra.strategy.proposal.extended import with_extended_schemes
-from ds_hydra.strategy.proposal.rows import schemes_with_rows, with_rows
 
 A800 = Hardware.from_json(read_json_object(find_file("hardware", "a800")), source="a800")
 SHAPE = ModelShape(
@@ -74,7 +77,7 @@ def test_links_tell_where_measured_schemes_do_not():
     cluster = find_cluster(profile, 64)
     scheme = Scheme(8, 1, cp=8)
     assert Scheme(64, 1) not in profile.latency
-    found = with_rows(profile, [replace(scheme, ckpt=3)], cluster).latency[scheme]
+    found = with_context_parallelism(profile, [replace(scheme, ckpt=3)], cluster).latency[scheme]
     base = profile.latency[Scheme(8, 1)]
     keys = key_values_ms(cluster.shape, cluster.hardware, scheme)
     # Five heads a rank: in four parts, three of which travel beside the attention of another
@@ -86,7 +89,7 @@ def test_links_tell_where_measured_schemes_do_not():
     assert long[1] == pytest.approx(found.linear_ms * 6e5 + found.quadratic_ms * 36e10)
     assert found.scaled(2.0).sequence_ms(100) == pytest.approx(2 * found.sequence_ms(100))
     assert LatencyModel(**found.to_json()) == found
-    assert with_rows(profile, [scheme], None) is profile
+    assert with_context_parallelism(profile, [scheme], None) is profile
     given = with_schemes_of(profile, parse_strategies(["1x<cp8,8,1;ckpt=3>"]))
     assert given.latency[scheme].linear_ms == pytest.approx(found.linear_ms)
 
@@ -94,11 +97,11 @@ def test_links_tell_where_measured_schemes_do_not():
 def test_cp_in_place_of_sp_and_where_heads_end():
     """40 heads divide by SP 8, 32 by 32."""
     thirteen, seven = (load_profile(f"a800_llama2_{size}b") for size in (13, 7))
-    beyond = {str(s) for s in schemes_with_rows(thirteen, 16)}
+    beyond = {str(s) for s in context_parallel_schemes(thirteen, 16)}
     assert {"<sp8,cp2,1>", "<sp4,cp2,2,1>", "<cp2,8,1>", "<cp4,2,1>"} <= beyond
     assert all("cp" in text for text in beyond)
-    assert all(scheme.sp == 1 for scheme in schemes_with_rows(seven, 16))
-    assert not list(schemes_with_rows(Profile.from_json(PROFILE), 64))
+    assert all(scheme.sp == 1 for scheme in context_parallel_schemes(seven, 16))
+    assert not list(context_parallel_schemes(Profile.from_json(PROFILE), 64))
     wide = with_extended_schemes(
         thirteen, num_devices=16, context_length=16384, cluster=find_cluster(thirteen, 16)
     )

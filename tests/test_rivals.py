@@ -10,6 +10,7 @@ import pytest
 from test_cluster import make_cluster
 from test_simulator import make_scenario, small_profile
 
+from benchmarks.wlb_table import FITTED_ATTENTION, cut, packing_table
 from ds_hydra.configs import find_file
 from ds_hydra.sampler.mixed_groups import MixedGroups, plan_steps, solve_step
 from ds_hydra.simulator.chunks import chunked
@@ -19,7 +20,6 @@ from ds_hydra.simulator.mixed_groups import dynamic_cp, flexsp
 from ds_hydra.simulator.sharded import sharded_groups, with_traffic_ms
 from ds_hydra.simulator.ulysses import balanced_ulysses, odc, without_lockstep
 from ds_hydra.simulator.wlb import hold_back, wlb
-from ds_hydra.simulator.wlb_table import FITTED_ATTENTION, cut, packing_table
 from ds_hydra.strategy.cost_models.analytic import key_values_ms
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.neighbours import cuts

@@ -86,7 +86,7 @@ class BatchPlanner:
         if not feasible:
             raise self._no_plan(strategies)
         candidates = sorted((self._bound(s) for s in feasible), key=lambda c: c.least_ms)
-        phases = self._phases(strategies, np.inf)  # quick, and others have to beat it
+        phases = self._best_phases(strategies, np.inf)  # quick, and others have to beat it
         phases_ms = sum(phase.iteration_ms for phase in phases) if phases else np.inf
         best = candidates[0]
         for candidate in candidates:
@@ -95,9 +95,9 @@ class BatchPlanner:
                 self._search(candidate, least_ms - candidate.least_link_ms)
                 best = min(best, candidate, key=lambda c: c.iteration_ms)
         best_ms = min(best.iteration_ms, phases_ms)
-        alone = best if best.iteration_ms == best_ms else None
-        trial = find_trial(alone, best_ms, candidates, self.corrections.trial_ms, self._search)
-        chosen = trial or alone
+        single = best if best.iteration_ms <= phases_ms else None
+        trial = find_trial(single, best_ms, candidates, self.corrections.trial_ms, self._search)
+        chosen = trial or single
         if chosen is None:
             return self._finish(phases), phases_ms
         trial_ms = max(0.0, chosen.iteration_ms - best_ms)
@@ -108,7 +108,7 @@ class BatchPlanner:
         """Time with pull and push of the best plan of several phases; inf where it is not below
         `limit_ms`, or `strategies` are no palette for the mini-batch.
         """
-        phases = self._phases(strategies, limit_ms)
+        phases = self._best_phases(strategies, limit_ms)
         return sum(phase.iteration_ms for phase in phases) if phases else np.inf
 
     def time_ms(self, strategy: Strategy) -> float:
@@ -153,7 +153,7 @@ class BatchPlanner:
             "hydra.memory_limit_bytes or add a strategy with higher TP to hydra.strategies"
         )
 
-    def _phases(self, strategies: Sequence[Strategy], limit_ms: float) -> list[CandidatePlan]:
+    def _best_phases(self, strategies: Sequence[Strategy], limit_ms: float) -> list[CandidatePlan]:
         """Phases of what `strategies` gather or leave on every rank alike, where that takes less
         than `limit_ms`. See [Note: Phases].
         """
@@ -180,20 +180,20 @@ class BatchPlanner:
             longest = max(palette.longest for palette in alike)
             if not self.lengths.size or self.lengths[0] > longest:
                 continue
-            phases = self._phases_of(alike, limit_ms)
+            phases = self._compose_phases(alike, limit_ms)
             time_ms = sum(phase.iteration_ms for phase in phases)
             if phases and time_ms < limit_ms:
                 found, limit_ms = phases, time_ms
         return found
 
-    def _phases_of(self, palettes: Sequence[Palette], limit_ms: float) -> list[CandidatePlan]:
+    def _compose_phases(self, palettes: Sequence[Palette], limit_ms: float) -> list[CandidatePlan]:
         least_ms = max(palette.least_link_ms(self._num_buckets) for palette in palettes)
         keeps_slices = palettes[0].keeps_slices
         if keeps_slices:
             limit_ms, least_ms = limit_ms - least_ms, 0.0
         steps = compose(self.lengths, palettes, self.num_devices, least_ms, limit_ms)
         if not keeps_slices:
-            return [self._phase(step, palettes[step.kind]) for step in steps]
+            return [self._gathered_phase(step, palettes[step.kind]) for step in steps]
         members: dict[Strategy, list[IntArray]] = {}
         for step in steps:
             members.setdefault(strategy_of(step, palettes[0])[0], []).append(step.members)
@@ -218,7 +218,7 @@ class BatchPlanner:
             for scheme, ranks in zip(strategy.schemes, strategy.place())
         ]
 
-    def _phase(self, step: Step, palette: Palette) -> CandidatePlan:
+    def _gathered_phase(self, step: Step, palette: Palette) -> CandidatePlan:
         strategy, assignment = strategy_of(step, palette)
         factors = self._factors(strategy, palette)
         problem = self._problem(strategy, self.lengths[step.members], factors)
@@ -229,7 +229,7 @@ class BatchPlanner:
             order=self.order[step.members],
             assignment=assignment,
             micro_batches=micro_batches,
-            value=pack_pipelines(problem, assignment, micro_batches),
+            pipeline_ms=pack_pipelines(problem, assignment, micro_batches),
             link=palette.link,
             num_devices=self.num_devices,
             ranks_per_core=self.profile.ranks_per_core,
@@ -262,6 +262,7 @@ class BatchPlanner:
 
     def _bound(self, strategy: Strategy, **own: Any) -> CandidatePlan:
         candidate, estimate = self._start(strategy, **own)
+        # The estimate is no time of a packed plan: the bound may lie above it
         candidate.lower_bound_ms = strategy_bound_ms(candidate.problem, 1.5 * estimate)
         return candidate
 
@@ -283,15 +284,15 @@ class BatchPlanner:
             link = self.settings.link_times.get(strategy, NO_LINKS)
         lengths = self.lengths[members]
         problem = self._problem(strategy, lengths, factors)
-        num_stages = min(scheme.pp for scheme in dict.fromkeys(strategy.schemes))
-        num_rounds = max(1, self._num_buckets // num_stages)
+        # Only the first bucket's pull and the last one's push can be hidden by nothing
+        num_rounds = max(1, self._num_buckets // min(scheme.pp for scheme in strategy.schemes))
         candidate = CandidatePlan(
             strategy=strategy,
             problem=problem,
             order=self.order[members],
             assignment=np.zeros_like(lengths),
             micro_batches=np.zeros_like(lengths),
-            value=np.full(len(strategy.schemes), np.inf),
+            pipeline_ms=np.full(len(strategy.schemes), np.inf),
             link=link,
             least_link_ms=(link.pull_ms + link.push_ms) / num_rounds,
             correction=self.corrections.of(strategy),
@@ -316,26 +317,26 @@ class BatchPlanner:
         enough_ms = candidate.lower_bound_ms * (1 + self.settings.enough_gap)
         estimate = improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
         if candidate.ranks_per_core > 1.0:  # bounds say little, so ask what it is near to
-            value = candidate.value = pack_pipelines(problem, assignment, micro_batches)
-            if candidate.ends_ms(value).max() > best_ms * (1 + _PERTURBATION_REACH):
+            pipeline_ms = candidate.pipeline_ms = pack_pipelines(problem, assignment, micro_batches)
+            if candidate.ends_ms(pipeline_ms).max() > best_ms * (1 + _PERTURBATION_REACH):
                 return self._finish_micro_batches(candidate)
         if num_steps > 0 and estimate > enough_ms:
             fit_trials(problem, candidate.lower_bound_ms, estimate, _NUM_FIT_STEPS, assignment)
             improve_dispatch(problem, assignment, enough_ms, num_steps, _NUM_TARGETS)
         if self.settings.dispatch == "ideal":
             assignment[:] = self._ideal_dispatch(candidate)
-        value = candidate.value = pack_pipelines(problem, assignment, micro_batches)
+        pipeline_ms = candidate.pipeline_ms = pack_pipelines(problem, assignment, micro_batches)
         refine_pipelines(
-            problem, assignment, micro_batches, value, enough_ms, num_steps, _NUM_TARGETS
+            problem, assignment, micro_batches, pipeline_ms, enough_ms, num_steps, _NUM_TARGETS
         )
         worth_ms = candidate.lower_bound_ms * (1 + _PERTURBATION_GAP)
         share = min(1.0, _FULLY_PERTURBED / max(1, problem.lengths.size))
-        if num_steps > 0 and worth_ms < value.max() < best_ms * (1 + _PERTURBATION_REACH):
+        if num_steps > 0 and worth_ms < pipeline_ms.max() < best_ms * (1 + _PERTURBATION_REACH):
             perturb_and_refine(
                 problem,
                 assignment,
                 micro_batches,
-                value,
+                pipeline_ms,
                 worth_ms,
                 num_steps,
                 _NUM_TARGETS,
@@ -355,21 +356,22 @@ class BatchPlanner:
             problem,
             assignment,
             micro_batches,
-            candidate.value,
+            candidate.pipeline_ms,
             link.pull_ms,
             link.push_ms,
             self._num_buckets,
         )
         candidate.iteration_ms += self._lockstep_ms(candidate) + candidate.correction.outside_ms
-        ends_ms = candidate.ends_ms(candidate.value)
-        candidate.iteration_ms -= float(candidate.value.max() - ends_ms.max())
+        # On shared cores the slowest pipeline is faster once others have ended
+        ends_ms = candidate.ends_ms(candidate.pipeline_ms)
+        candidate.iteration_ms -= float(candidate.pipeline_ms.max() - ends_ms.max())
 
     def _lockstep_ms(self, candidate: CandidatePlan) -> float:
         """What pipelines wait for each other."""
         if not candidate.strategy.gathers:
             return 0.0
         return lockstep_wait_ms(
-            candidate.problem, candidate.assignment, candidate.micro_batches, candidate.value
+            candidate.problem, candidate.assignment, candidate.micro_batches, candidate.pipeline_ms
         )
 
     def _ideal_dispatch(self, candidate: CandidatePlan) -> IntArray:
@@ -392,25 +394,24 @@ class BatchPlanner:
         that of the fewest micro-batches where no micro-batch waits for its traffic.
         """
         limits = self.settings.solver_limits
-        for _ in range(_MAX_SOLVED if limits is not None else 0):
-            slowest = int(best.value.argmax())
+        if limits is None:
+            return
+        for _ in range(_MAX_SOLVED):
+            slowest = int(best.pipeline_ms.argmax())
             members = np.flatnonzero(best.assignment == slowest)
             kind = best.problem.kind_of[slowest]
             cost = pipeline_cost(best.problem, kind)
             lengths, costs = best.problem.lengths[members], best.problem.sequence_ms[kind, members]
             bound = pipeline_bound_ms(lengths, costs, cost)
             is_solvable = not cost.is_exact or (cost.num_stages == 1 and cost.traffic_ms == 0.0)
-            if (
-                limits is None
-                or not is_solvable
-                or best.value[slowest] <= bound * (1 + limits.gap_tolerance)
-            ):
+            is_optimal = best.pipeline_ms[slowest] <= bound * (1 + limits.gap_tolerance)
+            if is_optimal or not is_solvable:
                 return
             micro_batches = best.micro_batches[members]
-            solved_ms, _, _ = solve_packing(lengths, costs, cost, limits, micro_batches)
-            if solved_ms >= best.value[slowest]:
+            solved_ms, _ = solve_packing(lengths, costs, cost, limits, micro_batches)
+            if solved_ms >= best.pipeline_ms[slowest]:
                 return
-            best.value[slowest] = solved_ms
+            best.pipeline_ms[slowest] = solved_ms
             best.micro_batches[members] = micro_batches
             self._finish_micro_batches(best)
 

@@ -25,7 +25,13 @@ from ds_hydra.sampler.schedule import MAX_BALANCED_MICRO_BATCHES, FloatArray, In
 from ds_hydra.strategy.compiled import compiled
 
 _NUM_STEPS = 40
+"""Prices that are tried for each M."""
+
 _PRECISION = 2e-4
+"""Relative width of the interval in which M is left by the bisection."""
+
+_TINY = 1e-300
+"""In place of a divisor that may be 0."""
 
 
 @compiled
@@ -33,26 +39,26 @@ def _write_capacities(
     problem: DispatchProblem,
     kind: int,
     limit_ms: float,
-    first: int,
-    held: int,
+    longest_allowed: int,
+    long_sequence: int,
     capacities: FloatArray,
 ) -> int:
     """Writes time and tokens that a pipeline of `kind` holds within `limit_ms` for each V, those
     aside that hold less of both than the one before; returns how many: [V, (time, tokens)].
 
-    `held` is a sequence that is known to be there (-1: none).
-    `first` is the longest sequence allowed there: no micro-batch of MaxLen tokens takes longer than
-    one at its time per token, and none is cheaper per token than the linear part of T. How much V
-    micro-batches can do in that time follows from the bounds of one pipeline
-    (`packing.micro_batch_count_bound_ms`).
+    `long_sequence` is known to be there (-1: none). No micro-batch of MaxLen tokens takes longer
+    than one at the time per token of `longest_allowed`, the longest sequence that may be there, and
+    none is cheaper per token than the linear part of T. How much V micro-batches can do in that
+    time follows from the bounds of one pipeline (`packing_bounds.micro_batch_count_bound_ms`).
     """
     max_len = problem.max_len_tokens[kind]
-    densest_micro_batch_ms = problem.sequence_ms[kind, first] / problem.lengths[first] * max_len
+    densest_token_ms = problem.sequence_ms[kind, longest_allowed] / problem.lengths[longest_allowed]
+    densest_micro_batch_ms = densest_token_ms * max_len
     last = problem.lengths.size - 1
     cheapest_token_ms = problem.sequence_ms[kind, last] / problem.lengths[last]
     if problem.is_eq2:
         capacities[0, 0] = limit_ms
-        capacities[0, 1] = limit_ms / max(cheapest_token_ms, 1e-300)
+        capacities[0, 1] = limit_ms / max(cheapest_token_ms, _TINY)
         return 1
     num_stages, constant = problem.num_stages[kind], problem.constant_ms[kind]
     traffic = problem.traffic_ms[kind]
@@ -69,15 +75,15 @@ def _write_capacities(
             )
             work = min(limit_ms / ratio, limit_ms - (num_stages - 1) * constant)
             # The micro-batch of a long sequence hides a part of the others' time alone.
-            if held >= 0 and num_stages > 1:
-                alone_ms = problem.sequence_ms[kind, held] + constant
+            if long_sequence >= 0 and num_stages > 1:
+                alone_ms = problem.sequence_ms[kind, long_sequence] + constant
                 work = min(work, (limit_ms - (num_stages - outside) * alone_ms) / outside)
         else:
             work = limit_ms * num_micro_batches / (num_stages - 1 + num_micro_batches)
         load = min(work - num_micro_batches * constant, num_micro_batches * densest_micro_batch_ms)
         if load <= 0.0:
             continue
-        tokens = min(float(num_micro_batches * max_len), load / max(cheapest_token_ms, 1e-300))
+        tokens = min(float(num_micro_batches * max_len), load / max(cheapest_token_ms, _TINY))
         if not count or load > capacities[count - 1, 0] or tokens > capacities[count - 1, 1]:
             capacities[count, 0], capacities[count, 1] = load, tokens
             count += 1
@@ -100,12 +106,12 @@ def _worth_most(capacities: FloatArray, count: int, prices: FloatArray) -> tuple
 
 
 @compiled
-def _first_allowed(problem: DispatchProblem, limit_ms: float) -> IntArray:
+def _longest_allowed(problem: DispatchProblem, limit_ms: float) -> IntArray:
     """Longest sequence (index) that each kind can run within `limit_ms`; the number of sequences
     for none.
     """
-    first_allowed = np.zeros(problem.num_stages.size, dtype=np.int64)
-    for kind in range(first_allowed.size):
+    longest_allowed = np.zeros(problem.num_stages.size, dtype=np.int64)
+    for kind in range(longest_allowed.size):
         constant, num_stages = problem.constant_ms[kind], problem.num_stages[kind]
         first = 0
         while first < problem.lengths.size and (
@@ -115,8 +121,8 @@ def _first_allowed(problem: DispatchProblem, limit_ms: float) -> IntArray:
             > limit_ms
         ):
             first += 1
-        first_allowed[kind] = first
-    return first_allowed
+        longest_allowed[kind] = first
+    return longest_allowed
 
 
 @compiled
@@ -125,7 +131,7 @@ def _pair_ms(problem: DispatchProblem, kind: int, a: int, b: int) -> float:
     the longer.
 
     In one micro-batch, if they fit, or else in two or more, by
-    `packing.micro_batch_count_bound_ms`.
+    `packing_bounds.micro_batch_count_bound_ms`.
     """
     num_stages, constant = problem.num_stages[kind], problem.constant_ms[kind]
     longer, shorter = problem.sequence_ms[kind, a], problem.sequence_ms[kind, b]
@@ -143,14 +149,21 @@ def _pair_ms(problem: DispatchProblem, kind: int, a: int, b: int) -> float:
 
 
 @compiled
-def _num_apart(problem: DispatchProblem, kind: int, limit_ms: float, num_forced: int) -> int:
-    """How many of the `num_forced` longest sequences, all on `kind`, must be on pipelines of their
-    own.
+def _count_apart(problem: DispatchProblem, limit_ms: float, longest_allowed: IntArray) -> IntArray:
+    """For each kind how many of the longest sequences, which can run on that kind alone, must be on
+    pipelines of their own.
     """
-    apart = min(num_forced, 1)
-    while apart < num_forced and _pair_ms(problem, kind, apart - 1, apart) > limit_ms:
-        apart += 1
-    return apart
+    num_apart = np.zeros_like(longest_allowed)
+    for kind in range(num_apart.size):
+        num_forced = problem.lengths.size if longest_allowed[kind] == 0 else 0
+        for other in range(num_apart.size):
+            if other != kind:
+                num_forced = min(num_forced, longest_allowed[other])
+        apart = min(num_forced, 1)
+        while apart < num_forced and _pair_ms(problem, kind, apart - 1, apart) > limit_ms:
+            apart += 1
+        num_apart[kind] = apart
+    return num_apart
 
 
 @compiled
@@ -158,7 +171,7 @@ def _supply(
     problem: DispatchProblem,
     kind: int,
     limit_ms: float,
-    first: int,
+    longest_allowed: int,
     count: int,
     apart: int,
     prices: FloatArray,
@@ -171,8 +184,10 @@ def _supply(
     load, tokens = _worth_most(capacities, num_capacities, prices)
     load, tokens = load * (count - apart), tokens * (count - apart)
     beside = np.empty((problem.lengths.size if apart else 0, 2))
-    for held in range(apart):
-        num_beside = _write_capacities(problem, kind, limit_ms, first, held, beside)
+    for long_sequence in range(apart):
+        num_beside = _write_capacities(
+            problem, kind, limit_ms, longest_allowed, long_sequence, beside
+        )
         more = _worth_most(beside, num_beside, prices)
         load += more[0]
         tokens += more[1]
@@ -180,67 +195,69 @@ def _supply(
 
 
 @compiled
-def _is_impossible(problem: DispatchProblem, limit_ms: float, prices: FloatArray) -> bool:
-    """Whether prices prove that nothing ends within `limit_ms`; the search starts at `prices`,
-    changes them.
+def _write_demand(
+    problem: DispatchProblem, longest_allowed: IntArray, prices: FloatArray, demand: FloatArray
+) -> None:
+    """Writes time and tokens of each kind, [2, kind], where every sequence runs on the cheapest."""
+    num_kinds, num_sequences = longest_allowed.size, problem.lengths.size
+    least_price = np.full(num_sequences, np.inf)
+    cheapest = np.zeros(num_sequences, dtype=np.int64)
+    tokens = problem.lengths.astype(np.float64)
+    for kind in range(num_kinds):
+        of_time, of_tokens = prices[0, kind], prices[1, kind]
+        for i in range(longest_allowed[kind], num_sequences):
+            price = of_time * problem.sequence_ms[kind, i] + of_tokens * tokens[i]
+            is_less = price < least_price[i]
+            least_price[i] = price if is_less else least_price[i]
+            cheapest[i] = kind if is_less else cheapest[i]
+    demand[:] = 0.0
+    for i in range(num_sequences):
+        demand[0, cheapest[i]] += problem.sequence_ms[cheapest[i], i]
+        demand[1, cheapest[i]] += tokens[i]
 
-    `prices[0]` are those of time, `prices[1]` those of tokens, by kind.
+
+@compiled
+def _is_impossible(problem: DispatchProblem, limit_ms: float, prices: FloatArray) -> bool:
+    """Whether it is proved that nothing ends within `limit_ms`.
+
+    The search for prices that prove it starts at `prices` and changes them: `prices[0]` are those
+    of time, `prices[1]` those of tokens, by kind.
     """
     num_kinds, num_sequences = problem.num_stages.size, problem.lengths.size
-    first_allowed = _first_allowed(problem, limit_ms)
-    if first_allowed.min() > 0:
+    longest_allowed = _longest_allowed(problem, limit_ms)
+    if longest_allowed.min() > 0:
         return True
     counts = np.zeros(num_kinds, dtype=np.int64)
     for kind in problem.kind_of:
         counts[kind] += 1
-    apart = np.zeros(num_kinds, dtype=np.int64)
-    for kind in range(num_kinds):
-        num_forced = num_sequences if first_allowed[kind] == 0 else 0
-        for other in range(num_kinds):
-            if other != kind:
-                num_forced = min(num_forced, first_allowed[other])
-        apart[kind] = _num_apart(problem, kind, limit_ms, num_forced)
-        if apart[kind] > counts[kind]:
-            return True
+    apart = _count_apart(problem, limit_ms, longest_allowed)
+    if (apart > counts).any():
+        return True
     capacities = np.empty((num_kinds, num_sequences, 2))
     num_capacities = np.zeros(num_kinds, dtype=np.int64)
     for kind in range(num_kinds):
-        if first_allowed[kind] < num_sequences:
+        if longest_allowed[kind] < num_sequences:
             num_capacities[kind] = _write_capacities(
-                problem, kind, limit_ms, first_allowed[kind], -1, capacities[kind]
+                problem, kind, limit_ms, longest_allowed[kind], -1, capacities[kind]
             )
     demand, supply = np.zeros((2, num_kinds)), np.zeros((2, num_kinds))
-    least_price, cheapest = np.empty(num_sequences), np.zeros(num_sequences, dtype=np.int64)
-    tokens = problem.lengths.astype(np.float64)
     # Any prices give a valid proof; wanted are those that give one soon. What is short gets dearer
     # by its relative lack, in smaller and smaller steps, as in multiplicative weights.
     for step in range(_NUM_STEPS):
-        demand[:] = 0.0
-        supply[:] = 0.0
         for kind in range(num_kinds):
-            if first_allowed[kind] < num_sequences:
+            if longest_allowed[kind] < num_sequences:
                 supply[0, kind], supply[1, kind] = _supply(
                     problem,
                     kind,
                     limit_ms,
-                    first_allowed[kind],
+                    longest_allowed[kind],
                     counts[kind],
                     apart[kind],
                     prices[:, kind],
                     capacities[kind],
                     num_capacities[kind],
                 )
-        least_price[:] = np.inf
-        for kind in range(num_kinds):
-            of_time, of_tokens = prices[0, kind], prices[1, kind]
-            for i in range(first_allowed[kind], num_sequences):
-                price = of_time * problem.sequence_ms[kind, i] + of_tokens * tokens[i]
-                is_less = price < least_price[i]
-                least_price[i] = price if is_less else least_price[i]
-                cheapest[i] = kind if is_less else cheapest[i]
-        for i in range(num_sequences):
-            demand[0, cheapest[i]] += problem.sequence_ms[cheapest[i], i]
-            demand[1, cheapest[i]] += tokens[i]
+        _write_demand(problem, longest_allowed, prices, demand)
         wanted, offered = 0.0, 0.0
         for row in range(2):
             for kind in range(num_kinds):
@@ -252,7 +269,7 @@ def _is_impossible(problem: DispatchProblem, limit_ms: float, prices: FloatArray
         for row in range(2):
             for kind in range(num_kinds):
                 lack = demand[row, kind] - supply[row, kind]
-                scale = max(demand[row, kind], supply[row, kind], 1e-300)
+                scale = max(demand[row, kind], supply[row, kind], _TINY)
                 prices[row, kind] *= np.exp(rate * lack / scale)
         prices /= prices[0].max()
     return False

@@ -19,8 +19,8 @@ from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
-_HOPE = 1.5
-"""Standard deviations by which a strategy that is tried may be faster than expected."""
+_OPTIMISM = 1.5
+"""Standard deviations below its expected time that a strategy is tried at."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class CandidatePlan:
     """Of the slowest pipeline, beside all others."""
     assignment: IntArray
     micro_batches: IntArray
-    value: FloatArray
+    pipeline_ms: FloatArray
     """Time of each pipeline beside all others."""
     link: LinkTimes
     least_link_ms: float = 0.0
@@ -74,9 +74,9 @@ class CandidatePlan:
             self.ranks_per_core,
         )
 
-    def hoped(self, time_ms: float) -> float:
+    def optimistic_ms(self, time_ms: float) -> float:
         """`time_ms` of this strategy as short as it may be for all that is known."""
-        return time_ms * exp(-_HOPE * self.correction.spread)
+        return time_ms * exp(-_OPTIMISM * self.correction.spread)
 
     def pipelines(self, batch: GlobalBatch, profile: Profile) -> list[PipelinePlan]:
         """The part of a plan of `batch` that this one is."""
@@ -131,25 +131,29 @@ def find_trial(
     allowed_ms: float,
     search: Callable[[CandidatePlan, float], None],
 ) -> CandidatePlan | None:
-    """The strategy that may turn out to be the fastest for all that is known, if that is not the
-    best one known, of `best_ms` (None: phases); else the fastest of those that never ran, in case a
-    profile is more wrong than profiles are. An attempt takes at most `allowed_ms` longer; `search`
-    plans one that is to beat a time.
+    """The candidate to run instead of the best known one, to learn its true time.
+
+    First choice: the one that would be fastest if its time lay `_OPTIMISM` standard deviations
+    below expectation. Else the fastest that never ran: a profile may be more wrong than profiles
+    are. None if either takes more than `allowed_ms` above `best_ms`, or `allowed_ms` is 0. `best`
+    is None where phases are best; `search` plans a candidate that is to beat a time.
     """
-    found, found_ms = None, best_ms if best is None else best.hoped(best_ms)
+    if allowed_ms <= 0:
+        return None
+    most_ms = best_ms + allowed_ms
+    found, found_ms = None, best_ms if best is None else best.optimistic_ms(best_ms)
     never_ran, never_ran_ms = None, np.inf
-    for candidate in candidates if allowed_ms > 0 else ():
-        is_hopeful = candidate.hoped(candidate.least_ms) < found_ms
+    for candidate in candidates:
+        may_win = candidate.optimistic_ms(candidate.least_ms) < found_ms
         is_new = candidate.correction.is_new and candidate.least_ms < never_ran_ms
-        most_ms = best_ms + allowed_ms
-        if candidate is best or candidate.least_ms > most_ms or not (is_hopeful or is_new):
+        if candidate is best or candidate.least_ms > most_ms or not (may_win or is_new):
             continue
         if candidate.iteration_ms == np.inf:
             search(candidate, best_ms - candidate.least_link_ms)
         if candidate.iteration_ms > most_ms:
             continue
-        if candidate.hoped(candidate.iteration_ms) < found_ms:
-            found, found_ms = candidate, candidate.hoped(candidate.iteration_ms)
+        if candidate.optimistic_ms(candidate.iteration_ms) < found_ms:
+            found, found_ms = candidate, candidate.optimistic_ms(candidate.iteration_ms)
         if candidate.correction.is_new and candidate.iteration_ms < never_ran_ms:
             never_ran, never_ran_ms = candidate, candidate.iteration_ms
     return found or never_ran

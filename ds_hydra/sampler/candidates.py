@@ -19,7 +19,8 @@ from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies, power_of_two_schemes
-from ds_hydra.strategy.proposal.expert_parallel import with_experts_of
+from ds_hydra.strategy.proposal.context_parallel import with_context_parallelism_of
+from ds_hydra.strategy.proposal.expert_parallel import with_expert_parallelism_of
 from ds_hydra.strategy.proposal.extended import with_derived_schemes, with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
@@ -27,7 +28,6 @@ from ds_hydra.strategy.proposal.program import (
     default_tokens_per_iteration,
     usable_schemes,
 )
-from ds_hydra.strategy.proposal.rows import with_rows_of
 from ds_hydra.strategy.proposal.streamed import CanRun, with_streams_of
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
@@ -207,8 +207,8 @@ def with_estimates_of(profile: Profile, strategies: Sequence[Strategy]) -> Profi
     """`profile` with an estimate for each scheme of `strategies` that has SP or CP, shares experts,
     or whose layers all stream or are gathered, where it did not measure that and can estimate it.
     """
-    known = with_rows_of(with_estimates(profile, strategies), strategies)
-    known = with_experts_of(known, strategies)
+    known = with_context_parallelism_of(with_estimates(profile, strategies), strategies)
+    known = with_expert_parallelism_of(known, strategies)
     return with_streams_of(known, strategies)
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_hydra.sampler.order import sift_down
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 from ds_hydra.strategy.schemes.neighbours import cuts
@@ -117,27 +118,27 @@ def plan_steps(
     shared_ms = min(kind.shared_ms(table) for kind, table in zip(kinds, tables))
     fewest = [kind.fewest(int(lengths.sum())) for kind in kinds]
     best: list[Step] = []
-    least, tried, count = limit, 0, min(fewest)
-    while (tried <= MORE_STEPS or count <= max(fewest)) and count <= max(*fewest, lengths.size):
-        is_found = False
+    least, num_tried = limit, 0
+    for count in range(min(fewest), max(*fewest, lengths.size) + 1):
         if finish(np.full(count, shared_ms / count)) >= least:
             break
+        is_found = False
         for members in (_by_length(lengths, count), _dealt(lengths, count)):
-            steps, is_held = [], True
+            steps: list[Step] = []
             for own in members:
                 step = _best_step(kinds, lengths, tables, own)
-                is_held = step is not None
                 if step is None:
                     break
                 steps.append(step)
-                if finish(np.array([step.slowest_ms for step in steps])) >= least:
-                    break
-            is_found |= is_held
-            if len(steps) == count and is_held:
                 ms = finish(np.array([step.slowest_ms for step in steps]))
-                best, least = (steps, ms) if ms < least else (best, least)
-        tried += is_found
-        count += 1
+                if ms >= least:
+                    break
+            else:
+                best, least = steps, ms
+            is_found |= step is not None
+        num_tried += is_found
+        if num_tried > MORE_STEPS and count >= max(fewest):
+            break
     return best
 
 
@@ -176,12 +177,12 @@ def solve_step(
     cuts: IntArray,
     num_ranks: int,
     limit: float,
-    found: FloatArray,
+    times_ms: FloatArray,
     group_of: IntArray,
 ) -> int:
-    """The best cut, -1 where none holds the sequences in less than `limit`; writes the time of its
-    slowest group and the device time of all, and the group of each sequence. `table`: ms of [size,
-    sequence]. See [Note: Mixed groups].
+    """The best cut, -1 where none holds the sequences in less than `limit`; writes `times_ms`, of
+    its slowest group and of all devices together, and the group of each sequence. `table`: ms of
+    [size, sequence]. See [Note: Mixed groups].
     """
     num_sizes, num_sequences = table.shape
     # A bound for each cut, cheapest first: placing is what takes long, and a few cuts are placed.
@@ -209,22 +210,22 @@ def solve_step(
         bounds[row] = max(alone, work_ms[used] / num_ranks)
     best, best_cut = limit, -1
     ends, filled = np.zeros(num_ranks), np.zeros(num_ranks, dtype=np.int64)
-    name, placed = np.zeros_like(filled), np.zeros_like(group_of)
+    heap, placed = np.zeros_like(filled), np.zeros_like(group_of)
     for row in np.argsort(bounds):
         if bounds[row] >= best:
             break
         slowest = _place(
-            lengths, table, constants, max_len, cuts[row], best, ends, filled, name, placed
+            lengths, table, constants, max_len, cuts[row], best, ends, filled, heap, placed
         )
         if slowest < best:
             best, best_cut = slowest, row
             group_of[:] = placed
-            found[0], found[1] = slowest, 0.0
+            times_ms[0], times_ms[1] = slowest, 0.0
             first = 0
             for k in range(num_sizes):
-                for g in range(first, first + cuts[row, k]):
+                for g in heap[first : first + cuts[row, k]]:
                     if filled[g] > 0:
-                        found[1] += sizes[k] * ends[g]
+                        times_ms[1] += sizes[k] * ends[g]
                 first += cuts[row, k]
     return best_cut
 
@@ -239,45 +240,36 @@ def _place(
     limit: float,
     ends: FloatArray,
     filled: IntArray,
-    name: IntArray,
+    heap: IntArray,
     placed: IntArray,
 ) -> float:
     """The end of the slowest group, infinite where it is not below `limit`; writes which group each
-    sequence is `placed` in, and the end of each group, its tokens and its `name`, groups of one
-    size as a heap with the earliest first.
+    sequence is `placed` in, the end of each group and its tokens, and for each size a `heap` of its
+    groups with the earliest first.
 
     Each sequence goes to the earliest group of the size where it ends first and has room.
     """
     first = 0
     for k in range(cut.size):
         for g in range(first, first + cut[k]):
-            ends[g], filled[g], name[g] = constants[k], 0, g
+            ends[g], filled[g], heap[g] = constants[k], 0, g
         first += cut[k]
     slowest = 0.0
     for i in range(lengths.size):
         end, kind, top = limit, -1, 0
         first = 0
         for k in range(cut.size):
-            has_room = cut[k] > 0 and filled[first] + lengths[i] <= max_len[k]
-            if has_room and ends[first] + table[k, i] < end:
-                end, kind, top = ends[first] + table[k, i], k, first
+            if cut[k] > 0:
+                group = heap[first]
+                has_room = filled[group] + lengths[i] <= max_len[k]
+                if has_room and ends[group] + table[k, i] < end:
+                    end, kind, top = ends[group] + table[k, i], k, first
             first += cut[k]
         if kind < 0:
             return np.inf
         slowest = max(slowest, end)
-        tokens, own = filled[top] + lengths[i], name[top]
-        placed[i] = own
-        place = 0
-        while True:  # down, past every group that ends earlier
-            child = 2 * place + 1
-            if child >= cut[kind]:
-                break
-            if child + 1 < cut[kind] and ends[top + child + 1] < ends[top + child]:
-                child += 1
-            if ends[top + child] >= end:
-                break
-            ends[top + place], filled[top + place] = ends[top + child], filled[top + child]
-            name[top + place] = name[top + child]
-            place = child
-        ends[top + place], filled[top + place], name[top + place] = end, tokens, own
+        group = heap[top]
+        placed[i], ends[group] = group, end
+        filled[group] += lengths[i]
+        sift_down(heap[top : top + cut[kind]], ends)
     return slowest

@@ -1,12 +1,12 @@
-"""In which order sequences are tried, and when one time is better than another; the same on every
-machine.
+"""In which order sequences and pipelines are tried, and when one time is better than another; the
+same on every machine.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ds_hydra.sampler.schedule import IntArray
+from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 
 EPSILON = 1e-9
@@ -27,3 +27,19 @@ def shuffled_order(lengths: IntArray, spread: float, seed: int) -> IntArray:
         state = (state * 1103515245 + 12345) % 2**31
         keys[i] = -lengths[i] * (1.0 + spread * state / 2**31)
     return np.argsort(keys, kind="mergesort")
+
+
+@compiled
+def sift_down(heap: IntArray, value: FloatArray) -> None:
+    """Restores the order of a heap of positions in `value`, the smallest value on top, after the
+    value of the top one has grown.
+    """
+    parent = 0
+    while 2 * parent + 1 < heap.size:
+        child = 2 * parent + 1
+        if child + 1 < heap.size and value[heap[child + 1]] < value[heap[child]]:
+            child += 1
+        if value[heap[parent]] <= value[heap[child]]:
+            return
+        heap[parent], heap[child] = heap[child], heap[parent]
+        parent = child

@@ -113,16 +113,10 @@ def find_palettes(
         while sizes and num_cuts(num_devices, tuple(sizes)) > MAX_CUTS:
             sizes = sizes[1:]
         if len(sizes) > 1:
-            ones = [of_size[size] for size in sizes]
-            found.append(
-                Palette(
-                    tuple(one.schemes[0] for one in ones),
-                    tuple(one.latency[0] for one in ones),
-                    tuple(one.factors[0] for one in ones),
-                    tuple(one.max_len_tokens[0] for one in ones),
-                    max((one.link for one in ones), key=_total_ms),
-                )
-            )
+            *fields, links = zip(*(of_size[size] for size in sizes))
+            own, latencies, factors, max_len = (sum(field, ()) for field in fields)
+            link = max(links, key=_total_ms)
+            found.append(Palette(own, latencies, factors, max_len, link))
     return list({palette.schemes: palette for palette in found}.values())
 
 

@@ -90,7 +90,7 @@ def balanced(scenario: Scenario, *, name: str) -> SystemResult:
         latency, longest = scenario.profile.get_latency(scheme), scenario.max_len_tokens(scheme)
         weights: dict[str, Callable[[FloatArray], FloatArray]] = {
             "tokens": lambda l: l,
-            "time": lambda l, t=latency: (t.quadratic_ms * l + t.linear_ms) * l,  # type: ignore[misc]
+            "time": latency.sequences_ms,
         }
         for kind, weigh in weights.items():
             outcomes = []

@@ -56,7 +56,7 @@ def _run(
     scheme = strategy.schemes[0]
     latency = scenario.profile.get_latency(scheme)
     counts: IntArray = -(-lengths // chunk)
-    work: FloatArray = (latency.quadratic_ms * lengths + latency.linear_ms) * lengths.astype(float)
+    work: FloatArray = latency.sequences_ms(lengths)
     again = np.maximum(0, counts - (kept - scheme.pp + 1)) / counts * scenario.forward_fraction
     work = work * np.where(counts > 1, 1 + again, 1.0)
     total: FloatArray = work + np.where(counts > 1, counts * latency.constant_ms, 0.0)

@@ -18,13 +18,13 @@ from ds_hydra.simulator.scenario import Scenario, SystemResult, bound_of
 from ds_hydra.simulator.systems import (
     DS_HYDRA,
     FULL_STATIC,
+    GRADIENTS_32_BIT,
     LABELS,
     PAPER,
     PLAIN,
     PLANNED,
     STATIC,
     SYSTEMS,
-    WHOLE,
     Contest,
     Settings,
 )
@@ -69,27 +69,31 @@ def compare(
         check_workload(workload, is_plain=is_plain)
     scenario = settings.scenario(workload, cluster)
     own = replace(own, batches=scenario.batches)
-    candidates = {name: p.strategies for name, p in known.planned.items()} if known else {}
+    given = {name: p.strategies for name, p in known.planned.items()} if known else {}
     jobs: dict[str, Callable[[], Any]] = {
-        DS_HYDRA: partial(_ours, DS_HYDRA, workload, own, settings, candidates.get(DS_HYDRA))
+        DS_HYDRA: partial(_run_in_space, DS_HYDRA, workload, own, settings, given.get(DS_HYDRA))
     }
-    if WHOLE in settings.systems and cluster is not None:
-        whole = replace(own, cluster=cluster.pushing_32_bit)
-        jobs[WHOLE] = partial(_ours, WHOLE, workload, whole, settings, candidates.get(WHOLE))
+    if GRADIENTS_32_BIT in settings.systems and cluster is not None:
+        pushing = replace(own, cluster=cluster.pushing_32_bit)
+        candidates = given.get(GRADIENTS_32_BIT)
+        jobs[GRADIENTS_32_BIT] = partial(
+            _run_in_space, GRADIENTS_32_BIT, workload, pushing, settings, candidates
+        )
     for name, each in ((PLAIN, own), (PAPER, scenario)):
+        # Where the profile has the engine's memory already, PAPER would be PLAIN again
         if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
-            jobs[name] = partial(_plain, name, workload, each, settings, candidates.get(name))
+            jobs[name] = partial(_run_plain, name, workload, each, settings, given.get(name))
     alone = Contest(
         scenario=scenario, full=scenario, strategies=(), candidates=(), given=workload.given
     )
     others = [name for name in settings.systems if name not in PLANNED]
-    jobs |= {name: partial(_run, alone, name) for name in others if name not in STATIC}
+    jobs |= {name: partial(_run_other, alone, name) for name in others if name not in STATIC}
     found = _run_all(jobs, progress, run_each)
     planned = {n: found[n] for n in PLANNED if found.get(n) is not None}
     jobs = {}
     if any(name in STATIC for name in others):
         contest = _contest(workload, scenario, planned, settings, known)
-        jobs = {name: partial(_run, contest, name) for name in others if name in STATIC}
+        jobs = {name: partial(_run_other, contest, name) for name in others if name in STATIC}
     found |= _run_all(jobs, progress, run_each)
     found |= {name: each.result for name, each in planned.items()}
     results = [found.get(name) for name in settings.systems]
@@ -121,14 +125,14 @@ def _call(job: Callable[[], Any]) -> Any:
     return job()
 
 
-def _run(contest: Contest, name: str) -> SystemResult | None:
+def _run_other(contest: Contest, name: str) -> SystemResult | None:
     return SYSTEMS[name].run(contest, name)
 
 
 def _fits_extended(own: Scenario) -> bool:
     """Whether a scheme of the full space fits the context."""
-    known = _derived(own)
-    longest = (known.max_len_tokens(s, own.num_devices) for s in _stretched(known, own))
+    derived = _derived(own)
+    longest = (derived.max_len_tokens(s, own.num_devices) for s in _stretched(derived, own))
     return any(length >= own.context_length for length in longest)
 
 
@@ -149,25 +153,25 @@ def _stretched(derived: Profile, own: Scenario) -> tuple[Scheme, ...]:
     )
 
 
-def _ours(
+def _run_in_space(
     name: str,
     workload: Workload,
     own: Scenario,
     settings: Settings,
-    known: tuple[Strategy, ...] | None,
+    candidates: tuple[Strategy, ...] | None,
 ) -> Planned:
-    """ds_hydra in the space of the settings, with `known` candidates if there are any."""
+    """ds_hydra in the space of the settings, with these `candidates` if there are any."""
     if workload.strategies or settings.space == "plain":
         if not workload.strategies:
             check_context(own.profile, own.num_devices, own.context_length)
-        strategies = workload.strategies or known or _propose(workload, own, settings, "plain")
-        return _plan(name, own, strategies, usable_schemes(own.profile, own.num_devices))
+        strategies = workload.strategies or candidates or _propose(workload, own, settings, "plain")
+        return _run_strategies(name, own, strategies, usable_schemes(own.profile, own.num_devices))
     profile = _derived(own)
-    schemes = () if known else _stretched(profile, own)
-    strategies = known or _propose(workload, own, settings, "wide")
+    schemes = () if candidates else _stretched(profile, own)
+    strategies = candidates or _propose(workload, own, settings, "wide")
     profile = profile.with_schemes(schemes)
     profile = _with_seen_traffic(with_schemes_of(profile, strategies), own.seen)
-    return _plan(name, replace(own, profile=profile), strategies, schemes)
+    return _run_strategies(name, replace(own, profile=profile), strategies, schemes)
 
 
 def _with_seen_traffic(profile: Profile, share: float | None) -> Profile:
@@ -183,20 +187,20 @@ def _with_seen_traffic(profile: Profile, share: float | None) -> Profile:
     )
 
 
-def _plain(
+def _run_plain(
     name: str,
     workload: Workload,
     scenario: Scenario,
     settings: Settings,
-    known: tuple[Strategy, ...] | None,
+    candidates: tuple[Strategy, ...] | None,
 ) -> Planned | None:
     """ds_hydra with <TP,PP> alone, None where that does not fit the context."""
     named = workload.strategies or workload.plain_strategies
     if not named and not scenario.statics():
         return None
-    strategies = named or known or _propose(workload, scenario, settings, "plain")
+    strategies = named or candidates or _propose(workload, scenario, settings, "plain")
     schemes = usable_schemes(scenario.profile, workload.num_devices)
-    return _plan(name, scenario, strategies, schemes)
+    return _run_strategies(name, scenario, strategies, schemes)
 
 
 def _contest(
@@ -232,7 +236,7 @@ def _contest(
     )
 
 
-def _plan(
+def _run_strategies(
     name: str, scenario: Scenario, strategies: Sequence[Strategy], schemes: Collection[Scheme]
 ) -> Planned:
     """ds_hydra with `strategies`; the bounds are those of `schemes` and of what the strategies have

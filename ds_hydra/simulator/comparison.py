@@ -13,7 +13,7 @@ from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.simulator.events import Simulation
 from ds_hydra.simulator.scenario import Bound, Scenario, SystemResult
-from ds_hydra.simulator.systems import DS_HYDRA, LABELS, WHOLE, Settings
+from ds_hydra.simulator.systems import DS_HYDRA, GRADIENTS_32_BIT, LABELS, Settings
 from ds_hydra.simulator.workload import Workload
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
@@ -169,7 +169,7 @@ class Comparison:
         """Iteration number `position` of `system`, one of `planned`, with all its events."""
         planned = self.planned[system]
         cluster = self.cluster
-        if system == WHOLE and cluster is not None:
+        if system == GRADIENTS_32_BIT and cluster is not None:
             cluster = cluster.pushing_32_bit
         scenario = replace(self._scenario(), profile=planned.profile, cluster=cluster)
         return scenario.simulate(planned.plans[position])

@@ -169,12 +169,6 @@ class Simulation:
         available = self.propagation_ms * self.num_devices
         return max(0.0, 1 - busy / available) if available > 0 else 0.0
 
-    @property
-    def idle_ranks(self) -> tuple[int, ...]:
-        """Ranks that run no forward: in no pipeline, or in one without micro-batches."""
-        busy = {rank for run in self.runs if run.work.num_micro_batches for rank in run.work.ranks}
-        return tuple(rank for rank in range(self.num_devices) if rank not in busy)
-
     def timeline(self) -> Timeline:
         """All events; those of ranks outside every pipeline have pipeline -1."""
         events: list[Event] = []

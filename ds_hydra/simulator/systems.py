@@ -43,10 +43,10 @@ class Contest:
 
 Run = Callable[[Contest, str], SystemResult | None]
 
-DS_HYDRA, WHOLE, PLAIN, PAPER = "ds_hydra", "32_bit", "plain", "paper"
+DS_HYDRA, GRADIENTS_32_BIT, PLAIN, PAPER = "ds_hydra", "32_bit", "plain", "paper"
 PLANNED = {
     DS_HYDRA: "ds_hydra",
-    WHOLE: "ds_hydra, 32-bit gradients",
+    GRADIENTS_32_BIT: "ds_hydra, 32-bit gradients",
     PLAIN: "ds_hydra, <TP,PP> alone",
     PAPER: "the same, memory of the paper",
 }

@@ -10,7 +10,7 @@ from ds_hydra.engine.profiling.profile_document import state_memory
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_profile
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
-from ds_hydra.strategy.proposal.estimate import describe_model, shared_experts
+from ds_hydra.strategy.proposal.estimate import describe_model, expert_parallel_schemes
 
 
 def estimate_profile(
@@ -19,20 +19,22 @@ def estimate_profile(
     """A profile that nobody has measured: roofline of `hardware`, states counted from the dtypes in
     use.
 
-    Activations are 36 + 1.5 TP bytes for each token, layer and hidden unit of 1/TP of a
-    micro-batch, which is within 2% of the published A800 profiles. Recomputed layers keep their
-    input, 2 TP (2 with `hydra.tp_sequence_parallel`), and one of L layers is whole at a time.
+    Recomputed layers keep their input, 2 TP bytes (2 with `hydra.tp_sequence_parallel`) for each
+    token and hidden unit of 1/TP of a micro-batch, and one of L layers is whole at a time.
     """
     config: PretrainedConfig = stage_model.config
     shape, heads = describe_model(
         {**config.to_dict(), "vocab_size": stage_model.vocab_size}, config.model_type
     )
-    wanted = (*power_of_two_schemes(num_devices), *shared_experts(shape, heads, num_devices))
+    wanted = (
+        *power_of_two_schemes(num_devices),
+        *expert_parallel_schemes(shape, heads, num_devices),
+    )
     schemes = [scheme for scheme in wanted if stage_model.can_run(scheme)]
     layers = stage_model.num_layers
 
     def activation_bytes(tp: int) -> float:
-        kept = shape.kept_bytes + 1.5 * tp
+        kept = shape.activation_bytes(tp)
         inputs = 2.0 if hydra.tp_sequence_parallel else 2.0 * tp
         return inputs + kept / layers if hydra.activation_checkpointing else kept
 

@@ -19,9 +19,9 @@ from ds_hydra.sampler.dispatch.dispatch_ilp import solve_dispatch
 from ds_hydra.sampler.dispatch.estimates import estimate_ms
 from ds_hydra.sampler.dispatch.exchange import improve_dispatch
 from ds_hydra.sampler.ilp import SolverLimits
-from ds_hydra.sampler.order import EPSILON, shuffled_order
+from ds_hydra.sampler.order import EPSILON, shuffled_order, sift_down
 from ds_hydra.sampler.problem import DispatchProblem, PipelineKind, make_problem
-from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.sampler.schedule import IntArray
 from ds_hydra.strategy.compiled import compiled
 
 _MAX_OPEN = 64
@@ -67,24 +67,8 @@ def _dispatch_greedily(problem: DispatchProblem, order: IntArray, assignment: In
         tokens[pipeline] += problem.lengths[i]
         longest[pipeline] = i if longest[pipeline] < 0 else min(i, longest[pipeline])
         value[pipeline] = best
-        _sift_down(heap[start[best_kind] : start[best_kind + 1]], value)
+        sift_down(heap[start[best_kind] : start[best_kind + 1]], value)
     return float(value.max())
-
-
-@compiled
-def _sift_down(heap: IntArray, value: FloatArray) -> None:
-    """Restores the heap order (smallest value on top) after the value of the top pipeline has
-    grown.
-    """
-    parent = 0
-    while 2 * parent + 1 < heap.size:
-        child = 2 * parent + 1
-        if child + 1 < heap.size and value[heap[child + 1]] < value[heap[child]]:
-            child += 1
-        if value[heap[parent]] <= value[heap[child]]:
-            return
-        heap[parent], heap[child] = heap[child], heap[parent]
-        parent = child
 
 
 @compiled

@@ -59,7 +59,7 @@ def _pack_pipeline(
     kind = problem.kind_of[pipeline]
     packed = np.zeros(members.size, dtype=np.int64)
     cost = pipeline_cost(problem, kind)
-    time, _ = pack_micro_batches(
+    time = pack_micro_batches(
         problem.lengths[members], problem.sequence_ms[kind][members], cost, effort, packed
     )
     micro_batches[members] = packed
@@ -71,12 +71,12 @@ def pack_pipelines(
     problem: DispatchProblem, assignment: IntArray, micro_batches: IntArray
 ) -> FloatArray:
     """Packs all pipelines quickly; writes `micro_batches`, returns the time of each pipeline."""
-    value = np.zeros(problem.kind_of.size)
-    for pipeline in range(value.size):
-        value[pipeline] = _pack_pipeline(
+    pipeline_ms = np.zeros(problem.kind_of.size)
+    for pipeline in range(pipeline_ms.size):
+        pipeline_ms[pipeline] = _pack_pipeline(
             problem, assignment, pipeline, _FIRST_EFFORT, micro_batches
         )
-    return value
+    return pipeline_ms
 
 
 @compiled
@@ -105,21 +105,21 @@ def iteration_ms(
     problem: DispatchProblem,
     assignment: IntArray,
     micro_batches: IntArray,
-    value: FloatArray,
+    pipeline_ms: FloatArray,
     pull_ms: float,
     push_ms: float,
     num_buckets: int,
 ) -> float:
-    """Time of the slowest pipeline with its pull and push: `value` and what they add to the 1F1B
-    recurrence.
+    """Time of the slowest pipeline with its pull and push: `pipeline_ms` and what they add to the
+    1F1B recurrence.
 
     `num_buckets` layers of the model are pulled and pushed one by one beside propagation; 0: not
     beside it.
     """
     if pull_ms + push_ms == 0.0:
-        return float(value.max())
+        return float(pipeline_ms.max())
     slowest = pull_ms + push_ms
-    for pipeline in range(value.size):
+    for pipeline in range(pipeline_ms.size):
         members = np.flatnonzero(assignment == pipeline)
         if members.size > 0:
             times = _micro_batch_times_ms(problem, members, pipeline, micro_batches)
@@ -129,7 +129,7 @@ def iteration_ms(
             linked = linked_ms(
                 times, num_stages, problem.forward_fraction, pull_ms, push_ms, buckets
             )
-            slowest = max(slowest, value[pipeline] + linked - alone)
+            slowest = max(slowest, pipeline_ms[pipeline] + linked - alone)
     return slowest
 
 
@@ -151,50 +151,51 @@ def refine_pipelines(
     problem: DispatchProblem,
     assignment: IntArray,
     micro_batches: IntArray,
-    value: FloatArray,
+    pipeline_ms: FloatArray,
     enough_ms: float,
     max_steps: int,
     num_targets: int,
 ) -> float:
     """Exchanges sequences until the iteration gets no shorter, or lasts `enough_ms` at most.
 
-    Changes `assignment`, `micro_batches` and `value`; returns the time of the slowest pipeline.
+    Changes `assignment`, `micro_batches` and `pipeline_ms`; returns the time of the slowest
+    pipeline.
     """
     loads = count_loads(problem, assignment)
-    is_searched = np.zeros(value.size, dtype=np.bool_)
+    is_searched = np.zeros(pipeline_ms.size, dtype=np.bool_)
     found_ms, found = np.zeros(_NUM_EXCHANGES), np.zeros((_NUM_EXCHANGES, 3), dtype=np.int64)
     # What packing made of a pipeline beyond its estimate: most of it stays when a sequence changes,
     # so estimate + bias tells better which exchange is worth packing.
-    bias = np.zeros(value.size)
-    for pipeline in range(value.size):
-        bias[pipeline] = value[pipeline] - estimate_after_ms(problem, loads, pipeline, -1)
+    bias = np.zeros(pipeline_ms.size)
+    for pipeline in range(pipeline_ms.size):
+        bias[pipeline] = pipeline_ms[pipeline] - estimate_after_ms(problem, loads, pipeline, -1)
     for _ in range(max_steps):
-        slowest = int(np.argmax(value))
-        if value[slowest] <= enough_ms:
+        slowest = int(np.argmax(pipeline_ms))
+        if pipeline_ms[slowest] <= enough_ms:
             break
         if not is_searched[slowest]:
             is_searched[slowest] = True
             old_micro_batches = micro_batches.copy()
             time = _pack_pipeline(problem, assignment, slowest, _SLOWEST_EFFORT, micro_batches)
-            if time < value[slowest]:
-                bias[slowest] += time - value[slowest]
-                value[slowest] = time
+            if time < pipeline_ms[slowest]:
+                bias[slowest] += time - pipeline_ms[slowest]
+                pipeline_ms[slowest] = time
                 continue
             micro_batches[:] = old_micro_batches
-        is_target = choose_targets(problem, value, slowest, num_targets)
+        is_target = choose_targets(problem, pipeline_ms, slowest, num_targets)
         num_found = find_exchanges(
-            problem, assignment, loads, value, bias, slowest, is_target, found_ms, found
+            problem, assignment, loads, pipeline_ms, bias, slowest, is_target, found_ms, found
         )
         partner = _try_exchanges(
-            problem, assignment, micro_batches, value, slowest, found[:num_found]
+            problem, assignment, micro_batches, pipeline_ms, slowest, found[:num_found]
         )
         if partner < 0:
             break
         recount(problem, assignment, loads, slowest, partner)
         for pipeline in (slowest, partner):
-            bias[pipeline] = value[pipeline] - estimate_after_ms(problem, loads, pipeline, -1)
+            bias[pipeline] = pipeline_ms[pipeline] - estimate_after_ms(problem, loads, pipeline, -1)
             is_searched[pipeline] = False
-    return float(value.max())
+    return float(pipeline_ms.max())
 
 
 @compiled
@@ -202,7 +203,7 @@ def perturb_and_refine(
     problem: DispatchProblem,
     assignment: IntArray,
     micro_batches: IntArray,
-    value: FloatArray,
+    pipeline_ms: FloatArray,
     enough_ms: float,
     max_steps: int,
     num_targets: int,
@@ -211,23 +212,24 @@ def perturb_and_refine(
     """Leaves a local optimum: moves a few sequences off the slowest pipeline, refines, keeps what
     is better.
 
-    Changes `assignment`, `micro_batches` and `value`; returns the time of the slowest pipeline.
+    Changes `assignment`, `micro_batches` and `pipeline_ms`; returns the time of the slowest
+    pipeline.
     """
     for seed in range(num_perturbations):
-        best = value.max()
+        best = pipeline_ms.max()
         if best <= enough_ms:
             break
         new_assignment, new_micro_batches = assignment.copy(), micro_batches.copy()
-        _perturb(problem, new_assignment, int(np.argmax(value)), seed)
-        new_value = pack_pipelines(problem, new_assignment, new_micro_batches)
+        _perturb(problem, new_assignment, int(np.argmax(pipeline_ms)), seed)
+        new_ms = pack_pipelines(problem, new_assignment, new_micro_batches)
         time = refine_pipelines(
-            problem, new_assignment, new_micro_batches, new_value, enough_ms, max_steps, num_targets
+            problem, new_assignment, new_micro_batches, new_ms, enough_ms, max_steps, num_targets
         )
         if time < best * (1 - EPSILON):
             assignment[:] = new_assignment
             micro_batches[:] = new_micro_batches
-            value[:] = new_value
-    return float(value.max())
+            pipeline_ms[:] = new_ms
+    return float(pipeline_ms.max())
 
 
 @compiled
@@ -250,7 +252,7 @@ def _try_exchanges(
     problem: DispatchProblem,
     assignment: IntArray,
     micro_batches: IntArray,
-    value: FloatArray,
+    pipeline_ms: FloatArray,
     slowest: int,
     exchanges: IntArray,
 ) -> int:
@@ -263,10 +265,10 @@ def _try_exchanges(
         apply_exchange(assignment, slowest, exchanges[number])
         here = _pack_pipeline(problem, assignment, slowest, _EXCHANGE_EFFORT, micro_batches)
         # The partner is packed only where this side gains: packing is what takes long.
-        if here < value[slowest] * (1 - EPSILON):
+        if here < pipeline_ms[slowest] * (1 - EPSILON):
             there = _pack_pipeline(problem, assignment, partner, _EXCHANGE_EFFORT, micro_batches)
-            if there < value[slowest] * (1 - EPSILON):
-                value[slowest], value[partner] = here, there
+            if there < pipeline_ms[slowest] * (1 - EPSILON):
+                pipeline_ms[slowest], pipeline_ms[partner] = here, there
                 return partner
         assignment[:] = old_assignment
         micro_batches[:] = old_micro_batches

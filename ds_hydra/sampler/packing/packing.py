@@ -8,13 +8,10 @@ packing. Values of V are tried in the order of their lower bound until none can 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from ds_hydra.errors import InfeasiblePlanError
 from ds_hydra.sampler.ilp import SolverLimits
 from ds_hydra.sampler.order import EPSILON, shuffled_order
 from ds_hydra.sampler.packing.local_search import (
@@ -26,19 +23,15 @@ from ds_hydra.sampler.packing.packing_bounds import (
     PipelineCost,
     micro_batch_count_bound_ms,
     min_num_micro_batches,
-    pipeline_bound_ms,
 )
 from ds_hydra.sampler.packing.packing_ilp import solve_micro_batches
 from ds_hydra.sampler.schedule import (
     MAX_BALANCED_MICRO_BATCHES,
     FloatArray,
     IntArray,
-    balance_micro_batches,
     makespan_ms,
 )
 from ds_hydra.strategy.compiled import compiled
-from ds_hydra.strategy.profiles.profile import LatencyModel
-from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 
 
 class Effort(NamedTuple):
@@ -51,28 +44,7 @@ class Effort(NamedTuple):
     num_perturbations: int
 
 
-_THOROUGH = Effort(12, 10_000, 40)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """Micro-batches of one pipeline in 1F1B order; `micro_batches[j]` lists positions in the given
-    lengths.
-    """
-
-    micro_batches: tuple[tuple[int, ...], ...]
-    objective_ms: float
-    lower_bound_ms: float
-
-    @property
-    def gap(self) -> float:
-        """How far the objective may be above the optimum, relative to the lower bound."""
-        return self.objective_ms / self.lower_bound_ms - 1 if self.lower_bound_ms > 0 else 0.0
-
-    @property
-    def is_optimal(self) -> bool:
-        """Whether the lower bound proves that no packing is faster."""
-        return self.gap <= EPSILON
+THOROUGH = Effort(12, 10_000, 40)
 
 
 @compiled
@@ -180,18 +152,39 @@ def _drop_empty_micro_batches(micro_batches: IntArray) -> int:
 
 
 @compiled
+def _improve_trial(
+    sequence_ms: FloatArray,
+    lengths: IntArray,
+    trial: IntArray,
+    cost: PipelineCost,
+    num_evaluations: int,
+    best: float,
+    micro_batches: IntArray,
+) -> float:
+    """Improves the packing `trial`, and writes it to `micro_batches`, whose objective is `best`, if
+    it is then better; returns the objective of these.
+    """
+    num_micro_batches = _drop_empty_micro_batches(trial)
+    value = improve_micro_batches(
+        sequence_ms, lengths, trial, num_micro_batches, cost, num_evaluations
+    )
+    if value >= best * (1 - EPSILON):
+        return best
+    micro_batches[:] = trial
+    return value
+
+
+@compiled
 def pack_micro_batches(
     lengths: IntArray,
     sequence_ms: FloatArray,
     cost: PipelineCost,
     effort: Effort,
     micro_batches: IntArray,
-) -> tuple[float, int]:
-    """Writes the micro-batch of every sequence (lengths descending); returns objective and number
-    of micro-batches.
-    """
+) -> float:
+    """Writes the micro-batch of every sequence (lengths descending); returns the objective."""
     if lengths.size == 0:
-        return 0.0, 0
+        return 0.0
     min_micro_batches = min_num_micro_batches(lengths, cost.max_len_tokens)
     fewest = fewest_micro_batches(
         lengths,
@@ -204,9 +197,8 @@ def pack_micro_batches(
     best = makespan_ms(
         times, cost.num_stages, cost.forward_fraction, cost.is_exact, cost.traffic_ms
     )
-    best_num_micro_batches = fewest
     if cost.num_stages == 1 and cost.is_exact and times.min() >= cost.traffic_ms:
-        return best, fewest
+        return best
     fullest = micro_batches.copy()
     trial = np.empty_like(micro_batches)
     load, longest = sequence_ms.sum(), sequence_ms.max()
@@ -227,26 +219,16 @@ def pack_micro_batches(
                 continue
             trial[:] = fullest
             _split_micro_batches(lengths, trial, fewest, num_micro_batches)
-        num_micro_batches = _drop_empty_micro_batches(trial)
-        value = improve_micro_batches(
-            sequence_ms, lengths, trial, num_micro_batches, cost, effort.num_evaluations
+        best = _improve_trial(
+            sequence_ms, lengths, trial, cost, effort.num_evaluations, best, micro_batches
         )
-        if value < best * (1 - EPSILON):
-            best = value
-            best_num_micro_batches = num_micro_batches
-            micro_batches[:] = trial
-    for seed in range(effort.num_perturbations if best_num_micro_batches > 1 else 0):
+    for seed in range(effort.num_perturbations if micro_batches.max() > 0 else 0):
         trial[:] = micro_batches
-        perturb(lengths, trial, best_num_micro_batches, cost.max_len_tokens, seed)
-        num_micro_batches = _drop_empty_micro_batches(trial)
-        value = improve_micro_batches(
-            sequence_ms, lengths, trial, num_micro_batches, cost, effort.num_evaluations
+        perturb(lengths, trial, trial.max() + 1, cost.max_len_tokens, seed)
+        best = _improve_trial(
+            sequence_ms, lengths, trial, cost, effort.num_evaluations, best, micro_batches
         )
-        if value < best * (1 - EPSILON):
-            best = value
-            best_num_micro_batches = num_micro_batches
-            micro_batches[:] = trial
-    return best, best_num_micro_batches
+    return best
 
 
 @compiled
@@ -272,73 +254,19 @@ def _split_micro_batches(
         num_micro_batches += 1
 
 
-def pack_sequences(
-    lengths: Sequence[int],
-    *,
-    latency: LatencyModel,
-    num_stages: int,
-    max_len_tokens: int,
-    is_exact: bool = True,
-    forward_fraction: float = FORWARD_FRACTION,
-    limits: SolverLimits | None = None,
-) -> Packing:
-    """The best packing found for one pipeline; `limits` allow integer programs where the gap is
-    large.
-
-    Raises InfeasiblePlanError if a sequence is longer than `max_len_tokens`.
-    """
-    if lengths and max(lengths) > max_len_tokens:
-        raise InfeasiblePlanError(
-            f"a sequence of {max(lengths)} tokens does not fit a micro-batch of {max_len_tokens}; "
-            f"lower hydra.context_length to {max_len_tokens} or raise hydra.memory_limit_bytes"
-        )
-    order = np.argsort(-np.array(lengths, dtype=np.int64), kind="stable")
-    descending = np.array(lengths, dtype=np.int64)[order]
-    sequence_ms = np.array(
-        [latency.sequence_ms(int(length)) for length in descending], dtype=np.float64
-    )
-    balance = balance_micro_batches(num_stages, forward_fraction)
-    cost = PipelineCost(
-        num_stages,
-        float(latency.constant_ms),
-        float(latency.traffic_ms),
-        max_len_tokens,
-        forward_fraction,
-        is_exact,
-        balance,
-    )
-    micro_batches = np.zeros_like(descending)
-    objective, num_micro_batches = pack_micro_batches(
-        descending, sequence_ms, cost, _THOROUGH, micro_batches
-    )
-    lower_bound = pipeline_bound_ms(descending, sequence_ms, cost)
-    if limits is not None and objective > lower_bound * (1 + limits.gap_tolerance):
-        objective, num_micro_batches, lower_bound = solve_packing(
-            descending, sequence_ms, cost, limits, micro_batches
-        )
-    return Packing(
-        micro_batches=tuple(
-            tuple(order[micro_batches == micro_batch].tolist())
-            for micro_batch in range(num_micro_batches)
-        ),
-        objective_ms=objective,
-        lower_bound_ms=min(lower_bound, objective),
-    )
-
-
 def solve_packing(
     lengths: IntArray,
     sequence_ms: FloatArray,
     cost: PipelineCost,
     limits: SolverLimits,
     micro_batches: IntArray,
-) -> tuple[float, int, float]:
+) -> tuple[float, float]:
     """Improves `micro_batches` with integer programs, one for each V whose bound is below the best
     objective.
 
-    Returns objective, number of micro-batches and lower bound. By the closed form a program also
-    raises the bound of its V; by the recurrence it shows only which V are possible, and its
-    micro-batches are a start for the search.
+    Returns objective and lower bound. By the closed form a program also raises the bound of its V;
+    by the recurrence it shows only which V are possible, and its micro-batches are a start for the
+    search.
     """
     num_micro_batches = int(micro_batches.max()) + 1
     times = micro_batch_times_ms(sequence_ms, micro_batches, num_micro_batches, cost.constant_ms)
@@ -354,7 +282,7 @@ def solve_packing(
         if bounds[count] * (1 + limits.gap_tolerance) >= best:
             break
         below = np.inf if cost.is_exact else best / (cost.num_stages - 1 + count) - cost.constant_ms
-        start = micro_batches if count == num_micro_batches else None
+        start = micro_batches if count == micro_batches.max() + 1 else None
         solution = solve_micro_batches(
             lengths,
             sequence_ms,
@@ -370,12 +298,13 @@ def solve_packing(
         elif np.isinf(solution.load_bound_ms):
             bounds[count] = np.inf
         if solution.micro_batches is not None:
-            trial = solution.micro_batches
-            trial_micro_batches = _drop_empty_micro_batches(trial)
-            value = improve_micro_batches(
-                sequence_ms, lengths, trial, trial_micro_batches, cost, _THOROUGH.num_evaluations
+            best = _improve_trial(
+                sequence_ms,
+                lengths,
+                solution.micro_batches,
+                cost,
+                THOROUGH.num_evaluations,
+                best,
+                micro_batches,
             )
-            if value < best * (1 - EPSILON):
-                best, num_micro_batches = value, trial_micro_batches
-                micro_batches[:] = trial
-    return best, num_micro_batches, min(bounds.values())
+    return best, min(bounds.values())

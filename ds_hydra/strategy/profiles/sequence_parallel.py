@@ -23,7 +23,7 @@ def estimate_latency(profile: Profile, scheme: Scheme) -> LatencyModel | None:
     counts nothing.
     """
     if scheme.cp > 1:
-        return _estimate_rows(profile, scheme)
+        return _estimate_context_parallel(profile, scheme)
     if scheme.ep > 1:  # tokens that travel to experts are measured, not estimated
         return None
     base = profile.latency.get(replace(scheme, sp=1))
@@ -39,7 +39,7 @@ def estimate_latency(profile: Profile, scheme: Scheme) -> LatencyModel | None:
     )
 
 
-def _estimate_rows(profile: Profile, scheme: Scheme) -> LatencyModel | None:
+def _estimate_context_parallel(profile: Profile, scheme: Scheme) -> LatencyModel | None:
     """T of `scheme` with CP from that without, which CP ranks share, and from <CP x SP x TP,PP>.
 
     CP ranks gather keys and values of a micro-batch, in backward again, and give away their

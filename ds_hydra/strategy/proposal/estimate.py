@@ -51,7 +51,7 @@ def estimate_from_config(
         for s in power_of_two_schemes(num_devices)
         if heads % s.tp == 0 and s.pp <= shape.num_layers
     ]
-    schemes += shared_experts(shape, heads, num_devices)
+    schemes += expert_parallel_schemes(shape, heads, num_devices)
     document = predict_profile(
         shape,
         hardware,
@@ -59,7 +59,7 @@ def estimate_from_config(
         name=path.parent.name if path.stem == "config" else path.stem,
         memory={
             "activation_bytes_per_token_per_layer_per_hidden": {
-                str(tp): shape.kept_bytes + 1.5 * tp for tp in {scheme.tp for scheme in schemes}
+                str(tp): shape.activation_bytes(tp) for tp in {scheme.tp for scheme in schemes}
             },
             **engine_states(params, _ELEMENT_BYTES),
             **expert_memory(shape.expert_params / shape.layer_params),
@@ -161,7 +161,7 @@ def _layers_with_experts(config: Mapping[str, Any], num_layers: int) -> int:
     return sum(i not in dense and (i + 1) % step == 0 for i in range(first, num_layers))
 
 
-def shared_experts(shape: ModelShape, heads: int, num_devices: int) -> list[Scheme]:
+def expert_parallel_schemes(shape: ModelShape, heads: int, num_devices: int) -> list[Scheme]:
     """<spN,PP;ep=N> of powers of two that fit `num_devices` and divide heads and experts."""
     num = shape.experts.num if shape.experts is not None else 1
     return [

@@ -1,4 +1,4 @@
-"""What a profile says of schemes that share experts and that it did not measure: <spN,PP;ep=N>."""
+"""What a profile says of schemes with expert parallelism that it did not measure: <spN,PP;ep=N>."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ds_hydra.strategy.proposal.streamed import CanRun
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
-def with_shared_experts(
+def with_expert_parallelism(
     profile: Profile,
     *,
     num_devices: int,
@@ -36,7 +36,7 @@ def with_shared_experts(
     return _with_entries(profile, cluster, [s for s in found if can_run(s)])
 
 
-def with_experts_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
+def with_expert_parallelism_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
     """`profile` with an estimate for the schemes of `strategies` with ep that it has no T of; as it
     is where nothing is known of its experts, its interconnects or of the scheme without ep.
     """

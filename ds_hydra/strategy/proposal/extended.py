@@ -12,8 +12,11 @@ import numpy as np
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
-from ds_hydra.strategy.proposal.expert_parallel import with_shared_experts
-from ds_hydra.strategy.proposal.rows import schemes_with_rows, with_rows
+from ds_hydra.strategy.proposal.context_parallel import (
+    context_parallel_schemes,
+    with_context_parallelism,
+)
+from ds_hydra.strategy.proposal.expert_parallel import with_expert_parallelism
 from ds_hydra.strategy.proposal.streamed import CanRun, with_streamed_schemes
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
@@ -40,7 +43,7 @@ def with_extended_schemes(
     - <SP,TP,PP> where <TP,PP> and <SP x TP,PP> were measured (`with_estimates`), so that the heads
       divide; of one stage also where only <TP,1> was and `cluster` says what exchanges take.
     - <CP,TP,PP>, and <SP,CP,TP,PP> where the heads no longer divide by more SP
-      (`schemes_with_rows`).
+      (`context_parallel_schemes`).
     - <spN,PP;ep=N> of a mixture of experts, where `cluster` says how fast tokens travel.
     - <SP,TP,1;stream>, and <SP,TP,1;gather> for `tokens_per_iteration`, where `cluster` says how
       fast layers move (`with_streamed_schemes`).
@@ -79,9 +82,11 @@ def with_derived_schemes(
     """
     measured = profile.only(profile.latency.keys() - profile.assumed)
     known = _with_sequence_parallelism(measured, num_devices, can_run, cluster)
-    known = with_rows(known, filter(can_run, schemes_with_rows(measured, num_devices)), cluster)
+    known = with_context_parallelism(
+        known, filter(can_run, context_parallel_schemes(measured, num_devices)), cluster
+    )
     if cluster is not None:
-        known = with_shared_experts(
+        known = with_expert_parallelism(
             known, num_devices=num_devices, cluster=cluster, can_run=can_run
         )
         known = with_streamed_schemes(
@@ -245,14 +250,17 @@ def undominated(
     gathers = np.array([scheme.gather for scheme in schemes])  # another kind of strategy
     is_better = (devices[:, None] == devices) & (held[:, None] >= held)
     is_better &= gathers[:, None] == gathers
+    same_hidden = hidden[:, None] == hidden  # else what the other does not hide is left out
     for weight in (np.ones_like(slots), slots):
+        # Time per token of the longest sequence that the other holds
         at_end = weight[:, None] * (np.maximum(a[:, None] * held, hidden[:, None]) + b[:, None])
         is_better &= at_end <= weight * (a * held + b)
-        is_equal = hidden[:, None] == hidden  # else what the other does not hide is left out
-        is_better &= (weight * (b + hidden))[:, None] <= weight * (b + is_equal * hidden)
+        # The same of the shortest, whose attention hides nothing
+        is_better &= (weight * (b + hidden))[:, None] <= weight * (b + same_hidden * hidden)
+        # What a micro-batch takes whatever is in it
         is_better &= (weight * c)[:, None] <= weight * c
         is_better &= (weight * traffic)[:, None] <= weight * traffic
-    is_equal = is_better & is_better.T
+    is_tied = is_better & is_better.T
     earlier = np.arange(len(schemes))[:, None] < np.arange(len(schemes))
-    loses = (is_better & ~is_equal) | (is_equal & earlier)
+    loses = (is_better & ~is_tied) | (is_tied & earlier)
     return tuple(scheme for scheme, is_out in zip(schemes, loses.any(axis=0)) if not is_out)

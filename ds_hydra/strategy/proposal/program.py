@@ -18,7 +18,7 @@ are what the planner is for; a proposal only says which strategies it should con
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -115,38 +115,41 @@ def check_context(
     longest = _longest_micro_batch(profile, known, num_devices)
     if longest >= context_length:
         return
-    doublings = _doublings(num_devices)
-    enough = next(
-        (n for n in doublings if _longest_micro_batch(profile, known, n) >= context_length), None
+    remedies = [f"lower the context to {longest}"] if longest > 0 else []
+    remedies += _remedies(profile, known, num_devices, context_length, can_run)
+    raise HydraConfigError(
+        f"profile {profile.name!r}: no scheme fits a micro-batch of {context_length} tokens on {num_devices} devices, "
+        f"the longest that fits has {max(longest, 0)}; {', or '.join(remedies)}"
     )
-    help_texts = [f"lower the context to {longest}"] if longest > 0 else []
-    if enough is not None:
-        help_texts.append(f"use {enough} devices")
+
+
+def _remedies(
+    profile: Profile,
+    schemes: Sequence[Scheme],
+    num_devices: int,
+    context_length: int,
+    can_run: CanRun | None,
+) -> list[str]:
+    """What lets a micro-batch of `context_length` fit, each as advice to the user."""
+    doublings = (num_devices << exponent for exponent in range(1, 15))
+    fitting = (n for n in doublings if _longest_micro_batch(profile, schemes, n) >= context_length)
+    enough = next(fitting, None)
+    found = [] if enough is None else [f"use {enough} devices"]
     if can_run is not None:
         extended = with_extended_schemes(
             profile, num_devices=num_devices, context_length=context_length, can_run=can_run
         )
         most = _longest_micro_batch(extended, extended.latency, num_devices)
         if most >= context_length:
-            help_texts.append(
-                f'set hydra.planner.space to "wide" (--space wide), which fits {most}'
-            )
-    help_texts.append("turn on activation checkpointing and profile again")
-    help_texts.append("profile schemes with a higher TP degree")
-    raise HydraConfigError(
-        f"profile {profile.name!r}: no scheme fits a micro-batch of {context_length} tokens on {num_devices} devices, "
-        f"the longest that fits has {max(longest, 0)}; {', or '.join(help_texts)}"
-    )
+            found.append(f'set hydra.planner.space to "wide" (--space wide), which fits {most}')
+    found.append("turn on activation checkpointing and profile again")
+    found.append("profile schemes with a higher TP degree")
+    return found
 
 
 def _longest_micro_batch(profile: Profile, schemes: Iterable[Scheme], num_devices: int) -> int:
     fitting = [s for s in schemes if s.num_devices <= num_devices]
     return max((profile.max_len_tokens(s, num_devices) for s in fitting), default=0)
-
-
-def _doublings(num_devices: int) -> Iterator[int]:
-    for exponent in range(1, 15):
-        yield num_devices << exponent
 
 
 def charge_ms(
@@ -168,8 +171,7 @@ def charge_ms(
     UtilLen.
     """
     model = profile.get_latency(scheme)
-    lengths = lengths_tokens.astype(np.float64)
-    variable: FloatArray = (model.quadratic_ms * lengths + model.linear_ms) * lengths
+    variable = model.sequences_ms(lengths_tokens)
     if settings.charge == "per_sequence":
         return variable + model.constant_ms
     if settings.tokens_per_iteration is None:
@@ -185,7 +187,7 @@ def charge_ms(
     num_slots = num_micro_batches + scheme.pp - 1
     charged: FloatArray = (
         variable * (num_slots / num_micro_batches)
-        + lengths / share_tokens * model.constant_ms * num_slots
+        + lengths_tokens / share_tokens * model.constant_ms * num_slots
     )
     return charged
 
@@ -250,7 +252,9 @@ def _bisect_times(
     )
     low = least_work / num_devices
     times_ms[:] = np.inf
+    # One limit tells of every bin whether it is enough, so later bins begin with what others found
     for l in range(num_bins, 0, -1):
+        # Where nothing was enough yet, it rises from hardly above the bound, which is often near
         limit = low[l] * (1.0 + 4.0 * precision)
         while times_ms[l] > low[l] * (1.0 + precision):
             if times_ms[l] < np.inf:
@@ -264,7 +268,8 @@ def _bisect_times(
                     times_ms[i] = min(times_ms[i], limit)
                 else:
                     low[i] = max(low[i], limit)
-            limit *= 1.5
+            if times_ms[l] == np.inf:
+                limit *= 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,11 +38,7 @@ def single_rank_latency(profile: Profile) -> LatencyModel | None:
     if measured is not None and Scheme(1, 1) not in profile.assumed:
         return measured
     found = [
-        LatencyModel(
-            quadratic_ms=scheme.pp * latency.quadratic_ms,
-            linear_ms=scheme.pp * latency.linear_ms,
-            constant_ms=scheme.pp * latency.constant_ms,
-        )
+        latency.scaled(scheme.pp)
         for scheme, latency in profile.latency.items()
         if scheme.tp == 1 and scheme.is_plain
     ]
@@ -98,7 +94,7 @@ def with_streamed_schemes(
             continue
         if single is not None and plain.tp == 1:
             model = cluster.with_exchanges(
-                _shared(single, plain.num_shards), plain, num_key_value_parts(profile, plain)
+                single.shared(plain.num_shards), plain, num_key_value_parts(profile, plain)
             )
             source: dict[str, object] = {"estimated": True}
         else:
@@ -150,12 +146,3 @@ def with_streams_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile
         profile, num_devices=num_devices, cluster=cluster, tokens_per_iteration=0
     )
     return known.only({*profile.latency, *wanted})
-
-
-def _shared(single: LatencyModel, num_ranks: int) -> LatencyModel:
-    """T of a micro-batch that `num_ranks` ranks share without communication."""
-    return replace(
-        single,
-        quadratic_ms=single.quadratic_ms / num_ranks,
-        linear_ms=single.linear_ms / num_ranks,
-    )

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
-from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.sequence_parallel import (
     estimate_latency,
     num_key_value_parts,
@@ -17,7 +17,7 @@ from ds_hydra.strategy.profiles.sequence_parallel import (
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
-def schemes_with_rows(profile: Profile, num_devices: int) -> Iterator[Scheme]:
+def context_parallel_schemes(profile: Profile, num_devices: int) -> Iterator[Scheme]:
     """CP, powers of two, of each measured <TP,PP>: in place of SP, and on top of the SP with which
     the heads no longer divide by more while there are devices for it; none where the profile does
     not say how many heads there are.
@@ -35,7 +35,9 @@ def schemes_with_rows(profile: Profile, num_devices: int) -> Iterator[Scheme]:
                 cp *= 2
 
 
-def with_rows(profile: Profile, schemes: Iterable[Scheme], cluster: Cluster | None) -> Profile:
+def with_context_parallelism(
+    profile: Profile, schemes: Iterable[Scheme], cluster: Cluster | None
+) -> Profile:
     """`profile` with an estimate for those of `schemes`, which have CP, that it did not measure: by
     what measured schemes say (`with_estimates`), else by what it knows of the same scheme without
     CP and the interconnects of `cluster`. As it is where neither says anything.
@@ -47,22 +49,19 @@ def with_rows(profile: Profile, schemes: Iterable[Scheme], cluster: Cluster | No
         uncut = replace(scheme, cp=1)
         base = profile.latency.get(uncut) or estimate_latency(profile, uncut)
         if scheme not in known.latency and base is not None and cluster is not None:
-            shared = LatencyModel(
-                quadratic_ms=base.quadratic_ms / scheme.cp,
-                linear_ms=base.linear_ms / scheme.cp,
-                constant_ms=base.constant_ms,
+            model = cluster.with_key_values(
+                base.shared(scheme.cp), scheme, num_key_value_parts(profile, scheme)
             )
-            model = cluster.with_key_values(shared, scheme, num_key_value_parts(profile, scheme))
             entries.append({**scheme.to_json(), **model.to_json(), "estimated": True})
     return known.with_more(entries)
 
 
-def with_rows_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
-    """`with_rows` for the schemes of `strategies` that have CP, on the interconnects that belong to
-    the profile's hardware.
+def with_context_parallelism_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile:
+    """`with_context_parallelism` for the schemes of `strategies` that have CP, on the interconnects
+    that belong to the profile's hardware.
     """
     schemes = {s.without_options() for strategy in strategies for s in strategy.schemes if s.cp > 1}
     if not schemes - profile.latency.keys():
         return profile
     num_devices = max(strategy.num_devices for strategy in strategies)
-    return with_rows(profile, schemes, try_cluster(profile, num_devices))
+    return with_context_parallelism(profile, schemes, try_cluster(profile, num_devices))
