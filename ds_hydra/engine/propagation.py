@@ -40,7 +40,7 @@ from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RankOutcome:
     """What one rank measured in one iteration; times in milliseconds."""
 
     loss_sum: float
@@ -55,12 +55,12 @@ class Outcome:
     push_ms: float
     visible_pull_ms: float
     visible_push_ms: float
-    """See LinkTimes for these four."""
+    """See MeasuredLinkTimes for these four."""
     busy_ms: float
     """Time inside forwards and backwards, TP collectives included."""
 
     @classmethod
-    def of_phases(cls, phases: Sequence[Outcome]) -> Outcome:
+    def of_phases(cls, phases: Sequence[RankOutcome]) -> RankOutcome:
         """That of an iteration of `phases`, one after another."""
         if len(phases) == 1:
             return phases[0]
@@ -156,7 +156,7 @@ class Propagator:
         grads_P: Sequence[Tensor],
         loss_scale: float,
         objective: Objective | None = None,
-    ) -> Outcome:
+    ) -> RankOutcome:
         """Add the gradient of the global token-mean loss, or of `objective`, times `loss_scale`, to
         this rank's `grads_P`.
 
@@ -172,7 +172,7 @@ class Propagator:
         objective: Objective | None = None,
         *,
         noise: bool = False,
-    ) -> Outcome:
+    ) -> RankOutcome:
         """Forward only; no gradient is computed. With the `noise` of training where it is asked
         for.
         """
@@ -187,7 +187,7 @@ class Propagator:
         objective: Objective | None,
         *,
         noise: bool = True,
-    ) -> Outcome:
+    ) -> RankOutcome:
         self.recorder.begin()
         self.stage_model.balance.begin(self.device, loss_scale, plan.num_tokens)
         each = plan.in_turn
@@ -197,7 +197,7 @@ class Propagator:
         for number, phases in enumerate(together):
             self.recorder.phase = number
             outcomes.append(self._run_phases(phases, load, grads_P, loss_scale, objective, noise))
-        return Outcome.of_phases(outcomes)
+        return RankOutcome.of_phases(outcomes)
 
     def _run_phases(
         self,
@@ -207,7 +207,7 @@ class Propagator:
         loss_scale: float | None,
         objective: Objective | None,
         noise: bool,
-    ) -> Outcome:
+    ) -> RankOutcome:
         """Phases that need the same slices, one after another: pulled before the first, gradients
         pushed after the last. Ranks go on to their next phase without waiting for others.
         """
@@ -245,7 +245,7 @@ class Propagator:
         waited_in_passes_ms = times.visible_pull_ms if self.links.thread.overlap else 0.0
         waiting = min(busy, default=0) if self.links.thread.overlap else 0
         phase_ms[waiting] -= times.visible_pull_ms
-        return Outcome(
+        return RankOutcome(
             loss_sum=sum(losses),
             balance_loss=self.stage_model.balance.value - balance_before,
             nonfinite_position=bad_position,

@@ -285,7 +285,7 @@ class StrategyLinks:
             self.clock,
             pull=(self.pull_link, link.pull),
             push=(self.push_link, link.push),
-            rounds=plan_rounds(window, len(model.units), most, training=training),
+            schedule=plan_rounds(window, len(model.units), most, training=training),
             shards_P=shards_P,
             slices=slices,
             grads_P=grads_P,

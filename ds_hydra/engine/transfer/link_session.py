@@ -215,7 +215,7 @@ class Flags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkTimes:
+class MeasuredLinkTimes:
     """Milliseconds of one iteration's exchanges on this rank.
 
     `pull_ms` and `push_ms` are the link's own: packing, transport, unpacking or summing, and
@@ -321,7 +321,7 @@ class LinkSession:
         """Time that computation has waited for slices."""
         return self._waits.total_ms()
 
-    def finish(self) -> LinkTimes:
+    def finish(self) -> MeasuredLinkTimes:
         """Computation is over: wait for the rest of the push. Raises what the thread raised."""
         for index in range(len(self._gradients)):
             if not self._gradients.is_raised(index):
@@ -335,7 +335,7 @@ class LinkSession:
         self._join_streams()
         end = self._clock.stamp()
         self._clock.settle(end)
-        return LinkTimes(
+        return MeasuredLinkTimes(
             pull_ms=self._pull_work.total_ms(),
             push_ms=self._push_work.total_ms(),
             visible_pull_ms=self.waited_ms(),

@@ -34,7 +34,7 @@ from ds_hydra.engine.transfer.link_session import (
     DeviceClock,
     Flags,
     LinkThread,
-    LinkTimes,
+    MeasuredLinkTimes,
     Spans,
 )
 from ds_hydra.engine.transfer.slices import Slices
@@ -181,7 +181,7 @@ class StreamSession:
                 )
             self._go_on()
 
-    def finish(self) -> LinkTimes:
+    def finish(self) -> MeasuredLinkTimes:
         """Computation is over: add what was kept, and take the sums. Raises what the thread
         raised.
         """
@@ -206,7 +206,7 @@ class StreamSession:
         if self._rounds.overlaps:
             pull_ms += self._rounds.pull_work.total_ms()
             push_ms = max(push_ms, self._rounds.push_work.total_ms())
-        return LinkTimes(
+        return MeasuredLinkTimes(
             pull_ms=pull_ms,
             push_ms=push_ms,
             visible_pull_ms=self._visible.total_ms(),
