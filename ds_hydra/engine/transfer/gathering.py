@@ -287,7 +287,7 @@ class GatherSession:
         try:
             link.finish(under_way)
         except BaseException:
-            link.leave(under_way)
+            link.abandon(under_way)
             raise
         if has_bucket and not round_.is_push:
             self._slices.prepare(bucket)
