@@ -37,8 +37,6 @@ class _Posted:
     received: list[tuple[int, Batch, Message, Tensor]] = field(default_factory=list)
     """(peer, batch, message, packed buffer) of what did not arrive in its place."""
     buffers: list[Tensor] = field(default_factory=list)
-    packed: Tensor | None = None
-    """What an all-to-all brings."""
 
     def wait(self) -> None:
         for work in self.works:
@@ -197,7 +195,7 @@ class Link:
             group=self._groups[0],
             async_op=True,
         )
-        return _Posted(works=[work], buffers=[outgoing, incoming], packed=incoming)
+        return _Posted(works=[work], buffers=[outgoing, incoming])
 
     def _unpack_all(
         self,
@@ -208,9 +206,9 @@ class Link:
     ) -> None:
         """What came and what this rank both owns and needs, in one kernel as far as it goes."""
         posted.wait()
-        assert posted.packed is not None
+        _, incoming = posted.buffers
         copies = packed.slices.copies
-        targets, sources = stored_views(stores, copies), packed_views(posted.packed, copies)
+        targets, sources = stored_views(stores, copies), packed_views(incoming, copies)
         for source, target in local:
             targets += [stores.view(target, piece) for piece in target.pieces]
             sources += [stores.view(source, piece) for piece in source.pieces]
@@ -220,10 +218,10 @@ class Link:
     def _add_all(self, posted: _Posted, packed: PackedPhase, stores: Stores) -> None:
         """See [Note: Sums in packed buffers]."""
         posted.wait()
-        assert posted.packed is not None
+        _, incoming = posted.buffers
         for addition in packed.additions:
             if self._adds_in_place(addition):
-                self._add_in_place(addition, posted.packed, stores)
+                self._add_in_place(addition, incoming, stores)
                 continue
             sums = self._buffers.take(addition.numel, stores.dtype)
             targets = stored_views(stores, addition.targets)
@@ -231,7 +229,7 @@ class Link:
             run_pairs(places, targets)
             for begin in addition.begins:
                 if begin is not None:
-                    sums.add_(posted.packed[begin : begin + addition.numel])
+                    sums.add_(incoming[begin : begin + addition.numel])
                     continue
                 own = stored_views(stores, addition.own)
                 run_pairs(packed_views(sums, addition.own), own, torch._foreach_add_)

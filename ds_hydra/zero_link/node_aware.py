@@ -156,8 +156,6 @@ class NodePlanner(DirectPlanner):
     def _relayed_from_owners(self, index: int) -> tuple[Batch, ...]:
         """What arrives from other nodes in round `index`."""
         mine = self._cells.first_shared_in(index)
-        if not len(mine) or not len(self._relay.owners):
-            return ()
         owner, pieces = self._relay_pieces(self._cells.regions.take(mine), mine)
         return split_by_peer(Store.RELAY, self._relay.owners[owner], pieces)
 

@@ -23,8 +23,7 @@ from torch import Tensor
 MAX_WIDTH = 23
 MIN_WIDTH = 12
 
-_NOT_FINITE = 1 << 20
-"""Instead of a place: above all of them."""
+_NOT_FINITE = 1 << 20  # stands above every place
 _MANTISSA_BITS, _BIAS, _INF_OR_NAN = 23, 127, 255  # of fp32
 _DOUBLE_MANTISSA_BITS, _DOUBLE_BIAS = 52, 1023
 _LOWEST_NORMAL = 126  # the smallest normal fp32 is 2**-126

@@ -273,13 +273,13 @@ class GatherSession:
         begin = self._clock.stamp()
         if not round_.is_push:
             slices_S = self._slices.bucket_S[bucket] if has_bucket else ()
-            link = self._pull_link
+            link, work = self._pull_link, self._pull_work
             under_way = link.begin_pull(self._pull_plan, bucket, self._shards_P, slices_S)
         elif self._grads_P is not None:
             if has_bucket:
                 self._slices.zero_missing(bucket)
             grads_S = self._slices.grad_bucket_S[bucket] if has_bucket else ()
-            link = self._push_link
+            link, work = self._push_link, self._push_work
             under_way = link.begin_push(self._push_plan, bucket, grads_S, self._grads_P)
         else:
             self._done.raise_flag(number)
@@ -289,10 +289,8 @@ class GatherSession:
         except BaseException:
             link.abandon(under_way)
             raise
-        if has_bucket and not round_.is_push:
-            self._slices.prepare(bucket)
-        if has_bucket and round_.is_push:
-            self._slices.expect_next(bucket)
+        if has_bucket:
+            is_over = self._slices.expect_next if round_.is_push else self._slices.prepare
+            is_over(bucket)
         self._done.raise_flag(number)
-        work = self._push_work if round_.is_push else self._pull_work
         work.add(begin, self._clock.stamp())

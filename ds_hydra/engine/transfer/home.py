@@ -154,8 +154,8 @@ class Home(ABC):
         """
 
 
-class _Sums(NamedTuple):
-    """Sums of one parameter as [rows, cols], `top` as [rows, 1]."""
+class Sums(NamedTuple):
+    """Those of a rectangle of a parameter: `high`, `low` [m, n], `top` [m, 1]."""
 
     high: Tensor
     low: Tensor
@@ -307,9 +307,9 @@ class SharedMemoryHome(Home):
         spec = self._specs[param]
         return flats[param][: spec.numel].view(spec.num_rows, spec.num_cols)
 
-    def _sums(self, param: int) -> _Sums:
+    def _sums(self, param: int) -> Sums:
         high, low = self._matrix(self._high, param), self._matrix(self._low, param)
-        return _Sums(high, low, self._top[param].view(-1, 1))
+        return Sums(high, low, self._top[param].view(-1, 1))
 
     def _pieces(self, region: Region) -> Iterator[tuple[int, int]]:
         """Rows of `region` that are added under one lock; each rank begins elsewhere, so that few

@@ -333,9 +333,7 @@ class LinkSession:
         # before its next round. A round that other ranks never join does not end: they may be
         # waiting for what has just failed here.
         self._gradients.abandon()
-        _, under_way = wait(
-            [job for job in (self._pulling, self._pushing) if job is not None], LEAVING_S
-        )
+        _, under_way = wait([job for job in (self._pulling, self._pushing) if job], LEAVING_S)
         if under_way:
             self._thread.give_up()
         else:
@@ -365,10 +363,6 @@ class LinkSession:
         """This rank adds nothing more to its gradients of a bucket."""
         self._gradients.raise_flag(index)
 
-    def waited_ms(self) -> float:
-        """Time that computation has waited for slices."""
-        return self._waits.total_ms()
-
     def finish(self) -> MeasuredLinkTimes:
         """Computation is over: wait for the rest of the push. Raises what the thread raised."""
         for index in range(len(self._gradients)):
@@ -383,13 +377,12 @@ class LinkSession:
         self._join_streams()
         end = self._clock.stamp()
         self._clock.settle(end)
+        has_push = self._grads_P is not None
         return MeasuredLinkTimes(
             pull_ms=self._pull_work.total_ms(),
             push_ms=self._push_work.total_ms(),
-            visible_pull_ms=self.waited_ms(),
-            visible_push_ms=self._clock.ms_between(begin, end)
-            if self._grads_P is not None
-            else 0.0,
+            visible_pull_ms=self._waits.total_ms(),
+            visible_push_ms=self._clock.ms_between(begin, end) if has_push else 0.0,
         )
 
     def record(self, recorder: Recorder) -> None:

@@ -27,7 +27,7 @@ from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.ranks.peer_memory import ALLOCATORS, PeerMemory
 from ds_hydra.engine.ranks.shared_memory import SharedMemory
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
-from ds_hydra.engine.transfer.home import Home, Layout, SharedMemoryHome, rectangles
+from ds_hydra.engine.transfer.home import Home, Layout, SharedMemoryHome, Sums, rectangles
 from ds_hydra.engine.transfer.home_rounds import Progress, progress_bytes
 from ds_hydra.engine.transfer.inbox import Inbox, control_bytes
 from ds_hydra.engine.transfer.link_session import DeviceClock, LinkThread
@@ -68,14 +68,6 @@ class _Piece(NamedTuple):
     begin_col: int
     end_col: int
     addend_col: int
-
-
-class _Block(NamedTuple):
-    """Sums of a rectangle: `high`, `low` [m, n], `top` [m, 1]."""
-
-    high: Tensor
-    low: Tensor
-    top: Tensor
 
 
 class PeerHome(Home):
@@ -172,7 +164,7 @@ class PeerHome(Home):
 
     def read(self, param: int, region: Region) -> Tensor | None:
         """None: weights come in copies."""
-        del param, region
+        return None
 
     def copy(self, param: int, region: Region, into: Tensor) -> None:
         """Copy the weights in `region` into the flat tensor `into`."""
@@ -282,14 +274,14 @@ class PeerHome(Home):
         block = self._block(piece.param, piece.shard, rows, slice(piece.begin_col, piece.end_col))
         self._adder.add(*block, addend, piece.addend_col, self._width)
 
-    def _block(self, param: int, shard: int, rows: slice, cols: slice) -> _Block:
+    def _block(self, param: int, shard: int, rows: slice, cols: slice) -> Sums:
         """Sums of a rectangle of whole rows, as far as they are in the shard."""
         num_cols, first = self._specs[param].num_cols, shard * self._numels[param]
         part = self._at(param, shard)
         high, low = (
             _rectangle(flat, first, rows, cols, num_cols) for flat in (part.high, part.low)
         )
-        return _Block(high, low, part.top[_shifted(rows, first // num_cols)].view(-1, 1))
+        return Sums(high, low, part.top[_shifted(rows, first // num_cols)].view(-1, 1))
 
     def _evaluate(self, param: int, run: slice, values: Tensor) -> None:
         if self._inbox.served is not None:

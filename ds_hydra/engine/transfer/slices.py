@@ -4,6 +4,7 @@ reused memory.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -186,14 +187,16 @@ class Slices:
             }
             dtypes["grads"] = torch.float32
             shared = {r: slot_of[r] for r in self._gathered}
-            passing = slot_numels(gradient_numel, specs, buckets, shared)
-            numels |= {("passing", slot): numel for slot, numel in passing.items()}
-            dtypes["passing"] = dtype
+            gathered = slot_numels(gradient_numel, specs, buckets, shared)
+            numels |= {("gathered", slot): numel for slot, numel in gathered.items()}
+            dtypes["gathered"] = dtype
         flat = pool.resize(numels, dtypes)
         for index, bucket in enumerate(buckets):
             shares = index in slot_of
             key = ("window", slot_of[index]) if shares else ("slices", index)
-            grads_key = ("passing", slot_of[index]) if index in self._gathered else ("grads", index)
+            grads_key = (
+                ("gathered", slot_of[index]) if index in self._gathered else ("grads", index)
+            )
             self._add_bucket(
                 index, specs, bucket, flat[key], flat.get(grads_key), shares_memory=shares
             )
@@ -258,8 +261,9 @@ class Slices:
                 (flat.data if shares_memory else flat).view(shape), spec.requires_grad
             )
             self.leaves[ref.param] = leaf
-            if index in self._streamed and leaf.requires_grad:
-                self._attach_home(leaf, index, ref.param)
+            if self.home is not None and index in self._streamed and leaf.requires_grad:
+                add = functools.partial(self.home.add, ref.param)
+                self._after_backward(leaf, index, ref.param, add)
             if grads_flat is None or not leaf.requires_grad:
                 grads.append(flat.new_empty(0, dtype=torch.float32))
                 continue
@@ -276,23 +280,6 @@ class Slices:
         spec_is_trained = self.leaves[param].requires_grad
         return spec_is_trained and param not in self._states[index].without_gradient
 
-    def _attach_home(self, leaf: nn.Parameter, bucket: int, param: int) -> None:
-        """Let the gradient of `leaf` be added to the sums of its home after every micro-batch."""
-        home = self.home
-        assert home is not None
-        self._states[bucket].missing.add(param)
-        weak_self = weakref.ref(self)
-
-        def after_accumulate(leaf: Tensor) -> None:
-            slices = weak_self()
-            assert leaf.grad is not None
-            assert slices is not None
-            home.add(param, leaf.grad)
-            leaf.grad = None
-            slices._completes(bucket, param)
-
-        leaf.register_post_accumulate_grad_hook(after_accumulate)
-
     def _attach_gradient(
         self, leaf: nn.Parameter, main_grad: Tensor, bucket: int, param: int
     ) -> None:
@@ -303,8 +290,30 @@ class Slices:
         """
         in_place = leaf.dtype == torch.float32 and bucket not in self._gathered
         state = self._states[bucket]
-        state.missing.add(param)
         state.gradients[param] = state.without_gradient[param] = main_grad
+
+        def take(grad: Tensor) -> Tensor | None:
+            if param in state.without_gradient:
+                del state.without_gradient[param]
+                main_grad.copy_(grad)
+                return main_grad if in_place else None  # autograd adds in place
+            if in_place:
+                return grad
+            # A 16-bit sum over micro-batches would lose what small gradients contribute.
+            main_grad.add_(grad)
+            return None
+
+        self._after_backward(leaf, bucket, param, take)
+
+    def _after_backward(
+        self,
+        leaf: nn.Parameter,
+        bucket: int,
+        param: int,
+        take: Callable[[Tensor], Tensor | None],
+    ) -> None:
+        """In every micro-batch `take` the gradient of `leaf`, and keep what it returns there."""
+        self._states[bucket].missing.add(param)
         # Torch hides from the garbage collector that a leaf refers to its hook
         weak_self = weakref.ref(self)
 
@@ -312,25 +321,14 @@ class Slices:
             slices = weak_self()
             assert leaf.grad is not None
             assert slices is not None
-            if param in state.without_gradient:
-                del state.without_gradient[param]
-                main_grad.copy_(leaf.grad)
-                leaf.grad = main_grad if in_place else None  # autograd adds in place
-            elif not in_place:
-                # A 16-bit sum over micro-batches would lose what small gradients contribute.
-                main_grad.add_(leaf.grad)
-                leaf.grad = None
-            slices._completes(bucket, param)
+            leaf.grad = take(leaf.grad)
+            missing = slices._states[bucket].missing
+            if slices._is_last_backward and param in missing:
+                missing.remove(param)
+                if not missing:
+                    slices._report(bucket)
 
         leaf.register_post_accumulate_grad_hook(after_accumulate)
-
-    def _completes(self, bucket: int, param: int) -> None:
-        """`param` has a gradient of the present micro-batch."""
-        missing = self._states[bucket].missing
-        if self._is_last_backward and param in missing:
-            missing.remove(param)
-            if not missing:
-                self._report(bucket)
 
     def _report(self, bucket: int) -> None:
         if self.on_gradient is not None:

@@ -124,7 +124,6 @@ class StreamSession:
         self._copied: set[int] = set()
         self._added: set[int] = set()
         self._loading: Future[None] | None = None
-        self._error: BaseException | None = None
         self._work, self._visible = Spans(clock), Spans(clock)
 
     def __enter__(self) -> StreamSession:
@@ -249,8 +248,8 @@ class StreamSession:
                 try:
                     self._arrived.wait(number)
                 except Abandoned:
-                    assert self._error is not None
-                    raise self._error from None
+                    self._loading.result()
+                    raise
 
     def _load_all(self, filled: Any) -> None:
         """Every load in order, each as soon as its slot is free, after the stamp `filled`."""
@@ -263,8 +262,7 @@ class StreamSession:
                 self._arrived.raise_flag(number)
         except Abandoned:
             return  # computation has failed
-        except BaseException as error:
-            self._error = error
+        except BaseException:
             self._arrived.abandon()
             raise
 
