@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import deepspeed
@@ -28,11 +29,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hydra
 from ds_hydra.engine.model.meta_model import load_stage_model
+from ds_hydra.engine.transfer.link_session import DeviceClock, Spans, TwoInFlight
 from ds_hydra.engine.transfer.slices import SlicePool, Slices
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import LinkPlan, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
-from ds_hydra.zero_link.exchange import Link
+from ds_hydra.zero_link.exchange import Link, RoundUnderWay
 
 STRATEGIES = {
     1: ("1x<1,1>",),
@@ -131,6 +133,7 @@ class Case:
         buffers = ExchangeBuffers(self.device)
         self.pull_link = Link(groups[0], self.device, buffers=buffers, node_group=groups[1])
         self.push_link = Link(groups[2], self.device, buffers=buffers, node_group=groups[3])
+        self.clock = DeviceClock(self.device)
         self.pool = SlicePool(self.device)
         self.plans: dict[tuple, LinkPlan] = {}
 
@@ -151,15 +154,28 @@ class Case:
             dist.get_rank()
         ]
         slices = Slices(self.stage_model.specs, buckets, self.pool, self.shards_P[0].dtype)
-        self.pull_link.pull(
-            self.plan(strategy, routes, gradients=False), self.shards_P, slices.bucket_S
-        )
+        plan = self.plan(strategy, routes, gradients=False)
+
+        def begin(index: int) -> RoundUnderWay:
+            return self.pull_link.begin_pull(
+                plan, index, self.shards_P, _bucket(slices.bucket_S, index)
+            )
+
+        with TwoInFlight(self.pull_link, begin, Spans(self.clock)) as rounds:
+            for index in range(len(plan.rounds)):
+                rounds.post(index)
         return slices
 
     def push(self, strategy: Strategy, slices: Slices, routes: str = "direct") -> None:
-        self.push_link.push(
-            self.plan(strategy, routes, gradients=True), slices.grad_bucket_S, self.grads_P
-        )
+        plan = self.plan(strategy, routes, gradients=True)
+
+        def begin(index: int) -> RoundUnderWay:
+            grads = _bucket(slices.grad_bucket_S, index)
+            return self.push_link.begin_push(plan, index, grads, self.grads_P)
+
+        with TwoInFlight(self.push_link, begin, Spans(self.clock)) as rounds:
+            for index in reversed(range(len(plan.rounds))):
+                rounds.post(index)
 
     def zero_all_gather(self) -> None:
         """What ZeRO-3 does around forward: gather each unit, use it, release it."""
@@ -180,6 +196,10 @@ class Case:
             [flat.view(p.ds_shape) for p, flat in zip(params, _cut(ones, params), strict=True)]
             for params in self.units
         ]
+
+
+def _bucket(buckets: list[list[torch.Tensor]], index: int) -> Sequence[torch.Tensor]:
+    return buckets[index] if index < len(buckets) else ()
 
 
 def _cut(flat: torch.Tensor, params: list) -> list[torch.Tensor]:

@@ -39,7 +39,7 @@ def held_bytes(engine: ds_hydra.HydraEngine, strategy: str) -> dict[str, int]:
         "slice_bytes": int(propagator.max_over_ranks(memory.slice_bytes)),
         "gradient_bytes": int(propagator.max_over_ranks(memory.gradient_bytes)),
         "exchange_bytes": int(
-            propagator.max_over_ranks(memory.window_bytes + memory.relayed_bytes)
+            propagator.max_over_ranks(memory.exchange_bytes + memory.relayed_bytes)
         ),
     }
 

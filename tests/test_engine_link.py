@@ -348,10 +348,10 @@ def test_an_exchange_holds_what_the_plan_states_and_soon_allocates_nothing(resul
         for case, (stated, held, (in_use, buffers), allocated) in result["exchanges"].items():
             if stated.slice_bytes:  # an idle rank keeps what it holds for the next strategy
                 assert held == stated.slice_bytes + stated.gradient_bytes, (rank, case)
-            assert 0 < in_use <= stated.window_bytes + stated.relayed_bytes, (rank, case)
+            assert 0 < in_use <= stated.exchange_bytes + stated.relayed_bytes, (rank, case)
             assert allocated[-1] == 0, (rank, case)
             # Buffers of the strategies before are kept as long as they are the larger ones.
-            assert buffers <= 2 * result["exchanges"]["4x<1,1>"][0].window_bytes, (rank, case)
+            assert buffers <= 2 * result["exchanges"]["4x<1,1>"][0].exchange_bytes, (rank, case)
         assert result["exchanges"]["4x<1,1>"][3][0] > 0
 
 

@@ -21,7 +21,7 @@ from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.engine import propagation
 from ds_hydra.engine.ranks.hosts import Hosts
-from ds_hydra.engine.transfer.home_rounds import Progress, progress_bytes
+from ds_hydra.engine.transfer.home_rounds import Milestone, Progress, progress_bytes
 from ds_hydra.engine.transfer.link_session import Abandoned
 from ds_hydra.strategy import Strategy
 
@@ -172,17 +172,19 @@ def test_progress_is_that_of_the_last_rank():
     left = threading.Event()
     for _ in range(2):
         first.begin()
-        first.reach(0, 3)
-        assert not first.is_reached(0, 1), "the other one is in the iteration before"
+        first.report(Milestone.RECEIVED, 3)
+        assert not first.is_reached(Milestone.RECEIVED, 1), (
+            "the other one is in the iteration before"
+        )
         second.begin()
-        second.reach(0, 2)
-        second.reach(0, 1)
-        assert first.is_reached(0, 2)
-        assert not second.is_reached(0, 3)
-        first.wait(0, 2, left)
+        second.report(Milestone.RECEIVED, 2)
+        second.report(Milestone.RECEIVED, 1)
+        assert first.is_reached(Milestone.RECEIVED, 2)
+        assert not second.is_reached(Milestone.RECEIVED, 3)
+        first.wait(Milestone.RECEIVED, 2, left)
     second.fail()
     with pytest.raises(RuntimeError, match="rank 5 of this host did not exchange"):
-        first.wait(0, 3, left)
+        first.wait(Milestone.RECEIVED, 3, left)
     left.set()
     with pytest.raises(Abandoned):
-        first.wait(0, 3, left)
+        first.wait(Milestone.RECEIVED, 3, left)

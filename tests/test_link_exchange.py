@@ -13,6 +13,7 @@ from distributed import run_distributed
 from link_cases import decoder_specs, strategy_buckets
 
 from ds_hydra.engine.transfer.link_agreement import check_link_plans
+from ds_hydra.engine.transfer.link_session import DeviceClock, Spans, TwoInFlight
 from ds_hydra.errors import PlanMismatchError
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import plan_link
@@ -118,6 +119,32 @@ def links(dtype=torch.float32):
     )
 
 
+def bucket_of(buckets, index):
+    return buckets[index] if index < len(buckets) else ()
+
+
+def pull(link, plan, shards_P, bucket_S):
+    """Fill this rank's slices, of all its buckets, from all ranks' shards."""
+
+    def begin(index):
+        return link.begin_pull(plan, index, shards_P, bucket_of(bucket_S, index))
+
+    with TwoInFlight(link, begin, Spans(DeviceClock(torch.device("cpu")))) as rounds:
+        for index in range(len(plan.rounds)):
+            rounds.post(index)
+
+
+def push(link, plan, grad_bucket_S, grads_P):
+    """Add this rank's gradients of all its buckets to the owners' shards."""
+
+    def begin(index):
+        return link.begin_push(plan, index, bucket_of(grad_bucket_S, index), grads_P)
+
+    with TwoInFlight(link, begin, Spans(DeviceClock(torch.device("cpu")))) as rounds:
+        for index in reversed(range(len(plan.rounds))):
+            rounds.post(index)
+
+
 def check_all_routes(hidden, single_numel, fused):
     """Every strategy by every route; blocks of `single_numel` elements and more travel alone."""
     from ds_hydra.zero_link import exchange, messages
@@ -129,14 +156,14 @@ def check_all_routes(hidden, single_numel, fused):
         case = Case(specs, text, torch.bfloat16)
         for routes in ROUTES:
             slices = case.empty_slices()
-            pull_link.pull(case.plan(**routes), case.shards_P, slices)
+            pull(pull_link, case.plan(**routes), case.shards_P, slices)
             torch.testing.assert_close(
                 slices, case.expected_slices(), rtol=0, atol=0, msg=f"{text} {routes}"
             )
             results = []
             for _ in range(2):
                 grads_P = case.empty_shards()
-                push_link.push(case.plan(gradients=True, **routes), case.gradients(), grads_P)
+                push(push_link, case.plan(gradients=True, **routes), case.gradients(), grads_P)
                 results.append(grads_P)
             torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
             wanted = [total.float() for total in case.expected_sums()]
@@ -166,17 +193,17 @@ def check_packed_rounds():
         specs = decoder_specs(5, NUM_LAYERS, tied=True, frozen=True, fused=fused)
         for text in STRATEGIES:
             case = Case(specs, text, torch.bfloat16)
-            pull, push = case.plan(), case.plan(gradients=True)
+            pull_plan, push_plan = case.plan(), case.plan(gradients=True)
             slices, results = case.empty_slices(), []
-            packed.pull(pull, case.shards_P, slices)
+            pull(packed, pull_plan, case.shards_P, slices)
             torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0, msg=text)
             for link in (messages, packed, packed):
                 grads_P = [torch.full_like(grad, 0.3) for grad in case.empty_shards()]
-                link.push(push, case.gradients(), grads_P)
+                push(link, push_plan, case.gradients(), grads_P)
                 results.append(grads_P)
             torch.testing.assert_close(results[0], results[1], rtol=0, atol=0, msg=text)
             torch.testing.assert_close(results[0], results[2], rtol=0, atol=0, msg=text)
-            for round_ in push.rounds:
+            for round_ in push_plan.rounds:
                 additions = pack_phase(round_.phases[0], case.rank, 4).additions
                 num_classes.add(tuple(len(addition.begins) for addition in additions))
     return num_classes
@@ -209,23 +236,22 @@ def check_interleavings():
             for handle in under_way:
                 link.finish(handle)
 
-        def bucket_of(buckets, index):
-            return buckets[index] if index < len(buckets) else ()
-
         run(
             pull_link,
             order,
             lambda i, p=plan, s=slices: pull_link.begin_pull(p, i, case.shards_P, bucket_of(s, i)),
         )
         torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0)
-        push, grads = case.plan(gradients=True, **routes), case.gradients()
+        push_plan, grads = case.plan(gradients=True, **routes), case.gradients()
         run(
             push_link,
             reversed(order),
-            lambda i, p=push, g=grads, t=grads_P: push_link.begin_push(p, i, bucket_of(g, i), t),
+            lambda i, p=push_plan, g=grads, t=grads_P: push_link.begin_push(
+                p, i, bucket_of(g, i), t
+            ),
         )
         wanted = case.empty_shards()
-        push_link.push(push, grads, wanted)
+        push(push_link, push_plan, grads, wanted)
         torch.testing.assert_close(grads_P, wanted, rtol=0, atol=0)
     return True
 
@@ -241,8 +267,7 @@ def check_independent_rounds_run_alone():
     plan = case.plan(ranks_per_node=2, independent_rounds=True)
     slices = case.empty_slices()
     for index in reversed(range(len(plan.rounds))):
-        bucket = slices[index] if index < len(slices) else ()
-        pull_link.finish(pull_link.begin_pull(plan, index, case.shards_P, bucket))
+        pull_link.finish(pull_link.begin_pull(plan, index, case.shards_P, bucket_of(slices, index)))
     torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0)
     return True
 

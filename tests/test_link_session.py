@@ -24,7 +24,7 @@ class NotedLink:
     def finish(self, under_way):
         pass
 
-    def leave(self, under_way):
+    def abandon(self, under_way):
         pass
 
 

@@ -18,7 +18,7 @@ from ds_hydra.engine.losses.objective import (
     name_of,
 )
 from ds_hydra.engine.model.micro_batches import LoadExample
-from ds_hydra.engine.propagation import Outcome, Propagator
+from ds_hydra.engine.propagation import Propagator, RankOutcome
 from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.errors import HydraDataError
 from ds_hydra.sampler.background import PlannedIteration
@@ -47,7 +47,7 @@ class Iteration:
 class Outcomes:
     """What all ranks measured in one iteration."""
 
-    ranks: list[Outcome]
+    ranks: list[RankOutcome]
     nonfinite_ranks: list[int]
     """Ranks with NaN or Inf among the gradients that they own."""
     is_stop_requested: bool

@@ -1,7 +1,7 @@
 """Carries out one iteration plan: pull slices, run 1F1B, push gradients. Decides nothing.
 
-Legend: tensors ending in `_P` are flat ZeRO-3 shards, tensors ending in `_S` flat slices, `_T` one
-value per token of a packed micro-batch.
+Legend: tensors ending in `_P` are flat ZeRO-3 shards, `_T` one value per token of a packed
+micro-batch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK, Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RankOutcome:
     """What one rank measured in one iteration; times in milliseconds."""
 
     loss_sum: float
@@ -55,26 +55,25 @@ class Outcome:
     push_ms: float
     visible_pull_ms: float
     visible_push_ms: float
-    """See LinkTimes for these four."""
+    """See MeasuredLinkTimes for these four."""
     busy_ms: float
     """Time inside forwards and backwards, TP collectives included."""
 
     @classmethod
-    def of_phases(cls, phases: Sequence[Outcome]) -> Outcome:
+    def of_phases(cls, phases: Sequence[RankOutcome]) -> RankOutcome:
         """That of an iteration of `phases`, one after another."""
-        if len(phases) == 1:
-            return phases[0]
         bad = (p.nonfinite_position for p in phases if p.nonfinite_position >= 0)
-        sums = {
-            f.name: sum(getattr(p, f.name) for p in phases)
-            for f in fields(cls)
-            if f.type == "float"
-        }
-        own = {
-            "nonfinite_position": next(bad, -1.0),
-            "phase_ms": tuple(ms for p in phases for ms in p.phase_ms),
-        }
-        return cls(**sums | own)
+        return cls(
+            loss_sum=sum(p.loss_sum for p in phases),
+            balance_loss=sum(p.balance_loss for p in phases),
+            nonfinite_position=next(bad, -1.0),
+            phase_ms=tuple(ms for p in phases for ms in p.phase_ms),
+            pull_ms=sum(p.pull_ms for p in phases),
+            push_ms=sum(p.push_ms for p in phases),
+            visible_pull_ms=sum(p.visible_pull_ms for p in phases),
+            visible_push_ms=sum(p.visible_push_ms for p in phases),
+            busy_ms=sum(p.busy_ms for p in phases),
+        )
 
 
 class Propagator:
@@ -156,7 +155,7 @@ class Propagator:
         grads_P: Sequence[Tensor],
         loss_scale: float,
         objective: Objective | None = None,
-    ) -> Outcome:
+    ) -> RankOutcome:
         """Add the gradient of the global token-mean loss, or of `objective`, times `loss_scale`, to
         this rank's `grads_P`.
 
@@ -172,7 +171,7 @@ class Propagator:
         objective: Objective | None = None,
         *,
         noise: bool = False,
-    ) -> Outcome:
+    ) -> RankOutcome:
         """Forward only; no gradient is computed. With the `noise` of training where it is asked
         for.
         """
@@ -187,17 +186,17 @@ class Propagator:
         objective: Objective | None,
         *,
         noise: bool = True,
-    ) -> Outcome:
+    ) -> RankOutcome:
         self.recorder.begin()
         self.stage_model.balance.begin(self.device, loss_scale, plan.num_tokens)
-        each = plan.in_turn
+        all_phases = plan.in_turn
         # Where layers are gathered each phase has its own exchange, where slices stay all have one.
-        together = [[phase] for phase in each] if plan.strategy.gathers else [each]
+        exchanges = [[phase] for phase in all_phases] if plan.strategy.gathers else [all_phases]
         outcomes = []
-        for number, phases in enumerate(together):
+        for number, phases in enumerate(exchanges):
             self.recorder.phase = number
             outcomes.append(self._run_phases(phases, load, grads_P, loss_scale, objective, noise))
-        return Outcome.of_phases(outcomes)
+        return RankOutcome.of_phases(outcomes)
 
     def _run_phases(
         self,
@@ -207,7 +206,7 @@ class Propagator:
         loss_scale: float | None,
         objective: Objective | None,
         noise: bool,
-    ) -> Outcome:
+    ) -> RankOutcome:
         """Phases that need the same slices, one after another: pulled before the first, gradients
         pushed after the last. Ranks go on to their next phase without waiting for others.
         """
@@ -241,11 +240,13 @@ class Propagator:
             times = session.finish()
         session.record(self.recorder)
         phase_ms = [self._clock.ms_between(*span) for span in itertools.pairwise(stamps)]
-        # All slices are awaited in the first micro-batch, or before anything else
-        waited_in_passes_ms = times.visible_pull_ms if self.links.thread.overlap else 0.0
-        waiting = min(busy, default=0) if self.links.thread.overlap else 0
+        # With overlap passes wait for slices, those of the first phase with work; without it the
+        # whole pull lies before the first pass, in the first phase.
+        waiting, waited_in_passes_ms = 0, 0.0
+        if self.links.thread.overlap:
+            waiting, waited_in_passes_ms = min(busy, default=0), times.visible_pull_ms
         phase_ms[waiting] -= times.visible_pull_ms
-        return Outcome(
+        return RankOutcome(
             loss_sum=sum(losses),
             balance_loss=self.stage_model.balance.value - balance_before,
             nonfinite_position=bad_position,

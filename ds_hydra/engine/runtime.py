@@ -33,7 +33,7 @@ from ds_hydra.engine.losses.objective import Objective, read_by
 from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
-from ds_hydra.engine.propagation import Outcome, Propagator
+from ds_hydra.engine.propagation import Propagator, RankOutcome
 from ds_hydra.engine.ranks.agreement import (
     gather_rows,
     raise_together,
@@ -260,7 +260,9 @@ class HydraRuntime:
         self.candidates.check_strategy(strategy)
         self.propagator.prepare([strategy])
 
-    def train(self, iteration: Iteration, grads_P: Sequence[Tensor], loss_scale: float) -> Outcome:
+    def train(
+        self, iteration: Iteration, grads_P: Sequence[Tensor], loss_scale: float
+    ) -> RankOutcome:
         """Gradients of the iteration, added into `grads_P`."""
         return self.propagator.train(
             iteration.plan, iteration.load, grads_P, loss_scale, iteration.objective
@@ -272,9 +274,9 @@ class HydraRuntime:
         """
         return watch(phase)
 
-    def gather_outcomes(self, outcome: Outcome, grads_P: Sequence[Tensor] = ()) -> Outcomes:
+    def gather_outcomes(self, outcome: RankOutcome, grads_P: Sequence[Tensor] = ()) -> Outcomes:
         """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say."""
-        names = [field.name for field in fields(Outcome) if field.name != "phase_ms"]
+        names = [field.name for field in fields(RankOutcome) if field.name != "phase_ms"]
         values = [getattr(outcome, name) for name in names]
         mine = [*values, *outcome.phase_ms, 0.0, float(self._stop_request.is_set)]
         mine_N = to_device(torch.tensor(mine, dtype=torch.float64), self._device)
@@ -288,7 +290,7 @@ class HydraRuntime:
             expert_tokens_LE = balance.counts_LE.cpu()
         return Outcomes(
             ranks=[
-                Outcome(**dict(zip(names, row)), phase_ms=tuple(row[len(names) : -2]))
+                RankOutcome(**dict(zip(names, row)), phase_ms=tuple(row[len(names) : -2]))
                 for row in rows
             ],
             nonfinite_ranks=[rank for rank, row in enumerate(rows) if row[-2]],

@@ -53,6 +53,9 @@ from ds_hydra.zero_link.home_parts import firsts_of, flat_specs, parts_from_othe
 GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Values of `LinkConfig.gradient_dtype`."""
 
+_EXCHANGE_BUFFERS = 4
+"""Of two rounds in flight, each with one to send and one to receive."""
+
 
 @dataclass(frozen=True, slots=True)
 class StrategyLink:
@@ -113,9 +116,7 @@ class StrategyLinks:
         self.stage_model = stage_model
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
-        self._device = device
-        self._groups = groups
-        self.hosts = hosts
+        self.hosts, self._groups, self._device = hosts, groups, device
         everyone = range(self.num_ranks)
         if self.rank == 0 and config.devices_per_node is None:
             warn_of_placement(hosts.of_rank)
@@ -124,6 +125,7 @@ class StrategyLinks:
         groups.create([(purpose, everyone) for purpose in purposes])
         pull, push, *of_nodes = (groups.get(purpose, everyone) for purpose in purposes)
         pull_node, push_node = of_nodes or (None, None)
+        self._dtype: torch.dtype = stage_model.params[0].ds_tensor.dtype
         self._gradient_dtype = GRADIENT_DTYPES[config.gradient_dtype]
         self.buffers = ExchangeBuffers(device)
         self.pool = SlicePool(device)
@@ -166,7 +168,7 @@ class StrategyLinks:
             self.home = open_home(
                 self.stage_model.specs,
                 layers,
-                self.shards_P()[0].dtype,
+                self._dtype,
                 self._device,
                 self.hosts,
                 self._groups,
@@ -226,12 +228,11 @@ class StrategyLinks:
         pull = link.pull
         if self._frozen is not None:
             pull = self._frozen.choose(slices_key(strategy), link.pull, link.pull_trained)
-        shards_P = self.shards_P()
         slices = Slices(
             self.stage_model.specs,
             link.buckets,
             self.pool,
-            shards_P[0].dtype,
+            self._dtype,
             with_gradients=with_gradients,
         )
         session = LinkSession(
@@ -239,7 +240,7 @@ class StrategyLinks:
             self.clock,
             pull=(self.pull_link, pull),
             push=(self.push_link, link.push),
-            shards_P=shards_P,
+            shards_P=self.shards_P(),
             slices=slices,
             grads_P=grads_P,
         )
@@ -253,7 +254,7 @@ class StrategyLinks:
     def open_plan(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
     ) -> tuple[Slices, LinkSession | StreamSession | GatherSession, Work]:
-        """What `plan` runs on; the first time collective, as `_link_of` is."""
+        """What `plan` runs on; the first time collective, as `of` is."""
         if any(scheme.stream for scheme in plan.strategy.schemes):
             return self._open_streams(plan, training=training, grads_P=grads_P)
         if plan.strategy.gathers:
@@ -265,7 +266,7 @@ class StrategyLinks:
     def _open_gather(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
     ) -> tuple[Slices, GatherSession, Work]:
-        link, model, shards_P = self.of(plan.strategy), self.stage_model, self.shards_P()
+        link, model = self.of(plan.strategy), self.stage_model
         window = model.gather_window(plan.strategy.schemes[0])
         if self._frozen is not None:
             self._frozen.forget()  # layers take turns in the pool's memory
@@ -274,7 +275,7 @@ class StrategyLinks:
             model.specs,
             link.buckets,
             self.pool,
-            shards_P[0].dtype,
+            self._dtype,
             with_gradients=training,
             slot_of=self._slots(plan.strategy, link.buckets),
             gathers=True,
@@ -285,20 +286,20 @@ class StrategyLinks:
             self.clock,
             pull=(self.pull_link, link.pull),
             push=(self.push_link, link.push),
-            rounds=plan_rounds(window, len(model.units), most, training=training),
-            shards_P=shards_P,
+            schedule=plan_rounds(window, len(model.units), most, training=training),
+            shards_P=self.shards_P(),
             slices=slices,
             grads_P=grads_P,
         )
         role = Role.find(plan.strategy, self.rank)
-        return slices, session, Work(role, session.await_bucket, _before(window, session))
+        return slices, session, Work(role, session.await_bucket, _backward_hooks(window, session))
 
     def _open_streams(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
     ) -> tuple[Slices, StreamSession, Work]:
         link = self._stream_link_of(plan.strategy)
         assert self.home is not None, plan.strategy
-        specs, shards_P = self.stage_model.specs, self.shards_P()
+        specs = self.stage_model.specs
         if self._frozen is not None:
             self._frozen.forget()  # what is copied takes the pool's memory
         self._forget_failed()
@@ -310,7 +311,7 @@ class StrategyLinks:
             specs,
             link.buckets,
             self.pool,
-            shards_P[0].dtype,
+            self._dtype,
             with_gradients=training,
             slot_of=link.streams.window.slot_of,
             home=HomeSlices(self.home, specs, link.buckets, link.streams),
@@ -324,13 +325,13 @@ class StrategyLinks:
             across=across,
             num_addends=count_addends(plan.strategy, num_micro_batches),
             uses=link.uses(plan, training=training),
-            shards_P=shards_P,
+            shards_P=self.shards_P(),
             buckets=link.buckets,
             slices=slices,
             grads_P=grads_P,
             with_gradients=training,
         )
-        before_backward = _before(link.streams.window, session)
+        before_backward = _backward_hooks(link.streams.window, session)
         return slices, session, Work(link.role, session.await_bucket, before_backward)
 
     def _stream_link_of(self, strategy: Strategy) -> StreamLink:
@@ -381,25 +382,24 @@ class StrategyLinks:
         self, buckets: RankBuckets, streams: StageStreams, across: AcrossHosts
     ) -> LinkMemory:
         assert self.home is not None
-        specs, itemsize = self.stage_model.specs, self.stage_model.params[0].ds_tensor.itemsize
+        specs = self.stage_model.specs
         copied = only_copied(buckets, streams.copied)
         kept = [bucket for r, bucket in enumerate(buckets) if r not in streams.buckets]
-        copies = held_numel(specs, copied, streams.window.slot_of) * itemsize
-        window_bytes = 0
+        copies = held_numel(specs, copied, streams.window.slot_of) * self._dtype.itemsize
+        exchange_bytes = 0
         if across.pull is not None and across.push is not None:
-            window_bytes = self._window_bytes(across.pull[1], across.push[1])
+            exchange_bytes = self._exchange_bytes(across.pull[1], across.push[1])
         return LinkMemory(
             slice_bytes=self.home.weight_bytes + copies,
             gradient_bytes=self.home.sum_bytes + sum(gradient_numel(specs, b) for b in kept) * 4,
-            window_bytes=window_bytes,
+            exchange_bytes=exchange_bytes,
             relayed_bytes=0,
         )
 
-    def _window_bytes(self, pull: LinkPlan, push: LinkPlan) -> int:
-        itemsize = self.stage_model.params[0].ds_tensor.itemsize
+    def _exchange_bytes(self, pull: LinkPlan, push: LinkPlan) -> int:
         packs = self._device.type != "cpu" and pull.ranks_per_node is None
-        sent = ((pull, itemsize), (push, self._gradient_dtype.itemsize))
-        return 4 * max(
+        sent = ((pull, self._dtype.itemsize), (push, self._gradient_dtype.itemsize))
+        return _EXCHANGE_BUFFERS * max(
             plan.packed_elements * size if packs else plan.buffer_bytes(size) for plan, size in sent
         )
 
@@ -420,14 +420,14 @@ class StrategyLinks:
         self, strategy: Strategy, buckets: RankBuckets, pull: LinkPlan, push: LinkPlan
     ) -> LinkMemory:
         specs = self.stage_model.specs
-        itemsize = self.stage_model.params[0].ds_tensor.itemsize
+        itemsize = self._dtype.itemsize
         slot_of = self._slots(strategy, buckets)
         kept = [bucket for r, bucket in enumerate(buckets) if r not in slot_of]
         return LinkMemory(
             slice_bytes=held_numel(specs, buckets, slot_of) * itemsize,
             gradient_bytes=sum(gradient_numel(specs, bucket) for bucket in kept) * 4
             + sum(slot_numels(gradient_numel, specs, buckets, slot_of).values()) * itemsize,
-            window_bytes=self._window_bytes(pull, push),
+            exchange_bytes=self._exchange_bytes(pull, push),
             relayed_bytes=max(pull.relayed_elements * itemsize, push.relayed_elements * 4),
         )
 
@@ -438,7 +438,7 @@ class StrategyLinks:
         return self.stage_model.gather_window(strategy.schemes[0]).slot_of
 
 
-def _before(
+def _backward_hooks(
     window: Window, session: StreamSession | GatherSession
 ) -> dict[int, Callable[[], None] | None]:
     """What is called before the backward pass of each bucket of `window`."""

@@ -11,7 +11,8 @@ slices.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,20 +37,14 @@ class _Posted:
     received: list[tuple[int, Batch, Message, Tensor]] = field(default_factory=list)
     """(peer, batch, message, packed buffer) of what did not arrive in its place."""
     buffers: list[Tensor] = field(default_factory=list)
-    packed: Tensor | None = None
-    """What an all-to-all brings."""
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
 
 
-@dataclass(frozen=True, slots=True)
-class RoundUnderWay:
-    """A round that was begun and not finished."""
-
-    posted: _Posted
-    complete: Callable[[_Posted], None]
+RoundUnderWay = Callable[[], None]
+"""A round that was begun: waits for it and writes what it brought. Holds the round's buffers."""
 
 
 class Link:
@@ -57,8 +52,7 @@ class Link:
 
     All methods are collective over `group`, which spans all ranks of the plans; every rank calls
     them with its own part of the same plan, begins the rounds in the same order, and finishes them
-    in that order. A caller that overlaps rounds with computation begins and finishes them one at a
-    time; `pull` and `push` run all.
+    in that order. Nothing in here waits for another rank's computation.
     """
 
     def __init__(
@@ -83,33 +77,7 @@ class Link:
         self._buffers = ExchangeBuffers(device) if buffers is None else buffers
         self._gradient_dtype = gradient_dtype
         self._relayed: dict[int, Tensor] = {}
-        self._left: list[RoundUnderWay] = []
-
-    def pull(
-        self, plan: LinkPlan, shards_P: Sequence[Tensor], bucket_S: Sequence[Sequence[Tensor]]
-    ) -> None:
-        """Fill this rank's slices from all ranks' shards.
-
-        `shards_P[param]` are this rank's shards (flat, one dtype), `bucket_S[r][slot]` the flat
-        slices of its r-th bucket, written in place.
-        """
-        self._run_rounds(
-            range(len(plan.rounds)),
-            lambda index: self.begin_pull(plan, index, shards_P, _bucket(bucket_S, index)),
-        )
-
-    def push(
-        self, plan: LinkPlan, grad_bucket_S: Sequence[Sequence[Tensor]], grads_P: Sequence[Tensor]
-    ) -> None:
-        """Add this rank's slice gradients into the owners' flat fp32 gradient shards `grads_P`.
-
-        Sums run in fp32 in the order of contributing ranks, so they are deterministic for a given
-        plan. Buckets go in reverse, the order in which backward completes them.
-        """
-        self._run_rounds(
-            reversed(range(len(plan.rounds))),
-            lambda index: self.begin_push(plan, index, _bucket(grad_bucket_S, index), grads_P),
-        )
+        self._abandoned: list[RoundUnderWay] = []
 
     def begin_pull(
         self, plan: LinkPlan, index: int, shards_P: Sequence[Tensor], slices_S: Sequence[Tensor]
@@ -130,21 +98,23 @@ class Link:
         if packed := self._pack(plan, index):
             posted = self._post_packed(packed.shards, packed.slices, stores, dtype)
             local = round_.phases[0].local
-            return RoundUnderWay(posted, lambda done: self._unpack_all(done, packed, local, stores))
+            return functools.partial(self._unpack_all, posted, packed, local, stores)
 
         def post(phase: Phase, group: int) -> _Posted:
             posted = self._post(phase.outgoing, phase.incoming, stores, dtype, group, in_place=True)
             self._copy_local(phase, stores)
             return posted
 
-        def complete(posted: _Posted) -> None:
+        posted = post(round_.phases[0], 0)
+
+        def finish() -> None:
             self._unpack(posted, stores)
             for phase in round_.phases[1:]:
                 self._unpack(post(phase, 1), stores)
-            for begun in [b for b in self._relayed if plan.rounds[b].relayed_until == index]:
-                self._buffers.give_back(self._relayed.pop(begun))
+            for first in [r for r in self._relayed if plan.rounds[r].relayed_until == index]:
+                self._buffers.give_back(self._relayed.pop(first))
 
-        return RoundUnderWay(post(round_.phases[0], 0), complete)
+        return finish
 
     def begin_push(
         self, plan: LinkPlan, index: int, grads_S: Sequence[Tensor], grads_P: Sequence[Tensor]
@@ -160,62 +130,48 @@ class Link:
         if packed := self._pack(plan, index):
             dtype = self._gradient_dtype
             posted = self._post_packed(packed.slices, packed.shards, stores, dtype)
-            return RoundUnderWay(posted, lambda done: self._add_all(done, packed, stores))
-        for begun, other in enumerate(plan.rounds[: index + 1]):
-            if other.relayed_numel and other.relayed_until >= index and begun not in self._relayed:
-                self._relayed[begun] = self._buffers.take(
-                    other.relayed_numel, torch.float32
-                ).zero_()
+            return functools.partial(self._add_all, posted, packed, stores)
+        # Sums that several rounds add to are in the memory of the first one, the last of a push.
+        for first, other in enumerate(plan.rounds[: index + 1]):
+            if other.relayed_numel and other.relayed_until >= index and first not in self._relayed:
+                sums = self._buffers.take(other.relayed_numel, torch.float32)
+                self._relayed[first] = sums.zero_()
 
         def post(phase: Phase, group: int) -> _Posted:
             return self._post(
                 phase.incoming, phase.outgoing, stores, self._gradient_dtype, group, in_place=False
             )
 
-        def complete(posted: _Posted) -> None:
-            for number, phase in reversed(list(enumerate(round_.phases))):
-                if number < len(round_.phases) - 1:
-                    posted = post(phase, 1)
-                self._accumulate(plan.rank, phase, posted, stores)
+        *earlier, last = round_.phases
+        posted = post(last, 0)
+
+        def finish() -> None:
+            self._accumulate(plan.rank, last, posted, stores)
+            for phase in reversed(earlier):
+                self._accumulate(plan.rank, phase, post(phase, 1), stores)
             if index in self._relayed:
                 self._buffers.give_back(self._relayed.pop(index))
 
-        return RoundUnderWay(post(round_.phases[-1], 0), complete)
+        return finish
 
     def finish(self, under_way: RoundUnderWay) -> None:
         """Wait for a round that was begun, and write what it brought."""
-        under_way.complete(under_way.posted)
+        under_way()
 
-    def leave(self, under_way: RoundUnderWay) -> None:
+    def abandon(self, under_way: RoundUnderWay) -> None:
         """Not to be finished, because something failed. Keeps what is on the wire for as long as
         the link lives.
 
         gloo takes back a receipt that nobody holds any more, and its message would go to the next
         round.
         """
-        self._left.append(under_way)
+        self._abandoned.append(under_way)
 
     def forget_failed(self) -> None:
         """Let go of what rounds that failed had relayed; call when no round is under way. Not
         collective.
         """
         self._relayed.clear()
-
-    def _run_rounds(self, order: Iterable[int], begin: Callable[[int], RoundUnderWay]) -> None:
-        """All rounds, each packed and posted while the one before is on the wire (a window of two
-        rounds).
-
-        Nothing in here waits for another rank's computation, so every rank posts every round in the
-        same order.
-        """
-        under_way: RoundUnderWay | None = None
-        for index in order:
-            next_round = begin(index)
-            if under_way is not None:
-                self.finish(under_way)
-            under_way = next_round
-        if under_way is not None:
-            self.finish(under_way)
 
     def _pack(self, plan: LinkPlan, index: int) -> PackedPhase | None:
         """How round `index` is packed, planned once; None where its messages travel alone."""
@@ -239,7 +195,7 @@ class Link:
             group=self._groups[0],
             async_op=True,
         )
-        return _Posted(works=[work], buffers=[outgoing, incoming], packed=incoming)
+        return _Posted(works=[work], buffers=[outgoing, incoming])
 
     def _unpack_all(
         self,
@@ -250,9 +206,9 @@ class Link:
     ) -> None:
         """What came and what this rank both owns and needs, in one kernel as far as it goes."""
         posted.wait()
-        assert posted.packed is not None
+        _, incoming = posted.buffers
         copies = packed.slices.copies
-        targets, sources = stored_views(stores, copies), packed_views(posted.packed, copies)
+        targets, sources = stored_views(stores, copies), packed_views(incoming, copies)
         for source, target in local:
             targets += [stores.view(target, piece) for piece in target.pieces]
             sources += [stores.view(source, piece) for piece in source.pieces]
@@ -262,10 +218,10 @@ class Link:
     def _add_all(self, posted: _Posted, packed: PackedPhase, stores: Stores) -> None:
         """See [Note: Sums in packed buffers]."""
         posted.wait()
-        assert posted.packed is not None
+        _, incoming = posted.buffers
         for addition in packed.additions:
             if self._adds_in_place(addition):
-                self._add_in_place(addition, posted.packed, stores)
+                self._add_in_place(addition, incoming, stores)
                 continue
             sums = self._buffers.take(addition.numel, stores.dtype)
             targets = stored_views(stores, addition.targets)
@@ -273,7 +229,7 @@ class Link:
             run_pairs(places, targets)
             for begin in addition.begins:
                 if begin is not None:
-                    sums.add_(posted.packed[begin : begin + addition.numel])
+                    sums.add_(incoming[begin : begin + addition.numel])
                     continue
                 own = stored_views(stores, addition.own)
                 run_pairs(packed_views(sums, addition.own), own, torch._foreach_add_)
@@ -414,7 +370,3 @@ class Link:
     def _give_back(self, posted: _Posted) -> None:
         for buffer in posted.buffers:
             self._buffers.give_back(buffer)
-
-
-def _bucket(buckets: Sequence[Sequence[Tensor]], index: int) -> Sequence[Tensor]:
-    return buckets[index] if index < len(buckets) else ()

@@ -12,6 +12,7 @@ the node are read directly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
@@ -41,6 +42,24 @@ class Cells:
     shared: dict[tuple[int, int], Asks]
     alone: dict[tuple[int, int], Asks]
 
+    def first_shared_in(self, index: int) -> IntArray:
+        """Cells that are relayed, and first needed in round `index`."""
+        return np.flatnonzero((self.round == index) & self.is_shared)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RelayMemory:
+    """What a rank relays from the ranks `owners` of other nodes, by the round in which it comes.
+
+    `begin` [owners, cells] is where a cell begins in the memory of its round; that of round i has
+    `numel[i]` elements, and the last round that needs it is `until[i]`.
+    """
+
+    owners: IntArray
+    begin: IntArray
+    numel: list[int]
+    until: list[int]
+
 
 class NodePlanner(DirectPlanner):
     """Node-aware routes ([Note: Node-aware routes])."""
@@ -56,9 +75,9 @@ class NodePlanner(DirectPlanner):
         super().__init__(params, asked, rank)
         self.nodes = Nodes(asked.num_ranks, ranks_per_node)
         self.node = self.nodes.node_of(rank)
-        self._cells_of = CellsOfNodes(asked, self.nodes, independent_rounds)
-        self._cells = self._cells_of.get(self.node)
-        self._relay_begin = self._place_relayed()
+        self._of_nodes = CellsOfNodes(asked, self.nodes, independent_rounds)
+        self._cells = self._of_nodes.get(self.node)
+        self._relay = self._place_relayed()
 
     def asks(self, rank: int, index: int) -> Asks:
         """What `rank`, of this node, needs in round `index`, as cells."""
@@ -78,7 +97,7 @@ class NodePlanner(DirectPlanner):
         the node.
         """
         first = self.shard_phase(index, self.nodes.ranks(self.node))
-        across, relayed_numel = self._relayed_from_owners(index)
+        across = self._relayed_from_owners(index)
         outside = self.nodes.outside(self.node)
         alone = self.slices_from(self._part(self._cells.alone, self.rank, index), outside, outside)
         # Both ends list what goes between them in this order: inside the node, relayed, straight to
@@ -88,7 +107,8 @@ class NodePlanner(DirectPlanner):
             incoming=(*first.incoming, *across, *alone),
             local=first.local,
         )
-        return Round((first, self._spread_phase(index)), relayed_numel, self._relayed_until[index])
+        phases = first, self._spread_phase(index)
+        return Round(phases, self._relay.numel[index], self._relay.until[index])
 
     def _shards_to_nodes(self, index: int) -> Iterable[Batch]:
         """Own shards to the relay rank of other nodes that need them for the first time, and to
@@ -97,10 +117,10 @@ class NodePlanner(DirectPlanner):
         kinds: dict[int, list[int]] = {}
         for node in range(self.nodes.num_nodes):
             if node != self.node:
-                kinds.setdefault(id(self._cells_of.get(node)), []).append(node)
+                kinds.setdefault(id(self._of_nodes.get(node)), []).append(node)
         for nodes in kinds.values():
-            cells = self._cells_of.get(nodes[0])
-            regions = cells.regions.take(np.flatnonzero((cells.round == index) & cells.is_shared))
+            cells = self._of_nodes.get(nodes[0])
+            regions = cells.regions.take(cells.first_shared_in(index))
             pieces = self.shard_pieces(regions, np.array([self.rank]))
             if len(pieces):
                 yield Batch(
@@ -114,55 +134,42 @@ class NodePlanner(DirectPlanner):
                         readers = tuple(self.nodes.ranks(node)[place] for node in nodes)
                         yield Batch(Store.SHARD, readers, pieces)
 
-    def _place_relayed(self) -> IntArray:
-        """Where each cell of each owner relayed here begins in its round's relay memory: [owners,
-        cells].
-        """
-        self._owners = self.nodes.owners_relayed_by(self.rank)
-        cells = self._cells
-        num_cells = len(cells.round)
-        self._relayed_numel = np.zeros(self.asked.num_rounds, dtype=np.int64)
+    def _place_relayed(self) -> RelayMemory:
+        cells, num_rounds = self._cells, self.asked.num_rounds
+        owners = self.nodes.owners_relayed_by(self.rank)
         # Cells arrive once: a round's memory is needed until the last round that asks for one.
-        until = np.arange(self.asked.num_rounds)
+        until = np.arange(num_rounds)
         for (_, index), asks in cells.shared.items():
             np.maximum.at(until, cells.round[asks.cell], index)
-        self._relayed_until: list[int] = until.tolist()
-        if not num_cells or not len(self._owners):
-            return np.zeros((len(self._owners), num_cells), dtype=np.int64)
-        blocks = self.table.mutual_blocks(cells.regions, self._owners)
-        numel = np.bincount(
-            blocks.item, weights=blocks.rows * blocks.cols, minlength=len(self._owners) * num_cells
-        )
-        numel = numel.astype(np.int64).reshape(len(self._owners), num_cells)
-        begin = np.zeros_like(numel)
-        for index in range(self.asked.num_rounds):
-            mine = np.flatnonzero((cells.round == index) & cells.is_shared)
+        blocks = self.table.mutual_blocks(cells.regions, owners)
+        shape = len(owners), len(cells.round)
+        of_pairs = np.bincount(blocks.item, blocks.rows * blocks.cols, minlength=math.prod(shape))
+        numel = of_pairs.astype(np.int64).reshape(shape)
+        begin, of_rounds = np.zeros_like(numel), []
+        for index in range(num_rounds):
+            mine = cells.first_shared_in(index)
             flat = numel[:, mine].ravel()
-            begin[:, mine] = (np.cumsum(flat) - flat).reshape(len(self._owners), len(mine))
-            self._relayed_numel[index] = flat.sum()
-        return begin
+            begin[:, mine] = (np.cumsum(flat) - flat).reshape(len(owners), len(mine))
+            of_rounds.append(int(flat.sum()))
+        return RelayMemory(owners=owners, begin=begin, numel=of_rounds, until=until.tolist())
 
-    def _relayed_from_owners(self, index: int) -> tuple[tuple[Batch, ...], int]:
-        """What arrives from other nodes in round `index`, and how much it is."""
-        mine = np.flatnonzero((self._cells.round == index) & self._cells.is_shared)
-        if not len(mine) or not len(self._owners):
-            return (), 0
+    def _relayed_from_owners(self, index: int) -> tuple[Batch, ...]:
+        """What arrives from other nodes in round `index`."""
+        mine = self._cells.first_shared_in(index)
         owner, pieces = self._relay_pieces(self._cells.regions.take(mine), mine)
-        return split_by_peer(Store.RELAY, self._owners[owner], pieces), int(
-            self._relayed_numel[index]
-        )
+        return split_by_peer(Store.RELAY, self._relay.owners[owner], pieces)
 
     def _relay_pieces(self, regions: Regions, cell: IntArray) -> tuple[IntArray, IntArray]:
         """Index of the owner and place in relay memory of all blocks of cells that are relayed
         here.
         """
-        blocks = self.table.mutual_blocks(regions, self._owners)
+        blocks = self.table.mutual_blocks(regions, self._relay.owners)
         numel = blocks.rows * blocks.cols
         owner, ask = np.divmod(blocks.item, max(len(cell), 1))
         before = np.cumsum(numel) - numel  # of the block inside its (owner, cell) pair
         is_first = np.diff(blocks.item, prepend=-1) != 0
         before -= np.maximum.accumulate(np.where(is_first, before, 0))
-        offset = self._relay_begin[owner, cell[ask]] + before
+        offset = self._relay.begin[owner, cell[ask]] + before
         round_ = self._cells.round[cell[ask]]
         return owner, np.stack([round_, offset, blocks.cols, blocks.rows, blocks.cols], axis=1)
 
@@ -172,7 +179,7 @@ class NodePlanner(DirectPlanner):
         """
         outgoing = []
         ranks = self.nodes.ranks(self.node)
-        if len(self._owners):
+        if len(self._relay.owners):
             parts = {m: self._part(self._cells.shared, m, index) for m in ranks if m != self.rank}
             for members in _group_equal({m: part.cell.tobytes() for m, part in parts.items()}):
                 asks = parts[members[0]]
@@ -188,7 +195,7 @@ class NodePlanner(DirectPlanner):
         local: tuple[tuple[Batch, Batch], ...] = ()
         _, relayed = self._relay_pieces(own.regions, own.cell)
         if len(relayed):
-            blocks = self.table.mutual_blocks(own.regions, self._owners)
+            blocks = self.table.mutual_blocks(own.regions, self._relay.owners)
             slices = slice_pieces(own, blocks, self.table)
             local = ((Batch(Store.RELAY, (), relayed), Batch(Store.SLICE, (), slices)),)
         return Phase(tuple(outgoing), tuple(incoming), local)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from ds_hydra.engine.model.stage_model import StageModel
-    from ds_hydra.engine.propagation import Outcome
+    from ds_hydra.engine.propagation import RankOutcome
 
 _TRACE_FILE = "trace.jsonl"
 _RUN_SCHEMA = "ds_hydra.run/1"
@@ -162,7 +162,7 @@ class IterationMetrics:
 
 def measure_iteration(
     plan: IterationPlan,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[RankOutcome],
     *,
     iteration_ms: float,
     find_straggler: Callable[[Sequence[PipelineMetrics]], int | None],

@@ -23,9 +23,10 @@ from torch import Tensor
 MAX_WIDTH = 23
 MIN_WIDTH = 12
 
-_NOT_FINITE = 1 << 20
-_EXPONENT_BITS = 23
-_LOWEST_EXPONENT = 126
+_NOT_FINITE = 1 << 20  # stands above every place
+_MANTISSA_BITS, _BIAS, _INF_OR_NAN = 23, 127, 255  # of fp32
+_DOUBLE_MANTISSA_BITS, _DOUBLE_BIAS = 52, 1023
+_LOWEST_NORMAL = 126  # the smallest normal fp32 is 2**-126
 
 
 def digit_width(num_addends: int) -> int:
@@ -85,7 +86,8 @@ class Adder:
 def value_of(high: Tensor, low: Tensor, top: Tensor, width: int) -> Tensor:
     """[m, n] fp32 values of sums; NaN in rows to which something was added that was not finite."""
     whole = high.to(torch.int64).bitwise_left_shift_(width).add_(low)
-    unit = (_exponent(top, width) - width + 1023).to(torch.int64).bitwise_left_shift_(52)
+    unit_exponent = (_exponent(top, width) - width + _DOUBLE_BIAS).to(torch.int64)
+    unit = unit_exponent.bitwise_left_shift_(_DOUBLE_MANTISSA_BITS)
     return (
         whole.double()
         .mul_(unit.view(torch.float64))
@@ -96,18 +98,18 @@ def value_of(high: Tensor, low: Tensor, top: Tensor, width: int) -> Tensor:
 
 def _place_of(peak: Tensor, width: int) -> Tensor:
     """The highest place of a digit that is not zero in numbers up to `peak`; 1 is the lowest."""
-    exponent = peak.view(torch.int32).bitwise_right_shift(_EXPONENT_BITS)
-    place = torch.div(exponent - 127, width, rounding_mode="floor") + _LOWEST_EXPONENT // width
-    return place.clamp_(min=1).masked_fill_(exponent == 255, _NOT_FINITE)
+    exponent = peak.view(torch.int32).bitwise_right_shift(_MANTISSA_BITS)
+    place = torch.div(exponent - _BIAS, width, rounding_mode="floor") + _LOWEST_NORMAL // width
+    return place.clamp_(min=1).masked_fill_(exponent == _INF_OR_NAN, _NOT_FINITE)
 
 
 def _exponent(top: Tensor, width: int) -> Tensor:
     """The exponent of the unit of `high`; that of `low` is `width` less, and of a normal number."""
-    return (top.clamp(1, 2 * _LOWEST_EXPONENT // width) - _LOWEST_EXPONENT // width) * width
+    return (top.clamp(1, 2 * _LOWEST_NORMAL // width) - _LOWEST_NORMAL // width) * width
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    return (exponent + 127).bitwise_left_shift_(_EXPONENT_BITS).view(torch.float32)
+    return (exponent + _BIAS).bitwise_left_shift_(_MANTISSA_BITS).view(torch.float32)
 
 
 def _make_room(high: Tensor, low: Tensor, top: Tensor, reached: Tensor) -> None:

@@ -36,7 +36,7 @@ from ds_hydra.engine.transfer.link_session import (
     DeviceClock,
     Flags,
     LinkThread,
-    LinkTimes,
+    MeasuredLinkTimes,
     Spans,
 )
 from ds_hydra.engine.transfer.slices import Slices
@@ -47,7 +47,7 @@ from ds_hydra.zero_link.exchange import Link
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class GatherRound:
     """One round of the iteration: of the pull or the push of `bucket`, once use `after` is left
     (-1: at once).
     """
@@ -58,7 +58,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rounds:
+class GatherSchedule:
     """All rounds of an iteration, and what computation waits for.
 
     `uses`: buckets of the window in the order in which they are used; the last one, -1, stands for
@@ -67,20 +67,20 @@ class Rounds:
     """
 
     uses: tuple[int, ...]
-    order: tuple[Round, ...]
+    order: tuple[GatherRound, ...]
     pull_before: tuple[int, ...]
     push_before: tuple[int, ...]
 
 
 def plan_rounds(
     window: Window, num_buckets: int, num_micro_batches: int, *, training: bool
-) -> Rounds:
+) -> GatherSchedule:
     """The rounds of an iteration in which the pipeline with the most micro-batches has
     `num_micro_batches`.
 
     >>> window = Window(buckets=(0, 1, 2), has_backward=(True,) * 3)
-    >>> rounds = plan_rounds(window, 3, 1, training=True)
-    >>> [("push" if r.is_push else "pull", r.bucket) for r in rounds.order]
+    >>> schedule = plan_rounds(window, 3, 1, training=True)
+    >>> [("push" if r.is_push else "pull", r.bucket) for r in schedule.order]
     [('pull', 0), ('pull', 1), ('pull', 2), ('pull', 0), ('push', 2), ('push', 1), ('push', 0)]
     """
     positions: list[int] = []
@@ -96,12 +96,12 @@ def plan_rounds(
                 completes.append(is_backward)
     kept = [bucket for bucket in range(num_buckets) if bucket not in window.buckets]
     end = len(positions)
-    rounds = [Round(-1, False, bucket) for bucket in kept]
+    rounds = [GatherRound(-1, False, bucket) for bucket in kept]
     loads = {load.use: load for load in plan_loads(positions)}
-    rounds += [Round(x.after, False, window.buckets[x.position]) for x in loads.values()]
+    rounds += [GatherRound(x.after, False, window.buckets[x.position]) for x in loads.values()]
     pushed = [use for use in range(end) if completes[use]]
-    rounds += [Round(use, True, window.buckets[positions[use]]) for use in pushed]
-    rounds += [Round(end, True, bucket) for bucket in reversed(kept) if training]
+    rounds += [GatherRound(use, True, window.buckets[positions[use]]) for use in pushed]
+    rounds += [GatherRound(end, True, bucket) for bucket in reversed(kept) if training]
     order = sorted(rounds, key=lambda r: (r.after, r.is_push))  # stable
     place = {(r.after, r.is_push, r.bucket): number for number, r in enumerate(order)}
     pull_before, push_before, of_slot = [-1] * (end + 1), [-1] * (end + 1), [-1] * STREAM_WINDOW
@@ -112,7 +112,7 @@ def plan_rounds(
         if completes[use]:
             slot = position % STREAM_WINDOW
             push_before[use], of_slot[slot] = of_slot[slot], place[use, True, bucket]
-    return Rounds(
+    return GatherSchedule(
         uses=(*(window.buckets[position] for position in positions), -1),
         order=tuple(order),
         pull_before=tuple(pull_before),
@@ -136,7 +136,7 @@ class GatherSession:
         *,
         pull: tuple[Link, LinkPlan],
         push: tuple[Link, LinkPlan],
-        rounds: Rounds,
+        schedule: GatherSchedule,
         shards_P: Sequence[Tensor],
         slices: Slices,
         grads_P: Sequence[Tensor] | None,
@@ -145,20 +145,19 @@ class GatherSession:
         self._clock = clock
         self._pull_link, self._pull_plan = pull
         self._push_link, self._push_plan = push
-        self._rounds = rounds
+        self._schedule = schedule
         self._shards_P = shards_P
         self._slices = slices
         self._grads_P = grads_P
-        self._left = Flags(len(rounds.uses), clock)
-        self._done = Flags(len(rounds.order), clock)
+        self._left = Flags(len(schedule.uses), clock)
+        self._done = Flags(len(schedule.order), clock)
         self._pulled_at = {
-            r.bucket: number for number, r in enumerate(rounds.order) if not r.is_push
+            r.bucket: number for number, r in enumerate(schedule.order) if not r.is_push
         }
         self._next = 0
         self._use = -1
         self._posting: Future[None] | None = None
-        self._work = {is_push: Spans(clock) for is_push in (False, True)}
-        self._waits = Spans(clock)
+        self._pull_work, self._push_work, self._waits = Spans(clock), Spans(clock), Spans(clock)
 
     def __enter__(self) -> GatherSession:
         self._start = self._clock.stamp()
@@ -176,7 +175,7 @@ class GatherSession:
 
     def await_bucket(self, index: int) -> None:
         """Let computation read the slices of a bucket in a forward pass."""
-        if index in self._rounds.uses:
+        if index in self._schedule.uses:
             self.enter(index)
         else:
             self._wait_for(self._pulled_at[index])
@@ -186,47 +185,48 @@ class GatherSession:
 
     def enter(self, bucket: int) -> None:
         """Computation leaves the bucket it was in and comes to `bucket`, if it is not there yet."""
-        while self._use < 0 or self._rounds.uses[self._use] != bucket:
-            if self._use + 2 >= len(self._rounds.uses):
+        while self._use < 0 or self._schedule.uses[self._use] != bucket:
+            if self._use + 2 >= len(self._schedule.uses):  # the next use is the end
                 raise RuntimeError(
                     f"layer {bucket} was used out of the order of the iteration's plan"
                 )
             self._go_on()
 
-    def finish(self) -> LinkTimes:
+    def finish(self) -> MeasuredLinkTimes:
         """Computation is over: take part in the rounds that are left. Raises what the thread
         raised.
         """
+        # What it waits for from here on counts as waiting for the push, as a whole.
         waits, self._waits = self._waits, Spans(self._clock)
         begin = self._clock.stamp()
-        while self._use + 1 < len(self._rounds.uses):
+        while self._use + 1 < len(self._schedule.uses):
             self._go_on()
         self._leave()
         if self._posting is not None:
             self._posting.result()
-        for work in self._work.values():
-            work.join()
+        self._pull_work.join()
+        self._push_work.join()
         end = self._clock.stamp()
         self._clock.settle(end)
         has_push = self._grads_P is not None
-        return LinkTimes(
-            pull_ms=self._work[False].total_ms(),
-            push_ms=self._work[True].total_ms(),
+        return MeasuredLinkTimes(
+            pull_ms=self._pull_work.total_ms(),
+            push_ms=self._push_work.total_ms(),
             visible_pull_ms=waits.total_ms(),
             visible_push_ms=self._clock.ms_between(begin, end) if has_push else 0.0,
         )
 
     def record(self, recorder: Recorder) -> None:
         """Hand the spans of all rounds to `recorder`; call after `finish`."""
-        self._work[False].record(recorder, EventKind.PULL)
-        self._work[True].record(recorder, EventKind.PUSH)
+        self._pull_work.record(recorder, EventKind.PULL)
+        self._push_work.record(recorder, EventKind.PUSH)
 
     def _go_on(self) -> None:
         """Leave the present use for the next one."""
         self._leave()
         self._use += 1
-        for number in (self._rounds.pull_before[self._use], self._rounds.push_before[self._use]):
-            if number >= 0:
+        for before in (self._schedule.pull_before, self._schedule.push_before):
+            if (number := before[self._use]) >= 0:
                 self._wait_for(number)
 
     def _leave(self) -> None:
@@ -239,7 +239,7 @@ class GatherSession:
     def _wait_for(self, number: int) -> None:
         with self._waits.measure():
             if self._posting is None:
-                self._post_until(max(self._use - 1, -1))
+                self._post_until(-1)  # for a wait before the first use; `_leave` posts the others
             try:
                 self._done.wait(number)
             except Abandoned:
@@ -249,7 +249,7 @@ class GatherSession:
 
     def _post_until(self, use: int) -> None:
         """Every round that waits for `use`, or for less."""
-        order = self._rounds.order
+        order = self._schedule.order
         while self._next < len(order) and order[self._next].after <= use:
             self._post(self._next)
             self._next += 1
@@ -257,7 +257,7 @@ class GatherSession:
     def _post_all(self) -> None:
         self._clock.wait_for(self._start)
         try:
-            for number, round_ in enumerate(self._rounds.order):
+            for number, round_ in enumerate(self._schedule.order):
                 if round_.after >= 0:
                     self._left.wait(round_.after)
                 self._post(number)
@@ -268,18 +268,18 @@ class GatherSession:
             raise
 
     def _post(self, number: int) -> None:
-        round_ = self._rounds.order[number]
+        round_ = self._schedule.order[number]
         bucket, has_bucket = round_.bucket, round_.bucket < len(self._slices.bucket_S)
         begin = self._clock.stamp()
         if not round_.is_push:
             slices_S = self._slices.bucket_S[bucket] if has_bucket else ()
-            link = self._pull_link
+            link, work = self._pull_link, self._pull_work
             under_way = link.begin_pull(self._pull_plan, bucket, self._shards_P, slices_S)
         elif self._grads_P is not None:
             if has_bucket:
                 self._slices.zero_missing(bucket)
             grads_S = self._slices.grad_bucket_S[bucket] if has_bucket else ()
-            link = self._push_link
+            link, work = self._push_link, self._push_work
             under_way = link.begin_push(self._push_plan, bucket, grads_S, self._grads_P)
         else:
             self._done.raise_flag(number)
@@ -287,11 +287,10 @@ class GatherSession:
         try:
             link.finish(under_way)
         except BaseException:
-            link.leave(under_way)
+            link.abandon(under_way)
             raise
-        if has_bucket and not round_.is_push:
-            self._slices.prepare(bucket)
-        if has_bucket and round_.is_push:
-            self._slices.expect_next(bucket)
+        if has_bucket:
+            is_over = self._slices.expect_next if round_.is_push else self._slices.prepare
+            is_over(bucket)
         self._done.raise_flag(number)
-        self._work[round_.is_push].add(begin, self._clock.stamp())
+        work.add(begin, self._clock.stamp())

@@ -25,8 +25,9 @@ caller receives weights into `weight_runs` and sends `sum_runs`, which hold fp32
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ PIECE_NUMEL = 1 << 17
 _ALIGNMENT = 64
 
 
-class Home(Protocol):
+class Home(ABC):
     """What a home does for streamed layers, wherever its memory is.
 
     `fill`, `begin_sums`, then a barrier, then `read`, `copy` and `add` in any order on any rank,
@@ -64,28 +65,35 @@ class Home(Protocol):
     progress: Progress
     """Of the ranks of this host."""
 
+    @abstractmethod
     def fill(self, shards_P: Sequence[Tensor]) -> None:
         """Take over this rank's shards of all parameters."""
 
+    @abstractmethod
     def begin_sums(self, num_addends: int, brought: RankBuckets = ()) -> None:
         """Set this rank's part of the sums to zero; every element gets at most `num_addends`."""
 
+    @abstractmethod
     def read(self, param: int, region: Region) -> Tensor | None:
         """The weights in `region`, flat, where they are; None where they are not in one piece."""
 
+    @abstractmethod
     def copy(self, param: int, region: Region, into: Tensor) -> None:
         """Copy the weights in `region` into the flat tensor `into`."""
 
+    @abstractmethod
     def add(self, param: int, region: Region, grad: Tensor) -> None:
         """Add `grad`, any shape, to the sums of `region`; waits only for adds to the same rows. It
         may not change before `finish_adds`.
         """
 
+    @abstractmethod
     def when_added(self, then: Callable[[], None]) -> None:
         """Call `then`, perhaps in another thread, once what this rank has added so far is in the
         sums.
         """
 
+    @abstractmethod
     def finish_adds(self) -> None:
         """Return once what this rank added is in the sums."""
 
@@ -123,9 +131,11 @@ class Home(Protocol):
         ]
 
     @property
+    @abstractmethod
     def address(self) -> int:
         """Where its memory, or this rank's part of it, begins."""
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of the memory."""
 
@@ -133,17 +143,19 @@ class Home(Protocol):
     _nothing: Tensor
     """Of fp32, where no sum is."""
 
+    @abstractmethod
     def _run(self, kind: str, ref: SliceRef) -> Tensor:
         """The elements of a flat region of a parameter: "weights", or the sums' "high" half."""
 
+    @abstractmethod
     def _evaluate(self, param: int, run: slice, values: Tensor) -> None:
         """Put the sums of the elements `run` into `values`, which may lie in place of their upper
         half.
         """
 
 
-class _Sums(NamedTuple):
-    """Sums of one parameter as [rows, cols], `top` as [rows, 1]."""
+class Sums(NamedTuple):
+    """Those of a rectangle of a parameter: `high`, `low` [m, n], `top` [m, 1]."""
 
     high: Tensor
     low: Tensor
@@ -169,21 +181,21 @@ class SharedMemoryHome(Home):
         self._specs = specs
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         beside = hosts.ranks_beside(self._rank)
-        self._place, self._num_beside = beside.index(self._rank), len(beside)
+        self._local_rank, self._num_beside = beside.index(self._rank), len(beside)
         layout = Layout()
         padded = [spec.shard_numel(self._num_ranks) * self._num_ranks for spec in specs]
         trained = [spec.requires_grad for spec in specs]
-        weights = [layout.place(n, dtype) for n in padded]
-        high = [layout.place(n * t, torch.int32) for n, t in zip(padded, trained, strict=True)]
-        low = [layout.place(n * t, torch.int32) for n, t in zip(padded, trained, strict=True)]
+        weights = [layout.reserve(n, dtype) for n in padded]
+        high = [layout.reserve(n * t, torch.int32) for n, t in zip(padded, trained, strict=True)]
+        low = [layout.reserve(n * t, torch.int32) for n, t in zip(padded, trained, strict=True)]
         top = [
-            layout.place(spec.num_rows * t, torch.int32)
+            layout.reserve(spec.num_rows * t, torch.int32)
             for spec, t in zip(specs, trained, strict=True)
         ]
-        take_progress = layout.place(progress_bytes(len(beside)), torch.uint8)
+        take_progress = layout.reserve(progress_bytes(len(beside)), torch.uint8)
         self._memory = SharedMemory(beside, layout.nbytes, purpose, device)
         bytes_ = self._memory.bytes
-        self.progress = Progress(take_progress(bytes_), beside, self._place)
+        self.progress = Progress(take_progress(bytes_), beside, self._local_rank)
         self._weights = [take(bytes_) for take in weights]
         self._high, self._low, self._top = (
             [take(bytes_) for take in part] for part in (high, low, top)
@@ -193,16 +205,13 @@ class SharedMemoryHome(Home):
             flat.view(torch.float32)[self._shard(spec)] if spec.requires_grad else torch.empty(0)
             for spec, flat in zip(specs, self._high, strict=True)
         ]
-        """This rank's fp32 gradient shards, which `collect` may replace in place."""
         widest = max(spec.num_cols for spec in specs)
         self._adder = Adder(max(PIECE_NUMEL, widest), device)
         self._nothing = bytes_.new_empty(0, dtype=torch.float32)
         self._width = 0
         own = home_bytes(specs, dtype.itemsize, self._num_ranks, self._num_beside)
         self.weight_bytes = own.weights
-        """This rank's part of the weights."""
         self.sum_bytes = own.sums + self._adder.nbytes
-        """This rank's part of the sums, without the memory of `grads_P`."""
 
     def fill(self, shards_P: Sequence[Tensor]) -> None:
         """Copy this rank's shards to their place."""
@@ -215,7 +224,7 @@ class SharedMemoryHome(Home):
         for param, run in self._parts(brought):
             self._high[param][run].zero_()
             self._low[param][run].zero_()
-        for param in range(self._place, len(self._specs), self._num_beside):
+        for param in range(self._local_rank, len(self._specs), self._num_beside):
             self._top[param].zero_()
 
     def read(self, param: int, region: Region) -> Tensor | None:
@@ -241,8 +250,8 @@ class SharedMemoryHome(Home):
         num_cols = self._specs[param].num_cols
         for begin, end in self._pieces(region):
             rows = slice(region.row + begin, region.row + end)
-            place = self._high_begin[param] + rows.start * num_cols * 4
-            with self._memory.locked(place, (end - begin) * num_cols * 4):
+            begin_byte = self._high_begin[param] + rows.start * num_cols * 4
+            with self._memory.locked(begin_byte, (end - begin) * num_cols * 4):
                 self._adder.add(
                     sums.high[rows],
                     sums.low[rows],
@@ -298,9 +307,9 @@ class SharedMemoryHome(Home):
         spec = self._specs[param]
         return flats[param][: spec.numel].view(spec.num_rows, spec.num_cols)
 
-    def _sums(self, param: int) -> _Sums:
+    def _sums(self, param: int) -> Sums:
         high, low = self._matrix(self._high, param), self._matrix(self._low, param)
-        return _Sums(high, low, self._top[param].view(-1, 1))
+        return Sums(high, low, self._top[param].view(-1, 1))
 
     def _pieces(self, region: Region) -> Iterator[tuple[int, int]]:
         """Rows of `region` that are added under one lock; each rank begins elsewhere, so that few
@@ -309,7 +318,7 @@ class SharedMemoryHome(Home):
         step = max(1, PIECE_NUMEL // max(region.num_cols, 1))
         count = -(-region.num_rows // step)
         for index in range(count):
-            begin = (index + self._place * count // self._num_beside) % count * step
+            begin = (index + self._local_rank * count // self._num_beside) % count * step
             yield begin, min(begin + step, region.num_rows)
 
 
@@ -319,7 +328,7 @@ class Layout:
     def __init__(self) -> None:
         self.nbytes = 0
 
-    def place(self, numel: int, dtype: torch.dtype) -> functools.partial[Tensor]:
+    def reserve(self, numel: int, dtype: torch.dtype) -> functools.partial[Tensor]:
         """What takes a flat tensor [numel] out of the memory, as bytes."""
         begin = self.nbytes
         self.nbytes += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

@@ -15,6 +15,8 @@ the pull wait for no computation, and no computation waits for a push before its
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import threading
 import time
 from collections.abc import Sequence
@@ -32,6 +34,7 @@ from ds_hydra.engine.transfer.link_session import (
     DeviceClock,
     LinkThread,
     Spans,
+    TwoInFlight,
 )
 from ds_hydra.zero_link import LinkPlan, RankBuckets
 from ds_hydra.zero_link.exchange import Link, RoundUnderWay
@@ -39,17 +42,23 @@ from ds_hydra.zero_link.exchange import Link, RoundUnderWay
 if TYPE_CHECKING:
     from ds_hydra.engine.transfer.home import Home
 
-_RECEIVED, _ADDED = 0, 1
-_NUM_KINDS = 2
 _POLL_S, _LONGEST_POLL_S = 5e-5, 2e-3
 _FAILED = -1
+"""In place of a count of rounds."""
 _ITERATION = 1 << 32
 """More than an iteration has rounds."""
 
 
+class Milestone(enum.IntEnum):
+    """Of a round: its weights have come to this rank, or its gradients are in the home's sums."""
+
+    RECEIVED = 0
+    ADDED = 1
+
+
 def progress_bytes(num_ranks: int) -> int:
     """Of the words of `num_ranks` ranks of a host."""
-    return _NUM_KINDS * num_ranks * 8
+    return len(Milestone) * num_ranks * 8
 
 
 class Progress:
@@ -59,7 +68,7 @@ class Progress:
 
     def __init__(self, memory: Tensor, ranks: Sequence[int], place: int):
         words = memory[: progress_bytes(len(ranks))].view(torch.int64)
-        self._words = words.view(_NUM_KINDS, len(ranks)).numpy()
+        self._words = words.view(len(Milestone), len(ranks)).numpy()
         self._ranks, self._place = ranks, place
         self._begin = 0
         self._changed = threading.Condition()
@@ -69,9 +78,9 @@ class Progress:
         self._begin += _ITERATION
         self._words[:, self._place] = self._begin
 
-    def reach(self, kind: int, count: int) -> None:
+    def report(self, milestone: Milestone, count: int) -> None:
         """This rank has come to `count` rounds; less than before changes nothing."""
-        words = self._words[kind]
+        words = self._words[milestone]
         with self._changed:
             words[self._place] = max(int(words[self._place]), self._begin + count)
             self._changed.notify_all()
@@ -88,11 +97,11 @@ class Progress:
             is_left.set()
             self._changed.notify_all()
 
-    def is_reached(self, kind: int, count: int) -> bool:
+    def is_reached(self, milestone: Milestone, count: int) -> bool:
         """Whether all ranks have come to `count` rounds."""
-        return bool((self._words[kind] >= self._begin + count).all())
+        return bool((self._words[milestone] >= self._begin + count).all())
 
-    def wait(self, kind: int, count: int, is_left: threading.Event) -> None:
+    def wait(self, milestone: Milestone, count: int, is_left: threading.Event) -> None:
         """Return once `is_reached`. Raises Abandoned once `is_left` is set, RuntimeError where a
         rank has failed, or for as long as a collective would wait; the watchdog ends a process
         that waits for a lost rank.
@@ -101,18 +110,20 @@ class Progress:
         target = self._begin + count
 
         def has_come() -> bool:
-            own = self._words[kind, self._place]
+            own = self._words[milestone, self._place]
             return bool(own >= target or own == _FAILED or is_left.is_set())
 
-        with self._changed:  # most of the time passes here, where nothing polls
+        # Other processes cannot wake this one, so their words are polled. Only once this rank's own
+        # word is there, which needs no polling: most of the time has passed by then.
+        with self._changed:
             self._changed.wait_for(has_come, longest_s)
         pause_s = _POLL_S
-        while not self.is_reached(kind, count):
+        while not self.is_reached(milestone, count):
             if is_left.is_set():
                 raise Abandoned
-            behind = self._words[kind] < target
+            behind = self._words[milestone] < target
             rank = self._ranks[int(behind.argmax())]
-            if self._words[kind].min() == _FAILED or time.monotonic() > begin + longest_s:
+            if self._words[milestone].min() == _FAILED or time.monotonic() > begin + longest_s:
                 raise RuntimeError(
                     f"rank {rank} of this host did not exchange what others need in their home"
                 )
@@ -193,7 +204,7 @@ class HomeRounds:
         if self.overlaps and bucket not in self._filled:
             count = self._last_round[bucket] + 1
             try:
-                self._home.progress.wait(_RECEIVED, count, self._is_left)
+                self._home.progress.wait(Milestone.RECEIVED, count, self._is_left)
             except RuntimeError:
                 assert self._pulling is not None
                 if self._pulling.done():
@@ -213,12 +224,12 @@ class HomeRounds:
         self._incomplete.pop(bucket, None)
         missing = max(self._incomplete.values(), default=-1)
         progress, count = self._home.progress, len(self._across.params) - 1 - missing
-        self._home.when_added(lambda: progress.reach(_ADDED, count))
+        self._home.when_added(lambda: progress.report(Milestone.ADDED, count))
 
     def complete_all(self) -> None:
         """This rank adds nothing more."""
         self._incomplete.clear()
-        self._home.progress.reach(_ADDED, len(self._across.params))
+        self._home.progress.report(Milestone.ADDED, len(self._across.params))
 
     def finish(self) -> None:
         """Return once all sums have come to their owners, on the current stream. Raises what the
@@ -246,28 +257,26 @@ class HomeRounds:
         self.push_work.join()
 
     def _pull(self) -> None:
-        """All rounds of the pull, each posted while the one before is on the wire."""
+        """All rounds of the pull."""
         assert self._across.pull is not None
         link, plan = self._across.pull
         self._clock.wait_for(self._start)  # shards are up to date
         weights = self._home.weight_runs(self._across.brought)
-        under_way: RoundUnderWay | None = None
+
+        def begin(index: int) -> RoundUnderWay:
+            return link.begin_pull(plan, index, self._shards_P, weights[index])
+
+        def is_over(index: int) -> None:
+            self._received = self._clock.stamp()
+            self._clock.settle(self._received)
+            self._home.progress.report(Milestone.RECEIVED, index + 1)
+
         try:
-            for index in range(len(weights) + 1):
-                with self.pull_work.measure():
-                    posted = None
-                    if index < len(weights):
-                        posted = link.begin_pull(plan, index, self._shards_P, weights[index])
-                    if under_way is not None:
-                        link.finish(under_way)
-                        self._received = self._clock.stamp()
-                        self._clock.settle(self._received)
-                        self._home.progress.reach(_RECEIVED, index)
-                    under_way = posted
+            with TwoInFlight(link, begin, self.pull_work, is_over) as rounds:
+                for index in range(len(weights)):
+                    rounds.post(index)
         except BaseException:
             self._home.progress.fail()
-            if under_way is not None:
-                link.leave(under_way)
             raise
 
     def _push(self) -> None:
@@ -278,38 +287,32 @@ class HomeRounds:
         if self._pulling is not None and self._pulling.exception() is not None:
             return
         self._clock.wait_for(self._start)  # sums are zero
-        home, across = self._home, self._across
-        under_way: RoundUnderWay | None = None
+        home, across, grads_P = self._home, self._across, self._grads_P
+        if across.push is None:
+            with self.push_work.measure():
+                for params in across.params:
+                    home.collect(grads_P, params)
+            return
+        link, plan = across.push
+
+        def begin(index: int) -> RoundUnderWay:
+            brought = across.brought[index]
+            home.collect(grads_P, across.params[index], brought)
+            (sums,) = home.sum_runs((brought,))
+            return link.begin_push(plan, index, sums, grads_P)
+
         try:
-            for index in reversed(range(len(across.params))):
-                if self.overlaps:
-                    count = len(across.params) - index
-                    if under_way is not None and not home.progress.is_reached(_ADDED, count):
-                        self._finish_push(under_way)
-                        under_way = None
-                    home.progress.wait(_ADDED, count, self._is_left)
-                with self.push_work.measure():
-                    brought = across.brought[index] if across.brought else ()
-                    home.collect(self._grads_P, across.params[index], brought)
-                    if across.push is None:
-                        continue
-                    link, plan = across.push
-                    (sums,) = home.sum_runs((brought,))
-                    posted = link.begin_push(plan, index, sums, self._grads_P)
-                if under_way is not None:
-                    self._finish_push(under_way)
-                under_way = posted
-        except Abandoned:
-            pass  # computation has failed
+            with (
+                contextlib.suppress(Abandoned),  # computation has failed
+                TwoInFlight(link, begin, self.push_work) as rounds,
+            ):
+                for index in reversed(range(len(across.params))):
+                    if self.overlaps:
+                        count = len(across.params) - index
+                        if not home.progress.is_reached(Milestone.ADDED, count):
+                            rounds.settle()
+                        home.progress.wait(Milestone.ADDED, count, self._is_left)
+                    rounds.post(index)
         except BaseException:
             home.progress.fail()
-            if under_way is not None and across.push is not None:
-                across.push[0].leave(under_way)
             raise
-        if under_way is not None:
-            self._finish_push(under_way)
-
-    def _finish_push(self, under_way: RoundUnderWay) -> None:
-        assert self._across.push is not None
-        with self.push_work.measure():
-            self._across.push[0].finish(under_way)

@@ -11,8 +11,8 @@ class LinkMemory:
 
     slice_bytes: int
     gradient_bytes: int
-    window_bytes: int
-    """Packed exchange buffers: a window of two rounds has four, each as large as the largest.
+    exchange_bytes: int
+    """Packed buffers: two rounds in flight have four, each as large as the largest.
 
     Memory of the CPU is handed out with gaps, which may add as much again.
     """

@@ -48,7 +48,7 @@ class DeviceClock:
     """Points in the work of the calling thread's stream, to wait for and to measure between.
 
     On an accelerator a stamp is an event on the current stream; on the CPU, where every call
-    returns when its work is done, it is the time of day.
+    returns when its work is done, it is a reading of `time.perf_counter`.
     """
 
     def __init__(self, device: torch.device):
@@ -214,8 +214,55 @@ class Flags:
         self._clock.wait_for(self._stamps[index])
 
 
+class TwoInFlight:
+    """Rounds of `link`, each posted (`begin`) while the one before is on the wire; `is_over`
+    follows the end of each, and `work` gets their spans. A context manager: at its end all rounds
+    are over, also after Abandoned; after another error, what is on the wire is abandoned.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        begin: Callable[[int], RoundUnderWay],
+        work: Spans,
+        is_over: Callable[[int], None] = lambda index: None,
+    ):
+        self._link, self._begin, self._work, self._is_over = link, begin, work, is_over
+        self._under_way: dict[int, RoundUnderWay] = {}
+
+    def __enter__(self) -> TwoInFlight:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            if error is None or isinstance(error, Abandoned):
+                self.settle()
+        finally:
+            for under_way in self._under_way.values():
+                self._link.abandon(under_way)
+
+    def post(self, index: int) -> None:
+        """Begin round `index`, then finish the one before."""
+        with self._work.measure():
+            before = list(self._under_way)
+            self._under_way[index] = self._begin(index)
+            for other in before:
+                self._finish(other)
+
+    def settle(self) -> None:
+        """Finish what is under way."""
+        for index in list(self._under_way):
+            with self._work.measure():
+                self._finish(index)
+
+    def _finish(self, index: int) -> None:
+        self._link.finish(self._under_way[index])
+        del self._under_way[index]
+        self._is_over(index)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkTimes:
+class MeasuredLinkTimes:
     """Milliseconds of one iteration's exchanges on this rank.
 
     `pull_ms` and `push_ms` are the link's own: packing, transport, unpacking or summing, and
@@ -271,6 +318,7 @@ class LinkSession:
         if self._thread.overlap:
             self._pushing = self._thread.submit(self._push)
         else:
+            # Computation begins when the pull is over: it has waited for all of it.
             self._waits.add(self._start, self._clock.stamp())
             self._pulling.result()
         return self
@@ -285,9 +333,7 @@ class LinkSession:
         # before its next round. A round that other ranks never join does not end: they may be
         # waiting for what has just failed here.
         self._gradients.abandon()
-        _, under_way = wait(
-            [job for job in (self._pulling, self._pushing) if job is not None], LEAVING_S
-        )
+        _, under_way = wait([job for job in (self._pulling, self._pushing) if job], LEAVING_S)
         if under_way:
             self._thread.give_up()
         else:
@@ -317,11 +363,7 @@ class LinkSession:
         """This rank adds nothing more to its gradients of a bucket."""
         self._gradients.raise_flag(index)
 
-    def waited_ms(self) -> float:
-        """Time that computation has waited for slices."""
-        return self._waits.total_ms()
-
-    def finish(self) -> LinkTimes:
+    def finish(self) -> MeasuredLinkTimes:
         """Computation is over: wait for the rest of the push. Raises what the thread raised."""
         for index in range(len(self._gradients)):
             if not self._gradients.is_raised(index):
@@ -335,13 +377,12 @@ class LinkSession:
         self._join_streams()
         end = self._clock.stamp()
         self._clock.settle(end)
-        return LinkTimes(
+        has_push = self._grads_P is not None
+        return MeasuredLinkTimes(
             pull_ms=self._pull_work.total_ms(),
             push_ms=self._push_work.total_ms(),
-            visible_pull_ms=self.waited_ms(),
-            visible_push_ms=self._clock.ms_between(begin, end)
-            if self._grads_P is not None
-            else 0.0,
+            visible_pull_ms=self._waits.total_ms(),
+            visible_push_ms=self._clock.ms_between(begin, end) if has_push else 0.0,
         )
 
     def record(self, recorder: Recorder) -> None:
@@ -355,66 +396,46 @@ class LinkSession:
         self._push_work.join()
 
     def _pull(self) -> None:
-        """All pull rounds in order, each posted while the one before is on the wire."""
+        """All pull rounds in order."""
+
+        def begin(index: int) -> RoundUnderWay:
+            bucket = self._slices.bucket_S[index] if index < len(self._pulled) else ()
+            return self._pull_link.begin_pull(self._pull_plan, index, self._shards_P, bucket)
+
+        def is_over(index: int) -> None:
+            if index < len(self._pulled):
+                self._pulled.raise_flag(index)
+
         # Shards are up to date, and memory of the last iteration is free
         self._clock.wait_for(self._start)
-        under_way: tuple[int, RoundUnderWay] | None = None
         try:
-            for index in range(len(self._pull_plan.rounds)):
-                with self._pull_work.measure():
-                    bucket = self._slices.bucket_S[index] if index < len(self._pulled) else ()
-                    posted = self._pull_link.begin_pull(
-                        self._pull_plan, index, self._shards_P, bucket
-                    )
-                    if under_way is not None:
-                        self._finish_pull(*under_way)
-                    under_way = (index, posted)
-            if under_way is not None:
-                with self._pull_work.measure():
-                    self._finish_pull(*under_way)
+            with TwoInFlight(self._pull_link, begin, self._pull_work, is_over) as rounds:
+                for index in range(len(self._pull_plan.rounds)):
+                    rounds.post(index)
         except BaseException:
-            if under_way is not None:
-                self._pull_link.leave(under_way[1])
             self._pulled.abandon()
             raise
-
-    def _finish_pull(self, index: int, under_way: RoundUnderWay) -> None:
-        self._pull_link.finish(under_way)
-        if index < len(self._pulled):
-            self._pulled.raise_flag(index)
 
     def _push(self) -> None:
         """All push rounds, last bucket first; a round is finished early where the next gradient is
         not there yet.
         """
-        if self._grads_P is None or self._pulling.exception() is not None:
+        grads_P = self._grads_P
+        if grads_P is None or self._pulling.exception() is not None:
             return
-        under_way: RoundUnderWay | None = None
-        try:
+
+        def begin(index: int) -> RoundUnderWay:
+            bucket = self._slices.grad_bucket_S[index] if index < len(self._gradients) else ()
+            return self._push_link.begin_push(self._push_plan, index, bucket, grads_P)
+
+        with (
+            contextlib.suppress(Abandoned),  # computation has failed
+            TwoInFlight(self._push_link, begin, self._push_work) as rounds,
+        ):
             for index in reversed(range(len(self._push_plan.rounds))):
                 own = min(index, len(self._gradients) - 1)  # -1: this rank is in no pipeline
                 if own >= 0:
-                    if under_way is not None and not self._gradients.is_raised(own):
-                        self._finish_push(under_way)
-                        under_way = None
+                    if not self._gradients.is_raised(own):
+                        rounds.settle()
                     self._gradients.wait(own)
-                with self._push_work.measure():
-                    bucket = self._slices.grad_bucket_S[index] if own == index else ()
-                    posted = self._push_link.begin_push(
-                        self._push_plan, index, bucket, self._grads_P
-                    )
-                if under_way is not None:
-                    self._finish_push(under_way)
-                under_way = posted
-        except Abandoned:
-            pass  # computation has failed
-        except BaseException:
-            if under_way is not None:
-                self._push_link.leave(under_way)
-            raise
-        if under_way is not None:
-            self._finish_push(under_way)
-
-    def _finish_push(self, under_way: RoundUnderWay) -> None:
-        with self._push_work.measure():
-            self._push_link.finish(under_way)
+                rounds.post(index)

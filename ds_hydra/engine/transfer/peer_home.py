@@ -27,7 +27,7 @@ from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.ranks.peer_memory import ALLOCATORS, PeerMemory
 from ds_hydra.engine.ranks.shared_memory import SharedMemory
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
-from ds_hydra.engine.transfer.home import Home, Layout, SharedMemoryHome, rectangles
+from ds_hydra.engine.transfer.home import Home, Layout, SharedMemoryHome, Sums, rectangles
 from ds_hydra.engine.transfer.home_rounds import Progress, progress_bytes
 from ds_hydra.engine.transfer.inbox import Inbox, control_bytes
 from ds_hydra.engine.transfer.link_session import DeviceClock, LinkThread
@@ -48,7 +48,7 @@ class _Part(NamedTuple):
     top: Tensor
 
 
-class _Place(NamedTuple):
+class _ShardRun(NamedTuple):
     """Elements [begin, end) of a flat parameter, within one shard."""
 
     begin: int
@@ -56,12 +56,18 @@ class _Place(NamedTuple):
     shard: int
 
 
-class _Block(NamedTuple):
-    """Sums of a rectangle: `high`, `low` [m, n], `top` [m, 1]."""
+class _Piece(NamedTuple):
+    """What a sender says of a piece of a gradient: its columns begin at `addend_col` of the
+    rectangle of `param` in which they lie.
+    """
 
-    high: Tensor
-    low: Tensor
-    top: Tensor
+    param: int
+    shard: int
+    begin_row: int
+    end_row: int
+    begin_col: int
+    end_col: int
+    addend_col: int
 
 
 class PeerHome(Home):
@@ -87,35 +93,34 @@ class PeerHome(Home):
         self._specs = specs
         rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         beside = hosts.ranks_beside(rank)
-        self._place = beside.index(rank)
+        self._local_rank = beside.index(rank)
         held = shards_held(hosts.of_rank, hosts.of_rank[rank])
         self._holder = {
-            shard: (place, slot)
-            for place, shards in enumerate(held)
+            shard: (local_rank, slot)
+            for local_rank, shards in enumerate(held)
             for slot, shard in enumerate(shards)
         }
         self._numels = [spec.shard_numel(self._num_ranks) for spec in specs]
         widest, largest = (max(numel) for numel in zip(*((s.num_cols, s.numel) for s in specs)))
         piece_numel = max(widest, min(PIECE_NUMEL, largest))
         layout = _parts_layout(specs, self._numels, dtype, max(map(len, held)))
-        take_slots = layout.place(len(beside) * piece_numel, torch.float32)
+        take_slots = layout.reserve(len(beside) * piece_numel, torch.float32)
         self._memory = PeerMemory(group, layout.nbytes, purpose, device)
         inbox_bytes = control_bytes(len(beside))
         nbytes = inbox_bytes + progress_bytes(len(beside))
         self._control = SharedMemory(beside, nbytes, purpose, device)
-        self.progress = Progress(self._control.bytes[inbox_bytes:], beside, self._place)
+        self.progress = Progress(self._control.bytes[inbox_bytes:], beside, self._local_rank)
         self._parts = [layout.cut(part) for part in self._memory.parts]
-        own = self._parts[self._place]
+        own = self._parts[self._local_rank]
         self.grads_P = [
             part.high[0].view(torch.float32) if spec.requires_grad else torch.empty(0)
             for spec, part in zip(specs, own, strict=True)
         ]
-        """This rank's fp32 gradient shards, which `collect` may replace in place."""
         self._clock = DeviceClock(device)
         self._inbox = Inbox(
             [take_slots(p).view(torch.uint8).view(len(beside), -1) for p in self._memory.parts],
             self._control,
-            self._place,
+            self._local_rank,
             self._clock,
         )
         self._sender = LinkThread(device, overlap=True)
@@ -127,7 +132,6 @@ class PeerHome(Home):
         self._nothing = torch.empty(0, dtype=torch.float32, device=device)
         self._width = 0
         self.weight_bytes = sum(part.weights.nbytes for part in own)
-        """This rank's part of the weights."""
         self.sum_bytes = (
             layout.nbytes
             - self.weight_bytes
@@ -139,7 +143,7 @@ class PeerHome(Home):
 
     def fill(self, shards_P: Sequence[Tensor]) -> None:
         """Copy this rank's shards to their place."""
-        own = [part.weights[0] for part in self._parts[self._place]]
+        own = [part.weights[0] for part in self._parts[self._local_rank]]
         torch._foreach_copy_(own, list(shards_P))
 
     def begin_sums(self, num_addends: int, brought: RankBuckets = ()) -> None:
@@ -151,7 +155,7 @@ class PeerHome(Home):
         self._width = digit_width(num_addends)
         own = [
             part
-            for spec, part in zip(self._specs, self._parts[self._place], strict=True)
+            for spec, part in zip(self._specs, self._parts[self._local_rank], strict=True)
             if spec.requires_grad
         ]
         torch._foreach_zero_([sums for part in own for sums in (part.high, part.low, part.top)])
@@ -160,26 +164,26 @@ class PeerHome(Home):
 
     def read(self, param: int, region: Region) -> Tensor | None:
         """None: weights come in copies."""
-        del param, region
+        return None
 
     def copy(self, param: int, region: Region, into: Tensor) -> None:
         """Copy the weights in `region` into the flat tensor `into`."""
         spec = self._specs[param]
         targets, sources = [], []
         matrix = into.view(region.num_rows, region.num_cols)
-        for place in self._places(param, region):
-            begin = self._numels[param] * place.shard
-            weights = self._at(param, place.shard).weights
+        for run in self._shard_runs(param, region):
+            begin = self._numels[param] * run.shard
+            weights = self._at(param, run.shard).weights
             if region.num_cols == spec.num_cols:
                 offset = region.row * spec.num_cols
-                targets.append(into[place.begin - offset : place.end - offset])
-                sources.append(weights[place.begin - begin : place.end - begin])
+                targets.append(into[run.begin - offset : run.end - offset])
+                sources.append(weights[run.begin - begin : run.end - begin])
                 continue
-            for rows, cols in rectangles(place.begin, place.end, spec.num_cols, self._piece_numel):
+            for rows, cols in rectangles(run.begin, run.end, spec.num_cols, self._piece_numel):
                 shared = _common(cols, region)
                 if shared is None:
                     continue
-                targets.append(matrix[_less(rows, region.row), _less(shared, region.col)])
+                targets.append(matrix[_shifted(rows, region.row), _shifted(shared, region.col)])
                 sources.append(_rectangle(weights, begin, rows, shared, spec.num_cols))
         torch._foreach_copy_(targets, sources)
 
@@ -218,7 +222,7 @@ class PeerHome(Home):
     @property
     def address(self) -> int:
         """Where this rank's part begins."""
-        return self._memory.parts[self._place].untyped_storage().data_ptr()
+        return self._memory.parts[self._local_rank].untyped_storage().data_ptr()
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -229,8 +233,8 @@ class PeerHome(Home):
 
     def _at(self, param: int, shard: int) -> _Part:
         """Flat tensors of a shard, wherever they are."""
-        place, slot = self._holder[shard]
-        part = self._parts[place][param]
+        local_rank, slot = self._holder[shard]
+        part = self._parts[local_rank][param]
         return _Part._make(held[slot] if len(held) else held.flatten() for held in part)
 
     def _run(self, kind: str, ref: SliceRef) -> Tensor:
@@ -238,7 +242,7 @@ class PeerHome(Home):
         flat: Tensor = getattr(self._at(ref.param, shard), kind)  # this rank holds the shard
         return flat[begin : begin + ref.region.num_rows]
 
-    def _places(self, param: int, region: Region) -> Iterator[_Place]:
+    def _shard_runs(self, param: int, region: Region) -> Iterator[_ShardRun]:
         """The rows of `region`, by shards."""
         num_cols = self._specs[param].num_cols
         begin, end = region.row * num_cols, (region.row + region.num_rows) * num_cols
@@ -247,53 +251,46 @@ class PeerHome(Home):
     def _send(self, param: int, region: Region, addend: Tensor, stamp: Any) -> None:
         """Give the parts of a gradient to the ranks that hold them; each begins elsewhere."""
         self._clock.wait_for(stamp)
-        places = list(self._places(param, region))
-        first = len(places) * self._place // len(self._parts)
-        for place in places[first:] + places[:first]:
-            owner = self._holder[place.shard][0]
-            num_cols = self._specs[param].num_cols
-            for rows, cols in rectangles(place.begin, place.end, num_cols, self._piece_numel):
+        num_cols = self._specs[param].num_cols
+        runs = list(self._shard_runs(param, region))
+        first = len(runs) * self._local_rank // len(self._parts)
+        for run in runs[first:] + runs[:first]:
+            owner, _ = self._holder[run.shard]
+            for rows, cols in rectangles(run.begin, run.end, num_cols, self._piece_numel):
                 shared = _common(cols, region)
                 if shared is not None:
-                    part = addend[_less(rows, region.row), _less(shared, region.col)]
-                    begin_col = shared.start - cols.start
-                    what = (
-                        param,
-                        place.shard,
-                        rows.start,
-                        rows.stop,
-                        cols.start,
-                        cols.stop,
-                        begin_col,
-                    )
-                    self._inbox.send(owner, what, part)
+                    part = addend[_shifted(rows, region.row), _shifted(shared, region.col)]
+                    corners = rows.start, rows.stop, cols.start, cols.stop
+                    addend_col = shared.start - cols.start
+                    self._inbox.send(owner, _Piece(param, run.shard, *corners, addend_col), part)
 
     def _serve(self, stamp: Any) -> None:
         self._clock.wait_for(stamp)
         self._inbox.serve(self._add)
 
     def _add(self, what: list[int], addend: Tensor) -> None:
-        param, shard, first_row, end_row, first_col, end_col, begin_col = what
-        block = self._block(param, shard, slice(first_row, end_row), slice(first_col, end_col))
-        self._adder.add(*block, addend, begin_col, self._width)
+        piece = _Piece._make(what)
+        rows = slice(piece.begin_row, piece.end_row)
+        block = self._block(piece.param, piece.shard, rows, slice(piece.begin_col, piece.end_col))
+        self._adder.add(*block, addend, piece.addend_col, self._width)
 
-    def _block(self, param: int, shard: int, rows: slice, cols: slice) -> _Block:
+    def _block(self, param: int, shard: int, rows: slice, cols: slice) -> Sums:
         """Sums of a rectangle of whole rows, as far as they are in the shard."""
         num_cols, first = self._specs[param].num_cols, shard * self._numels[param]
         part = self._at(param, shard)
         high, low = (
             _rectangle(flat, first, rows, cols, num_cols) for flat in (part.high, part.low)
         )
-        return _Block(high, low, part.top[_less(rows, first // num_cols)].view(-1, 1))
+        return Sums(high, low, part.top[_shifted(rows, first // num_cols)].view(-1, 1))
 
     def _evaluate(self, param: int, run: slice, values: Tensor) -> None:
         if self._inbox.served is not None:
             self._clock.wait_for(self._inbox.served)
         end = min(run.stop, self._specs[param].numel)
         num_cols = self._specs[param].num_cols
-        for place in _by_shards(run.start, end, self._numels[param]):
-            for rows, cols in rectangles(place.begin, place.end, num_cols, self._piece_numel):
-                block = self._block(param, place.shard, rows, cols)
+        for part in _by_shards(run.start, end, self._numels[param]):
+            for rows, cols in rectangles(part.begin, part.end, num_cols, self._piece_numel):
+                block = self._block(param, part.shard, rows, cols)
                 value = value_of(block.high, block.low, block.top, self._width)
                 offset = rows.start * num_cols + cols.start - run.start
                 values[offset : offset + value.numel()].copy_(value.flatten())
@@ -344,7 +341,7 @@ def shards_held(host_of: Sequence[int], host: int) -> list[list[int]]:
     """
     members = [rank for rank, where in enumerate(host_of) if where == host]
     outside = [rank for rank, where in enumerate(host_of) if where != host]
-    return [[rank, *outside[place :: len(members)]] for place, rank in enumerate(members)]
+    return [[rank, *outside[number :: len(members)]] for number, rank in enumerate(members)]
 
 
 class _PartsLayout(Layout):
@@ -357,7 +354,7 @@ class _PartsLayout(Layout):
     def add(self, *tensors: tuple[tuple[int, int], torch.dtype]) -> None:
         """Room for the tensors of one parameter, by shape and dtype."""
         self._takes.append(
-            [(self.place(shape[0] * shape[1], dtype), shape) for shape, dtype in tensors]
+            [(self.reserve(shape[0] * shape[1], dtype), shape) for shape, dtype in tensors]
         )
 
     def cut(self, memory: Tensor) -> list[_Part]:
@@ -377,15 +374,15 @@ def _parts_layout(
     return layout
 
 
-def _by_shards(begin: int, end: int, shard_numel: int) -> Iterator[_Place]:
+def _by_shards(begin: int, end: int, shard_numel: int) -> Iterator[_ShardRun]:
     """
-    >>> [tuple(place) for place in _by_shards(3, 9, 4)]
+    >>> [tuple(run) for run in _by_shards(3, 9, 4)]
     [(3, 4, 0), (4, 8, 1), (8, 9, 2)]
     """
     while begin < end:
         shard = begin // shard_numel
         last = min(end, (shard + 1) * shard_numel)
-        yield _Place(begin, last, shard)
+        yield _ShardRun(begin, last, shard)
         begin = last
 
 
@@ -402,5 +399,6 @@ def _common(cols: slice, region: Region) -> slice | None:
     return slice(begin, end) if begin < end else None
 
 
-def _less(part: slice, offset: int) -> slice:
+def _shifted(part: slice, offset: int) -> slice:
+    """`part`, counted from `offset` on."""
     return slice(part.start - offset, part.stop - offset)

@@ -4,8 +4,10 @@ reused memory.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -119,6 +121,20 @@ def held_numel(specs: Sequence[ParamSpec], buckets: RankBuckets, slot_of: Mappin
     return own + sum(slot_numels(slice_numel, specs, buckets, slot_of).values())
 
 
+@dataclass(slots=True)
+class _BucketState:
+    """What is left to do for a bucket; tensors are flat."""
+
+    not_pulled: list[Tensor] = field(default_factory=list)
+    """Slices that nothing is pulled into."""
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    """Of trained parameters whose gradients add up here."""
+    without_gradient: dict[int, Tensor] = field(default_factory=dict)
+    """Those of them that no micro-batch has given a gradient."""
+    missing: set[int] = field(default_factory=set)
+    """Trained parameters that the last backward pass has not come to."""
+
+
 class Slices:
     """The slices of this rank's stage for one iteration, and their fp32 gradients if
     `with_gradients`.
@@ -152,15 +168,12 @@ class Slices:
         self.bucket_S: list[list[Tensor]] = []
         self.grad_bucket_S: list[list[Tensor]] = []
         self.on_gradient: Callable[[int], None] | None = None
-        self._missing: list[set[int]] = []
-        self._untouched: list[dict[int, Tensor]] = []
-        self._params: list[list[int]] = [[ref.param for ref in bucket] for bucket in buckets]
+        self._states = [_BucketState() for _ in buckets]
         self._is_last_backward = False
-        self._not_pulled: list[list[Tensor]] = []
         slot_of = slot_of or {}
         owned = buckets if home is None else home.copied
-        self._passing = frozenset(slot_of) if gathers else frozenset()
-        self._micro_batch_by_micro_batch = home.streams.buckets if home is not None else frozenset()
+        self._gathered = frozenset(slot_of) if gathers else frozenset()
+        self._streamed = home.streams.buckets if home is not None else frozenset()
         kept = [r for r in range(len(buckets)) if r not in slot_of]
         numels = {("slices", r): slice_numel(specs, owned[r]) for r in kept}
         window = slot_numels(slice_numel, specs, owned, slot_of)
@@ -170,25 +183,29 @@ class Slices:
             numels |= {
                 ("grads", r): gradient_numel(specs, bucket)
                 for r, bucket in enumerate(buckets)
-                if r not in self._micro_batch_by_micro_batch and r not in self._passing
+                if r not in self._streamed and r not in self._gathered
             }
             dtypes["grads"] = torch.float32
-            shared = {r: slot_of[r] for r in self._passing}
-            passing = slot_numels(gradient_numel, specs, buckets, shared)
-            numels |= {("passing", slot): numel for slot, numel in passing.items()}
-            dtypes["passing"] = dtype
+            shared = {r: slot_of[r] for r in self._gathered}
+            gathered = slot_numels(gradient_numel, specs, buckets, shared)
+            numels |= {("gathered", slot): numel for slot, numel in gathered.items()}
+            dtypes["gathered"] = dtype
         flat = pool.resize(numels, dtypes)
         for index, bucket in enumerate(buckets):
             shares = index in slot_of
             key = ("window", slot_of[index]) if shares else ("slices", index)
-            grads_key = ("passing", slot_of[index]) if index in self._passing else ("grads", index)
-            self._add_bucket(specs, bucket, flat[key], flat.get(grads_key), shares_memory=shares)
+            grads_key = (
+                ("gathered", slot_of[index]) if index in self._gathered else ("grads", index)
+            )
+            self._add_bucket(
+                index, specs, bucket, flat[key], flat.get(grads_key), shares_memory=shares
+            )
             if not shares:
                 self.prepare(index)
 
     def prepare(self, index: int) -> None:
         """Set to zero what nothing is pulled into; call when a bucket takes its slot."""
-        for flat in self._not_pulled[index]:
+        for flat in self._states[index].not_pulled:
             flat.zero_()
 
     def expect_last_backward(self) -> None:
@@ -196,26 +213,28 @@ class Slices:
         micro-batch's backward.
         """
         self._is_last_backward = True
-        for index, missing in enumerate(self._missing):
-            if not missing:
+        for index, state in enumerate(self._states):
+            if not state.missing:
                 self._report(index)
 
     def zero_missing(self, index: int) -> None:
         """Set to zero what no micro-batch has given a gradient in this bucket."""
-        for grad in self._untouched[index].values():
+        without_gradient = self._states[index].without_gradient
+        for grad in without_gradient.values():
             grad.zero_()
-        self._untouched[index].clear()
+        without_gradient.clear()
 
     def expect_next(self, index: int) -> None:
-        """The gradients of a bucket that passes through have been pushed: the next micro-batch's
-        replace them.
+        """The gradients of a gathered bucket have been pushed: the next micro-batch's replace
+        them.
         """
-        if index in self._passing:
-            grads = zip(self._params[index], self.grad_bucket_S[index], strict=True)
-            self._untouched[index].update({param: grad for param, grad in grads if grad.numel()})
+        if index in self._gathered:
+            state = self._states[index]
+            state.without_gradient.update(state.gradients)
 
     def _add_bucket(
         self,
+        index: int,
         specs: Sequence[ParamSpec],
         bucket: Bucket,
         slices_flat: Tensor,
@@ -224,10 +243,6 @@ class Slices:
         shares_memory: bool,
     ) -> None:
         flats, grads = [], []
-        self._not_pulled.append([])
-        self._missing.append(set())
-        self._untouched.append({})
-        adds_micro_batches = len(self._missing) - 1 in self._micro_batch_by_micro_batch
         for ref in bucket:
             spec = specs[ref.param]
             shape = spec.slice_shape(ref.region)
@@ -239,20 +254,21 @@ class Slices:
                 flat, slices_flat = slices_flat[:numel], slices_flat[padded:]
                 flats.append(flat)
             if not ref.region.numel:
-                self._not_pulled[-1].append(flat)
+                self._states[index].not_pulled.append(flat)
             # By way of `data`, so that the next bucket in the slot is no modification of what
             # autograd has saved.
             leaf = nn.Parameter(
                 (flat.data if shares_memory else flat).view(shape), spec.requires_grad
             )
             self.leaves[ref.param] = leaf
-            if adds_micro_batches and leaf.requires_grad:
-                self._attach_home(leaf, len(self._missing) - 1, ref.param)
+            if self.home is not None and index in self._streamed and leaf.requires_grad:
+                add = functools.partial(self.home.add, ref.param)
+                self._after_backward(leaf, index, ref.param, add)
             if grads_flat is None or not leaf.requires_grad:
                 grads.append(flat.new_empty(0, dtype=torch.float32))
                 continue
             grad, grads_flat = grads_flat[:numel], grads_flat[padded:]
-            self._attach_gradient(leaf, grad.view_as(leaf), len(self._missing) - 1, ref.param)
+            self._attach_gradient(leaf, grad.view_as(leaf), index, ref.param)
             grads.append(grad)
         self.bucket_S.append(flats)
         self.grad_bucket_S.append(grads)
@@ -262,24 +278,7 @@ class Slices:
         here.
         """
         spec_is_trained = self.leaves[param].requires_grad
-        return spec_is_trained and param not in self._untouched[index]
-
-    def _attach_home(self, leaf: nn.Parameter, bucket: int, param: int) -> None:
-        """Let the gradient of `leaf` be added to the sums of its home after every micro-batch."""
-        home = self.home
-        assert home is not None
-        self._missing[bucket].add(param)
-        weak_self = weakref.ref(self)
-
-        def after_accumulate(leaf: Tensor) -> None:
-            slices = weak_self()
-            assert leaf.grad is not None
-            assert slices is not None
-            home.add(param, leaf.grad)
-            leaf.grad = None
-            slices._completes(bucket, param)
-
-        leaf.register_post_accumulate_grad_hook(after_accumulate)
+        return spec_is_trained and param not in self._states[index].without_gradient
 
     def _attach_gradient(
         self, leaf: nn.Parameter, main_grad: Tensor, bucket: int, param: int
@@ -289,10 +288,32 @@ class Slices:
         The first one is copied, so that nobody has to set the memory to zero. In memory that layers
         share it may not stay with the leaf.
         """
-        in_place = leaf.dtype == torch.float32 and bucket not in self._passing
-        untouched = self._untouched[bucket]
-        self._missing[bucket].add(param)
-        untouched[param] = main_grad
+        in_place = leaf.dtype == torch.float32 and bucket not in self._gathered
+        state = self._states[bucket]
+        state.gradients[param] = state.without_gradient[param] = main_grad
+
+        def take(grad: Tensor) -> Tensor | None:
+            if param in state.without_gradient:
+                del state.without_gradient[param]
+                main_grad.copy_(grad)
+                return main_grad if in_place else None  # autograd adds in place
+            if in_place:
+                return grad
+            # A 16-bit sum over micro-batches would lose what small gradients contribute.
+            main_grad.add_(grad)
+            return None
+
+        self._after_backward(leaf, bucket, param, take)
+
+    def _after_backward(
+        self,
+        leaf: nn.Parameter,
+        bucket: int,
+        param: int,
+        take: Callable[[Tensor], Tensor | None],
+    ) -> None:
+        """In every micro-batch `take` the gradient of `leaf`, and keep what it returns there."""
+        self._states[bucket].missing.add(param)
         # Torch hides from the garbage collector that a leaf refers to its hook
         weak_self = weakref.ref(self)
 
@@ -300,25 +321,14 @@ class Slices:
             slices = weak_self()
             assert leaf.grad is not None
             assert slices is not None
-            if param in untouched:
-                del untouched[param]
-                main_grad.copy_(leaf.grad)
-                leaf.grad = main_grad if in_place else None  # autograd adds in place
-            elif not in_place:
-                # A 16-bit sum over micro-batches would lose what small gradients contribute.
-                main_grad.add_(leaf.grad)
-                leaf.grad = None
-            slices._completes(bucket, param)
+            leaf.grad = take(leaf.grad)
+            missing = slices._states[bucket].missing
+            if slices._is_last_backward and param in missing:
+                missing.remove(param)
+                if not missing:
+                    slices._report(bucket)
 
         leaf.register_post_accumulate_grad_hook(after_accumulate)
-
-    def _completes(self, bucket: int, param: int) -> None:
-        """`param` has a gradient of the present micro-batch."""
-        missing = self._missing[bucket]
-        if self._is_last_backward and param in missing:
-            missing.remove(param)
-            if not missing:
-                self._report(bucket)
 
     def _report(self, bucket: int) -> None:
         if self.on_gradient is not None:

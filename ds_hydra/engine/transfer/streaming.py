@@ -34,7 +34,7 @@ from ds_hydra.engine.transfer.link_session import (
     DeviceClock,
     Flags,
     LinkThread,
-    LinkTimes,
+    MeasuredLinkTimes,
     Spans,
 )
 from ds_hydra.engine.transfer.slices import Slices
@@ -124,7 +124,6 @@ class StreamSession:
         self._copied: set[int] = set()
         self._added: set[int] = set()
         self._loading: Future[None] | None = None
-        self._error: BaseException | None = None
         self._work, self._visible = Spans(clock), Spans(clock)
 
     def __enter__(self) -> StreamSession:
@@ -181,7 +180,7 @@ class StreamSession:
                 )
             self._go_on()
 
-    def finish(self) -> LinkTimes:
+    def finish(self) -> MeasuredLinkTimes:
         """Computation is over: add what was kept, and take the sums. Raises what the thread
         raised.
         """
@@ -206,7 +205,7 @@ class StreamSession:
         if self._rounds.overlaps:
             pull_ms += self._rounds.pull_work.total_ms()
             push_ms = max(push_ms, self._rounds.push_work.total_ms())
-        return LinkTimes(
+        return MeasuredLinkTimes(
             pull_ms=pull_ms,
             push_ms=push_ms,
             visible_pull_ms=self._visible.total_ms(),
@@ -249,8 +248,8 @@ class StreamSession:
                 try:
                     self._arrived.wait(number)
                 except Abandoned:
-                    assert self._error is not None
-                    raise self._error from None
+                    self._loading.result()
+                    raise
 
     def _load_all(self, filled: Any) -> None:
         """Every load in order, each as soon as its slot is free, after the stamp `filled`."""
@@ -263,8 +262,7 @@ class StreamSession:
                 self._arrived.raise_flag(number)
         except Abandoned:
             return  # computation has failed
-        except BaseException as error:
-            self._error = error
+        except BaseException:
             self._arrived.abandon()
             raise
 
