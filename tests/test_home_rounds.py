@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.engine import propagation
 from ds_hydra.engine.ranks.hosts import Hosts
+from ds_hydra.engine.transfer import home_rounds
 from ds_hydra.engine.transfer.home_rounds import Milestone, Progress, progress_bytes
 from ds_hydra.engine.transfer.link_session import Abandoned
 from ds_hydra.strategy import Strategy
@@ -185,6 +187,37 @@ def test_progress_is_that_of_the_last_rank():
     second.fail()
     with pytest.raises(RuntimeError, match="rank 5 of this host did not exchange"):
         first.wait(Milestone.RECEIVED, 3, left)
+    second.report(Milestone.RECEIVED, 3)
+    assert not first.is_reached(Milestone.RECEIVED, 3), "who has failed gets no further"
     left.set()
     with pytest.raises(Abandoned):
         first.wait(Milestone.RECEIVED, 3, left)
+
+
+def test_a_late_report_is_of_its_own_iteration():
+    progress = Progress(torch.zeros(progress_bytes(1), dtype=torch.uint8), (0,), 0)
+    progress.begin()
+    report = progress.reporting(Milestone.ADDED, 3)
+    progress.begin()
+    report()
+    assert not progress.is_reached(Milestone.ADDED, 1)
+
+
+def test_the_rank_that_failed_is_named_and_own_computation_has_no_limit(monkeypatch):
+    memory = torch.zeros(progress_bytes(3), dtype=torch.uint8)
+    first, slow, failed = (Progress(memory, (4, 5, 6), place) for place in range(3))
+    for progress in (first, slow, failed):
+        progress.begin()
+    first.report(Milestone.ADDED, 2)
+    failed.fail()
+    with pytest.raises(RuntimeError, match="rank 6 of this host did not"):
+        first.wait(Milestone.ADDED, 2, threading.Event())
+    failed.begin()
+    longest = datetime.timedelta(seconds=0.2)
+    monkeypatch.setattr(home_rounds, "default_pg_timeout", longest)
+    with pytest.raises(RuntimeError, match=r"rank 5 of this host has not .* for 0 s"):
+        first.wait(Milestone.ADDED, 2, threading.Event())
+    slow.report(Milestone.ADDED, 3)
+    timer = threading.Timer(0.5, first.reporting(Milestone.ADDED, 3))
+    timer.start()
+    first.wait(Milestone.ADDED, 3, threading.Event())

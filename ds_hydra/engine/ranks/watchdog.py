@@ -340,7 +340,9 @@ def _looks_like_a_lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _COLLECTIVE_WORDS)
 
 
-_COLLECTIVE_WORDS = ("gloo", "NCCL", "onnection", "Broken pipe", "imed out", "ProcessGroup")
+_COLLECTIVE_WORDS = (
+    "gloo", "NCCL", "onnection", "Broken pipe", "imed out", "ProcessGroup", "what others need in their home",
+)  # fmt: skip
 
 
 def find_restart_problem(environment: Mapping[str, str]) -> str | None:

@@ -19,7 +19,7 @@ import contextlib
 import enum
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,11 +79,22 @@ class Progress:
         self._words[:, self._place] = self._begin
 
     def report(self, milestone: Milestone, count: int) -> None:
-        """This rank has come to `count` rounds; less than before changes nothing."""
-        words = self._words[milestone]
-        with self._changed:
-            words[self._place] = max(int(words[self._place]), self._begin + count)
-            self._changed.notify_all()
+        """This rank has come to `count` rounds; less than before changes nothing, nor does anything
+        after `fail`.
+        """
+        self.reporting(milestone, count)()
+
+    def reporting(self, milestone: Milestone, count: int) -> Callable[[], None]:
+        """A `report` for later, of this iteration even if the next one has begun by then."""
+        word, words = self._begin + count, self._words[milestone]
+
+        def write() -> None:
+            with self._changed:
+                if words[self._place] != _FAILED:
+                    words[self._place] = max(int(words[self._place]), word)
+                self._changed.notify_all()
+
+        return write
 
     def fail(self) -> None:
         """This rank gets no further in this iteration."""
@@ -103,10 +114,9 @@ class Progress:
 
     def wait(self, milestone: Milestone, count: int, is_left: threading.Event) -> None:
         """Return once `is_reached`. Raises Abandoned once `is_left` is set, RuntimeError where a
-        rank has failed, or for as long as a collective would wait; the watchdog ends a process
-        that waits for a lost rank.
+        rank has failed, or is behind this one for longer than a collective would wait; the watchdog
+        ends a process that waits for a lost rank.
         """
-        begin, longest_s = time.monotonic(), default_pg_timeout.total_seconds()
         target = self._begin + count
 
         def has_come() -> bool:
@@ -116,16 +126,21 @@ class Progress:
         # Other processes cannot wake this one, so their words are polled. Only once this rank's own
         # word is there, which needs no polling: most of the time has passed by then.
         with self._changed:
-            self._changed.wait_for(has_come, longest_s)
-        pause_s = _POLL_S
+            self._changed.wait_for(has_come)
+        longest_s, pause_s = default_pg_timeout.total_seconds(), _POLL_S
+        begin = time.monotonic()
         while not self.is_reached(milestone, count):
             if is_left.is_set():
                 raise Abandoned
-            behind = self._words[milestone] < target
-            rank = self._ranks[int(behind.argmax())]
-            if self._words[milestone].min() == _FAILED or time.monotonic() > begin + longest_s:
+            last = int(self._words[milestone].argmin())
+            if self._words[milestone, last] == _FAILED:
                 raise RuntimeError(
-                    f"rank {rank} of this host did not exchange what others need in their home"
+                    f"rank {self._ranks[last]} of this host did not exchange what others need in their home"
+                )
+            if time.monotonic() > begin + longest_s:
+                raise RuntimeError(
+                    f"rank {self._ranks[last]} of this host has not exchanged what others need in their home for "
+                    f"{longest_s:.0f} s"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_POLL_S)
@@ -224,7 +239,7 @@ class HomeRounds:
         self._incomplete.pop(bucket, None)
         missing = max(self._incomplete.values(), default=-1)
         progress, count = self._home.progress, len(self._across.params) - 1 - missing
-        self._home.when_added(lambda: progress.report(Milestone.ADDED, count))
+        self._home.when_added(progress.reporting(Milestone.ADDED, count))
 
     def complete_all(self) -> None:
         """This rank adds nothing more."""
