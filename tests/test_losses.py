@@ -412,7 +412,7 @@ def test_a_loss_that_would_train_nothing_is_refused():
     objective = Objective.read(DetachedSums(), rows, labels)
     with pytest.raises(HydraConfigError, match=r"loss DetachedSums .* nothing would be trained"):
         objective.weighted([torch.zeros(3)], labels)
-    with pytest.raises(HydraConfigError, match=r"GRPO'>, expected an object .* GRPO\(\)"):
+    with pytest.raises(HydraConfigError, match=r"GRPO'>, expected an object .*\.GRPO\(\)"):
         Objective.read(losses.GRPO, rows, labels)
 
 

@@ -40,8 +40,8 @@ class Objective:
         """
         if not isinstance(loss, Loss):
             raise HydraConfigError(
-                f"loss is {loss!r:.80}, expected an object of a subclass of ds_hydra.losses.Loss, such as "
-                "ds_hydra.losses.GRPO()"
+                f"loss is {loss!r:.80}, expected an object of a subclass of ds_hydra.losses.Loss, "
+                "such as ds_hydra.losses.GRPO()"
             )
         fields = [
             _read_fields(loss, row, len(l), number)

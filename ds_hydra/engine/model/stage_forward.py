@@ -249,7 +249,8 @@ def _select_predicting(_head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ..
     micro_batch = find_in_sight()
     if micro_batch is None or micro_batch.predicting is None:
         return None
-    return (args[0].index_select(1, micro_batch.predicting), *args[1:])
+    # Tokens are the last dimension but one: ProphetNet's head sees several streams of them.
+    return (args[0].index_select(-2, micro_batch.predicting), *args[1:])
 
 
 def _boundaries(micro_batch: PackedMicroBatch) -> dict[str, Tensor]:
