@@ -95,3 +95,12 @@ def test_a_full_disk_and_a_folder_without_a_cache(tmp_path, monkeypatch):
     for locator in caching.FunctionCache._impl_class._locator_classes:
         monkeypatch.setattr(locator, "from_function", classmethod(lambda *_: None))
     assert load_triple(tmp_path)(7) == 21
+
+
+def test_who_waits_for_the_compiler_is_told_once(tmp_path, caplog):
+    caching._say_once.cache_clear()
+    call(tmp_path)
+    call(tmp_path)
+    assert [record.message for record in caplog.records] == [
+        "compiling the planner, once after an installation (up to a minute)"
+    ]

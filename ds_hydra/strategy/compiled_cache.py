@@ -9,7 +9,9 @@ ends with its digest here; one that is damaged, or cannot be read or written, is
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import logging
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,14 @@ from typing import Any
 
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
+logger = logging.getLogger(__name__)
+
 _DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+@functools.cache
+def _say_once() -> None:
+    logger.warning("compiling the planner, once after an installation (up to a minute)")
 
 
 class HealingCache(FunctionCache):
@@ -27,6 +36,13 @@ class HealingCache(FunctionCache):
         super().__init__(function)
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file = CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Compiled code of the cache; None, and a word to the user, where there is none yet."""
+        found = super().load_overload(sig, target_context)
+        if found is None:
+            _say_once()
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Save compiled code, unless the disk is full or the folder gone."""
