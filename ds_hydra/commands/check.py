@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ds_hydra.commands.common import AsJson, errors_to_stderr, log, stdout_to_stderr
+from ds_hydra.commands.common import AsJson, errors_to_stderr, log, say_loading, stdout_to_stderr
 from ds_hydra.configs.files import MAX_DEVICES
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def check(
     Example: ds-hydra check ds_config.json --model llama2_7b --devices 16
     """
     with errors_to_stderr(), stdout_to_stderr():
+        say_loading()
         from ds_hydra.engine.checks.config_check import check_config
         from ds_hydra.engine.checks.report import CheckRequest
 

@@ -49,6 +49,12 @@ def log(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def say_loading() -> None:
+    """A line before the imports that take seconds, where somebody looks on."""
+    if sys.stderr.isatty():
+        log("loading torch, DeepSpeed and transformers")
+
+
 @contextmanager
 def progress_bar(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr; yields what is told (done, total)."""

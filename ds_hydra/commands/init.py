@@ -16,6 +16,7 @@ from ds_hydra.commands.common import (
     TokensPerIteration,
     errors_to_stderr,
     log,
+    say_loading,
     stdout_to_stderr,
 )
 from ds_hydra.errors import HydraConfigError
@@ -56,6 +57,7 @@ def init(
                     f"{path} exists; name another file with --out, or replace it with --force"
                 )
         with stdout_to_stderr():
+            say_loading()
             config, reasons = start_config(model, device, devices, context, tokens)
         text = json.dumps(config, indent=2) + "\n"
         table = describe_reasons(f"{model} on {devices} {device}", config, reasons)

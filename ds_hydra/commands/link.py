@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands.common import AsJson, DType, errors_to_stderr
+from ds_hydra.commands.common import AsJson, DType, errors_to_stderr, say_loading
 from ds_hydra.configs.files import MAX_DEVICES, find_file
 from ds_hydra.errors import HydraConfigError
 
@@ -97,6 +97,7 @@ def _account(
         topology, num_devices, devices_per_node
     )
 
+    say_loading()
     from ds_hydra.engine.model.meta_model import load_stage_model
     from ds_hydra.zero_link.home_parts import flat_specs, parts_from_other_hosts
     from ds_hydra.zero_link.plan import plan_link

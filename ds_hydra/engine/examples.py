@@ -149,13 +149,14 @@ def fetch_examples(
     return examples
 
 
-def fingerprint_tensors(tensors: Sequence[Example]) -> int:
-    """63-bit fingerprint of a mini-batch's tokens and labels."""
+def fingerprint_tensors(tensors: Sequence[Example]) -> tuple[int, int, int]:
+    """63-bit fingerprint of a mini-batch's tokens and labels, its sequences and its tokens."""
     digest = hashlib.blake2b(digest_size=8)
     for example in tensors:
         for tensor in example:
             digest.update(tensor.cpu().numpy().tobytes())
-    return int.from_bytes(digest.digest(), "big") >> 1
+    fingerprint = int.from_bytes(digest.digest(), "big") >> 1
+    return fingerprint, len(tensors), sum(len(ids) for ids, _ in tensors)
 
 
 def _check_ids(index: int, key: str, ids: Tensor, vocab_size: int) -> None:

@@ -116,25 +116,32 @@ class Propagator:
         self.groups.ensure(strategies)
 
     def check_plan(
-        self, plan: IterationPlan, batch_fingerprint: int = 0, problem: Exception | None = None
+        self,
+        plan: IterationPlan,
+        fingerprint: tuple[int, int, int] = (0, 0, 0),
+        problem: Exception | None = None,
     ) -> None:
-        """Raise PlanMismatchError on every rank where ranks hold different plans or mini-batches.
+        """Raise PlanMismatchError on all ranks where plans, or `fingerprint`s of batches, differ.
 
         A `problem` that any rank brings is raised on all. One all-gather.
         """
-        row = [plan.digest, batch_fingerprint, problem is not None]
-        all_ranks = gather_rows(to_device(torch.tensor(row), self.device))
-        *columns, problems = all_ranks.T.tolist()
-        if any(problems):
+        of_plan = (plan.digest, len(plan.lengths), sum(plan.lengths))
+        row = [problem is not None, *of_plan, *fingerprint]
+        all_ranks = gather_rows(to_device(torch.tensor(row), self.device)).tolist()
+        if any(row[0] for row in all_ranks):
             raise_together(problem, self.device)
-        for what, digests in zip(("plan", "mini-batch"), columns, strict=True):
-            differing = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        for what, begin in (("plan", 1), ("mini-batch", 4)):
+            held = [tuple(row[begin : begin + 3]) for row in all_ranks]
+            differing = [rank for rank, its in enumerate(held) if its != held[0]]
             if differing:
+                first, other = (
+                    f"{number} sequences of {tokens} tokens (digest {digest:016x})"
+                    for digest, number, tokens in (held[0], held[differing[0]])
+                )
                 raise PlanMismatchError(
-                    f"iteration {plan.iteration}: the digest of the {what} is {digests[0]:016x} on rank 0 and "
-                    f"{digests[differing[0]]:016x} on rank {differing[0]} ({len(differing)} of "
-                    f"{self.num_ranks} ranks differ); nothing was exchanged. Give every rank the same "
-                    "mini-batch, dataset and configuration"
+                    f"iteration {plan.iteration}: the {what} has {first} on rank 0 and {other} on rank "
+                    f"{differing[0]} ({len(differing)} of {self.num_ranks} ranks differ); nothing was "
+                    "exchanged. Give every rank the same mini-batch, dataset and configuration"
                 )
 
     def positions_needed(self, plan: IterationPlan) -> list[int]:

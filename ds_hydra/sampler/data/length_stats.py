@@ -177,11 +177,11 @@ def _row_lengths(
     if text_column not in rows[0]:
         raise HydraConfigError(
             f"the dataset has neither 'input_ids' nor the text column {text_column!r}, but the columns "
-            f"{', '.join(rows[0])}; name one of them"
+            f"{', '.join(rows[0])}; name one of them (--text-column)"
         )
     if tokenize is None:
         raise HydraConfigError(
-            f"column {text_column!r} holds text and there is no tokenizer; name one"
+            f"column {text_column!r} holds text and there is no tokenizer; name one (--tokenizer)"
         )
     ids = tokenize([row[text_column] or "" for row in rows])["input_ids"]
     has_end = eos_token_id is not None
