@@ -1,6 +1,12 @@
 """ds_hydra: DeepSpeed ZeRO-3 training with a parallel strategy chosen for every iteration."""
 
+import sys
+
 from ds_hydra.version import __version__
+
+if "deepspeed" in sys.modules:
+    # Before deepspeed.init_distributed(), see [Note: No shared memory].
+    from ds_hydra import engine as engine
 
 __all__ = [
     "HydraEngine",

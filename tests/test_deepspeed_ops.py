@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import textwrap
 import time
 
 import pytest
@@ -77,3 +80,13 @@ def test_buffers_of_this_run_are_removed_and_of_no_other(tmp_path, monkeypatch):
         (tmp_path / name).touch()
     deepspeed_ops.free_shared_memory()
     assert [path.name for path in tmp_path.iterdir()] == names[1:]
+
+
+def test_no_shared_memory_is_compiled_for_scripts_that_start_deepspeed_themselves():
+    script = """
+        import deepspeed, ds_hydra, sys
+        assert sys.modules["deepspeed.comm.torch"].build_shm_op() is None
+    """
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": "/nowhere"}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    subprocess.run(command, env=environment, check=True, timeout=300)
