@@ -90,6 +90,28 @@ def test_a_new_level_is_learned_within_eight_iterations(level):
     assert factor(learned, SINGLES, ONE) == pytest.approx(level, rel=0.1)
 
 
+def follow(step, seed):
+    """[50] what is known of a machine whose level walks by `step` and scatters by 5% besides, and
+    the level; the last half of 100 iterations.
+    """
+    generator, learned = np.random.default_rng(seed), LearnedTimes()
+    walk = np.cumsum(step * generator.standard_normal(100))
+    known = []
+    for level in walk + 0.05 * generator.standard_normal(100):
+        learned.observe(SINGLES, [PipelineTime(ONE, 1.0, float(np.exp(level)))] * 4)
+        known.append(log(factor(learned, SINGLES, ONE)))
+    return np.array(known)[50:], walk[50:]
+
+
+def test_a_machine_is_followed_at_its_own_pace():
+    """Drifting as slowly as it may the factor is 0.065 off a walk, as fast as it may it scatters by
+    0.04 at rest.
+    """
+    assert np.mean([follow(0.0, seed)[0].std() for seed in (1, 2, 3)]) < 0.033
+    errors = [np.median(np.abs(np.subtract(*follow(0.1, seed)))) for seed in (1, 2, 3)]
+    assert np.mean(errors) < 0.055
+
+
 def test_what_was_seen_long_ago_is_uncertain_and_not_forgotten():
     learned = train(LearnedTimes(), [ALL], 20, schemes={FOUR: 1.5})
     learned = train(learned, [PAIRS, ALL], 20, schemes={FOUR: 1.5})

@@ -9,8 +9,9 @@ is left of a strategy as a whole. All are unknown numbers around 0 that may drif
 together by a Kalman filter: what has been seen little stays near 0, what has not been seen for long
 becomes uncertain again but is not forgotten, and what all pipelines of an iteration share (a
 disturbance of the whole machine) is noise of its own and does not hide which of them is slower than
-the others. A run of surprises in one direction makes the factors that it concerns uncertain at
-once: the level has shifted.
+the others. The machine drifts as fast as its times say: a filter that follows at the right pace has
+surprises that are not alike from one iteration to the next. A run of surprises in one direction
+makes the factors that it concerns uncertain at once: the level has shifted.
 
 Pure: the engine feeds it one observation per pipeline and iteration.
 """
@@ -46,11 +47,13 @@ class _Kind(NamedTuple):
 
 
 _KINDS = {
-    MACHINE: _Kind(0.3, 0.08),
+    MACHINE: _Kind(0.3, 0.015),
     "scheme": _Kind(0.25, 0.01),
     BESIDE: _Kind(0.1, 0.005),
     "strategy": _Kind(0.1, 0.005),
 }
+_FASTEST_DRIFT, _PACE_RATE = 0.08, 0.8
+"""Of the machine's factor, whose drift in `_KINDS` is the slowest."""
 _OTHER_MACHINE = 0.5
 """What the first iteration is off beyond a factor of exp(0.5) is the machine's: a profile of other
 hardware.
@@ -90,6 +93,9 @@ class LearnedTimes:
     """Mean of the last surprises of each factor, in standard deviations."""
     noise: list[float] = field(default_factory=lambda: [_FIRST_NOISE**2, _FIRST_NOISE**2])
     """Variances: of one pipeline, and of what all pipelines of an iteration share."""
+    machine_drift: float = _KINDS[MACHINE].drift
+    last_surprise: float = 0.0
+    """What the pipelines of the last iteration shared, in standard deviations."""
 
     # ---- taking in
 
@@ -132,6 +138,7 @@ class LearnedTimes:
 
     def _drift(self) -> None:
         drift_F = np.array([_kind(name).drift for name in self.names])
+        drift_F[self.names.index(MACHINE)] = self.machine_drift
         self.cov_FF = self.cov_FF + np.diag(drift_F**2)
         self._bound()
 
@@ -151,6 +158,7 @@ class LearnedTimes:
         )
         z_K = np.clip(surprise_K / spread_K, -_OUTLIER, _OUTLIER)
         common = float(z_K.mean())
+        self._keep_pace(common)
         for number, name in enumerate(self.names):
             weight_K = np.abs(design_KF[:, number])
             if not weight_K.any():
@@ -161,6 +169,12 @@ class LearnedTimes:
                 self.surprise_F[number] = 0.0
                 self.cov_FF[number, :] = self.cov_FF[:, number] = 0.0
                 self.cov_FF[number, number] = _kind(name).prior ** 2
+
+    def _keep_pace(self, surprise: float) -> None:
+        """Let the machine drift faster after two surprises alike, slower after two unlike."""
+        drift = self.machine_drift * exp(_PACE_RATE * surprise * self.last_surprise)
+        self.machine_drift = min(max(drift, _KINDS[MACHINE].drift), _FASTEST_DRIFT)
+        self.last_surprise = surprise
 
     def _update(self, design_KF: FloatArray, surprise_K: FloatArray) -> None:
         cross_KF = design_KF @ self.cov_FF
@@ -243,6 +257,8 @@ class LearnedTimes:
             "cov": self.cov_FF.tolist(),
             "surprise": self.surprise_F.tolist(),
             "noise": list(self.noise),
+            "machine_drift": self.machine_drift,
+            "last_surprise": self.last_surprise,
         }
 
     @classmethod
@@ -259,7 +275,8 @@ class LearnedTimes:
         if (mean_F.shape, cov_FF.shape, surprise_F.shape) != ((num,), (num, num), (num,)):
             raise ValueError(f"{num} names, and arrays of {mean_F.shape} and {cov_FF.shape}")
         noise = [float(value) for value in state["noise"]]
-        if not all(np.isfinite(a).all() for a in (mean_F, cov_FF, surprise_F, np.array(noise))):
+        pace = [float(state[name]) for name in ("machine_drift", "last_surprise")]
+        if not all(np.isfinite(a).all() for a in (mean_F, cov_FF, surprise_F, noise, pace)):
             raise ValueError("values that are not finite")
         return cls(
             names=[state["names"][n] for n in indices],
@@ -267,6 +284,8 @@ class LearnedTimes:
             cov_FF=cov_FF[np.ix_(indices, indices)],
             surprise_F=surprise_F[indices],
             noise=noise,
+            machine_drift=pace[0],
+            last_surprise=pace[1],
         )
 
 
