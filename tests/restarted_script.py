@@ -57,5 +57,7 @@ if __name__ == "__main__":
     # A launcher may end the others so soon after the first that they could not say which rank was
     # lost.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if os.environ["RANK"] == "0":
+        append_json(Path(sys.argv[1]) / "tries", time.monotonic())
     main(Path(sys.argv[1]), sys.argv[2:])
     dist.destroy_process_group()

@@ -65,14 +65,6 @@ EP_IN_TP_GROUPS = (
 SHORT = (1, 1, 5, 2, 1, 3)
 """Sequence shards of one token, and experts without any."""
 
-
-def by_turns(strategies, number):
-    """Lengths, and strategies for them: all for long ones, every other one for `SHORT`, the others
-    for the next family.
-    """
-    return ((LENGTHS, strategies), (SHORT, strategies[number % 2 :: 2]))
-
-
 CUT_MICRO_BATCHES = {"tp_sequence_parallel": True}
 
 
@@ -91,12 +83,13 @@ BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 10.0}
 def with_a_loss_of_balance():
     return {
         (family, len(lengths), *case): value
-        for number, family in enumerate(("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"))
-        for lengths, strategies in by_turns(
-            (*BY_FAMILY.get(family, STRATEGIES), *strategies_with_ep(family), *WITH_CP), number
-        )
+        for family in ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+        for lengths in (LENGTHS, SHORT)
         for case, value in check_gradients(
-            family, strategies, overrides=BALANCED, lengths=lengths
+            family,
+            (*BY_FAMILY.get(family, STRATEGIES), *strategies_with_ep(family), *WITH_CP),
+            overrides=BALANCED,
+            lengths=lengths,
         ).items()
     }
 
@@ -130,8 +123,9 @@ def strategies_with_ep(family):
 
 def with_experts_on_several_ranks():
     found = {}
-    for number, family in enumerate(MIXTURES_OF_EXPERTS):
-        for lengths, strategies in by_turns(strategies_with_ep(family), number):
+    for family in MIXTURES_OF_EXPERTS:
+        strategies = strategies_with_ep(family)
+        for lengths in (LENGTHS, SHORT):
             worst = check_gradients(family, strategies, lengths=lengths)
             found |= {(family, len(lengths), *case): value for case, value in worst.items()}
     return found

@@ -99,7 +99,11 @@ def test_restarts_that_would_hang_are_announced(environment, is_warned):
 @pytest.mark.distributed
 def test_torchrun_restarts_and_the_curve_goes_on(tmp_path, whole_curve):
     code = torchrun(tmp_path, "1:3:forward", "0:6:push")
-    assert code == 0, (tmp_path / "torchrun.log").read_text()[-20_000:]
+    log = (tmp_path / "torchrun.log").read_text()
+    assert code == 0, log[-20_000:]
+    # Each death is one restart; others are a taken port's alone.
+    tries = len(read_json_lines(tmp_path / "tries"))
+    assert tries == 3 or "address already in use" in log.lower(), log[-20_000:]
     assert [step for step, _ in read_json_lines(tmp_path / "starts")] == [0, 2, 6]
     check_curve(tmp_path, whole_curve)
 
