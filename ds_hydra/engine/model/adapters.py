@@ -6,7 +6,8 @@ A LoRA layer computes W x + s B A x. Where W is cut by output features (colwise)
 and every rank holds A, whose gradient is a sum over the ranks' rows of B. Where W is cut by input
 features (rowwise), A is cut like W and every rank holds B, whose gradient is a sum over the ranks'
 A x; the all-reduce after the layer sums W x and B A x alike. So an adapter needs no collective of
-its own.
+its own, and where W is cut with whole features outside the layer, these are exchanged outside of
+both. A layer that every rank holds whole has an adapter of the same kind.
 """
 
 from __future__ import annotations
@@ -18,19 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_hydra.engine.parallel.tensor_parallel import PARTIAL, STYLES
+from ds_hydra.engine.parallel.tp_sequence_parallel import COLUMN, ROW
 from ds_hydra.errors import UnsupportedModelError
 
 SUMMED = "lora_summed"
-"""Style of the B of a rowwise layer: held by every rank, its outputs and gradients are summed over
+"""Style of the B of a row-wise layer: held by every rank, its outputs and gradients are summed over
 the group.
 """
-
-_PARTIAL = "replicated_with_grad_allreduce"
-_STYLES = {
-    "colwise": {"base_layer": "colwise", "lora_A": _PARTIAL, "lora_B": "colwise"},
-    "rowwise": {"base_layer": "rowwise", "lora_A": "rowwise", "lora_B": SUMMED},
-}
-"""Style of a LoRA layer in the tp plan -> style of its parts."""
 
 
 def unwrap_adapters(model: nn.Module) -> nn.Module:
@@ -94,10 +90,13 @@ def split_style(module: nn.Module, style: str) -> Iterator[tuple[nn.Module, str]
     """The modules that hold the parameters of `module`, each with its style (see [Note: LoRA under
     TP]).
     """
-    if not is_lora(module) or style not in _STYLES:
+    if not is_lora(module):
         yield module, style
         return
-    for part, part_style in _STYLES[style].items():
+    side = STYLES[style].side if style in STYLES else ""
+    lora_a, lora_b = {COLUMN: (PARTIAL, style), ROW: (style, SUMMED)}.get(side, (style, style))
+    parts = {"base_layer": style, "lora_A": lora_a, "lora_B": lora_b}
+    for part, part_style in parts.items():
         for child in getattr(module, part).modules():
             yield child, part_style
 

@@ -10,8 +10,8 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_hydra.engine.model.stage_forward import NOT_ONCE
-from ds_hydra.engine.model.tp_plan import SUPPORTED_STYLES, module_styles, num_kv_heads, tp_plan
-from ds_hydra.engine.parallel.tensor_parallel import GATHERED, SPLIT
+from ds_hydra.engine.model.tp_plan import module_styles, num_kv_heads, tp_plan
+from ds_hydra.engine.parallel.tensor_parallel import GATHERED, SPLIT, STYLES
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
 from ds_hydra.zero_link import ParamSpec, Slicing
@@ -134,7 +134,7 @@ def check_tensor_parallel(
             f"scheme {scheme}: parameters {', '.join(unplanned[:3])} are used between sliced layers, but "
             f"the tp plan of {name} does not say how; use TP 1 in hydra.strategies"
         )
-    refused = [f"{m} ({s})" for m, s in tp_plan(model).items() if s not in SUPPORTED_STYLES]
+    refused = [f"{m} ({s})" for m, s in tp_plan(model).items() if s not in STYLES]
     if refused:
         raise UnsupportedModelError(
             f"scheme {scheme}: the tp plan of {name} has styles that ds_hydra does not run, "

@@ -47,13 +47,15 @@ from ds_hydra.engine.model.tp_plan import (
     build_specs,
     expert_modules,
     find_unplanned,
+    module_sides,
     module_styles,
 )
 from ds_hydra.engine.model.units import Unit, bindings_of, on_meta
 from ds_hydra.engine.parallel.expert_parallel import ExpertParallel, hook_dispatch
 from ds_hydra.engine.parallel.tensor_parallel import (
-    HOOKS,
+    GATHERED,
     LATENT,
+    STYLES,
     TensorParallel,
     hook_block,
     hook_embedding,
@@ -148,11 +150,12 @@ class StageModel:
             cuts_micro_batches=tp_sequence_parallel,
         )
         spec_of = {(module, name): self.specs[param] for module, name, param in bindings}
-        self._unplanned = find_unplanned(self._base, {at: s.fqn for at, s in spec_of.items()})
+        fqn_of = {at: spec.fqn for at, spec in spec_of.items()}
+        self._unplanned = find_unplanned(self._base, fqn_of)
         self.balance = ExpertBalance(self._model, self._layers, self.tp, with_loss=aux_loss)
         self.has_noise = count_noise(self._base, self.tp, spec_of) or neftune_noise_alpha > 0
         self._hook(neftune_noise_alpha)
-        self._uncut_because = self._hook_blocks(head) if tp_sequence_parallel else ""
+        self._uncut_because = self._hook_blocks(head, fqn_of) if tp_sequence_parallel else ""
         hook_head(head, self.tp)  # after its block has gathered shards
         bind_zeros(self.units[0].bindings, self._meta_params, self._forward.device)
         hidden = torch.linspace(-1, 1, 5 * self.hidden_size).view(1, 5, self.hidden_size)
@@ -378,26 +381,31 @@ class StageModel:
 
     def _hook(self, neftune: float) -> None:
         for module, (style, _) in module_styles(self._base):
-            if style in HOOKS:
-                HOOKS[style](module, self.tp)
+            hook = STYLES[style].hook if style in STYLES else None
+            if hook is not None:
+                hook(module, self.tp)
             elif style == LATENT and not self.trial.one_by_one_because:
                 hook_latent(module, self.tp, self.config.kv_lora_rank)
         for module in expert_modules(self._base):
             hook_dispatch(module, self.ep)
         hook_embedding(self._embedding, self.tp, partial(add_neftune, alpha=neftune))
 
-    def _hook_blocks(self, head: nn.Module) -> str:
+    def _hook_blocks(
+        self, head: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str]
+    ) -> str:
         """Gather micro-batches before attention, MLPs and head; why the model has no such blocks,
         or "".
         """
-        styles = {module: style for module, (style, _) in module_styles(self._base)}
+        sides = module_sides(self._base)
         try:
-            blocks = [block for layer in self._layers for block in find_blocks(layer, styles)]
+            blocks = [block for layer in self._layers for block in find_blocks(layer, sides)]
         except ValueError as error:
             return str(error)
         for block in [*blocks, head]:
             hook_block(block, self.tp)
-        return ""
+        # They see all tokens on every rank, others a shard
+        between = find_unplanned(self._base, fqn_of, beside=GATHERED)
+        return f"{between[0]} sees features that ranks exchange whole" if between else ""
 
     def _before_unit(self, module: nn.Module, _args: Any) -> None:
         for index in self._await_unit.get(module, ()):

@@ -13,12 +13,16 @@ from torch import nn
 
 from ds_hydra.engine.model.adapters import SUMMED, split_style
 from ds_hydra.engine.model.units import shape_of
-from ds_hydra.engine.parallel.tensor_parallel import EXPERTS, GATHERED, HOOKS, LATENT, SPLIT
+from ds_hydra.engine.parallel.tensor_parallel import (
+    EXPERTS,
+    GATHERED,
+    LATENT,
+    PARTIAL,
+    SPLIT,
+    STYLES,
+)
 from ds_hydra.zero_link import ParamSpec, Slicing
 
-_PARTIAL = "replicated_with_grad_allreduce"
-SUPPORTED_STYLES = {*HOOKS, LATENT, _PARTIAL, "local_params"}
-"""Styles that run on pulled slices."""
 _DISPATCHED, _WHOLE_EXPERTS = "ep_dispatch_experts", "grouped_gemm"
 """Styles of transformers' ep plans: a module of experts, and its parameters."""
 _NUM_PACKED = 2
@@ -34,6 +38,12 @@ def module_styles(base: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, str]]
     for name, module in base.named_modules():
         if (style := plan.get(_pattern(name))) is not None:
             yield module, (style, name.rsplit(".", 1)[-1])
+
+
+def module_sides(base: nn.Module) -> dict[nn.Module, str]:
+    """Modules whose features a TP group shares by the tp plan of `base` -> COLUMN or ROW."""
+    sides = {m: STYLES[style].side for m, (style, _) in module_styles(base) if style in STYLES}
+    return {module: side for module, side in sides.items() if side}
 
 
 def expert_modules(base: nn.Module) -> list[nn.Module]:
@@ -65,7 +75,7 @@ def parameter_styles(base: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, 
         for attribute in part._parameters
     }
     for activation in _sliced_activations(base):
-        styles |= {(activation, attribute): (_PARTIAL, "") for attribute in activation._parameters}
+        styles |= {(activation, attribute): (PARTIAL, "") for attribute in activation._parameters}
     plan = tp_plan(base)
     for fqn, _ in base.named_parameters(remove_duplicate=False):
         if (style := plan.get(_pattern(fqn))) is not None:
@@ -95,7 +105,8 @@ def _before_latent(parent: nn.Module, styles: Mapping[nn.Module, str]) -> set[nn
     """
     if not any(styles.get(child) == LATENT for child in parent.children()):
         return set()
-    return {child for name, child in parent.named_children() if "_a_" in name}
+    before = [child for name, child in parent.named_children() if "_a_" in name]
+    return {part for child in before for part in child.modules()}  # those of adapters, too
 
 
 def _pattern(name: str) -> str:
@@ -103,9 +114,11 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def find_unplanned(base: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str]) -> list[str]:
-    """Parameters beside colwise layers (same parent module) whose own module the tp plan does not
-    mention; `fqn_of` (module, attribute).
+def find_unplanned(
+    base: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str], beside: str = "colwise"
+) -> list[str]:
+    """Parameters beside layers of the style `beside` (same parent module) whose own module the tp
+    plan does not mention; `fqn_of` (module, attribute).
 
     Their gradient would be partial on each rank of a TP group, or not; only the plan can say.
     """
@@ -114,7 +127,7 @@ def find_unplanned(base: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str])
     parents = [
         module
         for module in base.modules()
-        if any(styles.get(child) == "colwise" for child in module.children())
+        if any(styles.get(child) == beside for child in module.children())
     ]
     found = {
         fqn_of[module, attribute]
@@ -205,7 +218,7 @@ def _cut_of(
         return _Cut(Slicing.ROWWISE, cut_dim=num_dims - 1, cut_multiple=multiple)
     if style == SUMMED and num_dims == 1:
         return _Cut(Slicing.FIRST_RANK)
-    if style in (_PARTIAL, SUMMED):
+    if style in (PARTIAL, SUMMED):
         return _Cut(Slicing.REPLICATED_PARTIAL_GRAD)
     return _Cut(Slicing.REPLICATED_PARTIAL_GRAD if cuts_micro_batches else Slicing.REPLICATED)
 

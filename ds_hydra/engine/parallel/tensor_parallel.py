@@ -8,14 +8,16 @@ vocabulary rows of this rank.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ds_hydra.engine.parallel.tp_sequence_parallel import (
+    COLUMN,
+    ROW,
     BlockInput,
     LoneShard,
     TokenShards,
@@ -30,6 +32,8 @@ EXPERTS = "moe_tp_experts"
 """Style of a module of experts, whose parameters have styles of their own."""
 LATENT, GATHERED, SPLIT = "mla_kv_a_proj", "colwise_gather_output", "rowwise_split_input"
 """Latent keys and values; as colwise and rowwise, with whole features outside the layer."""
+PARTIAL = "replicated_with_grad_allreduce"
+"""Held by every rank, each of which has a part of the gradient."""
 
 
 class TensorParallel:
@@ -290,15 +294,29 @@ def hook_latent(module: nn.Module, tp: TensorParallel, latent_width: int) -> Non
     module.register_forward_hook(after)
 
 
-HOOKS = {
-    "colwise": hook_colwise,
-    "rowwise": hook_rowwise,
-    GATHERED: hook_gathered,
-    SPLIT: hook_split,
-    "packed_colwise": hook_colwise,
-    EXPERTS: hook_experts,
+class Style(NamedTuple):
+    """What is known of the modules of a style of tp plans."""
+
+    hook: Callable[[nn.Module, TensorParallel], None] | None = None
+    """What exchanges their inputs and outputs."""
+    side: str = ""
+    """COLUMN or ROW where a linear's output or input features are cut: what its adapter and
+    [Note: Shards of a micro-batch] go by.
+    """
+
+
+STYLES: Mapping[str, Style] = {
+    "colwise": Style(hook_colwise, COLUMN),
+    "rowwise": Style(hook_rowwise, ROW),
+    GATHERED: Style(hook_gathered, COLUMN),
+    SPLIT: Style(hook_split, ROW),
+    "packed_colwise": Style(hook_colwise, COLUMN),
+    EXPERTS: Style(hook_experts),
+    LATENT: Style(),  # its hook wants a width
+    PARTIAL: Style(),
+    "local_params": Style(),
 }
-"""Style of a module in the tp plan -> what exchanges its inputs and outputs."""
+"""Style in a tp plan -> what is known of it. Others are refused wherever TP is above 1."""
 
 
 def hook_embedding(

@@ -41,6 +41,10 @@ _reduce_scatter: Callable[..., Any] = (
 """The second names are those of torch before 2.13."""
 
 
+COLUMN, ROW = "column-wise", "row-wise"
+"""Sides of a block: linears whose output features are cut, and those whose input features are."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenShards:
     """The ranks of a TP group in the order of their shards. Methods are collective over them."""
@@ -228,27 +232,25 @@ def linear_of_micro_batch(linear: nn.Linear, block: BlockInput, shards: TokenSha
     return output
 
 
-def find_blocks(layer: nn.Module, styles: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
+def find_blocks(layer: nn.Module, sides: Mapping[nn.Module, str]) -> Iterator[nn.Module]:
     """The modules of `layer` that read a whole micro-batch: parents of column-wise modules.
 
-    `styles` are those of the tp plan. Raises ValueError saying what is in the way where the sliced
-    modules of `layer` are not in blocks of column-wise modules and one row-wise module, which
-    returns what the block does.
+    `sides` are those of the modules that the tp plan slices, COLUMN or ROW. Raises ValueError
+    saying what is in the way where the sliced modules of `layer` are not in blocks of column-wise
+    modules and one row-wise module, which returns what the block does.
     """
-    planned = {module for module in layer.modules() if styles.get(module) in ("colwise", "rowwise")}
+    planned = {module for module in layer.modules() if sides.get(module) in (COLUMN, ROW)}
     for module in layer.modules():
         if "Attention" in type(module).__name__ and not planned & set(module.children()):
             raise ValueError("attention is not cut by heads")
     for block in layer.modules():
-        found = [styles[child] for child in block.children() if child in planned]
+        found = [sides[child] for child in block.children() if child in planned]
         planned -= set(block.children())
         if not found:
             continue
-        if block is layer or found.count("rowwise") != 1 or len(found) == 1:
+        if block is layer or found.count(ROW) != 1 or len(found) == 1:
             name = "the layer itself" if block is layer else type(block).__name__
-            raise ValueError(
-                f"{name} has {found.count('colwise')} column-wise and {found.count('rowwise')} row-wise"
-            )
+            raise ValueError(f"{name} has {found.count(COLUMN)} {COLUMN} and {found.count(ROW)} {ROW}")
         yield block
     if planned:
         raise ValueError(f"{type(next(iter(planned))).__name__} is sliced by itself")

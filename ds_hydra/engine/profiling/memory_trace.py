@@ -18,10 +18,20 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ds_hydra.engine.model.tp_plan import module_styles
-from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_block, hook_rowwise
-from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
+from ds_hydra.engine.model.tp_plan import module_sides
+from ds_hydra.engine.parallel.tensor_parallel import (
+    GATHERED,
+    SPLIT,
+    TensorParallel,
+    hook_block,
+    hook_rowwise,
+)
+from ds_hydra.engine.parallel.tp_sequence_parallel import ROW, find_blocks
 from ds_hydra.errors import UnsupportedModelError
+
+
+_EXPERT_WIDTHS = {"moe_intermediate_size", "shared_expert_intermediate_size"}
+"""Keys of widths that TP cuts, where they are not those of the MLP."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +94,30 @@ def trace_layer_memory(
         )
 
 
+def check_slices(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError where a model with a part of the heads and of the MLP of `config`
+    is not what a rank of a TP group computes.
+    """
+    for name, style in (config.base_model_tp_plan or {}).items():
+        if style in (GATHERED, SPLIT):
+            raise UnsupportedModelError(
+                f"every rank of a TP group has all features of {config.model_type} at {name} ({style}), which one "
+                "device that stands for the rank does not show; measure on ranks (torchrun, without --topology), or "
+                "leave TP above 1 out (--tp 1)"
+            )
+
+
 def slice_config(
     config: PretrainedConfig, tp: int, *, num_layers: int = 1, vocab_size: int = 8
 ) -> PretrainedConfig:
     """The model that one rank of a TP group computes: its share of heads and MLP, `num_layers` of
     the layers.
 
-    Raises UnsupportedModelError if the shapes do not divide by `tp`.
+    Raises UnsupportedModelError if the shapes do not divide by `tp`, or where the share does not
+    show what the rank computes.
     """
+    if tp > 1:
+        check_slices(config)
     for key in ("num_attention_heads", "intermediate_size"):
         if getattr(config, key, None) is None:
             raise UnsupportedModelError(f"a {config.model_type} config has no {key} to slice by")
@@ -107,6 +133,11 @@ def slice_config(
     sliced.num_attention_heads = heads // tp
     sliced.num_key_value_heads = max(1, (kv_heads or heads) // tp)
     sliced.intermediate_size = config.intermediate_size // tp
+    for key in _EXPERT_WIDTHS & vars(config).keys():
+        if width := getattr(config, key):
+            if width % tp:
+                raise UnsupportedModelError(f"{key} {width} does not divide into TP {tp}")
+            setattr(sliced, key, width // tp)
     sliced.num_hidden_layers = num_layers
     sliced.vocab_size = vocab_size
     sliced.pad_token_id = None  # may be outside the micro-batches that are left
@@ -136,11 +167,11 @@ def _one_layer(config: PretrainedConfig, num_shards: int) -> tuple[nn.Module, nn
 def _cut_micro_batches(model: nn.Module, layer: nn.Module, num_shards: int) -> None:
     tp = TensorParallel(cuts_micro_batches=True, simulated_tp_size=num_shards)
     tp.enter(None, 1, 0)
-    styles = {module: style for module, (style, _) in module_styles(model)}
-    for block in find_blocks(layer, styles):
+    sides = module_sides(model)
+    for block in find_blocks(layer, sides):
         hook_block(block, tp)
     for module in layer.modules():
-        if styles.get(module) == "rowwise":
+        if sides.get(module) == ROW:
             hook_rowwise(module, tp)
 
 

@@ -28,6 +28,7 @@ from ds_hydra.engine.profiling.overlap_slowdown import measure_overlap_slowdown
 from ds_hydra.engine.profiling.profile_document import fit_memory
 from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.profiling.rehearsal import side_by_side
+from ds_hydra.engine.profiling.memory_trace import check_slices
 from ds_hydra.engine.profiling.slice_profiler import profile_slices
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.accelerator_settings import prepare_accelerator
@@ -202,6 +203,8 @@ def _schemes(
     for scheme in fitting_schemes(num_devices, **wanted):
         try:
             stage_model.check_scheme(scheme)
+            if request.topology is not None and scheme.tp > 1:
+                check_slices(stage_model.config)
             allowed.append(scheme)
         except (HydraConfigError, UnsupportedModelError) as error:
             refused = f"; {error}"
