@@ -81,8 +81,11 @@ def check_examples(
     context_length: int,
     vocab_size: int,
     num_logits: int,
+    only_scored: bool = False,
 ) -> GlobalBatch:
-    """The mini-batch of `tensors`. Raises HydraConfigError for what the model cannot train on."""
+    """The mini-batch of `tensors`. Raises HydraConfigError for what the model cannot train on;
+    what is `only_scored` need not predict a token.
+    """
     if not tensors:
         raise HydraConfigError(
             "the global mini-batch is empty: train_batch(batch=examples) got 0 examples; give every rank the "
@@ -99,7 +102,7 @@ def check_examples(
         _check_ids(index, "input_ids", input_ids, vocab_size)
         _check_ids(index, "labels", labels[labels != IGNORED_LABEL], num_logits)
     num_label_tokens = sum(int((labels[1:] != IGNORED_LABEL).sum()) for _, labels in tensors)
-    if not num_label_tokens:
+    if not num_label_tokens and not only_scored:
         raise HydraConfigError(
             "no example of the mini-batch has a token to predict (labels are all -100)"
         )

@@ -229,7 +229,7 @@ class HydraEngine(CheckpointingEngine):
         """
         with self.hydra.section("scores"):
             rows = [only_ids(row) for row in batch]
-            iteration = self.hydra.plan_forward(rows, strategy, self.global_steps)
+            iteration = self.hydra.plan_forward(rows, strategy, self.global_steps, only_scored=True)
             propagator = self.hydra.propagator
             wanted = {"entropy": entropy, "details": details, "noise": noise}
             return score(iteration, propagator, self.device, **wanted)

@@ -185,10 +185,12 @@ class HydraRuntime:
         *,
         may_try: bool = False,
         forward_only: bool = False,
+        only_scored: bool = False,
     ) -> Iteration:
         """A plan for a given global mini-batch, the same list on every rank, optionally of one
         strategy and for one loss; `problem` as in `next_iteration`, `may_try` as in
-        `LatencyTracker.corrections_now`, `forward_only` as in `plan_forward`.
+        `LatencyTracker.corrections_now`, `forward_only` as in `plan_forward`, `only_scored` as in
+        `check_examples`.
         """
         forced: Strategy | None = None
         tensors, batch, objective = [], None, None
@@ -211,6 +213,7 @@ class HydraRuntime:
                 context_length=self.config.context_length,
                 vocab_size=self.stage_model.vocab_size,
                 num_logits=self.stage_model.num_logits,
+                only_scored=only_scored,
             )
             if loss is not None and not (isinstance(loss, CrossEntropy) and loss.is_plain):
                 objective = Objective.read(loss, examples, [labels for _, labels in tensors])
@@ -251,9 +254,13 @@ class HydraRuntime:
         strategy: str | Strategy | None,
         iteration: int,
         loss: Loss | None = None,
+        *,
+        only_scored: bool = False,
     ) -> Iteration:
         """As `plan_examples`, of passes without backward: they hold longer micro-batches."""
-        return self.plan_examples(examples, strategy, iteration, loss=loss, forward_only=True)
+        return self.plan_examples(
+            examples, strategy, iteration, loss=loss, forward_only=True, only_scored=only_scored
+        )
 
     def prepare_forced(self, strategy: Strategy) -> None:
         """Check `strategy` and create its groups."""

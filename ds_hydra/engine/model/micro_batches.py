@@ -19,7 +19,7 @@ from ds_hydra.engine.parallel.one_f_one_b import StageInfo
 from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
-from ds_hydra.sampler.packing.cuts import Row
+from ds_hydra.sampler.packing.cuts import Piece, Row
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 
 Example = tuple[Tensor, Tensor]
@@ -88,11 +88,13 @@ class MicroBatchTensors:
                     if isinstance(predicting, Tensor):
                         packed = replace(packed, predicting=to_device(predicting, device))
                 if stage.is_last and objective is not None:
+                    # A row without tokens has the fields, none of which is anyone's
+                    of_any = Piece(pipeline.micro_batches[number][0], 0, 0)
                     rows = [
                         objective.rows_of(
                             p.position, slice(p.begin, p.end), plan.lengths[p.position]
                         )
-                        for p in row
+                        for p in row or (of_any,)
                     ]
                     fields = {
                         name: to_device(join([r[name] for r in rows], 0)[predicting], device)
