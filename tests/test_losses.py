@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from distributed import run_distributed
 from engines import small_profile, start_hydra
@@ -19,7 +22,12 @@ from ds_hydra import losses
 from ds_hydra.engine.iteration import weigh
 from ds_hydra.engine.losses.loss import WEIGHT
 from ds_hydra.engine.losses.objective import Objective
-from ds_hydra.errors import HydraConfigError, HydraDataError, InfeasiblePlanError
+from ds_hydra.errors import (
+    HydraConfigError,
+    HydraDataError,
+    InfeasiblePlanError,
+    PlanMismatchError,
+)
 
 LENGTHS = (9, 17, 30, 1, 5, 40, 3, 24)
 STRATEGIES = ("4x<1,1>", "1x<4,1>", "1x<2,1> + 1x<1,2>", "1x<sp2,2,1>", "1x<cp2,2,1>", "2x<cp2,1>",
@@ -177,6 +185,8 @@ def checks():
             float(engine.train_batch(examples, strategy=s, loss=CASES["dpo"])) for s in STRATEGIES
         ],
         "mistakes": mistakes(engine, examples),
+        "later": later_mistakes(engine, examples),
+        "differing": differing(engine, examples),
     }
 
 
@@ -258,6 +268,85 @@ def mistakes(engine, examples):
         assert engine.global_steps == before
     zero = [e | {"advantages": 0.0} for e in examples]
     raised["all 0"] = float(engine.train_batch(zero, strategy="4x<1,1>", loss=losses.GRPO()))
+    return raised
+
+
+def later_mistakes(engine, examples):
+    """What each rank raises where a loss goes wrong on one rank in the middle of an iteration."""
+    marked = [e | {"importance": e["importance"] * 0 + (n == 5)} for n, e in enumerate(examples)]
+
+    def at_example_5(otherwise):
+        def make(tokens):
+            if (tokens.fields["importance"] * tokens.counts_T).sum() > 0:
+                return otherwise(tokens)
+            return tokens.log_probs_T.sum()
+
+        return make
+
+    cases = {
+        "detached": at_example_5(lambda tokens: tokens.log_probs_T.detach().sum()),
+        "raises": at_example_5(lambda tokens: [][0]),
+        "shape": at_example_5(lambda tokens: tokens.log_probs_T),
+        "constant": at_example_5(lambda tokens: torch.zeros(())),
+    }
+    raised = {}
+    for name, make in cases.items():
+        before = engine.global_steps
+        try:
+            found = engine.train_batch(marked, strategy="2x<1,2>", loss=Wrong(make))
+            raised[name] = math.isfinite(found)
+        except HydraConfigError as error:
+            raised[name] = str(error)
+            assert engine.global_steps == before
+    return raised
+
+
+class OfRank(losses.SequenceLoss):
+    """What nobody sees differs between ranks."""
+
+    def of_sequences(self, sums_N, counts_N, fields):
+        return sums_N.sum() * (1 + dist.get_rank())
+
+
+class Scaled(losses.Loss):
+    def __init__(self, by, own, divided_by=1.0):
+        self.by, self._own, self._divided_by = by, own, divided_by
+
+    def __call__(self, tokens):
+        return (tokens.log_probs_T * float(torch.as_tensor(self.by).sum())).sum()
+
+    def normaliser(self, counts, fields):
+        return self._divided_by
+
+
+def differing(engine, examples):
+    """What each rank raises where ranks do not have the same objective."""
+    rank = dist.get_rank()
+    is_last = int(rank == 3)
+    own = [e | {"advantages": e["advantages"] + is_last * (n == 2)} for n, e in enumerate(examples)]
+    at_token = [e | {"old_log_probs": e["old_log_probs"] - is_last} for e in examples]
+    cases = {
+        "advantages": (own, losses.GRPO()),
+        "old_log_probs": (at_token, losses.GRPO()),
+        "unread": (at_token, losses.CrossEntropy(z_loss=0.1)),
+        "beta": (examples, losses.DPO(beta=0.1 + 0.1 * is_last)),
+        "class": (examples, losses.DPO() if rank else losses.GRPO()),
+        "without": (examples, losses.GRPO() if rank else None),
+        "array": (examples, Scaled(torch.tensor([1.0, is_last]), 0)),
+        "class attribute": (examples, type("Odd", (Scaled,), {"odd": rank})(1.0, 0)),
+        "normaliser": (examples, Scaled(1.0, 0, divided_by=2.0 + is_last)),
+        "rounded": (examples, Scaled(1.0, 0, divided_by=2.0 + rank * 2**-51)),
+        "of its own": (examples, Scaled(1.0, own=rank)),
+        "of sequences": (examples, OfRank()),
+    }
+    raised = {}
+    for name, (batch, loss) in cases.items():
+        before = engine.global_steps
+        try:
+            raised[name] = float(engine.train_batch(batch, strategy="2x<2,1>", loss=loss))
+        except PlanMismatchError as error:
+            raised[name] = str(error)
+            assert engine.global_steps == before
     return raised
 
 
@@ -359,6 +448,39 @@ def test_mistakes_are_named_on_every_rank(results):
         assert found["all 0"] == 0.0
 
 
+@pytest.mark.distributed
+def test_mistakes_of_one_rank_in_the_middle_are_named_on_every_rank(results):
+    for result in results:
+        found = result["later"]
+        where = r"the micro-batch of examples (\d, )*5(, \d)*"
+        assert re.search(
+            rf"Wrong returned a number that does not .* \(in {where}\)", found["detached"]
+        )
+        assert re.search(rf"loss Wrong raised IndexError for {where}: list index", found["raises"])
+        assert re.search(rf"loss Wrong returned \[\d+\], .* \(in {where}\)", found["shape"])
+        assert found["constant"] is True
+
+
+@pytest.mark.distributed
+def test_objectives_that_differ_between_ranks_are_named_on_every_rank(results):
+    for result in results:
+        found = result["differing"]
+        assert "'advantages' of example 2 of the mini-batch is " in found["advantages"]
+        assert " on rank 0 and " in found["advantages"]
+        assert " on rank 3 (1 of 4 ranks differ)" in found["advantages"]
+        assert (
+            "'old_log_probs' of example 0 of the mini-batch is [9] values" in found["old_log_probs"]
+        )
+        assert "beta of loss DPO is 0.1 on rank 0 and 0.2 on rank 3" in found["beta"]
+        assert "the loss is GRPO on rank 0 and DPO on rank 1 (3 of 4" in found["class"]
+        assert "the loss is the mean cross entropy on rank 0 and GRPO on" in found["without"]
+        assert "by of loss Scaled is [2] values" in found["array"]
+        assert "odd of loss Odd is 0 on rank 0 and 1 on rank 1" in found["class attribute"]
+        assert "what loss Scaled is divided by is 2.0 on rank 0 and 3.0" in found["normaliser"]
+        assert "loss OfRank of the mini-batch is " in found["of sequences"]
+        assert all(math.isfinite(found[name]) for name in ("unread", "rounded", "of its own"))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -382,6 +504,7 @@ def test_settings_out_of_range(make, message):
         ([(0, 1), (0, 1)], "examples 0 and 1 are both the chosen one of pair 0"),
         ([(0, 1), (1, 0)], "example 0 is alone in pair 0"),
         ([(0, 1), (0, 0.5)], "'chosen' of example 1 is 0.5"),
+        ([(0, 1), (0.25, 0)], "'pair' of example 1 is 0.25"),
     ],
 )
 def test_pairs_that_are_none(fields, message):
@@ -422,6 +545,80 @@ def test_a_loss_that_would_train_nothing_is_refused():
         objective.weighted([torch.zeros(3)], labels)
     with pytest.raises(HydraConfigError, match=r"GRPO'>, expected an object .*\.GRPO\(\)"):
         Objective.read(losses.GRPO, rows, labels)
+
+
+class Candidates(losses.Loss):
+    token_fields, candidates = ("ids",), "ids"
+
+    def __call__(self, tokens):
+        return tokens.scores.candidate_log_probs_TK.sum()
+
+
+def loss_with(**attributes):
+    return type("Mine", (Candidates,), attributes)()
+
+
+@pytest.mark.parametrize(
+    ("loss", "ids", "message"),
+    [
+        (loss_with(normaliser=lambda *_: None), [[1], [2]], r"Mine raised TypeError for the norm.* of 2"),
+        (loss_with(normaliser=lambda *_: {}["w"]), [[1], [2]], "Mine raised KeyError for the normaliser"),
+        (loss_with(normaliser=lambda *_: "2"), [[1], [2]], None),
+        (loss_with(token_fields="ids"), [[1], [2]], r"Mine has token_fields 'ids', expected a tuple"),
+        (loss_with(candidates="x"), [[1], [2]], "Mine has candidates 'x', expected one of .* 'ids'"),
+        (Candidates(), [[7], [251]], "candidates 'ids', which example 1 .* with 251 .* below 251"),
+        (Candidates(), [[7], [-1]], "candidates 'ids', which example 1 of the mini-batch has with -1"),
+        (Candidates(), [[7], [2.5]], "example 1 of the mini-batch has as torch.float32, expected int"),
+        (Candidates(), [[7, 8], [2]], r"'ids', which has \[1\] for each .* example 1 and \[2\] for"),
+        (Candidates(), [7, 8], r"which example 0 of .* has in shape \[3\], expected \[3, k\]"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_a_loss_name_it_and_the_example(loss, ids, message):
+    rows = [{"ids": [i] * 3} for i in ids]
+    labels = [torch.tensor([1, 2, 3])] * 2
+    if message is None:
+        assert Objective.read(loss, rows, labels, VOCAB_SIZE).normaliser == 2
+        return
+    with pytest.raises(HydraConfigError, match=message):
+        Objective.read(loss, rows, labels, VOCAB_SIZE)
+
+
+def test_candidates_are_asked_for_where_tokens_count():
+    rows, labels = [{"ids": [[-100], [-1], [3]]}], [torch.tensor([1, -100, 3])]
+    assert Objective.read(Candidates(), rows, labels, VOCAB_SIZE).normaliser == 1
+
+
+def test_masked_values_of_fields_are_refused():
+    held = np.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0])
+    labels = [torch.tensor([1, 2, 3])]
+    weighted = losses.CrossEntropy(weights="w")
+    with pytest.raises(HydraConfigError, match=r"'w' of example 0 .* masked array with 1 values"):
+        Objective.read(weighted, [{"w": held}], labels)
+    assert Objective.read(weighted, [{"w": held.filled(0.5)}], labels).normaliser == 3.5
+    assert Objective.read(weighted, [{"w": held[[0, 2, 2]]}], labels).normaliser == 6
+
+
+class RaisingSums(losses.SequenceLoss):
+    sequence_fields = ("reward",)
+
+    def of_sequences(self, sums_N, counts_N, fields):
+        return fields[0]["missing"]
+
+
+class ManySums(losses.SequenceLoss):
+    def of_sequences(self, sums_N, counts_N, fields):
+        return sums_N
+
+
+def test_mistakes_of_a_loss_of_sequences_name_it():
+    labels = [torch.tensor([1, 2, 3])]
+    for loss, message in (
+        (RaisingSums(), "loss RaisingSums raised KeyError for the mini-batch of 1 examples"),
+        (ManySums(), r"loss ManySums returned \[1\], expected one number: the sum over sequences"),
+    ):
+        objective = Objective.read(loss, [{"reward": 1.0}], labels)
+        with pytest.raises(HydraConfigError, match=message):
+            objective.weighted([torch.zeros(3)], labels)
 
 
 def test_sequences_without_labelled_tokens_do_not_count_in_a_mean_of_sequences():

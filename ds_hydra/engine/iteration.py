@@ -9,7 +9,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ds_hydra.engine.losses.loss import SequenceLoss
+from ds_hydra.engine.losses.alike import check_value
+from ds_hydra.engine.losses.loss import WEIGHT, SequenceLoss
 from ds_hydra.engine.losses.objective import (
     Collector,
     Objective,
@@ -130,4 +131,7 @@ def weigh(iteration: Iteration, propagator: Propagator, device: torch.device) ->
         return iteration
     log_probs = score(iteration, propagator, device, noise=True).log_probs
     weighted = run_together(lambda: objective.weighted(log_probs, iteration.labels), device)
+    weights_N = torch.stack([fields[WEIGHT] for fields in weighted.fields]).double()
+    value = weights_N.new_tensor([weighted.value])
+    check_value(name_of(objective.loss), torch.cat([value, weights_N]), device)
     return replace(iteration, objective=weighted)

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import LinkConfig
+from ds_hydra.engine.losses import alike
 from ds_hydra.engine.losses.loss import Loss, Tokens
-from ds_hydra.engine.losses.objective import Objective
+from ds_hydra.engine.losses.objective import Objective, evaluate
 from ds_hydra.engine.model.micro_batches import LoadExample, MicroBatchTensors
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.context_parallel import ContextRow
@@ -33,7 +34,7 @@ from ds_hydra.engine.ranks.hosts import find_hosts
 from ds_hydra.engine.strategy_links import StrategyLinks, Work
 from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.engine.transfer.slices import Slices
-from ds_hydra.errors import PlanMismatchError
+from ds_hydra.errors import HydraConfigError, PlanMismatchError
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Strategy
 from ds_hydra.strategy.schemes.placement import MAX_GROUPS_OF_RANK, Role
@@ -103,6 +104,8 @@ class Propagator:
         )
         self._clock = self.links.clock
         self.recorder = Recorder()
+        self.problem: HydraConfigError | None = None
+        """What a given loss has done wrong on this rank in the last run of a plan."""
 
     def close(self) -> None:
         """End the link's thread and destroy the process groups; not collective."""
@@ -120,13 +123,15 @@ class Propagator:
         plan: IterationPlan,
         fingerprint: tuple[int, int, int] = (0, 0, 0),
         problem: Exception | None = None,
+        objective: Objective | None = None,
     ) -> None:
-        """Raise PlanMismatchError on all ranks where plans, or `fingerprint`s of batches, differ.
+        """Raise PlanMismatchError on all ranks where plans, `fingerprint`s of batches, or
+        objectives differ.
 
         A `problem` that any rank brings is raised on all. One all-gather.
         """
         of_plan = (plan.digest, len(plan.lengths), sum(plan.lengths))
-        row = [problem is not None, *of_plan, *fingerprint]
+        row = [problem is not None, *of_plan, *fingerprint, *alike.fingerprint(objective)]
         all_ranks = gather_rows(to_device(torch.tensor(row), self.device)).tolist()
         if any(row[0] for row in all_ranks):
             raise_together(problem, self.device)
@@ -143,6 +148,17 @@ class Propagator:
                     f"{differing[0]} ({len(differing)} of {self.num_ranks} ranks differ); nothing was "
                     "exchanged. Give every rank the same mini-batch, dataset and configuration"
                 )
+        objectives = [(row[7], row[8]) for row in all_ranks]
+        differing = [
+            rank for rank, its in enumerate(objectives) if not alike.are_alike(objectives[0], its)
+        ]
+        if differing:
+            found = alike.find_difference(objective, differing[0], self.device)
+            raise PlanMismatchError(
+                f"iteration {plan.iteration}: {found} ({len(differing)} of {self.num_ranks} ranks differ); nothing was "
+                "exchanged. Give every rank the same loss and fields: what is computed on one rank can be sent to "
+                "all by torch.distributed.broadcast_object_list"
+            )
 
     def positions_needed(self, plan: IterationPlan) -> list[int]:
         """Positions of the sequences whose tokens or labels this rank needs; not collective."""
@@ -195,6 +211,7 @@ class Propagator:
         noise: bool = True,
     ) -> RankOutcome:
         self.recorder.begin()
+        self.problem = None
         self.stage_model.balance.begin(self.device, loss_scale, plan.num_tokens)
         all_phases = plan.in_turn
         # Where layers are gathered each phase has its own exchange, where slices stay all have one.
@@ -334,8 +351,11 @@ class Propagator:
             scale = 1.0 if loss_scale is None else loss_scale / normaliser
 
             def forward(index: int, hidden: Tensor | None) -> Tensor:
+                examples = plan.pipelines[role.pipeline].micro_batches[index]
                 loss = None if objective is None else objective.loss
-                return self._forward_micro_batch(stage, micro_batches[index], hidden, scale, loss)
+                return self._forward_micro_batch(
+                    stage, micro_batches[index], hidden, scale, loss, examples
+                )
 
             io = self._stage_io(role)
             micro_batch_tokens = [
@@ -363,6 +383,7 @@ class Propagator:
         hidden: Tensor | None,
         scale: float,
         loss: Loss | None,
+        examples: Sequence[int],
     ) -> Tensor:
         output = self.stage_model.forward_stage(
             micro_batch.packed,
@@ -388,7 +409,11 @@ class Propagator:
                 mean=loss.needs_mean_log_prob,
                 candidates_TK=None if wanted is None else micro_batch.fields[wanted],
             )
-            return loss(Tokens(scores=scores, fields=micro_batch.fields)) * scale
+            tokens = Tokens(scores=scores, fields=micro_batch.fields)
+            value, problem = evaluate(loss, tokens, examples)
+            if problem:
+                self.problem = self.problem or HydraConfigError(problem)
+            return value * scale
         return summed_cross_entropy(
             output.squeeze(0), micro_batch.targets_T, tp, scale, first_column
         )

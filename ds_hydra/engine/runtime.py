@@ -216,8 +216,9 @@ class HydraRuntime:
                 only_scored=only_scored,
             )
             if loss is not None and not (isinstance(loss, CrossEntropy) and loss.is_plain):
-                objective = Objective.read(loss, examples, [labels for _, labels in tensors])
-        except HydraConfigError as caught:
+                labels = [labels for _, labels in tensors]
+                objective = Objective.read(loss, examples, labels, self.stage_model.num_logits)
+        except Exception as caught:  # whatever the examples raise, the other ranks wait
             problem = problem or caught
         raise_together(problem, self._device)
         assert batch is not None
@@ -245,7 +246,7 @@ class HydraRuntime:
             ),
             self._device,
         )
-        self.propagator.check_plan(planned.plan, fingerprint_tensors(tensors))
+        self.propagator.check_plan(planned.plan, fingerprint_tensors(tensors), objective=objective)
         return Iteration(planned, tensors.__getitem__, objective, [labels for _, labels in tensors])
 
     def plan_forward(
@@ -282,22 +283,28 @@ class HydraRuntime:
         return watch(phase)
 
     def gather_outcomes(self, outcome: RankOutcome, grads_P: Sequence[Tensor] = ()) -> Outcomes:
-        """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say."""
+        """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say.
+        Raises, on all ranks, what a given loss has done wrong on one of them.
+        """
         names = [field.name for field in fields(RankOutcome) if field.name != "phase_ms"]
         values = [getattr(outcome, name) for name in names]
-        mine = [*values, *outcome.phase_ms, 0.0, float(self._stop_request.is_set)]
+        problem = self.propagator.problem
+        mine = [*values, *outcome.phase_ms, problem is not None]
+        mine += [0.0, float(self._stop_request.is_set)]
         mine_N = to_device(torch.tensor(mine, dtype=torch.float64), self._device)
         if held_P := [grad_P for grad_P in grads_P if grad_P.numel()]:  # not of what is frozen
             norms = torch.stack(torch._foreach_norm(held_P))  # one kernel on a device
             mine_N[-2] = ~norms.isfinite().all()
         rows = gather_rows(mine_N).tolist()
+        if any(row[-3] for row in rows):
+            raise_together(problem, self._device)
         balance, expert_tokens_LE = self.stage_model.balance, None
         if grads_P and balance.layers:
             dist.all_reduce(balance.counts_LE)
             expert_tokens_LE = balance.counts_LE.cpu()
         return Outcomes(
             ranks=[
-                RankOutcome(**dict(zip(names, row)), phase_ms=tuple(row[len(names) : -2]))
+                RankOutcome(**dict(zip(names, row)), phase_ms=tuple(row[len(names) : -3]))
                 for row in rows
             ],
             nonfinite_ranks=[rank for rank, row in enumerate(rows) if row[-2]],

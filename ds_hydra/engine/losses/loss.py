@@ -49,6 +49,10 @@ class Loss:
     Fields of an example are columns beside its `input_ids`. One of `token_fields` has a value, or a
     row of values, for each token and lies as labels do: the value at place i belongs to the
     prediction of token i, and that at place 0 to nothing. One of `sequence_fields` is a number.
+
+    Fields, the normaliser, and numbers, texts, tuples and arrays in attributes are compared between
+    ranks before each iteration. What a rank keeps for itself belongs into attributes whose names
+    begin with "_", or into lists and dicts.
     """
 
     token_fields: tuple[str, ...] = ()

@@ -5,7 +5,8 @@ Legend: T tokens of a packed micro-batch, N sequences of a mini-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from ds_hydra.engine.losses.loss import NUM_COUNTED, WEIGHT, Fields, Loss, SequenceLoss, Tokens
 from ds_hydra.engine.parallel.token_scores import TokenScores
-from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.data.examples import IGNORED_LABEL
+from ds_hydra.errors import HydraConfigError, HydraError
+from ds_hydra.sampler.data.examples import IGNORED_LABEL, check_unmasked
 
 _INDEX = "number of the token in the mini-batch"
 
@@ -33,22 +34,29 @@ class Objective:
 
     @classmethod
     def read(
-        cls, loss: Loss, rows: Sequence[Mapping[str, Any]], labels: Sequence[Tensor]
+        cls,
+        loss: Loss,
+        rows: Sequence[Mapping[str, Any]],
+        labels: Sequence[Tensor],
+        num_logits: int | None = None,
     ) -> Objective:
-        """The objective of `rows`, whose `labels` [l] say what counts. Raises HydraConfigError
-        naming the loss, and the example and field where it is one's.
+        """The objective of `rows`, whose `labels` [l] say what counts, for a model of `num_logits`.
+        Raises HydraConfigError naming the loss, and the example and field where it is one's.
         """
         if not isinstance(loss, Loss):
             raise HydraConfigError(
                 f"loss is {loss!r:.80}, expected an object of a subclass of ds_hydra.losses.Loss, "
                 "such as ds_hydra.losses.GRPO()"
             )
+        _check_names(loss)
         fields = [
             _read_fields(loss, row, len(l), number)
             for number, (row, l) in enumerate(zip(rows, labels, strict=True))
         ]
+        _check_shapes(loss, fields)
         counts = [_predicted(l) for l in labels]
-        normaliser = loss.normaliser(counts, fields)
+        _check_candidates(loss, fields, counts, num_logits)
+        normaliser = _read_number(loss, counts, fields)
         if not 0 < normaliser < float("inf"):
             raise HydraConfigError(
                 f"loss {name_of(loss)} is divided by {normaliser} in this mini-batch, expected a number above 0; "
@@ -79,12 +87,11 @@ class Objective:
         assert isinstance(self.loss, SequenceLoss)
         sums_N = torch.stack([values.double().sum() for values in log_probs]).requires_grad_()
         counts_N = torch.stack([_predicted(l).sum() for l in labels])
-        value = self.loss.of_sequences(sums_N, counts_N, self.fields)
-        if not value.requires_grad:
-            raise HydraConfigError(
-                f"loss {name_of(self.loss)} returned a number that does not depend on sums_N, so nothing would be "
-                "trained; leave out detach() and torch.no_grad()"
-            )
+        what = f"the mini-batch of {len(labels)} examples"
+        with _of_the_user(self.loss, what):
+            value = self.loss.of_sequences(sums_N, counts_N, self.fields)
+        if problem := find_problem(self.loss, value, "sums_N", "over sequences"):
+            raise HydraConfigError(problem)
         (weights_N,) = torch.autograd.grad(value, sums_N)
         if not bool(value.isfinite() & weights_N.isfinite().all()):
             bad = [n for n, w in enumerate(weights_N.tolist()) if w != w] or ["all"]
@@ -106,34 +113,24 @@ class Objective:
             return
         number = next((n for n, count in enumerate(counts) if count.any()), 0)
         num_tokens = len(counts[number])
-        log_probs_T = torch.full((num_tokens,), -1.0, requires_grad=True)
         rows = self.rows_of(number, slice(0, num_tokens), num_tokens)
+
+        def score(value: float, *shape: int) -> Tensor:
+            return torch.full(shape or (num_tokens,), value, requires_grad=True)
+
         wanted = self.loss.candidates
         scores = TokenScores(
             counts_T=torch.cat([counts[number][1:], torch.zeros(1, dtype=torch.bool)]),
-            log_probs_T=log_probs_T,
-            log_normaliser_T=torch.ones(num_tokens),
-            entropy_T=torch.ones(num_tokens) if self.loss.needs_entropy else None,
-            mean_log_prob_T=-torch.ones(num_tokens) if self.loss.needs_mean_log_prob else None,
-            candidate_log_probs_TK=None if wanted is None else -torch.ones(rows[wanted].shape),
+            log_probs_T=score(-1.0),
+            log_normaliser_T=score(1.0),
+            entropy_T=score(1.0) if self.loss.needs_entropy else None,
+            mean_log_prob_T=score(-1.0) if self.loss.needs_mean_log_prob else None,
+            candidate_log_probs_TK=None if wanted is None else score(-1.0, *rows[wanted].shape),
         )
-        name = name_of(self.loss)
-        try:
+        with _of_the_user(self.loss, f"example {number}"):
             value = self.loss(Tokens(scores=scores, fields=rows))
-        except Exception as error:  # the user's own code
-            raise HydraConfigError(
-                f"loss {name} raised {type(error).__name__} for example {number}: {error}"
-            ) from error
-        if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
-            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise HydraConfigError(
-                f"loss {name} returned {shape}, expected one number: the sum over tokens, a tensor of shape []"
-            )
-        if not value.requires_grad:
-            raise HydraConfigError(
-                f"loss {name} returned a number that does not depend on log_probs_T or another score, so nothing "
-                "would be trained; leave out detach() and torch.no_grad()"
-            )
+        if problem := find_problem(self.loss, value):
+            raise HydraConfigError(problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +155,7 @@ class Collector(Loss):
         details: bool = False,
         inner: Loss | None = None,
     ):
-        self._inner = inner
+        self.inner = inner
         self.token_fields = (_INDEX, *(() if inner is None else inner.token_fields))
         self.sequence_fields = () if inner is None else inner.sequence_fields
         self.needs_entropy = entropy or (inner is not None and inner.needs_entropy)
@@ -184,7 +181,7 @@ class Collector(Loss):
         for name, kept in self._kept.items():
             values_T = getattr(tokens.scores, f"{name}_T")
             kept[index_T] = torch.where(tokens.counts_T, values_T.detach(), 0.0)
-        return tokens.log_probs_T.new_zeros(()) if self._inner is None else self._inner(tokens)
+        return tokens.log_probs_T.new_zeros(()) if self.inner is None else self.inner(tokens)
 
     def gather(self, lengths: Sequence[int], here: Sequence[bool]) -> Scores:
         """Scores of all sequences on every rank; each counts where it is `here`, on one rank of a
@@ -221,7 +218,115 @@ def read_by(loss: Loss | None) -> tuple[str, ...]:
 
 def name_of(loss: Loss) -> str:
     """As errors name it."""
+    if isinstance(loss, Collector) and loss.inner is not None:
+        loss = loss.inner
     return type(loss).__name__
+
+
+def find_problem(
+    loss: Loss, value: Any, scores: str = "log_probs_T or another score", sums: str = "over tokens"
+) -> str:
+    """Why `value`, which `loss` has returned, cannot train; "" where it can."""
+    if not isinstance(value, Tensor) or value.dim() or not value.is_floating_point():
+        found = type(value).__name__
+        if isinstance(value, Tensor):
+            found = str(list(value.shape) if value.dim() else value.dtype)
+        return (
+            f"loss {name_of(loss)} returned {found}, expected one number: the sum {sums}, a "
+            "floating-point tensor of shape []"
+        )
+    if not value.requires_grad:
+        return (
+            f"loss {name_of(loss)} returned a number that does not depend on {scores}, so nothing would be trained; "
+            "leave out detach() and torch.no_grad()"
+        )
+    return ""
+
+
+def evaluate(loss: Loss, tokens: Tokens, examples: Sequence[int]) -> tuple[Tensor, str]:
+    """What `loss` says of `tokens`, of a micro-batch with these `examples`; 0, with a gradient that
+    other ranks may wait for, and why, where it cannot train. A constant 0 rightly trains nothing.
+    """
+    nothing = tokens.log_probs_T.sum() * 0.0
+    where = f"the micro-batch of examples {', '.join(map(str, sorted(examples)))}"
+    try:
+        with _of_the_user(loss, where):
+            value = loss(tokens)
+    except HydraError as error:
+        return nothing, str(error)
+    if not (problem := find_problem(loss, value)):
+        return value, ""
+    is_constant = isinstance(value, Tensor) and not value.dim() and value.is_floating_point()
+    if is_constant and not (torch.is_grad_enabled() and float(value)):
+        return nothing + value, ""
+    return nothing, f"{problem} (in {where})"
+
+
+@contextlib.contextmanager
+def _of_the_user(loss: Loss, what: str) -> Iterator[None]:
+    """Errors of the code of `loss`, called for `what`, are HydraConfigErrors that say so."""
+    try:
+        yield
+    except HydraError:
+        raise
+    except Exception as error:
+        raise HydraConfigError(
+            f"loss {name_of(loss)} raised {type(error).__name__} for {what}: {error}"
+        ) from error
+
+
+def _check_names(loss: Loss) -> None:
+    for kind in ("token_fields", "sequence_fields"):
+        names = getattr(loss, kind)
+        if not isinstance(names, tuple | list) or not all(isinstance(n, str) for n in names):
+            raise HydraConfigError(
+                f"loss {name_of(loss)} has {kind} {names!r:.80}, expected a tuple of names, such as ('advantages',)"
+            )
+    wanted = loss.candidates
+    if wanted is not None and wanted not in loss.token_fields:
+        raise HydraConfigError(
+            f"loss {name_of(loss)} has candidates {wanted!r:.80}, expected one of its token_fields: "
+            f"{', '.join(map(repr, loss.token_fields)) or 'it has none'}"
+        )
+
+
+def _check_shapes(loss: Loss, fields: Sequence[Fields]) -> None:
+    """Micro-batches join the examples that they hold, whichever these are."""
+    for name in loss.token_fields:
+        wanted = fields[0][name].shape[1:]
+        for number, of_example in enumerate(fields):
+            if (found := of_example[name].shape[1:]) != wanted:
+                raise HydraConfigError(
+                    f"loss {name_of(loss)} reads {name!r}, which has {list(found) or 'one value'} for each token of "
+                    f"example {number} and {list(wanted) or 'one value'} for each of example 0; give all examples as "
+                    "many"
+                )
+
+
+def _check_candidates(
+    loss: Loss, fields: Sequence[Fields], counts: Sequence[Tensor], num_logits: int | None
+) -> None:
+    if (name := loss.candidates) is None:
+        return
+    for number, (of_example, count) in enumerate(zip(fields, counts, strict=True)):
+        ids = of_example[name]
+        what = f"loss {name_of(loss)} reads candidates {name!r}, which example {number} of the mini-batch has"
+        if ids.dim() != 2:
+            raise HydraConfigError(
+                f"{what} in shape {list(ids.shape)}, expected [{len(ids)}, k]: k token ids for each of its input_ids"
+            )
+        ids = ids[count]
+        outside = ids[(ids < 0) | (ids >= num_logits)] if num_logits else ids[ids < 0]
+        if len(outside):
+            raise HydraConfigError(
+                f"{what} with {int(outside[0])} where a token counts, expected token ids"
+                f"{f' below {num_logits}' if num_logits else ''}"
+            )
+
+
+def _read_number(loss: Loss, counts: Sequence[Tensor], fields: Sequence[Fields]) -> float:
+    with _of_the_user(loss, f"the normaliser of {len(counts)} examples"):
+        return float(loss.normaliser(counts, fields))
 
 
 def _predicted(labels: Tensor) -> Tensor:
@@ -237,11 +342,14 @@ def _read_fields(loss: Loss, row: Mapping[str, Any], length: int, number: int) -
         what = f"loss {name_of(loss)} reads {name!r}, which example {number} of the mini-batch"
         if name not in row:
             raise HydraConfigError(f"{what} lacks; it has {', '.join(map(repr, sorted(row)))}")
+        check_unmasked(row[name], f"{name!r} of example {number} of the mini-batch")
         try:
             values = torch.as_tensor(row[name]).detach().cpu()
         except (TypeError, ValueError, RuntimeError) as error:
             raise HydraConfigError(f"{what} has as what cannot be read: {error}") from error
         is_ids = name == loss.candidates
+        if is_ids and values.numel() and (values.is_floating_point() or values.is_complex()):
+            raise HydraConfigError(f"{what} has as {values.dtype}, expected integers: token ids")
         values = values.to(torch.int64 if is_ids else torch.float32)
         if name in loss.sequence_fields and values.dim():
             raise HydraConfigError(f"{what} has in shape {list(values.shape)}, expected one number")

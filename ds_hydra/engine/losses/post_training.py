@@ -161,12 +161,16 @@ def _pairs(fields: Sequence[Fields]) -> tuple[list[int], list[int]]:
     """Numbers of the better and of the worse sequence of each pair."""
     sides: tuple[dict[int, int], dict[int, int]] = ({}, {})
     for number, of_example in enumerate(fields):
-        pair, chosen = int(of_example["pair"]), float(of_example["chosen"])
+        pair, chosen = float(of_example["pair"]), float(of_example["chosen"])
+        if not pair.is_integer():
+            raise HydraConfigError(
+                f"DPO: 'pair' of example {number} is {pair}, expected a whole number"
+            )
         if chosen not in (0.0, 1.0):
             raise HydraConfigError(
                 f"DPO: 'chosen' of example {number} is {chosen}, expected 0 or 1"
             )
-        side = sides[0 if chosen else 1]
+        side, pair = sides[0 if chosen else 1], int(pair)
         if pair in side:
             what = "chosen" if chosen else "rejected"
             raise HydraConfigError(

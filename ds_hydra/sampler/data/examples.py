@@ -132,6 +132,7 @@ def _read_integers(value: Any, name: str, what: str) -> IntArray:
     """A column of one example as [length]; None is an empty list, [1, length] a list of one
     sequence.
     """
+    check_unmasked(value, f"{name!r} of {what}")
     value = value.cpu() if hasattr(value, "cpu") else value
     try:
         values = np.asarray(() if value is None else value)
@@ -150,6 +151,15 @@ def _read_integers(value: Any, name: str, what: str) -> IntArray:
     ):
         raise HydraConfigError(f"{name!r} of {what} holds {values.dtype}, expected integers")
     return np.array(values, dtype=np.int64)
+
+
+def check_unmasked(value: Any, what: str) -> None:
+    """Raise HydraConfigError where `value`, as an array, would lose a mask of its own."""
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise HydraConfigError(
+            f"{what} is a masked array with {np.ma.count_masked(value)} values masked, which would be read as if they "
+            "were not; put what shall stand there by array.filled(value), such as -100 into labels"
+        )
 
 
 def _as_mask(values: IntArray, name: str, what: str) -> npt.NDArray[np.bool_]:
