@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.configs.problems import SMALLEST_SECTION
+from ds_hydra.configs.problems import SMALLEST_SECTION, find_auto
 from ds_hydra.errors import HydraConfigError
 
 logger = logging.getLogger(__name__)
@@ -230,6 +230,26 @@ def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, An
     _fill_in(document)
     link = hydra.link.with_gradient_dtype(_gradient_dtype(document))
     return document, hydra.model_copy(update={"link": link})
+
+
+def refuse_auto(config: Mapping[str, Any]) -> None:
+    """Raise HydraConfigError for values "auto" in DeepSpeed's part of the JSON, which nobody fills
+    in where there is no Trainer.
+    """
+    if keys := find_auto_keys(config):
+        raise HydraConfigError(
+            f'{", ".join(keys)}: "auto" is what the Trainer fills in (ds_hydra.HydraTrainer); for '
+            "ds_hydra.initialize write the value, or leave the key out to get DeepSpeed's default"
+        )
+
+
+def find_auto_keys(config: Mapping[str, Any]) -> list[str]:
+    """Dotted keys whose value is "auto", but for those where that is a word of DeepSpeed itself."""
+    return [
+        ".".join(map(str, location))
+        for location in find_auto(config)
+        if location[0] != "pipeline" and location[-1] != "keep_in_fp32_modules"
+    ]
 
 
 def _gradient_dtype(config: Mapping[str, Any]) -> Literal["fp32", "bf16"]:

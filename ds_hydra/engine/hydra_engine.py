@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import os
 import sys
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.constants import ROUTE_TRAIN
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.utils import logger
 from torch import Tensor, nn
@@ -249,13 +251,29 @@ class HydraEngine(CheckpointingEngine):
         """Refused: the optimizer step is part of `train_batch`."""
         self._refuse_by_hand("step()")
 
-    def deepspeed_io(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = ROUTE_TRAIN,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
         """Take `dataset` as the source of `train_batch()`; returns an endless iterable of
-        mini-batches.
+        mini-batches. `data_sampler` and `collate_fn` are refused, the other arguments of DeepSpeed
+        have no meaning.
 
         The iterable yields global mini-batches (lists of examples) for `train_batch(batch=...)`,
         and is not needed for `train_batch()`.
         """
+        refuse_collator(collate_fn)
+        if data_sampler is not None:
+            raise HydraConfigError(
+                f"data_sampler is a {type(data_sampler).__name__}, but the engine draws the mini-batches itself; select "
+                "the rows in the dataset, and set hydra.shuffle to false to keep their order"
+            )
         with watch("reading data"):
             data = read_data(dataset, self._hydra_config, self.device)
             run_together(lambda: self.hydra.attach_data(data), self.device)
@@ -325,6 +343,16 @@ class HydraEngine(CheckpointingEngine):
         if self._bias_correction is not None and self.was_step_applied():
             assert outcomes.expert_tokens_LE is not None
             self._bias_correction.update(outcomes.expert_tokens_LE)
+
+    def _take_model_step(self, lr_kwargs: Any) -> None:
+        """DeepSpeed's, which would give the batch size to a schedule that wants a metric."""
+        scheduler = self.lr_scheduler
+        if needs_metric(scheduler):
+            self.lr_scheduler = None
+        try:
+            super()._take_model_step(lr_kwargs)
+        finally:
+            self.lr_scheduler = scheduler
 
     def _skip_step(self, iteration: Iteration, ranks: Sequence[int]) -> None:
         """Count an iteration without changing a weight, as DeepSpeed does after an overflow in
@@ -423,6 +451,30 @@ class HydraEngine(CheckpointingEngine):
             f"{what} was called by hand, but each rank holds other layers in every iteration; call "
             "engine.train_batch(batch=examples) (or engine.train_batch() with training_data), and "
             "engine.eval_batch(examples) or engine.eval() for evaluation"
+        )
+
+
+def needs_metric(scheduler: Any) -> bool:
+    """Whether `scheduler.step` has to be told something, as that of ReduceLROnPlateau has: then who
+    evaluates calls it, and no iteration does.
+    """
+    step = getattr(scheduler, "step", None)
+    if step is None:
+        return False
+    parameters = inspect.signature(step).parameters.values()
+    return any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        for p in parameters
+    )
+
+
+def refuse_collator(collate_fn: Any) -> None:
+    """Raise HydraConfigError for a `collate_fn` that would not be called."""
+    if collate_fn is not None:
+        raise HydraConfigError(
+            f"collate_fn is {getattr(collate_fn, '__name__', type(collate_fn).__name__)}, but sequences are packed "
+            "without padding, by the plan; leave it out and put what it computes into the dataset (input_ids with "
+            "labels, assistant_masks or completion_mask)"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import deepspeed
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from ds_hydra.configs.ds_config import read_ds_config
+from ds_hydra.configs.ds_config import read_ds_config, refuse_auto
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.hydra_engine import HydraEngine, check_model
+from ds_hydra.engine.hydra_engine import HydraEngine, check_model, needs_metric, refuse_collator
 from ds_hydra.engine.ranks.accelerator_settings import prepare_accelerator
 from ds_hydra.errors import HydraConfigError
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -31,6 +34,14 @@ def hydra_engine_class(hydra_config: HydraConfig) -> Iterator[None]:
     deepspeed.DeepSpeedEngine = type(HydraEngine.__name__, (HydraEngine,), {"__init__": init})
     try:
         yield
+    except ModuleNotFoundError as error:
+        if error.name != "mpi4py":  # where DeepSpeed looks when nothing else says which rank this is
+            raise
+        raise HydraConfigError(
+            "no launcher has said which rank this process is (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
+            "MASTER_PORT are not set); start with `torchrun --nproc-per-node N train.py` or `deepspeed train.py`, "
+            "where N is the number of devices, 1 for a trial; mpirun needs mpi4py"
+        ) from error
     finally:
         deepspeed.DeepSpeedEngine = original
 
@@ -93,11 +104,13 @@ def initialize(
     if model is None:
         raise HydraConfigError("no model: pass model=, e.g. a LlamaForCausalLM")
     check_model(model)
+    refuse_collator(collate_fn)
     ds_config, hydra_config = read_ds_config(given)
+    refuse_auto(ds_config)
     if model_parameters is None and optimizer is None:
         model_parameters = [p for p in model.parameters() if p.requires_grad]
     with hydra_engine_class(hydra_config):
-        return deepspeed.initialize(
+        engine, *others = deepspeed.initialize(
             args=args,
             model=model,
             optimizer=optimizer,
@@ -111,3 +124,9 @@ def initialize(
             config=ds_config,
             mesh_param=mesh_param,
         )
+    if needs_metric(engine.lr_scheduler) and engine.global_rank == 0:
+        logger.warning(
+            f"lr_scheduler is {type(engine.lr_scheduler).__name__}, whose step() needs a metric: train_batch() leaves it "
+            "alone; call lr_scheduler.step(metric) after an evaluation, on every rank"
+        )
+    return engine, *others

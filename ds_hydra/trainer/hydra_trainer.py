@@ -20,7 +20,6 @@ from transformers.integrations.deepspeed import deepspeed_init
 from transformers.trainer_utils import EvalLoopOutput
 
 from ds_hydra.configs import HydraConfig
-from ds_hydra.engine import hydra_engine_class
 from ds_hydra.engine.hydra_engine import check_model
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
@@ -228,7 +227,7 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         loop where logits are wanted.
         """
         self._check_used(say_nothing)
-        with hydra_engine_class(self.hydra_config):  # evaluation before training starts an engine
+        with self._starting_engine():  # evaluation before training starts one
             if isinstance(dataloader, EvalBatches):
                 return self._evaluate_packed(dataloader, metric_key_prefix)
             output = super().evaluation_loop(

@@ -5,14 +5,20 @@ The overrides use names of transformers 5; a test compares them with the install
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+from accelerate.state import AcceleratorState
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
+from transformers.optimization import GreedyLR
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -20,6 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from ds_hydra.configs import HydraConfig, read_ds_config
 from ds_hydra.engine import HydraEngine, hydra_engine_class
 from ds_hydra.engine.checks.deepspeed_section import dtype_of
+from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.engine.model.adapters import unify_adapter_dtype, unwrap_adapters
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.trainer.arguments import Note, check_dtype, drop_batch_size_mismatches
@@ -78,8 +85,15 @@ class EngineMixin:
         needs around it.
         """
         self._check_arguments()
+        self._forget_accelerator()
         super().create_accelerator_and_postprocess()
         if not self.is_deepspeed_enabled:
+            if self.args.deepspeed_plugin is not None and "ACCELERATE_USE_CPU" in os.environ:
+                raise HydraConfigError(
+                    "`accelerate launch --cpu` (ACCELERATE_USE_CPU) switches off the DeepSpeed that TrainingArguments "
+                    "ask for; start with `torchrun --nproc-per-node N train.py` and pass "
+                    "TrainingArguments(use_cpu=True)"
+                )
             raise HydraConfigError(
                 f"{type(self).__name__} needs DeepSpeed: pass TrainingArguments(deepspeed='ds_config.json'), or start "
                 "with accelerate launch --use_deepspeed"
@@ -98,6 +112,31 @@ class EngineMixin:
         # section.
         hf_config.config.update(filled_in)
         self.hydra_config: HydraConfig = self._map_arguments(hydra)
+
+    def _forget_accelerator(self) -> None:
+        """Let accelerate be set up again with the plugin of the same arguments, which it refuses:
+        an earlier Trainer's, whose engine may be gone.
+        """
+        plugin = self.args.deepspeed_plugin
+        if plugin is not None and plugin is AcceleratorState._shared_state.get("deepspeed_plugins"):
+            AcceleratorState._reset_state()
+
+    @contextlib.contextmanager
+    def _starting_engine(self) -> Iterator[None]:
+        """While open, DeepSpeed builds a HydraEngine; afterwards the configuration is as before.
+
+        Trainers of the same arguments share it, and transformers writes into it what belongs to one
+        start: evaluation takes the optimizer out, and "auto" becomes the numbers of this training.
+        """
+        plugin = self.accelerator.state.deepspeed_plugin
+        shared = plugin.hf_ds_config
+        before, mismatches = copy.deepcopy(shared.config), list(shared.mismatches)
+        with hydra_engine_class(self.hydra_config):
+            try:
+                yield
+            finally:  # the engine keeps what it was given
+                shared.config = plugin.deepspeed_config = before
+                shared.mismatches = mismatches
 
     @property
     def engine(self) -> HydraEngine:
@@ -149,10 +188,11 @@ class EngineMixin:
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
         unify_adapter_dtype(self.model, self._warn)
-        with hydra_engine_class(self.hydra_config):
+        with self._starting_engine():
             model, train_dataloader = super()._prepare_for_training(
                 max_steps, train_dataloader, None
             )
+        self._take_scheduler()
         self._attach_data()
         # After the data, whose position is in the checkpoint
         if resume_from_checkpoint is not None:
@@ -164,6 +204,26 @@ class EngineMixin:
             self._load_scaler(resume_from_checkpoint)
         self._trained, self._since_log = Counters(), Counters()
         return model, train_dataloader
+
+    def _take_scheduler(self) -> None:
+        """Let the loop step a schedule that wants a metric: accelerate has wrapped DeepSpeed's, so
+        that neither would.
+        """
+        scheduler = self.engine.lr_scheduler
+        if not needs_metric(self.lr_scheduler if scheduler is None else scheduler):
+            return
+        if scheduler is not None:
+            self.lr_scheduler = self.callback_handler.lr_scheduler = scheduler
+        is_known = isinstance(self.lr_scheduler, (ReduceLROnPlateau, GreedyLR))
+        args = self.args
+        if not is_known or args.metric_for_best_model is None or args.eval_strategy == "no":
+            raise HydraConfigError(
+                f"the schedule is {type(self.lr_scheduler).__name__}, whose step() needs a metric of evaluation, and "
+                f"eval_strategy is {str(args.eval_strategy.value)!r}, metric_for_best_model "
+                f"{args.metric_for_best_model!r}; remove the scheduler from the DeepSpeed JSON and set "
+                "lr_scheduler_type='reduce_lr_on_plateau' or 'greedy', eval_strategy='steps' and "
+                "metric_for_best_model='loss'"
+            )
 
     def _count_iteration(self) -> None:
         """Take the last iteration into the counters."""

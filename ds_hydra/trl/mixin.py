@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 from trl import SFTTrainer
 
 from ds_hydra.configs import HydraConfig
-from ds_hydra.engine import HydraEngine, hydra_engine_class
+from ds_hydra.engine import HydraEngine
 from ds_hydra.engine.hydra_engine import check_model
 from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.engine.ranks.agreement import gather_rows
@@ -258,7 +258,7 @@ class HydraMixin(ReferenceMixin):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers; evaluation before training starts an engine."""
         self._check_used(say_nothing)
-        with hydra_engine_class(self.hydra_config):
+        with self._starting_engine():
             return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self, model: nn.Module, inputs: Inputs, *args: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import ValidationError
 
-from ds_hydra.configs.ds_config import FILL_INS, find_key
+from ds_hydra.configs.ds_config import FILL_INS, find_auto_keys, find_key
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
 
@@ -35,19 +35,6 @@ _ADAM_SWITCHES = frozenset(
     {"torch_adam", "adam_w_mode", "fused", "foreach", "maximize", "capturable"}
 )
 """Parameters of AdamW that DeepSpeed or torch take beside those of the fused kernel."""
-
-
-def find_auto_keys(config: Mapping[str, Any], path: str = "") -> list[str]:
-    """Dotted keys whose value is "auto": HydraTrainer fills them in, `ds_hydra.initialize` does
-    not.
-    """
-    found = []
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            found += find_auto_keys(value, f"{path}{key}.")
-        elif value == "auto":
-            found.append(f"{path}{key}")
-    return found
 
 
 def find_deepspeed_problems(config: Mapping[str, Any]) -> list[str]:

@@ -268,10 +268,11 @@ class LearnedTimes:
         """
         kept = set(keep)
         indices = [n for n, name in enumerate(state["names"]) if name in kept]
-        mean_F = np.array(state["mean"], dtype=np.float64)
-        cov_FF = np.array(state["cov"], dtype=np.float64)
-        surprise_F = np.array(state["surprise"], dtype=np.float64)
         num = len(state["names"])
+        mean_F = np.array(state["mean"], dtype=np.float64)
+        # Lists do not say how wide no row is
+        cov_FF = np.array(state["cov"] or np.zeros((0, num)), dtype=np.float64)
+        surprise_F = np.array(state["surprise"], dtype=np.float64)
         if (mean_F.shape, cov_FF.shape, surprise_F.shape) != ((num,), (num, num), (num,)):
             raise ValueError(f"{num} names, and arrays of {mean_F.shape} and {cov_FF.shape}")
         noise = [float(value) for value in state["noise"]]
