@@ -13,6 +13,7 @@ from torch.utils.data import SequentialSampler
 from ds_hydra.configs import HydraConfig
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.dataset import TokenDataset
+from ds_hydra.sampler.data.examples import find_unread
 from ds_hydra.sampler.data.sft import to_labels
 from ds_hydra.trainer.data import (
     as_datasets,
@@ -44,15 +45,19 @@ class DatasetReader:
         """
         if id(dataset) not in self._tokens_of:
             with self._args.main_process_first(desc=f"reading {what}"):
-                tokens = self._read_now(as_datasets(dataset, what), tokenizer)
+                rows = as_datasets(dataset, what)
+                tokens = self._read_now(rows, tokenizer, what)
             # With the dataset, so that its id stays its own
             self._tokens_of[id(dataset)] = dataset, tokens
             if self._args.process_index == 0:
                 logger.info(f"{what}: {tokens.report}")
         return self._tokens_of[id(dataset)][1]
 
-    def _read_now(self, dataset: Any, tokenizer: Any) -> TokenDataset:
+    def _read_now(self, dataset: Any, tokenizer: Any, what: str) -> TokenDataset:
         config = self._config
+        names = getattr(dataset, "column_names", ())  # of a DatasetDict those of each split
+        if isinstance(names, list) and (unread := find_unread(names, config.text_column)):
+            self._warn(f"{what} has columns that nothing reads: {', '.join(unread)}")
         if tokenizer is None and config.tokenizer is not None:
             tokenizer = transformers.AutoTokenizer.from_pretrained(config.tokenizer)
         labelled = to_labels(
@@ -60,6 +65,7 @@ class DatasetReader:
             tokenizer,
             completion_only_loss=self._completion_only_loss,
             assistant_only_loss=self._assistant_only_loss,
+            warn=lambda text: self._warn(f"{what}: {text}"),
         )
         return TokenDataset.from_dataset(
             labelled,
@@ -68,6 +74,10 @@ class DatasetReader:
             text_column=config.text_column,
             tokenize=tokenizer,
         )
+
+    def _warn(self, message: str) -> None:
+        if self._args.process_index == 0:
+            logger.warning(message)
 
 
 def draw_train_rows(

@@ -29,6 +29,7 @@ from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.trainer.arguments import Note, map_arguments
 from ds_hydra.trainer.mixin import say_nothing
+from ds_hydra.trl.chats import check_columns_of, with_clean_chats
 from ds_hydra.trl.arguments import add_deepspeed, check_trl_arguments, complete_section
 from ds_hydra.trl.everywhere import score_everywhere, train_everywhere
 from ds_hydra.trl.reference import ReferenceMixin, reference_engines, remove_fused_head
@@ -94,6 +95,17 @@ class HydraMixin(ReferenceMixin):
                 f"compute_loss_func is {self.compute_loss_func!r}, which gets logits, and no rank holds those of a "
                 "sequence; override compute_loss(), and call model(**inputs, labels=labels, fused_lm_head=True)"
             )
+
+    # ---- Data
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, *args: Any, **more: Any) -> Any:
+        """As TRL, of chats as HydraTrainer reads them; refuses columns that TRL does not read and
+        that would change what is trained.
+        """
+        if isinstance(self, SFTTrainer):
+            check_columns_of(dataset)
+        reader = with_clean_chats(processing_class)
+        return super()._prepare_dataset(dataset, reader, *args, **more)
 
     # ---- Training
 

@@ -5,6 +5,7 @@ The only file of the planner's packages that reads data (through `datasets`).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
@@ -20,6 +21,8 @@ from ds_hydra.sampler.data.examples import (
     MASKS,
     TRIVIAL_COLUMNS,
     check_columns,
+    find_unread,
+    hint_for,
     to_example,
 )
 
@@ -33,7 +36,12 @@ does.
 """
 
 _TOKEN_COLUMNS = ("input_ids", "labels")
+_LISTS = (datasets.List, datasets.LargeList)
 _ROWS_PER_READ = 10_000
+_TOKENS_PER_READ = 1 << 22
+"""Bounds the memory of a read where rows are long: some 16 bytes a token."""
+_TEXT_BYTES_PER_BATCH = 1 << 24
+_TEXTS_PER_BATCH = 1000
 
 
 class RawTokenizer(Protocol):
@@ -47,10 +55,20 @@ class RawTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RawTokenize:
-    """Gives a `tokenizers.Tokenizer` the call that `TokenDataset` expects, and an end of text."""
+    """Gives a `tokenizers.Tokenizer` the call that `TokenDataset` expects, and an end of text.
+
+    Truncation and padding that were saved with the tokenizer do not count: a copy has neither.
+    """
 
     tokenizer: RawTokenizer
     eos_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if any(getattr(self.tokenizer, name, None) for name in ("truncation", "padding")):
+            whole: Any = copy.deepcopy(self.tokenizer)
+            whole.no_truncation()
+            whole.no_padding()
+            object.__setattr__(self, "tokenizer", whole)
 
     def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
         """The token ids of each text under "input_ids"."""
@@ -70,6 +88,8 @@ class DataReport:
     num_cut_tokens: int
     num_dropped: int
     num_without_label: int
+    unread: tuple[str, ...] = ()
+    """Columns that nothing reads."""
 
     def __str__(self) -> str:
         lines = [
@@ -88,6 +108,8 @@ class DataReport:
             )
         if self.num_without_label:
             lines.append(f"{self.num_without_label:,} left out, without a token to predict")
+        if self.unread:
+            lines.append(f"columns that nothing reads: {', '.join(self.unread)}")
         return "\n".join(lines)
 
 
@@ -128,6 +150,8 @@ class TokenDataset:
         share the work. Raises HydraConfigError for data that cannot be used.
         """
         _check_dataset(dataset)
+        unread = find_unread(dataset.column_names, text_column)
+        check_dataset_columns(dataset)
         if "input_ids" not in dataset.column_names:
             dataset = _tokenize_dataset(dataset, text_column, tokenize, append_eos, num_proc)
         elif not _is_plain(dataset):
@@ -156,6 +180,7 @@ class TokenDataset:
                 num_cut_tokens=int((full_lengths[is_cut] - context_length).sum()),
                 num_dropped=int((has_label & ~is_kept).sum()),
                 num_without_label=int((~has_label).sum()),
+                unread=tuple(unread),
             ),
             _rows=dataset.with_format("numpy", columns=_present(dataset, _TOKEN_COLUMNS)),
             _row_of=(
@@ -204,6 +229,26 @@ def _check_dataset(dataset: datasets.Dataset) -> None:
         raise HydraConfigError("the dataset is empty (0 rows)")
 
 
+def check_dataset_columns(
+    dataset: datasets.Dataset | datasets.IterableDataset, read: Sequence[str] = ()
+) -> None:
+    """Raise HydraConfigError naming a column that would change what is trained, and that is not
+    `read` elsewhere.
+    """
+    features = dataset.features
+    check_columns(
+        features, lambda name: _is_list_of_numbers(features[name]), "the dataset", read
+    )
+
+
+def _is_list_of_numbers(feature: Any) -> bool:
+    while isinstance(feature, _LISTS):
+        feature = feature.feature
+        if isinstance(feature, datasets.Value):
+            return feature.dtype.startswith(("int", "uint", "float", "bool"))
+    return False
+
+
 def _tokenize_dataset(
     dataset: datasets.Dataset,
     text_column: str,
@@ -216,7 +261,7 @@ def _tokenize_dataset(
     if text_column not in dataset.column_names:
         raise HydraConfigError(
             f"the dataset has neither 'input_ids' nor the text column {text_column!r}, but the columns "
-            f"{columns}; set hydra.text_column to one of them"
+            f"{columns}; {hint_for(dataset.column_names) or 'set hydra.text_column to one of them'}"
         )
     feature = dataset.features[text_column]
     if not isinstance(feature, datasets.Value) or feature.dtype not in ("string", "large_string"):
@@ -229,9 +274,13 @@ def _tokenize_dataset(
             f"column {text_column!r} holds text and there is no tokenizer; set hydra.tokenizer to its path "
             "or hub id, or give a dataset with 'input_ids'"
         )
+    per_text = max(1, dataset.data.nbytes // max(1, len(dataset.data)))
+    batch_size = min(_TEXTS_PER_BATCH, max(1, _TEXT_BYTES_PER_BATCH // per_text))
     return dataset.map(
         _tokenize_batch,
         batched=True,
+        batch_size=batch_size,
+        writer_batch_size=batch_size,
         input_columns=[text_column],
         remove_columns=dataset.column_names,
         features=datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"))}),
@@ -259,11 +308,19 @@ def _is_plain(dataset: datasets.Dataset) -> bool:
 
     Of data at rest that is seen in Arrow, without converting all its rows.
     """
-    check_columns(dataset.column_names, "the dataset")
+    if any(_is_nested(dataset.features[name]) for name in _present(dataset, _TOKEN_COLUMNS)):
+        return False
     if not _present(dataset, MASKS + TRIVIAL_COLUMNS):
         return True
     return not _present(dataset, MASKS) and all(
         _is_trivial(table) for table in _read_tables(dataset, ("input_ids", *TRIVIAL_COLUMNS))
+    )
+
+
+def _is_nested(feature: Any) -> bool:
+    """Whether each row is a list of lists, as [1, length] is."""
+    return isinstance(feature, datasets.Array2D) or (
+        isinstance(feature, _LISTS) and isinstance(feature.feature, _LISTS)
     )
 
 
@@ -367,17 +424,41 @@ def _present(source: datasets.Dataset | pa.Table, names: Sequence[str]) -> list[
 
 
 def _read_tables(dataset: datasets.Dataset, names: Sequence[str]) -> Iterator[pa.Table]:
+    """These columns, at most about `_TOKENS_PER_READ` tokens of them at once, or one row."""
     columns = _present(dataset, names)
-    yield from dataset.with_format("arrow", columns=columns).iter(batch_size=_ROWS_PER_READ)
+    rows = dataset.with_format("arrow", columns=columns)
+    begin, num_rows = 0, min(_ROWS_PER_READ, 64)
+    while begin < len(rows):
+        table = rows[begin : begin + num_rows]
+        begin += len(table)
+        ends = np.cumsum(_sizes(table[columns[0]], columns[0]), dtype=np.int64)
+        first = 0
+        while first < len(table):
+            before = ends[first - 1] if first else 0
+            end = int(np.searchsorted(ends, before + _TOKENS_PER_READ, side="right"))
+            yield table.slice(first, max(end - first, 1))
+            first = max(end, first + 1)
+        # Rows that were selected or shuffled are copied here, so that few are read where they are long
+        mean = max(1, int(ends[-1]) // len(table))
+        num_rows = min(_ROWS_PER_READ, max(1, _TOKENS_PER_READ // mean))
+
+
+def _sizes(column: pa.ChunkedArray, name: str) -> IntArray:
+    """Length of each list of `column`; 0 where there is none."""
+    if not _is_list_of_integers(column.type, or_bools=name not in _TOKEN_COLUMNS):
+        raise HydraConfigError(f"column {name!r} holds {column.type}, expected lists of integers")
+    sizes: IntArray = pa.compute.fill_null(pa.compute.list_value_length(column), 0).to_numpy()
+    return sizes
 
 
 def _flatten(column: pa.ChunkedArray, name: str) -> tuple[IntArray, npt.NDArray[Any]]:
     """Offsets [num_rows + 1] and values [offsets[-1]] of a column of lists; a null is an empty
     list.
     """
-    if not _is_list_of_integers(column.type, or_bools=name not in _TOKEN_COLUMNS):
-        raise HydraConfigError(f"column {name!r} holds {column.type}, expected lists of integers")
-    sizes = pa.compute.fill_null(pa.compute.list_value_length(column), 0).to_numpy()
+    sizes = _sizes(column, name)
+    if pa.types.is_fixed_size_list(column.type):  # which has places for nulls, too
+        column = column.cast(pa.large_list(column.type.value_type))
+        sizes = _sizes(column, name)
     offsets = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
     values = pa.compute.list_flatten(column)
     if values.null_count:
@@ -386,7 +467,8 @@ def _flatten(column: pa.ChunkedArray, name: str) -> tuple[IntArray, npt.NDArray[
 
 
 def _is_list_of_integers(arrow_type: pa.DataType, *, or_bools: bool) -> bool:
-    if not pa.types.is_list(arrow_type) and not pa.types.is_large_list(arrow_type):
+    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    if not any(is_kind(arrow_type) for is_kind in kinds):
         return False
     value_type = arrow_type.value_type
     return bool(pa.types.is_integer(value_type) or (or_bools and pa.types.is_boolean(value_type)))

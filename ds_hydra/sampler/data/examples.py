@@ -5,7 +5,8 @@ Datasets, given mini-batches and the Trainer all read their examples here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,26 @@ IntArray = npt.NDArray[np.int64]
 
 IGNORED_LABEL = -100
 
-MASKS = ("assistant_masks", "completion_mask")
-"""Columns beside `input_ids` that are 1 where a token is predicted, 0 elsewhere."""
+MASKS = ("assistant_masks", "completion_mask", "response_mask", "token_loss_mask")
+"""Columns beside `input_ids` that are 1 where a token is predicted, 0 elsewhere: as TRL (the first
+two), verl and NeMo-RL call them.
+"""
 
 TRIVIAL_COLUMNS = ("attention_mask", "position_ids", "token_type_ids")
 """Columns that tokenizers write beside `input_ids`, and that say nothing of an unpadded
 sequence.
 """
+
+_USE_LABELS = (
+    "each token that is predicted counts the same: put -100 into 'labels' where nothing is predicted, "
+    "and leave this column out"
+)
+_USE_MASK = (
+    "say which tokens are predicted by 'completion_mask' (0 or 1 for each of input_ids) or by -100 in "
+    "'labels', and leave this column out"
+)
+
+_BESIDE_CHATS = ("tools", "chat_template_kwargs")
 
 _REFUSED_COLUMNS = {
     **dict.fromkeys(
@@ -36,8 +50,12 @@ _REFUSED_COLUMNS = {
     **dict.fromkeys(
         ("loss_mask", "label_mask", "loss_weights", "loss_weight", "sample_weight", "sample_weights",
          "weights"),
-        "each token that is predicted counts the same: put -100 into 'labels' where nothing is "
-        "predicted, and leave this column out",
+        _USE_LABELS,
+    ),
+    **dict.fromkeys(
+        ("prompt_length", "prompt_lengths", "prompt_len", "prompt_lens", "source_len", "source_length",
+         "num_prompt_tokens", "completion_start", "response_start", "label_ids"),
+        _USE_MASK,
     ),
     **dict.fromkeys(
         ("inputs_embeds", "decoder_input_ids", "pixel_values", "input_features", "past_key_values"),
@@ -46,17 +64,69 @@ _REFUSED_COLUMNS = {
 }  # fmt: skip
 
 
-def check_columns(columns: Iterable[str], what: str, read: Collection[str] = ()) -> None:
+_OF_TOKENS = ("labels", *MASKS, *TRIVIAL_COLUMNS)
+_SAYS_NOTHING = ("input_ids", "special_tokens_mask", *_OF_TOKENS)
+_SAYS_WHICH = re.compile(r"(^|_)(masks?|weights?)($|_)")
+_SAYS_WHAT_COUNTS = re.compile(r"(^|_)(masks?|weights?|labels?|targets?)($|_)")
+
+
+def check_columns(
+    columns: Iterable[str],
+    has_numbers: Callable[[str], bool],
+    what: str,
+    read: Collection[str] = (),
+) -> None:
     """Raise HydraConfigError where a column beside the known ones would change what is trained.
 
-    Columns that no model reads (an id, a source, a text) are ignored, and those that a loss has
-    `read`.
+    This is also any that `has_numbers` for each token and a name that speaks of masks, weights,
+    labels or targets; beside texts, whose tokens are not known to it, of masks or weights. Columns
+    that no model reads (an id, a source, a text) are ignored, and those that a loss has `read`.
     """
+    columns = list(columns)
+    if "input_ids" not in columns:
+        for name in columns:
+            if _SAYS_WHICH.search(name.lower()) and has_numbers(name):
+                raise HydraConfigError(
+                    f"{what} has {name!r} beside texts or chats, where nothing reads it; give 'input_ids' with "
+                    "it, or leave this column out"
+                )
+        return
     for name in columns:
-        if name in _REFUSED_COLUMNS and name not in read:
-            raise HydraConfigError(
-                f"{what} has {name!r}, which is not used; {_REFUSED_COLUMNS[name]}"
-            )
+        if name in read or name in _SAYS_NOTHING:
+            continue
+        why = _REFUSED_COLUMNS.get(name)
+        if why is None and _SAYS_WHAT_COUNTS.search(name.lower()) and has_numbers(name):
+            why = _USE_MASK
+        if why is not None:
+            raise HydraConfigError(f"{what} has {name!r}, which is not used; {why}")
+
+
+def find_unread(columns: Iterable[str], text_column: str = "text") -> list[str]:
+    """The columns that nothing reads, of a dataset whose columns say where its tokens come from.
+
+    >>> find_unread(["messages", "tools", "source"]), find_unread(["input_ids", "completion_mask"])
+    (['source'], [])
+    """
+    columns = list(columns)
+    if "input_ids" in columns:
+        read: tuple[str, ...] = _SAYS_NOTHING
+    elif "messages" in columns:
+        read = ("messages", *_BESIDE_CHATS)
+    elif {"prompt", "completion"} <= {*columns}:
+        read = ("prompt", "completion", *_BESIDE_CHATS)
+    else:
+        read = (text_column,)
+    return [name for name in columns if name not in read]
+
+
+def hint_for(columns: Iterable[str]) -> str:
+    """What to rename where `columns` are those of another convention; "" where they are not."""
+    if "conversations" in columns:
+        return (
+            "turn 'conversations' (from, value) into 'messages' with the keys role (system, user, assistant) and "
+            "content"
+        )
+    return ""
 
 
 def to_example(
@@ -80,11 +150,11 @@ def to_example(
         raise HydraConfigError(
             f"{what} has keys {sorted(map(str, row))}, expected 'input_ids' (and 'labels')"
         )
-    check_columns(row, what, read)
+    check_columns(map(str, row), lambda name: _is_of_numbers(row.get(name)), what, read)
     input_ids = _read_integers(row["input_ids"], "input_ids", what)
     beside = {
         name: _read_integers(row[name], name, what)
-        for name in ("labels", *MASKS, *TRIVIAL_COLUMNS)
+        for name in _OF_TOKENS
         if name in row
     }
     for name, values in beside.items():
@@ -126,6 +196,14 @@ def to_examples(batch: Any, read: Collection[str] = ()) -> list[tuple[IntArray, 
             )
         examples.append(example)
     return examples
+
+
+def _is_of_numbers(value: Any) -> bool:
+    """Whether `value` of one example is a list (an array, a tensor) of numbers."""
+    if not hasattr(value, "__len__") or isinstance(value, str | bytes | Mapping):
+        return False
+    first = next(iter(value), None) if getattr(value, "ndim", 1) else None
+    return first is not None and not isinstance(first, str | bytes | Mapping)
 
 
 def _read_integers(value: Any, name: str, what: str) -> IntArray:

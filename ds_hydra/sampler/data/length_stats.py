@@ -4,9 +4,11 @@ stream.
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,19 +20,27 @@ from datasets.fingerprint import Hasher
 from ds_hydra.configs.files import check_count, check_object, read_count, read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.dataset import TokenDataset, Tokenize
+from ds_hydra.sampler.data.examples import IGNORED_LABEL, hint_for, to_example
+from ds_hydra.sampler.data.sft import ChatTokenizer, find_conversion, to_labels
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
+logger = logging.getLogger(__name__)
+
+_NAME_ONE = "name one (--tokenizer)"
 _NO_LIMIT = 2**31 - 1
 """A context that cuts nothing: a histogram holds untruncated lengths."""
 _BATCH_ROWS = 1000
 _BUILDERS = {
-    ".jsonl": "json",
-    ".json": "json",
     ".parquet": "parquet",
     ".arrow": "arrow",
+    ".jsonl": "json",
+    ".json": "json",
     ".txt": "text",
     ".csv": "csv",
 }
+_HOLD_DATA_ALONE = (".parquet", ".arrow", ".jsonl")
+"""Beside files that end so, others of a folder are descriptions of them."""
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 
 Progress = Callable[[int, int], None]
 """Called with the rows and the tokens counted so far."""
@@ -45,14 +55,14 @@ def load_data(
     path = Path(name)
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
         return _load_saved(path, split, streaming)
-    files = _data_files(path)
+    files, suffix = _data_files(path)
     if files:
         if split != "train":
             raise HydraConfigError(
                 f"{path} are files, which have one split, train, not {split!r}; leave out --split, or name the "
                 "files of that split"
             )
-        builder = _BUILDERS[files[0].suffix]
+        builder = _BUILDERS[suffix]
         document = {"sample_by": "document"} if builder == "text" else {}
         paths = [str(file) for file in files]
         try:
@@ -60,11 +70,12 @@ def load_data(
                 builder, data_files=paths, split=split, streaming=streaming, **document
             )
         except Exception as error:  # of `datasets`, or of what it reads files with
-            lines = str(error).strip().splitlines() or ["it holds no rows"]
-            raise HydraConfigError(f"{path} cannot be read as {builder}: {lines[0]}") from error
+            raise _unreadable(path, builder, error) from error
     if path.exists() or path.is_absolute():
         what = "holds no file" if path.exists() else "does not exist; expected a file or folder"
-        raise HydraConfigError(f"{path} {what} that ends in {', '.join(_BUILDERS)}")
+        raise HydraConfigError(
+            f"{path} {what} that ends in {', '.join(_BUILDERS)}, or in one of them and {', '.join(_COMPRESSED)}"
+        )
     try:
         return datasets.load_dataset(name, config, split=split, streaming=streaming)
     except Exception as error:  # the hub client raises its own kinds, which change between versions
@@ -84,14 +95,45 @@ def _load_saved(
     return saved.to_iterable_dataset() if streaming else saved
 
 
-def _data_files(path: Path) -> list[Path]:
-    """The data files of one kind, sorted; the kind with most files where a folder has several."""
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
-    known = [file for file in files if file.suffix in _BUILDERS]
-    if not known:
-        return []
-    suffix, _ = Counter(file.suffix for file in known).most_common(1)[0]
-    return [file for file in known if file.suffix == suffix]
+def _unreadable(name: str | Path, builder: str, error: Exception) -> HydraConfigError:
+    lines = str(error).strip().splitlines() or ["it holds no rows"]
+    return HydraConfigError(f"{name} cannot be read as {builder}: {lines[0]}")
+
+
+def _data_files(path: Path) -> tuple[list[Path], str]:
+    """The data files of one kind, sorted, and how they end without compression: the kind with most
+    files where a folder has several, but no .json, .txt or .csv beside data of other kinds. Hidden
+    files are left out.
+    """
+    if path.is_file():
+        files = [path]
+    else:
+        found = (file for file in path.rglob("*") if file.is_file())
+        files = sorted(file for file in found if not _is_hidden(file.relative_to(path)))
+    of_kind: dict[str, list[Path]] = {}
+    for file in files:
+        if (suffix := _suffix(file)) in _BUILDERS:
+            of_kind.setdefault(suffix, []).append(file)
+    if not of_kind:
+        return [], ""
+    kinds = [kind for kind in of_kind if kind in _HOLD_DATA_ALONE] or list(of_kind)
+    chosen = max(kinds, key=lambda kind: len(of_kind[kind]))
+    left_out = [f"{len(n)} of {kind}" for kind, n in of_kind.items() if kind != chosen]
+    if left_out:
+        logger.warning(
+            f"{path}: the {len(of_kind[chosen])} files of {chosen} are read, and {', '.join(left_out)} are left out"
+        )
+    return of_kind[chosen], chosen
+
+
+def _suffix(file: Path) -> str:
+    """How `file` ends, without what says that it is compressed."""
+    name = file.with_suffix("") if file.suffix in _COMPRESSED else file
+    return name.suffix
+
+
+def _is_hidden(file: Path) -> bool:
+    return any(part.startswith(".") for part in file.parts)
 
 
 def measure_dataset(
@@ -107,8 +149,9 @@ def measure_dataset(
 
     With `num_proc` processes that cache is one file for each of them, which training finds as well.
     """
+    _check_source(dataset.column_names, text_column, tokenize)
     data = TokenDataset.from_dataset(
-        dataset,
+        to_labels(dataset, tokenize, num_proc=num_proc),
         context_length=_NO_LIMIT,
         text_column=text_column,
         tokenize=tokenize,
@@ -146,10 +189,12 @@ def measure_stream(
     }
     num_rows, counts = _read_resume_file(resume_file, source)
     left = None if max_rows is None else max(0, max_rows - num_rows)
-    rows = iter(stream.skip(num_rows)) if num_rows else iter(stream)
     eos = getattr(tokenize, "eos_token_id", None) if append_eos else None
-    for batch in _batches(islice(rows, left)):
-        counts.update(_row_lengths(batch, tokenize, text_column, eos))
+    columns = list(stream.features or ())
+    for batch in _batches(stream, num_rows, left, name):
+        columns = list(dict.fromkeys(itertools.chain(columns, *batch)))
+        _check_source(columns, text_column, tokenize)
+        counts.update(_row_lengths(batch, num_rows, columns, tokenize, text_column, eos))
         num_rows += len(batch)
         _write_resume_file(resume_file, source, num_rows, counts)
         if progress is not None:
@@ -161,31 +206,73 @@ def measure_stream(
     return LengthHistogram.from_counts(counts, name=name)
 
 
-def _batches(rows: Iterator[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    while batch := list(islice(rows, _BATCH_ROWS)):
+def _batches(
+    stream: datasets.IterableDataset, num_skipped: int, num_rows: int | None, name: str
+) -> Iterator[list[dict[str, Any]]]:
+    """Rows after the first ones of a stream; raises HydraConfigError where it cannot be read on."""
+    done = num_skipped
+    rows = islice(iter(stream.skip(num_skipped) if num_skipped else stream), num_rows)
+    while True:
+        batch = []
+        try:
+            batch.extend(islice(rows, _BATCH_ROWS))
+        except Exception as error:  # of `datasets`, or of what it reads files with
+            raise _unreadable(name, f"a stream after row {done + len(batch)}", error) from error
+        if not batch:
+            return
+        done += len(batch)
         yield batch
+
+
+def _check_source(
+    columns: Sequence[str], text_column: str, tokenize: Tokenize | ChatTokenizer | None
+) -> None:
+    """Raise HydraConfigError, with the command's options, where nothing of `columns` gives tokens
+    or only a tokenizer would.
+    """
+    if "input_ids" in columns:
+        return
+    is_for_tuning = find_conversion(columns, tokenize, option=_NAME_ONE) is not None
+    if is_for_tuning and not hasattr(tokenize, "chat_template"):
+        raise HydraConfigError(
+            f"the dataset has the columns {', '.join(columns)}, which a tokenizer of transformers reads; give its "
+            "folder or hub id in place of tokenizer.json (--tokenizer)"
+        )
+    if is_for_tuning:
+        return
+    if text_column not in columns:
+        raise HydraConfigError(
+            f"the dataset has neither 'input_ids' nor the text column {text_column!r}, but the columns "
+            f"{', '.join(columns)}; {hint_for(columns) or 'name one of them (--text-column)'}"
+        )
+    if tokenize is None:
+        raise HydraConfigError(
+            f"column {text_column!r} holds text and there is no tokenizer; {_NAME_ONE}"
+        )
 
 
 def _row_lengths(
     rows: list[dict[str, Any]],
-    tokenize: Tokenize | None,
+    first_row: int,
+    columns: Sequence[str],
+    tokenize: Any,
     text_column: str,
     eos_token_id: int | None,
 ) -> list[int]:
-    if "input_ids" in rows[0]:
-        return [len(row["input_ids"]) for row in rows]
-    if text_column not in rows[0]:
-        raise HydraConfigError(
-            f"the dataset has neither 'input_ids' nor the text column {text_column!r}, but the columns "
-            f"{', '.join(rows[0])}; name one of them (--text-column)"
-        )
-    if tokenize is None:
-        raise HydraConfigError(
-            f"column {text_column!r} holds text and there is no tokenizer; name one (--tokenizer)"
-        )
-    ids = tokenize([row[text_column] or "" for row in rows])["input_ids"]
-    has_end = eos_token_id is not None
-    return [len(row) + (has_end and list(row[-1:]) != [eos_token_id]) for row in ids]
+    """Tokens of each row; 0 where nothing is predicted. What other rows alone have is None."""
+    convert = find_conversion(columns, tokenize)
+    if convert is None and "input_ids" not in columns:
+        ids = tokenize([row.get(text_column) or "" for row in rows])["input_ids"]
+        has_end = eos_token_id is not None
+        return [len(row) + (has_end and list(row[-1:]) != [eos_token_id]) for row in ids]
+    lengths = []
+    for number, row in enumerate(rows, first_row):
+        whole = dict.fromkeys(columns) | row
+        read = whole if convert is None else convert(whole, number)
+        input_ids, labels = to_example(read, f"row {number} of the dataset")
+        is_predicted = (labels[1:] != IGNORED_LABEL).any()
+        lengths.append(len(input_ids) if is_predicted else 0)
+    return lengths
 
 
 def _read_resume_file(path: Path | None, source: dict[str, Any]) -> tuple[int, Counter[int]]:

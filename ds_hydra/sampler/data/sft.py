@@ -7,28 +7,37 @@ nothing else.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import datasets
+import pyarrow as pa
 
+from ds_hydra.configs.files import parse_json
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.data.dataset import check_dataset_columns
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
 
 Row: TypeAlias = Mapping[str, Any]
-TokenRow: TypeAlias = dict[str, list[int]]
+TokenRow: TypeAlias = dict[str, Any]
+"""`input_ids`, `labels`, and whether the prompt alone begins them (`is_prefix`)."""
+
+logger = logging.getLogger(__name__)
 
 _FEATURES = datasets.Features(
     {
         "input_ids": datasets.Sequence(datasets.Value("int32")),
         "labels": datasets.Sequence(datasets.Value("int32")),
+        "is_prefix": datasets.Value("bool"),
     }
 )
-
-
+OF_OTHER_TOOLS = ("response_mask", "token_loss_mask")
+"""Masks of verl and NeMo-RL; `MASKS` has TRL's, too."""
 _NEEDED = {
-    "completion_only_loss": ("completion_mask", "'prompt' and 'completion'"),
-    "assistant_only_loss": ("assistant_masks", "'messages'"),
+    "completion_only_loss": (("completion_mask", *OF_OTHER_TOOLS), "'prompt' and 'completion'"),
+    "assistant_only_loss": (("assistant_masks", *OF_OTHER_TOOLS), "'messages'"),
 }
 """The columns that tell which tokens an argument means: beside `input_ids`, or instead of them."""
 
@@ -52,51 +61,92 @@ def to_labels(
     *,
     completion_only_loss: bool | None = None,
     assistant_only_loss: bool = False,
+    num_proc: int | None = None,
+    warn: Callable[[str], None] = logger.warning,
 ) -> datasets.Dataset:
     """`dataset` with the columns input_ids and labels; labels are -100 where the loss does not
     count.
 
     Read are, in this order: `messages` (a chat, through the tokenizer's template); `prompt` and
-    `completion` (both texts, or both lists of messages); beside chats also the columns `tools` and
-    `chat_template_kwargs`. A dataset with `input_ids` stays as it is
-    (masks beside them count when it is read), and so do plain texts. Predicted is everything, but
-    of `prompt` and `completion` the completion alone unless `completion_only_loss` is False, which
-    also leaves out a `completion_mask`, and of chats the assistant's turns alone if
+    `completion` (both texts, or both lists of messages); beside chats also the columns `tools`
+    (schemas, or their JSON text) and `chat_template_kwargs`. A dataset with `input_ids` stays as it
+    is (masks beside them count when it is read), and so do plain texts. Predicted is everything,
+    but of `prompt` and `completion` the completion alone unless `completion_only_loss` is False,
+    which also leaves out a `completion_mask`, and of chats the assistant's turns alone if
     `assistant_only_loss` is set. Prompt and completion texts are tokenised apart, as at inference,
-    and the tokenizer's end of text is appended. Raises HydraConfigError naming the row, or the
-    argument that the dataset has nothing for.
+    and the tokenizer's end of text is appended. Where the template renders a prompt differently
+    when a completion follows (`<think>`), the completion begins where both part, as in TRL; `warn`
+    is told how many. `num_proc` processes share the work. Raises HydraConfigError naming the row, or the argument that the dataset has
+    nothing for.
     """
     columns = dataset.column_names
-    _check_wanted(
+    check_wanted(
         columns,
         completion_only_loss=completion_only_loss,
         assistant_only_loss=assistant_only_loss,
     )
     if {"input_ids", "completion_mask"} <= {*columns} and completion_only_loss is False:
         return dataset.remove_columns("completion_mask")
-    if "input_ids" in columns or not ("messages" in columns or _has_prompts(columns)):
+    convert = find_conversion(
+        columns,
+        tokenizer,
+        completion_only_loss=completion_only_loss,
+        assistant_only_loss=assistant_only_loss,
+    )
+    if convert is None:
         return dataset
+    check_dataset_columns(dataset)
+    made = dataset.map(
+        convert,
+        with_indices=True,
+        remove_columns=columns,
+        features=_FEATURES,
+        desc="tokenising",
+        num_proc=None if num_proc is None else min(num_proc, len(dataset)),
+    )
+    differing = len(made) - (pa.compute.sum(made.data.column("is_prefix")).as_py() or 0)
+    if differing:
+        warn(
+            f"the chat template renders the prompts of {differing} of {len(made)} rows differently when the "
+            "completion follows (such as <think> after the assistant's name); their completions begin where both "
+            "part, so that the end of the prompt that inference gives is not trained"
+        )
+    return made.remove_columns("is_prefix")
+
+
+def find_conversion(
+    columns: Sequence[str],
+    tokenizer: ChatTokenizer | None,
+    *,
+    completion_only_loss: bool | None = None,
+    assistant_only_loss: bool = False,
+    option: str = "set hydra.tokenizer to its path or hub id",
+) -> Callable[[Row, int], TokenRow] | None:
+    """What makes tokens of a row (and its number) with these columns; None where they are not for
+    supervised fine-tuning. Raises HydraConfigError where they are, and there is no tokenizer,
+    which `option` gives.
+    """
+    if "input_ids" in columns or not ("messages" in columns or _has_prompts(columns)):
+        return None
     source = "messages" if "messages" in columns else "prompt"
     if tokenizer is None:
         raise HydraConfigError(
             f"column {source!r} holds text and there is no tokenizer; pass processing_class=tokenizer to "
-            "HydraTrainer, or set hydra.tokenizer to its path or hub id"
+            f"HydraTrainer, or {option}"
         )
-    convert: Callable[..., TokenRow] = _from_messages if source == "messages" else _from_prompt
-    settings: dict[str, Any] = {"tokenizer": tokenizer, "assistant_only": assistant_only_loss}
-    if source == "prompt":
-        settings["completion_only"] = completion_only_loss is not False
-    return dataset.map(
-        convert,
-        with_indices=True,
-        fn_kwargs=settings,
-        remove_columns=columns,
-        features=_FEATURES,
-        desc="tokenising",
+    if source == "messages":
+        return functools.partial(
+            _from_messages, tokenizer=tokenizer, assistant_only=assistant_only_loss
+        )
+    return functools.partial(
+        _from_prompt,
+        tokenizer=tokenizer,
+        assistant_only=assistant_only_loss,
+        completion_only=completion_only_loss is not False,
     )
 
 
-def _check_wanted(columns: Sequence[str], **wanted: bool | None) -> None:
+def check_wanted(columns: Sequence[str], **wanted: bool | None) -> None:
     """Raise HydraConfigError where all tokens would be predicted though an argument says less."""
     has_chat, has_prompts = "messages" in columns, _has_prompts(columns)
     found = {
@@ -104,8 +154,8 @@ def _check_wanted(columns: Sequence[str], **wanted: bool | None) -> None:
         "assistant_only_loss": has_prompts or has_chat,
     }
     if "input_ids" in columns:
-        found = {argument: mask in columns for argument, (mask, _) in _NEEDED.items()}
-    for argument, (mask, source) in _NEEDED.items():
+        found = {a: not {*columns}.isdisjoint(masks) for a, (masks, _) in _NEEDED.items()}
+    for argument, ((mask, *_), source) in _NEEDED.items():
         if wanted[argument] and not found[argument]:
             raise HydraConfigError(
                 f"{argument} is True, and the dataset has the columns {', '.join(columns)}: it needs {source}, or "
@@ -120,7 +170,7 @@ def _has_prompts(columns: Sequence[str]) -> bool:
 def _from_messages(
     row: Row, index: int, *, tokenizer: ChatTokenizer, assistant_only: bool
 ) -> TokenRow:
-    encoded = _encode_chat(tokenizer, row, row["messages"], index, return_masks=assistant_only)
+    encoded = _encode_chat(tokenizer, row, ("messages",), index, return_masks=assistant_only)
     input_ids = list(encoded["input_ids"])
     counts = _assistants(encoded, index) if assistant_only else [1] * len(input_ids)
     return _label(input_ids, counts)
@@ -158,19 +208,19 @@ def _from_prompt(
 def _from_chat_prompt(
     row: Row, index: int, tokenizer: ChatTokenizer, assistant_only: bool, completion_only: bool
 ) -> TokenRow:
-    prompt, completion = row["prompt"], row["completion"]
-    alone = _encode_chat(tokenizer, row, prompt, index, add_generation_prompt=True)
-    both = _encode_chat(tokenizer, row, prompt + completion, index, return_masks=assistant_only)
+    alone = _encode_chat(tokenizer, row, ("prompt",), index, add_generation_prompt=True)
+    both = _encode_chat(
+        tokenizer, row, ("prompt", "completion"), index, return_masks=assistant_only
+    )
     prompt_ids, both_ids = list(alone["input_ids"]), list(both["input_ids"])
-    if both_ids[: len(prompt_ids)] != prompt_ids:
-        raise HydraConfigError(
-            f"row {index}: the chat template renders the prompt differently when the completion follows, so "
-            "the completion has no beginning; use the column 'messages' with assistant_only_loss=True"
-        )
+    shared = next(
+        (place for place, (a, b) in enumerate(zip(prompt_ids, both_ids)) if a != b),
+        min(len(prompt_ids), len(both_ids)),
+    )
     counts = _assistants(both, index) if assistant_only else [1] * len(both_ids)
     if completion_only:
-        counts[: len(prompt_ids)] = [0] * len(prompt_ids)
-    return _label(both_ids, counts)
+        counts[:shared] = [0] * shared
+    return {**_label(both_ids, counts), "is_prefix": shared == len(prompt_ids)}
 
 
 def _assistants(encoded: Mapping[str, Any], index: int) -> list[int]:
@@ -188,35 +238,115 @@ def _assistants(encoded: Mapping[str, Any], index: int) -> list[int]:
 def _encode_chat(
     tokenizer: ChatTokenizer,
     row: Row,
-    messages: Any,
+    columns: Sequence[str],
     index: int,
     *,
     return_masks: bool = False,
     **settings: Any,
 ) -> Mapping[str, Any]:
+    """The chat of these columns, one after the other, as tokens."""
     if not getattr(tokenizer, "chat_template", None):
         raise HydraConfigError(
             "the tokenizer has no chat template to turn messages into text; set tokenizer.chat_template"
         )
-    if not isinstance(messages, list) or not all(
-        isinstance(m, Mapping) and "role" in m for m in messages
+    chats = [row[name] for name in columns]
+    if not all(
+        isinstance(messages, list)
+        and all(isinstance(m, Mapping) and "role" in m for m in messages)
+        for messages in chats
     ):
         raise HydraConfigError(
             f"row {index}: expected a list of messages such as "
             '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
         )
-    # What other rows have alone, `datasets` fills up with None.
-    of_row = {k: v for k, v in (row.get("chat_template_kwargs") or {}).items() if v is not None}
-    encoded: Mapping[str, Any] = tokenizer.apply_chat_template(
-        messages,
-        tools=row.get("tools"),
-        tokenize=True,
-        return_dict=True,
-        return_assistant_tokens_mask=return_masks,
-        **settings,
-        **of_row,
-    )
+    where = f"row {index}, column {' and '.join(map(repr, columns))}"
+    try:
+        encoded: Mapping[str, Any] = render_chat(
+            tokenizer,
+            [message for messages in chats for message in messages],
+            tools=row.get("tools"),
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=return_masks,
+            **settings,
+            **(row.get("chat_template_kwargs") or {}),
+        )
+    except HydraConfigError as error:
+        raise HydraConfigError(f"row {index}: {error}") from error
+    except Exception as error:  # a template may raise anything
+        raise HydraConfigError(
+            f"{where}: the tokenizer's chat template raised {type(error).__name__}: {error}; mend the row, or "
+            "set tokenizer.chat_template"
+        ) from error
     return encoded
+
+
+def render_chat(tokenizer: ChatTokenizer, conversation: Any, **settings: Any) -> Any:
+    """What the tokenizer's `apply_chat_template` gives, of messages and tools as they were before
+    `datasets` stored them.
+
+    Arrow gives every struct all keys of all rows: those that are None are left out at every depth.
+    Tools, and arguments of their calls, may be JSON text, which is decoded once. Raises
+    HydraConfigError for text that is not JSON.
+
+    >>> class Shown:
+    ...     chat_template = "any"
+    ...     def apply_chat_template(self, messages, **settings):
+    ...         return messages, settings
+    >>> render_chat(Shown(), [{"role": "user", "content": "hi", "name": None}], tools="[]")
+    ([{'role': 'user', 'content': 'hi'}], {})
+    """
+    settings = _without_none(settings)
+    if tools := _read_tools(settings.pop("tools", None)):
+        settings["tools"] = tools
+    chat = [_with_arguments(message) for message in _without_none(list(conversation))]
+    return tokenizer.apply_chat_template(chat, **settings)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def _read_tools(tools: Any) -> Any:
+    """Schemas of tools, of which all or each may be JSON text."""
+    tools = _from_json(tools, "column 'tools'", list) if isinstance(tools, str) else tools
+    if not isinstance(tools, list):
+        return tools
+    return [
+        _from_json(tool, f"column 'tools', tool {number}", dict) if isinstance(tool, str) else tool
+        for number, tool in enumerate(tools)
+    ]
+
+
+def _with_arguments(message: Any) -> Any:
+    """`message`, whose tool calls have their arguments as dicts, as templates want them."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("tool_calls"), list):
+        return message
+    return {**message, "tool_calls": [_with_arguments_of(c) for c in message["tool_calls"]]}
+
+
+def _with_arguments_of(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_arguments_of(call["function"])}
+    given = call.get("arguments")
+    if not isinstance(given, str):
+        return call
+    where = f"the arguments of a call of {call.get('name')!r}"
+    return {**call, "arguments": _from_json(given, where, dict) if given.strip() else {}}
+
+
+def _from_json(text: str, where: str, kind: type) -> Any:
+    """The JSON value in `text`; of another kind than a `kind`, or none, raises HydraConfigError."""
+    value = parse_json(text, where) if text.strip() else kind()
+    if not isinstance(value, kind):
+        raise HydraConfigError(
+            f"{where} is the JSON of a {type(value).__name__}, expected a {kind.__name__}: {text:.80}"
+        )
+    return value
 
 
 def _label(input_ids: list[int], counts: Sequence[int]) -> TokenRow:
@@ -224,4 +354,4 @@ def _label(input_ids: list[int], counts: Sequence[int]) -> TokenRow:
         token if counted else IGNORED_LABEL
         for token, counted in zip(input_ids, counts, strict=True)
     ]
-    return {"input_ids": input_ids, "labels": labels}
+    return {"input_ids": input_ids, "labels": labels, "is_prefix": True}
