@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ds_hydra.configs import find_file, list_files
-from ds_hydra.configs.files import read_json_object
+from ds_hydra.configs.files import find_profile, read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import (
@@ -16,6 +16,12 @@ from ds_hydra.strategy.cost_models.analytic import (
     ModelShape,
     predict_latency,
     predict_profile,
+)
+from ds_hydra.strategy.cost_models.flops import (
+    Attention,
+    ModelFlops,
+    find_peak_flops,
+    profile_flops,
 )
 
 PLAIN = Hardware(
@@ -93,3 +99,77 @@ def test_shipped_hardware_gives_a_profile(name):
 def test_bad_hardware_is_refused(change, message):
     with pytest.raises(HydraConfigError, match=message):
         Hardware.from_json(read_json_object(find_file("hardware", "a800")) | change)
+
+
+def test_flops_by_hand():
+    """6 (2 (4*100 + 3*200) + 10*30) FLOP a token, 12 * 10 * l^2 / 2 a layer; two sequences cost
+    less than one of all tokens.
+    """
+    flops = ModelFlops.of_shape(SHAPE)
+    assert flops.of([7]) == pytest.approx(6 * 2300 * 7 + 2 * 6 * 10 * 49)
+    assert flops.of([3, 4]) == pytest.approx(6 * 2300 * 7 + 2 * 6 * 10 * (9 + 16))
+    assert flops.tflops([7], time_ms=2.0, num_devices=3) == pytest.approx(
+        flops.of([7]) / 0.002 / 3 / 1e12
+    )
+    assert np.isnan(flops.tflops([7], time_ms=0.0, num_devices=3))
+
+
+def test_a_window_sees_what_it_sees():
+    """Of 5 tokens under a window of 2: half of 2 x 2, then 2 for each of 3."""
+    flops = ModelFlops(attention=(Attention(width=1.0, window=2),))
+    assert flops.of([5]) == pytest.approx(12 * (2 * 2 / 2 + 2 * 3))
+    assert flops.of([2]) == ModelFlops(attention=(Attention(width=1.0),)).of([2])
+
+
+MIXED = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        ({}, [None, None]),
+        ({"sliding_window": 4}, [4, 4]),
+        ({"sliding_window": 4, "use_sliding_window": False}, [None, None]),
+        ({"sliding_window": 4, "layer_types": MIXED}, [4, None]),
+        ({"layer_types": ["attention", "full_attention"]}, [None, None]),
+        ({"layer_types": ["mamba", "attention"]}, "layers of mamba"),
+        ({"layer_types": ["linear_attention"] * 2}, "layers of linear_attention"),
+        ({"layer_types": MIXED}, "without sliding_window"),
+        ({"mamba_d_ssm": 16}, "layers that do not attend (mamba_d_ssm)"),
+        ({"hybrid_override_pattern": "M-M*"}, "layers that do not attend"),
+        ({"sliding_window": 4, "sliding_window_pattern": 6}, "which of its layers"),
+        ({"sliding_window": 4, "model_type": "gemma2"}, "which of its layers"),
+    ],
+)
+def test_what_layers_attend_to_is_read_or_said_not_to_be_known(config, windows):
+    flops = ModelFlops.of_shape(SHAPE, config)
+    if isinstance(windows, str):
+        assert windows in flops.unknown
+        assert np.isnan(flops.of([3]))
+    else:
+        seen = [min(5, window or 5) for window in windows]
+        assert flops.of([5]) == pytest.approx(
+            6 * 2300 * 5 + 12 * 10 * sum(w * 5 - w**2 / 2 for w in seen)
+        )
+    assert ModelFlops.from_json(flops.to_json()) == flops
+
+
+def test_a_profile_says_its_flops_or_its_sizes():
+    profile = Profile.load(find_profile("a800_llama2_7b"))
+    flops = profile_flops(profile)
+    assert flops.of([1]) == pytest.approx(6 * 6.61e9, rel=2e-3)  # without the embedding
+    told = {**profile.document, "model": {**profile.document["model"], "flops": {"unknown": "x"}}}
+    assert profile_flops(Profile.from_json(told)).unknown == "x"
+    less = {**profile.document, "model": {**profile.document["model"], "intermediate_size": None}}
+    assert "intermediate_size is missing" in profile_flops(Profile.from_json(less)).unknown
+    for wrong in ({}, {"per_token": -1, "attention": []}, {"per_token": 1, "attention": [3]}, []):
+        bad = {**profile.document, "model": {**profile.document["model"], "flops": wrong}}
+        with pytest.raises(HydraConfigError):
+            profile_flops(Profile.from_json(bad))
+
+
+def test_the_peak_is_that_of_the_device():
+    assert find_peak_flops("NVIDIA H100 80GB HBM3") == find_peak_flops("H100-80GB") == 989e12
+    assert find_peak_flops("NVIDIA H100 PCIe") is None  # 756e12, which no file says
+    assert find_peak_flops("cpu") is None
+    assert find_peak_flops(None) is None

@@ -32,7 +32,9 @@ from models import VOCAB_SIZE, tiny
 from single_process import random_examples, token_mean_gradients
 
 import ds_hydra
+from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.one_f_one_b import one_forward_one_backward
+from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.simulator.timeline import EventKind, Timeline
 
@@ -369,6 +371,10 @@ def check_run_folder(run_dir, lines):
         assert line["strategy_index"] in (0, 1, 2)
         assert 0 < line["pack_occupancy"] <= 1
         assert 0 < line["bubble"] < 1
+        plan = json.loads((run_dir / f"plans/iteration_{line['iteration']:06d}.json").read_text())
+        flops = count_flops(StageModel(tiny("llama"))).of(plan["lengths"])
+        assert line["tflops_per_device"] == pytest.approx(flops / line["iteration_ms"] / 4 / 1e9)
+        assert line["mfu"] is None  # nothing says what a CPU's peak is
         assert line["prediction_error"] == pytest.approx(
             line["measured_ms"] / line["predicted_ms"] - 1
         )
@@ -389,6 +395,7 @@ def check_monitor(folder, lines):
     wanted = {
         "train_loss": [line["loss"] for line in lines],
         "tokens_per_s": [line["tokens_per_s"] for line in lines],
+        "tflops_per_device": [line["tflops_per_device"] for line in lines],
         "imbalance": [line["imbalance"] for line in lines],
         "bubble": [line["bubble"] for line in lines],
         "plan_wait_ms": [line["waited_ms"] for line in lines],

@@ -12,6 +12,7 @@ from ds_hydra.configs import list_files, load_model_preset
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.candidates import with_estimates_of
 from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.cost_models.flops import profile_flops
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
 from ds_hydra.strategy.proposal.estimate import describe_model, estimate_from_config
 from ds_hydra.strategy.proposal.extended import with_extended_schemes
@@ -151,6 +152,46 @@ def test_models_that_cannot_be_described(changes, words):
     with pytest.raises(HydraConfigError) as caught:
         describe_model({**CONFIG, **changes}, "config.json")
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "unknown"),
+    [
+        ({"kv_lora_rank": 16}, "qwen2 has latent attention, whose parameters are estimated"),
+        ({"model_type": "gpt_neox"}, "gpt_neox has MLPs without a gate"),
+        ({"layer_types": ["mamba", "attention"] * 2}, "qwen2 has layers of mamba"),
+    ],
+)
+def test_flops_that_the_shape_cannot_say_are_not_known(tmp_path, changes, unknown):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, **changes}))
+    profile, _ = estimate_from_config(str(path), "h100", 2, 1024)
+    assert unknown in profile_flops(profile).unknown
+
+
+@pytest.mark.parametrize(
+    ("changes", "unknown"), [({}, ""), ({"kv_lora_rank": 16}, "qwen2 has latent attention")]
+)
+def test_simulate_counts_flops_or_says_why_not(tmp_path, changes, unknown):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, **changes}))
+    options = ["--hardware", "h100", "--devices", 2, "--iterations", 1, "--no-spread"]
+    options += ["--systems", "ds_hydra", "--space", "plain", "--context", 1024, "--out"]
+    result = invoke("--model", path, *options, tmp_path / "out.json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads((tmp_path / "out.json").read_text())
+    (ours,) = document["systems"]
+    if unknown:
+        assert unknown in document["flops_unknown"]
+        assert f"TFLOP/s and MFU are left out: {unknown}" in result.stdout
+        assert (ours["tflops_per_device"], ours["mfu"]) == (None, None)
+        return
+    assert ours["mfu"] == pytest.approx(ours["tflops_per_device"] * 1e12 / 989e12)
+    shape, _ = describe_model(CONFIG, "x")
+    per_token = 6 * (4 * shape.layer_params + 1000 * 64)
+    least = per_token * ours["tokens_per_s"] / 2 / 1e12
+    assert least < ours["tflops_per_device"] < 3 * least  # attention on top
+    assert f"{ours['tflops_per_device']:.3g}, {ours['mfu']:.0%}" in result.stdout
 
 
 def test_simulate_answers_for_a_mixture():

@@ -112,6 +112,18 @@ def test_the_printed_summary(tmp_path):
     ]
 
 
+def test_the_printed_summary_has_what_a_device_reached(tmp_path):
+    records = [{**r, "tflops_per_device": 400.0 + i} for i, r in enumerate(RECORDS)]
+    assert "per device      402 TFLOP/s (median)" in str(
+        summarize_run(write_run(tmp_path, records))
+    )
+    records = [{**r, "mfu": 0.4} for r in records]
+    records[0] |= {"tflops_per_device": None, "mfu": None}
+    assert "per device      402 TFLOP/s, MFU 40.0% (median)" in str(
+        summarize_run(write_run(tmp_path, records))
+    )
+
+
 def test_a_summary_names_the_first_of_several_phases_and_twelve_strategies(tmp_path):
     phased = make_record(5, "1x<2,1;gather> then 2x<1,1;gather>", (60.0, 50.0, 40.0))
     phased["measured_ms"] = 110.0

@@ -11,12 +11,14 @@ import pytest
 import torch
 import transformers
 from models import FAMILIES, tiny
+from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
 from ds_hydra.engine.model import packing_probe
 from ds_hydra.engine.model.scheme_support import check_context
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.model.supported import check_model
+from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
 
@@ -448,3 +450,30 @@ def test_what_runs_twice_is_in_every_stage_that_needs_it_or_refuses_stages():
         stage_model.check_scheme(Scheme(1, 2))
     with pytest.raises(UnsupportedModelError, match="it calls a layer more than once"):
         stage_model.check_scheme(Scheme(1, 1, stream=1))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2", "minicpm3", "mixtral"])
+def test_flops_are_those_that_torch_counts(family):
+    """Within 4%, which norms, biases and tables of positions are; torch counts attention whole."""
+    model = tiny(family, **({"experts_implementation": "eager"} if family == "mixtral" else {}))
+    flops = count_flops(StageModel(model))
+    model.config._attn_implementation = "eager"
+    ids = torch.arange(3, 27).view(1, -1)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    (whole,) = flops.attention
+    attention = 12 * whole.width * ids.numel() ** 2
+    assert flops.of([24]) == pytest.approx(24 * flops.per_token + attention / 2)
+    assert counter.get_total_flops() == pytest.approx(24 * flops.per_token + attention, rel=0.04)
+
+
+def test_flops_of_frozen_parameters_and_of_what_is_not_known():
+    model = tiny("llama")
+    trained = count_flops(StageModel(model))
+    for param in model.parameters():
+        param.requires_grad = False
+    model.lm_head.weight.requires_grad = True
+    head = model.lm_head.weight.numel()
+    frozen = count_flops(StageModel(model))
+    assert frozen.per_token == pytest.approx(4 / 6 * (trained.per_token - 6 * head) + 6 * head)
+    assert "layers of linear_attention" in count_flops(StageModel(tiny("olmo_hybrid"))).unknown

@@ -34,6 +34,8 @@ from distributed import run_distributed
 from engines import ds_config, small_profile
 from models import VOCAB_SIZE, tiny
 
+from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.sampler.data.batches import epoch_order
 
 BUDGET = 64
@@ -124,7 +126,7 @@ def prepare(folder):
 
 
 def without_times(history):
-    timed = ("runtime", "per_second", "flos", "imbalance")
+    timed = ("runtime", "per_second", "flos", "flops", "imbalance")
     return [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in history]
 
 
@@ -221,6 +223,7 @@ def side_by_side(folder):
                 trainer.state.best_metric,
             ),
             "final": final["eval_loss"],
+            "flos": trainer.state.total_flos,
             "output": (output.global_step, output.training_loss, sorted(output.metrics)),
             "config": {
                 key: trainer.deepspeed.config[key]
@@ -281,11 +284,11 @@ def test_events_come_in_the_order_of_transformers(both):
 
 
 @pytest.mark.distributed
-def test_log_keys_are_those_of_transformers_and_three_more(both):
+def test_log_keys_are_those_of_transformers_and_four_more(both):
     for entry, stock in zip(
         *(both[1][0][name]["history"] for name in ("hydra", "stock")), strict=True
     ):
-        more = {"tokens_per_second", "imbalance"} if "loss" in stock else set()
+        more = {"tokens_per_second", "tflops_per_device", "imbalance"} if "loss" in stock else set()
         more |= {"eval_perplexity"} if "eval_loss" in stock else set()
         assert set(entry) == set(stock) | more
         if "eval_loss" in entry:
@@ -294,6 +297,9 @@ def test_log_keys_are_those_of_transformers_and_three_more(both):
     assert mine[0] == theirs[0]
     assert mine[1] == pytest.approx(theirs[1], rel=1e-5)
     assert mine[2] == theirs[2]
+    flops = count_flops(StageModel(tiny("llama")))
+    two_epochs = 2 * flops.of(len(row["input_ids"]) for row in rows())
+    assert both[1][0]["hydra"]["flos"] == pytest.approx(two_epochs)
 
 
 @pytest.mark.distributed

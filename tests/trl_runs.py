@@ -130,5 +130,5 @@ def arguments(folder: str | Path, num_ranks: int, **settings: Any) -> dict[str, 
 
 def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The entries of a log that say what was trained."""
-    timed = ("runtime", "per_second", "flos", "imbalance", "train_loss", "step_time")
+    timed = ("runtime", "per_second", "flos", "flops", "imbalance", "train_loss", "step_time")
     return [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in history]

@@ -87,12 +87,20 @@ def describe_report(report: ConfigReport) -> str:
         width = max(8, *(len(row["scheme"]) for row in report.schemes))
         lines.append(
             f"{'scheme':>{width}} {'MaxLen':>9} {'states':>10} {'micro-batch of':>14} {'total':>10} {'ms':>9}"
+            f" {'TFLOP/s':>8} {'MFU':>5}"
         )
         for row in report.schemes:
             time = "-" if row["micro_batch_ms"] is None else f"{row['micro_batch_ms']:,.0f}"
+            rate, mfu = row["tflops_per_device"], row["mfu"]
             lines.append(
                 f"{row['scheme']:>{width}} {row['max_len_tokens']:>9,} {_gib(row['states_bytes']):>10} "
                 f"{row['micro_batch_tokens']:>14,} {_gib(row['total_bytes']):>10} {time:>9}"
+                f" {'-' if rate is None else f'{rate:.3g}':>8} {'-' if mfu is None else f'{mfu:.0%}':>5}"
+            )
+        if any(row["tflops_per_device"] is not None for row in report.schemes):
+            lines.append(
+                "TFLOP/s of each device for one sequence of that length: what the model needs, causal attention "
+                "half, recomputation not counted; MFU: over the device's peak in 16 bit"
             )
     if report.strategies:
         shown = ", ".join(report.strategies[:8]) + (", ..." if len(report.strategies) > 8 else "")

@@ -28,7 +28,20 @@ def _head(point: dict[str, Any]) -> str:
         f"{point['perfect_balance_ms']:,.0f} ms; perfect balance has imbalance {point['imbalance_of_bound']:.2f}"
         + (_plain_head(point["plain"]) if "plain" in point else "")
         + ("\nT under SP and of streamed layers is estimated" if point["space"] == "full" else "")
+        + (
+            f"\nTFLOP/s and MFU are left out: {point['flops_unknown']}"
+            if point["flops_unknown"]
+            else ""
+        )
     )
+
+
+def _rate(system: dict[str, Any]) -> str:
+    """TFLOP/s of each device and MFU, as far as they are known."""
+    if system["tflops_per_device"] is None:
+        return "-"
+    share = "" if system["mfu"] is None else f", {system['mfu']:.0%}"
+    return f"{system['tflops_per_device']:.3g}{share}"
 
 
 def _plain_head(plain: dict[str, Any]) -> str:
@@ -42,7 +55,7 @@ def _system_lines(point: dict[str, Any]) -> list[str]:
     ours, *_ = point["systems"]
     has_price, has_spread = "dollars_per_billion_tokens" in ours, "speedup_69_percent_seen" in ours
     lines = [
-        f"{'':34}{'iteration, ms':>18}{'tokens/s':>12}{'speed-up (95%)':>20}"
+        f"{'':34}{'iteration, ms':>18}{'tokens/s':>12}{'TFLOP/s, MFU':>14}{'speed-up (95%)':>20}"
         + (f"{'20% off':>13}{'69% seen':>10}" if has_spread else "")
         + f"{'propagation':>13}{'imbalance':>11}{'bubble':>8}{'$/10^9 tokens' if has_price else '':>15}  strategy"
     ]
@@ -56,8 +69,13 @@ def _system_lines(point: dict[str, Any]) -> list[str]:
             spread = f"{f'{least:.2f}-{most:.2f}':>13}{s['speedup_69_percent_seen']:>10.2f}"
         lines.append(
             f"{s['label']:34}{s['iteration_ms']:>10,.0f} ± {s['iteration_ms_standard_error']:<5,.0f}"
-            f"{s['tokens_per_s']:>12,.0f}{s['speedup']:>8.2f} ({low:.2f}-{high:.2f}){spread}"
+            f"{s['tokens_per_s']:>12,.0f}{_rate(s):>14}{s['speedup']:>8.2f} ({low:.2f}-{high:.2f}){spread}"
             f"{s['speedup_of_propagation']:>13.2f}{s['imbalance']:>11.2f}{s['bubble']:>8.0%}{price:>15}  {strategy}"
+        )
+    if ours["tflops_per_device"] is not None:
+        lines.append(
+            "TFLOP/s of each device: what the model needs for the sequences' own lengths, causal attention half, "
+            "recomputation not counted; MFU: over the device's peak in 16 bit"
         )
     if has_spread:
         lines.append(

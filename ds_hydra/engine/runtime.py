@@ -33,6 +33,7 @@ from ds_hydra.engine.losses.objective import Objective, read_by
 from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
+from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.engine.propagation import Propagator, RankOutcome
 from ds_hydra.engine.ranks.agreement import (
     gather_rows,
@@ -51,6 +52,7 @@ from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.sampler.data.examples import to_examples
 from ds_hydra.sampler.plan import IterationPlan
 from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.strategy.cost_models.flops import find_peak_flops
 from ds_hydra.strategy.profiles.corrections import NO_CORRECTIONS
 
 logger = logging.getLogger(__name__)
@@ -94,6 +96,11 @@ class HydraRuntime:
         self.sampler: TokenBudgetSampler | None = None
         self._next_iteration: int | None = None
         """The iteration that a checkpoint continues with; None where the sampler stands."""
+        self.flops = count_flops(stage_model)
+        self.peak_flops = None
+        """Of a device in 16 bit; None where ranks compute on CPUs or in fp32."""
+        if device.type == "cuda" and stage_model.params[0].dtype.itemsize == 2:
+            self.peak_flops = find_peak_flops(torch.cuda.get_device_name(device))
         self.log: RunLog | None = None
         self._memory = memory or MemoryWatch()
         self._traces = TraceChoice(config.trace_every if config.run_dir is not None else 0)
@@ -321,6 +328,8 @@ class HydraRuntime:
         is_candidate = plan.strategy in self.strategies
         return {
             "strategy_index": self.strategies.index(plan.strategy) if is_candidate else -1,
+            "flops": self.flops,
+            "peak_flops": self.peak_flops,
             "planning_ms": planned.planning_ms,
             "waited_ms": planned.waited_ms,
             "pack_occupancy": math.nan if profile is None else pack_occupancy(plan, profile),
@@ -427,6 +436,8 @@ class HydraRuntime:
         names = ", ".join(str(s) for s in self.strategies)
         loss = self.stage_model.balance.loss
         notes = [*self.candidates.reasons, *([] if loss is None else [str(loss)])]
+        if self.flops.unknown:
+            notes.append(f"TFLOP/s and MFU are left out: {self.flops.unknown}")
         return (
             f"ds_hydra: {len(self.strategies)} candidate strategies on {self.num_ranks} ranks ({names}); "
             f"{self.propagator.groups}" + "".join(f"\n  {line}" for line in notes)

@@ -20,7 +20,7 @@ from ds_hydra.report.experts import draw_experts
 from ds_hydra.report.gantt import align, draw_gantt
 from ds_hydra.report.learning import draw_learned
 from ds_hydra.report.run_folder import Run
-from ds_hydra.report.run_report import IterationRecord, RunSummary
+from ds_hydra.report.run_report import IterationRecord, RunSummary, describe_flops
 from ds_hydra.report.slowest import divide_time, find_slowest
 from ds_hydra.simulator.timeline import Timeline
 from ds_hydra.version import __version__
@@ -173,6 +173,15 @@ def _figures(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     packs = [[r.pack_occupancy for r in run.records if not isnan(r.pack_occupancy)] for run in runs]
     figures = [
         ("tokens per second", [f"{s.tokens_per_s:,.0f}" for s in summaries]),
+        (
+            "per device",
+            [
+                "not counted"
+                if isnan(s.tflops_per_device)
+                else describe_flops(s.tflops_per_device, s.mfu)
+                for s in summaries
+            ],
+        ),
         ("loss", [f"{s.first_loss:.3f} \N{RIGHTWARDS ARROW} {s.last_loss:.3f}" for s in summaries]),
         ("iterations", [f"{s.num_iterations:,}" for s in summaries]),
         ("tokens", [f"{s.num_tokens:,}" for s in summaries]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf, isfinite, isnan, nan
@@ -82,6 +82,8 @@ class IterationRecord:
     pipelines: tuple[PipelineRecord, ...]
     num_sequences: int = 0
     longest_tokens: int = 0
+    tflops_per_device: float = nan
+    mfu: float = nan
     bubble: float = nan
     pack_occupancy: float = nan
     expert_imbalance: float = nan
@@ -163,6 +165,8 @@ def _read_factors(document: Mapping[str, Any]) -> dict[str, float]:
 _OPTIONAL: Mapping[str, Callable[[Mapping[str, Any], str], float]] = {
     "num_sequences": read_count,
     "longest_tokens": read_count,
+    "tflops_per_device": read_number,
+    "mfu": read_number,
     "bubble": read_number,
     "pack_occupancy": read_number,
     "expert_imbalance": read_number,
@@ -211,6 +215,9 @@ class RunSummary:
     """The absolute error of the profile alone; NaN where the run did not keep what it says."""
     tokens_per_s: float
     imbalance: float
+    tflops_per_device: float = nan
+    """NaN, as `mfu`, where the run did not count FLOPs, or does not know the device's peak."""
+    mfu: float = nan
 
     def __str__(self) -> str:
         return "\n".join([*self._strategy_lines(), "", *self._number_lines()])
@@ -238,6 +245,13 @@ class RunSummary:
             f"{len(self.strategies)} strategies, {self.num_heterogeneous} iterations heterogeneous",
             f"loss            {self.first_loss:.3f} -> {self.last_loss:.3f}",
             f"tokens/s        {self.tokens_per_s:,.0f} (median)",
+            *(
+                []
+                if isnan(self.tflops_per_device)
+                else [
+                    f"per device      {describe_flops(self.tflops_per_device, self.mfu)} (median)"
+                ]
+            ),
             f"measured time   {self.measured_over_predicted:.2f} x predicted, "
             f"off by {self.absolute_error:.1%} (medians)"
             + (
@@ -247,6 +261,16 @@ class RunSummary:
             ),
             f"imbalance       {self.imbalance:.1%} (median)",
         ]
+
+
+def describe_flops(tflops_per_device: float, mfu: float) -> str:
+    """TFLOP/s, and MFU where the device's peak is known.
+
+    >>> describe_flops(411.4, 0.416), describe_flops(0.0123, nan)
+    ('411 TFLOP/s, MFU 41.6%', '0.0123 TFLOP/s')
+    """
+    share = "" if isnan(mfu) else f", MFU {mfu:.1%}"
+    return f"{tflops_per_device:.3g} TFLOP/s{share}"
 
 
 def _shorten(strategy: Strategy) -> str:
@@ -278,12 +302,16 @@ def summarize_records(records: Sequence[IterationRecord]) -> RunSummary:
         last_loss=records[-1].loss,
         measured_over_predicted=median(ratios),
         absolute_error=median(abs(ratio - 1) for ratio in ratios),
-        profile_error=median(
-            [abs(r.profile_error) for r in records if not isnan(r.profile_error)] or [nan]
-        ),
+        profile_error=_median_of_known(abs(r.profile_error) for r in records),
         tokens_per_s=median(r.tokens_per_s for r in records),
         imbalance=median(r.imbalance for r in records),
+        tflops_per_device=_median_of_known(r.tflops_per_device for r in records),
+        mfu=_median_of_known(r.mfu for r in records),
     )
+
+
+def _median_of_known(values: Iterable[float]) -> float:
+    return median([value for value in values if not isnan(value)] or [nan])
 
 
 def _count_strategies(records: Sequence[IterationRecord]) -> tuple[StrategyUse, ...]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import isnan
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from ds_hydra.simulator.scenario import Bound, Scenario, SystemResult
 from ds_hydra.simulator.systems import DS_HYDRA, GRADIENTS_32_BIT, LABELS, Settings
 from ds_hydra.simulator.workload import Workload
 from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.cost_models.flops import ModelFlops, profile_flops
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Strategy
 
@@ -160,6 +163,24 @@ class Comparison:
         """Useful tokens per second of whole iterations."""
         return float(1e3 * self.num_tokens.sum() / result.iteration_ms.sum())
 
+    def tflops_per_device(self, result: SystemResult) -> float:
+        """FLOPs that the model needs, by the sequences' own lengths, over devices and time of whole
+        iterations; NaN where they are not counted.
+        """
+        lengths = (length for plan in self.plans for length in plan.lengths)
+        time_ms = float(result.iteration_ms.sum())
+        return self.flops.tflops(lengths, time_ms, self.workload.num_devices)
+
+    @cached_property
+    def flops(self) -> ModelFlops:
+        """Those of the model."""
+        return profile_flops(self.workload.profile)
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Of a device in 16 bit, None where its hardware is not described."""
+        return self.cluster.hardware.peak_flops if self.cluster else None
+
     def dollars_per_billion_tokens(self, result: SystemResult, price_per_gpu_hour: float) -> float:
         """What 10^9 tokens cost at a price for one device and hour."""
         hours = 1e9 / self.tokens_per_s(result) / 3600
@@ -205,6 +226,8 @@ class Comparison:
             "overlap": self.settings.overlap,
             "seed": self.settings.seed,
             "communication": self.cluster.hardware.name if self.cluster else None,
+            "peak_flops": self.peak_flops,
+            "flops_unknown": self.flops.unknown or None,
             **self.ours.to_json(),
             "systems": [self._system(result, price_per_gpu_hour) for result in self.results],
             "space": self.settings.space,
@@ -213,6 +236,7 @@ class Comparison:
 
     def _system(self, result: SystemResult, price: float | None) -> dict[str, Any]:
         iteration, propagation = Figure.of(result.iteration_ms), Figure.of(result.propagation_ms)
+        tflops, peak = self.tflops_per_device(result), self.peak_flops
         document: dict[str, Any] = {
             "name": result.name,
             "label": LABELS[result.name],
@@ -222,6 +246,8 @@ class Comparison:
             "propagation_ms": propagation.mean,
             "propagation_ms_standard_error": propagation.standard_error,
             "tokens_per_s": self.tokens_per_s(result),
+            "tflops_per_device": None if isnan(tflops) else tflops,
+            "mfu": tflops * 1e12 / peak if peak and not isnan(tflops) else None,
             "imbalance": float(result.imbalance.mean()),
             "bubble": float(result.bubble.mean()),
         }

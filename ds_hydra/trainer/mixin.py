@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -304,15 +305,12 @@ class EngineMixin:
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """6 x tokens x parameters outside of the embedding, this rank's share (transformers sums
-        over ranks).
+        """FLOPs of the iteration (`flops.py`), this rank's share (transformers sums over ranks); 0
+        where they are not counted.
         """
-        stage_model = self.engine.hydra.stage_model
-        num_params = (
-            sum(spec.numel for spec in stage_model.specs)
-            - stage_model.vocab_size * stage_model.hidden_size
-        )
-        return 6 * self.engine.last_metrics.num_tokens * num_params / self.args.world_size
+        metrics = self.engine.last_metrics
+        flops = metrics.tflops_per_device * metrics.iteration_ms * 1e9
+        return 0.0 if math.isnan(flops) else flops
 
     def store_flos(self) -> None:
         """Add what all ranks have computed to the state, without asking them or the device."""

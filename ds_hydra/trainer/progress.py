@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 from transformers.trainer_callback import ProgressCallback
 
 from ds_hydra.engine.telemetry.metrics import IterationMetrics
+from ds_hydra.report.run_report import describe_flops
 
 
 class StrategyProgressCallback(ProgressCallback):
@@ -22,9 +24,11 @@ class StrategyProgressCallback(ProgressCallback):
         super().on_step_end(args, state, control, **kwargs)
         metrics = self._last_metrics()
         if state.is_world_process_zero and metrics is not None:
-            self.training_bar.set_postfix_str(
-                f"{metrics.strategy} | {metrics.tokens_per_s:,.0f} tokens/s | loss {metrics.loss:.3f}"
-            )
+            parts = [metrics.strategy, f"{metrics.tokens_per_s:,.0f} tokens/s"]
+            if isfinite(metrics.tflops_per_device):
+                parts.append(describe_flops(metrics.tflops_per_device, metrics.mfu))
+            parts.append(f"loss {metrics.loss:.3f}")
+            self.training_bar.set_postfix_str(" | ".join(parts))
 
 
 class Counters:
@@ -32,7 +36,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.num_iterations = self.num_sequences = self.num_tokens = 0
-        self._ms = self._imbalance = 0.0
+        self._ms = self._imbalance = self._tflop = self._mfu_ms = 0.0
 
     def add(self, metrics: IterationMetrics) -> None:
         """Count one iteration."""
@@ -41,10 +45,15 @@ class Counters:
         self.num_tokens += metrics.num_tokens
         self._ms += metrics.iteration_ms
         self._imbalance += metrics.imbalance
+        self._tflop += metrics.tflops_per_device * metrics.iteration_ms
+        self._mfu_ms += metrics.mfu * metrics.iteration_ms
 
     def summary(self) -> dict[str, float]:
-        """Numbers for the log."""
-        return {
+        """Numbers for the log; without those that are not known."""
+        numbers = {
             "tokens_per_second": round(self.num_tokens / self._ms * 1e3, 1),
+            "tflops_per_device": float(f"{self._tflop / self._ms:.4g}"),
+            "mfu": round(self._mfu_ms / self._ms, 4),
             "imbalance": round(self._imbalance / self.num_iterations, 4),
         }
+        return {name: value for name, value in numbers.items() if isfinite(value)}

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from ds_hydra.engine.model.scheme_support import check_context, check_context_pa
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import check_groups_of_rank
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
-from ds_hydra.engine.profiling.profile_document import fit_memory, model_facts
+from ds_hydra.engine.profiling.profile_document import count_flops, fit_memory, model_facts
 from ds_hydra.engine.profiling.profiler import default_lengths
 from ds_hydra.engine.strategy_links import GRADIENT_DTYPES
 from ds_hydra.errors import HydraConfigError, HydraError
@@ -44,6 +45,11 @@ from ds_hydra.sampler.candidates import (
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.cost_models.cluster import try_cluster
+from ds_hydra.strategy.cost_models.flops import (
+    ModelFlops,
+    profile_flops,
+    profile_peak_flops,
+)
 from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -331,10 +337,13 @@ class _Budget:
         report.memory_bytes = (
             memory.memory_bytes - memory.reserved_bytes - memory.safety_margin_bytes
         )
+        flops, peak = self._flops(profile)
         fitting = [s for s in profile.latency if s.num_devices <= number and self._can_run(s)]
         for scheme in sorted(fitting, key=lambda s: (s.num_devices, s)):
             longest = max(0, profile.max_len_tokens(scheme, number))
             micro_batch = min(longest, context)
+            time_ms = profile.latency[scheme].micro_batch_ms([micro_batch]) if micro_batch else 0.0
+            tflops = flops.tflops([micro_batch], time_ms, scheme.num_devices)
             report.schemes.append(
                 {
                     "scheme": str(scheme),
@@ -342,11 +351,11 @@ class _Budget:
                     "states_bytes": round(memory.rank_bytes(scheme, number, 0)),
                     "micro_batch_tokens": micro_batch,
                     "total_bytes": round(memory.rank_bytes(scheme, number, micro_batch)),
-                    "micro_batch_ms": round(
-                        profile.latency[scheme].micro_batch_ms([micro_batch]), 1
-                    )
-                    if micro_batch
-                    else None,
+                    "micro_batch_ms": round(time_ms, 1) if micro_batch else None,
+                    "tflops_per_device": None if isnan(tflops) else float(f"{tflops:.4g}"),
+                    "mfu": None
+                    if isnan(tflops) or peak is None
+                    else round(tflops * 1e12 / peak, 4),
                 }
             )
         if given and self._hydra.planner.space != "measured":
@@ -359,6 +368,15 @@ class _Budget:
             raise HydraConfigError(
                 f"hydra.context_length: {error}, or raise hydra.memory_limit_bytes"
             ) from error
+
+    def _flops(self, profile: Profile) -> tuple[ModelFlops, float | None]:
+        """Of the model, and of a device at most in 16 bit; says why where they are not known."""
+        flops = (
+            profile_flops(profile) if self._stage_model is None else count_flops(self._stage_model)
+        )
+        if flops.unknown:
+            self._report.assumed.append(f"TFLOP/s and MFU are left out: {flops.unknown}")
+        return flops, profile_peak_flops(profile) if self._dtype.itemsize == 2 else None
 
     def _settings(self, given: Sequence[Strategy]) -> CandidateSettings:
         number, profile = self._report.num_devices, self._profile

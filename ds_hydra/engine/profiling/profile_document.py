@@ -10,12 +10,16 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch import nn
 
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.model.expert_balance import is_experts
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.model.tp_plan import num_kv_heads
 from ds_hydra.engine.ranks.hosts import count_ranks_here
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
+from ds_hydra.strategy.cost_models.flops import FROZEN_FLOP, TRAINED_FLOP, ModelFlops
 from ds_hydra.strategy.profiles.fit import fit_latency, saturation_tokens
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 from ds_hydra.strategy.profiles.states import engine_states, expert_memory
@@ -93,7 +97,42 @@ def describe_model(stage_model: StageModel) -> dict[str, Any]:
         **heads,
         "vocab_size": stage_model.vocab_size,
         **({} if experts is None else {"experts": experts.to_json()}),
+        "flops": count_flops(stage_model).to_json(),
     }
+
+
+def count_flops(stage_model: StageModel) -> ModelFlops:
+    """FLOPs of training the model, by its own parameters."""
+    config, family = stage_model.config, stage_model.config.model_type
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return ModelFlops(unknown=f"{family} does not say how many attention heads it has")
+    try:
+        experts = find_experts(config.to_dict(), stage_model.num_layers, family)
+    except HydraConfigError as error:
+        return ModelFlops(unknown=str(error))
+    used = [b for unit in stage_model.units for b in unit.bindings]
+    used = [b for b in used if not isinstance(b.module, nn.Embedding)]  # a table is looked up
+    of_experts = {b.param for b in used if is_experts(b.module)}
+    if (experts is None) != (not of_experts):
+        return ModelFlops(unknown=f"{family} has experts that are not known as such")
+    share = experts.chosen / experts.num if experts is not None else 1.0
+    per_token = sum(
+        (TRAINED_FLOP if stage_model.specs[p].requires_grad else FROZEN_FLOP)
+        * stage_model.specs[p].numel
+        * (share if p in of_experts else 1.0)
+        for p in {b.param for b in used}
+    )
+    head_size = getattr(config, "head_dim", None) or stage_model.hidden_size // heads
+    rotary = getattr(config, "qk_rope_head_dim", None)  # of latent attention, beside the rest
+    queries = head_size if rotary is None else config.qk_nope_head_dim + rotary
+    values = getattr(config, "v_head_dim", None) or head_size
+    return ModelFlops.build(
+        per_token,
+        config.to_dict(),
+        width=heads * (queries + values) / 2,
+        num_layers=stage_model.num_layers,
+    )
 
 
 def model_facts(stage_model: StageModel) -> dict[str, int]:

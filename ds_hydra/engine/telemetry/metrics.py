@@ -18,6 +18,7 @@ from ds_hydra.report.run_report import METRICS_FILE, METRICS_SCHEMA
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.simulator.timeline import Timeline
 from ds_hydra.strategy import Profile, Scheme
+from ds_hydra.strategy.cost_models.flops import ModelFlops
 from ds_hydra.version import __version__
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ class IterationMetrics:
     iteration_ms: float
     tokens_per_s: float
     """Tokens of sequences only; nothing is padded."""
+    tflops_per_device: float
+    """What the model needs for these sequences (`flops.py`); NaN where that is not counted."""
+    mfu: float
+    """The same over the device's peak in 16 bit; NaN where that is not known."""
     predicted_ms: float
     measured_ms: float
     """Forward + backward of the slowest pipeline."""
@@ -144,6 +149,8 @@ class IterationMetrics:
         values = {
             "train_loss": self.loss,
             "tokens_per_s": self.tokens_per_s,
+            "tflops_per_device": self.tflops_per_device,
+            "mfu": self.mfu,
             "imbalance": self.imbalance,
             "bubble": self.bubble,
             "plan_wait_ms": self.waited_ms,
@@ -167,6 +174,8 @@ def measure_iteration(
     iteration_ms: float,
     find_straggler: Callable[[Sequence[PipelineMetrics]], int | None],
     profiled_ms: Sequence[float | None],
+    flops: ModelFlops,
+    peak_flops: float | None,
     **given: Any,
 ) -> IterationMetrics:
     """Metrics of `plan` out of what each rank measured; `given` are the fields that the engine
@@ -178,6 +187,7 @@ def measure_iteration(
         for number, phase in enumerate(plan.in_turn)
     ]
     pipelines = tuple(pipeline for phase in phases for pipeline in phase)
+    tflops = flops.tflops(plan.lengths, iteration_ms, len(outcomes))
     measured_ms = sum(max(p.measured_ms for p in phase) for phase in phases)
     available_ms = measured_ms * len(outcomes)
     return IterationMetrics(
@@ -189,6 +199,8 @@ def measure_iteration(
         longest_tokens=max(plan.lengths),
         iteration_ms=iteration_ms,
         tokens_per_s=plan.num_tokens / iteration_ms * 1e3,
+        tflops_per_device=tflops,
+        mfu=tflops * 1e12 / peak_flops if peak_flops else nan,
         predicted_ms=plan.makespan_ms,
         measured_ms=measured_ms,
         prediction_error=measured_ms / plan.makespan_ms - 1 if plan.makespan_ms > 0 else nan,

@@ -76,6 +76,8 @@ class Hardware:
     inter_node_rate: float
     layer_overhead_ms: float
     collective_overhead_ms: float
+    peak_flops: float | None = None
+    """What the vendor states, dense and in 16 bit."""
 
     @classmethod
     def load(cls, name: str) -> Hardware:
@@ -101,6 +103,7 @@ class Hardware:
                 inter_node_rate=document["inter_node_bytes_per_s"] * reached["interconnect"],
                 layer_overhead_ms=float(document["layer_overhead_ms"]),
                 collective_overhead_ms=float(document["collective_overhead_ms"]),
+                peak_flops=float(document["peak_flops"]),
             )
             rates = (hardware.matmul_flops, hardware.attention_flops, hardware.memory_rate)
             interconnects = (hardware.intra_node_rate, hardware.inter_node_rate)
@@ -326,6 +329,7 @@ def predict_profile(
         "hardware": {
             "name": hardware.name,
             "devices_per_node": hardware.devices_per_node,
+            "peak_flops": hardware.peak_flops,
             "memory_bytes": hardware.memory_bytes,
             "reserved_bytes": hardware.memory_bytes // 16,
             "safety_margin_bytes": hardware.memory_bytes // 16,

@@ -342,7 +342,7 @@ def find_cluster(profile: Profile, num_devices: int, hardware: str | None = None
     try:
         latency = document["latency_s"]
         return Cluster(
-            shape=_model_shape(profile),
+            shape=model_shape(profile),
             hardware=Hardware.from_json(document, source=hardware or str(document["name"])),
             num_devices=num_devices,
             intra_node_latency_ms=1e3 * latency["intra_node"],
@@ -354,13 +354,13 @@ def find_cluster(profile: Profile, num_devices: int, hardware: str | None = None
         ) from error
 
 
-def _model_shape(profile: Profile) -> ModelShape:
+def model_shape(profile: Profile) -> ModelShape:
     """The decoder that `profile` belongs to; raises HydraConfigError naming the field that is
     missing.
     """
     model = profile.document["model"]
     names = ("num_layers", "hidden_size", "intermediate_size", "vocab_size")
-    missing = [name for name in names if name not in model]
+    missing = [name for name in names if model.get(name) is None]
     if missing:
         raise HydraConfigError(
             f"profile {profile.name!r}: model.{missing[0]} is missing, which the bytes of pull and push need; "

@@ -8,6 +8,7 @@ from typing import Any
 from ds_hydra.configs.files import check_count, find_file, read_json_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import Experts, Hardware, ModelShape, predict_profile
+from ds_hydra.strategy.cost_models.flops import ModelFlops
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.states import engine_states, expert_memory
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
@@ -23,6 +24,9 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 _NUM_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 """What families call these."""
+_UNGATED = ("gpt_neox", "gpt_neox_japanese", "gpt2", "gptj", "phi", "falcon", "bloom", "opt",
+            "starcoder2", "nemotron", "gpt_bigcode", "codegen", "mpt")  # fmt: skip
+"""Families whose MLPs have two matrices, where the shape counts three."""
 _ELEMENT_BYTES = 2
 
 
@@ -67,6 +71,7 @@ def estimate_from_config(
         context_length=context_length,
         expert_skew=expert_skew,
     )
+    document["model"]["flops"] = _count_flops(shape, config).to_json()
     document["model"]["num_attention_heads"] = heads
     document["model"]["num_key_value_heads"] = round(heads * shape.key_value_share)
     reached = described["efficiency"]
@@ -115,6 +120,16 @@ def describe_model(config: Mapping[str, Any], source: str) -> tuple[ModelShape, 
         experts=find_experts(config, counts["num_layers"], source),
     )
     return shape, heads
+
+
+def _count_flops(shape: ModelShape, config: Mapping[str, Any]) -> ModelFlops:
+    """FLOPs of the model, unknown where `shape` has not its parameters."""
+    family = config.get("model_type", "the model")
+    if config.get("kv_lora_rank"):
+        return ModelFlops(unknown=f"{family} has latent attention, whose parameters are estimated")
+    if family in _UNGATED:
+        return ModelFlops(unknown=f"{family} has MLPs without a gate, counted here with one")
+    return ModelFlops.of_shape(shape, config)
 
 
 def find_experts(config: Mapping[str, Any], num_layers: int, source: str) -> Experts | None:
