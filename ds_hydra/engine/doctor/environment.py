@@ -19,8 +19,9 @@ from deepspeed.accelerator import get_accelerator
 from ds_hydra.engine.doctor.findings import Finding, Status
 from ds_hydra.engine.model.attention import find_kernel
 from ds_hydra.engine.model.sequence_attention import attention_per_sequence
-from ds_hydra.engine.ranks.accelerator_settings import WANTED
+from ds_hydra.engine.ranks.accelerator_settings import find_overlap_problem
 from ds_hydra.engine.ranks.host_memory import available_bytes
+from ds_hydra.environment import WANTED
 from ds_hydra.strategy.compiled import HAS_NUMBA
 
 _PACKAGES = (
@@ -86,6 +87,21 @@ def compare_environments(environments: Sequence[Mapping[str, Any]]) -> Finding:
         advice="install the same packages, and export the same variables, on every host",
         figures={"rank_0": dict(first), "differing": differing},
     )
+
+
+def check_settings(device: torch.device) -> list[Finding]:
+    """Whether exchanges may run beside computation on this device; a CPU needs no settings."""
+    if device.type != "cuda":
+        return []
+    problem = find_overlap_problem(device)
+    found = Finding.judge(
+        "settings",
+        problem or "the device started with what exchanges beside computation need",
+        is_well=not problem,
+        advice="export them in what starts the ranks, as examples/launch does",
+        figures={name: os.environ.get(name) for name in WANTED},
+    )
+    return [found]
 
 
 def check_kernels(device: torch.device) -> list[Finding]:

@@ -21,7 +21,8 @@ from ds_hydra.engine.doctor import environment, links, measured, small_model
 from ds_hydra.engine.doctor.findings import Finding, Report, Status
 from ds_hydra.engine.doctor.vigil import Vigil
 from ds_hydra.engine.parallel.groups import GroupPool
-from ds_hydra.engine.profiling.profile_run import join_ranks
+from ds_hydra.engine.profiling.profile_run import join_ranks, use_device
+from ds_hydra.engine.ranks.accelerator_settings import can_overlap
 from ds_hydra.engine.ranks.agreement import broadcast_text
 from ds_hydra.engine.ranks.deepspeed_ops import leave_out_shared_memory
 from ds_hydra.engine.ranks.hosts import Hosts, find_hosts
@@ -76,6 +77,7 @@ class Examination:
         """
         transformers.logging.set_verbosity_error()
         leave_out_shared_memory()
+        use_device()  # first: what asks the device for anything starts it
         accelerator = get_accelerator()
         name = str(accelerator.device_name())
         if name == "cuda":
@@ -125,7 +127,8 @@ class Examination:
         here = len(hosts.ranks_beside(dist.get_rank()))
         with vigil.step("kernels and limits of the system"):
             self.findings += environment.check_kernels(device)
-            self._add_worst(device, environment.check_system(here))
+            mine = environment.check_settings(device) + environment.check_system(here)
+            self._add_worst(device, mine)
         groups = GroupPool(1, device)
         with vigil.step("connecting all ranks"):
             everyone = tuple(range(dist.get_world_size()))
@@ -184,21 +187,23 @@ class Examination:
         with vigil.step("one process alone"):
             model = small_model.SmallModel(device)
         strategies = small_model.pick_strategies(dist.get_world_size())
-        for overlap in (False, True):
+        with vigil.step("settings of the device"):
+            ways = (False, True) if can_overlap(device) else (False,)
+        for overlap in ways:
             name = "exchanges beside computation" if overlap else "exchanges alone"
             with vigil.step(f"connecting groups, {name}"):
                 propagator = small_model.open_propagator(model, strategies, overlap=overlap)
             self.findings.append(
                 small_model.check_parity(model, propagator, vigil, name, strategies)
             )
-            if overlap:
+            if overlap is ways[-1]:
                 with vigil.step("time that is left"):
                     left_s = self._left_s(propagator.max_over_ranks)
                 self.findings.append(
                     small_model.check_hangs(model, propagator, vigil, left_s, name)
                 )
             propagator.close()
-        self.findings.append(small_model.check_streams(model, vigil))
+        self.findings.append(small_model.check_streams(model, vigil, overlap=ways[-1]))
 
     def _left_s(self, max_over_ranks: Callable[[float], float]) -> float:
         gone = max_over_ranks(time.monotonic() - self.begin)
