@@ -10,13 +10,15 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
+from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.doctor import environment, links, measured, small_model
 from ds_hydra.engine.doctor.findings import Finding, Report, Status
 from ds_hydra.engine.doctor.vigil import Vigil
@@ -36,11 +38,12 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """`device`: name or file of a hardware description. `seconds`: for all checks. `limit_s`: a
-    step that takes longer hangs.
+    """`device`: name or file of a hardware description. `config`: the DeepSpeed JSON that will
+    train. `seconds`: for all checks. `limit_s`: a step that takes longer hangs.
     """
 
     device: str | None = None
+    config: Path | None = None
     seconds: float = 180.0
     limit_s: float = 60.0
 
@@ -69,6 +72,7 @@ class Examination:
     on_hang: Callable[[Report | None], None]
     findings: list[Finding] = field(default_factory=list)
     begin: float = field(default_factory=time.monotonic)
+    _ds_config: dict[str, Any] = field(default_factory=dict)
 
     @_errors_alone()
     def run(self) -> Report:
@@ -77,6 +81,8 @@ class Examination:
         """
         transformers.logging.set_verbosity_error()
         leave_out_shared_memory()
+        if self.request.config is not None:
+            self._ds_config = read_json_object(self.request.config)
         use_device()  # first: what asks the device for anything starts it
         accelerator = get_accelerator()
         name = str(accelerator.device_name())
@@ -128,6 +134,7 @@ class Examination:
         with vigil.step("kernels and limits of the system"):
             self.findings += environment.check_kernels(device)
             mine = environment.check_settings(device) + environment.check_system(here)
+            mine += environment.check_compiler(device, self._ds_config)
             self._add_worst(device, mine)
         groups = GroupPool(1, device)
         with vigil.step("connecting all ranks"):
