@@ -73,7 +73,10 @@ def start(
     engine, *_ = ds_hydra.initialize(
         model=LlamaForCausalLM(config),
         config={
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+            "optimizer": {
+                "type": "AdamW",
+                "params": {"lr": 1e-4, "torch_adam": True, "fused": True},
+            },
             "zero_optimization": {"stage": 3},
             "bf16": {"enabled": dtype == "bf16"},
             "steps_per_print": 10**6,

@@ -87,7 +87,7 @@ def ds_config(*, accumulation: int = 1, **sections: Any) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 1e-4, "weight_decay": 0.01, "torch_adam": True},
+            "params": {"lr": 1e-4, "weight_decay": 0.01, "torch_adam": True, "fused": True},
         },
         **sections,
     }

@@ -2,7 +2,10 @@
 
 import sys
 
+from ds_hydra import environment as _environment
 from ds_hydra.version import __version__
+
+_environment.prepare()  # scripts, accelerate and DeepSpeed use the device before they ask for an engine
 
 if "deepspeed" in sys.modules:
     # Before deepspeed.init_distributed(), see [Note: No shared memory].

@@ -38,7 +38,7 @@ def ds_config(*, hydra: dict[str, Any] | None = None, **sections: Any) -> dict[s
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)
+    return torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01, fused=True)
 
 
 def start_hydra(

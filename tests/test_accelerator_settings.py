@@ -1,21 +1,64 @@
-"""What is set for CUDA, torch's allocator and NCCL before they start."""
+"""What is set for CUDA, torch's allocator and NCCL before they start, and what is off where it was
+not.
+"""
 
+import logging
 import os
+import subprocess
+import sys
 
 import deepspeed
 import pytest
 import torch
 
-from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.configs.hydra_config import HydraConfig, LinkConfig
 from ds_hydra.engine import hydra_engine_class
-from ds_hydra.engine.ranks.accelerator_settings import WANTED, set_accelerator_environment
+from ds_hydra.engine.doctor.environment import check_settings
+from ds_hydra.engine.ranks import accelerator_settings
+from ds_hydra.engine.ranks.accelerator_settings import can_overlap, overlap_where_safe
+from ds_hydra.environment import WANTED, missing_for_overlap, set_accelerator_environment
 from ds_hydra.errors import HydraConfigError
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def nothing_chosen(monkeypatch):
+    for name in WANTED:
+        monkeypatch.setenv(name, "gone")  # so that what was there is back after the test
+        monkeypatch.delenv(name)
+
+
+def run(code, **environment):
+    kept = {name: value for name, value in os.environ.items() if name not in WANTED}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=kept | environment, text=True, capture_output=True
+    )
+
+
+def test_importing_sets_what_nobody_chose_without_torch():
+    code = (
+        "import os, sys, ds_hydra; print('torch' in sys.modules, "
+        f"*[os.environ.get(name) for name in {list(WANTED)}])"
+    )
+    assert run(code).stdout.split() == ["False", *WANTED.values()]
+    assert run(code, CUDA_MODULE_LOADING="LAZY").stdout.split()[2] == "LAZY"
+
+
+def test_importing_after_the_device_has_started_pretends_nothing():
+    code = (
+        "import os, sys, types; sys.modules['torch'] = t = types.ModuleType('torch')\n"
+        "t.cuda = types.SimpleNamespace(is_initialized=lambda: True)\n"
+        f"import ds_hydra; print(*[os.environ.get(name) for name in {list(WANTED)}])"
+    )
+    assert run(code).stdout.split() == ["None"] * 3
 
 
 def test_what_nobody_chose_is_set():
     environment = {"PATH": "/bin"}
     assert set_accelerator_environment(environment, is_started=False) == []
     assert environment == {"PATH": "/bin", **WANTED}
+    assert missing_for_overlap(environment) == []
 
 
 @pytest.mark.parametrize("name", [*WANTED, "PYTORCH_CUDA_ALLOC_CONF"])
@@ -33,17 +76,19 @@ def test_a_device_that_has_started_is_named_with_what_it_lacks():
     assert environment == {"CUDA_MODULE_LOADING": "LAZY"}
 
 
-def test_one_hardware_queue_is_refused():
+def test_one_hardware_queue_is_refused(monkeypatch):
+    monkeypatch.setattr(
+        type(deepspeed.accelerator.get_accelerator()), "device_name", lambda *_: "cuda"
+    )
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(HydraConfigError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1"):
-        set_accelerator_environment({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, is_started=False)
+        accelerator_settings.prepare_accelerator()
 
 
 @pytest.mark.parametrize(("device", "is_set"), [("cuda", True), ("cpu", False)])
-def test_engines_on_cuda_devices_alone_are_started_with_it(monkeypatch, device, is_set):
-    for name in WANTED:
-        monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv(name, "gone")  # so that it is removed again after the test
-        monkeypatch.delenv(name)
+def test_engines_on_cuda_devices_alone_are_started_with_it(
+    monkeypatch, nothing_chosen, device, is_set
+):
     monkeypatch.setattr(
         type(deepspeed.accelerator.get_accelerator()), "device_name", lambda *_: device
     )
@@ -51,3 +96,39 @@ def test_engines_on_cuda_devices_alone_are_started_with_it(monkeypatch, device, 
     config = HydraConfig(context_length=64, tokens_per_iteration=64)
     with hydra_engine_class(config):
         assert ("CUDA_MODULE_LOADING" in os.environ) is is_set
+
+
+def test_overlap_is_off_with_one_warning_where_any_rank_was_late(
+    monkeypatch, nothing_chosen, caplog
+):
+    problems = [[[0], [1]], [[0], [0]], [[1], [1]]]
+    monkeypatch.setattr(
+        accelerator_settings, "gather_rows", lambda mine: torch.tensor(problems.pop(0))
+    )
+    monkeypatch.setattr(accelerator_settings, "to_device", lambda tensor, _: tensor)
+    monkeypatch.setattr(accelerator_settings.dist, "get_rank", lambda: 0)
+    config = HydraConfig(
+        context_length=64, tokens_per_iteration=64, link=LinkConfig(routes="direct")
+    )
+    logging.getLogger("ds_hydra").propagate = True
+    with caplog.at_level(logging.WARNING, "ds_hydra"):
+        changed = overlap_where_safe(config, CUDA)
+        assert (changed.link.overlap, changed.link.routes) == (False, "direct")
+        assert overlap_where_safe(config, CUDA) == config
+        assert caplog.messages == []  # rank 1 has warned
+        assert not can_overlap(CUDA)
+    (warning,) = caplog.messages
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=(not set)" in warning
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER" in warning
+    os.environ.update(WANTED)
+    assert accelerator_settings.find_overlap_problem(CUDA) == ""
+    assert overlap_where_safe(config, torch.device("cpu")) is config  # no ranks asked
+
+
+def test_the_doctor_tells_of_settings_that_came_too_late(nothing_chosen):
+    assert check_settings(torch.device("cpu")) == []
+    (late,) = check_settings(CUDA)
+    assert late.status.value == "warning"
+    assert "export CUDA_DEVICE_MAX_CONNECTIONS=32" in late.text
+    os.environ.update(WANTED)
+    assert check_settings(CUDA)[0].status.value == "ok"

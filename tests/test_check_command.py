@@ -16,6 +16,7 @@ from ds_hydra.configs import find_file, list_files, load_model_preset
 from ds_hydra.engine.checks.config_check import check_config
 from ds_hydra.engine.checks.report import CheckRequest
 from ds_hydra.engine.model import attention
+from ds_hydra.engine.ranks.deepspeed_ops import compiles_adam
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 BASE = {
@@ -201,6 +202,16 @@ def test_softcapped_attention_is_refused_on_gpus_as_by_the_engine(tmp_path, dtyp
     assert ("attn_logit_softcapping" in warnings(lambda: None)) == (dtype == "fp32")
 
 
+def test_the_compiler_of_deepspeeds_own_optimizer_is_told():
+    said = "an nvcc of torch's CUDA on every host"
+    assert said in " ".join(check_config(CheckRequest(config=BASE, num_devices=8)).assumed)
+    params = {"lr": 3e-4, "torch_adam": True, "fused": True}
+    config = changed(optimizer={"params": params})
+    report = check_config(CheckRequest(config=config, num_devices=8))
+    assert report.problems == []
+    assert said not in " ".join(report.assumed)
+
+
 def test_auto_values_are_for_the_trainer_and_no_problem():
     report = check_config(
         CheckRequest(
@@ -319,6 +330,8 @@ def test_init_writes_what_check_accepts(tmp_path, model, devices):
     assert config["hydra"]["profile"] == f"a800_{model}"
     assert config["hydra"]["tokens_per_iteration"] == max(100_000 * devices // 64, 4 * 32768)
     assert problems_of(out, model=model, num_devices=devices) == []
+    assert not compiles_adam(config)
+    assert config["optimizer"]["params"]["fused"]
     reasons = (tmp_path / "ds_config.md").read_text()
     for key in ("hydra.context_length", "hydra.profile", "optimizer.params", "hydra.over_length"):
         assert f"| `{key}` |" in reasons

@@ -121,6 +121,22 @@ def test_versions_of_ranks_are_compared():
     assert "torch: 2.12.0 and 2.13.0" in other.text
 
 
+def test_a_compiler_is_asked_for_where_the_optimizer_needs_one(monkeypatch):
+    def check(device="cuda", **params):
+        config = {"optimizer": {"type": "AdamW", "params": params}}
+        return environment.check_compiler(torch.device(device), config)
+
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    monkeypatch.setattr(environment.cpp_extension, "CUDA_HOME", None)
+    (missing,) = check(lr=1e-3)
+    assert missing.status is Status.PROBLEM
+    assert '"torch_adam": true' in missing.advice
+    assert check(lr=1e-3, torch_adam=True, fused=True) == check("cpu", lr=1e-3) == []
+    assert environment.check_compiler(torch.device("cuda"), {}) == []
+    monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/local/cuda/bin/nvcc")
+    assert check(lr=1e-3)[0].status is Status.OK
+
+
 def test_hardware_is_found_by_the_device():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert links.find_hardware(None, cuda, "NVIDIA A800-SXM4-80GB").name == "A800-80GB"
@@ -152,6 +168,7 @@ def test_table_says_what_to_do():
     ("arguments", "environment_of_rank", "message"),
     [
         (["--device", "a900"], {}, "a900"),
+        (["--config", "missing.json"], {}, "missing.json"),
         (["--out", "missing/doctor.json"], {}, "whose folder does not exist"),
         ([], {"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not: start with deepspeed"),
     ],

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 from deepspeed.launcher.runner import fetch_hostfile
+
+from ds_hydra.environment import WANTED
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "examples" / "launch"
@@ -57,6 +60,29 @@ def test_scripts_check_the_configuration_for_the_ranks_they_start():
 def test_the_hostfile_is_read_by_deepspeed_and_has_the_ranks_of_its_script():
     slots = fetch_hostfile(str(LAUNCH / "hostfile"))
     assert sum(slots.values()) == configuration_of((LAUNCH / "several_nodes.sh").read_text())[1]
+
+
+def settings_of(path):
+    """Variables that a launch file gives to every rank."""
+    text = path.read_text()
+    if path.suffix == ".yaml":
+        (job,) = yaml.safe_load_all(text)
+        found = [
+            f"{variable['name']}={variable['value']}"
+            for _, container in containers(job)
+            for variable in container.get("env", [])
+        ]
+        found += re.findall(r"- -x\n +- (\S+)", text)
+    else:
+        found = [w for line in text.splitlines() if "export" in line for w in shlex.split(line)]
+        named = re.search(r"DS_ENV_FILE:-(\S+)}", text)
+        found += (ROOT / named[1]).read_text().splitlines() if named else []
+    return set(found)
+
+
+@pytest.mark.parametrize("path", [*SCRIPTS, *JOBS], ids=lambda path: path.name)
+def test_every_rank_gets_the_settings_of_cuda(path):
+    assert {f"{name}={value}" for name, value in WANTED.items()} <= settings_of(path)
 
 
 def containers(job):

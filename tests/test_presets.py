@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_hydra.configs import find_file, list_files, load_model_preset, read_ds_config
 from ds_hydra.engine.checks.config_check import CheckRequest, check_config
+from ds_hydra.engine.ranks.deepspeed_ops import compiles_adam
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme
 
@@ -81,6 +82,17 @@ def test_shipped_files_are_package_data():
     patterns = setup["options.package_data"]["ds_hydra"].split()
     shipped = {path for pattern in patterns for path in (root / "ds_hydra").glob(pattern)}
     assert set((root / "ds_hydra").rglob("*.json")) <= shipped
+
+
+def test_what_is_handed_out_needs_no_compiler_of_cuda():
+    root = Path(__file__).parents[1]
+    configs = [*(root / "ds_hydra/configs/deepspeed").glob("*.json")]
+    configs += (root / "examples").glob("*/ds_config.json")
+    assert len(configs) > 12
+    for path in configs:
+        config = json.loads(path.read_text())
+        assert not compiles_adam(config), path
+        assert "optimizer" not in config or config["optimizer"]["params"]["fused"], path
 
 
 @pytest.mark.parametrize(

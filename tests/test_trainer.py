@@ -142,7 +142,7 @@ def side_by_side(folder):
     scheduler = {
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True},
+            "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True, "fused": True},
         },
         "scheduler": {
             "type": "WarmupDecayLR",

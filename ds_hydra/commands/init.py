@@ -157,10 +157,20 @@ def _deepspeed_part(model: str, device: str, reasons: dict[str, str]) -> dict[st
     learning_rate = 1.5e-4 if is_large else 3e-4
     config["optimizer"] = {
         "type": "AdamW",
-        "params": {"lr": learning_rate, "betas": [0.9, 0.95], "eps": 1e-5, "weight_decay": 0.1},
+        "params": {
+            "lr": learning_rate,
+            "betas": [0.9, 0.95],
+            "eps": 1e-5,
+            "weight_decay": 0.1,
+            "torch_adam": True,
+            "fused": True,
+        },
     }
     reasons["optimizer.params"] = (
         f"LLaMA 2's pre-training of {'33B and more' if is_large else '7B and 13B'}; fine-tuning wants a lower lr"
+    )
+    reasons["optimizer.params.torch_adam"] = (
+        "torch's fused AdamW: one kernel, and no compiler on the host, which DeepSpeed's own wants at the first start"
     )
     config["scheduler"] = {
         "type": "WarmupCosineLR",

@@ -35,6 +35,7 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.engine.propagation import Propagator, RankOutcome
+from ds_hydra.engine.ranks.accelerator_settings import overlap_where_safe
 from ds_hydra.engine.ranks.agreement import (
     gather_rows,
     raise_together,
@@ -77,7 +78,7 @@ class HydraRuntime:
         device: torch.device,
         memory: MemoryWatch | None = None,
     ):
-        self.config = config
+        self.config = config = overlap_where_safe(config, device)
         self.stage_model = stage_model
         stage_model.to_device(device)
         self._device = device

@@ -23,7 +23,7 @@ model = LlamaForCausalLM(
 )
 config = {
     "train_micro_batch_size_per_gpu": 4,
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True, "fused": True}},
     "zero_optimization": {"stage": 3},
 }
 

@@ -3,6 +3,9 @@
 #   examples/launch/one_node.sh [deepspeed|torchrun|accelerate] [more arguments of the example]
 set -euo pipefail
 
+# What exchanges beside computation need of CUDA; it is read when a device is used first.
+export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER PYTORCH_ALLOC_CONF=expandable_segments:True
+
 launcher=${1:-deepspeed}
 [ $# -eq 0 ] || shift
 config=ds_hydra/configs/deepspeed/llama2_7b_8gpus.json

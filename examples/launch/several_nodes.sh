@@ -5,6 +5,9 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 config=ds_hydra/configs/deepspeed/llama2_7b_16gpus.json
+# What exchanges beside computation need of CUDA; it is read when a device is used first.
+# DeepSpeed gives it to every rank.
+export DS_ENV_FILE=${DS_ENV_FILE:-examples/launch/cuda.env}
 export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-eth0} # the interface that reaches the other nodes
 
 ds-hydra check "$config" --model llama2_7b --devices 16

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from ds_hydra.configs.ds_config import FILL_INS, find_auto_keys, find_key
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
+from ds_hydra.engine.ranks.deepspeed_ops import NO_COMPILER, compiles_adam
 
 _SECTION_OF = {
     "DeepSpeedZeroConfig": "zero_optimization",
@@ -177,6 +178,11 @@ def check_deepspeed(
     if "optimizer" not in ds_config:
         report.assumed.append(
             "the JSON has no optimizer; pass one to initialize, or TrainingArguments do"
+        )
+    elif request.device != "cpu" and compiles_adam(ds_config):
+        report.assumed.append(
+            "on GPUs, an nvcc of torch's CUDA on every host, which DeepSpeed compiles its FusedAdam with at the "
+            f"first start; without one {NO_COMPILER}"
         )
     if dtype_of(ds_config) == torch.float32:
         report.warnings.append(

@@ -15,12 +15,15 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.utils import cpp_extension
 
 from ds_hydra.engine.doctor.findings import Finding, Status
 from ds_hydra.engine.model.attention import find_kernel
 from ds_hydra.engine.model.sequence_attention import attention_per_sequence
-from ds_hydra.engine.ranks.accelerator_settings import WANTED
+from ds_hydra.engine.ranks.accelerator_settings import find_overlap_problem
+from ds_hydra.engine.ranks.deepspeed_ops import NO_COMPILER, compiles_adam
 from ds_hydra.engine.ranks.host_memory import available_bytes
+from ds_hydra.environment import WANTED
 from ds_hydra.strategy.compiled import HAS_NUMBA
 
 _PACKAGES = (
@@ -86,6 +89,41 @@ def compare_environments(environments: Sequence[Mapping[str, Any]]) -> Finding:
         advice="install the same packages, and export the same variables, on every host",
         figures={"rank_0": dict(first), "differing": differing},
     )
+
+
+def check_settings(device: torch.device) -> list[Finding]:
+    """Whether exchanges may run beside computation on this device; a CPU needs no settings."""
+    if device.type != "cuda":
+        return []
+    problem = find_overlap_problem(device)
+    found = Finding.judge(
+        "settings",
+        problem or "the device started with what exchanges beside computation need",
+        is_well=not problem,
+        advice="export them in what starts the ranks, as examples/launch does",
+        figures={name: os.environ.get(name) for name in WANTED},
+    )
+    return [found]
+
+
+def check_compiler(device: torch.device, ds_config: Mapping[str, Any]) -> list[Finding]:
+    """Whether DeepSpeed can build the optimizer of `ds_config` for GPUs here; nothing where it
+    builds none.
+    """
+    if device.type != "cuda" or not compiles_adam(ds_config):
+        return []
+    nvcc = shutil.which("nvcc") or (cpp_extension.CUDA_HOME or "")
+    found = Finding.judge(
+        "compiler",
+        f"DeepSpeed builds FusedAdam with {nvcc} at the first start"
+        if nvcc
+        else "there is no nvcc, which DeepSpeed builds FusedAdam with at the first start",
+        is_well=bool(nvcc),
+        otherwise=Status.PROBLEM,
+        advice=NO_COMPILER,
+        figures={"nvcc": nvcc},
+    )
+    return [found]
 
 
 def check_kernels(device: torch.device) -> list[Finding]:

@@ -10,18 +10,21 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
+from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.doctor import environment, links, measured, small_model
 from ds_hydra.engine.doctor.findings import Finding, Report, Status
 from ds_hydra.engine.doctor.vigil import Vigil
 from ds_hydra.engine.parallel.groups import GroupPool
-from ds_hydra.engine.profiling.profile_run import join_ranks
+from ds_hydra.engine.profiling.profile_run import join_ranks, use_device
+from ds_hydra.engine.ranks.accelerator_settings import can_overlap
 from ds_hydra.engine.ranks.agreement import broadcast_text
 from ds_hydra.engine.ranks.deepspeed_ops import leave_out_shared_memory
 from ds_hydra.engine.ranks.hosts import Hosts, find_hosts
@@ -35,11 +38,12 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """`device`: name or file of a hardware description. `seconds`: for all checks. `limit_s`: a
-    step that takes longer hangs.
+    """`device`: name or file of a hardware description. `config`: the DeepSpeed JSON that will
+    train. `seconds`: for all checks. `limit_s`: a step that takes longer hangs.
     """
 
     device: str | None = None
+    config: Path | None = None
     seconds: float = 180.0
     limit_s: float = 60.0
 
@@ -68,6 +72,7 @@ class Examination:
     on_hang: Callable[[Report | None], None]
     findings: list[Finding] = field(default_factory=list)
     begin: float = field(default_factory=time.monotonic)
+    _ds_config: dict[str, Any] = field(default_factory=dict)
 
     @_errors_alone()
     def run(self) -> Report:
@@ -76,6 +81,9 @@ class Examination:
         """
         transformers.logging.set_verbosity_error()
         leave_out_shared_memory()
+        if self.request.config is not None:
+            self._ds_config = read_json_object(self.request.config)
+        use_device()  # first: what asks the device for anything starts it
         accelerator = get_accelerator()
         name = str(accelerator.device_name())
         if name == "cuda":
@@ -125,7 +133,9 @@ class Examination:
         here = len(hosts.ranks_beside(dist.get_rank()))
         with vigil.step("kernels and limits of the system"):
             self.findings += environment.check_kernels(device)
-            self._add_worst(device, environment.check_system(here))
+            mine = environment.check_settings(device) + environment.check_system(here)
+            mine += environment.check_compiler(device, self._ds_config)
+            self._add_worst(device, mine)
         groups = GroupPool(1, device)
         with vigil.step("connecting all ranks"):
             everyone = tuple(range(dist.get_world_size()))
@@ -184,21 +194,23 @@ class Examination:
         with vigil.step("one process alone"):
             model = small_model.SmallModel(device)
         strategies = small_model.pick_strategies(dist.get_world_size())
-        for overlap in (False, True):
+        with vigil.step("settings of the device"):
+            ways = (False, True) if can_overlap(device) else (False,)
+        for overlap in ways:
             name = "exchanges beside computation" if overlap else "exchanges alone"
             with vigil.step(f"connecting groups, {name}"):
                 propagator = small_model.open_propagator(model, strategies, overlap=overlap)
             self.findings.append(
                 small_model.check_parity(model, propagator, vigil, name, strategies)
             )
-            if overlap:
+            if overlap is ways[-1]:
                 with vigil.step("time that is left"):
                     left_s = self._left_s(propagator.max_over_ranks)
                 self.findings.append(
                     small_model.check_hangs(model, propagator, vigil, left_s, name)
                 )
             propagator.close()
-        self.findings.append(small_model.check_streams(model, vigil))
+        self.findings.append(small_model.check_streams(model, vigil, overlap=ways[-1]))
 
     def _left_s(self, max_over_ranks: Callable[[float], float]) -> float:
         gone = max_over_ranks(time.monotonic() - self.begin)

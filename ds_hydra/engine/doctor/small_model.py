@@ -170,13 +170,13 @@ def open_propagator(
     return propagator
 
 
-def check_streams(model: SmallModel, vigil: Vigil) -> Finding:
+def check_streams(model: SmallModel, vigil: Vigil, *, overlap: bool) -> Finding:
     """Gradients where all layers stream from a home. Collective over all ranks."""
     streamed = Strategy((Scheme(tp=1, pp=1, stream=ALL_LAYERS),) * dist.get_world_size())
     name, check = "from a home", "streamed layers"
     try:
         with vigil.step("opening a home"):
-            propagator = open_propagator(model, [streamed], overlap=True)
+            propagator = open_propagator(model, [streamed], overlap=overlap)
     except HydraConfigError as error:
         advice = "leave stream out of hydra.strategies here"
         return Finding(check=check, status=Status.WARNING, text=str(error), advice=advice)

@@ -31,7 +31,7 @@ from ds_hydra.engine.profiling.rehearsal import side_by_side
 from ds_hydra.engine.profiling.memory_trace import check_slices
 from ds_hydra.engine.profiling.slice_profiler import profile_slices
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.ranks.accelerator_settings import prepare_accelerator
+from ds_hydra.engine.ranks.accelerator_settings import overlap_where_safe, prepare_accelerator
 from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
@@ -62,21 +62,26 @@ class ProfileRequest:
     topology: Topology | None = None
 
 
+def use_device() -> None:
+    """Begin to use this rank's device, under the settings of training. Not collective."""
+    prepare_accelerator()
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+
+
 def join_ranks(timeout: datetime.timedelta = default_pg_timeout) -> torch.device:
     """This rank's device, after joining the ranks that a launcher has started; alone where none
     has.
     """
-    accelerator = get_accelerator()
-    prepare_accelerator()
+    use_device()
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         # Port 0: whichever is free when the store starts to listen, which nobody else has to know.
         os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
-    if accelerator.device_name() != "cpu":
-        accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         deepspeed.init_distributed(timeout=timeout)
-    return torch.device(accelerator.current_device_name())
+    return torch.device(get_accelerator().current_device_name())
 
 
 def run_profile(
@@ -126,9 +131,14 @@ def _profile_ranks(
     strategies = [Strategy((scheme,) * (num_ranks // scheme.num_devices)) for scheme in schemes]
     strategies += side_by_side(schemes, num_ranks)
     config = config.model_copy(update={"tokens_per_iteration": num_ranks * config.context_length})
+    config = overlap_where_safe(config, device)
     num_groups = count_groups(strategies) + LINK_GROUPS
     propagator = Propagator(
-        stage_model, device=device, max_groups=num_groups, max_groups_of_rank=num_groups
+        stage_model,
+        device=device,
+        max_groups=num_groups,
+        max_groups_of_rank=num_groups,
+        link_config=config.link,
     )
     try:
         document = measure_profile(propagator, strategies, config, known)

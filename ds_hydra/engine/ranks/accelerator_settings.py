@@ -1,63 +1,76 @@
-"""Settings that CUDA, its allocator and NCCL read from the environment when they start."""
+"""Whether the settings of `ds_hydra.environment` were in force when the device started, and what is
+off where they were not.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import MutableMapping
 
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.ranks.agreement import gather_rows
+from ds_hydra.engine.ranks.host_memory import to_device
+from ds_hydra.environment import (
+    is_device_started,
+    missing_for_overlap,
+    set_accelerator_environment,
+)
 from ds_hydra.errors import HydraConfigError
 
 logger = logging.getLogger(__name__)
 
-WANTED = {
-    # Kernels of the link's stream and of communicators queue behind computation with fewer.
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # A kernel that is loaded at its first launch waits for those that run, collectives among them.
-    "CUDA_MODULE_LOADING": "EAGER",
-    # Slices and micro-batches have other sizes in every iteration.
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-}
-"""What is set where the user has not chosen. Nobody has measured it with ds_hydra: the first is the
-number of hardware queues, the others follow from the documentation of CUDA and torch."""
 
-_OLD_NAMES = {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF",)}
-
-
-def set_accelerator_environment(
-    environment: MutableMapping[str, str], *, is_started: bool
-) -> list[str]:
-    """Set `WANTED` in `environment` where nothing is chosen; returns what comes too late because
-    the device has been used already (`is_started`), one `NAME=value` each. Not collective.
+def prepare_accelerator() -> None:
+    """Settings of CUDA for this process, before its first use. Not collective.
 
     Raises HydraConfigError for CUDA_DEVICE_MAX_CONNECTIONS=1, as Megatron-LM wants it: with one
     queue a kernel of a collective holds up the computation that another rank waits for.
     """
-    if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+    if get_accelerator().device_name() != "cuda":
+        return
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise HydraConfigError(
             "CUDA_DEVICE_MAX_CONNECTIONS is 1, which lets collectives of several threads wait for each other for "
             "ever; unset it, or set it to 32"
         )
-    late = []
-    for name, value in WANTED.items():
-        if any(key in environment for key in (name, *_OLD_NAMES.get(name, ()))):
-            continue
-        if is_started:
-            late.append(f"{name}={value}")
-        else:
-            environment[name] = value
-    return late
+    set_accelerator_environment(os.environ, is_started=is_device_started())
 
 
-def prepare_accelerator() -> None:
-    """Settings of CUDA for this process, before its first use; says what comes too late. Not
-    collective. Raises HydraConfigError as `set_accelerator_environment`.
+def find_overlap_problem(device: torch.device) -> str:
+    """Why exchanges beside computation could hang on the CUDA device of this process; "" where they
+    could not.
     """
-    if get_accelerator().device_name() != "cuda":
-        return
-    late = set_accelerator_environment(os.environ, is_started=torch.cuda.is_initialized())
-    if late:
-        logger.warning("the device was used before ds_hydra; start with %s", " ".join(late))
+    missing = missing_for_overlap(os.environ) if device.type == "cuda" else []
+    if not missing:
+        return ""
+    names = (setting.partition("=")[0] for setting in missing)
+    chosen = ", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in names)
+    return (
+        f"the device started with {chosen}, with which exchanges beside computation can hang, so link.overlap is off; "
+        f"export {' '.join(missing)} in what starts the ranks, or import ds_hydra before the device is used first"
+    )
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether exchanges may run beside computation: the settings were in force on all ranks. Warns
+    where they were not. Collective over all ranks.
+    """
+    if device.type != "cuda":
+        return True
+    problem = find_overlap_problem(device)
+    rows = gather_rows(to_device(torch.tensor([bool(problem)]).long(), device)).flatten().tolist()
+    if any(rows) and dist.get_rank() == rows.index(1):
+        logger.warning("rank %d: %s", dist.get_rank(), problem)
+    return not any(rows)
+
+
+def overlap_where_safe(config: HydraConfig, device: torch.device) -> HydraConfig:
+    """`config`, with `link.overlap` off where `can_overlap` says no. Collective over all ranks."""
+    if not config.link.overlap or can_overlap(device):
+        return config
+    link = config.link.model_copy(update={"overlap": False})
+    return config.model_copy(update={"link": link})

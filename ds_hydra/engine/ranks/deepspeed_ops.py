@@ -14,13 +14,19 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from deepspeed.git_version_info import installed_ops
 from torch.utils import cpp_extension
 
+from ds_hydra.configs.ds_config import find_key
+
 logger = logging.getLogger(__name__)
+
+NO_COMPILER = 'set "torch_adam": true, "fused": true in optimizer.params for torch\'s fused AdamW'
+"""What needs no nvcc."""
 
 QUIET_S = 120.0
 """A lock counts as left behind when its folder has not changed for so long, which no compiler needs
@@ -34,6 +40,19 @@ def leave_out_shared_memory() -> None:
     # As an attribute of deepspeed.comm, "torch" is torch itself.
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     backend.build_shm_op = lambda: None
+
+
+def compiles_adam(ds_config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed, as it is installed here, builds its FusedAdam with nvcc for `ds_config` at
+    the first start of an engine on GPUs.
+    """
+    offload = find_key(ds_config, "zero_optimization.offload_optimizer.device")
+    return (
+        str(find_key(ds_config, "optimizer.type")).lower() in ("adam", "adamw")
+        and not find_key(ds_config, "optimizer.params.torch_adam")
+        and offload in (None, "none")
+        and not installed_ops.get("fused_adam")
+    )
 
 
 def clear_up(is_first: bool) -> None:
