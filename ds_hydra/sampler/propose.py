@@ -16,7 +16,13 @@ import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.propose_phases import Phases, PhaseSettings, propose_phases
+from ds_hydra.sampler.propose_phases import (
+    Phases,
+    PhaseSettings,
+    groups_of_gathered,
+    phases_ms,
+    propose_phases,
+)
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.sampler.trial import DEFAULT_PRUNING, Progress, PruningSettings, Trial, sample_batches
 from ds_hydra.strategy.cost_models.cluster import Cluster
@@ -255,8 +261,8 @@ def propose_among(
         plain = chosen if each == "plain" else plain
     gathered = profile if gathered is None else gathered
 
-    def propose(beside: Sequence[Strategy], known_ms: FloatArray) -> Phases:
-        phases = PhaseSettings(
+    def settings(beside: Sequence[Strategy]) -> PhaseSettings:
+        return PhaseSettings(
             num_devices=num_devices,
             planner=pruning.planner,
             links_of=pruning.links_of,
@@ -264,15 +270,23 @@ def propose_among(
             tolerance=pruning.tolerance,
             can_run=can_run,
         )
-        return propose_phases(gathered, batches, known_ms, phases)
+
+    def propose(beside: Sequence[Strategy], known_ms: FloatArray) -> Phases:
+        return propose_phases(gathered, batches, known_ms, settings(beside))
 
     known_ms = np.min([table[strategy] for strategy in chosen], axis=0)
     palette, times_ms, are_refused = propose(chosen, known_ms)
-    if are_refused and not palette and len(chosen) > len(staying):
+    if are_refused and len(chosen) > len(staying):
         instead = _instead(staying, table, propose, pruning)
-        if instead.times_ms.mean() < known_ms.mean():
+        if instead.times_ms.mean() < times_ms.mean():
             chosen, palette, times_ms = instead
             known_ms = np.min([table[strategy] for strategy in chosen], axis=0)
+    beside = settings(chosen)
+    if more := groups_of_gathered(chosen, palette, num_devices, beside.fits):
+        palette = (*palette, *more)
+        used = {scheme for strategy in (*chosen, *palette) for scheme in strategy.schemes}
+        known = gathered.with_entries(profile, used)
+        times_ms = phases_ms(batches, times_ms, (*chosen, *palette), known, beside)
     found = _describe(trial, proposed, table, chosen, plain, space, tokens)
     if not palette:
         return found
