@@ -215,3 +215,14 @@ def test_groups_of_gathered_schemes_by_hand():
     assert groups_of_gathered(chosen, (), 8, lambda more: wanted[0] not in more) == (wanted[1],)
     assert groups_of_gathered(chosen, (), 8, lambda _: False) == ()
     assert groups_of_gathered([*chosen, *wanted], (), 8, lambda _: True) == ()
+
+
+def test_streamed_schemes_of_candidates_are_there_on_all_ranks():
+    """LLaMA 7B on 8 A800, CommonCrawl: a mini-batch of four long sequences wants two of a group
+    that sampled mini-batches need once.
+    """
+    found = candidates_of_case("paper/commoncrawl-7b-8gpu-f3", num_batches=8).strategies
+    streamed = {s for strategy in found for s in strategy.schemes if s.streams_all}
+    assert any(scheme.num_devices > 1 for scheme in streamed)
+    for scheme in streamed:
+        assert Strategy((scheme,) * (8 // scheme.num_devices)) in found, str(scheme)
