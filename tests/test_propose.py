@@ -4,6 +4,8 @@ bounded.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from reference import make_batch, make_profile
@@ -13,6 +15,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.propose import propose_strategies
+from ds_hydra.sampler.propose_phases import groups_of_gathered
 from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.simulator.cases import load_case
 from ds_hydra.strategy import Profile, Strategy
@@ -28,6 +31,7 @@ from ds_hydra.strategy.schemes.placement import (
     groups_of_all,
     most_groups_of_rank,
 )
+from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 CONTEXT, TOKENS = 32768, 65536
 
@@ -136,9 +140,9 @@ def test_progress_is_reported(github):
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
-def candidates_of_case(name, *, num_batches):
+def candidates_of_case(name, *, num_batches, **changes):
     """Those of the wide space, with the engine's memory."""
-    workload = load_case(name).workload
+    workload = dataclasses.replace(load_case(name).workload, **changes)
     profile = with_engine_states(workload.profile)
     settings = CandidateSettings(
         num_devices=workload.num_devices,
@@ -173,3 +177,52 @@ def test_a_context_that_only_gathered_layers_hold_is_proposed_for():
     assert "put together" in kept["32x<1,1;gather>"].reason
     assert found.proposal is not None
     assert found.proposal.kept_ms < 0.95 * found.proposal.all_candidates_ms
+
+
+def test_a_poor_palette_that_fits_gives_way_to_a_good_one_that_does_not():
+    """LLaMA 32B on 64 A800, 800K tokens of GitHub-like lengths: communicators are left for a
+    palette of checkpointed layers, which is 1.2 times as slow as one that needs those of the
+    candidates.
+    """
+    case = "paper/github-32b-64gpu-f3"
+    found = candidates_of_case(case, num_batches=2, tokens_per_iteration=800_000).proposal
+    for_phases = [kept.strategy for kept in found.kept if kept.is_for_phases]
+    assert for_phases
+    assert not any(scheme.ckpt for strategy in for_phases for scheme in strategy.schemes)
+    assert found.kept_ms < 0.9 * found.all_candidates_ms
+
+
+def test_gathered_groups_of_candidates_are_there_for_phases():
+    """LLaMA 32B on 32 A800: two sequences of 16K are in no candidate, but in two groups of eight
+    that one candidate has.
+    """
+    found = candidates_of_case("paper/commoncrawl-32b-32gpu-f1", num_batches=8)
+    used = {s for strategy in found.strategies if strategy.gathers for s in strategy.schemes}
+    widest = max(used, key=lambda scheme: scheme.num_devices)
+    assert Strategy((widest,) * (32 // widest.num_devices)) in found.strategies
+    keys = groups_of_all(found.strategies)
+    assert most_groups_of_rank(keys) <= MAX_GROUPS_OF_RANK - LINK_GROUPS
+
+
+def test_groups_of_gathered_schemes_by_hand():
+    chosen = parse_strategies(
+        ["1x<sp4,1;gather> + 4x<1,1;gather>", "2x<sp4,1;ckpt=2;gather>", "1x<8,1>"]
+    )
+    wanted = parse_strategies(["2x<sp4,1;gather>", "8x<1,1;gather>"])
+    # Groups of one rank need no communicator: they come first. One size alone is no palette
+    assert groups_of_gathered(chosen, (), 8, lambda _: True) == (wanted[1], wanted[0])
+    assert groups_of_gathered(chosen, wanted[:1], 8, lambda _: True) == (wanted[1],)
+    assert groups_of_gathered(chosen, (), 8, lambda more: wanted[0] not in more) == (wanted[1],)
+    assert groups_of_gathered(chosen, (), 8, lambda _: False) == ()
+    assert groups_of_gathered([*chosen, *wanted], (), 8, lambda _: True) == ()
+
+
+def test_streamed_schemes_of_candidates_are_there_on_all_ranks():
+    """LLaMA 7B on 8 A800, CommonCrawl: a mini-batch of four long sequences wants two of a group
+    that sampled mini-batches need once.
+    """
+    found = candidates_of_case("paper/commoncrawl-7b-8gpu-f3", num_batches=8).strategies
+    streamed = {s for strategy in found for s in strategy.schemes if s.streams_all}
+    assert any(scheme.num_devices > 1 for scheme in streamed)
+    for scheme in streamed:
+        assert Strategy((scheme,) * (8 // scheme.num_devices)) in found, str(scheme)

@@ -5,7 +5,9 @@ attention, gradients, training.
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,10 +21,18 @@ from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.engine.model.attention import PackedMicroBatch, hydra_varlen
 from ds_hydra.engine.model.sight import in_sight
+from ds_hydra.engine.parallel import ulysses
 from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.profiling.profiler import token_bytes
+from ds_hydra.simulator.sharded import ShardedGroup
 from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies
-from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
+from ds_hydra.strategy.cost_models.analytic import (
+    Hardware,
+    ModelShape,
+    predict_latency,
+    sequence_parallel_latency,
+)
+from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS, SP_ACTIVATIONS_REPEATED
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates
@@ -300,3 +310,68 @@ def test_roofline_of_sp_shares_work_and_adds_exchanges():
     assert both.quadratic_ms == pytest.approx(one.quadratic_ms / 2)
     assert one.linear_ms / 2 < both.linear_ms < tp.linear_ms
     assert one.constant_ms < both.constant_ms <= tp.constant_ms
+
+
+@pytest.mark.parametrize("sp", [2, 8, 16, 32])
+def test_exchanges_have_one_price(sp):
+    """In the roofline, for groups nobody measured, and for the rivals of a simulation."""
+    hardware = Hardware.from_json(read_json_object(find_file("hardware", "h100")), source="h100")
+    grouped = ModelShape(
+        num_layers=32,
+        hidden_size=4096,
+        intermediate_size=11008,
+        vocab_size=32000,
+        key_value_share=0.25,
+    )
+    scheme, single = Scheme(1, 1, sp=sp), predict_latency(grouped, hardware, Scheme(1, 1))
+    priced = sequence_parallel_latency(grouped, hardware, scheme)
+    cluster = Cluster(
+        shape=grouped,
+        hardware=hardware,
+        num_devices=64,
+        intra_node_latency_ms=0.01,
+        inter_node_latency_ms=0.02,
+    )
+    rival = ShardedGroup(
+        scenario=SimpleNamespace(cluster=cluster),
+        single=single,
+        size=sp,
+        is_checkpointed=False,
+        max_len=1 << 20,
+    )
+    expected = single.shared(sp).plus(priced).micro_batch_ms([4096])
+    assert predict_latency(grouped, hardware, scheme).micro_batch_ms([4096]) == pytest.approx(
+        expected
+    )
+    assert cluster.with_exchanges(single.shared(sp), scheme).micro_batch_ms(
+        [4096]
+    ) == pytest.approx(expected)
+    assert rival.micro_batch_ms(np.array([4096])) == pytest.approx(expected)
+    # Across nodes the eight ranks of a node share its interconnect
+    rate = hardware.intra_node_rate if sp <= 8 else hardware.inter_node_rate / 8
+    per_token = 32 * 2 * 2 * (2 + 2 / 4) * 4096 / sp * (1 - 1 / sp)
+    assert priced.linear_ms == pytest.approx(1e3 * per_token / rate)
+
+
+def test_a_layer_exchanges_as_often_as_its_price_says(monkeypatch):
+    sizes = []
+
+    def exchange(sent, group):
+        sizes.append(sent.numel())
+        return sent.clone()
+
+    monkeypatch.setattr(ulysses, "_all_to_all", exchange)
+    shard = SequenceShard(None, 2, 0)
+    query = torch.randn(1, 4, 3, 8, requires_grad=True)
+    key, value = (torch.randn(1, 2, 3, 8, requires_grad=True) for _ in range(2))
+    whole_query, *_ = found = ulysses.gather_micro_batch(query, key, value, shard)
+    out = ulysses.scatter_micro_batch(whole_query.transpose(1, 2), shard)
+    (out.sum() + sum(part.sum() for part in found)).backward()
+    hardware = Hardware.from_json(read_json_object(find_file("hardware", "a800")), source="a800")
+    shape = ModelShape(
+        num_layers=1, hidden_size=32, intermediate_size=1, vocab_size=1, key_value_share=0.5
+    )
+    priced = sequence_parallel_latency(shape, hardware, Scheme(1, 1, sp=2))
+    assert len(sizes) == priced.constant_ms / hardware.collective_overhead_ms
+    sent_bytes = 2 * sum(sizes) / 2  # half of it stays
+    assert sent_bytes == pytest.approx(priced.linear_ms / 1e3 * hardware.intra_node_rate * 2 * 3)

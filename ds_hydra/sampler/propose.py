@@ -16,7 +16,13 @@ import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.propose_phases import Phases, PhaseSettings, propose_phases
+from ds_hydra.sampler.propose_phases import (
+    Phases,
+    PhaseSettings,
+    groups_of_gathered,
+    phases_ms,
+    propose_phases,
+)
 from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.sampler.trial import DEFAULT_PRUNING, Progress, PruningSettings, Trial, sample_batches
 from ds_hydra.strategy.cost_models.cluster import Cluster
@@ -253,10 +259,14 @@ def propose_among(
             table |= trial.search_near(chosen, schemes, seen)
         chosen = _grow(chosen, table, pruning, pruning.tolerance)
         plain = chosen if each == "plain" else plain
+    for alike in _streamed_alike(chosen, num_devices):
+        if alike not in chosen and _fits(chosen, [alike], pruning):
+            table[alike] = trial.times_ms(alike)
+            chosen.append(alike)
     gathered = profile if gathered is None else gathered
 
-    def propose(beside: Sequence[Strategy], known_ms: FloatArray) -> Phases:
-        phases = PhaseSettings(
+    def settings(beside: Sequence[Strategy]) -> PhaseSettings:
+        return PhaseSettings(
             num_devices=num_devices,
             planner=pruning.planner,
             links_of=pruning.links_of,
@@ -264,15 +274,23 @@ def propose_among(
             tolerance=pruning.tolerance,
             can_run=can_run,
         )
-        return propose_phases(gathered, batches, known_ms, phases)
+
+    def propose(beside: Sequence[Strategy], known_ms: FloatArray) -> Phases:
+        return propose_phases(gathered, batches, known_ms, settings(beside))
 
     known_ms = np.min([table[strategy] for strategy in chosen], axis=0)
     palette, times_ms, are_refused = propose(chosen, known_ms)
-    if are_refused and not palette and len(chosen) > len(staying):
+    if are_refused and len(chosen) > len(staying):
         instead = _instead(staying, table, propose, pruning)
-        if instead.times_ms.mean() < known_ms.mean():
+        if instead.times_ms.mean() < times_ms.mean():
             chosen, palette, times_ms = instead
             known_ms = np.min([table[strategy] for strategy in chosen], axis=0)
+    beside = settings(chosen)
+    if more := groups_of_gathered(chosen, palette, num_devices, beside.fits):
+        palette = (*palette, *more)
+        used = {scheme for strategy in (*chosen, *palette) for scheme in strategy.schemes}
+        known = gathered.with_entries(profile, used)
+        times_ms = phases_ms(batches, times_ms, (*chosen, *palette), known, beside)
     found = _describe(trial, proposed, table, chosen, plain, space, tokens)
     if not palette:
         return found
@@ -316,6 +334,18 @@ def _instead(
     grown = _grow([*staying, *palette], with_phases, pruning, pruning.tolerance)
     times_ms = np.min([with_phases[strategy] for strategy in grown], axis=0)
     return _Set([s for s in grown if s not in palette], palette, times_ms)
+
+
+def _streamed_alike(chosen: Sequence[Strategy], num_devices: int) -> list[Strategy]:
+    """All ranks in pipelines of each streamed scheme of `chosen`, which rarely win: for the
+    mini-batch with more long sequences than any of the sampled ones.
+    """
+    schemes = dict.fromkeys(scheme for strategy in chosen for scheme in strategy.schemes)
+    return [
+        Strategy((scheme,) * (num_devices // scheme.num_devices))
+        for scheme in schemes
+        if scheme.streams_all and num_devices % scheme.num_devices == 0
+    ]
 
 
 def _fits(

@@ -16,6 +16,7 @@ from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.streamed import CanRun
+from ds_hydra.strategy.schemes.placement import count_groups
 from ds_hydra.strategy.schemes.scheme import Strategy
 
 _CKPT_STEPS = 4
@@ -65,7 +66,7 @@ def propose_phases(
     for _ in range(_MAX_PALETTES):
         tried = {number: (*chosen, *own) for number, own in palettes.items()}
         times = {
-            number: _times_ms(batches, best, own, profile, settings)
+            number: phases_ms(batches, best, own, profile, settings)
             for number, own in tried.items()
             if settings.fits(own)
         }
@@ -76,8 +77,34 @@ def propose_phases(
         chosen, best = tried[number], times[number]
         del palettes[number]
     if chosen:
-        known_ms = _times_ms(batches, known_ms, chosen, profile, settings)
+        known_ms = phases_ms(batches, known_ms, chosen, profile, settings)
     return Phases(chosen, known_ms, are_refused)
+
+
+def groups_of_gathered(
+    chosen: Sequence[Strategy],
+    palette: Sequence[Strategy],
+    num_devices: int,
+    fits: Callable[[Sequence[Strategy]], bool],
+) -> tuple[Strategy, ...]:
+    """Strategies of one scheme for the gathered schemes of `chosen`, where their numbers of ranks
+    differ and beside `palette` there are communicators for them, those of the fewest groups first.
+
+    With all groups of a size the planner may cut the ranks anew for every step. Candidates are the
+    fastest on average; phases of the same groups hold a mini-batch that none of them suits.
+    """
+    alike: dict[int, dict[Strategy, int]] = {}
+    for scheme in dict.fromkeys(s for strategy in chosen for s in strategy.schemes):
+        number, rest = divmod(num_devices, scheme.num_devices)
+        if scheme.gather and not rest and scheme.ep == 1:
+            alike.setdefault(scheme.ckpt, {})[Strategy((scheme,) * number)] = scheme.num_devices
+    wanted = [s for of_kind in alike.values() if len({*of_kind.values()}) > 1 for s in of_kind]
+    found: list[Strategy] = []
+    for strategy in sorted(wanted, key=lambda strategy: count_groups([strategy])):
+        is_there = strategy in chosen or strategy in palette
+        if not is_there and fits([*palette, *found, strategy]):
+            found.append(strategy)
+    return tuple(found)
 
 
 def _palettes(profile: Profile, settings: PhaseSettings) -> dict[int, tuple[Strategy, ...]]:
@@ -103,7 +130,7 @@ def _palettes(profile: Profile, settings: PhaseSettings) -> dict[int, tuple[Stra
     return found
 
 
-def _times_ms(
+def phases_ms(
     batches: Sequence[GlobalBatch],
     known_ms: FloatArray,
     strategies: Sequence[Strategy],

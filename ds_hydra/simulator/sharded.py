@@ -1,10 +1,10 @@
 """A group of ranks that share sequences (Ulysses) under ZeRO-3: its time, its MaxLen, its gathers.
 
-T of one rank (`single_rank_latency`) is divided by the group's size without its constant; attention
-exchanges heads four times per layer and direction. All ranks gather every layer for every
-micro-batch, forward and backward, and reduce its gradients: a micro-batch takes the longer of its
-computation and this traffic, which assumes perfect prefetching, unless `Scenario.seen` says what
-share of the traffic nothing hides.
+T of one rank (`single_rank_latency`) is divided by the group's size without its constant; exchanges
+of attention are priced as ds_hydra's own (`sequence_parallel_latency`). All ranks gather every
+layer for every micro-batch, forward and backward, and reduce its gradients: a micro-batch takes the
+longer of its computation and this traffic, which assumes perfect prefetching, unless
+`Scenario.seen` says what share of the traffic nothing hides.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import numpy as np
 
 from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.simulator.scenario import Scenario, packed_ms
+from ds_hydra.strategy.cost_models.analytic import sequence_parallel_latency
 from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS
 from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.proposal.streamed import single_rank_latency
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.scheme import Scheme
 
 LAYER_INPUT_BYTES = 2
 """Bytes that activation checkpointing keeps for each token, layer and hidden unit."""
@@ -69,14 +71,13 @@ class ShardedGroup:
         ) / self.size + self.single.constant_ms
         compute *= 1 + (RECOMPUTE if self.is_checkpointed else 0.0)
         cluster = self.scenario.cluster
-        if self.size == 1 or cluster is None:
+        sp = Scheme(1, 1, sp=self.size)
+        more = cluster and sequence_parallel_latency(cluster.shape, cluster.hardware, sp)
+        if more is None:
             return compute
-        own = int(lengths.sum()) / self.size * cluster.shape.hidden_size * 2
-        rate = cluster.hardware.group_rate(self.size, is_shared=True)
-        once = own * (self.size - 1) / self.size / rate
-        num_exchanges = 4 * (3 if self.is_checkpointed else 2)
-        each_ms = 1e3 * once + cluster.hardware.collective_overhead_ms
-        return compute + num_exchanges * cluster.shape.num_layers * each_ms
+        # Recomputation exchanges once more beside forward and backward
+        passes = 3 / 2 if self.is_checkpointed else 1.0
+        return compute + passes * (more.linear_ms * int(lengths.sum()) + more.constant_ms)
 
 
 def sharded_groups(scenario: Scenario, checkpointing: Sequence[bool]) -> Iterator[ShardedGroup]:

@@ -41,7 +41,9 @@ unit.
 """
 _COLLECTIVES = 4
 _EXCHANGES = 4
-"""All-to-alls of SP for each layer: to heads and back, forward and backward."""
+"""All-to-alls of SP for each layer: queries, keys and values together to heads, outputs back, in
+forward and backward (`engine/parallel/ulysses.py`).
+"""
 KEY_VALUE_EXCHANGES = 3
 """Of CP for each layer: keys and values forward, again backward, and their gradients."""
 _KEY_VALUE_BYTES = KEY_VALUE_EXCHANGES * 2 * 2
@@ -236,6 +238,28 @@ def key_values_ms(shape: ModelShape, hardware: Hardware, scheme: Scheme) -> floa
     return 1e3 * layers * sent * (scheme.cp - 1) / scheme.cp / rate
 
 
+def sequence_parallel_latency(
+    shape: ModelShape, hardware: Hardware, scheme: Scheme
+) -> LatencyModel | None:
+    """What the exchanges of SP add to T of `scheme` without communication; None without SP.
+
+    A rank sends all but its own share of queries, keys, values and outputs of its tokens, and their
+    gradients. All ranks of a node send at once, so they share its interconnect to other nodes. Left
+    out: key-value heads that SP or TP ranks have repeatedly.
+    """
+    if scheme.sp == 1:
+        return None
+    layers = shape.num_layers / scheme.pp
+    numbers = 2 * (2 + 2 * shape.key_value_share) * shape.heads_width / scheme.ranks_per_stage
+    sent = 2 * numbers * (1 - 1 / scheme.sp) * layers
+    rate = hardware.group_rate(scheme.sp * scheme.tp, is_shared=True)
+    return LatencyModel(
+        quadratic_ms=0.0,
+        linear_ms=1e3 * sent / rate,
+        constant_ms=layers * _EXCHANGES * hardware.collective_overhead_ms,
+    )
+
+
 def expert_parallel_latency(
     shape: ModelShape, hardware: Hardware, scheme: Scheme, skew: float = 1.0
 ) -> LatencyModel | None:
@@ -265,7 +289,7 @@ def predict_latency(
     SP ranks share the micro-batch and exchange queries, keys, values and outputs of attention,
     forward and backward; CP ranks keys and values.
     """
-    tp, sp, cp, hidden = scheme.tp, scheme.sp, scheme.cp, shape.hidden_size
+    tp, hidden = scheme.tp, shape.hidden_size
     layers = shape.num_layers / scheme.pp
     matmul = 6 * (shape.active_layer_params * layers + hidden * shape.vocab_size / scheme.pp) / tp
     elementwise = 3 * shape.kept_bytes * hidden / tp * layers
@@ -275,28 +299,19 @@ def predict_latency(
         + elementwise / hardware.memory_rate
         + exchanged / hardware.group_rate(tp)
     )
-    if sp > 1:
-        interconnect = hardware.group_rate(sp * tp)
-        heads = (2 + 2 * shape.key_value_share) * shape.heads_width / tp
-        linear_s = (linear_s + 2 * (sp - 1) / sp * 2 * heads * layers / interconnect) / sp
-    num_collectives = (_COLLECTIVES if tp > 1 else 0) + (_EXCHANGES if sp > 1 else 0)
-    num_collectives += KEY_VALUE_EXCHANGES if cp > 1 else 0
+    attention = 7 * shape.heads_width * layers / scheme.ranks_per_stage
+    num_collectives = _COLLECTIVES if tp > 1 else 0
+    num_collectives += KEY_VALUE_EXCHANGES if scheme.cp > 1 else 0
     collectives_ms = num_collectives * hardware.collective_overhead_ms
     experts_s = _TOUCHED_BYTES * shape.expert_params * layers / (scheme.ep if scheme.ep > 1 else tp)
-    constant_ms = layers * (hardware.layer_overhead_ms + collectives_ms)
-    constant_ms += 1e3 * experts_s / hardware.memory_rate
-    more = expert_parallel_latency(shape, hardware, scheme, expert_skew)
-    return LatencyModel(
-        quadratic_ms=1e3
-        * 7
-        * shape.heads_width
-        * layers
-        / (cp * sp * tp)
-        / hardware.attention_flops,
-        linear_ms=1e3 * linear_s / cp
-        + key_values_ms(shape, hardware, scheme)
-        + (more.linear_ms if more else 0.0),
-        constant_ms=constant_ms + (more.constant_ms if more else 0.0),
+    latency = LatencyModel(
+        quadratic_ms=1e3 * attention / hardware.attention_flops,
+        linear_ms=1e3 * linear_s / scheme.num_shards + key_values_ms(shape, hardware, scheme),
+        constant_ms=layers * (hardware.layer_overhead_ms + collectives_ms)
+        + 1e3 * experts_s / hardware.memory_rate,
+    )
+    return latency.plus(sequence_parallel_latency(shape, hardware, scheme)).plus(
+        expert_parallel_latency(shape, hardware, scheme, expert_skew)
     )
 
 

@@ -30,6 +30,7 @@ from ds_hydra.strategy.cost_models.analytic import (
     ModelShape,
     expert_parallel_latency,
     key_values_ms,
+    sequence_parallel_latency,
 )
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
@@ -48,8 +49,6 @@ _STREAM_BYTES = 3 * _PARAM_BYTES
 """A micro-batch reads a parameter of a streamed layer forward and again backward, and gives its
 gradient away, as it was computed in 16 bit; the home sums in 32.
 """
-_EXCHANGES = 8
-"""All-to-alls of a layer under sequence parallelism: four tensors, forward and backward."""
 _STEP_BYTES = 30
 """AdamW reads fp32 parameter, gradient and two moments, writes all but the gradient, and the 16-bit
 copy.
@@ -157,22 +156,9 @@ class Cluster:
     def with_exchanges(
         self, latency: LatencyModel, scheme: Scheme, num_parts: int = 1
     ) -> LatencyModel:
-        """`latency` of a group without communication, with its exchanges of SP and CP: of S / SP
-        tokens and H / TP of a micro-batch every rank sends all but its own share.
-        """
+        """`latency` of a group without communication, with its exchanges of SP and CP."""
         latency = self.with_key_values(latency, scheme, num_parts)
-        if scheme.sp == 1:
-            return latency
-        hardware = self.hardware
-        rate = hardware.group_rate(scheme.sp * scheme.tp, is_shared=True)
-        once = _PARAM_BYTES * self.shape.heads_width / scheme.ranks_per_stage
-        once *= (1 - 1 / scheme.sp) / rate
-        count = _EXCHANGES * self.shape.num_layers
-        return replace(
-            latency,
-            linear_ms=latency.linear_ms + 1e3 * count * once,
-            constant_ms=latency.constant_ms + count * hardware.collective_overhead_ms,
-        )
+        return latency.plus(sequence_parallel_latency(self.shape, self.hardware, scheme))
 
     def with_key_values(
         self, latency: LatencyModel, scheme: Scheme, num_parts: int = 1
@@ -193,14 +179,7 @@ class Cluster:
 
     def with_experts(self, latency: LatencyModel, scheme: Scheme) -> LatencyModel:
         """`latency` of `scheme` without ep, with tokens that travel to experts evenly."""
-        more = expert_parallel_latency(self.shape, self.hardware, scheme)
-        if more is None:
-            return latency
-        return replace(
-            latency,
-            linear_ms=latency.linear_ms + more.linear_ms,
-            constant_ms=latency.constant_ms + more.constant_ms,
-        )
+        return latency.plus(expert_parallel_latency(self.shape, self.hardware, scheme))
 
     def _node_elements(self, strategy: Strategy, is_fully_sharded: bool) -> float:
         """Elements that the busiest node receives from other nodes in one pull."""

@@ -96,6 +96,16 @@ class LatencyModel:
             self, quadratic_ms=self.quadratic_ms / num_ranks, linear_ms=self.linear_ms / num_ranks
         )
 
+    def plus(self, more: LatencyModel | None) -> LatencyModel:
+        """T with what `more` adds for each token and for each micro-batch."""
+        if more is None:
+            return self
+        return replace(
+            self,
+            linear_ms=self.linear_ms + more.linear_ms,
+            constant_ms=self.constant_ms + more.constant_ms,
+        )
+
     def to_json(self) -> dict[str, float]:
         """The coefficients by name, `traffic_ms` and `hidden_ms` where there are any."""
         optional = ("traffic_ms", "hidden_ms")
