@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ds_hydra.commands.check import check
-from ds_hydra.commands.common import AsJson, errors_to_stderr
+from ds_hydra.commands.common import AsJson, errors_to_stderr, print_json
 from ds_hydra.commands.doctor import doctor
 from ds_hydra.commands.fit import fit
 from ds_hydra.commands.init import init
@@ -61,7 +60,7 @@ def plan(
     with errors_to_stderr():
         result, planning_ms = _plan(profile, strategies, lengths, objective, seed)
     if as_json:
-        print(json.dumps(_plan_document(result, planning_ms)))
+        print_json(_plan_document(result, planning_ms))
     else:
         print(result)
         print(

@@ -256,7 +256,7 @@ def damaged_copy(intact: Path, folder: Path, generator: random.Random) -> str:
     for _ in range(generator.randint(1, 2)):
         files = sorted(p for p in folder.rglob("*") if p.is_file() and "json" in p.suffix)
         at_top = [p for p in files if p.parent == folder]
-        path = generator.choice(at_top if generator.random() < 0.8 else files)
+        path = generator.choice(at_top if at_top and generator.random() < 0.8 else files)
         damage = generator.choice(DAMAGES)
         damage(path, generator)
         done.append(f"{damage.__name__} {path.relative_to(folder)}")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ds_hydra.commands.common import AsJson, errors_to_stderr, log, say_loading, stdout_to_stderr
+from ds_hydra.commands.common import (
+    AsJson,
+    errors_to_stderr,
+    log,
+    print_json,
+    say_loading,
+    stdout_to_stderr,
+)
 from ds_hydra.configs.files import MAX_DEVICES
 
 if TYPE_CHECKING:
@@ -64,7 +70,7 @@ def check(
                 histogram=histogram,
             )
         )
-    print(json.dumps(report.to_json()) if as_json else describe_report(report))
+    print_json(report.to_json()) if as_json else print(describe_report(report))
     for problem in report.problems:
         log(f"error: {problem}")
     if report.problems:

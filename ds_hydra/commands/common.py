@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import typer
 from tqdm import tqdm
 
-from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
+from ds_hydra.configs.files import (
+    MAX_DEVICES,
+    MAX_LENGTH_TOKENS,
+    MAX_TOKENS_PER_ITERATION,
+    json_text,
+)
 from ds_hydra.errors import HydraConfigError, HydraError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -42,6 +46,12 @@ def errors_to_stderr() -> Iterator[None]:
     except HydraError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
+
+
+def print_json(document: Mapping[str, Any], file: IO[str] | None = None) -> None:
+    """Print `document` as one JSON text; ends the command where a number of it is none."""
+    with errors_to_stderr():
+        print(json_text(document), file=file, flush=True)
 
 
 def log(text: str) -> None:
@@ -92,7 +102,7 @@ def write_documents(documents: Iterable[Mapping[str, Any]], out: Path) -> None:
     partial = out.with_name(out.name + ".writing")
     with writing(out):
         with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(document) + "\n" for document in documents)
+            file.writelines(json_text(document) + "\n" for document in documents)
         partial.replace(out)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from ds_hydra.commands.common import (
     check_folder,
     errors_to_stderr,
     leave_ranks,
+    print_json,
     stdout_to_stderr,
     write_document,
 )
@@ -95,4 +95,7 @@ def _print(report: Report, out: Path | None, as_json: bool, file: IO[str]) -> No
     from ds_hydra.engine.doctor.examination import describe
 
     write_document(report.to_json(), out)
-    print(json.dumps(report.to_json()) if as_json else describe(report), file=file, flush=True)
+    if as_json:
+        print_json(report.to_json(), file)
+    else:
+        print(describe(report), file=file, flush=True)

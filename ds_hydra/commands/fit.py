@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ds_hydra.commands.common import AsJson, check_folder, errors_to_stderr, write_document
+from ds_hydra.commands.common import (
+    AsJson,
+    check_folder,
+    errors_to_stderr,
+    print_json,
+    write_document,
+)
 
 if TYPE_CHECKING:
     from ds_hydra.strategy.cost_models.whole_iteration import IterationFit
@@ -39,7 +44,7 @@ def fit(
         check_folder(out)
         fitted = fit_iterations(measured_from_json(read_json_object(points), source=str(points)))
         write_document(fitted.to_json(), out)
-    print(json.dumps(fitted.to_json()) if as_json else _describe(fitted))
+    print_json(fitted.to_json()) if as_json else print(_describe(fitted))
 
 
 def _describe(fitted: IterationFit) -> str:

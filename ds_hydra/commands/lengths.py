@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -11,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from tqdm import tqdm
 
-from ds_hydra.commands.common import AsJson, check_folder, errors_to_stderr, write_document, writing
+from ds_hydra.commands.common import (
+    AsJson,
+    check_folder,
+    errors_to_stderr,
+    print_json,
+    write_document,
+    writing,
+)
 from ds_hydra.configs.files import MAX_LENGTH_TOKENS
 from ds_hydra.errors import HydraConfigError
 
@@ -99,7 +105,7 @@ def lengths(
         document = _document(histogram, dataset, tokenizer, context, over_length)
         write_document(document, out)
         _plot(histogram, plot or out.with_suffix(".png"))
-    print(json.dumps(document) if as_json else _describe(histogram, document))
+    print_json(document) if as_json else print(_describe(histogram, document))
 
 
 def _load_tokenizer(name: str | None) -> Tokenize | None:

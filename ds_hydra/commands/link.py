@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands.common import AsJson, DType, errors_to_stderr, say_loading
-from ds_hydra.configs.files import MAX_DEVICES, find_file
+from ds_hydra.commands.common import AsJson, DType, errors_to_stderr, print_json, say_loading
+from ds_hydra.configs.files import MAX_DEVICES, MAX_PAIRED_DEVICES, find_file
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def link(
     devices: Annotated[
         int,
         typer.Option(
-            min=1, max=MAX_DEVICES, help="Ranks; those outside the strategy own shards only."
+            min=1, max=MAX_PAIRED_DEVICES, help="Ranks; those outside the strategy own shards only."
         ),
     ],
     devices_per_node: Annotated[
@@ -74,7 +73,7 @@ def link(
             topology,
             {"pull": ITEMSIZE[dtype], "push": ITEMSIZE[gradient_dtype]},
         )
-    print(json.dumps(document) if as_json else _describe(document))
+    print_json(document) if as_json else print(_describe(document))
 
 
 def _account(
@@ -213,7 +212,7 @@ def _read_interconnects(
     """
     import numpy as np
 
-    from ds_hydra.configs.files import read_json_object
+    from ds_hydra.configs.files import read_json_object, read_number, read_object
     from ds_hydra.strategy.cost_models.alpha_beta import Interconnects
     from ds_hydra.strategy.cost_models.analytic import HARDWARE_SCHEMA, Hardware
     from ds_hydra.strategy.cost_models.topology import TOPOLOGY_SCHEMA, Topology
@@ -240,9 +239,11 @@ def _read_interconnects(
         )
     hardware = Hardware.from_json(document, source=str(path))
     try:
-        latency = document["latency_s"]
-        intra, inter = float(latency["intra_node"]), float(latency["inter_node"])
-    except (KeyError, TypeError, ValueError) as error:
+        latency = read_object(document, "latency_s")
+        intra, inter = (
+            read_number(latency, name, least=0) for name in ("intra_node", "inter_node")
+        )
+    except (KeyError, HydraConfigError) as error:
         raise HydraConfigError(
             f"{path}: latency_s needs the seconds intra_node and inter_node, e.g. 1e-5 and 2e-5"
         ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +16,7 @@ from ds_hydra.commands.common import (
     errors_to_stderr,
     leave_ranks,
     log,
+    print_json,
     stdout_to_stderr,
     write_document,
 )
@@ -160,7 +160,7 @@ def profile(
         )
         document, is_first_rank = _measure(request, out)
     if is_first_rank:
-        print(json.dumps(document) if as_json else _describe(document, request), flush=True)
+        print_json(document) if as_json else print(_describe(document, request), flush=True)
     leave_ranks()
 
 

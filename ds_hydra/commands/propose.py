@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +14,7 @@ from ds_hydra.commands.common import (
     TokensPerIteration,
     check_folder,
     errors_to_stderr,
+    print_json,
     progress_bar,
     write_document,
 )
@@ -85,7 +85,7 @@ def propose(
             proposal = decide_candidates(known, lengths, settings, show).proposal
             assert proposal is not None
         write_document(proposal.to_json(), out)
-    print(json.dumps(proposal.to_json()) if as_json else _describe(proposal))
+    print_json(proposal.to_json()) if as_json else print(_describe(proposal))
 
 
 def _describe(proposal: Proposal) -> str:

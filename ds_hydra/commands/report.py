@@ -4,13 +4,12 @@ document.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands.common import AsJson, errors_to_stderr, log
+from ds_hydra.commands.common import AsJson, errors_to_stderr, log, print_json
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def report(
             )
         else:
             document = _write(run_dirs, out or _default_page(run_dirs), perfetto)
-    print(json.dumps(document) if as_json else _describe(document))
+    print_json(document) if as_json else print(_describe(document))
 
 
 def _check_number(run_dirs: list[Path], compare: bool) -> None:

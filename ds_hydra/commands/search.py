@@ -4,7 +4,6 @@ layer.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from tqdm import tqdm
 
-from ds_hydra.commands.common import AsJson, check_folder, errors_to_stderr, write_document, writing
+from ds_hydra.commands.common import (
+    AsJson,
+    check_folder,
+    errors_to_stderr,
+    print_json,
+    write_document,
+    writing,
+)
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS
 from ds_hydra.errors import HydraConfigError
@@ -95,7 +101,7 @@ def search(
         write_document(document, out)
         if plot is not None:
             _draw(plan, plot)
-    print(json.dumps(document) if as_json else describe(plan, given.overlap_slowdown))
+    print_json(document) if as_json else print(describe(plan, given.overlap_slowdown))
 
 
 def describe(plan: SearchPlan, overlap_slowdown: float) -> str:

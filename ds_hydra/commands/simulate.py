@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -17,6 +16,7 @@ from ds_hydra.commands.common import (
     check_folder,
     errors_to_stderr,
     log,
+    print_json,
     progress_bar,
     write_document,
     write_documents,
@@ -162,7 +162,7 @@ def simulate(
 
     if list_cases:
         names = names_of_cases()
-        print(json.dumps({"cases": list(names)}) if as_json else "\n".join(names))
+        print_json({"cases": list(names)}) if as_json else print("\n".join(names))
         return
     with errors_to_stderr():
         check_folder(out)
@@ -217,7 +217,7 @@ def simulate(
             )
         if plot is not None:
             _plot(found, plot)
-    print(json.dumps(document) if as_json else describe_simulation(documents, document))
+    print_json(document) if as_json else print(describe_simulation(documents, document))
 
 
 def _refuse(is_wrong: bool, message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from ds_hydra.configs.files import read_json_object
+from ds_hydra.configs.files import plain_json, read_json_object
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.configs.problems import SMALLEST_SECTION, find_auto
 from ds_hydra.errors import HydraConfigError
@@ -209,9 +208,8 @@ def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, An
     result: DeepSpeed would check it against a micro-batch size and a number of accumulation steps
     that mean nothing here.
     """
-    document = (
-        copy.deepcopy(dict(config)) if isinstance(config, Mapping) else _read_json(Path(config))
-    )
+    given = config if isinstance(config, Mapping) else _read_json(config)
+    document = plain_json(given, "the DeepSpeed config")
     # The content of a misspelled section counts as absent: what is found missing then would
     # mislead.
     if problems := list(_find_misspelled(document)) or list(_find_refused(document)):
@@ -335,8 +333,12 @@ def _join_problems(problems: Sequence[str]) -> str:
     return "\n  ".join([f"the DeepSpeed config has {len(problems)} problems:", *problems])
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: str | Path) -> dict[str, Any]:
     """The object in `path`. A key that is given twice is an error, as in DeepSpeed."""
+    if not isinstance(path, str | Path):
+        raise HydraConfigError(
+            f"the DeepSpeed config is of type {type(path).__name__}, expected a dict or the path of a JSON file"
+        )
     return read_json_object(path, _object_without_duplicates)
 
 

@@ -5,13 +5,15 @@ models, profiles, length histograms, DeepSpeed configs.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib.resources import files
 from math import isfinite
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 from ds_hydra.errors import HydraConfigError
 
@@ -29,26 +31,82 @@ floats and squares finite."""
 MAX_DEVICES = 1 << 18
 """Ranks that a strategy may name: far above any cluster, and small enough to list."""
 
+MAX_PAIRED_DEVICES = 1 << 12
+"""Ranks where each two have a number of their own: 2^24 pairs, 128 MiB for each kind of number."""
+
 MAX_LENGTH_TOKENS = (1 << 31) - 1
 """Longest sequence: positions are 32 bit in kernels, and l^2 stays exact in 64."""
 
 MAX_TOKENS_PER_ITERATION = 1 << 28
 """Largest mini-batch: several times any that is published, and still to be listed."""
 
+MAX_DEPTH = 100
+"""Objects and lists in one another: more than any document of ours, of DeepSpeed or of Hugging Face
+has, and few enough for Python to copy and write."""
+
 Pairs: TypeAlias = Callable[[list[tuple[str, Any]]], Any]
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_SUSPECT = re.compile(r"NaN|Infinity|\d{300}|[eE]\+?0*\d{3}|\\u(?:0000|[dD][89a-fA-F])")
+"""What a JSON text has to hold for `plain_json` to refuse its numbers or its text."""
 
 
 def parse_json(text: str | bytes, source: str, object_pairs_hook: Pairs | None = None) -> Any:
     """The JSON value in `text`; raises HydraConfigError naming `source`, also for what is nested
-    too deeply.
+    too deeply, and for what `plain_json` refuses.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8")
-        return json.loads(decoded, object_pairs_hook=object_pairs_hook)
+        value = json.loads(decoded, object_pairs_hook=object_pairs_hook)
     except HydraConfigError as error:
         raise HydraConfigError(f"{source}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise HydraConfigError(f"{source} is not JSON: {error}") from error
+    return plain_json(value, source) if _SUSPECT.search(decoded) else value
+
+
+def plain_json(value: Any, source: str, place: tuple[str, ...] = ()) -> Any:
+    """A copy of `value` in the types of JSON: NumPy's numbers become Python's, tuples lists.
+
+    Raises HydraConfigError naming `source` and the place for what JSON or its readers do not have:
+    other types, keys that are not text, numbers that no float holds, half of a UTF-16 pair, NUL,
+    and more than `MAX_DEPTH` objects or lists in one another.
+    """
+
+    def refuse(what: str) -> NoReturn:
+        raise HydraConfigError(f"{'.'.join((source, *place))[:300]} {what}")
+
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        text = str.__str__(value)  # of an Enum, what it stands for
+        if "\0" in text or (not text.isascii() and _SURROGATE.search(text)):
+            refuse(f"is {ascii(text)[:80]}, which holds NUL or half of a character; write it anew")
+        return text
+    if isinstance(value, Real):
+        number = int(value) if isinstance(value, Integral) else float(value)
+        try:
+            if isfinite(number):
+                return number
+        except OverflowError:  # an integer that no float holds
+            pass
+        shown = repr(number) if isinstance(number, float) else f"of {number.bit_length()} bits"
+        refuse(f"is {shown}, expected a number from -1.7e308 to 1.7e308")
+    if len(place) == MAX_DEPTH:
+        refuse(f"is nested too deeply: {MAX_DEPTH} objects or lists in one another are the most")
+    if isinstance(value, Mapping):
+        for key in value:
+            if type(key) is not str:
+                refuse(f"has a key of type {type(key).__name__}; keys are text, write it in quotes")
+            plain_json(key, f"{source}: a key", place)
+        return {key: plain_json(inner, source, (*place, key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_json(inner, source, (*place, str(i))) for i, inner in enumerate(value)]
+    kind = type(value)
+    refuse(
+        f"is of type {kind.__module__}.{kind.__qualname__}, which JSON does not have; write a number, text, true, "
+        "false, null, a list or an object"
+    )
 
 
 def read_json(path: str | Path, object_pairs_hook: Pairs | None = None) -> Any:
@@ -83,6 +141,15 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | HydraCon
             except HydraConfigError as error:
                 if line.endswith(b"\n"):
                     yield number, error
+
+
+def json_text(document: Any) -> str:
+    """`document` as JSON; raises HydraConfigError naming a number that is none."""
+    try:
+        return json.dumps(document, allow_nan=False)
+    except ValueError:
+        plain_json(document, "the result")
+        raise
 
 
 def check_object(value: Any, source: str) -> dict[str, Any]:
@@ -150,14 +217,25 @@ def check_counts(values: Any, name: str, *, least: int = 0, most: int = LARGEST)
     return tuple(values)
 
 
-def read_number(document: Mapping[str, Any], key: str, *, least: float = -LARGEST) -> float:
-    """The finite number at `key`; raises KeyError, or HydraConfigError for anything else."""
-    value = document[key]
-    if type(value) not in (int, float) or not isfinite(value) or not least <= value <= LARGEST:
+def read_number(
+    document: Mapping[str, Any], key: str, *, least: float = -LARGEST, most: float = LARGEST
+) -> float:
+    """The number at `key`; raises KeyError, or HydraConfigError for anything else."""
+    return check_number(document[key], key, least=least, most=most)
+
+
+def check_number(value: Any, name: str, *, least: float = 0, most: float = LARGEST) -> float:
+    """`value`, if it is a number in these bounds, which NaN is never."""
+    if type(value) not in (int, float) or not least <= value <= most:
         raise HydraConfigError(
-            f"{key} is {value!r:.80}, expected a number from {least:g} to {LARGEST:g}"
+            f"{name} is {value!r:.80}, expected a number from {least:g} to {most:g}"
         )
     return float(value)
+
+
+def read_object(document: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The object at `key`; raises KeyError, or HydraConfigError for anything else."""
+    return check_object(document[key], key)
 
 
 def read_time(document: Mapping[str, Any], key: str) -> float:

@@ -13,6 +13,13 @@ from typing import Annotated, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
 
+from ds_hydra.configs.files import (
+    LARGEST,
+    MAX_DEVICES,
+    MAX_LENGTH_TOKENS,
+    MAX_TOKENS_PER_ITERATION,
+    plain_json,
+)
 from ds_hydra.configs.problems import (
     AUTO_REFUSED,
     SMALLEST_SECTION,
@@ -65,6 +72,26 @@ Count: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Index: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
 
+# Upper bounds: beyond them a run could not start, or would never end.
+DAY_S = 86_400
+"""Longest that one rank, plan or program is waited for: nobody waits longer for a sign of life."""
+MAX_SEED = (1 << 63) - 1
+"""Compiled planning and torch hold a seed in 64 bits, with a sign."""
+MAX_EFFORT = 1024
+"""Of trials, repeats and plans ahead: hundreds of times the defaults, after which more of them
+change nothing and only take time."""
+MAX_WORKERS = 256
+"""Planning processes beside rank 0: as many as a host has cores."""
+MAX_GROUPS = 1 << 20
+"""Process groups: thousands for each rank of the largest cluster."""
+MAX_ITERATIONS = 1 << 31
+"""Iterations of a run, so that one is never traced anew."""
+
+Length: TypeAlias = Annotated[Count, Field(le=MAX_LENGTH_TOKENS)]
+Effort: TypeAlias = Annotated[Count, Field(le=MAX_EFFORT)]
+Seconds: TypeAlias = Annotated[Count, Field(le=DAY_S)]
+Milliseconds: TypeAlias = Annotated[Count, Field(le=1000 * DAY_S)]
+
 Space: TypeAlias = Literal["plain", "measured", "wide"]
 """Schemes that a proposal may use: <TP,PP>; those the profile measured; also those that follow from
 them.
@@ -90,12 +117,12 @@ class PlannerConfig(_Section):
     What nobody measured is then estimated (SP from TP, a checkpointed layer takes a third more);
     rank 0 logs which. """
 
-    lookahead: Count = 4
+    lookahead: Effort = 4
     """Iterations planned ahead of training; 4 absorb a slow plan now and then at no cost but some
     KB.
     """
 
-    num_workers: Index = 1
+    num_workers: Annotated[Index, Field(le=MAX_WORKERS)] = 1
     """Planning processes beside rank 0; 1 will do unless planning is slower than training, 0 is
     none.
     """
@@ -110,7 +137,7 @@ class PlannerConfig(_Section):
     formula of Eq. 1.
     """
 
-    num_trials: Count = 4
+    num_trials: Effort = 4
     """Shuffled trials of the greedy dispatch (T in Alg. 1); refinement does the rest, more trials
     hardly help.
     """
@@ -123,12 +150,12 @@ class PlannerConfig(_Section):
     noise.
     """
 
-    time_limit_ms: Count = 2000
+    time_limit_ms: Milliseconds = 2000
     """Longest one ILP may run, in ms; it starts from the heuristic's answer, so it can only improve
     on it.
     """
 
-    deadline_ms: Count | None = 10_000
+    deadline_ms: Milliseconds | None = 10_000
     """Longest that training waits for a plan, in ms, before it uses the heuristic's; null waits for
     ever.
 
@@ -142,7 +169,7 @@ class PlannerConfig(_Section):
     Plans of "plan" depend on measured times; "log" keeps a repeated run bit-identical.
     """
 
-    drift_threshold: float = Field(default=0.15, gt=0)
+    drift_threshold: float = Field(default=0.15, gt=0, le=MAX_EFFORT)
     """Median relative error of a scheme's last predictions above which to warn; 15% is above usual
     noise.
     """
@@ -151,15 +178,15 @@ class PlannerConfig(_Section):
 class ProfilingConfig(_Section):
     """`hydra.profiling`: the measurement made at the start when no profile is given."""
 
-    lengths: Annotated[tuple[Count, ...], BeforeValidator(_lengths)] | None = None
+    lengths: Annotated[tuple[Length, ...], BeforeValidator(_lengths)] | None = None
     """Lengths to measure, in tokens, 3 or more for 3 coefficients; null takes powers of four up to
     context.
     """
 
-    repeats: Count = 3
+    repeats: Effort = 3
     """Timed runs of each length, of which the median counts; 3 survive one disturbed run."""
 
-    warmup: Index = 1
+    warmup: Annotated[Index, Field(le=MAX_EFFORT)] = 1
     """Untimed runs before them; 1 pays for allocation and kernel selection."""
 
 
@@ -171,12 +198,12 @@ class FaultsConfig(_Section):
     out.
     """
 
-    silence_s: Count = 60
+    silence_s: Seconds = 60
     """Seconds without a sign of life after which a rank counts as lost; a process that ends is seen
     at once.
     """
 
-    grace_s: Count = 10
+    grace_s: Seconds = 10
     """Seconds after a loss until a rank that still waits in a collective ends itself, with exit
     code 75.
     """
@@ -195,7 +222,7 @@ class LinkConfig(_Section):
     ("direct").
     """
 
-    devices_per_node: Count | None = None
+    devices_per_node: Annotated[Count, Field(le=MAX_DEVICES)] | None = None
     """Consecutive ranks of one node; null compares the ranks' host names; give it where a host is
     not a node.
     """
@@ -248,12 +275,12 @@ class HydraConfig(_Section):
     problem.
     """
 
-    context_length: Annotated[Count, Field(ge=2)]
+    context_length: Annotated[Length, Field(ge=2)]
     """Longest sequence the model is trained on, in tokens; no default: memory and time depend on
     it.
     """
 
-    tokens_per_iteration: Count
+    tokens_per_iteration: Annotated[Count, Field(le=MAX_TOKENS_PER_ITERATION)]
     """Token budget of one global mini-batch, over all ranks; no default: the learning rate depends
     on it.
     """
@@ -275,7 +302,7 @@ class HydraConfig(_Section):
     start.
     """
 
-    memory_limit_bytes: Count | None = None
+    memory_limit_bytes: Annotated[Count, Field(le=LARGEST)] | None = None
     """Bytes one rank may use, in place of the profile's hardware memory; null takes the
     profile's.
     """
@@ -289,7 +316,7 @@ class HydraConfig(_Section):
     tokenizer: Text | None = None
     """Path or hub id of the tokenizer; null needs a dataset that holds `input_ids`."""
 
-    seed: Index = 42
+    seed: Annotated[Index, Field(le=MAX_SEED)] = 42
     """Seed of the order of the data, of the planner's trials, of adapters' dropout and NEFTune; 42
     as in the Hugging Face Trainer.
     """
@@ -302,7 +329,7 @@ class HydraConfig(_Section):
     fit.
     """
 
-    neftune_noise_alpha: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    neftune_noise_alpha: float = Field(default=0.0, ge=0, le=MAX_EFFORT)
     """Noise in the embedding while training, at most alpha / sqrt(L d) for a sequence of L tokens;
     papers take 5 to 15, 0 adds none.
     """
@@ -326,12 +353,12 @@ class HydraConfig(_Section):
     save_plans: bool = True
     """Whether `run_dir` also gets every executed plan (some KB each), which a bug report needs."""
 
-    trace_every: Index = 10
+    trace_every: Annotated[Index, Field(le=MAX_ITERATIONS)] = 10
     """Iterations between two whose stages are traced into `run_dir`, doubling as a run grows; 0
     traces none.
     """
 
-    max_process_groups: Count = 256
+    max_process_groups: Annotated[Count, Field(le=MAX_GROUPS)] = 256
     """Process groups that all strategies together may need; each costs communicator memory on its
     ranks.
     """
@@ -360,10 +387,11 @@ class HydraConfig(_Section):
             raise HydraConfigError(
                 f'"hydra" is {show(section)}, expected an object, at least {SMALLEST_SECTION}'
             )
-        problems = dict.fromkeys(find_auto(section), AUTO_REFUSED)
+        plain = plain_json(section, "hydra")
+        problems = dict.fromkeys(find_auto(plain), AUTO_REFUSED)
         config = None
         try:
-            config = cls.model_validate(dict(section))
+            config = cls.model_validate(plain)
         except ValidationError as error:
             for details in error.errors():
                 problems.setdefault(details["loc"], explain(details, _SECTIONS))

@@ -65,9 +65,16 @@ def _describe(run: Run) -> dict[str, Any]:
         "traced_iterations": sorted(run.traces),
         "notes": list(run.notes),
     }
-    return {
-        key: None if isinstance(v, float) and not isfinite(v) else v for key, v in document.items()
-    }
+    return {key: _known(value) for key, value in document.items()}
+
+
+def _known(value: Any) -> Any:
+    """`value` with null for every number in it that is not known."""
+    if isinstance(value, dict):
+        return {key: _known(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_known(inner) for inner in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def _fields(value: Any) -> dict[str, Any]:

@@ -25,11 +25,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any
 
-from ds_hydra.configs.files import find_file, read_json_object, reading
-from ds_hydra.errors import HydraConfigError
+from ds_hydra.configs.files import (
+    LARGEST,
+    MAX_DEVICES,
+    find_file,
+    read_count,
+    read_json_object,
+    read_number,
+    read_object,
+    read_text,
+    read_time,
+    reading,
+)
 from ds_hydra.strategy.profiles.fit import saturation_tokens
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, LatencyModel
 from ds_hydra.strategy.schemes.scheme import Scheme
@@ -93,25 +102,30 @@ class Hardware:
         wrong.
         """
         with reading(document, HARDWARE_SCHEMA, source):
-            reached = document["efficiency"]
-            hardware = cls(
-                name=document["name"],
-                devices_per_node=int(document["devices_per_node"]),
-                memory_bytes=int(document["memory_bytes"]),
-                matmul_flops=document["peak_flops"] * reached["matmul"],
-                attention_flops=document["peak_flops"] * reached["attention"],
-                memory_rate=document["memory_bytes_per_s"] * reached["memory"],
-                intra_node_rate=document["intra_node_bytes_per_s"] * reached["interconnect"],
-                inter_node_rate=document["inter_node_bytes_per_s"] * reached["interconnect"],
-                layer_overhead_ms=float(document["layer_overhead_ms"]),
-                collective_overhead_ms=float(document["collective_overhead_ms"]),
-                peak_flops=float(document["peak_flops"]),
+            reached = read_object(document, "efficiency")
+            peak = _read_rate(document, "peak_flops")
+            memory_rate = _read_rate(document, "memory_bytes_per_s")
+            inside = _read_rate(document, "intra_node_bytes_per_s")
+            across = _read_rate(document, "inter_node_bytes_per_s")
+            share = {
+                name: read_number(reached, name, least=1e-6, most=1)
+                for name in ("matmul", "attention", "memory", "interconnect")
+            }
+            return cls(
+                name=read_text(document, "name"),
+                devices_per_node=read_count(
+                    document, "devices_per_node", least=1, most=MAX_DEVICES
+                ),
+                memory_bytes=int(read_number(document, "memory_bytes", least=0)),
+                matmul_flops=peak * share["matmul"],
+                attention_flops=peak * share["attention"],
+                memory_rate=memory_rate * share["memory"],
+                intra_node_rate=inside * share["interconnect"],
+                inter_node_rate=across * share["interconnect"],
+                layer_overhead_ms=read_time(document, "layer_overhead_ms"),
+                collective_overhead_ms=read_time(document, "collective_overhead_ms"),
+                peak_flops=peak,
             )
-            rates = (hardware.matmul_flops, hardware.attention_flops, hardware.memory_rate)
-            interconnects = (hardware.intra_node_rate, hardware.inter_node_rate)
-            if not all(isfinite(rate) and rate > 0 for rate in (*rates, *interconnects)):
-                raise HydraConfigError("rates and efficiencies must be above 0")
-        return hardware
 
     def group_rate(self, num_ranks: int, *, is_shared: bool = False) -> float:
         """Bytes per second of each rank of a group of neighbours; where it leaves a node those of
@@ -120,6 +134,11 @@ class Hardware:
         if num_ranks <= self.devices_per_node:
             return self.intra_node_rate
         return self.inter_node_rate / (self.devices_per_node if is_shared else 1)
+
+
+def _read_rate(document: Mapping[str, Any], key: str) -> float:
+    """Of a second: from 1 to a million times the fastest device there is."""
+    return read_number(document, key, least=1, most=1e6 * LARGEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ds_hydra.configs import find_file, list_files
-from ds_hydra.configs.files import read_json_object
+from ds_hydra.configs.files import read_json_object, read_number, read_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import (
     KEY_VALUE_EXCHANGES,
@@ -319,13 +319,13 @@ def find_cluster(profile: Profile, num_devices: int, hardware: str | None = None
             return None
         document = found
     try:
-        latency = document["latency_s"]
+        latency = read_object(document, "latency_s")
         return Cluster(
             shape=model_shape(profile),
             hardware=Hardware.from_json(document, source=hardware or str(document["name"])),
             num_devices=num_devices,
-            intra_node_latency_ms=1e3 * latency["intra_node"],
-            inter_node_latency_ms=1e3 * latency["inter_node"],
+            intra_node_latency_ms=1e3 * read_number(latency, "intra_node", least=0),
+            inter_node_latency_ms=1e3 * read_number(latency, "inter_node", least=0),
         )
     except (KeyError, TypeError) as error:
         raise HydraConfigError(

@@ -20,7 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.configs.files import read_json_object, reading
+from ds_hydra.configs.files import (
+    MAX_DEVICES,
+    MAX_PAIRED_DEVICES,
+    check_object,
+    read_count,
+    read_json_object,
+    read_list,
+    read_number,
+    read_object,
+    read_text,
+    reading,
+)
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.alpha_beta import (
     Interconnects,
@@ -109,23 +120,26 @@ class Topology:
         """
         with reading(document, TOPOLOGY_SCHEMA, source, _HINT):
             nodes: list[Node] = []
-            for entry in document["nodes"]:
-                num_devices, count = entry["num_devices"], entry.get("count", 1)
-                if min(int(num_devices), int(count)) < 1:
-                    raise HydraConfigError(
-                        f"a node has num_devices {num_devices} and count {count}, expected 1 or more"
-                    )
+            num_devices = 0
+            for listed in read_list(document, "nodes"):
+                entry = check_object(listed, "a node")
+                count = read_count({"count": 1, **entry}, "count", least=1, most=MAX_DEVICES)
                 node = Node(
-                    num_devices=int(num_devices),
-                    device=str(entry["device"]),
+                    num_devices=read_count(entry, "num_devices", least=1, most=MAX_DEVICES),
+                    device=read_text(entry, "device"),
                     inside=_read_rate(entry),
                 )
-                nodes += [node] * int(count)
+                num_devices += count * node.num_devices
+                if num_devices > MAX_PAIRED_DEVICES:
+                    raise HydraConfigError(
+                        f"there are {num_devices} devices or more, expected at most {MAX_PAIRED_DEVICES}, between "
+                        "each two of which there is a rate"
+                    )
+                nodes += [node] * count
             if not nodes:
                 raise HydraConfigError("there is no node")
-            return cls(
-                nodes=tuple(nodes), between=_read_rate(document["between_nodes"]), source=source
-            )
+            between = _read_rate(read_object(document, "between_nodes"))
+            return cls(nodes=tuple(nodes), between=between, source=source)
 
     @classmethod
     def load(cls, path: str | Path) -> Topology:
@@ -135,7 +149,8 @@ class Topology:
 
 def _read_rate(entry: Mapping[str, Any]) -> InterconnectRate:
     return InterconnectRate(
-        latency_s=float(entry["latency_s"]), bytes_per_s=float(entry["bytes_per_s"])
+        latency_s=read_number(entry, "latency_s", least=0),
+        bytes_per_s=read_number(entry, "bytes_per_s", least=1),
     )
 
 

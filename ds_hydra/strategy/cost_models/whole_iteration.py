@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from math import isfinite
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ds_hydra.configs.files import MAX_DEVICES, check_count, check_number
 from ds_hydra.errors import HydraConfigError
 
 _WHOLE_ITERATION_SCHEMA = "ds_hydra.whole_iteration/1"
@@ -73,6 +73,11 @@ _UPPER = IterationModel(
 """Bounds of the fit: the originals', and upper ones where they have none."""
 
 
+_DIVISORS = ("threads_per_gpu", "bandwidth_dp", "bandwidth_tp", "bandwidth_pp", "bandwidth_host")
+_LEAST = 1e-9
+"""Of a divisor and of a measured time: far below any rate, share of a host, or iteration."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationSetup:
     """One plan of one model on one cluster. `bandwidth_*` in GB/s, `params_mi` in units of 2^20
@@ -103,17 +108,16 @@ class IterationSetup:
     bandwidth_host: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isfinite(value) or value < 0:
-                raise HydraConfigError(
-                    f"{field.name} is {value}, expected a number that is not negative"
-                )
-        if min(self.dp, self.tp, self.pp) < 1 or self.forward_ms == 0:
-            raise HydraConfigError(
-                f"dp {self.dp}, tp {self.tp}, pp {self.pp}, forward_ms {self.forward_ms}: degrees must be 1 or "
-                "more and the forward pass take some time"
-            )
+        for name, value in asdict(self).items():
+            if name in ("is_sharded", "is_offloaded"):
+                if type(value) is not bool:
+                    raise HydraConfigError(f"{name} is {value!r:.80}, expected true or false")
+            elif name in ("dp", "tp", "pp"):
+                check_count(value, name, least=1, most=MAX_DEVICES)
+            else:
+                check_number(value, name, least=_LEAST if name in _DIVISORS else 0)
+        if self.forward_ms == 0:
+            raise HydraConfigError("forward_ms is 0, expected the time of a forward pass")
 
     @property
     def is_3d(self) -> bool:
@@ -205,10 +209,8 @@ class MeasuredIteration:
     def __post_init__(self) -> None:
         for name in ("iteration_ms", "backward_and_sync_ms", "optimizer_ms"):
             value = getattr(self, name)
-            if value is not None and not (isfinite(value) and value > 0):
-                raise HydraConfigError(
-                    f"{name} is {value}, expected a time above 0; remove the measurement"
-                )
+            if name == "iteration_ms" or value is not None:
+                check_number(value, name, least=_LEAST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,5 +345,7 @@ def measured_from_json(
             MeasuredIteration(**{**point, "setup": IterationSetup(**point["setup"])})
             for point in document["points"]
         ]
+    except HydraConfigError as error:
+        raise HydraConfigError(f"{source}: {error}; mend or remove the measurement") from error
     except (KeyError, TypeError) as error:
         raise HydraConfigError(f"{source}: not a list of measured iterations: {error!r}") from error

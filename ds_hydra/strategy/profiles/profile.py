@@ -17,7 +17,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_hydra.configs.files import LARGEST, read_json_object, reading
+from ds_hydra.configs.files import (
+    LARGEST,
+    MAX_DEVICES,
+    MAX_LENGTH_TOKENS,
+    read_count,
+    read_json_object,
+    read_list,
+    read_number,
+    read_object,
+    reading,
+)
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import MemoryModel
 from ds_hydra.strategy.schemes.options import slowest_stage_ratio
@@ -25,6 +35,14 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 PROFILE_SCHEMA = "ds_hydra.profile/1"
 
+
+_OPTIONAL_MEMORY = {
+    "slice_bytes_per_layer_per_hidden2": 0,
+    "input_bytes_per_token_per_layer_per_hidden": 0,
+    "exchange_bytes": 0,
+    "expert_fraction": 0,
+}
+"""Of a profile that does not say them."""
 
 _VOCABULARY_TOLERANCE = 0.05
 """Share by which the vocabulary of a profile may differ from the model's: it only moves MaxLen a
@@ -299,8 +317,12 @@ class Profile:
         wrong.
         """
         with reading(document, PROFILE_SCHEMA, source):
-            hardware, model, memory = document["hardware"], document["model"], document["memory"]
-            per_tp = memory["activation_bytes_per_token_per_layer_per_hidden"]
+            model = read_object(document, "model")
+            hardware = {"devices_per_node": 8, **read_object(document, "hardware")}
+            memory = {**_OPTIONAL_MEMORY, **read_object(document, "memory")}
+            per_tp = read_object(memory, "activation_bytes_per_token_per_layer_per_hidden")
+            saturation = read_object({"saturation_tokens": {}, **document}, "saturation_tokens")
+            _check_model(model)
             if memory.get("repull_layers"):
                 raise HydraConfigError(
                     f"repull_layers of its memory is {memory['repull_layers']!r:.80}, which streamed layers "
@@ -309,36 +331,30 @@ class Profile:
             return cls(
                 name=f"{model['name']} on {hardware['name']}",
                 latency={
-                    Scheme.from_json(entry): LatencyModel(
-                        quadratic_ms=float(entry["quadratic_ms"]),
-                        linear_ms=float(entry["linear_ms"]),
-                        constant_ms=float(entry["constant_ms"]),
-                        traffic_ms=float(entry.get("traffic_ms", 0)),
-                        hidden_ms=float(entry.get("hidden_ms", 0)),
-                    )
-                    for entry in document["schemes"]
+                    Scheme.from_json(entry): _read_latency(entry)
+                    for entry in read_list(document, "schemes")
                 },
                 memory=MemoryModel(
                     num_layers=model["num_layers"],
                     hidden_size=model["hidden_size"],
                     vocab_size=model["vocab_size"],
-                    activation_bytes={int(tp): float(value) for tp, value in per_tp.items()},
-                    state_bytes=float(memory["state_bytes_per_layer_per_hidden2"]),
-                    sharded_fraction=float(memory["sharded_fraction"]),
-                    memory_bytes=int(hardware["memory_bytes"]),
-                    reserved_bytes=int(hardware["reserved_bytes"]),
-                    safety_margin_bytes=int(hardware["safety_margin_bytes"]),
-                    slice_bytes=float(memory.get("slice_bytes_per_layer_per_hidden2", 0)),
-                    input_bytes=float(memory.get("input_bytes_per_token_per_layer_per_hidden", 0)),
+                    activation_bytes={int(tp): read_number(per_tp, tp) for tp in per_tp},
+                    state_bytes=read_number(memory, "state_bytes_per_layer_per_hidden2"),
+                    sharded_fraction=read_number(memory, "sharded_fraction"),
+                    memory_bytes=int(read_number(hardware, "memory_bytes")),
+                    reserved_bytes=int(read_number(hardware, "reserved_bytes")),
+                    safety_margin_bytes=int(read_number(hardware, "safety_margin_bytes")),
+                    slice_bytes=read_number(memory, "slice_bytes_per_layer_per_hidden2"),
+                    input_bytes=read_number(memory, "input_bytes_per_token_per_layer_per_hidden"),
                     tp_sequence_parallel=document.get("tp_sequence_parallel", False),
-                    devices_per_node=int(hardware.get("devices_per_node", 8)),
-                    exchange_bytes=float(memory.get("exchange_bytes", 0)),
+                    devices_per_node=read_count(hardware, "devices_per_node", most=MAX_DEVICES),
+                    exchange_bytes=read_number(memory, "exchange_bytes"),
                     key_value_share=read_key_value_share(model),
-                    expert_fraction=float(memory.get("expert_fraction", 0)),
+                    expert_fraction=read_number(memory, "expert_fraction"),
                 ),
                 saturation_tokens={
-                    int(tp): int(tokens)
-                    for tp, tokens in document.get("saturation_tokens", {}).items()
+                    int(tp): read_count(saturation, tp, least=1, most=MAX_LENGTH_TOKENS)
+                    for tp in saturation
                 },
                 document=document,
                 overlap_slowdown=_read_ratio(hardware, "overlap_slowdown"),
@@ -349,6 +365,39 @@ class Profile:
     def load(cls, path: str | Path) -> Profile:
         """The profile in the JSON file `path`."""
         return cls.from_json(read_json_object(path), source=str(path))
+
+
+def _read_latency(entry: Mapping[str, Any]) -> LatencyModel:
+    given = {"traffic_ms": 0, "hidden_ms": 0, **entry}
+    return LatencyModel(
+        quadratic_ms=read_number(given, "quadratic_ms"),
+        linear_ms=read_number(given, "linear_ms"),
+        constant_ms=read_number(given, "constant_ms"),
+        traffic_ms=read_number(given, "traffic_ms"),
+        hidden_ms=read_number(given, "hidden_ms"),
+    )
+
+
+_SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+
+
+def _check_model(model: Mapping[str, Any]) -> None:
+    """Raise HydraConfigError for what `model` says besides the sizes of the memory model, if it is
+    of another kind; what is null is not said.
+    """
+    for key in _SIZES:
+        if model.get(key) is not None:
+            read_count(model, key, least=1, most=1 << 32)
+    if model.get("attention_width") is not None:
+        read_count(model, "attention_width", most=1 << 32)
+    if not model.get("experts"):
+        return
+    experts = {"shared_size": 0, "layer_share": 1.0, **read_object(model, "experts")}
+    num = read_count(experts, "num", least=1, most=1 << 20)
+    read_count(experts, "chosen", least=1, most=num)
+    for key in ("size", "shared_size"):
+        read_count(experts, key, most=1 << 32)
+    read_number(experts, "layer_share", least=0, most=1)
 
 
 @lru_cache(maxsize=4096)

@@ -15,9 +15,13 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.schemes.notation import ALL_LAYERS, FORM, MAX_LAYERS, REPLACED, read_notation
 
 _TERM = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<([^<>]*)>\s*")
-_THEN = re.compile(r"\s+then\s+")
+_THEN = re.compile(r"\sthen\s")  # further blanks belong to the terms
 MAX_PHASES = 256
 """Phases that one iteration may have."""
+MAX_CHARACTERS = 600_000
+"""Of a strategy's text: what a scheme needs that names the layers of `MAX_DEVICES` stages."""
+MAX_PIPELINES = 4 * MAX_DEVICES
+"""Pipelines of all phases of a strategy, or of all candidates: few enough to list in a second."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -71,8 +75,7 @@ class Scheme:
             shown = ",".join(f"{k.lower() if k in ('SP', 'CP') else ''}{degrees[k]}" for k in named)
             sizes = f"{', '.join(named[:-1])} and PP degrees"
             raise HydraConfigError(f"scheme <{shown:.78}>: {sizes} must be 1 or more")
-        if self.num_devices > MAX_DEVICES:
-            raise HydraConfigError(f"scheme {str(self)[:80]}: more than {MAX_DEVICES} ranks")
+        self._check_ep()
         if type(self.ckpt) is not int or not 0 <= self.ckpt <= MAX_LAYERS:
             raise HydraConfigError(
                 f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {MAX_LAYERS}"
@@ -86,6 +89,9 @@ class Scheme:
             raise HydraConfigError(
                 f"stages of a scheme are {self.stages!r:.80}, expected 1 layer or more for each of {self.pp} stages"
             )
+        # What follows shows the scheme, whose fields have their types now.
+        if self.num_devices > MAX_DEVICES:
+            raise HydraConfigError(f"scheme {str(self)[:80]}: more than {MAX_DEVICES} ranks")
         if self.stages and len(self.stages) != self.pp:
             raise HydraConfigError(
                 f"scheme {str(self)[:80]} has {len(self.stages)} numbers of layers for PP {self.pp}; give one per stage"
@@ -94,7 +100,6 @@ class Scheme:
             raise HydraConfigError(
                 f"scheme {str(self)[:80]}: gather is for all layers of schemes of PP 1, without stream"
             )
-        self._check_ep()
         degrees_and_options = (
             self.tp, self.pp, self.stages, self.ckpt, self.sp, self.stream, self.gather, self.ep, self.cp
         )  # fmt: skip
@@ -116,6 +121,7 @@ class Scheme:
     @classmethod
     def parse(cls, text: str) -> Scheme:
         """The scheme written as `text`; raises HydraConfigError with the expected form."""
+        _check_text(text)
         match = _TERM.fullmatch(text)
         if match is None or match[1] is not None:
             raise HydraConfigError(f"cannot read scheme {text[:80]!r}; {FORM}")
@@ -313,11 +319,12 @@ class Strategy:
         >>> str(Strategy.parse("4x<1,1> + <2,2; stages=3,1>"))
         '1x<2,2;stages=3,1> + 4x<1,1>'
         """
+        _check_text(text)
         parts = _THEN.split(text, MAX_PHASES)
         if len(parts) > MAX_PHASES:
             raise HydraConfigError(f"strategy {text[:80]!r} has more than {MAX_PHASES} phases")
         if len(parts) > 1:
-            return cls.of_phases([cls.parse(part) for part in parts])
+            return cls.of_phases(_parse_each(parts))
         schemes: list[Scheme] = []
         num_devices = 0
         for term in text.split("+"):
@@ -391,9 +398,33 @@ def parse_strategies(texts: Iterable[str]) -> tuple[Strategy, ...]:
     """The strategies written as `texts`, duplicates removed, first occurrence kept. Raises
     HydraConfigError for phases, which the planner alone puts together.
     """
-    found = tuple(dict.fromkeys(Strategy.parse(text) for text in texts))
+    found = tuple(dict.fromkeys(_parse_each(texts)))
     for strategy in found:
         check_one_phase(strategy)
+    return found
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise HydraConfigError(f"a strategy is {text!r:.80}, expected text; {FORM}")
+    if len(text) > MAX_CHARACTERS:
+        raise HydraConfigError(
+            f"strategy {text[:80]!r} has {len(text)} characters, {MAX_CHARACTERS} are the most; {FORM}"
+        )
+
+
+def _parse_each(texts: Iterable[str]) -> list[Strategy]:
+    """The strategies written as `texts`; raises HydraConfigError for more than `MAX_PIPELINES`."""
+    found: list[Strategy] = []
+    num_pipelines = 0
+    for text in texts:
+        found.append(Strategy.parse(text))
+        num_pipelines += len(found[-1].schemes)
+        if num_pipelines > MAX_PIPELINES:
+            raise HydraConfigError(
+                f"{len(found)} strategies have {num_pipelines} pipelines together, up to {text[:80]!r}; "
+                f"{MAX_PIPELINES} are the most"
+            )
     return found
 
 

@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ds_hydra.configs.files import read_json_object, reading
+from ds_hydra.configs.files import (
+    MAX_DEVICES,
+    check_count,
+    check_object,
+    read_count,
+    read_json_object,
+    read_list,
+    read_number,
+    read_object,
+    read_time,
+    reading,
+)
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import Hardware
 from ds_hydra.strategy.profiles.memory_model import EMBEDDING_BYTES_PER_ELEMENT
@@ -23,6 +33,8 @@ _LAYERS_SCHEMA = "ds_hydra.layers/1"
 OVERLAP_SLOWDOWN = 1.3
 """Where it was not measured: Galvatron-BMW's own (§V)."""
 MB = float(1 << 20)
+_MOST_LAYERS = 4096
+"""Layers that a search goes through one by one, for every batch and number of stages."""
 _STATE_BYTES = 16.0
 """Of one parameter: 16-bit weight and gradient, fp32 weight and two Adam moments."""
 
@@ -100,27 +112,38 @@ class SearchInput:
         wrong.
         """
         with reading(document, _LAYERS_SCHEMA, source):
-            interconnects = document["all_reduce_ms_per_mb"]
-            result = cls(
-                layers=tuple(_read_layer(layer) for layer in document["layers"]),
-                num_devices=int(document["num_devices"]),
+            interconnects = read_object(document, "all_reduce_ms_per_mb")
+            given = {
+                "embedding": {},
+                "head": {},
+                "context_mb": 0.0,
+                "backward_over_forward": 2.0,
+                "overlap_slowdown": OVERLAP_SLOWDOWN,
+                **document,
+            }
+            layers = tuple(
+                _read_layer(check_object(layer, "a layer"))
+                for layer in read_list(document, "layers")
+            )
+            if not layers:
+                raise HydraConfigError("there are no layers; give at least one layer profile")
+            num_layers = sum(layer.count for layer in layers)
+            check_count(num_layers, "the sum of all counts of layers", most=_MOST_LAYERS)
+            return cls(
+                layers=layers,
+                num_devices=read_count(document, "num_devices", least=1, most=MAX_DEVICES),
                 all_reduce_ms_per_mb={
-                    int(pp): {_read_group(group): float(cost) for group, cost in groups.items()}
+                    int(pp): {_read_group(group): read_time(groups, group) for group in groups}
                     for pp, groups in interconnects.items()
                 },
-                point_to_point_ms_per_mb={
-                    int(pp): float(cost)
-                    for pp, cost in document["point_to_point_ms_per_mb"].items()
-                },
-                embedding=EndProfile(**document.get("embedding", {})),
-                head=EndProfile(**document.get("head", {})),
-                context_mb=float(document.get("context_mb", 0.0)),
-                backward_over_forward=float(document.get("backward_over_forward", 2.0)),
-                overlap_slowdown=float(document.get("overlap_slowdown", OVERLAP_SLOWDOWN)),
+                point_to_point_ms_per_mb=_by_degree(document, "point_to_point_ms_per_mb"),
+                embedding=_read_end(read_object(given, "embedding")),
+                head=_read_end(read_object(given, "head")),
+                context_mb=read_number(given, "context_mb", least=0),
+                backward_over_forward=read_number(given, "backward_over_forward", least=0),
+                overlap_slowdown=read_number(given, "overlap_slowdown", least=1),
                 gathers_each_micro_batch=bool(document.get("gathers_each_micro_batch", True)),
             )
-            _check(result)
-        return result
 
     @classmethod
     def from_profile(
@@ -141,7 +164,7 @@ class SearchInput:
         scheme = min(profile.latency, key=lambda s: (not s.is_plain, s.tp, s.pp))
         stage_ms = profile.latency[scheme].micro_batch_ms([sequence_tokens]) * scheme.num_devices
         hidden = memory.hidden_size
-        weights = 4.0 * hidden**2 + 3.0 * hidden * int(model["intermediate_size"])
+        weights = 4.0 * hidden**2 + 3.0 * hidden * model["intermediate_size"]
         message_mb = 2.0 * sequence_tokens * hidden / MB
         vocabulary_mb = EMBEDDING_BYTES_PER_ELEMENT * hidden * memory.vocab_size / MB
         degrees = [1 << k for k in range(num_devices.bit_length())]
@@ -185,19 +208,34 @@ class SearchInput:
         )
 
 
-def _read_layer(document: Mapping[str, Any]) -> LayerProfile:
-    def by_degree(key: str) -> dict[int, float]:
-        return {int(tp): float(size) for tp, size in document[key].items()}
+def _by_degree(document: Mapping[str, Any], key: str) -> dict[int, float]:
+    """The numbers at `key`, by TP or PP degree."""
+    numbers = read_object(document, key)
+    return {int(degree): read_number(numbers, degree, least=0) for degree in numbers}
 
+
+def _read_layer(document: Mapping[str, Any]) -> LayerProfile:
     return LayerProfile(
         name=str(document["name"]),
-        count=int(document["count"]),
-        forward_ms=float(document["forward_ms"]),
-        weight_mb=float(document["weight_mb"]),
-        states_mb=float(document["states_mb"]),
-        activation_mb=by_degree("activation_mb"),
-        boundary_mb=by_degree("boundary_mb"),
-        message_mb=float(document["message_mb"]),
+        count=read_count(document, "count", least=1, most=_MOST_LAYERS),
+        forward_ms=read_time(document, "forward_ms"),
+        weight_mb=read_number(document, "weight_mb", least=0),
+        states_mb=read_number(document, "states_mb", least=0),
+        activation_mb=_by_degree(document, "activation_mb"),
+        boundary_mb=_by_degree(document, "boundary_mb"),
+        message_mb=read_number(document, "message_mb", least=0),
+    )
+
+
+def _read_end(document: Mapping[str, Any]) -> EndProfile:
+    given = {"states_mb": 0.0, "activation_mb": 0.0, **document}
+    if len(given) > 2:
+        raise HydraConfigError(
+            f"an embedding or head has {', '.join(given)[:80]}, expected states_mb and activation_mb alone"
+        )
+    return EndProfile(
+        states_mb=read_number(given, "states_mb", least=0),
+        activation_mb=read_number(given, "activation_mb", least=0),
     )
 
 
@@ -207,27 +245,3 @@ def _read_group(text: str) -> tuple[int, bool]:
     if kind not in ("", "strided"):
         raise ValueError(f"group {text!r} is neither a size nor SIZE_strided")
     return int(size), kind == ""
-
-
-def _check(given: SearchInput) -> None:
-    if not given.layers:
-        raise HydraConfigError("there are no layers; give at least one layer profile")
-    for layer in given.layers:
-        sizes = (
-            layer.forward_ms,
-            layer.weight_mb,
-            layer.states_mb,
-            layer.message_mb,
-            *layer.activation_mb.values(),
-            *layer.boundary_mb.values(),
-        )
-        if layer.count < 1 or not all(isfinite(size) and size >= 0 for size in sizes):
-            raise HydraConfigError(
-                f"layer {layer.name!r} has count {layer.count} and sizes {sizes}; the count must be at "
-                "least 1 and no size negative or NaN"
-            )
-    if given.backward_over_forward < 0 or given.overlap_slowdown < 1:
-        raise HydraConfigError(
-            f"backward_over_forward is {given.backward_over_forward} and overlap_slowdown "
-            f"{given.overlap_slowdown}; they must be at least 0 and at least 1"
-        )
