@@ -78,7 +78,7 @@ def argument_parser(doc: str, ds_config: Path, *, iterations: int) -> argparse.A
         "--ds_config", type=Path, default=ds_config, help="DeepSpeed JSON with a hydra section"
     )
     parser.add_argument(
-        "--run_dir", type=Path, default=Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+        "--run_dir", type=Path, help="folder of the run; none names one in runs/ by the time"
     )
     parser.add_argument(
         "--cache_dir", type=Path, default=DEFAULT_CACHE_DIR, help="texts and tokenizer"
@@ -87,15 +87,27 @@ def argument_parser(doc: str, ds_config: Path, *, iterations: int) -> argparse.A
     return parser
 
 
-def start(*, quiet: bool = True) -> bool:
-    """Join the other ranks; returns whether this one is the first."""
+def start(args: argparse.Namespace, *, quiet: bool = True) -> bool:
+    """Join the other ranks, and agree with them on `args.run_dir`; returns whether this rank is the
+    first.
+    """
     if quiet:
         # Of torch, about names that DeepSpeed uses
         warnings.filterwarnings("ignore", category=FutureWarning)
         transformers.logging.set_verbosity_error()
         deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.init_distributed()
+    args.run_dir = run_dir_of_first_rank(args.run_dir)
     return dist.get_rank() == 0
+
+
+def run_dir_of_first_rank(run_dir: Path | None) -> Path:
+    """`run_dir`, without one a folder named by the time; on all ranks that of the first, whose clock
+    may be in another second.
+    """
+    chosen = [run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")]
+    dist.broadcast_object_list(chosen)
+    return chosen[0]
 
 
 def is_cpu() -> bool:

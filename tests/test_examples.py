@@ -13,6 +13,7 @@ import runpy
 import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,22 @@ def test_every_example_runs(tmp_path):
     assert (tmp_path / "pretrain/model.safetensors").exists()
     assert (tmp_path / "pretrain/checkpoint-2/latest").exists()
     assert (tmp_path / "sft/adapter_model.safetensors").exists()
+
+
+def run_folder_at(folder):
+    """The folder that each rank uses whose clock is a minute after the one of the rank before."""
+    small_data(Path(folder))
+    common = load("common.py")
+    strftime = common.time.strftime
+    common.time.strftime = lambda form: strftime(form, time.gmtime(60 * int(os.environ["RANK"])))
+    args = common.argument_parser("one line", Path("config"), iterations=1).parse_args([])
+    common.start(args, quiet=False)
+    return str(args.run_dir)
+
+
+@pytest.mark.distributed
+def test_ranks_with_different_clocks_use_one_run_folder(tmp_path):
+    assert run_distributed(run_folder_at, 2, str(tmp_path)) == ["runs/19700101-000000"] * 2
 
 
 def changed_lines(diff):

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
+import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 
 import pytest
+import torch.distributed as dist
 
-from ds_hydra.engine.ranks import agreement, watchdog
+from ds_hydra.engine.ranks import agreement, waiting, watchdog, watchdog_peers
 from ds_hydra.engine.ranks.watchdog import Watchdog
 from ds_hydra.errors import HydraConfigError, RankLostError
 
 
 @contextlib.contextmanager
-def connected():
-    """Watchdogs of ranks 0 and 1."""
+def connected(on_told=lambda told: told):
+    """Watchdogs of ranks 0 and 1; rank 1 does `on_told` with what rank 0 has told, then
+    connects.
+    """
     told = Queue()
 
     def make(rank):
         def exchange(text):
             if rank == 0:
                 told.put(text)
-            return text or told.get()
+            return text or on_told(told.get())
 
         return Watchdog(rank, 2, exchange, places=["", ""], silence_s=60, grace_s=60)
 
@@ -122,3 +128,118 @@ def test_an_error_that_one_rank_alone_raises_is_told(pair):
         assert verdict.text == "failed in loading: HydraConfigError: on this rank alone"
     with pair[0].section("the next one"):
         assert not pair[0].is_left
+
+
+@pytest.mark.parametrize("orderly", [False, True])
+def test_a_rank_that_is_lost_between_two_calls_is_named(pair, caplog, orderly, monkeypatch):
+    """In collectives that are not the engine's: one that breaks names the rank."""
+    if not orderly:
+        monkeypatch.setattr(pair[1], "_tell", lambda verdict: None)
+    pair[1].close()
+    broken = RuntimeError("gloo: Connection closed by peer")
+    loss = pair[0].find_cause(broken)
+    assert str(loss).startswith("rank 1 is gone")
+    assert "rank 0 was between two calls of the engine" in str(loss)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ([] if orderly else [str(loss)])
+
+
+def test_a_failure_between_two_calls_is_told_once_and_is_the_reason_of_the_end(pair):
+    error = ValueError("in a callback")
+    for _ in range(2):
+        assert pair[1].find_cause(error) is None
+    wait_until(lambda: pair[0]._relevant_verdict() is not None)
+    verdict = pair[0]._relevant_verdict()
+    assert verdict.text == "failed between two calls of the engine: ValueError: in a callback"
+    assert verdict.section is not None
+    pair[1].close()
+    wait_until(lambda: pair[0]._verdict.section is None)
+    named = pytest.raises(RankLostError, match=r"rank 1 failed between .*in a callback")
+    with named, pair[0].section("saving"):
+        pass
+
+
+def test_ranks_that_fail_alike_do_not_take_each_other_for_lost(pair):
+    for one in pair:
+        one.find_cause(ValueError("on all ranks"))
+    time.sleep(0.1)
+    assert [one._relevant_verdict() for one in pair] == [None, None]
+
+
+def run_beside(*actions):
+    """Threads that each run one of `actions`; their numbers."""
+    threads = [threading.Thread(target=action, daemon=True) for action in actions]
+    for thread in threads:
+        thread.start()
+    return [thread.ident for thread in threads]
+
+
+def test_what_waits_for_a_rank_is_told_from_what_works(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    end = threading.Event()
+    read, write = os.pipe()
+
+    def collective():
+        with contextlib.suppress(RuntimeError, dist.DistStoreError):
+            store.wait(["never"], datetime.timedelta(seconds=5))
+
+    def debugger():
+        os.read(read, 1)
+
+    waits, sleeps, reads = run_beside(collective, lambda: end.wait(30), debugger)
+    wait_until(lambda: waiting.find_wait(waits) is not None)
+    assert waiting.find_wait(waits) == waiting.find_wait(waits)
+    assert waiting.find_wait(sleeps) is None
+    assert waiting.find_wait(reads) is None
+    end.set()
+    os.write(write, b"x")
+    os.close(write)
+    os.close(read)
+
+
+@pytest.mark.parametrize(
+    ("where", "ends"), [((1, 2), True), (None, False)], ids=["in a collective", "elsewhere"]
+)
+def test_a_rank_ends_itself_where_it_waits_in_vain_and_nowhere_else(
+    pair, where, ends, monkeypatch, capfd
+):
+    ended = threading.Event()
+    monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(watchdog, "find_wait", lambda thread: where)
+    now = time.monotonic()
+    pair[0]._end_if_stuck(now)
+    pair[0]._end_if_stuck(now + 61)
+    assert not ended.is_set()
+    monkeypatch.setattr(pair[1], "_tell", lambda verdict: None)
+    pair[1].close()
+    wait_until(lambda: pair[0]._relevant_verdict() is not None)
+    pair[0]._wait = None
+    pair[0]._end_if_stuck(now + 100)
+    assert not ended.is_set()
+    pair[0]._end_if_stuck(now + 161)
+    assert ended.is_set() == ends
+    assert ("ending rank 0" in capfd.readouterr().err) == ends
+
+
+def test_strangers_do_not_hold_the_start(monkeypatch):
+    """Silent ones, talkative ones, one that claims another rank with the right token."""
+    monkeypatch.setattr(watchdog_peers, "_MOST_SILENT", 3)
+    strangers = []
+
+    def greet(told):
+        host, port, token = told.split()
+        for hello in (*[b""] * 5, b"GET / HTTP/1.0\r\n\r\n....", bytes.fromhex(token), b"\0" * 19):
+            stranger = socket.create_connection((host, int(port)), 30)
+            stranger.sendall(hello)
+            strangers.append(stranger)
+        wrong = socket.create_connection((host, int(port)), 30)
+        wrong.sendall(bytes.fromhex(token) + struct.pack("!i", 7))
+        strangers.append(wrong)
+        return told
+
+    begin = time.monotonic()
+    with connected(greet) as both:
+        assert time.monotonic() - begin < 30.0, "each stranger was waited for"
+        assert [list(one._peers) for one in both] == [[1], [0]]
+    for stranger in strangers:
+        stranger.close()

@@ -39,6 +39,7 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.engine.ranks.deepspeed_ops import clear_up, leave_out_shared_memory
 from ds_hydra.engine.ranks.host_memory import keep_freed_memory, to_device
+from ds_hydra.engine.ranks.last_words import end_with_the_sentence
 from ds_hydra.engine.ranks.process_end import let_collectives_end_at_exit
 from ds_hydra.engine.ranks.watchdog import (
     find_restart_problem,
@@ -54,6 +55,7 @@ from ds_hydra.simulator.timeline import EventKind
 from ds_hydra.strategy import Strategy
 
 leave_out_shared_memory()
+end_with_the_sentence()
 
 
 class HydraEngine(CheckpointingEngine):

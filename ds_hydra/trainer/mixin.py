@@ -29,6 +29,7 @@ from ds_hydra.engine import HydraEngine, hydra_engine_class
 from ds_hydra.engine.checks.deepspeed_section import dtype_of
 from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.engine.model.adapters import unify_adapter_dtype, unwrap_adapters
+from ds_hydra.engine.ranks.watchdog import names_losses
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.trainer.arguments import Note, check_dtype, drop_batch_size_mismatches
 from ds_hydra.trainer.checkpoints import restore_checkpoints, written_aside
@@ -183,7 +184,18 @@ class EngineMixin:
             restore_checkpoints(
                 Path(self.args.output_dir), commits=self.args.should_save, device=self.args.device
             )
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        with names_losses():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers."""
+        with names_losses():
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers."""
+        with names_losses():
+            return super().predict(*args, **kwargs)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None

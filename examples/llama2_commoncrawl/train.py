@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         "--suffixes", nargs="+", default=[".txt", ".md", ".rst"], help="files of a folder"
     )
     args = parser.parse_args(arguments)
-    is_first_rank = common.start()
+    is_first_rank = common.start(args)
     is_stand_in = args.data == "stand-in"
     source = "stdlib" if is_stand_in else args.data
     texts = common.load_texts(

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--num_rows", type=int, default=20_000, help="files to stream from the hub")
     parser.add_argument("--suffixes", nargs="+", default=SUFFIXES, help="files to read of a folder")
     args = parser.parse_args(arguments)
-    is_first_rank = common.start()
+    is_first_rank = common.start(args)
     texts = common.load_texts(
         args.data, args.cache_dir, hub=HUB, num_rows=args.num_rows, suffixes=args.suffixes
     )

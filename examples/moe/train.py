@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         "--aux_loss", choices=("sequence", "off"), default="sequence", help="loss of balance"
     )
     args = parser.parse_args(arguments)
-    common.start()
+    common.start(args)
     data = prepare(args.cache_dir, unit="definition")
     config = common.read_json(args.ds_config)
     config["hydra"] |= {"tokenizer": str(data.tokenizer_dir), "moe": {"aux_loss": args.aux_loss}}

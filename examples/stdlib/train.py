@@ -42,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
         "--iterations", type=int, default=48, help="optimizer steps (default %(default)s)"
     )
     parser.add_argument(
-        "--run_dir", type=Path, default=Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+        "--run_dir", type=Path, help="default: a folder in runs/ that is named by the time"
     )
     parser.add_argument(
         "--cache_dir", type=Path, default=DEFAULT_CACHE_DIR, help="tokenizer and tokens"
@@ -82,6 +82,10 @@ def main() -> None:
     with contextlib.redirect_stdout(io.StringIO()):  # which DeepSpeed tells what it has loaded
         deepspeed.init_distributed()
     is_first_rank = dist.get_rank() == 0
+    # Of the first rank: the clock of another one may be in another second.
+    chosen = [args.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")]
+    dist.broadcast_object_list(chosen)
+    args.run_dir = chosen[0]
     data = prepare(args.cache_dir, unit="definition")
     config = json.loads(Path(args.deepspeed_config).read_text())
     config["hydra"] |= {"tokenizer": str(data.tokenizer_dir), "run_dir": str(args.run_dir)}

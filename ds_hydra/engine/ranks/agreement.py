@@ -17,8 +17,10 @@ from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.errors import HydraError, RankLostError
 
 Result = TypeVar("Result")
+ErrorType = TypeVar("ErrorType", bound=BaseException)
 
 _ON_ALL_RANKS = "_ds_hydra_is_raised_on_all"
+_SAID_BY = "_ds_hydra_is_said_by"
 
 ENVELOPE_BYTES = 1 << 15
 """Payloads up to this size, such as plans of some thousand sequences, travel in one broadcast."""
@@ -68,12 +70,23 @@ def raise_together(error: Exception | None, device: torch.device) -> None:
     if error is None:
         error = restore_error(name, f"rank {source}: {text}")
     setattr(error, _ON_ALL_RANKS, True)
-    raise error
+    raise said_by(source, error)
 
 
 def is_raised_on_all(error: BaseException) -> bool:
     """Whether all ranks raise `error` at the same time: no rank waits for another one then."""
     return isinstance(error, RankLostError) or getattr(error, _ON_ALL_RANKS, False)
+
+
+def said_by(rank: int, error: ErrorType) -> ErrorType:
+    """`error`, which `rank` alone prints where all ranks end with it."""
+    setattr(error, _SAID_BY, rank)
+    return error
+
+
+def rank_that_says(error: BaseException) -> int:
+    """The rank that prints an error with which all ranks end; 0 where nothing is known."""
+    return getattr(error, _SAID_BY, 0)
 
 
 def run_together(action: Callable[[], Result], device: torch.device) -> Result:

@@ -6,8 +6,10 @@ A collective only says that a connection broke (gloo), or nothing at all (NCCL).
 one TCP connection to rank 0, served by a thread. The kernel closes it the moment a process ends,
 however it ends; a host that is cut off falls silent. Rank 0 tells the others which rank it was, and
 each rank raises RankLostError out of its broken collective, or ends itself where it would wait for
-ever. Messages are fixed records and a short text; nothing in them is unpickled, and a connection
-has to begin with a random token that went through the process group.
+ever. Between the engine's calls (callbacks, collectives of TRL or the user) it ends itself only
+where it stands in a collective: what else it does there may be finished. Messages are fixed records
+and a short text; nothing in them is unpickled, and a connection has to begin with a random token
+that went through the process group.
 
 It begins with a process' first engine, before anything else is exchanged, and ends with the last
 one's `destroy`, in which each rank waits until all have come to theirs. A rank that is lost before
@@ -19,6 +21,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing.util
 import os
 import selectors
 import socket
@@ -32,7 +35,12 @@ import torch
 import torch.distributed as dist
 
 from ds_hydra.configs.hydra_config import FaultsConfig
-from ds_hydra.engine.ranks.agreement import broadcast_text, gather_rows, is_raised_on_all
+from ds_hydra.engine.ranks.agreement import (
+    broadcast_text,
+    gather_rows,
+    is_raised_on_all,
+    said_by,
+)
 from ds_hydra.engine.ranks.hosts import find_hosts
 from ds_hydra.engine.ranks.missing import (
     EXIT_CODE,
@@ -41,12 +49,15 @@ from ds_hydra.engine.ranks.missing import (
     describe_missing,
     ends_after,
 )
+from ds_hydra.engine.ranks.waiting import find_wait, looks_like_a_lost_peer
 from ds_hydra.engine.ranks.watchdog_peers import ALIVE, FAILED, LEFT, LOST, Peer, connect
 from ds_hydra.errors import RankLostError
 
 logger = logging.getLogger(__name__)
 
 _ENGINE_DESTROYED = "is gone: its engine was destroyed"
+_PROCESS_ENDED = "is gone: its process ended"
+_IS_TOLD = "_ds_hydra_is_told"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +106,11 @@ class Watchdog:
         self._phase = "start"
         self._verdict: Verdict | None = None
         self._deadline: float | None = None
+        self._failed_section: int | None = None
+        """In which this rank itself has failed."""
+        self._engine_thread = threading.get_ident()
+        self._wait: tuple[int, int] | None = None
+        self._wait_began = 0.0
         self._changed = threading.Condition()
         self._peers: dict[int, Peer] = {}
         self._is_leaving = False
@@ -136,7 +152,7 @@ class Watchdog:
         except (Exception, KeyboardInterrupt) as error:
             if is_raised_on_all(error):
                 raise
-            raise_from = self._find_cause(error)
+            raise_from = self.find_cause(error)
             if raise_from is None:
                 raise
             raise raise_from from error
@@ -145,35 +161,49 @@ class Watchdog:
                 self._is_inside = False
                 self._deadline = None
 
-    def _find_cause(self, error: BaseException) -> RankLostError | None:
+    def find_cause(self, error: BaseException) -> RankLostError | None:
         """The loss behind `error`; where there is none, `error` is this rank's own and the others
-        are told.
+        are told, once.
         """
         verdict = None
-        if _looks_like_a_lost_peer(error):  # any other error is this rank's own, and says more
+        if looks_like_a_lost_peer(error):  # any other error is this rank's own, and says more
             with self._changed:
                 self._changed.wait_for(lambda: self._relevant_verdict() is not None, VERDICT_WAIT_S)
                 verdict = self._relevant_verdict()
         if verdict is not None:
             return self._error_of(verdict)
-        text = f"failed in {self._phase}: {type(error).__name__}: {str(error).strip()[:500]}"
-        if isinstance(error, KeyboardInterrupt):
-            text = f"was interrupted by its user in {self._phase}"
-        self._tell(Verdict(self._rank, text, self._section))
+        if not hasattr(error, _IS_TOLD):
+            setattr(error, _IS_TOLD, True)
+            self._failed_section = self._section
+            what = f"{type(error).__name__}: {str(error).strip()[:500]}"
+            text = f"failed {self._place}: {what}"
+            if isinstance(error, KeyboardInterrupt):
+                text = f"was interrupted by its user {self._place}"
+            self._tell(Verdict(self._rank, text, self._section))
         return None
+
+    @property
+    def _place(self) -> str:
+        """Where this rank is, in words."""
+        is_known = self._is_inside or self._is_leaving
+        return f"in {self._phase}" if is_known else "between two calls of the engine"
 
     def _relevant_verdict(self) -> Verdict | None:
         verdict = self._verdict
-        is_relevant = verdict is not None and verdict.section in (None, self._section)
-        return verdict if is_relevant and verdict.rank != self._rank else None  # type: ignore[union-attr]
+        if verdict is None or verdict.rank == self._rank:
+            return None
+        is_relevant = verdict.section is None or (
+            verdict.section == self._section != self._failed_section
+        )
+        return verdict if is_relevant else None
 
     def _error_of(self, verdict: Verdict) -> RankLostError:
         self._has_raised = True
-        return RankLostError(self._describe(verdict))
+        return said_by(1 if verdict.rank == 0 else 0, RankLostError(self._describe(verdict)))
 
     def _describe(self, verdict: Verdict) -> str:
         return (
-            f"rank {verdict.rank} {verdict.text}; rank {self._rank} was in {self._phase} and cannot go on "
+            f"rank {verdict.rank} {verdict.text}; rank {self._rank} was {self._place} and cannot go on "
             "without it. Restart from the last checkpoint (torchrun --max-restarts does)"
         )
 
@@ -209,10 +239,10 @@ class Watchdog:
         is_loss = self._verdict is not None and self._verdict.kind == LOST
         return self._verdict if is_loss else None
 
-    def close(self) -> None:
+    def close(self, reason: str = _ENGINE_DESTROYED) -> None:
         """Tell the others that this rank leaves, and end without waiting for them."""
         if not self._is_leaving:
-            self._tell(Verdict(self._rank, _ENGINE_DESTROYED, is_orderly=True))
+            self._tell(Verdict(self._rank, reason, is_orderly=True))
         self._is_closing = True
         with contextlib.suppress(OSError):  # the thread has ended
             self._waker.send(b"\0")
@@ -272,7 +302,7 @@ class Watchdog:
             data = b""
         if not data:
             place = self._places[peer.rank]
-            self._drop(peer, "is gone: its process ended" + (f" on {place}" if place else ""))
+            self._drop(peer, _PROCESS_ENDED + (f" on {place}" if place else ""))
             return
         peer.last_seen = time.monotonic()
         peer.buffer += data
@@ -301,19 +331,27 @@ class Watchdog:
         if self._rank == 0:
             self._tell(verdict)
         with self._changed:
-            current = self._relevant_verdict()
-            if current is None or (self._is_leaving and current.is_orderly):
+            current, failure = self._relevant_verdict(), self._last_failure_of(verdict.rank)
+            if verdict.section is None and failure is not None:
+                self._keep(Verdict(failure.rank, failure.text))
+            elif current is None or (self._is_leaving and current.is_orderly):
                 self._keep(verdict)
-            elif current.section is not None and current.rank == verdict.rank:
-                self._keep(Verdict(current.rank, current.text))
             self._changed.notify_all()
+
+    def _last_failure_of(self, rank: int) -> Verdict | None:
+        """What `rank` has told of its failure in this section or the one before."""
+        last = self._verdict
+        if last is None or last.rank != rank or last.section is None:
+            return None
+        return last if last.section >= self._section - 1 else None
 
     def _keep(self, verdict: Verdict) -> None:
         self._verdict = verdict
-        if self._is_inside and self._relevant_verdict() is not None:
-            self._deadline = time.monotonic() + self._grace_s
+        if self._relevant_verdict() is not None:
+            if self._is_inside:
+                self._deadline = time.monotonic() + self._grace_s
             # The others may be about to end, or to raise the same: said where they do not.
-            if verdict.kind == LOST:
+            if verdict.kind == LOST and not self._is_leaving:
                 logger.error("%s", self._describe(verdict))
 
     def _tell(self, verdict: Verdict) -> None:
@@ -325,6 +363,7 @@ class Watchdog:
         with self._changed:
             deadline = self._deadline
             is_stuck = deadline is not None and self._is_inside and now > deadline
+            is_stuck |= not self._is_inside and self._waits_in_vain(now)
             verdict = self._verdict
         if is_stuck and verdict is not None:
             print(
@@ -334,15 +373,16 @@ class Watchdog:
             )
             os._exit(EXIT_CODE)
 
-
-def _looks_like_a_lost_peer(error: BaseException) -> bool:
-    """Whether an error comes from a collective; then it is worth waiting for the reason."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _COLLECTIVE_WORDS)
-
-
-_COLLECTIVE_WORDS = (
-    "gloo", "NCCL", "onnection", "Broken pipe", "imed out", "ProcessGroup", "what others need in their home",
-)  # fmt: skip
+    def _waits_in_vain(self, now: float) -> bool:
+        """Whether the engine's thread stands in one collective for longer than the grace though a
+        rank has failed or is lost; one that left in order may still come to it.
+        """
+        verdict = self._relevant_verdict()
+        is_lost = verdict is not None and not verdict.is_orderly
+        wait = find_wait(self._engine_thread) if is_lost else None
+        if wait != self._wait:
+            self._wait, self._wait_began = wait, now
+        return wait is not None and now - self._wait_began > self._grace_s
 
 
 def find_restart_problem(environment: Mapping[str, str]) -> str | None:
@@ -409,7 +449,31 @@ def watch(phase: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if _watchdog is None else _watchdog.section(phase)
 
 
+def find_loss_behind(error: BaseException) -> RankLostError | None:
+    """The loss of a rank that has led to `error` outside of the engine's calls; where there is
+    none, the others are told that this rank has failed.
+    """
+    if _watchdog is None or is_raised_on_all(error):
+        return None
+    return _watchdog.find_cause(error)
+
+
+@contextlib.contextmanager
+def names_losses() -> Iterator[None]:
+    """What runs inside holds collectives that are not the engine's: raises RankLostError where one
+    of them breaks because a rank is lost.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if (loss := find_loss_behind(error)) is None:
+            raise
+        raise loss from error
+
+
 def _make(faults: FaultsConfig, device: torch.device) -> Watchdog:
+    # A process of multiprocessing ends without the functions of atexit.
+    multiprocessing.util.Finalize(None, _close, (_PROCESS_ENDED,), exitpriority=0)
     hosts, num_ranks = find_hosts(device), dist.get_world_size()
     return Watchdog(
         dist.get_rank(),
@@ -421,12 +485,14 @@ def _make(faults: FaultsConfig, device: torch.device) -> Watchdog:
     )
 
 
-@atexit.register
-def _close() -> None:
+def _close(reason: str = _ENGINE_DESTROYED) -> None:
     global _watchdog
     watchdog, _watchdog = _watchdog, None
     if watchdog is not None:
-        watchdog.close()
+        watchdog.close(reason)
+
+
+atexit.register(_close, _PROCESS_ENDED)
 
 
 def _close_in_child() -> None:

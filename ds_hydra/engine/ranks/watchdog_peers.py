@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import selectors
 import socket
 import struct
 import threading
@@ -21,6 +22,8 @@ _MAX_TEXT_BYTES = 4096
 
 _CONNECT_TIMEOUT_S = 60.0
 _TOKEN_BYTES = 16
+_MOST_SILENT = 512
+"""Silent connections that are kept while ranks connect; beyond, the oldest is closed."""
 
 
 @dataclass(slots=True)
@@ -78,25 +81,70 @@ def _listen(host: str, backlog: int) -> socket.socket:
 
 
 def _accept(server: socket.socket, num_ranks: int, token: bytes) -> list[tuple[int, socket.socket]]:
+    """The connections that begin with the token. Others are closed; one that stays silent holds up
+    nobody.
+    """
     accepted: dict[int, socket.socket] = {}
+    hellos: dict[socket.socket, bytes] = {}
+    """Of connections that have not said all: what they have said."""
     end = time.monotonic() + _CONNECT_TIMEOUT_S
-    while len(accepted) < num_ranks - 1:
-        server.settimeout(max(0.1, end - time.monotonic()))
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            missing = sorted(set(range(1, num_ranks)) - accepted.keys())
-            raise RankLostError(f"ranks {missing} did not reach rank 0's watchdog") from None
-        connection.settimeout(5.0)
-        try:
-            hello = connection.recv(_TOKEN_BYTES + 4, socket.MSG_WAITALL)
-        except OSError:
-            hello = b""
-        if not secrets.compare_digest(hello[:_TOKEN_BYTES], token) or len(hello) < _TOKEN_BYTES + 4:
-            connection.close()  # not one of ours
-            continue
-        accepted[struct.unpack("!i", hello[_TOKEN_BYTES:])[0]] = _prepared(connection)
+    server.settimeout(0.0)
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        while len(accepted) < num_ranks - 1:
+            if time.monotonic() > end:
+                missing = sorted(set(range(1, num_ranks)) - accepted.keys())
+                raise RankLostError(f"ranks {missing} did not reach rank 0's watchdog")
+            ready = {key.fileobj for key, _ in selector.select(max(0.1, end - time.monotonic()))}
+            for connection in [one for one in hellos if one in ready]:
+                rank = _read_hello(connection, hellos, token)
+                if rank is not None:
+                    selector.unregister(connection)
+                    del hellos[connection]
+                    is_ours = 0 < rank < num_ranks and rank not in accepted
+                    if is_ours:
+                        accepted[rank] = _prepared(connection)
+                    else:
+                        connection.close()
+            if server in ready:
+                _admit(server, hellos, selector)
+    for stranger in hellos:
+        stranger.close()
     return sorted(accepted.items())
+
+
+def _admit(
+    server: socket.socket, hellos: dict[socket.socket, bytes], selector: selectors.BaseSelector
+) -> None:
+    """Take a connection in; the oldest silent one goes where there are too many."""
+    with contextlib.suppress(OSError):  # it is gone again
+        connection, _ = server.accept()
+        connection.settimeout(0.0)
+        selector.register(connection, selectors.EVENT_READ)
+        hellos[connection] = b""
+    if len(hellos) > _MOST_SILENT:
+        oldest = next(iter(hellos))
+        selector.unregister(oldest)
+        del hellos[oldest]
+        oldest.close()
+
+
+def _read_hello(
+    connection: socket.socket, hellos: dict[socket.socket, bytes], token: bytes
+) -> int | None:
+    """The rank at the other end, -1 for a stranger, None where more is to come."""
+    try:
+        read = connection.recv(_TOKEN_BYTES + 4 - len(hellos[connection]))
+    except BlockingIOError:
+        return None
+    except OSError:
+        return -1
+    hello = hellos[connection] = hellos[connection] + read
+    if read and len(hello) < _TOKEN_BYTES + 4:
+        return None
+    if not secrets.compare_digest(hello[:_TOKEN_BYTES], token):
+        return -1
+    return struct.unpack("!i", hello[_TOKEN_BYTES:])[0] if len(hello) == _TOKEN_BYTES + 4 else -1
 
 
 def _prepared(connection: socket.socket) -> socket.socket:

@@ -1,0 +1,111 @@
+"""What an error that nobody catches prints: one sentence, last, by one rank.
+
+[Note: The sentence comes last]
+An error of ds_hydra says in one sentence what to change. Raised on 64 ranks it would stand among 64
+tracebacks, through libraries in which its reader has nothing to look for. So one rank prints the
+lines of the user's own code and the sentence, and ends; the others end after it without a word, or
+by their launcher. Only a rank that cannot know whether the others fail alike speaks after a pause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import site
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from ds_hydra.engine.ranks.agreement import is_raised_on_all, rank_that_says
+from ds_hydra.engine.ranks.watchdog import find_loss_behind
+from ds_hydra.errors import HydraError, RankLostError
+
+_PATIENCE_S = 5.0
+"""Until a rank speaks itself; launchers end the others within a second of the first that failed."""
+
+_LIBRARIES = tuple(
+    str(path)
+    for path in (
+        Path(__file__).parents[2],
+        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+    )
+)
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+@functools.cache
+def end_with_the_sentence() -> None:
+    """From now on an error of ds_hydra that nobody catches, or a rank that is lost, ends this
+    process as the note above says. Repeating it changes nothing.
+    """
+    sys.excepthook = functools.partial(_end, sys.excepthook)
+
+
+def _end(
+    otherwise: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if (loss := find_loss_behind(error)) is not None:
+        error = loss.with_traceback(trace)
+    if not isinstance(error, HydraError):
+        otherwise(kind, error, trace)
+        return
+    speaker = rank_that_says(error)
+    if own_rank() != speaker:
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_PATIENCE_S)
+        if is_raised_on_all(error):
+            return
+        speaker = own_rank()
+    text = describe(error, f"rank {speaker}: " if speaker else "")
+    print(text, file=sys.stderr, flush=True)
+    _tell_torchrun(text.splitlines()[-1])
+
+
+def own_rank() -> int:
+    """Of the process group, before there is one of the launcher."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def describe(error: HydraError, who: str = "") -> str:
+    """The user's own lines that led to `error`, also those of what caused it; then its sentence."""
+    causes: list[BaseException] = [error]
+    while causes[-1].__cause__ is not None and not isinstance(error, RankLostError):
+        causes.append(causes[-1].__cause__)
+    parts = []
+    for one in reversed(causes):
+        lines = [
+            frame
+            for frame in traceback.extract_tb(one.__traceback__)
+            if not frame.filename.startswith((*_LIBRARIES, "<frozen"))
+        ]
+        if lines:
+            parts += ["Traceback (most recent call last, lines of libraries left out):\n"]
+            parts += traceback.format_list(lines)
+        if lines and one is not error:
+            parts += [*traceback.format_exception_only(one), "\n"]
+    return "".join([*parts, f"{type(error).__name__}: {who}{error}"])
+
+
+def _tell_torchrun(sentence: str) -> None:
+    """torchrun ends with a table in which this file of its own takes the place of "enable
+    traceback".
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not Path(path).exists():
+        extra = {"py_callstack": sentence, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(
+                json.dumps({"message": {"message": sentence, "extraInfo": extra}})
+            )
