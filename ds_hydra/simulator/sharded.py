@@ -71,10 +71,11 @@ class ShardedGroup:
         ) / self.size + self.single.constant_ms
         compute *= 1 + (RECOMPUTE if self.is_checkpointed else 0.0)
         cluster = self.scenario.cluster
-        sp = Scheme(1, 1, sp=self.size)
-        more = cluster and sequence_parallel_latency(cluster.shape, cluster.hardware, sp)
-        if more is None:
+        if self.size == 1 or cluster is None:
             return compute
+        sp = Scheme(1, 1, sp=self.size)
+        more = sequence_parallel_latency(cluster.shape, cluster.hardware, sp)
+        assert more is not None
         # Recomputation exchanges once more beside forward and backward
         passes = 3 / 2 if self.is_checkpointed else 1.0
         return compute + passes * (more.linear_ms * int(lengths.sum()) + more.constant_ms)
