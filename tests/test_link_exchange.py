@@ -5,6 +5,8 @@ the route.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -181,21 +183,34 @@ def test_pull_gives_slices_bit_by_bit_and_push_the_same_sums_twice(hidden, singl
     assert all(run_distributed(check_all_routes, 4, hidden, single_numel, fused))
 
 
+def count_all_to_alls(run, *arguments):
+    """How many `run(*arguments)` posts; messages on their own are none."""
+    with (
+        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as posted,
+        mock.patch.object(dist, "batch_isend_irecv") as single,
+    ):
+        run(*arguments)
+    assert not single.called
+    return posted.call_count
+
+
 def check_packed_rounds():
-    """One all-to-all for each round: the same bits as messages, in slices and sums."""
-    group = dist.new_group(list(range(dist.get_world_size())))
+    """One all-to-all for each phase of a round: the same bits as messages, in slices and sums."""
+    group, node_group = (dist.new_group(list(range(dist.get_world_size()))) for _ in range(2))
     cpu = torch.device("cpu")
     num_classes = set()
     for fused, gradient_dtype in ((False, torch.float32), (True, torch.bfloat16)):
         messages, packed = (
-            Link(group, cpu, gradient_dtype, packs=packs) for packs in (False, True)
+            Link(group, cpu, gradient_dtype, node_group=node_group, packs=packs)
+            for packs in (False, True)
         )
         specs = decoder_specs(5, NUM_LAYERS, tied=True, frozen=True, fused=fused)
-        for text in STRATEGIES:
+        for text, routes in itertools.product(STRATEGIES, ROUTES):
             case = Case(specs, text, torch.bfloat16)
-            pull_plan, push_plan = case.plan(), case.plan(gradients=True)
+            pull_plan, push_plan = case.plan(**routes), case.plan(gradients=True, **routes)
             slices, results = case.empty_slices(), []
-            pull(packed, pull_plan, case.shards_P, slices)
+            calls = count_all_to_alls(pull, packed, pull_plan, case.shards_P, slices)
+            assert calls == sum(len(round_.phases) for round_ in pull_plan.rounds)
             torch.testing.assert_close(slices, case.expected_slices(), rtol=0, atol=0, msg=text)
             for link in (messages, packed, packed):
                 grads_P = [torch.full_like(grad, 0.3) for grad in case.empty_shards()]
@@ -204,8 +219,10 @@ def check_packed_rounds():
             torch.testing.assert_close(results[0], results[1], rtol=0, atol=0, msg=text)
             torch.testing.assert_close(results[0], results[2], rtol=0, atol=0, msg=text)
             for round_ in push_plan.rounds:
-                additions = pack_phase(round_.phases[0], case.rank, 4).additions
-                num_classes.add(tuple(len(addition.begins) for addition in additions))
+                for phase in round_.phases:
+                    side = pack_phase(phase, case.rank, 4)
+                    num_classes.add(tuple(len(addition.begins) for addition in side.additions))
+                    assert max(side.shards.numel, side.slices.numel) <= push_plan.packed_elements
     return num_classes
 
 

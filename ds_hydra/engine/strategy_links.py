@@ -397,7 +397,7 @@ class StrategyLinks:
         )
 
     def _exchange_bytes(self, pull: LinkPlan, push: LinkPlan) -> int:
-        packs = self._device.type != "cpu" and pull.ranks_per_node is None
+        packs = self._device.type != "cpu"
         sent = ((pull, self._dtype.itemsize), (push, self._gradient_dtype.itemsize))
         return _EXCHANGE_BUFFERS * max(
             plan.packed_elements * size if packs else plan.buffer_bytes(size) for plan, size in sent

@@ -3,7 +3,8 @@ nothing.
 
 Between CPU ranks a block that is contiguous travels straight from shard to slice (or from gradient
 to the owner's buffer); what is strided or small goes through a packed buffer, which is packed once
-however many ranks it is sent to. On an accelerator a round is one all-to-all of packed buffers.
+however many ranks it is sent to. On an accelerator each phase of a round is one all-to-all of
+packed buffers: under node-aware routes one across nodes, then one inside them.
 
 Legend: tensors ending in `_P` are flat ZeRO-3 shards of one parameter, tensors ending in `_S` flat
 slices.
@@ -11,7 +12,6 @@ slices.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.zero_link.buffers import ExchangeBuffers
-from ds_hydra.zero_link.messages import Batch, LinkPlan, Message, Phase
+from ds_hydra.zero_link.messages import Batch, LinkPlan, Message, Phase, Round
 from ds_hydra.zero_link.packed import Addition, PackedPhase, Side, pack_phase
 from ds_hydra.zero_link.stores import Stores, packed_views, run_pairs, stored_views
 from ds_hydra.zero_link.views import cut_off, is_one_run, message_numel, places_in
@@ -68,11 +68,11 @@ class Link:
 
         `node_group` carries the second phase of node-aware plans, which is posted when a round is
         finished: with a group of its own its order does not depend on how many rounds were begun
-        before. It spans all ranks. `packs`: one all-to-all for each round of a plan with direct
-        routes; by default on accelerators, where the host would pay for every message.
+        before. It spans all ranks. `packs`: one all-to-all for each phase of a round; by default on
+        accelerators, where the host would pay for every message.
         """
         self._packs = device.type != "cpu" if packs is None else packs
-        self._packed: dict[int, tuple[Phase, PackedPhase]] = {}
+        self._packed: dict[int, tuple[Round, tuple[PackedPhase, ...]]] = {}
         self._groups = (group, group if node_group is None else node_group)
         self._buffers = ExchangeBuffers(device) if buffers is None else buffers
         self._gradient_dtype = gradient_dtype
@@ -95,22 +95,31 @@ class Link:
         if round_.relayed_numel:
             self._relayed[index] = self._buffers.take(round_.relayed_numel, dtype)
 
-        if packed := self._pack(plan, index):
-            posted = self._post_packed(packed.shards, packed.slices, stores, dtype)
-            local = round_.phases[0].local
-            return functools.partial(self._unpack_all, posted, packed, local, stores)
+        packed = self._pack(plan, index)
 
-        def post(phase: Phase, group: int) -> _Posted:
-            posted = self._post(phase.outgoing, phase.incoming, stores, dtype, group, in_place=True)
+        def post(number: int) -> _Posted:
+            phase = round_.phases[number]
+            if packed is not None:
+                side = packed[number]
+                return self._post_packed(side.shards, side.slices, stores, dtype, number)
+            posted = self._post(
+                phase.outgoing, phase.incoming, stores, dtype, number, in_place=True
+            )
             self._copy_local(phase, stores)
             return posted
 
-        posted = post(round_.phases[0], 0)
+        def take(number: int, posted: _Posted) -> None:
+            if packed is not None:
+                self._unpack_all(posted, packed[number], round_.phases[number].local, stores)
+            else:
+                self._unpack(posted, stores)
+
+        posted = post(0)
 
         def finish() -> None:
-            self._unpack(posted, stores)
-            for phase in round_.phases[1:]:
-                self._unpack(post(phase, 1), stores)
+            take(0, posted)
+            for number in range(1, len(round_.phases)):
+                take(number, post(number))
             for first in [r for r in self._relayed if plan.rounds[r].relayed_until == index]:
                 self._buffers.give_back(self._relayed.pop(first))
 
@@ -127,28 +136,33 @@ class Link:
         """
         round_ = plan.rounds[index]
         stores = Stores(torch.float32, grads_P, grads_S, self._relayed)
-        if packed := self._pack(plan, index):
-            dtype = self._gradient_dtype
-            posted = self._post_packed(packed.slices, packed.shards, stores, dtype)
-            return functools.partial(self._add_all, posted, packed, stores)
+        packed, dtype = self._pack(plan, index), self._gradient_dtype
         # Sums that several rounds add to are in the memory of the first one, the last of a push.
         for first, other in enumerate(plan.rounds[: index + 1]):
             if other.relayed_numel and other.relayed_until >= index and first not in self._relayed:
                 sums = self._buffers.take(other.relayed_numel, torch.float32)
                 self._relayed[first] = sums.zero_()
 
-        def post(phase: Phase, group: int) -> _Posted:
-            return self._post(
-                phase.incoming, phase.outgoing, stores, self._gradient_dtype, group, in_place=False
-            )
+        def post(number: int, group: int) -> _Posted:
+            phase = round_.phases[number]
+            if packed is not None:
+                side = packed[number]
+                return self._post_packed(side.slices, side.shards, stores, dtype, group)
+            return self._post(phase.incoming, phase.outgoing, stores, dtype, group, in_place=False)
 
-        *earlier, last = round_.phases
+        def add(number: int, posted: _Posted) -> None:
+            if packed is not None:
+                self._add_all(posted, packed[number], stores)
+            else:
+                self._accumulate(plan.rank, round_.phases[number], posted, stores)
+
+        *earlier, last = range(len(round_.phases))
         posted = post(last, 0)
 
         def finish() -> None:
-            self._accumulate(plan.rank, last, posted, stores)
-            for phase in reversed(earlier):
-                self._accumulate(plan.rank, phase, post(phase, 1), stores)
+            add(last, posted)
+            for number in reversed(earlier):
+                add(number, post(number, 1))
             if index in self._relayed:
                 self._buffers.give_back(self._relayed.pop(index))
 
@@ -173,17 +187,20 @@ class Link:
         """
         self._relayed.clear()
 
-    def _pack(self, plan: LinkPlan, index: int) -> PackedPhase | None:
-        """How round `index` is packed, planned once; None where its messages travel alone."""
-        if not self._packs or plan.ranks_per_node is not None:
+    def _pack(self, plan: LinkPlan, index: int) -> tuple[PackedPhase, ...] | None:
+        """How the phases of round `index` are packed, planned once; None where messages travel
+        alone.
+        """
+        if not self._packs:
             return None
-        (phase,) = plan.rounds[index].phases
-        if id(phase) not in self._packed:  # which stays alive with its entry
-            self._packed[id(phase)] = phase, pack_phase(phase, plan.rank, plan.num_ranks)
-        return self._packed[id(phase)][1]
+        round_ = plan.rounds[index]
+        if id(round_) not in self._packed:  # which stays alive with its entry
+            packed = tuple(pack_phase(phase, plan.rank, plan.num_ranks) for phase in round_.phases)
+            self._packed[id(round_)] = round_, packed
+        return self._packed[id(round_)][1]
 
     def _post_packed(
-        self, send: Side, receive: Side, stores: Stores, dtype: torch.dtype
+        self, send: Side, receive: Side, stores: Stores, dtype: torch.dtype, group: int
     ) -> _Posted:
         outgoing, incoming = (self._buffers.take(side.numel, dtype) for side in (send, receive))
         run_pairs(packed_views(outgoing, send.copies), stored_views(stores, send.copies))
@@ -192,7 +209,7 @@ class Link:
             outgoing,
             list(receive.splits),
             list(send.splits),
-            group=self._groups[0],
+            group=self._groups[group],
             async_op=True,
         )
         return _Posted(works=[work], buffers=[outgoing, incoming])

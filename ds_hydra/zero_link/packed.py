@@ -1,4 +1,4 @@
-"""A round as one all-to-all: which strided copies fill its buffers and empty them.
+"""A phase of a round as one all-to-all: which strided copies fill its buffers and empty them.
 
 On an accelerator the host pays for every message and every copy, beside kernel launches of the
 same interpreter. So all that goes to a rank lies together in one buffer, and blocks that lie alike
@@ -68,8 +68,8 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class PackedPhase:
-    """A phase of a direct plan. `shards` is sent in a pull and received in a push; `slices` the
-    other way round.
+    """A phase of a round. `shards`, or what is relayed of other nodes, is sent in a pull and
+    received in a push; `slices`, or what comes to be relayed, the other way round.
     """
 
     shards: Side
