@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import datasets
 import pytest
 from reference import make_profile
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from ds_hydra.cli import app
@@ -190,6 +193,95 @@ def test_lengths_refuses_without_a_traceback(tmp_path, words):
         )
         assert result.exit_code == 1
         assert message in result.stderr
+
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+
+
+@pytest.fixture
+def chat_tokenizer(tmp_path):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({c: n for n, c in enumerate(["<end>", *alphabet])}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    made.chat_template = CHAT_TEMPLATE
+    made.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+ASK = [{"role": "user", "content": "ab"}]
+ANSWER = [{"role": "assistant", "content": "c"}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "counts"),
+    [
+        ([{"messages": ASK + ANSWER}] * 3, {"9": 3}),
+        ([{"prompt": "ab", "completion": "c"}, {"prompt": "", "completion": ""}], {"4": 1}),
+        ([{"prompt": ASK, "completion": ANSWER}], {"9": 1}),
+        ([{"input_ids": n} for n in ([1, 2, 3], None, [4, 5])], {"2": 1, "3": 1}),
+        ([{"id": 1}, {"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}], {"2": 1, "3": 1}),
+        ([{"input_ids": [1, 2, 3], "response_mask": [1, n, 0]} for n in (0, 1)], {"3": 1}),
+        ([{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}], {"2": 1}),
+        ([{"input_ids": [[1, 2, 3]]}], {"3": 1}),
+    ],
+)
+def test_a_stream_counts_what_training_counts(tmp_path, chat_tokenizer, rows, counts):
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "data.jsonl").write_text(lines)
+    for more in (), ("--streaming",):
+        result = invoke(
+            "lengths", "--dataset", tmp_path / "data.jsonl", "--tokenizer", chat_tokenizer,
+            "--out", tmp_path / "h.json", "--json", *more,
+        )  # fmt: skip
+        assert result.exit_code == 0, result.stderr
+        assert json.loads(result.stdout)["counts"] == counts
+
+
+@pytest.mark.parametrize("more", [(), ("--streaming",)])
+def test_data_that_cannot_be_counted_is_refused_with_the_options(tmp_path, chat_tokenizer, more):
+    turns = [{"from": "human", "value": "ab"}]
+    for row, tokenizer, message in (
+        ({"conversations": turns}, chat_tokenizer, "'messages' with the keys role"),
+        ({"messages": ASK}, None, "no tokenizer; .*(--tokenizer)"),
+        ({"messages": ASK}, chat_tokenizer / "tokenizer.json", "in place of tokenizer.json"),
+        ({"body": "a"}, chat_tokenizer, "name one of them (--text-column)"),
+        ({"input_ids": [1, 2], "prompt_mask": [1, 0]}, None, "'prompt_mask', which is not used"),
+        ({"input_ids": [1, 2]}, None, "cannot be read as"),
+    ):
+        lines = json.dumps(row) + "\n"
+        cut = '{"input_ids": [1' if "cannot" in message else ""
+        (tmp_path / "data.jsonl").write_text(lines * 3 + cut)
+        named = () if tokenizer is None else ("--tokenizer", tokenizer)
+        out = tmp_path / f"{len(message)}.json"
+        result = invoke(
+            "lengths", "--dataset", tmp_path / "data.jsonl", *named, "--out", out, *more
+        )
+        assert result.exit_code == 1
+        assert all(part in result.stderr for part in message.split(".*")), result.stderr
+        assert "hydra.text_column" not in result.stderr
+
+
+def test_compressed_files_and_those_beside_the_data(tmp_path, caplog):
+    """Hidden files, and descriptions of shards, are left out."""
+    folder = tmp_path / "data"
+    (folder / ".cache").mkdir(parents=True)
+    rows = [{"input_ids": [1] * n} for n in (2, 3)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    with gzip.open(folder / "a.jsonl.gz", "wt") as file:
+        file.write(lines)
+    (folder / "b.jsonl").write_text(lines)
+    (folder / "._b.jsonl").write_bytes(b"\0\5\x16\7")
+    (folder / ".cache" / "c.jsonl").write_text("{")
+    for n in range(3):
+        (folder / f"meta{n}.json").write_text('{"shard": 1}')
+    for streaming in False, True:
+        data = length_stats.load_data(str(folder), split="train", streaming=streaming)
+        assert sorted(len(row["input_ids"]) for row in data) == [2, 2, 3, 3]
+    assert "the 2 files of .jsonl are read, and 3 of .json are left out" in caplog.text
+    (tmp_path / "x.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfdjunk")
+    with pytest.raises(HydraConfigError, match="x.jsonl.zst cannot be read as json"):
+        length_stats.load_data(str(tmp_path / "x.jsonl.zst"), split="train")
 
 
 def test_processes_share_the_work_and_one_process_finds_their_cache(tmp_path, words):

@@ -38,6 +38,30 @@ def test_labels_are_those_given_where_all_masks_are_1():
     assert read(input_ids=IDS, **both) == (IDS, [-100, 6, -100])
 
 
+@pytest.mark.parametrize("name", ["response_mask", "token_loss_mask"])
+def test_masks_of_verl_and_nemo_rl_are_read(name):
+    assert read(input_ids=IDS, **{name: [0, 0, 1]}) == (IDS, [-100, -100, 7])
+    assert read(input_ids=IDS, **{name: torch.tensor([[0, 1, 0]])}) == (IDS, [-100, 6, -100])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prompt_mask", [1, 1, 0]), ("target_mask", np.array([0, 1, 1])), ("token_mask", (0, 1, 1)),
+        ("targets", torch.tensor([6, 7, 8])), ("label_ids", IDS), ("token_weights", [0.5, 1.0, 1.0]),
+        ("Answer_Mask", [True, False, False]), ("prompt_length", 2), ("labels_mask", [[0, 1, 1]]),
+    ],
+)  # fmt: skip
+def test_what_looks_like_masks_labels_or_weights_is_refused(name, value):
+    with pytest.raises(HydraConfigError, match=f"example 3 has '{name}', which is not used; say"):
+        read(input_ids=IDS, **{name: value})
+    to_example({"input_ids": IDS, name: value}, "example 3", read=(name,))
+    for harmless in ("a text", None, torch.tensor(1), 0.5, ["a", "b", "c"], []):
+        if name not in ("label_ids", "prompt_length"):
+            assert read(input_ids=IDS, **{name: harmless}) == (IDS, IDS)
+    assert read(input_ids=IDS, special_tokens_mask=[1, 0, 0]) == (IDS, IDS)
+
+
 def test_the_users_memory_is_not_shared():
     ids, labels = np.array(IDS), torch.tensor(IDS)
     read_ids, read_labels = to_example({"input_ids": ids, "labels": labels}, "example 0")

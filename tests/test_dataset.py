@@ -1,12 +1,13 @@
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Array2D, Dataset, DatasetDict, Features, LargeList, Sequence, Value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.data import dataset as dataset_module
 from ds_hydra.sampler.data.dataset import RawTokenize, TokenDataset
 
 WORDS = ["<eos>", "<unk>", "a", "b", "c", "d"]
@@ -61,6 +62,31 @@ def test_eos_can_be_left_out_and_is_not_doubled(tokenize):
     assert plain.lengths.tolist() == [2, 3]
     ended = TokenDataset.from_dataset(texts, context_length=16, tokenize=tokenize)
     assert ended.lengths.tolist() == [3, 3]
+
+
+def test_truncation_and_padding_saved_with_a_tokenizer_do_not_count(tmp_path):
+    saved = make_tokenizer()
+    saved.enable_truncation(max_length=2)
+    saved.enable_padding(length=2)
+    saved.save(str(tmp_path / "tokenizer.json"))
+    tokenize = RawTokenize(Tokenizer.from_file(str(tmp_path / "tokenizer.json")), eos_token_id=EOS)
+    assert tokenize(["a b c", "b"]) == {"input_ids": [[2, 3, 4], [3]]}
+    RawTokenize(saved)
+    assert saved.truncation["max_length"] == 2, "the user's own stays as it is"
+
+
+@pytest.mark.parametrize("per_batch", [1, 1 << 20])
+def test_long_texts_are_tokenised_few_at_once(monkeypatch, tokenize, per_batch):
+    monkeypatch.setattr("ds_hydra.sampler.data.dataset._TEXT_BYTES_PER_BATCH", per_batch)
+    seen = []
+
+    def counted(texts):
+        seen.append(len(texts))
+        return tokenize(texts)
+
+    texts = Dataset.from_dict({"text": ["a b", "c d"]})
+    data = TokenDataset.from_dataset(texts, context_length=9, tokenize=counted, append_eos=False)
+    assert (data.lengths.tolist(), seen) == ([2, 2], [1, 1] if per_batch == 1 else [2])
 
 
 def test_tokenising_happens_once(tmp_path, tokenize):
@@ -176,6 +202,46 @@ def test_more_rows_than_one_read(monkeypatch):
         TokenDataset.from_dataset(rows, context_length=99)
 
 
+def test_a_read_is_bounded_by_tokens(monkeypatch):
+    """Of rows that are long, and of those that were selected, of which few are read at once."""
+    monkeypatch.setattr("ds_hydra.sampler.data.dataset._TOKENS_PER_READ", 8)
+    rows = Dataset.from_dict({"input_ids": [[1] * n for n in (2, 3, 3, 20, 9, 1, 1, 8)]})
+    for data in (rows, rows.select(range(7, -1, -1))):
+        tables = list(dataset_module._read_tables(data, ("input_ids",)))
+        sizes = [[len(ids) for ids in table["input_ids"].to_pylist()] for table in tables]
+        assert sum(sizes, []) == [len(ids) for ids in data["input_ids"]]
+        assert all(sum(n) <= 8 or len(n) == 1 for n in sizes)
+        assert len(sizes) <= 6
+        read = TokenDataset.from_dataset(data, context_length=99)
+        assert read.lengths.tolist() == [n for n in sum(sizes, []) if n > 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "features"),
+    [
+        ([[1, 2], None, [3, 4]], Sequence(Value("int32"), length=2)),
+        ([[[1, 2]], None, [[3, 4]]], None),
+        ([[[1, 2]], [[3, 4]]], Array2D((1, 2), "int32")),
+        ([[1, 2], [], [3, 4]], LargeList(Value("int64"))),
+    ],
+)
+def test_lists_of_every_kind_are_read(rows, features):
+    features = features and Features({"input_ids": features, "labels": features})
+    data = Dataset.from_dict({"input_ids": rows, "labels": rows}, features=features)
+    for chosen in (data, data.select(range(len(rows)))):
+        dataset = TokenDataset.from_dataset(chosen, context_length=8)
+        assert dataset.lengths.tolist() == [2, 2]
+        assert_row(dataset[1], [3, 4])
+        dataset.check_vocabulary(5, 5)
+        with pytest.raises(HydraConfigError, match=f"row {len(rows) - 1} of the dataset has 4"):
+            dataset.check_vocabulary(4, 4)
+
+
+def test_columns_that_nothing_reads_are_named():
+    dataset = TokenDataset.from_dataset(beside_ids(id=[1, 2], url=["", ""]), context_length=8)
+    assert str(dataset.report).endswith("columns that nothing reads: id, url")
+
+
 def from_columns(**columns):
     return Dataset.from_dict(columns)
 
@@ -277,6 +343,17 @@ BAD_DATA = [
     (beside_ids(position_ids=[[0, 1], [0, 1, 0]]), "'position_ids' of row 1 of the dataset are 0"),
     (beside_ids(token_type_ids=[[0, 1], [0, 0, 0]]), "'token_type_ids' of row 0"),
     (beside_ids(seq_lengths=[[2], [2, 1]]), "the dataset has 'seq_lengths'"),
+    (
+        beside_ids(prompt_mask=[[1, 0], [1, 0, 0]]),
+        "the dataset has 'prompt_mask'.*'completion_mask'",
+    ),
+    (beside_ids(prompt_length=[1, 1]), "the dataset has 'prompt_length'.*'completion_mask'"),
+    (from_columns(input_ids=[[[1, 2]], [[1], [2]]]), r"row 1 of the dataset has shape \[2, 1\]"),
+    (from_columns(text=["a"], loss_mask=[[1]]), "'loss_mask' beside texts or chats"),
+    (
+        from_columns(conversations=[[{"from": "human", "value": "a"}]]),
+        "'conversations' .*'messages' with the keys role .* content",
+    ),
     (
         beside_ids(completion_mask=[[0, 1], [0, 1]]),
         "row 1 of the dataset has 3 input_ids and 2 completion_mask",

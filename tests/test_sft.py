@@ -4,6 +4,8 @@ row.
 
 from __future__ import annotations
 
+import json
+
 import datasets
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -102,6 +104,71 @@ def test_each_chat_has_arguments_of_its_own_for_the_template(tokenizer):
     assert [texts(tokenizer, row)[0] for row in made] == ["U:hi;A:yo;sad?", "U:hi;A:yo;low"]
 
 
+TOOLS = (
+    "{% if tools %}[{{ tools | tojson }}]{% endif %}{% for m in messages %}{{ m.content or '' }}"
+    "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %};{% endfor %}"
+)
+
+
+def tool(name, **properties):
+    return {"type": "function", "function": {"name": name, "parameters": {"of": properties}}}
+
+
+def call(arguments):
+    function = {"name": "f", "arguments": arguments}
+    return [CHAT[0], {"role": "assistant", "tool_calls": [{"function": function}]}]
+
+
+def test_tools_are_rendered_as_they_were_before_arrow_merged_them(tokenizer):
+    """Of dicts and of JSON text the same, without keys that other rows alone have."""
+    tokenizer.chat_template = TOOLS
+    schemas = [tool("rain", city={"type": "a"}), tool("convert", unit={"enum": ["b"]})]
+    arguments = [{"city": "x"}, {"unit": "y"}]
+    rows = [
+        {"messages": call(given), "tools": [schema]} for given, schema in zip(arguments, schemas)
+    ]
+    merged = to_labels(datasets.Dataset.from_list(rows), tokenizer)
+    wanted = [
+        f"[{json.dumps([schema])}]hi;{json.dumps(call(given)[1]['tool_calls'])};"
+        for given, schema in zip(arguments, schemas)
+    ]
+    assert [texts(tokenizer, row)[0] for row in merged] == wanted
+    as_text = [
+        {"messages": call(json.dumps(given)), "tools": json.dumps([schema])}
+        for given, schema in zip(arguments, schemas)
+    ]
+    made = to_labels(datasets.Dataset.from_list(as_text), tokenizer)
+    assert [texts(tokenizer, row)[0] for row in made] == wanted
+    empty = to_labels(one({"messages": call(""), "tools": ""}), tokenizer)
+    assert texts(tokenizer, empty[0])[0] == f"hi;{json.dumps(call({})[1]['tool_calls'])};"
+
+
+def test_a_completion_begins_where_the_prompt_is_rendered_differently(tokenizer):
+    """As in TRL; the rows are counted, also when they come from the cache."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}a:{% if messages | length < 2 %}<think>{% endif %}{% endif %}"
+    )
+    rows = [
+        {"prompt": CHAT[:1], "completion": CHAT[1:2]},
+        {"prompt": CHAT[:3], "completion": CHAT[3:]},
+    ]
+    said = []
+    for _ in range(2):
+        made = to_labels(datasets.Dataset.from_list(rows), tokenizer, warn=said.append)
+        assert [texts(tokenizer, row)[1] for row in made] == ["yo;", "no;"]
+        assert made.column_names == ["input_ids", "labels"]
+    assert [("prompts of 1 of 2 rows differently" in text) for text in said] == [True, True]
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "response_mask", "token_weights"])
+def test_masks_beside_texts_and_chats_are_refused(tokenizer, name):
+    for source in ({"messages": CHAT}, {"prompt": "a", "completion": "b"}):
+        with pytest.raises(HydraConfigError, match=f"'{name}' beside texts or chats"):
+            to_labels(one({**source, name: [0, 1]}), tokenizer)
+    assert len(to_labels(one({"messages": CHAT, name: "a"}), tokenizer)) == 1
+
+
 @pytest.mark.parametrize(
     ("row", "argument"),
     [
@@ -141,10 +208,12 @@ def test_an_argument_that_the_columns_have_nothing_for_is_refused(tokenizer, row
             "row 0: .* are texts, of which assistant_only",
         ),
         (
-            {"prompt": CHAT[:1], "completion": CHAT[1:2]},
-            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
-            "row 0: the chat template renders the prompt differently",
+            {"messages": CHAT},
+            "{{ messages[0].content + 1 }}",
+            "row 0, column 'messages': the tokenizer's chat template raised TypeError",
         ),
+        ({"messages": CHAT, "tools": "[{"}, TEMPLATE, "row 0: column 'tools' is not JSON"),
+        ({"messages": CHAT, "tools": "7"}, TEMPLATE, "row 0: .*JSON of a int, expected a list"),
     ],
 )
 def test_rows_without_an_answer_are_refused(tokenizer, row, template, message):

@@ -38,7 +38,7 @@ does.
 _TOKEN_COLUMNS = ("input_ids", "labels")
 _LISTS = (datasets.List, datasets.LargeList)
 _ROWS_PER_READ = 10_000
-_TOKENS_PER_READ = 1 << 22
+_TOKENS_PER_READ = 1 << 21
 """Bounds the memory of a read where rows are long: some 16 bytes a token."""
 _TEXT_BYTES_PER_BATCH = 1 << 24
 _TEXTS_PER_BATCH = 1000
@@ -236,9 +236,7 @@ def check_dataset_columns(
     `read` elsewhere.
     """
     features = dataset.features
-    check_columns(
-        features, lambda name: _is_list_of_numbers(features[name]), "the dataset", read
-    )
+    check_columns(features, lambda name: _is_list_of_numbers(features[name]), "the dataset", read)
 
 
 def _is_list_of_numbers(feature: Any) -> bool:

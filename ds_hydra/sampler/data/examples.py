@@ -152,11 +152,7 @@ def to_example(
         )
     check_columns(map(str, row), lambda name: _is_of_numbers(row.get(name)), what, read)
     input_ids = _read_integers(row["input_ids"], "input_ids", what)
-    beside = {
-        name: _read_integers(row[name], name, what)
-        for name in _OF_TOKENS
-        if name in row
-    }
+    beside = {name: _read_integers(row[name], name, what) for name in _OF_TOKENS if name in row}
     for name, values in beside.items():
         if len(values) != len(input_ids):
             hint = " (labels not shifted)" if name == "labels" else ""

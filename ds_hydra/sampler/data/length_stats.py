@@ -40,6 +40,8 @@ _BUILDERS = {
 }
 _HOLD_DATA_ALONE = (".parquet", ".arrow", ".jsonl")
 """Beside files that end so, others of a folder are descriptions of them."""
+_PACKAGES = {"type zstd not supported": "zstandard", "type lz4 not supported": "lz4"}
+"""What `datasets` says where it is missing."""
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 
 Progress = Callable[[int, int], None]
@@ -97,7 +99,9 @@ def _load_saved(
 
 def _unreadable(name: str | Path, builder: str, error: Exception) -> HydraConfigError:
     lines = str(error).strip().splitlines() or ["it holds no rows"]
-    return HydraConfigError(f"{name} cannot be read as {builder}: {lines[0]}")
+    needed = next((package for what, package in _PACKAGES.items() if what in lines[0]), "")
+    hint = f"; it needs a package: pip install {needed}" if needed else ""
+    return HydraConfigError(f"{name} cannot be read as {builder}: {lines[0]}{hint}")
 
 
 def _data_files(path: Path) -> tuple[list[Path], str]:

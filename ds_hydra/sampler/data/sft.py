@@ -251,8 +251,7 @@ def _encode_chat(
         )
     chats = [row[name] for name in columns]
     if not all(
-        isinstance(messages, list)
-        and all(isinstance(m, Mapping) and "role" in m for m in messages)
+        isinstance(messages, list) and all(isinstance(m, Mapping) and "role" in m for m in messages)
         for messages in chats
     ):
         raise HydraConfigError(
