@@ -35,7 +35,9 @@ def hydra_engine_class(hydra_config: HydraConfig) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name != "mpi4py":  # where DeepSpeed looks when nothing else says which rank this is
+        if (
+            error.name != "mpi4py"
+        ):  # where DeepSpeed looks when nothing else says which rank this is
             raise
         raise HydraConfigError(
             "no launcher has said which rank this process is (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
