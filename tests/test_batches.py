@@ -203,7 +203,7 @@ def test_the_advice_for_other_data_names_what_begins_it_anew():
     sampler = make_sampler([2, 3, 4], 5, shuffle=False)
     for _ in range(4):
         next(sampler)
-    with pytest.raises(HydraConfigError, match="load_data_position=False.*ignore_data_skip=True"):
+    with pytest.raises(HydraConfigError, match=r"load_data_position=False.*ignore_data_skip=True"):
         make_sampler([2, 3], 5).load_state_dict(sampler.state_dict())
     sampler.begin_at(4)
     batch = next(sampler)

@@ -128,7 +128,7 @@ def initialize(
         )
     if needs_metric(engine.lr_scheduler) and engine.global_rank == 0:
         logger.warning(
-            f"lr_scheduler is {type(engine.lr_scheduler).__name__}, whose step() needs a metric: train_batch() leaves it "
-            "alone; call lr_scheduler.step(metric) after an evaluation, on every rank"
+            f"lr_scheduler is {type(engine.lr_scheduler).__name__}, whose step() needs a metric: train_batch() leaves "
+            "it alone; call lr_scheduler.step(metric) after an evaluation, on every rank"
         )
     return engine, *others

@@ -382,9 +382,9 @@ def check_client_state(state: Mapping[str, Any]) -> None:
         except Exception as error:  # whatever a class of the user's raises
             raise CheckpointError(
                 f"client_state[{key!r}] is a {type(value).__name__} that could be saved and not loaded: "
-                f"{_reason(error)} (tensors, numbers, texts, their lists, tuples and dicts, and NumPy arrays of numbers "
-                "are read back; turn it into these, or call torch.serialization.add_safe_globals([...]) before saving "
-                "and before loading)"
+                f"{_reason(error)} (tensors, numbers, texts, their lists, tuples and dicts, and NumPy arrays of "
+                "numbers are read back; turn it into these, or call torch.serialization.add_safe_globals([...]) before "
+                "saving and before loading)"
             ) from error
 
 
