@@ -199,6 +199,18 @@ def test_a_checkpoint_of_another_order_is_refused(other, key):
         make_sampler([2, 3], 5).load_state_dict(state)
 
 
+def test_the_advice_for_other_data_names_what_begins_it_anew():
+    sampler = make_sampler([2, 3, 4], 5, shuffle=False)
+    for _ in range(4):
+        next(sampler)
+    with pytest.raises(HydraConfigError, match=r"load_data_position=False.*ignore_data_skip=True"):
+        make_sampler([2, 3], 5).load_state_dict(sampler.state_dict())
+    sampler.begin_at(4)
+    batch = next(sampler)
+    assert (batch.iteration, batch.sample_indices) == (4, (0, 1))
+    assert sampler.state_dict(4) == {**sampler.state_dict(), "iteration": 4, "position": 0}
+
+
 def test_a_checkpoint_without_a_digest_is_continued():
     sampler = make_sampler([2, 3, 4], 5)
     next(sampler)

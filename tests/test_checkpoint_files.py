@@ -4,6 +4,7 @@ code is run.
 
 from __future__ import annotations
 
+import datetime
 import json
 import multiprocessing
 import os
@@ -23,7 +24,13 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from ds_hydra.engine.checkpointing import files as checkpoint
 from ds_hydra.engine.checkpointing import tags
-from ds_hydra.engine.checkpointing.files import HydraCheckpointEngine, Saving, read_tensors, verify
+from ds_hydra.engine.checkpointing.files import (
+    HydraCheckpointEngine,
+    Saving,
+    check_client_state,
+    read_tensors,
+    verify,
+)
 from ds_hydra.errors import CheckpointError
 
 FILES = ("zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -350,3 +357,41 @@ def test_numbers_of_numpy_in_a_client_state_are_read_and_no_objects(tmp_path):
     torch.save({"best": np.array([print, 1])}, path)
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_tensors(path)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.linspace(0, 1, 3),
+        np.random.RandomState(3).get_state()[1],
+        np.asfortranarray(np.arange(6, dtype=">i4").reshape(2, 3)),
+        np.ones(2, np.complex64),
+        np.array(True),
+        np.zeros((0, 3)),
+    ],
+    ids=lambda array: str(array.dtype),
+)
+def test_arrays_of_numbers_in_a_client_state_are_read(tmp_path, array):
+    state = {"curve": [{"y": array}], "rng": np.random.RandomState(3).get_state()}
+    check_client_state(state)
+    torch.save(state, tmp_path / "states.pt")
+    (read,) = read_tensors(tmp_path / "states.pt")["curve"]
+    assert read["y"].dtype == array.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(read["y"], array)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([{}], dtype=object),
+        np.array(["a"]),
+        np.ma.array([1, 2], mask=[0, 1]),
+        datetime.date(2026, 1, 1),
+        lambda: 0,
+        Attribute(ZeroStageEnum, "mro"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_could_not_be_loaded_is_refused_before_saving_by_its_key(value):
+    with pytest.raises(CheckpointError, match=r"client_state\['mine'\] is a .* not loaded: "):
+        check_client_state({"fine": torch.ones(2), "mine": {"deep": [value]}})

@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -157,6 +158,53 @@ def test_an_iteration_that_a_resumed_run_repeats_counts_once(tmp_path):
     records = [*RECORDS, make_record(3, "4x<1,1>", loss=1.0), make_record(4, "4x<1,1>", loss=0.5)]
     read = read_metrics(write_run(tmp_path, records))
     assert [(record.iteration, record.loss) for record in read][3:] == [(3, 1.0), (4, 0.5)]
+
+
+def test_what_a_resumed_run_went_back_over_does_not_count(tmp_path):
+    records = [*RECORDS, make_record(2, "4x<1,1>", loss=1.0)]
+    read = read_metrics(write_run(tmp_path, records))
+    assert [(record.iteration, record.loss) for record in read][2:] == [(2, 1.0)]
+
+
+def log_iterations(folder, iterations, name, *, save_plans=True):
+    """What a run of this `name` writes; its run.json says so."""
+    log = RunLog(folder, save_plans=save_plans)
+    log.write_run({"schema": "ds_hydra.run/1", "version": name})
+    for iteration in iterations:
+        record = make_record(iteration, "1x<1,1>", loss=float(len(name)))
+        log.write(
+            SimpleNamespace(to_json=lambda record=record: record),
+            SimpleNamespace(iteration=iteration, to_json=lambda: {"run": name}),
+        )
+    log.close()
+    return json.loads((folder / "run.json").read_text())["version"]
+
+
+def iterations_of(folder):
+    return [record.iteration for record in read_metrics(folder)]
+
+
+def test_a_run_that_continues_no_other_gets_the_folder_for_itself(tmp_path, caplog):
+    log_iterations(tmp_path, range(6), "first")
+    (tmp_path / "trace.jsonl").write_text("{}\n")
+    assert log_iterations(tmp_path, range(4, 6), "first again") == "first again"
+    assert iterations_of(tmp_path) == list(range(6)), "a resumed run adds"
+    assert not list(tmp_path.glob("earlier*")), caplog.text
+    log_iterations(tmp_path, range(2), "second")
+    assert iterations_of(tmp_path) == [0, 1]
+    assert iterations_of(tmp_path / "earlier-1") == list(range(6))
+    assert json.loads((tmp_path / "earlier-1/run.json").read_text())["version"] == "first again"
+    assert sorted(p.name for p in (tmp_path / "earlier-1").iterdir()) == [
+        *("metrics.jsonl", "plans", "run.json", "trace.jsonl")
+    ]
+    assert len(list((tmp_path / "plans").iterdir())) == 2
+    assert (
+        f"ended at iteration 5, which iteration 0 does not continue: it is now in {tmp_path}"
+        in (caplog.text)
+    )
+    log_iterations(tmp_path, [100], "resumed from elsewhere", save_plans=False)
+    assert iterations_of(tmp_path) == [100]
+    assert iterations_of(tmp_path / "earlier-2") == [0, 1]
 
 
 def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):

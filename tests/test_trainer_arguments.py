@@ -151,7 +151,6 @@ def test_all_refusals_come_at_once():
         ({"per_device_train_batch_size": 4}, "per_device_train_batch_size"),
         ({"dataloader_drop_last": True}, "dataloader_drop_last"),
         ({"dataloader_num_workers": 2}, "dataloader_num_workers"),
-        ({"ignore_data_skip": True}, "ignore_data_skip"),
         ({"average_tokens_across_devices": False}, "average_tokens_across_devices"),
         (
             {"train_sampling_strategy": "group_by_length"},

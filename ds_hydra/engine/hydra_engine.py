@@ -273,8 +273,8 @@ class HydraEngine(CheckpointingEngine):
         refuse_collator(collate_fn)
         if data_sampler is not None:
             raise HydraConfigError(
-                f"data_sampler is a {type(data_sampler).__name__}, but the engine draws the mini-batches itself; select "
-                "the rows in the dataset, and set hydra.shuffle to false to keep their order"
+                f"data_sampler is a {type(data_sampler).__name__}, but the engine draws the mini-batches itself; "
+                "select the rows in the dataset, and set hydra.shuffle to false to keep their order"
             )
         with watch("reading data"):
             data = read_data(dataset, self._hydra_config, self.device)

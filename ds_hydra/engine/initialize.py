@@ -35,7 +35,9 @@ def hydra_engine_class(hydra_config: HydraConfig) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name != "mpi4py":  # where DeepSpeed looks when nothing else says which rank this is
+        if (
+            error.name != "mpi4py"
+        ):  # where DeepSpeed looks when nothing else says which rank this is
             raise
         raise HydraConfigError(
             "no launcher has said which rank this process is (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
@@ -126,7 +128,7 @@ def initialize(
         )
     if needs_metric(engine.lr_scheduler) and engine.global_rank == 0:
         logger.warning(
-            f"lr_scheduler is {type(engine.lr_scheduler).__name__}, whose step() needs a metric: train_batch() leaves it "
-            "alone; call lr_scheduler.step(metric) after an evaluation, on every rank"
+            f"lr_scheduler is {type(engine.lr_scheduler).__name__}, whose step() needs a metric: train_batch() leaves "
+            "it alone; call lr_scheduler.step(metric) after an evaluation, on every rank"
         )
     return engine, *others

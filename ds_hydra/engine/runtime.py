@@ -102,6 +102,10 @@ class HydraRuntime:
         """Of a device in 16 bit; None where ranks compute on CPUs or in fp32."""
         if device.type == "cuda" and stage_model.params[0].dtype.itemsize == 2:
             self.peak_flops = find_peak_flops(torch.cuda.get_device_name(device))
+        self._loaded_position: tuple[Mapping[str, Any] | None, int, bool] | None = None
+        """Position in the data, iteration and whether a position is wanted, of a checkpoint, until
+        there is data.
+        """
         self.log: RunLog | None = None
         self._memory = memory or MemoryWatch()
         self._traces = TraceChoice(config.trace_every if config.run_dir is not None else 0)
@@ -136,6 +140,7 @@ class HydraRuntime:
         self.close_feed()
         self._data, self.sampler = data, sampler
         self.candidates.lengths = data.lengths
+        self._take_position()
 
     def next_iteration(self, problem: Exception | None = None) -> Iteration:
         """The next mini-batch of this engine's own sampler, planned; `problem`, what this rank has
@@ -387,17 +392,36 @@ class HydraRuntime:
             state["sampler"] = self.sampler.state_dict(self._next_iteration)
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(
+        self, state: Mapping[str, Any], iteration: int = 0, *, position: bool = True
+    ) -> None:
         """Continue the mini-batches where `state` was taken, with the plans that would have been
-        made.
+        made; without `position`, or where `state` has none, the data from its beginning, as
+        `iteration` and those after it.
         """
         self._warn_of_changes(state)
         self.close_feed()
-        sampler = self.sampler
-        if sampler is not None and "sampler" in state:
-            run_together(lambda: sampler.load_state_dict(state["sampler"]), self._device)
-            self._next_iteration = None
+        self._loaded_position = state.get("sampler") if position else None, iteration, position
+        self._take_position()
         self.candidates.load_state_dict(state)
+
+    def _take_position(self) -> None:
+        """Let the data that is attached begin where a checkpoint that was loaded says."""
+        sampler = self.sampler
+        if sampler is None or self._loaded_position is None:
+            return
+        state, iteration, is_wanted = self._loaded_position
+        if state is not None:
+            run_together(lambda: sampler.load_state_dict(state), self._device)
+        else:
+            sampler.begin_at(iteration)
+            if is_wanted and self.is_first_rank:
+                logger.warning(
+                    "the checkpoint has no position in the data (another trainer saved it, or it was trained with "
+                    "given mini-batches): the data begins at its first sequence again; leave out what was seen, for "
+                    "example with dataset.skip(n)"
+                )
+        self._next_iteration = self._loaded_position = None
 
     def mark_trained(self, iteration: int) -> None:
         """The weights have seen `iteration`: a checkpoint continues after it; not collective."""

@@ -335,12 +335,14 @@ def read_metrics(run_dir: str | Path, notes: list[str] | None = None) -> list[It
     """The iterations of a run in order. Raises HydraConfigError where there is none, naming the
     first line that cannot be read and what is wrong with it.
 
-    Where a resumed run has an iteration again, the later record counts. Half a line at the end, as
+    Where a resumed run goes back to an iteration, what came from it on before does not count: it is
+    no part of what was trained in the end. Half a line at the end, as
     a killed run leaves it, is left out; any other damaged line is left out with a note, or with a
     warning where nobody takes notes.
     """
     path = Path(run_dir) / METRICS_FILE
-    records, damaged = {}, []
+    records: list[IterationRecord] = []
+    damaged: list[HydraConfigError] = []
     try:
         for number, line in read_json_lines(path):
             try:
@@ -348,7 +350,9 @@ def read_metrics(run_dir: str | Path, notes: list[str] | None = None) -> list[It
             except HydraConfigError as error:
                 damaged.append(error)
             else:
-                records[record.iteration] = record
+                while records and records[-1].iteration >= record.iteration:
+                    records.pop()
+                records.append(record)
     except OSError as error:
         raise HydraConfigError(
             f"cannot read {path}: {error.strerror}; a run writes it into its hydra.run_dir"
@@ -359,7 +363,7 @@ def read_metrics(run_dir: str | Path, notes: list[str] | None = None) -> list[It
         )
     if note := describe_damage(METRICS_FILE, damaged):
         logger.warning(note) if notes is None else notes.append(note)
-    return [records[iteration] for iteration in sorted(records)]
+    return records
 
 
 def describe_damage(name: str, damaged: Sequence[HydraConfigError]) -> str:

@@ -45,7 +45,6 @@ WITHOUT_EFFECT = {
     "dataloader_persistent_workers": _OWN_DATA,
     "dataloader_multiprocessing_context": _OWN_DATA,
     "dataloader_in_order": _OWN_DATA,
-    "ignore_data_skip": "the position in the data is in the checkpoint, nothing has to be skipped",
     "torch_empty_cache_steps": "slices are freed at the end of every iteration",
     "bf16_full_eval": "evaluation runs in the dtype of training",
     "fp16_full_eval": "evaluation runs in the dtype of training",

@@ -177,7 +177,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         super()._init_training_state(max_steps, num_update_steps_per_epoch, *args)
         assert self._epochs is not None
         # Epochs may differ in their number of iterations
-        return self._epochs.find(self.state.global_step)
+        epoch, into = self._epochs.find(self.state.global_step)
+        return epoch, 0 if self.args.ignore_data_skip else into
 
     def _attach_data(self) -> None:
         self.engine.hydra.attach_data(self._train_tokens)

@@ -18,7 +18,6 @@ from accelerate.state import AcceleratorState
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
-from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.optimization import GreedyLR
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, ProgressCallback
@@ -209,14 +208,20 @@ class EngineMixin:
         self._attach_data()
         # After the data, whose position is in the checkpoint
         if resume_from_checkpoint is not None:
-            is_whole = unwrap_adapters(self.model) is self.model
-            deepspeed_load_checkpoint(
-                self.engine, resume_from_checkpoint, load_module_strict=is_whole
-            )
+            self._load_engine(resume_from_checkpoint)
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
             self._load_scaler(resume_from_checkpoint)
         self._trained, self._since_log = Counters(), Counters()
         return model, train_dataloader
+
+    def _load_engine(self, checkpoint: str) -> None:
+        found, _ = self.engine.load_checkpoint(
+            checkpoint,
+            load_module_strict=unwrap_adapters(self.model) is self.model,
+            load_data_position=not self.args.ignore_data_skip,
+        )
+        if found is None:
+            raise ValueError(f"Can't find a valid checkpoint at {checkpoint}")
 
     def _take_scheduler(self) -> None:
         """Let the loop step a schedule that wants a metric: accelerate has wrapped DeepSpeed's, so

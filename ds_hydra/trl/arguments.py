@@ -21,7 +21,7 @@ OF_THE_LOOP = frozenset(
         "gradient_accumulation_steps", "label_smoothing_factor", "per_device_train_batch_size",
         "average_tokens_across_devices", "dataloader_drop_last", "dataloader_num_workers",
         "dataloader_prefetch_factor", "dataloader_persistent_workers",
-        "dataloader_multiprocessing_context", "dataloader_in_order", "ignore_data_skip",
+        "dataloader_multiprocessing_context", "dataloader_in_order",
     )
 )  # fmt: skip
 """Arguments of transformers that HydraTrainer refuses or reports, and that are honoured here."""

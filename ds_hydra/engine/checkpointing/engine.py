@@ -17,6 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_hydra.engine.checkpointing.files import (
     HydraCheckpointEngine,
     Saving,
+    check_client_state,
     do_together,
     only_weights,
     read_tensors,
@@ -85,6 +86,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         save_latest: bool,
         exclude_frozen_parameters: bool,
     ) -> None:
+        self._together(lambda: check_client_state(client_state or {}))
         tag = f"global_step{self.global_steps}" if tag is None else tag
         saving = Saving(save_dir, tag, self._agree_on_saving(save_dir, tag))
         state = {**(client_state or {}), _CLIENT_STATE_KEY: self.hydra.state_dict()}
@@ -146,9 +148,11 @@ class CheckpointingEngine(DeepSpeedEngine):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
+        *,
+        load_data_position: bool = True,
     ) -> Any:
         """DeepSpeed's `load_checkpoint`; training continues with the mini-batch after the
-        checkpoint.
+        checkpoint, without `load_data_position` with the data that is attached from its beginning.
 
         The checkpoint may have been saved by another number of ranks, or by stock DeepSpeed. Files
         that are not as they were written are refused by name (CheckpointError, on all ranks), and
@@ -162,7 +166,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             load_module_only,
         )
         with self.hydra.section("loading"):
-            return self._load(load_dir, tag, *options, custom_load_fn)
+            return self._load(load_dir, tag, *options, custom_load_fn, load_data_position)
 
     def _load(
         self,
@@ -173,6 +177,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         load_lr_scheduler_states: bool,
         load_module_only: bool,
         custom_load_fn: Callable[..., Any] | None,
+        load_data_position: bool,
     ) -> Any:
         universal = self.load_universal_checkpoint()
         tag = self._agree_on_tag(load_dir, tag, "latest_universal" if universal else "latest")
@@ -204,7 +209,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             self.checkpoint_engine.handed = {}
         state = (client_state or {}).pop(_CLIENT_STATE_KEY, {})
         if not load_module_only:  # new data may start from another run's weights
-            self.hydra.load_state_dict(state)
+            self.hydra.load_state_dict(state, self.global_steps, position=load_data_position)
         return path, client_state
 
     def _read_checkpoint(self, folder: Path, load_optimizer_states: bool) -> None:

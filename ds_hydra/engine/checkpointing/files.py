@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -35,6 +36,7 @@ import torch
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from torch.utils._pytree import tree_map_only
 
 from ds_hydra.engine.checkpointing.tags import REPLACED_PREFIX, check_new_tag
 from ds_hydra.engine.ranks.agreement import run_together
@@ -55,10 +57,12 @@ _SHARE = (
 _SAFE_CLASSES = (
     *(LossScaler, DynamicLossScaler, ZeroStageEnum),
     *(np.float64(0).__reduce__()[0], np.dtype),
-    *(type(np.dtype(kind)) for kind in "?bhilqBHILQefd"),
+    *(type(np.dtype(kind)) for kind in "?bhilqBHILQefdFD"),
+    *(np.zeros(0).__reduce__()[0], np.ndarray),
 )
 """What files hold besides tensors and containers, plain values all of them: classes of DeepSpeed's
-own ZeRO-3 files, and NumPy's numbers, which easily get into a client_state.
+own ZeRO-3 files, and NumPy's numbers and arrays of them, which easily get into a client_state.
+Arrays of objects are not read: their dtype is not among these.
 """
 
 
@@ -69,6 +73,11 @@ def _enum_member(kind: Any, name: str) -> Enum:
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
         raise pickle.UnpicklingError(f"Unsupported getattr({kind!r}, {name!r})")
     return kind[name]
+
+
+def _no_bytes() -> bytes:
+    """In place of `bytes` while reading: what an empty array consists of, and nothing longer."""
+    return b""
 
 
 class HydraCheckpointEngine(TorchCheckpointEngine):
@@ -354,14 +363,37 @@ def read_tensors(path: Path, *, mmap: bool = False) -> Any:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; the checkpoint is not complete") from error
     except Exception as error:  # whatever a damaged pickle makes torch raise
-        text = str(error).strip().split("\n")
-        reason = next(
-            (line.strip() for line in text if "Unsupported" in line or "GLOBAL" in line), text[0]
-        )
         raise CheckpointError(
-            f"{path} cannot be read: {reason[:300]} (only tensors and plain values are; if you trust the file and "
+            f"{path} cannot be read: {_reason(error)} (only tensors and plain values are; if you trust the file and "
             "a class of yours is in its client_state, call torch.serialization.add_safe_globals([...]) before)"
         ) from error
+
+
+def check_client_state(state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError, naming the key, for what `read_tensors` would not read back."""
+    for key, value in state.items():
+        shapes = tree_map_only(torch.Tensor, lambda tensor: torch.empty(0), value)
+        buffer = io.BytesIO()
+        try:
+            torch.save(shapes, buffer)
+            buffer.seek(0)
+            with only_weights():
+                torch.load(buffer, weights_only=True)
+        except Exception as error:  # whatever a class of the user's raises
+            raise CheckpointError(
+                f"client_state[{key!r}] is a {type(value).__name__} that could be saved and not loaded: "
+                f"{_reason(error)} (tensors, numbers, texts, their lists, tuples and dicts, and NumPy arrays of "
+                "numbers are read back; turn it into these, or call torch.serialization.add_safe_globals([...]) before "
+                "saving and before loading)"
+            ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The line of what torch says that names the class."""
+    text = str(error).strip().split("\n")
+    names = ("Unsupported", "GLOBAL", "Can only build")
+    reason = next((line.strip() for line in text if any(name in line for name in names)), text[0])
+    return reason[:300]
 
 
 @contextlib.contextmanager
@@ -373,7 +405,8 @@ def only_weights() -> Iterator[None]:
     before = os.environ.get(name)
     os.environ[name] = "1"
     # For good: torch's context does not nest.
-    torch.serialization.add_safe_globals([*_SAFE_CLASSES, (_enum_member, "builtins.getattr")])
+    replaced = [(_enum_member, "builtins.getattr"), (_no_bytes, "builtins.bytes")]
+    torch.serialization.add_safe_globals([*_SAFE_CLASSES, *replaced])
     try:
         yield
     finally:

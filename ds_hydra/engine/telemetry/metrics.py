@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import Path
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from ds_hydra.engine.propagation import RankOutcome
 
 _TRACE_FILE = "trace.jsonl"
+RUN_FILE, PROFILE_FILE = "run.json", "profile.json"
+_TAIL_BYTES = 1 << 22
 _RUN_SCHEMA = "ds_hydra.run/1"
 
 logger = logging.getLogger(__name__)
@@ -292,14 +295,34 @@ def _end_last_line(path: Path) -> None:
                 file.write(b"\n")
 
 
+def _read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """What those of `names` contain that are in `folder`."""
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+
+
+def _last_iteration(path: Path) -> int | None:
+    """Of the last line that can be read near the end of a `metrics.jsonl`; None without one."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                return int(json.loads(line)["iteration"])
+    return None
+
+
 class RunLog:
     """Writes `metrics.jsonl` and, if wanted, one JSON file per executed plan into a run folder; a
     resumed run adds to what is there.
+
+    What another run has left there, which this one does not continue, is moved to `earlier-N` in
+    the folder before the first iteration is written.
     """
 
     def __init__(self, run_dir: Path, *, save_plans: bool):
         self.num_lost = 0
         self._run_dir = run_dir
+        self._earlier: dict[str, bytes] | None = _read_files(run_dir, (RUN_FILE, PROFILE_FILE))
+        """What this run replaces before its first iteration; None from then on."""
         self._plans = run_dir / "plans" if save_plans else None
         run_dir.mkdir(parents=True, exist_ok=True)
         if self._plans is not None:
@@ -313,6 +336,7 @@ class RunLog:
         more.
         """
         with self._forgiving(plan.iteration):
+            self._begin(plan.iteration)
             self._file.write(json.dumps(metrics.to_json()) + "\n")
             self._file.flush()
             if self._plans is not None:
@@ -331,11 +355,36 @@ class RunLog:
         document = {**timeline.to_json(), "peak_bytes": list(peak_bytes)}
         if experts is not None:
             document["experts"] = dict(experts)
-        with (
-            self._forgiving(timeline.iteration),
-            (self._run_dir / _TRACE_FILE).open("a", encoding="utf-8") as file,
-        ):
-            file.write(json.dumps(document) + "\n")
+        with self._forgiving(timeline.iteration):
+            self._begin(timeline.iteration)
+            with (self._run_dir / _TRACE_FILE).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(document) + "\n")
+
+    def _begin(self, iteration: int) -> None:
+        """Before the first `iteration` of this process: make room where it continues nothing."""
+        if self._earlier is None:
+            return
+        earlier, self._earlier = self._earlier, None
+        last = _last_iteration(self._run_dir / METRICS_FILE)
+        if last is None or 0 < iteration <= last + 1:
+            return
+        numbers = (n for n in itertools.count(1) if not (self._run_dir / f"earlier-{n}").exists())
+        aside = self._run_dir / f"earlier-{next(numbers)}"
+        aside.mkdir()
+        before = self._file
+        for name in (METRICS_FILE, _TRACE_FILE, *(["plans"] if self._plans else [])):
+            if (self._run_dir / name).exists():
+                (self._run_dir / name).rename(aside / name)
+        for name, content in earlier.items():
+            (aside / name).write_bytes(content)
+        if self._plans is not None:
+            self._plans.mkdir()
+        self._file = (self._run_dir / METRICS_FILE).open("a", encoding="utf-8")
+        before.close()
+        logger.warning(
+            "%s holds a run that ended at iteration %d, which iteration %d does not continue: it is now in %s",
+            self._run_dir, last, iteration, aside,
+        )  # fmt: skip
 
     @contextlib.contextmanager
     def _forgiving(self, iteration: int) -> Iterator[None]:
@@ -350,15 +399,13 @@ class RunLog:
 
     def write_run(self, document: Mapping[str, Any]) -> None:
         """Say what this run is in `run.json`; a resumed run says it again."""
-        (self._run_dir / "run.json").write_text(
+        (self._run_dir / RUN_FILE).write_text(
             json.dumps(document, indent=1) + "\n", encoding="utf-8"
         )
 
     def write_profile(self, document: Mapping[str, Any]) -> None:
         """Keep the profile of this run; `hydra.profile` can name the file in the next run."""
-        (self._run_dir / "profile.json").write_text(
-            json.dumps(document, indent=1), encoding="utf-8"
-        )
+        (self._run_dir / PROFILE_FILE).write_text(json.dumps(document, indent=1), encoding="utf-8")
 
     def close(self) -> None:
         """Close the file."""

@@ -197,10 +197,16 @@ class TokenBudgetSampler:
         if changes:
             raise HydraConfigError(
                 f"the checkpoint was taken with {', '.join(changes)}: the order of the data would not be "
-                "continued; use the same data, hydra.context_length, hydra.seed and hydra.shuffle, or load the "
-                "weights alone (load_module_only=True)"
+                "continued; use the same data, hydra.context_length, hydra.seed and hydra.shuffle, or go on with the "
+                "optimizer and its schedule on this data from its beginning: load_checkpoint(..., "
+                "load_data_position=False), and in a Trainer TrainingArguments(ignore_data_skip=True)"
             )
         self._state = SamplerState(**{key: state_dict[key] for key in asdict(self._state)})
+        self._past_states.clear()
+
+    def begin_at(self, iteration: int) -> None:
+        """Draw the data from its beginning, for `iteration` and those after it."""
+        self._state = SamplerState(iteration=iteration)
         self._past_states.clear()
 
     @functools.cached_property
