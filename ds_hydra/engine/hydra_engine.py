@@ -109,6 +109,7 @@ class HydraEngine(CheckpointingEngine):
         # The copy must be made before DeepSpeed hooks the model's modules and partitions its
         # parameters.
         config = self._hydra_config
+        run_together(lambda: _check_dtypes(model, engine_kwargs.get("config_class")), self.device)
         make_stage_model = functools.partial(
             build_stage_model,
             model,
@@ -477,6 +478,34 @@ def refuse_collator(collate_fn: Any) -> None:
             f"collate_fn is {getattr(collate_fn, '__name__', type(collate_fn).__name__)}, but sequences are packed "
             "without padding, by the plan; leave it out and put what it computes into the dataset (input_ids with "
             "labels, assistant_masks or completion_mask)"
+        )
+
+
+def _check_dtypes(model: nn.Module, config: Any) -> None:
+    """Say which parameters DeepSpeed casts, where routers or adapters are in fp32 beside others in
+    16 bit. Raises UnsupportedModelError for several dtypes that nothing casts.
+    """
+    of_dtypes: dict[torch.dtype, list[str]] = {}
+    for name, param in model.named_parameters():
+        of_dtypes.setdefault(param.dtype, []).append(name)
+    if len(of_dtypes) < 2:
+        return
+    found = ", ".join(
+        f"{len(names)} in {dtype} ({names[0]}{', ...' if len(names) > 1 else ''})"
+        for dtype, names in of_dtypes.items()
+    )
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    enabled = {"bf16": "bfloat16_config", "fp16": "float16_config"}
+    kind = next((k for k, name in enabled.items() if getattr(config, name).enabled), None)
+    if kind is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has parameters of several dtypes: {found}; set bf16.enabled in the DeepSpeed "
+            "config, which casts all of them, or cast the model to one, e.g. model.to(torch.float32)"
+        )
+    if deepspeed.comm.get_rank() == 0:
+        logger.info(
+            f"{type(model).__name__} has parameters of several dtypes: {found}; all are cast to {wanted[kind]}, "
+            f"because {kind} is enabled, and the optimizer keeps fp32 copies of them"
         )
 
 

@@ -164,8 +164,8 @@ def hydra_varlen(
     """
     if dropout:
         raise UnsupportedModelError(
-            f"{type(module).__name__}: attention dropout {dropout} is not supported; set attention_dropout to 0 "
-            "in the model's config"
+            f"{type(module).__name__}: attention dropout {dropout} is not supported; load the model with "
+            "from_pretrained(..., attention_dropout=0.0), or set the attribute of its modules that this comes from to 0"
         )
     packed_micro_batch = find_in_sight()
     assert packed_micro_batch is not None, "attention outside a stage model"

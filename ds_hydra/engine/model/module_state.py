@@ -13,13 +13,16 @@ import dis
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ds_hydra.engine.model.adapters import find_saved_in_use
+from ds_hydra.engine.model.noise import TokenDropout
+from ds_hydra.engine.model.supported import find_loss_problem, is_rate
 from ds_hydra.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -57,8 +60,14 @@ class ModuleState:
         """
         for twins in self._twins:
             twins.check()
+        if problem := find_loss_problem(self._twins[0].module):
+            raise UnsupportedModelError(problem)
         for twins in self._twins:
             twins.carry_over()
+        buffers = [pair for twins in self._twins for pair in twins.buffers()]
+        for (twins, key, _), is_other in zip(buffers, _differ([b for _, _, b in buffers])):
+            if is_other:
+                twins.take_buffer(key)
         self._warn_of_settings()
 
     def _warn_of_settings(self) -> None:
@@ -80,51 +89,94 @@ class _Twins:
     """A module, its copy, and what the module held when it was last looked at."""
 
     def __init__(self, name: str, module: nn.Module, twin: nn.Module):
-        self._name, self._module, self._twin = name or type(module).__name__, module, twin
+        self._name, self.module, self._twin = name or type(module).__name__, module, twin
         self._plain = {
             key: copy.deepcopy(value)
             for key, value in vars(module).items()
             if key not in _SET_BY_THE_COPY and _is_plain(value)
         }
-        self._buffers = _versions(module)
+        self._buffers = {key: _clone(buffer) for key, buffer in module._buffers.items()}
         self._children = dict(module._modules)
         self._forward = vars(module).get("forward")
         self._saved_in_use = find_saved_in_use(module)
 
     def check(self) -> None:
         """Raise UnsupportedModelError for what the copy cannot follow."""
-        if self._module._modules != self._children:
+        if self.module._modules != self._children:
             raise UnsupportedModelError(
                 f"{self._name} has other modules than at the start; add or replace modules and adapters before "
                 "ds_hydra.initialize"
             )
-        if find_saved_in_use(self._module) != self._saved_in_use:
+        if find_saved_in_use(self.module) != self._saved_in_use:
             raise UnsupportedModelError(
                 f"{self._name} is in modules_to_save, and training runs what adapter {self._saved_in_use!r} had of it "
                 "at the start: adapters cannot be switched off or set later; where a reference without adapters is "
                 "needed, as in DPO, pass it as a model of its own (ref_model)"
             )
-        if vars(self._module).get("forward") is not self._forward:
+        if vars(self.module).get("forward") is not self._forward:
             raise UnsupportedModelError(
                 f"{self._name}.forward was set after the start, which training would not see; set it before "
                 "ds_hydra.initialize"
             )
-        check_hooks(self._name, self._module)
+        check_hooks(self._name, self.module)
 
     def carry_over(self) -> None:
         """Give the copy what has changed."""
-        held = vars(self._module)
+        held = vars(self.module)
         for key, before in self._plain.items():
             value = held.get(key, before)
             if value != before and _is_plain(value):
+                if value and is_rate(self._twin, key) and not isinstance(self._twin, TokenDropout):
+                    raise UnsupportedModelError(
+                        f"{self._name}.{key} was {before} at the start and is {value} now: noise of the model itself "
+                        f"would depend on the strategy; set it back to {before}"
+                    )
                 self._plain[key] = copy.deepcopy(value)
                 vars(self._twin)[key] = copy.deepcopy(value)
-        if self._module._buffers and (now := _versions(self._module)) != self._buffers:
-            self._buffers = now
-            for key, buffer in self._module._buffers.items():
-                twin = self._twin._buffers.get(key)
-                if buffer is not None and twin is not None:
-                    self._twin._buffers[key] = buffer.detach().clone().to(twin.device)
+
+    def buffers(self) -> Iterator[tuple[_Twins, str, tuple[Tensor | None, Tensor | None]]]:
+        """Each buffer of the module, and what it was when the copy took it over."""
+        held = self.module._buffers
+        for key in {**held, **self._buffers}:
+            yield self, key, (held.get(key), self._buffers.get(key))
+
+    def take_buffer(self, key: str) -> None:
+        """Give the copy the module's buffer."""
+        buffer = self._buffers[key] = _clone(self.module._buffers.get(key))
+        twin = self._twin._buffers.get(key)
+        device = (
+            buffer.device if twin is None and buffer is not None else getattr(twin, "device", None)
+        )
+        self._twin._buffers[key] = None if buffer is None else buffer.clone().to(device)
+
+
+def _clone(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
+
+
+def _differ(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[bool]:
+    """Whether the two buffers of each pair are others: by their bits, for a buffer that is edited
+    through `.data` keeps its identity and version. One wait for each device.
+    """
+    answers: list[bool | Tensor] = []
+    for now, before in pairs:
+        if now is None or before is None:
+            answers.append(now is not before)
+        elif now.dtype != before.dtype or now.shape != before.shape or now.device != before.device:
+            answers.append(True)
+        elif now.is_meta or not now.numel():
+            answers.append(False)
+        else:
+            answers.append((_bits(now) != _bits(before)).any())
+    for device in {answer.device for answer in answers if isinstance(answer, Tensor)}:
+        open_ = [a for a in answers if isinstance(a, Tensor) and a.device == device]
+        known = dict(zip(map(id, open_), torch.stack(open_).tolist()))
+        answers = [known.get(id(answer), answer) for answer in answers]
+    return [bool(answer) for answer in answers]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 def _settings(config: Any) -> dict[str, Any]:
@@ -142,10 +194,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple | set):
         return all(map(_is_plain, value))
     return isinstance(value, _PLAIN)
-
-
-def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    return {k: (id(b), b._version) for k, b in module._buffers.items() if b is not None}
 
 
 def check_user_code(model: nn.Module) -> None:

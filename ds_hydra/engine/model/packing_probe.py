@@ -30,7 +30,12 @@ from ds_hydra.engine.model.scheme_support import Trial
 from ds_hydra.engine.model.small_config import VOCABULARY, small_configs
 from ds_hydra.engine.model.stage_forward import NOT_ONCE
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.model.supported import check_model, other_layer_types
+from ds_hydra.engine.model.supported import (
+    INSTEAD_OF_ITS_LOSS,
+    check_model,
+    find_rates,
+    other_layer_types,
+)
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.strategy import Scheme
 
@@ -99,6 +104,10 @@ def _log(kind: type[nn.Module], trial: Trial) -> None:
 
 def _try(kind: type[nn.Module], config: Any) -> Trial:
     try_ = _first_that_runs(kind, config)
+    if problem := try_.find_loss_problem():
+        raise UnsupportedModelError(
+            f"{kind.__name__} (model type {config.model_type!r}): {problem}{INSTEAD_OF_ITS_LOSS}"
+        )
     types = other_layer_types(config)
     problem = states = f"it has layers of type {', '.join(types)}" if types else ""
     trial = Trial(boundaries_because=states)
@@ -199,6 +208,28 @@ class _SmallCopy:
         problem = _compare(names, together, self._alone)
         return problem and f"{problem} where two sequences {how}"
 
+    def find_loss_problem(self) -> str:
+        """What the user's own forward makes of labels that is not the mean cross entropy of its
+        logits, or "".
+        """
+        if type(self._runs).forward.__module__.startswith("transformers."):
+            return ""
+        ids = self._sequences[0].input_ids
+        self._runs.config.output_router_logits = False  # its part is the engine's
+        try:
+            with torch.no_grad():
+                loss = self._runs(input_ids=ids, labels=ids, use_cache=False).loss
+                logits = self._runs(input_ids=ids, use_cache=False).logits[0, :-1]
+        except Exception:  # a forward that takes no labels
+            return ""
+        wanted = nn.functional.cross_entropy(logits.float(), ids[0, 1:])
+        if not isinstance(loss, Tensor) or abs(float(loss) - wanted) <= _MOST_DIFFERENCE * wanted:
+            return ""
+        return (
+            f"its forward of {type(self._runs).forward.__module__} returns a loss of {float(loss):.4g} where the mean "
+            f"cross entropy of its logits is {float(wanted):.4g}"
+        )
+
     def looks_ahead(self) -> bool:
         """Whether another last token changes what a sequence gives before it."""
         input_ids = self._sequences[0].input_ids
@@ -274,6 +305,8 @@ def _build(kind: type[nn.Module], config: Any, generator: torch.Generator) -> nn
     start at.
     """
     model = kind(config).float()
+    for _, module, rate in find_rates(model):  # what is trained may have lost them
+        setattr(module, rate, 0.0)
     with torch.no_grad():
         for param in model.parameters():
             noise = torch.randn(param.shape, generator=generator)

@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ds_hydra.engine.model.decoder_parts import DecoderParts
 from ds_hydra.errors import UnsupportedModelError
 
 _OF_OTHER_HEADS = ("summary_", "classifier_")
+_NOISE = ("dropout", "pdrop", "drop_path", "drop_prob", "layerdrop", "jitter")
+"""Words in the names of what says how much noise a model trains with."""
 _PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -38,25 +43,97 @@ def _problems(model: nn.Module, config: Any, base_config: Any) -> Iterator[str]:
     except LookupError as error:
         yield str(error)
     for key, value in vars(base_config).items():
-        if "jitter" in key and value:
-            yield f"{key} = {value}: noise in the router would depend on the strategy; set it to 0 in model.config"
         if key in ("expert_capacity", "capacity_factor") and value:
             yield (
                 f"{key} = {value}: which tokens an expert drops would depend on the strategy; set it to None in "
                 "model.config, or use a model that drops none"
             )
-        if (
-            ("dropout" in key or key.endswith("_pdrop"))
-            and not key.startswith(_OF_OTHER_HEADS)
-            and isinstance(value, int | float)
-            and value
-        ):
-            yield f"{key} = {value}: dropout would depend on the strategy; set it to 0 in the model's config"
+    if problem := _find_noise(model, base_config):
+        yield problem
     if getattr(base_config, "use_bidirectional_attention", None) in (True, "all"):
         yield "bidirectional attention is not supported; set use_bidirectional_attention to None"
-    if len({p.dtype for p in model.parameters()}) > 1:
-        dtypes = sorted({str(p.dtype) for p in model.parameters()})
-        yield f"parameters of several dtypes ({', '.join(dtypes)}); cast the model to one, e.g. model.float()"
+    if problem := find_loss_problem(model):
+        yield problem
+
+
+def _find_noise(model: nn.Module, config: Any) -> str:
+    """Which noise of its own the model trains with, and how to do without it; "" where it has none.
+
+    Modules keep the rates that the configuration had when they were made; some read it later.
+    """
+    keys = [
+        key
+        for key, value in vars(config).items()
+        if _is_noise(key) and not key.startswith(_OF_OTHER_HEADS) and _is_number(value)
+    ]
+    found = [f"{key} = {getattr(config, key)} in its config" for key in keys if vars(config)[key]]
+    by_attribute: dict[tuple[str, float], list[str]] = {}
+    for name, module, attribute in find_rates(model):
+        where = by_attribute.setdefault((attribute, vars(module)[attribute]), [])
+        where.append(name or type(module).__name__)
+    for (attribute, rate), names in by_attribute.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        found.append(f"{attribute} = {rate} of module {names[0]}{more}")
+    if not found:
+        return ""
+    reload = (
+        f"load the model with from_pretrained(..., {', '.join(f'{key}=0.0' for key in keys)}), or "
+    )
+    return (
+        f"{'; '.join(found)}: dropout or other noise of the model itself would depend on the strategy; "
+        f"{reload if keys else ''}set each of these to 0 where it is, in model.config and in the modules "
+        "(model.get_submodule(name)): a model that is loaded does not follow its config"
+    )
+
+
+def find_rates(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Modules of `model` that make noise, but those of adapters, with their names and the
+    attributes that hold the rates.
+    """
+    for name, module in model.named_modules():
+        if "lora_dropout" not in name.split("."):
+            for key, value in vars(module).items():
+                if is_rate(module, key) and _is_number(value) and value:
+                    yield name, module, key
+
+
+def is_rate(module: nn.Module, attribute: str) -> bool:
+    """Whether `attribute` of `module` says how much noise it makes."""
+    return attribute == "p" if isinstance(module, _DropoutNd) else _is_noise(attribute)
+
+
+def _is_noise(key: str) -> bool:
+    return any(word in key for word in _NOISE)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def find_loss_problem(model: nn.Module) -> str:
+    """Why the loss that `model` computes is not the mean cross entropy of its logits, as far as its
+    `loss_function` says; "" where it is.
+    """
+    kind = type(model)
+    if not isinstance(model, PreTrainedModel):
+        return ""
+    if getattr(kind, "loss_function", None) is not PreTrainedModel.loss_function:
+        name = getattr(kind, "__qualname__", "")
+        return f"class {name} has a loss_function of its own{INSTEAD_OF_ITS_LOSS}"
+    function = vars(model).get("_loss_function")
+    if function is None:
+        function = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss)
+    if function is ForCausalLMLoss:
+        return ""
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return f"its loss_function is {name}{INSTEAD_OF_ITS_LOSS}"
+
+
+INSTEAD_OF_ITS_LOSS = (
+    ", which training would not call: what is minimised is the mean cross entropy of logits, or an object of "
+    "ds_hydra.losses.Loss given as engine.train_batch(batch, loss=...) (with HydraTrainer: label_smoothing_factor, or "
+    "a trainer of TRL); take the model's own loss away and give it like this"
+)
 
 
 def find_other_inputs(config: Any) -> str:
