@@ -86,7 +86,10 @@ def _load_saved(
 
 def _data_files(path: Path) -> list[Path]:
     """The data files of one kind, sorted; the kind with most files where a folder has several."""
-    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    try:
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    except OSError as error:
+        raise HydraConfigError(f"cannot read {error.filename}: {error.strerror}") from error
     known = [file for file in files if file.suffix in _BUILDERS]
     if not known:
         return []
