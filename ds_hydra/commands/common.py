@@ -43,11 +43,18 @@ DType = Literal["bf16", "fp16", "fp32"]
 
 @contextmanager
 def errors_to_stderr() -> Iterator[None]:
-    """End the command with the message of a ds_hydra error, without a traceback."""
+    """End the command with the message of a ds_hydra error, or of a path that cannot be used,
+    without a traceback.
+    """
     try:
         yield
     except HydraError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    except OSError as error:  # of a path that was given: too long a name, no permission
+        if error.filename is None:
+            raise
+        print(f"error: cannot use {error.filename!s:.300}: {error.strerror}", file=sys.stderr)
         raise typer.Exit(1) from error
 
 
