@@ -8,8 +8,9 @@ start and its end; the other one must name it, and nothing may be left behind), 
 killed at random times while layers stream), `launch` (kills under torchrun and deepspeed),
 `planner` (planning processes killed and stopped), `saves` (a process is killed at random times of
 saving), `leak` (random strategies on 4 ranks), `shm` (a /dev/shm of 64 MB, mounted as root),
-`folders` (damaged run folders are read or refused), `fuzz`. Each replaces its section of the page,
-whose other sections stay. What was measured is recorded in `--state` at once: an interrupted
+`folders` (damaged run folders are read or refused), `documents` (damaged documents of every
+command), `configurations` (hostile values and Python objects), `fuzz`. Each replaces its section of
+the page, whose other sections stay. What was measured is recorded in `--state` at once: an interrupted
 command continues where it was, `--fresh` begins anew. Ranks are CPU processes on one machine
 (gloo); it uses the helpers of the tests.
 """
@@ -37,6 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+import command_documents
 import faults
 import hypothesis
 import psutil
@@ -241,6 +243,46 @@ def measure_folders(records: Records, num_folders: int) -> None:
     records.measure("folders", {"num": num_folders}, read)
 
 
+def measure_documents(records: Records, num_documents: int) -> None:
+    """Damaged documents of every command; raises where one is neither carried out nor refused, or
+    is slow.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for command in command_documents.COMMANDS:
+            records.measure(
+                "documents",
+                {"command": command, "num": num_documents},
+                lambda command=command: without_failures(
+                    command_documents.fuzz_command(command, Path(folder), num_documents)
+                ),
+            )
+
+
+CONFIGURATIONS_PIECE = 1000
+
+
+def measure_configurations(records: Records, num_inputs: int) -> None:
+    """Hostile configurations, examined as `ds-hydra check` does; raises as `measure_documents`."""
+    with tempfile.TemporaryDirectory() as folder:
+        for piece in range(-(-num_inputs // CONFIGURATIONS_PIECE)):
+            records.measure(
+                "configurations",
+                {"piece": piece},
+                lambda piece=piece: without_failures(
+                    command_documents.fuzz_configurations(
+                        Path(folder), CONFIGURATIONS_PIECE, seed=piece + 1
+                    )
+                ),
+            )
+
+
+def without_failures(found: dict[str, Any]) -> dict[str, Any]:
+    """What was counted, if nothing failed."""
+    if failures := found.pop("failures"):
+        raise AssertionError(f"{len(failures)} failures, the first:\n{failures[0]}")
+    return found
+
+
 def measure_fuzz(records: Records, num_inputs: int) -> None:
     """Every reader under hypothesis and under a coverage-guided fuzzer; raises where one crashes,
     or is slow.
@@ -304,6 +346,8 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=100, help="kills while saving")
     parser.add_argument("--iterations", type=int, default=1000, help="of random strategies")
     parser.add_argument("--folders", type=int, default=1000, help="damaged run folders")
+    parser.add_argument("--documents", type=int, default=500, help="damaged, of each command")
+    parser.add_argument("--configurations", type=int, default=10_000, help="hostile ones")
     parser.add_argument("--inputs", type=int, default=100_000, help="per reader and fuzzer")
     options = parser.parse_args()
     if unknown := set(options.parts) - PARTS.keys():
@@ -321,6 +365,8 @@ def main() -> None:
         "leak": lambda: measure_leak(records, options.iterations),
         "shm": lambda: measure_shared_memory(records),
         "folders": lambda: measure_folders(records, options.folders),
+        "documents": lambda: measure_documents(records, options.documents),
+        "configurations": lambda: measure_configurations(records, options.configurations),
         "fuzz": lambda: measure_fuzz(records, options.inputs),
     }
     for part in options.parts or PARTS:

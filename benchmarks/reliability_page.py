@@ -258,6 +258,35 @@ def describe_folders(records: list[dict[str, Any]]) -> str:
     )  # fmt: skip
 
 
+def describe_documents(records: list[dict[str, Any]]) -> str:
+    keys = ("inputs", "carried_out", "refused")
+    rows = [
+        [f"`{r['command']}`", *(r[key] for key in keys), 0, f"{r['slowest_ms']:.0f}"]
+        for r in records
+    ]
+    return paragraphs(
+        "One or two of the documents that a command reads (profile, histogram, strategies, lengths, hardware, "
+        "topology, layers, points, DeepSpeed JSON, a model's and a tokenizer's, data, run folder) damaged: values changed, bytes "
+        "changed, cut, replaced. The command carries it out, or ends with an error of ds_hydra; what it prints or "
+        "writes as JSON has no NaN and no Infinity. Anything else, or more than 1 s of CPU time, ends the benchmark.",
+        table(["command", "inputs", "carried out", "refused", "other errors", "slowest ms"], rows),
+    )
+
+
+def describe_configurations(records: list[dict[str, Any]]) -> str:
+    inputs, carried_out, refused = (
+        sum(r[key] for r in records) for key in ("inputs", "carried_out", "refused")
+    )
+    slowest = max(r["slowest_ms"] for r in records)
+    return (
+        f'{inputs:,} configurations with every key of the "hydra" section, one to three places of each changed to '
+        "numbers beyond every bound, NaN, NUL, half characters, lists too deep, dictionaries that contain themselves, "
+        "keys that are not text, or other objects of Python, examined as `ds-hydra check` does: "
+        f"{carried_out:,} carried out, {refused:,} refused, **0 other errors**, the slowest {slowest / 1e3:.2f} s of "
+        "CPU time."
+    )
+
+
 FUZZERS = ("hypothesis", "coverage")
 
 
@@ -300,5 +329,7 @@ PARTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     "leak": ("Many iterations", describe_leak),
     "shm": ("A small /dev/shm", describe_shared_memory),
     "folders": ("Damaged run folders", describe_folders),
+    "documents": ("Damaged documents of commands", describe_documents),
+    "configurations": ("Hostile configurations", describe_configurations),
     "fuzz": ("Damaged input", describe_fuzz),
 }

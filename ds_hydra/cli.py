@@ -20,6 +20,7 @@ from ds_hydra.commands.propose import propose
 from ds_hydra.commands.report import report
 from ds_hydra.commands.search import search
 from ds_hydra.commands.simulate import simulate
+from ds_hydra.configs.hydra_config import MAX_SEED
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ def plan(
         Literal["exact", "closed_form"],
         typer.Option(help="1F1B recurrence over micro-batches, or (PP-1+V) x the slowest."),
     ] = "exact",
-    seed: Annotated[int, typer.Option(help="Seed of the dispatch trials.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Seed of the dispatch trials.")
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Plan one global mini-batch: strategy, dispatch and packing.

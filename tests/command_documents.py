@@ -15,12 +15,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fuzzing import SLOWEST_S, damaged_copy
+import numpy as np
+from fuzzing import SLOWEST_S, damaged_copy, mutate
 from run_folders import write_run_folder
 from typer.testing import CliRunner
 
 from ds_hydra.cli import app
 from ds_hydra.configs.files import find_file
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.checks.config_check import check_config
+from ds_hydra.engine.checks.report import CheckRequest
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
@@ -124,9 +128,8 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "--topology topology.json --out out.json --json",
         ),
     ),
-    "doctor": (("hardware.json",), ("--device hardware.json --seconds 10 --json",)),
 }  # fmt: skip
-"""Command -> its documents, and lines that read them. What `doctor` carries out takes seconds."""
+"""Command -> its documents, and lines that read them. `doctor` reads hardware, as `init` does."""
 
 
 def _shipped(kind: Any, name: str) -> Any:
@@ -164,8 +167,6 @@ def write_documents_of(command: str, folder: Path) -> Path:
         path.parent.mkdir(exist_ok=True)
         if name == "run":
             write_run_folder(path, num_iterations=2)
-            traces = (path / "trace.jsonl").read_text().splitlines()
-            path.joinpath("trace.jsonl").write_text("".join(f"{line}\n" for line in traces))
         elif name == "data.jsonl":
             path.write_text("".join(json.dumps({"text": "a b " * n}) + "\n" for n in (1, 2, 9)))
         else:
@@ -226,9 +227,8 @@ def fuzz_command(
     codes: Counter[int] = Counter()
     slowest = 0.0
     for line in lines:  # modules are imported once
-        if command != "doctor":
-            code, _ = run_command([command, *line.split()], intact)
-            assert code == 0, f"ds-hydra {command} {line}: exit code {code}"
+        code, _ = run_command([command, *line.split()], intact)
+        assert code == 0, f"ds-hydra {command} {line}: exit code {code}"
     for number in range(num_inputs):
         generator = random.Random(f"{command}-{seed}-{number}")
         damage = damaged_copy(intact, folder / "damaged", generator)
@@ -247,6 +247,90 @@ def fuzz_command(
         "inputs": num_inputs,
         "carried_out": codes[0],
         "refused": num_inputs - codes[0] - len(failures),
+        "slowest_ms": 1e3 * slowest,
+        "failures": failures,
+    }
+
+
+def _cyclic() -> dict[str, Any]:
+    cycle: dict[str, Any] = {}
+    cycle["a"] = cycle
+    return cycle
+
+
+def _deep(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+class _Unprintable:
+    def __repr__(self) -> str:
+        raise RuntimeError("it cannot be shown")
+
+
+ODD_OBJECTS: tuple[Any, ...] = (
+    object(), _Unprintable(), {1, 2}, b"bytes", {1: 2}, {None: 1}, {("a",): 1}, _cyclic(), _deep(3000), np.zeros(3),
+    np.float32("nan"), np.int64(7), np.float32(0.5), Path("a"), len, int, complex(1, 2), range(3), 10**400, 1e999,
+    "\ud800", "a\0b", Ellipsis, 2**63, 2**31, 10**9, 1e30,
+)  # fmt: skip
+"""What Python dictionaries may hold and JSON does not, and numbers beyond what any key may be."""
+
+
+def full_configuration() -> dict[str, Any]:
+    """A DeepSpeed configuration with every key of the "hydra" section."""
+    section = {**DS_CONFIG["hydra"], "strategies": ["4x<1,1>", "1x<2,1> + 2x<1,1>"]}
+    return {**DS_CONFIG, "hydra": HydraConfig.parse(section).model_dump(mode="json")}
+
+
+def hostile_configuration(generator: random.Random) -> dict[str, Any]:
+    """`full_configuration` with one to three places changed, half of the time to an object."""
+    document: dict[str, Any] = mutate(full_configuration(), generator)
+    if generator.random() < 0.5 and isinstance(document, dict):
+        place = document
+        while generator.random() < 0.6:
+            inner = [value for value in place.values() if isinstance(value, dict) and value]
+            if not inner:
+                break
+            place = generator.choice(inner)
+        if place:
+            place[generator.choice(list(place))] = generator.choice(ODD_OBJECTS)
+    return document if isinstance(document, dict) else {"hydra": document}
+
+
+def fuzz_configurations(
+    folder: Path, num_inputs: int, seed: int = 1, slowest_s: float = SLOWEST_S
+) -> dict[str, Any]:
+    """`num_inputs` hostile configurations, examined as `ds-hydra check` does; what came of them."""
+    with _inside(write_documents_of("check", folder / f"configurations {seed}")):
+
+        def examine(document: dict[str, Any]) -> tuple[bool, float]:
+            start = _cpu_s()
+            request = CheckRequest(config=document, model="model", num_devices=4, device="a800")
+            report = check_config(request)
+            json.dumps(report.to_json(), allow_nan=False)
+            return not report.problems, _cpu_s() - start
+
+        assert examine(full_configuration())[0]
+        failures: list[str] = []
+        carried_out, slowest = 0, 0.0
+        for number in range(num_inputs):
+            document = hostile_configuration(random.Random(f"{seed}-{number}"))
+            try:
+                is_well, seconds = examine(document)
+                if seconds >= slowest_s:  # perhaps a garbage collection
+                    is_well, seconds = examine(document)
+                assert seconds < slowest_s, f"{seconds:.1f} s"
+                carried_out += is_well
+                slowest = max(slowest, seconds)
+            except Exception as error:
+                lines = "".join(traceback.format_exception(error, limit=-8))
+                failures.append(f"configuration {seed}-{number}:\n{lines}")
+    return {
+        "inputs": num_inputs,
+        "carried_out": carried_out,
+        "refused": num_inputs - carried_out - len(failures),
         "slowest_ms": 1e3 * slowest,
         "failures": failures,
     }

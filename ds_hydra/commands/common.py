@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from errno import EISDIR
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
@@ -33,6 +34,8 @@ TokensPerIteration = Annotated[
         help="Tokens of one iteration; 100K for every 64 devices if not given.",
     ),
 ]
+MAX_BATCHES = 1 << 20
+"""Mini-batches, samples, rows or repeats that an option may ask for."""
 LocalRank = Annotated[int | None, typer.Option("--local_rank", hidden=True)]
 """What launchers add."""
 DType = Literal["bf16", "fp16", "fp32"]
@@ -40,11 +43,18 @@ DType = Literal["bf16", "fp16", "fp32"]
 
 @contextmanager
 def errors_to_stderr() -> Iterator[None]:
-    """End the command with the message of a ds_hydra error, without a traceback."""
+    """End the command with the message of a ds_hydra error, or of a path that cannot be used,
+    without a traceback.
+    """
     try:
         yield
     except HydraError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    except OSError as error:  # of a path that was given: too long a name, no permission
+        if error.filename is None:
+            raise
+        print(f"error: cannot use {error.filename!s:.300}: {error.strerror}", file=sys.stderr)
         raise typer.Exit(1) from error
 
 
@@ -81,6 +91,8 @@ def progress_bar(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
 def writing(path: Path) -> Iterator[None]:
     """Inside `path` is written: say so afterwards, or raise HydraConfigError where it cannot be."""
     try:
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, "it is a folder; name a file")
         yield
     except OSError as error:
         raise HydraConfigError(f"cannot write {path}: {error.strerror}") from error
@@ -99,8 +111,8 @@ def write_documents(documents: Iterable[Mapping[str, Any]], out: Path) -> None:
     """Write `documents` to the file `out`, one a line; a file that exists is replaced as a
     whole.
     """
-    partial = out.with_name(out.name + ".writing")
     with writing(out):
+        partial = out.with_name(out.name + ".writing")
         with partial.open("w", encoding="utf-8") as file:
             file.writelines(json_text(document) + "\n" for document in documents)
         partial.replace(out)
@@ -126,6 +138,8 @@ def check_folder(out: Path | None) -> None:
         raise HydraConfigError(
             f"--out is {out}, whose folder does not exist; create it or name another one"
         )
+    if out is not None and out.is_dir():
+        raise HydraConfigError(f"--out is {out}, which is a folder; name a file")
 
 
 def leave_ranks() -> int:

@@ -14,6 +14,7 @@ from ds_hydra.commands.common import (
     ContextLength,
     NumDevices,
     TokensPerIteration,
+    check_folder,
     errors_to_stderr,
     log,
     say_loading,
@@ -50,6 +51,7 @@ def init(
     ds_config.json
     """
     with errors_to_stderr():
+        check_folder(out)
         reasons_file = None if out is None else out.with_suffix(".md")
         for path in (out, reasons_file):
             if path is not None and path.exists() and not force:
@@ -153,7 +155,8 @@ def _deepspeed_part(model: str, device: str, reasons: dict[str, str]) -> dict[st
     reasons["gradient_clipping"] = "the norm that LLaMA 2 was trained with"
     config["zero_optimization"] = {"stage": 3}
     reasons["zero_optimization.stage"] = "the only stage that works: parameters live fully sharded"
-    is_large = load_model_config(model).hidden_size >= 6144
+    hidden_size = getattr(load_model_config(model), "hidden_size", None)
+    is_large = isinstance(hidden_size, int) and hidden_size >= 6144
     learning_rate = 1.5e-4 if is_large else 3e-4
     config["optimizer"] = {
         "type": "AdamW",

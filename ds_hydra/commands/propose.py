@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ds_hydra.commands.common import (
+    MAX_BATCHES,
     AsJson,
     ContextLength,
     NumDevices,
@@ -19,7 +20,7 @@ from ds_hydra.commands.common import (
     write_document,
 )
 from ds_hydra.configs import find_file
-from ds_hydra.configs.hydra_config import Space
+from ds_hydra.configs.hydra_config import MAX_GROUPS, MAX_SEED, Space
 
 if TYPE_CHECKING:
     from ds_hydra.sampler.propose import Proposal
@@ -43,12 +44,17 @@ def propose(
         ),
     ] = "measured",
     batches: Annotated[
-        int, typer.Option(min=1, help="Mini-batches to try the candidates on.")
+        int, typer.Option(min=1, max=MAX_BATCHES, help="Mini-batches to try the candidates on.")
     ] = 32,
     max_communicators: Annotated[
-        int, typer.Option(min=0, help="Process groups that the candidates may need together.")
+        int,
+        typer.Option(
+            min=0, max=MAX_GROUPS, help="Process groups that the candidates may need together."
+        ),
     ] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of the sampled mini-batches.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Seed of the sampled mini-batches.")
+    ] = 0,
     out: Annotated[Path | None, typer.Option(help="Where to write ds_hydra.strategies/1.")] = None,
     as_json: AsJson = False,
 ) -> None:

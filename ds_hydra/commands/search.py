@@ -12,6 +12,7 @@ import typer
 from tqdm import tqdm
 
 from ds_hydra.commands.common import (
+    MAX_BATCHES,
     AsJson,
     check_folder,
     errors_to_stderr,
@@ -32,7 +33,7 @@ def search(
         int, typer.Option(min=1, max=MAX_DEVICES, help="Devices of the cluster, a power of two.")
     ],
     memory_gb: Annotated[
-        float, typer.Option(min=0.001, help="Memory of a device in GB (2^30 bytes).")
+        float, typer.Option(min=0.001, max=1e6, help="Memory of a device in GB (2^30 bytes).")
     ],
     layers: Annotated[
         Path | None, typer.Option(help="Layer costs and interconnects, ds_hydra.layers/1.")
@@ -53,10 +54,17 @@ def search(
     ] = 4096,
     max_batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Largest batch in samples; 16 for each device if not given."),
+        typer.Option(
+            min=1,
+            max=MAX_BATCHES,
+            help="Largest batch in samples; 16 for each device if not given.",
+        ),
     ] = None,
     batch_step: Annotated[
-        int | None, typer.Option(min=1, help="Batches are its multiples; the devices if not given.")
+        int | None,
+        typer.Option(
+            min=1, max=MAX_BATCHES, help="Batches are its multiples; the devices if not given."
+        ),
     ] = None,
     checkpointing: Annotated[
         bool, typer.Option(help="Whether layers may checkpoint activations.")

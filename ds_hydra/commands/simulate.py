@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ds_hydra.commands.common import (
+    MAX_BATCHES,
     AsJson,
     check_folder,
     errors_to_stderr,
@@ -24,6 +25,7 @@ from ds_hydra.commands.common import (
 )
 from ds_hydra.commands.simulate_text import describe_simulation
 from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
+from ds_hydra.configs.hydra_config import MAX_SEED
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
@@ -67,7 +69,8 @@ def simulate(
         ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="With --model, nodes in place of --devices.")
+        int | None,
+        typer.Option(min=1, max=MAX_DEVICES, help="With --model, nodes in place of --devices."),
     ] = None,
     devices: Annotated[
         str | None, typer.Option(help="Devices; several, e.g. 64,128,256, sweep.")
@@ -85,6 +88,7 @@ def simulate(
         int | None,
         typer.Option(
             min=1,
+            max=MAX_BATCHES,
             help="Mini-batches to simulate; 40 if not given, fewer of more than 200K tokens, whose means are as good.",
         ),
     ] = None,
@@ -117,7 +121,9 @@ def simulate(
     overlap: Annotated[bool, typer.Option(help="Overlap pull and push with propagation.")] = True,
     price_per_gpu_hour: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Price of one device and hour, for the cost of 10^9 tokens."),
+        typer.Option(
+            min=0.0, max=1e6, help="Price of one device and hour, for the cost of 10^9 tokens."
+        ),
     ] = None,
     spread: Annotated[
         bool,
@@ -130,10 +136,11 @@ def simulate(
         float,
         typer.Option(
             min=1.0,
+            max=1e6,
             help="With --model, tokens that experts of the busiest rank get over the mean, where ranks share experts.",
         ),
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the mini-batches.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the mini-batches.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="PNG of a sweep.")] = None,
     timeline_of: Annotated[
         str,

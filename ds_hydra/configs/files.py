@@ -5,6 +5,7 @@ models, profiles, length histograms, DeepSpeed configs.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -118,7 +119,9 @@ def read_json(path: str | Path, object_pairs_hook: Pairs | None = None) -> Any:
             raise HydraConfigError(f"{path} has {size} bytes, expected at most {MAX_FILE_BYTES}")
         text = Path(path).read_bytes()
     except OSError as error:
-        raise HydraConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise HydraConfigError(f"cannot read {path!s:.300}: {error.strerror}") from error
+    except ValueError as error:  # NUL in the name
+        raise HydraConfigError(f"cannot read {str(path)[:300]!r}: {error}") from error
     return parse_json(text, str(path), object_pairs_hook)
 
 
@@ -284,8 +287,9 @@ def find_file(kind: Kind, name_or_path: str) -> Path:
 
 def find_profile(name_or_path: str) -> Path:
     """The profile of that path, whatever it ends in, or the shipped one of that name."""
-    path = Path(name_or_path)
-    return path if path.is_file() else find_file("profiles", name_or_path)
+    # `Path.is_file` raises for names that no file can have
+    is_file = os.path.isfile(name_or_path)
+    return Path(name_or_path) if is_file else find_file("profiles", name_or_path)
 
 
 def load_model_preset(name: str) -> dict[str, Any]:

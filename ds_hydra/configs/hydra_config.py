@@ -11,7 +11,15 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+)
 
 from ds_hydra.configs.files import (
     LARGEST,
@@ -37,6 +45,13 @@ _Value = TypeVar("_Value")
 def _whole(value: _Value) -> _Value | int:
     """JSON users write 2e5 for 200000; a number with a fraction stays a float, which is refused."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _path(value: str) -> str:
+    """Every text of the section is a path or a name; no file system has longer ones."""
+    if len(value.encode()) >= 4096 or max(len(part.encode()) for part in value.split("/")) > 255:
+        raise ValueError("wanted a path of less than 4096 bytes whose parts have 255 at most")
+    return value
 
 
 def _lengths(value: object) -> object:
@@ -70,7 +85,7 @@ def _strategies(value: object) -> tuple[str, ...] | str | None:
 
 Count: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
 Index: TypeAlias = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-Text: TypeAlias = Annotated[str, Field(min_length=1)]
+Text: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(_path)]
 
 # Upper bounds: beyond them a run could not start, or would never end.
 DAY_S = 86_400

@@ -191,6 +191,10 @@ def map_arguments(
             raise HydraConfigError(
                 f"hydra.{key} is {own!r}, {kind}.{source} asks for {value!r}; make them equal or remove one of them"
             )
+        try:
+            HydraConfig.parse({"context_length": 2, "tokens_per_iteration": 2, key: value})
+        except HydraConfigError as error:
+            raise HydraConfigError(f"{kind}.{source} sets {error}") from error
         if own != value:
             note(f"{kind}.{source} sets hydra.{key} to {value!r}")
     return hydra.model_copy(update={key: value for key, (_, value) in wanted.items()})

@@ -4,6 +4,8 @@ on the meta device.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from transformers.initialization import no_init_weights
 from ds_hydra.configs.files import list_files, load_model_preset
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
 
 
 def load_model_config(name: str) -> PretrainedConfig:
@@ -28,12 +30,52 @@ def load_model_config(name: str) -> PretrainedConfig:
             f"--model is {name!r}, which is neither a shipped preset nor a folder; did you mean {nearest[0]!r}?"
         )
     try:
-        return AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
     except Exception as error:  # a file may hold anything
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise HydraConfigError(
             f"--model is {name!r}, which is neither a shipped preset ({', '.join(list_files('models'))}), nor a "
             f"folder with a config.json, nor a readable model of the hub: {first_line}"
+        ) from error
+    _check_sizes(config, name)
+    return config
+
+
+_MOST = {
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 16,
+    "hidden_size": 1 << 24,
+    "head_dim": 1 << 16,
+}
+_MOST_OF_OTHERS = 1 << 32
+"""Far above any model: a module is made for each layer and rotary frequencies for each feature of a
+head, even where no weight is."""
+
+
+def _check_sizes(config: PretrainedConfig, name: str) -> None:
+    for key, value in config.to_dict().items():
+        most = _MOST.get(key, 1 << 14 if "experts" in key else _MOST_OF_OTHERS)
+        least = 1 if key in _MOST else -most
+        if type(value) is int and not least <= value <= most:
+            raise HydraConfigError(
+                f"--model {name}: {key} is {value}, expected {least} to {most}; correct config.json"
+            )
+
+
+@contextmanager
+def making(name: str) -> Iterator[None]:
+    """Inside a model is made from the configuration called `name`: what is wrong with it becomes an
+    UnsupportedModelError.
+    """
+    try:
+        yield
+    except HydraError:
+        raise
+    except Exception as error:  # its classes read anything without a look
+        first_line = (str(error).splitlines() or [""])[0]
+        raise UnsupportedModelError(
+            f"--model {name}: transformers cannot make a model of its config.json ({type(error).__name__}: "
+            f"{first_line[:200]}); use a causal language model"
         ) from error
 
 
@@ -41,16 +83,9 @@ def load_stage_model(name: str) -> StageModel:
     """The stage model of the model called `name`, without memory for weights."""
     transformers.logging.set_verbosity_error()
     config = load_model_config(name)
-    try:
+    with making(name):
         # Whether stages work is tried
-        with (
-            init_empty_weights(include_buffers=False),
-            no_init_weights(),
-        ):
+        with init_empty_weights(include_buffers=False), no_init_weights():
             model = AutoModelForCausalLM.from_config(config)
         model.tie_weights()
-    except ValueError as error:
-        raise UnsupportedModelError(
-            f"--model {name}: {str(error).splitlines()[0]}; use a causal language model"
-        ) from error
-    return build_stage_model(model)
+        return build_stage_model(model)

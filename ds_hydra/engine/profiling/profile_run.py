@@ -20,7 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from transformers import PretrainedConfig
 
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.model.meta_model import load_model_config
+from ds_hydra.engine.model.meta_model import load_model_config, making
 from ds_hydra.engine.model.random_model import build_random_stage_model
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.measurements import Measurements
@@ -189,16 +189,17 @@ def _prepare(
             )
         num_devices = request.topology.num_devices
     model_config = load_model_config(request.model)
-    stage_model = build_random_stage_model(
-        model_config,
-        dtype=dtype,
-        # The whole model is only looked at where slices are measured.
-        device=torch.device("meta") if request.topology is not None else device,
-        num_ranks=num_ranks,
-        activation_checkpointing=request.config.activation_checkpointing,
-        compile_layers=request.config.compile_layers,
-        tp_sequence_parallel=request.config.tp_sequence_parallel,
-    )
+    with making(request.model):
+        stage_model = build_random_stage_model(
+            model_config,
+            dtype=dtype,
+            # The whole model is only looked at where slices are measured.
+            device=torch.device("meta") if request.topology is not None else device,
+            num_ranks=num_ranks,
+            activation_checkpointing=request.config.activation_checkpointing,
+            compile_layers=request.config.compile_layers,
+            tp_sequence_parallel=request.config.tp_sequence_parallel,
+        )
     return model_config, stage_model, _schemes(request, stage_model, num_devices)
 
 

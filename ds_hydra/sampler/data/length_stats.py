@@ -109,11 +109,14 @@ def _data_files(path: Path) -> tuple[list[Path], str]:
     files where a folder has several, but no .json, .txt or .csv beside data of other kinds. Hidden
     files are left out.
     """
-    if path.is_file():
-        files = [path]
-    else:
-        found = (file for file in path.rglob("*") if file.is_file())
-        files = sorted(file for file in found if not _is_hidden(file.relative_to(path)))
+    try:
+        if path.is_file():
+            files = [path]
+        else:
+            found = (file for file in path.rglob("*") if file.is_file())
+            files = sorted(file for file in found if not _is_hidden(file.relative_to(path)))
+    except OSError as error:
+        raise HydraConfigError(f"cannot read {error.filename}: {error.strerror}") from error
     of_kind: dict[str, list[Path]] = {}
     for file in files:
         if (suffix := _suffix(file)) in _BUILDERS:

@@ -7,6 +7,7 @@ account: 16-bit shards and slices, fp32 master, moments and gradients.
 from __future__ import annotations
 
 from ds_hydra.configs.files import find_profile
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
 from ds_hydra.strategy.profiles.profile import Profile
 
@@ -43,8 +44,13 @@ def with_engine_states(profile: Profile) -> Profile:
     memory = profile.document["memory"]
     if memory.get(_STATES) != _PUBLISHED:
         return profile
-    element = memory["input_bytes_per_token_per_layer_per_hidden"]
-    found = engine_states(memory["slice_bytes_per_layer_per_hidden2"] / element, element)
+    known = profile.memory
+    if not known.slice_bytes or not known.input_bytes:
+        raise HydraConfigError(
+            f"profile {profile.name!r} has published states, for which its memory needs "
+            "slice_bytes_per_layer_per_hidden2 and input_bytes_per_token_per_layer_per_hidden above 0"
+        )
+    found = engine_states(known.slice_bytes / known.input_bytes, known.input_bytes)
     return Profile.from_json({**profile.document, "memory": {**memory, **found, _STATES: "engine"}})
 
 
