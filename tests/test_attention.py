@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import types
 from unittest.mock import patch
@@ -12,9 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_hydra.engine.doctor import environment
 from ds_hydra.engine.model import attention, sequence_attention
 from ds_hydra.engine.model.attention import PackedMicroBatch, Segment, hydra_varlen
 from ds_hydra.engine.model.sight import in_sight
+from ds_hydra.engine.ranks.accelerator_settings import use_deterministic_kernels
 from ds_hydra.errors import UnsupportedModelError
 
 MODULE = torch.nn.Identity()
@@ -212,9 +215,10 @@ def with_flash_attn(monkeypatch, request):
     module = types.ModuleType("flash_attn")
     module.flash_attn_varlen_func = request.param(calls)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    attention.find_kernel.cache_clear()
+    find_kernel = attention.find_kernel
+    find_kernel.cache_clear()
     yield calls
-    attention.find_kernel.cache_clear()
+    find_kernel.cache_clear()
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (3, 2.0)])
@@ -234,8 +238,115 @@ def test_flash_attn_is_called_as_it_is_and_adds_in_one_order(with_flash_attn, wi
     torch.testing.assert_close(got, wanted[0].transpose(0, 1))
     expected = (2, 0) if window else (-1, -1)
     assert with_flash_attn == [
-        {"deterministic": True, "window": expected, "softcap": softcap or 0.0}
+        {"deterministic": False, "window": expected, "softcap": softcap or 0.0}
     ]
+
+
+def test_flash_attn_adds_in_one_order_where_kernels_are_deterministic(with_flash_attn, monkeypatch):
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # the user's, which stays
+    kernel = attention.find_kernel(needs_softcap=False)
+    heads, ends = [torch.randn(3, 2, 8)] * 3, torch.tensor([0, 3], dtype=torch.int32)
+    try:
+        use_deterministic_kernels(torch.device("cpu"))  # nothing to set there
+        kernel(*heads, ends, ends, 3, 3, 0.3, None, None)
+        use_deterministic_kernels(torch.device("cuda"))
+        kernel(*heads, ends, ends, 3, 3, 0.3, None, None)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+    assert [call["deterministic"] for call in with_flash_attn] == [False, True]
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def strict(kernel):
+    """`kernel` that refuses what flash attention 2 refuses."""
+
+    def flash_attention_2(q, k, v, *arguments, **options):
+        width = q.shape[-1]
+        if width > 256 or width % 8 or not k.shape[-1] == v.shape[-1] == width:
+            raise RuntimeError(f"head sizes {width} and {v.shape[-1]}\nsecond line")
+        return kernel(q, k, v, *arguments, **options)
+
+    return flash_attention_2
+
+
+@pytest.fixture
+def on_a_device(with_flash_attn, monkeypatch):
+    """The CPU counts as a device with a kernel as strict as flash attention 2's."""
+    kernel = strict(attention.find_kernel(needs_softcap=True))
+    monkeypatch.setattr(attention, "find_kernel", lambda needs_softcap: kernel)
+    monkeypatch.setattr(attention, "_KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(attention, "_refused", set())
+    return with_flash_attn
+
+
+@pytest.mark.parametrize(
+    ("widths", "calls_kernel"),
+    [((192, 128), True), ((24, 24), True), ((20, 12), True), ((64, 96), True), ((512, 512), False)],
+)
+def test_widths_that_kernels_refuse_are_padded_or_run_by_sequence(
+    on_a_device, widths, calls_kernel
+):
+    torch.manual_seed(0)
+    query, key = torch.randn(1, 4, 9, widths[0]), torch.randn(1, 2, 9, widths[0])
+    inputs = (query, key, torch.randn(1, 2, 9, widths[1]))
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):  # the kernel takes 16 bit alone
+        leaves = [t.to(dtype).requires_grad_() for t in inputs]
+        with in_sight(PackedMicroBatch.build([5, 4], torch.device("cpu"))):
+            out, _ = hydra_varlen(MODULE, *leaves, None)
+        assert out.shape == (1, 9, 4, widths[1])
+        results.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+    assert len(on_a_device) == calls_kernel
+    for got, wanted in zip(*results, strict=True):
+        assert (got.float() - wanted).norm() <= 2e-2 * wanted.norm()
+
+
+def test_kernels_are_tried_at_the_start_as_they_will_run(on_a_device, monkeypatch, caplog):
+    latent = types.SimpleNamespace(
+        num_attention_heads=8, hidden_size=1024, head_dim=64, v_head_dim=128,
+        qk_nope_head_dim=128, qk_rope_head_dim=64,
+    )  # fmt: skip
+    mixed = types.SimpleNamespace(num_attention_heads=8, head_dim=128, global_head_dim=512)
+    assert attention.head_widths(latent) == {(192, 128)}
+    assert attention.head_widths(mixed) == {(128, 128), (512, 512)}
+    cpu, half = torch.device("cpu"), torch.bfloat16
+    for config in (latent, mixed):
+        attention.check_kernels(config, cpu, half)
+    assert on_a_device
+    assert not attention._refused
+    assert not caplog.messages
+
+    def refuse(*_, **__):
+        raise RuntimeError("no kernel image\nmore")
+
+    monkeypatch.setattr(attention, "find_kernel", lambda needs_softcap: refuse)
+    attention.check_kernels(latent, cpu, half)
+    assert attention._refused == {(192, 128, half)}
+    (warning,) = caplog.messages
+    assert "queries are 192 wide and values 128: refuse refuses them: no kernel image" in warning
+    assert attention.find_kernel_for((192, 128), half, needs_softcap=False) is None
+    monkeypatch.setattr(
+        attention,
+        "find_kernel",
+        lambda needs_softcap: lambda q, k, v, *_: (q + k.sum() + v.sum()) * float("nan"),
+    )
+    with pytest.raises(UnsupportedModelError, match="is off by nan for heads of 128"):
+        attention.check_kernels(mixed, cpu, half)
+
+
+def test_the_doctor_tries_the_widths_that_models_have(on_a_device, monkeypatch):
+    monkeypatch.setattr(environment, "find_kernel", attention.find_kernel)
+    meta = types.SimpleNamespace(type="cuda")
+    monkeypatch.setattr(
+        environment,
+        "kernel_error",
+        lambda k, d, *rest: attention.kernel_error(k, torch.device("cpu"), *rest),
+    )
+    found = environment._check_attention(meta)
+    assert found.status.value == "ok", found
+    assert set(found.figures["relative_errors"]) == {"64", "128", "192/128", "256"}
 
 
 def test_torchs_varlen_attention_takes_what_it_is_given(monkeypatch):

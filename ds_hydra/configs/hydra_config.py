@@ -354,6 +354,13 @@ class HydraConfig(_Section):
     the start.
     """
 
+    deterministic: bool = False
+    """Whether the same plans give bit-identical losses on an accelerator, as they always do on CPU
+    ranks: torch's deterministic algorithms, flash-attn's backward in one order.
+
+    Off: attention's backward adds by atomics, which is faster and takes less memory.
+    """
+
     tp_sequence_parallel: bool = False
     """Hold residual stream and norms by shards of a micro-batch inside TP groups, as Megatron's
     `--sequence-parallel`.

@@ -35,7 +35,10 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.planning import PlanFeed, broadcast_plan
 from ds_hydra.engine.profiling.profile_document import count_flops
 from ds_hydra.engine.propagation import Propagator, RankOutcome
-from ds_hydra.engine.ranks.accelerator_settings import overlap_where_safe
+from ds_hydra.engine.ranks.accelerator_settings import (
+    overlap_where_safe,
+    use_deterministic_kernels,
+)
 from ds_hydra.engine.ranks.agreement import (
     gather_rows,
     raise_together,
@@ -80,7 +83,9 @@ class HydraRuntime:
     ):
         self.config = config = overlap_where_safe(config, device)
         self.stage_model = stage_model
-        stage_model.to_device(device)
+        if config.deterministic:
+            use_deterministic_kernels(device)
+        run_together(lambda: stage_model.to_device(device), device)
         self._device = device
         self.propagator = Propagator(
             stage_model,

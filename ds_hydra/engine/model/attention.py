@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from ds_hydra.engine.parallel.context_parallel import KeysOfRow, attend_to_all_r
 from ds_hydra.engine.parallel.ulysses import SequenceShard, gather_micro_batch, scatter_micro_batch
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.errors import UnsupportedModelError
+
+logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "hydra_varlen"
 
@@ -220,13 +223,13 @@ def _attend(
     longest = max(packed_micro_batch.key_lengths)
     window = sliding_window if sliding_window is not None and sliding_window < longest else None
     scale = scaling if scaling is not None else query_BHTD.shape[-1] ** -0.5
-    if query_BHTD.is_cuda and query_BHTD.dtype in _KERNEL_DTYPES and sinks_H is None:
-        kernel = find_kernel(needs_softcap=softcap is not None)
+    widths = (query_BHTD.shape[-1], value_BKND.shape[-1])
+    if query_BHTD.device.type in _KERNEL_DEVICES and sinks_H is None:
+        kernel = find_kernel_for(widths, query_BHTD.dtype, needs_softcap=softcap is not None)
         if kernel is not None:
-            out_THD = kernel(
-                query_BHTD[0].transpose(0, 1),
-                key_BKND[0].transpose(0, 1),
-                value_BKND[0].transpose(0, 1),
+            out_THD = run_padded(
+                kernel,
+                [t[0].transpose(0, 1) for t in (query_BHTD, key_BKND, value_BKND)],
                 packed_micro_batch.cu_seqlens,
                 packed_micro_batch.cu_keys,
                 max(packed_micro_batch.lengths),
@@ -252,14 +255,121 @@ def _attend(
 
 _Kernel = Callable[..., Tensor]
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+_KERNEL_DEVICES = ("cuda",)
+_WIDTH_MULTIPLE, _MOST_WIDTH = 8, 256
+"""Of the heads that flash attention 2 takes."""
+_MOST_DIFFERENCE = 2e-2
+"""Of 16 bit, against fp32: the mantissa of bf16 has 8 bits."""
+_PROBE_LENGTHS, _PROBE_KEY_LENGTHS = (5, 64, 1, 90), (5, 100, 7, 90)
+"""Whole sequences, and ends of others."""
+_PROBE_WINDOW = 9
+
+_refused: set[tuple[int, int, torch.dtype]] = set()
+"""Widths of queries and values that the kernel of this device would not take at the start."""
+
+
+def find_kernel_for(
+    widths: tuple[int, int], dtype: torch.dtype, *, needs_softcap: bool
+) -> _Kernel | None:
+    """The kernel for queries and values of such `widths`; None where each sequence is a call."""
+    if dtype not in _KERNEL_DTYPES or max(widths) > _MOST_WIDTH or (*widths, dtype) in _refused:
+        return None
+    return find_kernel(needs_softcap=needs_softcap)
+
+
+def run_padded(kernel: _Kernel, heads: Sequence[Tensor], *arguments: Any) -> Tensor:
+    """[T, H, D of values] of `kernel` for queries, keys and values [T, H, D], which are padded to
+    one width that it takes: zeros add nothing to scores, and what values have of them is cut off.
+    """
+    value_width = heads[2].shape[-1]
+    width = max(t.shape[-1] for t in heads)
+    width += -width % _WIDTH_MULTIPLE
+    query, key, value = (
+        t if t.shape[-1] == width else nn.functional.pad(t, (0, width - t.shape[-1])) for t in heads
+    )
+    return kernel(query, key, value, *arguments)[..., :value_width]
+
+
+def kernel_error(
+    kernel: _Kernel, device: torch.device, dtype: torch.dtype, widths: tuple[int, int] = (64, 64)
+) -> float:
+    """Largest relative error of outputs and gradients of a packed micro-batch in `dtype`, causal
+    and with a window, against fp32.
+    """
+    generator = torch.Generator(device=device).manual_seed(0)
+    lengths, key_lengths = _PROBE_LENGTHS, _PROBE_KEY_LENGTHS
+    shapes = ((8, lengths, widths[0]), (4, key_lengths, widths[0]), (4, key_lengths, widths[1]))
+    inputs = [
+        torch.randn((1, heads, sum(of), width), generator=generator, device=device).requires_grad_()
+        for heads, of, width in shapes
+    ]
+    halves = [t.detach().to(dtype).requires_grad_() for t in inputs]
+    ends, key_ends = (
+        torch.tensor([0, *of], device=device).cumsum(0, dtype=torch.int32)
+        for of in (lengths, key_lengths)
+    )
+    scale, errors = widths[0] ** -0.5, []
+    for window in (None, _PROBE_WINDOW):
+        wanted = attention_per_sequence(*inputs, lengths, scale, window, None, None, key_lengths)
+        wanted_grads = torch.autograd.grad(wanted.square().sum(), inputs)
+        heads_last = [t[0].transpose(0, 1) for t in halves]
+        longest = (max(lengths), max(key_lengths))
+        out_THD = run_padded(kernel, heads_last, ends, key_ends, *longest, scale, window, None)
+        got = out_THD.transpose(0, 1).unsqueeze(0)
+        grads = torch.autograd.grad(got.float().square().sum(), halves)
+        pairs = zip((got, *grads), (wanted, *wanted_grads), strict=True)
+        errors += [((a.float() - b).norm() / b.norm()).detach() for a, b in pairs]
+    return float(torch.stack(errors).max())  # which is no number where any is none
+
+
+def head_widths(config: Any) -> set[tuple[int, int]]:
+    """Widths of queries and values that the attention of the model of `config` may have."""
+
+    def get(name: str) -> int:
+        value = getattr(config, name, None)
+        return value if isinstance(value, int) else 0
+
+    heads = get("num_attention_heads")
+    plain = get("head_dim") or (get("hidden_size") // heads if heads else 0)
+    latent = get("qk_nope_head_dim") + get("qk_rope_head_dim")
+    found = {(latent, get("v_head_dim") or plain)} if latent else {(plain, plain)}
+    if wide := get("global_head_dim"):  # of layers without a window
+        found.add((wide, wide))
+    return {widths for widths in found if min(widths) > 0}
 
 
 def check_kernels(config: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise UnsupportedModelError where the model of `config` would hold all scores of a sequence
-    on an accelerator, because no kernel caps them.
+    """Run the kernel that will train the model of `config` on `device` in `dtype`, for each width
+    of its heads. Where it refuses one, that width runs one call for each sequence from now on.
+
+    Raises UnsupportedModelError where a kernel computes wrongly, or where a sequence's scores would
+    all be held on an accelerator, because no kernel caps them.
     """
-    if device.type == "cuda" and (problem := find_softcap_problem(config, dtype)):
+    if device.type not in _KERNEL_DEVICES:
+        return
+    if problem := find_softcap_problem(config, dtype):
         raise UnsupportedModelError(problem)
+    for widths in sorted(head_widths(config)):
+        kernel = find_kernel_for(widths, dtype, needs_softcap=False)
+        if kernel is None:
+            continue
+        try:
+            error = kernel_error(kernel, device, dtype, widths)
+        except (RuntimeError, ValueError) as refusal:
+            _refused.add((*widths, dtype))
+            logger.warning(
+                "attention is one call for each sequence where queries are %d wide and values %d: %s refuses them: %s",
+                *widths,
+                kernel.__name__,
+                str(refusal).partition("\n")[0][:300],
+            )
+            continue
+        if not error <= _MOST_DIFFERENCE:
+            raise UnsupportedModelError(
+                f"the attention kernel {kernel.__name__} is off by {error:.1e} for heads of {widths[0]} and values of "
+                f"{widths[1]} in {dtype}, at most {_MOST_DIFFERENCE:g} is expected; reinstall flash-attn for this "
+                "version of torch and CUDA, or remove it"
+            )
 
 
 def find_softcap_problem(config: Any, dtype: torch.dtype) -> str:
@@ -281,14 +391,14 @@ def find_kernel(needs_softcap: bool) -> _Kernel | None:
     """flash-attn's varlen kernel where installed, else torch's (which has no softcap), else
     None.
 
-    The same plans give bit-identical losses, so flash-attn's backward adds in one order.
+    Backward adds in one order where `hydra.deterministic` has torch's deterministic algorithms on.
     """
     try:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
         return None if needs_softcap else _torch_varlen_kernel()
     known = inspect.signature(flash_attn_varlen_func).parameters
-    in_order = {"deterministic": True} if "deterministic" in known else {}
+    has_order = "deterministic" in known
 
     def flash(q, k, v, cu_seqlens, cu_keys, longest, longest_key, scale, window, softcap):  # type: ignore[no-untyped-def]
         return flash_attn_varlen_func(
@@ -303,7 +413,9 @@ def find_kernel(needs_softcap: bool) -> _Kernel | None:
             causal=True,
             window_size=(window - 1, 0) if window else (-1, -1),
             softcap=softcap or 0.0,
-            **in_order,
+            **(
+                {"deterministic": torch.are_deterministic_algorithms_enabled()} if has_order else {}
+            ),
         )
 
     return flash

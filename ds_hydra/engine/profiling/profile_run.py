@@ -31,7 +31,11 @@ from ds_hydra.engine.profiling.rehearsal import side_by_side
 from ds_hydra.engine.profiling.memory_trace import check_slices
 from ds_hydra.engine.profiling.slice_profiler import profile_slices
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.engine.ranks.accelerator_settings import overlap_where_safe, prepare_accelerator
+from ds_hydra.engine.ranks.accelerator_settings import (
+    overlap_where_safe,
+    prepare_accelerator,
+    use_deterministic_kernels,
+)
 from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
@@ -95,6 +99,8 @@ def run_profile(
     """
     transformers.logging.set_verbosity_error()
     num_ranks = dist.get_world_size()
+    if request.config.deterministic:
+        use_deterministic_kernels(device)
     dtype = DTYPES[
         request.dtype or ("fp32" if get_accelerator().device_name() == "cpu" else "bf16")
     ]
@@ -258,6 +264,7 @@ def _identity(
         "memory_limit_bytes": config.memory_limit_bytes,
         "activation_checkpointing": config.activation_checkpointing,
         "compile_layers": config.compile_layers,
+        "deterministic": config.deterministic,
         "tp_sequence_parallel": config.tp_sequence_parallel,
         "profiling": config.profiling.model_dump(mode="json"),
         "schemes": [str(scheme) for scheme in schemes],

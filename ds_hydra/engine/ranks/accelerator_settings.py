@@ -40,6 +40,17 @@ def prepare_accelerator() -> None:
     set_accelerator_environment(os.environ, is_started=is_device_started())
 
 
+def use_deterministic_kernels(device: torch.device) -> None:
+    """From now on kernels of this process add in one order on `device`; a CPU's always do. Not
+    collective.
+    """
+    if device.type == "cpu":
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS warns
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads it
+
+
 def find_overlap_problem(device: torch.device) -> str:
     """Why exchanges beside computation could hang on the CUDA device of this process; "" where they
     could not.
