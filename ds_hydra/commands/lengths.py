@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from tqdm import tqdm
 
 from ds_hydra.commands.common import AsJson, check_folder, errors_to_stderr, write_document, writing
 from ds_hydra.configs.files import MAX_LENGTH_TOKENS
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.progress import Progress
 
 if TYPE_CHECKING:
     from ds_hydra.sampler.data.dataset import Tokenize
@@ -145,7 +144,7 @@ def _measure(
             append_eos=append_eos,
             num_proc=num_proc,
         )
-    with tqdm(desc="counting", unit="row", total=max_rows, file=sys.stderr) as bar:
+    with Progress(desc="counting", unit="row", total=max_rows) as bar:
 
         def show(num_rows: int, num_tokens: int) -> None:
             bar.update(num_rows - bar.n)
