@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import faults
 import psutil
 import test_faults
 import test_streaming
+import trl_runs
 from reliability_page import Records
 
 
@@ -80,7 +82,27 @@ def measure_phases(records: Records) -> None:
             records.measure("phases", keys, lambda a=arguments: lose_a_rank(*a))
 
 
-def lose_a_rank(records: Path, victim: int, where: str, signal_name: str) -> dict[str, Any]:
+def measure_between(records: Records) -> None:
+    """A rank of two is killed or stopped outside of the engine's calls; the victims alternate."""
+    faults.HANG_S = 120
+    for where in faults.BETWEEN:
+        life = (
+            trl_runs.life_with_callback if where == "callback" else test_faults.life_between_calls
+        )
+        for signal_name in ("SIGKILL", "SIGSTOP"):
+            for victim in (0, 1):
+                keys = {"where": where, "signal": signal_name, "victim": victim}
+                arguments = (records.folder, victim, where, signal_name, life)
+                records.measure("between", keys, lambda a=arguments: lose_a_rank(*a))
+
+
+def lose_a_rank(
+    records: Path,
+    victim: int,
+    where: str,
+    signal_name: str,
+    life: Callable[..., None] = test_faults.whole_life,
+) -> dict[str, Any]:
     """What the other rank of two did, and what both left behind."""
     folder = records / "phases"
     shutil.rmtree(folder, ignore_errors=True)
@@ -90,7 +112,7 @@ def lose_a_rank(records: Path, victim: int, where: str, signal_name: str) -> dic
     shared_memory = set(os.listdir("/dev/shm"))
     arguments = (str(folder), where, victim, getattr(signal, signal_name))
     try:
-        ended = faults.run_until_end(test_faults.whole_life, 2, folder, *arguments, victim=victim)
+        ended = faults.run_until_end(life, 2, folder, *arguments, victim=victim)
     except AssertionError as error:
         return {"hangs": True, "text": str(error)[-2000:]}
     other = ended[1 - victim]

@@ -4,7 +4,8 @@
 
 Parts: `kill` (a rank is killed in every phase of an iteration; the others must name it, restarts
 must give the same curve), `phases` (a rank is killed or stopped in every phase between an engine's
-start and its end; the other one must name it, and nothing may be left behind), `stream` (a rank is
+start and its end; the other one must name it, and nothing may be left behind), `between` (the same
+in callbacks, under TRL and in the user's own collectives), `stream` (a rank is
 killed at random times while layers stream), `launch` (kills under torchrun and deepspeed),
 `planner` (planning processes killed and stopped), `saves` (a process is killed at random times of
 saving), `leak` (random strategies on 4 ranks), `shm` (a /dev/shm of 64 MB, mounted as root),
@@ -52,7 +53,7 @@ from distributed import run_distributed
 from engines import start_hydra
 from fuzzing import check, fuzz_run_folders, fuzz_with_coverage, inputs_like, targets
 from holdings import Holdings, train_random_iteration
-from lost_ranks import measure_kills, measure_phases, measure_streams
+from lost_ranks import measure_between, measure_kills, measure_phases, measure_streams
 from models import tiny
 from pages import how, put_section
 from reliability_page import PARTS, STRATEGIES_OF_2, Records
@@ -358,6 +359,7 @@ def main() -> None:
     measures: dict[str, Callable[[], None]] = {
         "kill": lambda: measure_kills(records, options.kills),
         "phases": lambda: measure_phases(records),
+        "between": lambda: measure_between(records),
         "stream": lambda: measure_streams(records, options.stream_kills),
         "launch": lambda: measure_launches(records),
         "planner": lambda: measure_planner(records, options.planner_faults),

@@ -76,10 +76,35 @@ def describe_kills(records: list[dict[str, Any]]) -> str:
     )  # fmt: skip
 
 
+def describe_between(records: list[dict[str, Any]]) -> str:
+    good = sum(
+        record.get("named", False) and not any(left_of(record).values()) for record in records
+    )
+    return paragraphs(
+        "One rank of two is killed or stopped outside of the engine's calls: in a callback of HydraSFTTrainer, "
+        "before a collective of the user (also one of objects, one whose handle is waited for), and after training. "
+        "`silence_s` 6, `grace_s` 2. Seconds: from the signal until the other one has ended. "
+        f"**{good} of {len(records)}** name the lost rank and leave nothing.",
+        table_of_losses(records),
+    )
+
+
 def describe_phases(records: list[dict[str, Any]]) -> str:
+    return paragraphs(
+        "One rank of two is killed or stopped in each phase of an engine's life; `silence_s` 6, `grace_s` 2. "
+        "Seconds: from the signal until the other one has ended.",
+        table_of_losses(records),
+    )
+
+
+def left_of(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: record.get(key) for key in ("processes", "shared_memory", "temp")}
+
+
+def table_of_losses(records: list[dict[str, Any]]) -> str:
     rows = []
     for record in records:
-        left = {key: record.get(key) for key in ("processes", "shared_memory", "temp")}
+        left = left_of(record)
         rows.append(
             [
                 record["where"],
@@ -90,13 +115,8 @@ def describe_phases(records: list[dict[str, Any]]) -> str:
                 ", ".join(f"{key}: {value}" for key, value in left.items() if value) or "nothing",
             ]
         )
-    return paragraphs(
-        "One rank of two is killed or stopped in each phase of an engine's life; `silence_s` 6, `grace_s` 2. "
-        "Seconds: from the signal until the other one has ended.",
-        table(
-            ["phase", "signal", "exit code of the other", "named", "seconds", "left behind"],
-            rows,
-        ),
+    return table(
+        ["phase", "signal", "exit code of the other", "named", "seconds", "left behind"], rows
     )
 
 
@@ -322,6 +342,7 @@ def describe_fuzz(records: list[dict[str, Any]]) -> str:
 PARTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     "kill": ("A rank is lost", describe_kills),
     "phases": ("A rank is lost, from the start to the end", describe_phases),
+    "between": ("A rank is lost between the engine's calls", describe_between),
     "stream": ("A rank is lost while layers stream", describe_streams),
     "launch": ("Restarts under launchers", describe_launches),
     "planner": ("A planning process is lost", describe_planner),

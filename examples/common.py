@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 from stdlib.prepare import DEFAULT_CACHE_DIR, StdlibData, prepare, prepare_rows
-from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -34,6 +32,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import ds_hydra
 from ds_hydra.configs import load_model_preset, read_ds_config
+from ds_hydra.progress import Progress
 from ds_hydra.report.run_report import summarize_run
 
 TINY = {
@@ -102,8 +101,8 @@ def start(args: argparse.Namespace, *, quiet: bool = True) -> bool:
 
 
 def run_dir_of_first_rank(run_dir: Path | None) -> Path:
-    """`run_dir`, without one a folder named by the time; on all ranks that of the first, whose clock
-    may be in another second.
+    """`run_dir`, without one a folder named by the time; on all ranks that of the first: clocks may
+    be in different seconds.
     """
     chosen = [run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")]
     dist.broadcast_object_list(chosen)
@@ -219,9 +218,7 @@ def train(
     model = build_model(args.model, vocab_size, config)
     engine, *_ = ds_hydra.initialize(model=model, training_data=dataset, config=config)
     losses = []
-    with tqdm(
-        total=args.iterations, disable=not is_first_rank, file=sys.stderr, unit="it"
-    ) as progress:
+    with Progress(total=args.iterations, disable=not is_first_rank, unit="it") as progress:
         for _ in range(args.iterations):
             losses.append(float(engine.train_batch()))
             metrics = engine.last_metrics

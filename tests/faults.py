@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +140,10 @@ def kill_in(engine: Any, where: str, folder: str | Path, number: int = signal.SI
     setattr(owner, name, lambda *_, **__: die(folder, number))
 
 
+BETWEEN = ("callback", "own collective", "own handle", "own object", "after training")
+"""Places outside of the engine's calls."""
+
+
 def append_json(path: str | Path, value: Any) -> None:
     with Path(path).open("a") as file:
         file.write(json.dumps(value) + "\n")
@@ -185,8 +188,8 @@ def ends_as_rank(stderr: str | Path) -> Iterator[None]:
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # as in a process of its own
     finally:
         sys.stderr.flush()
         os._exit(code)

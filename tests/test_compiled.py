@@ -6,9 +6,14 @@ import importlib.util
 import itertools
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from ds_hydra.cli import app
+from ds_hydra.sampler.warm_up import warm_up
 
 caching = pytest.importorskip("ds_hydra.strategy.compiled_cache", exc_type=ImportError)
 
@@ -97,10 +102,45 @@ def test_a_full_disk_and_a_folder_without_a_cache(tmp_path, monkeypatch):
     assert load_triple(tmp_path)(7) == 21
 
 
-def test_who_waits_for_the_compiler_is_told_once(tmp_path, caplog):
-    caching._say_once.cache_clear()
-    call(tmp_path)
-    call(tmp_path)
-    assert [record.message for record in caplog.records] == [
-        "compiling the planner, once after an installation (up to a minute)"
-    ]
+def test_who_waits_for_the_compiler_is_told_once(tmp_path, caplog, monkeypatch):
+    for rank in ("1", "0"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        caching._has_said.clear()
+        caching._say_once.cache_clear()
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        call(tmp_path)
+        call(tmp_path)
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == (rank == "0"), "of the ranks of a host one speaks"
+    assert "triple and what it calls, once after an installation" in told[0]
+
+
+def compiled_so_far():
+    """How many versions of each compiled function of the package this process has."""
+    return {
+        name: len(function.signatures)
+        for module in list(sys.modules.values())
+        if getattr(module, "__name__", "").startswith(("ds_hydra.sampler", "ds_hydra.strategy"))
+        for name, function in vars(module).items()
+        if hasattr(function, "signatures")
+    }
+
+
+def test_what_plans_and_proposes_is_compiled_by_the_warm_up(tmp_path):
+    """What `make install` runs; the first plan, and the first proposal, find all of it."""
+    warm_up()
+    before = compiled_so_far()
+    assert before
+    files = ("--profile", "a800_llama2_7b", "--histogram", "github", "--devices", "8")
+    for space in ("plain", "wide"):
+        arguments = [*files, "--context", "4096", "--tokens", "16384", "--batches", "2"]
+        out = ["--space", space, "--out", str(tmp_path / "strategies.json")]
+        result = CliRunner().invoke(app, ["propose", *arguments, *out])
+        assert result.exit_code == 0, result.output
+    (tmp_path / "lengths.json").write_text("[4000, 300, 200, 100, 100]")
+    names = ("--strategies", str(tmp_path / "strategies.json"))
+    lengths = ("--lengths", str(tmp_path / "lengths.json"))
+    result = CliRunner().invoke(app, ["plan", *files[:2], *names, *lengths])
+    assert result.exit_code == 0, result.output
+    after = compiled_so_far()
+    assert {name: count for name, count in after.items() if count > before.get(name, 0)} == {}

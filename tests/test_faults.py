@@ -25,6 +25,7 @@ from faults import (
     LATER_PHASES,
     START_PHASES,
     append_json,
+    die,
     end_at_start,
     kill_in,
     mark_fault,
@@ -224,6 +225,40 @@ def test_a_rank_lost_outside_an_iteration_is_named(tmp_path, where, number):
     other, _ = run_until_end(whole_life, 2, tmp_path, str(tmp_path), where, 1, number, victim=1)
     assert other.exit_code in (1, 75), other.stderr
     assert "rank 1 is silent" in other.stderr or "rank 1 is gone" in other.stderr
+
+
+def life_between_calls(folder, where=None, victim=None, number=signal.SIGKILL):
+    """Training whose victim ends, or stops, outside of the engine's calls; then the others come to
+    a collective that is not the engine's.
+    """
+    faults = {"silence_s": 6, "grace_s": 2}
+    engine = start_hydra(tiny("llama_tied"), hydra={"faults": faults})
+    engine.train_batch(data_of(0))
+    if dist.get_rank() == victim:
+        die(folder, number)
+    if where == "own object":
+        dist.broadcast_object_list([where], src=victim)
+    elif where == "own handle":
+        handle = dist.all_reduce(torch.ones(1), async_op=True)
+        handle.wait()
+    elif where == "after training":
+        dist.barrier()
+    else:
+        dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize(
+    ("where", "number"), [("own collective", signal.SIGKILL), ("own handle", signal.SIGSTOP)]
+)
+def test_a_rank_lost_between_two_calls_is_named(tmp_path, where, number):
+    other, _ = run_until_end(
+        life_between_calls, 2, tmp_path, str(tmp_path), where, 1, number, victim=1
+    )
+    assert other.exit_code == (75 if number == signal.SIGSTOP else 1)
+    assert "rank 1 is silent" in other.stderr or "rank 1 is gone" in other.stderr
+    assert "rank 0 was between two calls of the engine" in other.stderr
 
 
 def raised_by(action):

@@ -7,6 +7,7 @@ import datetime
 import os
 import socket
 import struct
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -193,6 +194,7 @@ def test_what_waits_for_a_rank_is_told_from_what_works(tmp_path):
     assert waiting.find_wait(reads) is None
     end.set()
     os.write(write, b"x")
+    wait_until(lambda: reads not in sys._current_frames())
     os.close(write)
     os.close(read)
 

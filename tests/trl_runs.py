@@ -132,3 +132,36 @@ def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The entries of a log that say what was trained."""
     timed = ("runtime", "per_second", "flos", "flops", "imbalance", "train_loss", "step_time")
     return [{k: v for k, v in entry.items() if not any(t in k for t in timed)} for entry in history]
+
+
+def life_with_callback(folder: str, _where: str, victim: int, number: int) -> None:
+    """SFT whose victim ends, or stops, in a callback after the second step."""
+    import torch.distributed as dist
+    import transformers
+    import trl
+    from faults import die
+
+    import ds_hydra.trl
+
+    class Fault(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2 and dist.get_rank() == victim:
+                die(folder, number)
+
+    hydra = {
+        "context_length": 128,
+        "faults": {"silence_s": 6, "grace_s": 2},
+        "profiling": {"repeats": 1, "warmup": 0, "lengths": [4, 16, 64]},
+        "planner": {"num_workers": 0},
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": 3},
+        "hydra": hydra,
+    }
+    path = save_model(Path(folder, f"rank{dist.get_rank()}"))
+    given = trl.SFTConfig(**arguments(str(Path(folder, "out")), 2, deepspeed=config))
+    trainer = ds_hydra.trl.HydraSFTTrainer(
+        model=path, args=given, train_dataset=texts(), callbacks=[Fault()]
+    )
+    trainer.train()

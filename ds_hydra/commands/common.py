@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
 import typer
-from tqdm import tqdm
 
 from ds_hydra.configs.files import (
     MAX_DEVICES,
@@ -20,6 +19,7 @@ from ds_hydra.configs.files import (
     json_text,
 )
 from ds_hydra.errors import HydraConfigError, HydraError
+from ds_hydra.progress import Progress
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 NumDevices = Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="Devices of the cluster.")]
@@ -78,7 +78,7 @@ def say_loading() -> None:
 @contextmanager
 def progress_bar(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr; yields what is told (done, total)."""
-    with tqdm(desc=what, unit=unit, file=sys.stderr) as bar:
+    with Progress(desc=what, unit=unit) as bar:
 
         def show(done: int, total: int) -> None:
             bar.total = total

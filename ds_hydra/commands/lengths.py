@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from tqdm import tqdm
 
 from ds_hydra.commands.common import (
     AsJson,
@@ -20,6 +18,7 @@ from ds_hydra.commands.common import (
 )
 from ds_hydra.configs.files import MAX_LENGTH_TOKENS
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.progress import Progress
 
 if TYPE_CHECKING:
     from ds_hydra.sampler.data.dataset import Tokenize
@@ -151,7 +150,7 @@ def _measure(
             append_eos=append_eos,
             num_proc=num_proc,
         )
-    with tqdm(desc="counting", unit="row", total=max_rows, file=sys.stderr) as bar:
+    with Progress(desc="counting", unit="row", total=max_rows) as bar:
 
         def show(num_rows: int, num_tokens: int) -> None:
             bar.update(num_rows - bar.n)

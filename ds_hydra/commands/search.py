@@ -4,12 +4,10 @@ layer.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tqdm import tqdm
 
 from ds_hydra.commands.common import (
     MAX_BATCHES,
@@ -23,6 +21,7 @@ from ds_hydra.commands.common import (
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.progress import Progress
 
 if TYPE_CHECKING:
     from ds_hydra.strategy.cost_models.search import SearchInput, SearchPlan
@@ -98,7 +97,7 @@ def search(
             balances_stages=balance,
         )
         strategies = layer_strategies(devices, checkpoints=checkpointing)
-        with tqdm(desc="batch sizes", unit="batch", file=sys.stderr) as bar:
+        with Progress(desc="batch sizes", unit="batch") as bar:
 
             def show(batch: int, samples_per_s: float) -> None:
                 bar.set_postfix_str(f"batch {batch}, best {samples_per_s:.2f} samples/s")

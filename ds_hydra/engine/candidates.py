@@ -5,6 +5,7 @@ and what measured iterations say of it.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +40,7 @@ from ds_hydra.errors import (
     InfeasiblePlanError,
     UnsupportedModelError,
 )
+from ds_hydra.progress import Progress
 from ds_hydra.sampler.candidates import (
     Candidates,
     CandidateSettings,
@@ -156,7 +158,8 @@ class EngineCandidates:
         measured_ms = [pipeline.measured_ms for pipeline in metrics.pipelines]
         warning = tracker.observe(plan, measured_ms, metrics.iteration_ms - metrics.waited_ms)
         if warning is not None and self.is_first_rank:
-            logger.warning("iteration %d: %s", plan.iteration, warning)
+            with Progress.external_write_mode(file=sys.stderr):  # not on top of a bar
+                logger.warning("iteration %d: %s", plan.iteration, warning)
 
     def state_dict(self) -> dict[str, Any]:
         """The cost model, as a checkpoint keeps it; not collective."""

@@ -1,4 +1,4 @@
-"""Compiles all of the planner before the first plan."""
+"""Compiles all of planner and proposal before the first plan."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ from ds_hydra.sampler.dispatch.refine import (
 from ds_hydra.sampler.packing.cuts import cut_micro_batch
 from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
 from ds_hydra.sampler.phases import Palette, compose
+from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.problem import PipelineKind, make_problem
+from ds_hydra.sampler.screening import Screen
 from ds_hydra.strategy.profiles.link_times import NO_LINKS
 from ds_hydra.strategy.profiles.profile import LatencyModel
-from ds_hydra.strategy.schemes.scheme import Scheme
+from ds_hydra.strategy.profiles.states import load_profile
+from ds_hydra.strategy.proposal.histogram import LengthHistogram
+from ds_hydra.strategy.proposal.program import ProposalSettings, relaxed_strategies
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
 
 def warm_up() -> None:
@@ -49,3 +54,16 @@ def warm_up() -> None:
     gathered = Scheme(1, 1, gather=True), Scheme(1, 1, sp=2, gather=True)
     palette = Palette(gathered, (latency, latency), (1.0, 1.0), (9, 18), NO_LINKS)
     compose(problem.lengths, [palette], 2, 0.0, np.inf)
+    _warm_up_proposal()
+
+
+def _warm_up_proposal() -> None:
+    """What `propose` runs before it plans anything."""
+    profile = load_profile("a800_llama2_7b")
+    lengths = np.array([100, 2000], dtype=np.int64)
+    histogram = LengthHistogram(name="two", lengths_tokens=lengths, counts=lengths // 100)
+    settings = ProposalSettings(tokens_per_iteration=4000)
+    relaxed_strategies(profile, histogram, num_devices=8, context_length=2000, settings=settings)
+    batch = GlobalBatch(iteration=0, sample_indices=(0,), lengths=(100,), num_label_tokens=99)
+    scheme = profile.schemes[0]
+    Screen([Strategy((scheme,))], profile, scheme.num_devices).estimates_ms(batch)

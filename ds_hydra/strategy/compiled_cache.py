@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +26,18 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 @functools.cache
-def _say_once() -> None:
-    logger.warning("compiling the planner, once after an installation (up to a minute)")
+def _say_once(name: str) -> None:
+    """What is compiled first; on one rank of a host, all of which wait for the same files."""
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    level = logging.WARNING if is_first and not _has_said else logging.DEBUG
+    _has_said.append(name)
+    text = (
+        "compiling %s and what it calls, once after an installation (the planner: up to a minute)"
+    )
+    logger.log(level, text, name)
+
+
+_has_said: list[str] = []
 
 
 class HealingCache(FunctionCache):
@@ -34,6 +45,7 @@ class HealingCache(FunctionCache):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
+        self._name = f"{function.__module__}.{function.__qualname__}"
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file = CheckedFiles(self._cache_path, self._impl.filename_base, stamp)
 
@@ -41,7 +53,7 @@ class HealingCache(FunctionCache):
         """Compiled code of the cache; None, and a word to the user, where there is none yet."""
         found = super().load_overload(sig, target_context)
         if found is None:
-            _say_once()
+            _say_once(self._name)
         return found
 
     def save_overload(self, sig: Any, data: Any) -> None:

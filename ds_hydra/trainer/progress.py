@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from math import isfinite
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from transformers.trainer_callback import ProgressCallback
 
 from ds_hydra.engine.telemetry.metrics import IterationMetrics
+from ds_hydra.progress import Progress
 from ds_hydra.report.run_report import describe_flops
 
 
@@ -18,6 +20,17 @@ class StrategyProgressCallback(ProgressCallback):
     def __init__(self, last_metrics: Callable[[], IterationMetrics | None]):
         super().__init__()
         self._last_metrics = last_metrics
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """As transformers; without a terminal some lines in place of the bar."""
+        self.current_step = 0
+        if state.is_world_process_zero:
+            self.training_bar = Progress(total=state.max_steps, dynamic_ncols=True)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """As transformers, where somebody looks on."""
+        if sys.stderr.isatty():
+            super().on_prediction_step(args, state, control, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show the iteration that has just ended."""

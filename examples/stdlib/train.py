@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import io
 import json
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -22,10 +21,10 @@ import torch
 import torch.distributed as dist
 import transformers
 from prepare import DEFAULT_CACHE_DIR, prepare
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hydra
+from ds_hydra.progress import Progress
 from ds_hydra.report import load_run, plot_run, render_runs, summarize_run, write_page
 
 HERE = Path(__file__).parent
@@ -95,9 +94,7 @@ def main() -> None:
             f"{model.num_parameters() / 1e6:.1f} million parameters, {dist.get_world_size()} ranks"
         )
     engine, *_ = ds_hydra.initialize(model=model, training_data=data.dataset, config=config)
-    with tqdm(
-        total=args.iterations, disable=not is_first_rank, file=sys.stderr, unit="it"
-    ) as progress:
+    with Progress(total=args.iterations, disable=not is_first_rank, unit="it") as progress:
         for _ in range(args.iterations):
             engine.train_batch()
             metrics = engine.last_metrics

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
-from tqdm import tqdm
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.micro_batches import Example
@@ -34,6 +32,7 @@ from ds_hydra.engine.profiling.rehearsal import at_rehearsed_level, choose_rehea
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.hosts import find_ranks_per_core
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.progress import Progress
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Scheme, Strategy
@@ -129,9 +128,7 @@ def measure_in_rounds(
     warmed_up = open_cases if config.compile_layers else list(longest.items())
     total = len(warmed_up) + len(cases) * len(repeats)
     runs_ms: dict[tuple[_Subject, ProbeMicroBatch], list[float]] = {case: [] for case in cases}
-    with tqdm(
-        total=total, desc="profiling", disable=not show_progress, file=sys.stderr
-    ) as progress:
+    with Progress(total=total, desc="profiling", disable=not show_progress) as progress:
         for subject, micro_batch in warmed_up:
             progress.set_postfix_str(f"{subject} warm-up")
             for _ in range(config.profiling.warmup):

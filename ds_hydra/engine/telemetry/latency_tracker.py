@@ -230,9 +230,9 @@ class LatencyTracker:
             for scheme, errors in self._errors.items()
             if len(errors) == _OBSERVATIONS_FOR_DRIFT
         }
-        worst = max(drifts, key=lambda scheme: abs(drifts[scheme]), default=None)
+        worst = max(drifts, key=lambda scheme: drifts[scheme], default=None)
         threshold = self._planner.drift_threshold
-        if worst is None or abs(drifts[worst]) <= threshold:
+        if worst is None or drifts[worst] <= threshold:  # faster than predicted alarms nobody
             return None
         return (
             f"measured times of scheme {worst} are off the predicted ones by {drifts[worst]:+.0%} over the last "

@@ -1,0 +1,46 @@
+"""Progress on a terminal: a bar. In a file, where a bar would be drawn again and again: a line for
+every tenth.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+_LONGEST_LINE = 160
+
+
+class Progress(tqdm):
+    """tqdm on stderr; without a terminal it prints a line whenever another tenth is done."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("file", sys.stderr)
+        self._is_looked_at = bool(getattr(kwargs["file"], "isatty", lambda: False)())
+        self._tenths = 0
+        super().__init__(*args, **kwargs)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        """As tqdm; a line where nobody looks on."""
+        if self._is_looked_at:
+            super().display(msg, pos)
+        elif self.total and 10 * self.n // self.total > self._tenths:
+            self._tenths = 10 * self.n // self.total
+            self.fp.write(f"{str(self)[:_LONGEST_LINE]}\n")
+            self.fp.flush()
+
+    def update(self, n: float | None = 1) -> bool | None:
+        """As tqdm; no tenth is left out because it came soon after the last."""
+        drawn = super().update(n)
+        if not self.disable and not self._is_looked_at:
+            self.display()
+        return drawn
+
+    def close(self) -> None:
+        """As tqdm, without its last line where nobody looks on."""
+        if self._is_looked_at or self.disable:
+            super().close()
+        else:
+            self.disable = True
+            self._decr_instances(self)
