@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from ds_hydra.cli import app
 from ds_hydra.commands.check import describe_report
+from ds_hydra.commands.init import start_config
 from ds_hydra.configs import find_file, list_files, load_model_preset
 from ds_hydra.engine.checks.config_check import check_config
 from ds_hydra.engine.checks.report import CheckRequest
@@ -461,3 +463,27 @@ def test_schemes_with_parts_are_checked_and_derived():
             changed(hydra={"strategies": texts}), model="llama2_7b", num_devices=8
         )
         assert words in problem
+
+
+def test_init_recomputes_where_only_tp_across_nodes_fits_without(tmp_path):
+    config = {
+        "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 16384, "intermediate_size": 53248,
+        "vocab_size": 32000, "num_attention_heads": 128, "num_key_value_heads": 32,
+        "max_position_embeddings": 131072,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (started, reasons) = start_config(str(tmp_path), "h100", 32, 131072, None)
+    assert started["hydra"]["activation_checkpointing"] is True
+    why = reasons["hydra.activation_checkpointing"]
+    times = [float(text.replace(",", "")) for text in re.findall(r"([\d,]+) ms", why)]
+    assert times[0] < times[1]  # with it and without
+    assert "where such a sequence fits <32,1> alone" in why
+    hydra = {k: v for k, v in started["hydra"].items() if k != "activation_checkpointing"}
+    request = CheckRequest(
+        config={**started, "hydra": hydra}, model=str(tmp_path), num_devices=32, device="h100"
+    )
+    (warning,) = [w for w in check_config(request).warnings if "TP groups" in w]
+    assert "only <32,1> fit hydra.context_length = 131072" in warning
+    assert "wider than a node of 8" in warning
+    started, reasons = start_config(str(tmp_path), "h100", 32, 32768, None)
+    assert "activation_checkpointing" not in started["hydra"]

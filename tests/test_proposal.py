@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 
@@ -14,11 +15,15 @@ from reference import make_profile
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Profile, Scheme, Strategy, parse_strategies
+from ds_hydra.strategy.cost_models.cluster import find_cluster
+from ds_hydra.strategy.proposal.estimate import estimate_from_config
+from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (
     PRECISION,
     ProposalSettings,
     charge_ms,
+    check_context,
     homogeneous_strategies,
     propose_from_histogram,
     relaxed_strategies,
@@ -199,6 +204,33 @@ def test_context_that_nothing_holds_is_refused_with_advice_that_works():
     assert "activation checkpointing" in text
     assert propose(16, int(re.search(r"lower the context to (\d+)", text)[1]))
     assert propose(int(re.search(r"use (\d+) devices", text)[1]), 32768)
+
+
+def test_states_that_do_not_fit_are_said_to_and_how_many_devices_do(tmp_path):
+    """No advice to recompute or to profile again; the number of devices that it names fits."""
+    config = {
+        "model_type": "llama", "num_hidden_layers": 100, "hidden_size": 16384, "intermediate_size": 49152,
+        "vocab_size": 128000, "num_attention_heads": 128, "num_key_value_heads": 8,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+
+    def fits(number):
+        profile, _ = estimate_from_config(str(path), "h100", number, 32768)
+        cluster = find_cluster(profile, number)
+        known = {"num_devices": number, "context_length": 32768, "cluster": cluster}
+        wide = with_extended_schemes(profile, tokens_per_iteration=1e6, **known)
+        check_context(wide, number, 32768, is_wide=True, cluster=cluster, tokens_per_iteration=1e6)
+
+    with pytest.raises(HydraConfigError) as error:
+        fits(32)
+    text = str(error.value)
+    assert re.search(
+        r"because the states alone, 18 bytes a parameter, need 5\.\d+ TB, and the", text
+    )
+    assert "checkpointing" not in text
+    assert "profile again" not in text
+    fits(int(re.search(r"use (\d+) devices", text)[1]))
 
 
 def test_bubble_and_constant_are_charged_per_micro_batch():

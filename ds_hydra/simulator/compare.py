@@ -32,7 +32,11 @@ from ds_hydra.simulator.workload import Workload, check_workload
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.states import with_engine_states
-from ds_hydra.strategy.proposal.extended import stretched_schemes, with_derived_schemes
+from ds_hydra.strategy.proposal.extended import (
+    stretched_schemes,
+    with_derived_schemes,
+    with_extended_schemes,
+)
 from ds_hydra.strategy.proposal.program import (
     ProposalSettings,
     check_context,
@@ -65,7 +69,15 @@ def compare(
     start = replace(settings, iterations=0).scenario(workload, cluster)
     own = replace(start, profile=with_engine_states(workload.profile))
     if known is None:
-        is_plain = is_plain or not (own.statics() or _fits_extended(own))
+        if not (is_plain or own.statics() or _fits_extended(workload, own)):
+            check_context(
+                own.profile,
+                own.num_devices,
+                own.context_length,
+                is_wide=True,
+                cluster=own.cluster,
+                tokens_per_iteration=workload.tokens_per_iteration,
+            )
         check_workload(workload, is_plain=is_plain)
     scenario = settings.scenario(workload, cluster)
     own = replace(own, batches=scenario.batches)
@@ -129,10 +141,16 @@ def _run_other(contest: Contest, name: str) -> SystemResult | None:
     return SYSTEMS[name].run(contest, name)
 
 
-def _fits_extended(own: Scenario) -> bool:
-    """Whether a scheme of the full space fits the context."""
-    derived = _derived(own)
-    longest = (derived.max_len_tokens(s, own.num_devices) for s in _stretched(derived, own))
+def _fits_extended(workload: Workload, own: Scenario) -> bool:
+    """Whether a scheme of the full space fits the context, as `_propose` looks for it."""
+    extended = with_extended_schemes(
+        own.profile,
+        num_devices=own.num_devices,
+        context_length=own.context_length,
+        cluster=own.cluster,
+        tokens_per_iteration=workload.tokens_per_iteration,
+    )
+    longest = (extended.max_len_tokens(s, own.num_devices) for s in extended.latency)
     return any(length >= own.context_length for length in longest)
 
 

@@ -334,10 +334,8 @@ class _Budget:
         profile = self._profile = profile.with_schemes(
             s for strategy in given for s in strategy.schemes
         )
-        memory = profile.memory
-        report.memory_bytes = (
-            memory.memory_bytes - memory.reserved_bytes - memory.safety_margin_bytes
-        )
+        report.known_profile, memory = profile, profile.memory
+        report.memory_bytes = memory.usable_bytes
         flops, peak = self._flops(profile)
         fitting = [s for s in profile.latency if s.num_devices <= number and self._can_run(s)]
         for scheme in sorted(fitting, key=lambda s: (s.num_devices, s)):
@@ -359,6 +357,7 @@ class _Budget:
                     else round(tflops * 1e12 / peak, 4),
                 }
             )
+        self._warn_of_wide_tp(profile, fitting)
         if given and self._hydra.planner.space != "measured":
             report.warnings.append(
                 f"hydra.planner.space is {self._hydra.planner.space} and not used: hydra.strategies are given"
@@ -369,6 +368,29 @@ class _Budget:
             raise HydraConfigError(
                 f"hydra.context_length: {error}, or raise hydra.memory_limit_bytes"
             ) from error
+
+    def _warn_of_wide_tp(self, profile: Profile, schemes: Sequence[Scheme]) -> None:
+        """Say so where TP groups of what fits the context leave a node, all of them."""
+        report, number = self._report, self._report.num_devices
+        node = self._hydra.link.devices_per_node or int(
+            profile.document["hardware"].get("devices_per_node", DEFAULT_DEVICES)
+        )
+        longest = {s: profile.max_len_tokens(s, number) for s in schemes}
+        holding = [s for s in schemes if longest[s] >= report.context_length]
+        if not holding or any(s.ranks_per_stage <= node for s in holding):
+            return
+        inside = max((longest[s] for s in schemes if s.ranks_per_stage <= node), default=0)
+        advice = (
+            ""
+            if self._hydra.activation_checkpointing
+            else "; hydra.activation_checkpointing lets more fit"
+        )
+        names = ", ".join(map(str, sorted(holding)[:4]))
+        report.warnings.append(
+            f"only {names} fit hydra.context_length = {report.context_length}; their TP groups are "
+            f"wider than a node of {node}: every layer's collectives cross nodes; inside a node "
+            f"the longest that fits has {max(0, inside)}{advice}"
+        )
 
     def _flops(self, profile: Profile) -> tuple[ModelFlops, float | None]:
         """Of the model, and of a device at most in 16 bit; says why where they are not known."""

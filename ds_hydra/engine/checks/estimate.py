@@ -11,6 +11,7 @@ from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.analytic import Hardware, predict_profile
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
 from ds_hydra.strategy.proposal.estimate import describe_model, expert_parallel_schemes
+from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 
 
 def estimate_profile(
@@ -20,7 +21,8 @@ def estimate_profile(
     use.
 
     Recomputed layers keep their input, 2 TP bytes (2 with `hydra.tp_sequence_parallel`) for each
-    token and hidden unit of 1/TP of a micro-batch, and one of L layers is whole at a time.
+    token and hidden unit of 1/TP of a micro-batch, and one of L layers is whole at a time; their
+    forward counts twice in T.
     """
     config: PretrainedConfig = stage_model.config
     shape, heads = describe_model(
@@ -52,4 +54,9 @@ def estimate_profile(
         context_length=hydra.context_length,
     )
     document["tp_sequence_parallel"] = hydra.tp_sequence_parallel
+    document["activation_checkpointing"] = hydra.activation_checkpointing
+    if hydra.activation_checkpointing:
+        for entry in document["schemes"]:
+            for term in ("quadratic_ms", "linear_ms", "constant_ms"):
+                entry[term] *= 1 + FORWARD_FRACTION
     return Profile.from_json(document)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ds_hydra.strategy import Profile
+
 CHECK_SCHEMA = "ds_hydra.check/1"
 
 
@@ -47,6 +49,8 @@ class ConfigReport:
     strategies: list[str] = field(default_factory=list)
     strategies_source: str = ""
     communicators: dict[str, int] = field(default_factory=dict)
+    known_profile: Profile | None = field(default=None, repr=False)
+    """What the rows of `schemes` were made of; not in the document."""
     home: dict[str, int] = field(default_factory=dict)
     """Of streamed layers: ranks that share it, bytes of each, bytes that enter and leave a node in
     an iteration.
@@ -54,5 +58,6 @@ class ConfigReport:
 
     def to_json(self) -> dict[str, Any]:
         """The `ds_hydra.check/1` document."""
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        names = self.__dataclass_fields__.keys() - {"known_profile"}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__ if name in names}
         return {"schema": CHECK_SCHEMA, "ok": not self.problems, **fields}

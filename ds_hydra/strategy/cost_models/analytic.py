@@ -359,6 +359,7 @@ def predict_profile(
         saturation[str(scheme.tp)] = max(1, tokens)
     return {
         "schema": PROFILE_SCHEMA,
+        "estimated": True,
         "source": f"roofline of {hardware.name}, nothing measured",
         "hardware": {
             "name": hardware.name,

@@ -184,6 +184,25 @@ class MemoryModel:
         says_slices = self.slice_bytes > 0 or not passes
         return scheme.tp in self.activation_bytes and says_inputs and says_slices
 
+    @property
+    def usable_bytes(self) -> int:
+        """What a rank may fill."""
+        return self.memory_bytes - self.safety_margin_bytes - self.reserved_bytes
+
+    @property
+    def sharded_bytes(self) -> float:
+        """Of states that all ranks share, whatever the scheme."""
+        return self._all_state_bytes() * self.sharded_fraction
+
+    @property
+    def sharded_bytes_per_param(self) -> float | None:
+        """The same of a parameter of a layer; None where the profile does not say how many there
+        are.
+        """
+        if not self.slice_bytes or not self.input_bytes:
+            return None
+        return self.state_bytes * self.sharded_fraction / (self.slice_bytes / self.input_bytes)
+
     def rank_bytes(self, scheme: Scheme, num_devices: int, micro_batch_tokens: int) -> float:
         """Bytes of one rank (left side of App. B.1, without reserved and safety margin)."""
         return max(
@@ -197,7 +216,7 @@ class MemoryModel:
 
         `home_bytes`: what the rank has besides of a home that others read.
         """
-        budget = self.memory_bytes - self.safety_margin_bytes - self.reserved_bytes - home_bytes
+        budget = self.usable_bytes - home_bytes
         return min(
             int((budget - states) // per_token)
             for states, per_token in self._stages(scheme, num_devices)

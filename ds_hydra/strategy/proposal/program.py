@@ -18,16 +18,18 @@ are what the planner is for; a proposal only says which strategies it should con
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from ds_hydra.configs.files import MAX_DEVICES
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.compiled import compiled
+from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -104,47 +106,104 @@ def check_context(
     schemes: Iterable[Scheme] | None = None,
     *,
     can_run: CanRun | None = None,
+    is_wide: bool = False,
+    cluster: Cluster | None = None,
+    tokens_per_iteration: float | None = None,
 ) -> None:
     """Raise HydraConfigError if none of `schemes` (None: all profiled ones) fits a micro-batch of
     `context_length` tokens.
 
-    The message says what fits, how many devices would do, and where `can_run` tells which schemes
-    the model runs, whether one of the wide space would.
+    The message says what fits, or that the states alone do not, how many devices would do, and
+    where `can_run` tells which schemes the model runs, whether one of the wide space would.
+    `is_wide`: `schemes` are all of that space, which `cluster` and `tokens_per_iteration` are part
+    of.
     """
     known = list(profile.latency if schemes is None else schemes)
     longest = _longest_micro_batch(profile, known, num_devices)
     if longest >= context_length:
         return
     remedies = [f"lower the context to {longest}"] if longest > 0 else []
-    remedies += _remedies(profile, known, num_devices, context_length, can_run)
+
+    def longest_of_wide(number: int) -> int:
+        extended = with_extended_schemes(
+            profile,
+            num_devices=number,
+            context_length=context_length,
+            can_run=can_run or (lambda _: True),
+            cluster=None if cluster is None else replace(cluster, num_devices=number),
+            tokens_per_iteration=tokens_per_iteration,
+        )
+        return _longest_micro_batch(extended, extended.latency, number)
+
+    def longest_on(number: int) -> int:
+        return longest_of_wide(number) if is_wide else _longest_micro_batch(profile, known, number)
+
+    of_wide = longest_of_wide(num_devices) if can_run is not None and not is_wide else 0
+    remedies += _remedies(profile, num_devices, context_length, longest_on, of_wide, is_wide)
+    why = f"the longest that fits has {longest}"
+    if longest <= 0:
+        why = _describe_states(profile, known, num_devices)
     raise HydraConfigError(
         f"profile {profile.name!r}: no scheme fits a micro-batch of {context_length} tokens on {num_devices} devices, "
-        f"the longest that fits has {max(longest, 0)}; {', or '.join(remedies)}"
+        f"{why}; {', or '.join(remedies)}"
+    )
+
+
+def _describe_states(profile: Profile, schemes: Sequence[Scheme], num_devices: int) -> str:
+    """What the states need and what there is, where no token fits beside them."""
+    memory = profile.memory
+    usable, sharded = memory.usable_bytes, memory.sharded_bytes
+    if sharded > num_devices * usable:
+        each = memory.sharded_bytes_per_param
+        return (
+            f"because the states alone{'' if each is None else f', {each:.3g} bytes a parameter,'} need "
+            f"{sharded / 1e12:.3g} TB, and the devices have {num_devices * usable / 1e12:.3g} TB for them"
+        )
+    needed = [
+        (memory.rank_bytes(scheme, num_devices, 0), scheme)
+        for scheme in schemes
+        if scheme.num_devices <= num_devices and memory.knows(scheme)
+    ]
+    if not needed:
+        return "because the profile has none for so few devices"
+    least, scheme = min(needed)
+    return (
+        f"because the states alone need {least / 1e9:.3g} GB of a device, shards and slices of {scheme}, which has "
+        f"{usable / 1e9:.3g} GB for them"
     )
 
 
 def _remedies(
     profile: Profile,
-    schemes: Sequence[Scheme],
     num_devices: int,
     context_length: int,
-    can_run: CanRun | None,
+    longest_on: Callable[[int], int],
+    longest_of_wide: int,
+    is_wide: bool,
 ) -> list[str]:
     """What lets a micro-batch of `context_length` fit, each as advice to the user."""
+    sharded = profile.memory.sharded_bytes / max(1, profile.memory.usable_bytes)
     doublings = (num_devices << exponent for exponent in range(1, 15))
-    fitting = (n for n in doublings if _longest_micro_batch(profile, schemes, n) >= context_length)
+    possible = (n for n in doublings if sharded < n <= MAX_DEVICES)
+    fitting = (n for n in possible if longest_on(n) >= context_length)
     enough = next(fitting, None)
     found = [] if enough is None else [f"use {enough} devices"]
-    if can_run is not None:
-        extended = with_extended_schemes(
-            profile, num_devices=num_devices, context_length=context_length, can_run=can_run
+    if longest_of_wide >= context_length:
+        found.append(
+            f'set hydra.planner.space to "wide" (--space wide), which fits {longest_of_wide}'
         )
-        most = _longest_micro_batch(extended, extended.latency, num_devices)
-        if most >= context_length:
-            found.append(f'set hydra.planner.space to "wide" (--space wide), which fits {most}')
-    found.append("turn on activation checkpointing and profile again")
-    found.append("profile schemes with a higher TP degree")
-    return found
+    if sharded > num_devices and found:
+        return found  # nothing else makes them fit
+    if not is_wide and not profile.document.get("activation_checkpointing"):
+        is_estimate = bool(profile.document.get("estimated"))
+        found.append(
+            "turn on activation checkpointing (hydra.activation_checkpointing; simulate: --space full)"
+            if is_estimate
+            else "turn on activation checkpointing and profile again"
+        )
+    if not profile.document.get("estimated"):
+        found.append("profile schemes with a higher TP degree")
+    return found or ["use more devices with more memory"]
 
 
 def _longest_micro_batch(profile: Profile, schemes: Iterable[Scheme], num_devices: int) -> int:
@@ -310,6 +369,38 @@ def _make_program(
         scheme_devices=sizes,
         first_closed=1 + is_held.sum(axis=1).astype(np.int64),
     )
+
+
+def least_iteration_ms(
+    profile: Profile,
+    histogram: LengthHistogram,
+    *,
+    num_devices: int,
+    context_length: int,
+    tokens_per_iteration: int,
+) -> float:
+    """Propagation at least of an iteration that has a sequence of the context, on schemes <TP,PP>;
+    inf where none fits it.
+
+    One pipeline holds that sequence; the other devices take all lengths where they need least
+    device time, perfectly balanced. Beside one that has more than half of the devices nothing else
+    is planned for: it takes all lengths.
+    """
+    histogram = histogram.limit(context_length)
+    settings = ProposalSettings(tokens_per_iteration=tokens_per_iteration)
+    program = _make_program(profile, histogram, num_devices, settings)
+    tokens = float(histogram.lengths_tokens @ histogram.counts)
+    share = tokens_per_iteration / tokens
+    balanced_ms = share * float(program.least_work[-1]) / num_devices
+    times_ms = []
+    for scheme, work_ms in zip(program.schemes, program.work_ms):
+        if profile.max_len_tokens(scheme, num_devices) < context_length:
+            continue
+        alone_ms = scheme.pp * profile.get_latency(scheme).micro_batch_ms([context_length])
+        is_wide = 2 * scheme.num_devices > num_devices
+        others_ms = share * float(work_ms[-1]) if is_wide else balanced_ms
+        times_ms.append(max(alone_ms, others_ms))
+    return min(times_ms, default=float("inf"))
 
 
 def relaxed_strategies(
