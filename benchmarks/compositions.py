@@ -78,16 +78,14 @@ DRAWN = (
 )
 """Families, those whose tp plan gathers or splits features more often."""
 LATENT = ("deepseek_v3", "minicpm3")
-LINEARS = (
-    r".*self_attn.*\.(q_proj|k_proj|v_proj|qkv_proj|o_proj|q_a_proj|kv_a_proj_with_mqa|q_b_proj|kv_b_proj)"
-    r"|.*(mlp|shared_experts?)\.(gate_up_proj|gate_proj|up_proj|down_proj)"
-)
-"""Linears of attention and MLP by any name; no experts or routers."""
+ATTENTION = r".*self_attn\.(q|k|v|qkv|o|q_a|q_b|kv_b|kv_a)_proj(_with_mqa)?"
+LINEARS = rf"{ATTENTION}|.*mlp\.(gate_up|gate|up|down)_proj"
+"""Linears by any name; `peft` takes the second for experts, too, which is refused."""
 ADAPTERS: tuple[dict[str, Any] | None, ...] = (
     None,
     None,
     {"target_modules": LINEARS},
-    {"target_modules": r".*\.(q_proj|v_proj|qkv_proj|q_b_proj|o_proj)"},
+    {"target_modules": ATTENTION},
     {"target_modules": LINEARS, "use_rslora": True, "r": 3},
     {"target_modules": LINEARS, "lora_dropout": test_noise.RATE},
     {"target_modules": LINEARS, "lora_dropout": test_noise.RATE, "r": 2},
@@ -198,6 +196,9 @@ def draw_setup(generator: random.Random) -> Setup:
     rows = [VOCAB_SIZE, VOCAB_SIZE + 9, VOCAB_SIZE - 13, 256, 97]
     embedding_rows = generator.choice([VOCAB_SIZE] * 3 + rows)
     head_rows = embedding_rows if family in TIED else generator.choice([embedding_rows] * 3 + rows)
+    adapter = generator.choice(ADAPTERS)
+    if adapter is not None and family in MIXTURES_OF_EXPERTS:
+        adapter = {**adapter, "target_modules": ATTENTION}
     hydra: dict[str, Any] = {
         "activation_checkpointing": generator.random() < 0.3,
         "tp_sequence_parallel": generator.random() < 0.4,
@@ -207,7 +208,7 @@ def draw_setup(generator: random.Random) -> Setup:
     return Setup(
         family=family,
         overrides=overrides,
-        adapter=generator.choice(ADAPTERS),
+        adapter=adapter,
         frozen=generator.choice(FROZEN),
         embedding_rows=embedding_rows,
         head_rows=head_rows,

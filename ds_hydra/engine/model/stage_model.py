@@ -395,11 +395,11 @@ class StageModel:
         or "".
         """
         sides = module_sides(self._base)
-        if not self.has_plain_embedding:
-            return "more than an embedding runs before the layers"
         inside = {module for layer in self._layers for module in layer.modules()}
         if outside := [n for n, m in self._base.named_modules() if m in sides and m not in inside]:
             return f"{outside[0]} is sliced outside of the layers"
+        if not self.has_plain_embedding:
+            return "more than an embedding runs before the layers"
         try:
             blocks = [block for layer in self._layers for block in find_blocks(layer, sides)]
         except ValueError as error:
