@@ -3,10 +3,13 @@ alone.
 
     python -m benchmarks.compositions --count 1000 --seed 1
 
-A composition is a strategy of 1 to 6 ranks (with SP, checkpointed, streamed and uneven layers), a
-mini-batch (label patterns, sequences of one token) and the model and configuration of its engine
-(family, LoRA adapters, frozen parameters, embedding and head of other sizes, checkpointing,
-`tp_sequence_parallel`). Loss and every gradient are compared in fp32. One engine serves
+A composition is a strategy of 1 to 6 ranks (with SP, CP, experts on several ranks, checkpointed,
+streamed and uneven layers), a mini-batch (label patterns, sequences of one token, fewer tokens than
+rows of CP), what is minimised (cross entropy or a loss of `ds_hydra.losses`) and the model and
+configuration of its engine (family, so that there is every style of tp plan that runs; LoRA
+adapters, their dropout, NEFTune, frozen parameters, embedding and head of other sizes,
+checkpointing, `tp_sequence_parallel`). Loss and every gradient of an engine in fp32 are compared
+with the one process in fp64. One engine serves
 `CASES_PER_ENGINE` compositions, one start of ranks all engines of a world size. What is found goes
 to `--records` line by line; with the same file an interrupted command continues. Everything follows
 from the seed and the number of an engine: `--engine 17` repeats one. The exit code is 1 where
@@ -27,23 +30,33 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import test_lora
+import test_losses
+import test_noise
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
-from models import FAMILIES, VOCAB_SIZE, tiny
-from single_process import Examples, num_label_tokens, token_mean_gradients
+from models import (
+    BUILDERS,
+    FAMILIES,
+    MIXTURES_OF_EXPERTS,
+    VOCAB_SIZE,
+    WHOLE_FEATURES,
+    tiny,
+)
+from single_process import Examples, num_label_tokens
 from test_engine_parity import RELATIVE_TOLERANCE, hand_plan, relative_errors
 from torch import Tensor, nn
 
 from ds_hydra.engine import HydraEngine
+from ds_hydra.engine.iteration import weigh
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Scheme, Strategy
@@ -56,13 +69,30 @@ WIDTHS = (
     {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
     {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5},
 )
+DRAWN = (
+    *FAMILIES,
+    *MIXTURES_OF_EXPERTS,
+    "apertus",
+    "minicpm3",
+    *("phi3", "olmo2", *WHOLE_FEATURES) * 2,
+)
+"""Families, those whose tp plan gathers or splits features more often."""
+LATENT = ("deepseek_v3", "minicpm3")
+ATTENTION = r".*self_attn\.(q|k|v|qkv|o|q_a|q_b|kv_b|kv_a)_proj(_with_mqa)?"
+LINEARS = rf"{ATTENTION}|.*mlp\.(gate_up|gate|up|down)_proj"
+"""Linears by any name; `peft` takes the second for experts, too, which is refused."""
 ADAPTERS: tuple[dict[str, Any] | None, ...] = (
     None,
     None,
-    {},
-    {"target_modules": ["q_proj", "v_proj", "down_proj"]},
-    {"use_rslora": True, "r": 3},
+    {"target_modules": LINEARS},
+    {"target_modules": ATTENTION},
+    {"target_modules": LINEARS, "use_rslora": True, "r": 3},
+    {"target_modules": LINEARS, "lora_dropout": test_noise.RATE},
+    {"target_modules": LINEARS, "lora_dropout": test_noise.RATE, "r": 2},
 )
+OF_PAIRS = ("dpo", "ipo", "simpo")
+LOSSES = (*[None] * 4, "cross entropy", "grpo", "grpo of sequences", "distillation", *OF_PAIRS)
+"""None, or a name of `test_losses.CASES`."""
 FROZEN = (None, None, None, "layers.0.", "embed_tokens", "lm_head", "norm", "mlp", "self_attn")
 LABELS = ("all", "all", "none", "last", "first", "half", "completion")
 TIMEOUT_S = 2400
@@ -87,12 +117,11 @@ class Setup:
     hydra: dict[str, Any]
 
     def fits(self, tp: int, sp: int = 1) -> bool:
-        """Whether heads can be divided among so many ranks; fused projections are not cut."""
+        """Whether heads can be divided among so many ranks."""
         heads, kv_heads = (
             self.overrides[f"num_{name}_heads"] for name in ("attention", "key_value")
         )
-        divides = heads % (tp * sp) == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
-        return divides and (tp == 1 or self.family != "phi3")
+        return heads % (tp * sp) == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
     def build(self) -> nn.Module:
         """The model, equal on every rank."""
@@ -123,6 +152,7 @@ class Case:
     labels: tuple[str, ...]
     placement: str
     """"planned", or rows dealt by hand to all pipelines or to all but one."""
+    loss: str | None
     seed: int
 
     def examples(self, setup: Setup) -> Examples:
@@ -138,7 +168,7 @@ class Case:
                 is_counted[COUNTED[pattern](length)] = True
             labels = (ids % setup.head_rows).masked_fill(~is_counted, -100)
             examples.append({"input_ids": ids, "labels": labels})
-        return examples
+        return test_losses.with_fields(examples, setup.head_rows, seed=self.seed)
 
 
 COUNTED = {
@@ -159,19 +189,26 @@ def resized(weight: nn.Parameter, num_rows: int) -> nn.Parameter:
 
 def draw_setup(generator: random.Random) -> Setup:
     """Half of the models have a vocabulary of another size, untied ones two of them."""
-    family = generator.choice(sorted(FAMILIES))
+    family = generator.choice(DRAWN)
     overrides = {**generator.choice(WIDTHS), "num_hidden_layers": generator.randint(2, 4)}
+    if family in LATENT:
+        overrides["num_key_value_heads"] = overrides["num_attention_heads"]
     rows = [VOCAB_SIZE, VOCAB_SIZE + 9, VOCAB_SIZE - 13, 256, 97]
     embedding_rows = generator.choice([VOCAB_SIZE] * 3 + rows)
     head_rows = embedding_rows if family in TIED else generator.choice([embedding_rows] * 3 + rows)
+    adapter = generator.choice(ADAPTERS)
+    if adapter is not None and family in MIXTURES_OF_EXPERTS:
+        adapter = {**adapter, "target_modules": ATTENTION}
     hydra: dict[str, Any] = {
         "activation_checkpointing": generator.random() < 0.3,
         "tp_sequence_parallel": generator.random() < 0.4,
     }
+    if generator.random() < 0.25:
+        hydra["neftune_noise_alpha"] = test_noise.ALPHA
     return Setup(
         family=family,
         overrides=overrides,
-        adapter=generator.choice(ADAPTERS),
+        adapter=adapter,
         frozen=generator.choice(FROZEN),
         embedding_rows=embedding_rows,
         head_rows=head_rows,
@@ -190,12 +227,16 @@ def draw_case(generator: random.Random, setup: Setup, num_ranks: int) -> Case:
     lengths[0] = max(2, lengths[0])
     labels = [generator.choice(LABELS) for _ in lengths]
     labels[0] = generator.choice([name for name in LABELS if name not in ("none", "half")])
+    loss = generator.choice(LOSSES)
+    if loss in OF_PAIRS and len(lengths) % 2:
+        lengths, labels = [*lengths, lengths[0]], [*labels, labels[0]]
     order = generator.sample(range(len(lengths)), len(lengths))
     return Case(
         strategy=draw_strategy(generator, setup, num_ranks),
         lengths=tuple(lengths[i] for i in order),
         labels=tuple(labels[i] for i in order),
         placement=generator.choice(("planned", "planned", "dealt", "one idle")),
+        loss=loss,
         seed=generator.randrange(1 << 31),
     )
 
@@ -219,6 +260,10 @@ def draw_scheme(generator: random.Random, setup: Setup, free: int) -> Scheme:
     pp = generator.randint(1, min(layers, free // tp))
     pieces = [n for n in range(1, free // (tp * pp) + 1) if takes_any or setup.fits(tp, n)]
     sp = generator.choice(pieces) if generator.random() < 0.3 else 1
+    cp = generator.randint(1, free // (tp * pp * sp)) if generator.random() < 0.4 else 1
+    ep = 1
+    if setup.family in MIXTURES_OF_EXPERTS and generator.random() < 0.6:
+        ep = generator.choice([n for n in (1, 2, 4) if (tp * sp) % n == 0])
     stages: tuple[int, ...] = ()
     if pp > 1 and generator.random() < 0.3:
         cuts = sorted(generator.sample(range(1, layers), pp - 1))
@@ -228,6 +273,8 @@ def draw_scheme(generator: random.Random, setup: Setup, free: int) -> Scheme:
         tp,
         pp,
         sp=sp,
+        cp=cp,
+        ep=ep,
         stages=stages,
         ckpt=generator.randint(1, layers) if may_checkpoint else 0,
         stream=generator.choice([min(stages, default=layers // pp), 1, ALL_LAYERS])
@@ -275,21 +322,25 @@ def compare(
     """The errors of loss and gradients, or why the composition is refused."""
     examples = case.examples(setup)
     try:
-        loss, gradients = train(engine, model, examples, case)
+        loss, gradients, has_empty_rows = train(engine, model, examples, case)
     except HydraError as error:
         return {"refused": str(error)}
     if dist.get_rank():
         return {}
-    return worst_errors(reference, examples, loss, gradients)
+    found = worst_errors(reference, examples, setup, case, loss, gradients)
+    return {**found, "empty_rows": has_empty_rows}
 
 
 def train(
     engine: HydraEngine, model: nn.Module, examples: Examples, case: Case
-) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients by name of one iteration without a step."""
+) -> tuple[float, dict[str, Tensor], bool]:
+    """Loss and gradients by name of one iteration without a step, and whether a micro-batch has
+    fewer tokens than rows.
+    """
     strategy = Strategy.parse(case.strategy)
-    iteration = engine.hydra.plan_examples(examples, strategy, engine.global_steps)
-    plan, load = iteration.plan, iteration.load
+    given = None if case.loss is None else test_losses.CASES[case.loss]
+    iteration = engine.hydra.plan_examples(examples, strategy, engine.global_steps, loss=given)
+    plan = iteration.plan
     if case.placement != "planned":
         plan = hand_plan(
             strategy,
@@ -297,9 +348,16 @@ def train(
             num_label_tokens(examples),
             empty_pipeline=case.placement == "one idle",
         )
+    iteration = replace(iteration, planned=replace(iteration.planned, plan=plan))
+    iteration = weigh(iteration, engine.hydra.propagator, engine.device)
     grads_P = engine._zero_gradient_shards()
-    outcome = engine.hydra.propagator.train(plan, load, grads_P, 1.0)
-    ranks = engine.hydra.gather_outcomes(outcome).ranks
+    outcome = engine.hydra.train(iteration, grads_P, 1.0)
+    loss = engine.hydra.gather_outcomes(outcome).loss(plan, iteration.objective)
+    has_empty_rows = any(
+        sum(case.lengths[i] for i in micro_batch) < pipeline.scheme.cp
+        for pipeline in plan.pipelines
+        for micro_batch in pipeline.micro_batches
+    )
     names = {id(param): name for name, param in model.named_parameters()}
     gradients = {
         names[id(param)]: gather_rows(grad_P).flatten()[: spec.numel].view(spec.shape)
@@ -308,36 +366,57 @@ def train(
         )
         if spec.requires_grad
     }
-    return sum(o.loss_sum for o in ranks) / plan.num_label_tokens, gradients
+    return loss, gradients, has_empty_rows
 
 
 def worst_errors(
-    reference: nn.Module, examples: Examples, loss: float, gradients: dict[str, Tensor]
+    reference: nn.Module,
+    examples: Examples,
+    setup: Setup,
+    case: Case,
+    loss: float,
+    gradients: dict[str, Tensor],
 ) -> dict[str, Any]:
     """Relative error of the loss, and the largest one of a gradient with its name.
 
     Where gradients cancel, one process in fp32 is itself off what it is in fp64: `own_error`.
     """
-    wanted_loss, wanted = one_process(reference, examples)
+    wanted_loss, wanted = one_process(reference, examples, setup, case, torch.float64)
     names = sorted(gradients)
     assert names == sorted(wanted), "other parameters have gradients"
-    errors = relative_errors([gradients[n] for n in names], [wanted[n] for n in names], names)
+    exactly = [wanted[n] for n in names]
+    errors = relative_errors([gradients[n].double() for n in names], exactly, names)
     name = max(errors, key=lambda name: errors[name])
-    found = {"loss_error": abs(loss / wanted_loss - 1), "name": name, "error": errors[name]}
+    loss_error = abs(loss - wanted_loss) / max(1.0, abs(wanted_loss))
+    found = {"loss_error": loss_error, "name": name, "error": errors[name]}
     if found["error"] > RELATIVE_TOLERANCE:
-        _, exactly = one_process(copy.deepcopy(reference).double(), examples)
-        doubled = [wanted[n].double() for n in names]
-        found["own_error"] = max(
-            relative_errors(doubled, [exactly[n] for n in names], names).values()
-        )
+        _, own = one_process(reference, examples, setup, case, torch.float32)
+        own_errors = relative_errors([own[n].double() for n in names], exactly, names)
+        found["own_error"] = max(own_errors.values())
     return found
 
 
-def one_process(model: nn.Module, examples: Examples) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of what is trained."""
-    loss, gradients = token_mean_gradients(model, examples)
-    named = zip(model.named_parameters(), gradients, strict=True)
-    return loss, {name: grad for (name, param), grad in named if param.requires_grad}
+def one_process(
+    model: nn.Module, examples: Examples, setup: Setup, case: Case, dtype: torch.dtype
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of what is trained, noise of each sequence included."""
+    model = copy.deepcopy(model).to(dtype)
+    for module in model.modules():  # the grouped product knows no fp64
+        config = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"
+    if setup.adapter is not None:
+        test_noise.draw_alone(model)
+    if "neftune_noise_alpha" in setup.hydra:
+        test_noise.with_noise_alone(model)
+    test_noise.count_sequences(model)
+    loss = test_losses.wanted_of(case.loss or "plain", model, examples)
+    loss.backward()
+    return loss.item(), {
+        name: torch.zeros_like(param) if param.grad is None else param.grad
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
 
 
 def is_wrong(record: dict[str, Any]) -> bool:
@@ -405,6 +484,11 @@ def report(seed: int, numbers: Sequence[int], records: Path) -> bool:
         case = asdict(cases[record["case"]]) if "case" in record else ""
         print(f"WRONG: {record}\n  {setup}\n  {case}")
         print(f"  again: --seed {seed} --engine {record['engine']}")
+    counted: Counter[str] = Counter()
+    for record in compared:
+        setup, cases = draw_engine(seed, record["engine"])
+        counted.update(parts_of(setup, cases[record["case"]], record))
+    print("with " + ", ".join(f"{name} {count}" for name, count in counted.most_common()))
     for reason, count in refused.most_common():
         print(f"refused {count:4}  {reason}")
     worst = max((r["error"] for r in compared if "own_error" not in r), default=0.0)
@@ -414,6 +498,32 @@ def report(seed: int, numbers: Sequence[int], records: Path) -> bool:
         f"{sum('own_error' in r for r in compared)} with cancelling gradients"
     )
     return not wrong and not crashed
+
+
+def parts_of(setup: Setup, case: Case, record: dict[str, Any]) -> list[str]:
+    """What a composition has of that which is counted."""
+    schemes = Strategy.parse(case.strategy).schemes
+    has_tp = any(scheme.tp > 1 for scheme in schemes)
+    adapter = setup.adapter
+    plan = BUILDERS[setup.family](**setup.overrides).config.base_model_tp_plan or {}
+    styles = sorted(set(plan.values())) if has_tp else []
+    parts = {
+        "TP": has_tp,
+        "TP shards of micro-batches": has_tp and setup.hydra["tp_sequence_parallel"],
+        "PP": any(scheme.pp > 1 for scheme in schemes),
+        "SP": any(scheme.sp > 1 for scheme in schemes),
+        "CP": any(scheme.cp > 1 for scheme in schemes),
+        "fewer tokens than rows": record["empty_rows"],
+        "EP": any(scheme.ep > 1 for scheme in schemes),
+        "experts": setup.family in MIXTURES_OF_EXPERTS,
+        "streamed layers": any(scheme.stream for scheme in schemes),
+        "adapters": adapter is not None,
+        "dropout of adapters": adapter is not None and "lora_dropout" in adapter,
+        "NEFTune": "neftune_noise_alpha" in setup.hydra,
+        "loss objects": case.loss is not None,
+    }
+    whose = "adapters under TP" if adapter is not None else "TP"
+    return [name for name, has in parts.items() if has] + [f"{whose} over {s}" for s in styles]
 
 
 def main() -> int:

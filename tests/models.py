@@ -166,4 +166,10 @@ arguments; activations with parameters; latent attention; ALiBi, a table that is
 module, and states of their own, which run one sequence after the other.
 """
 
-BUILDERS = FAMILIES | MIXTURES_OF_EXPERTS | OTHER_STRUCTURES
+WHOLE_FEATURES = {
+    "glm4": _builder("Glm4ForCausalLM", "Glm4Config", head_dim=8),
+    "olmo3": _builder("Olmo3ForCausalLM", "Olmo3Config", sliding_window=7),
+}
+"""Tp plans that gather or split features, beside phi3's, olmo2's and olmoe's."""
+
+BUILDERS = FAMILIES | MIXTURES_OF_EXPERTS | OTHER_STRUCTURES | WHOLE_FEATURES

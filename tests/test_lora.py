@@ -23,6 +23,7 @@ from single_process import (
 
 from ds_hydra.engine.model.adapters import unwrap_adapters
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.parallel.tensor_parallel import PARTIAL, STYLES
 from ds_hydra.errors import UnsupportedModelError
 from ds_hydra.zero_link.layout import Slicing
 
@@ -244,6 +245,63 @@ def test_adapter_gradients_equal_one_process_under_every_strategy():
     for (family, strategy), (loss_error, grad_error) in run_distributed(parity, 4)[0].items():
         assert loss_error < 1e-5, (family, strategy)
         assert grad_error < 1e-5, (family, strategy)
+
+
+def of_whole_features():
+    """Errors of loss and gradients where the tp plan gathers or splits features, and of latent
+    attention.
+    """
+    examples = random_examples([5, 30, 12, 3], VOCAB_SIZE)
+    errors = {}
+    for family in ("glm4", "phi3", "olmo3", "minicpm3"):
+        model = adapted(family)
+        loss, expected = token_mean_gradients(copy.deepcopy(model), examples)
+        expected = [g for g, p in zip(expected, model.parameters(), strict=True) if p.requires_grad]
+        engine = start_hydra(model)
+        got, grads = gradients(engine, model, examples, "1x<2,1>")
+        worst = max(
+            float((mine - theirs).norm() / theirs.norm().clamp_min(1e-12))
+            for mine, theirs in zip(grads, expected, strict=True)
+        )
+        errors[family] = (abs(got - loss) / loss, worst)
+    return errors
+
+
+@pytest.mark.distributed
+def test_adapters_of_linears_with_whole_features_outside_equal_one_process():
+    for family, errors in run_distributed(of_whole_features, 2)[0].items():
+        assert max(errors) < 1e-5, (family, errors)
+
+
+def test_every_style_of_a_tp_plan_has_a_rule_for_adapters():
+    for style in STYLES:
+        model = adapted("llama", target_modules=["up_proj"])
+        config = model.base_model.model.config
+        config.base_model_tp_plan, config.kv_lora_rank = {"layers.*.mlp.up_proj": style}, 16
+        specs = {spec.fqn: spec for spec in StageModel(model).specs}
+        parts = [
+            specs[f"model.layers.0.mlp.up_proj.{part}.weight"].slicing
+            for part in ("base_layer", "lora_A.default", "lora_B.default")
+        ]
+        side = STYLES[style].side
+        whole = [Slicing.REPLICATED_PARTIAL_GRAD if style == PARTIAL else Slicing.REPLICATED] * 3
+        cut = {
+            "column-wise": [Slicing.ROWWISE if "packed" in style else Slicing.COLWISE] * 2,
+            "row-wise": [Slicing.ROWWISE] * 2,
+        }.get(side)
+        assert parts == (
+            whole
+            if cut is None
+            else [cut[0], Slicing.REPLICATED_PARTIAL_GRAD, cut[1]]
+            if side == "column-wise"
+            else [*cut, Slicing.REPLICATED_PARTIAL_GRAD]
+        ), style
+
+
+def test_adapters_of_experts_are_refused_with_advice_that_works():
+    with pytest.raises(UnsupportedModelError, match=r"target_modules=\['q_proj', 'v_proj'\]"):
+        StageModel(adapted("mixtral"))
+    StageModel(adapted("mixtral", target_modules=["q_proj", "v_proj"]))
 
 
 def test_slices_of_an_adapter_follow_its_layer():

@@ -39,8 +39,12 @@ K = 3
 
 def examples_with_fields(lengths=LENGTHS):
     """Examples with a column for every shipped loss; half of them are the better ones of pairs."""
-    examples = random_examples(lengths, VOCAB_SIZE, seed=1)
-    generator = torch.Generator().manual_seed(2)
+    return with_fields(random_examples(lengths, VOCAB_SIZE, seed=1), VOCAB_SIZE, seed=2)
+
+
+def with_fields(examples, num_logits, *, seed):
+    """`examples` with those columns; a head of `num_logits` rows."""
+    generator = torch.Generator().manual_seed(seed)
     for number, example in enumerate(examples):
         length = len(example["input_ids"])
 
@@ -48,7 +52,7 @@ def examples_with_fields(lengths=LENGTHS):
             return torch.rand(shape, generator=generator)
 
         ids = torch.stack(
-            [torch.randperm(VOCAB_SIZE, generator=generator)[:K] for _ in range(length)]
+            [torch.randperm(num_logits, generator=generator)[:K] for _ in range(length)]
         )
         example |= {
             "importance": draw(length) * 2,
@@ -92,7 +96,8 @@ def wanted_of(name, model, examples):
     """The loss in plain torch."""
     terms, sums, counts = [], [], []
     for example in examples:
-        logits = model(input_ids=example["input_ids"][None], use_cache=False).logits[0, :-1].float()
+        logits = model(input_ids=example["input_ids"][None], use_cache=False).logits[0, :-1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         keep = example["labels"][1:] != -100
         f = {
             k: torch.as_tensor(v)[1:][keep] if torch.as_tensor(v).dim() else v

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from models import tiny
 from shared_data import shared_json
 from transformers import Gemma2Config, LlamaConfig, Qwen3Config
 
 from ds_hydra.configs.files import find_profile
-from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
+from ds_hydra.engine.profiling.memory_trace import slice_config, trace_layer_memory
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import OPTIMIZER_BYTES
@@ -333,3 +334,12 @@ def test_pipelines_beside_streamed_ones_hold_their_share_of_the_home():
     assert profile.max_len_tokens(plain, 8, Strategy((plain, plain))) == alone
     streamed = mixed.schemes[-1]
     assert profile.max_len_tokens(streamed, 8, mixed) == profile.max_len_tokens(streamed, 8)
+
+
+def test_one_device_does_not_stand_for_ranks_with_whole_features():
+    config = tiny("phi3").config
+    assert slice_config(config, 1).num_attention_heads == 4
+    with pytest.raises(UnsupportedModelError, match=r"qkv_proj \(colwise_gather_output\).*--tp 1"):
+        slice_config(config, 2)
+    experts = slice_config(tiny("qwen3_moe").config, 2)
+    assert (experts.moe_intermediate_size, experts.num_attention_heads) == (12, 2)

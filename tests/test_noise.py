@@ -100,14 +100,19 @@ def draw_alone(model):
     return model
 
 
-def reference_gradients(model, examples):
-    """Loss and gradients of the trained parameters, with sequence i's own masks for example i."""
+def count_sequences(model):
+    """Let every forward of `model` from now on be about the next sequence, beginning with 0."""
     AloneDropout.sequence = -1
 
     def begin_sequence(_module, _args):
         AloneDropout.sequence += 1
 
-    handle = model.register_forward_pre_hook(begin_sequence)
+    return model.register_forward_pre_hook(begin_sequence)
+
+
+def reference_gradients(model, examples):
+    """Loss and gradients of the trained parameters, with sequence i's own masks for example i."""
+    handle = count_sequences(model)
     loss, found = token_mean_gradients(model, examples)
     handle.remove()
     return loss, [g for g, p in zip(found, model.parameters(), strict=True) if p.requires_grad]

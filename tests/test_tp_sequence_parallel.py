@@ -24,7 +24,7 @@ from torch import nn
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.candidates import find_unsupported
 from ds_hydra.engine.model.stage_model import StageModel
-from ds_hydra.engine.parallel.tp_sequence_parallel import find_blocks
+from ds_hydra.engine.parallel.tp_sequence_parallel import COLUMN, ROW, find_blocks
 from ds_hydra.engine.profiling.profile_document import ProbeMicroBatch
 from ds_hydra.engine.profiling.profiler import stage_ms, token_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
@@ -52,6 +52,15 @@ PARITY = [
     ("gemma3", ("1x<2,2>",), LAYER_BY_LAYER, LENGTHS),
 ]
 """(family, strategies, hydra section, lengths)."""
+
+FEATURES = [
+    ("glm4", ("1x<2,1>",), ON, (22, 5, 3)),
+    ("phi3", ("1x<2,1>",), ON, SHORT_ROWS),
+    ("ernie4_5_moe", ("1x<2,1>",), ON, (9, 5)),
+]
+"""MLPs and attention whose features are whole outside of linears; shared experts that see tokens
+without a micro-batch.
+"""
 
 STRATEGIES = ("1x<4,1>", "1x<2,1> + 2x<1,1>", "1x<2,2>", "1x<sp2,2,1>", "2x<2,1;ckpt=2>")
 
@@ -168,6 +177,11 @@ def results(tmp_path_factory):
 @pytest.mark.distributed
 def test_gradients_equal_one_process(results):
     assert_parity(results[0]["parity"])
+
+
+@pytest.mark.distributed
+def test_gradients_of_other_blocks_equal_one_process():
+    assert_parity(run_distributed(families, 2, FEATURES)[0])
 
 
 @pytest.mark.slow
@@ -333,8 +347,7 @@ def test_blocks_are_parents_of_column_wise_modules_with_one_row_wise_module():
         Layer(q=linear(), k=linear(), norm=linear(), o=linear()),
         Layer(up=linear(), down=linear()),
     )
-    styles = {first.q: "colwise", first.k: "colwise", first.norm: "replicated_with_grad_allreduce"}
-    styles |= {first.o: "rowwise", second.up: "colwise", second.down: "rowwise"}
+    styles = {first.q: COLUMN, first.k: COLUMN, first.o: ROW, second.up: COLUMN, second.down: ROW}
     layer = Layer(attention=first, norm=linear(), mlp=second)
     assert list(find_blocks(layer, styles)) == [first, second]
     for block, problem in (
@@ -362,3 +375,29 @@ def test_a_model_without_such_blocks_is_refused_under_tp_only():
     assert line.startswith("<2,1>, <4,1>, <2,2>: hydra.tp_sequence_parallel wants")
     assert not list(find_unsupported(StageModel(model), power_of_two_schemes(4)))
     StageModel(model).check_scheme(Scheme(2, 1))
+
+
+@pytest.mark.parametrize(
+    ("family", "problem"),
+    [
+        ("olmo3", r"layers\.0\.self_attn\.k_norm\.weight sees features that ranks exchange whole"),
+        ("deepseek_v3", "attention is not cut by heads"),
+    ],
+)
+def test_blocks_that_shards_would_falsify_are_refused_under_tp_only(family, problem):
+    stage_model = StageModel(tiny(family), tp_sequence_parallel=True)
+    stage_model.check_scheme(Scheme(1, 2))
+    with pytest.raises(
+        UnsupportedModelError, match=rf"{problem}; set hydra\.tp_sequence_parallel to"
+    ):
+        stage_model.check_scheme(Scheme(2, 1))
+    StageModel(tiny(family)).check_scheme(Scheme(2, 1))
+
+
+def test_what_is_sliced_outside_of_the_layers_is_refused():
+    model = tiny("llama")
+    model.model.rotary_emb.mixer = nn.Linear(2, 2)
+    plan = {**model.config.base_model_tp_plan, "rotary_emb.mixer": "colwise_gather_output"}
+    model.config.base_model_tp_plan = plan
+    with pytest.raises(UnsupportedModelError, match=r"rotary_emb\.mixer is sliced outside of"):
+        StageModel(model, tp_sequence_parallel=True).check_scheme(Scheme(2, 1))

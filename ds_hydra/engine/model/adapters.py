@@ -117,7 +117,8 @@ def _find_problem(module: nn.Module) -> str | None:
         inner = type(getattr(module, "base_layer", module)).__name__
         return (
             f"{type(module).__module__.rsplit('.', 1)[-1]}.{type(module).__name__} on a {inner} is not supported; "
-            "set target_modules to unquantised nn.Linear layers (target_modules='all-linear')"
+            "set target_modules to names of unquantised nn.Linear layers (target_modules=['q_proj', 'v_proj']), "
+            "without those of experts and routers"
         )
     if module.lora_variant:
         variants = sorted({type(v).__name__ for v in module.lora_variant.values()})

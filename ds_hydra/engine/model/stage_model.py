@@ -390,13 +390,16 @@ class StageModel:
             hook_dispatch(module, self.ep)
         hook_embedding(self._embedding, self.tp, partial(add_neftune, alpha=neftune))
 
-    def _hook_blocks(
-        self, head: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str]
-    ) -> str:
+    def _hook_blocks(self, head: nn.Module, fqn_of: Mapping[tuple[nn.Module, str], str]) -> str:
         """Gather micro-batches before attention, MLPs and head; why the model has no such blocks,
         or "".
         """
         sides = module_sides(self._base)
+        inside = {module for layer in self._layers for module in layer.modules()}
+        if outside := [n for n, m in self._base.named_modules() if m in sides and m not in inside]:
+            return f"{outside[0]} is sliced outside of the layers"
+        if not self.has_plain_embedding:
+            return "more than an embedding runs before the layers"
         try:
             blocks = [block for layer in self._layers for block in find_blocks(layer, sides)]
         except ValueError as error:

@@ -16,8 +16,8 @@ stages hand on shards.
 The gathered micro-batch lives in forward alone. Linears that read it keep the shard, and gather
 once more in backward where they have weights to train.
 
-Legend: B = 1 micro-batch, T its tokens, t = T / TP those of a shard, H hidden size, O output
-features.
+Legend: B = 1 micro-batch (modules may leave that out), T its tokens, t = T / TP those of a shard, H
+hidden size, O output features.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ class TokenShards:
 
     def gather(self, shard_BtH: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """[1, T, H] of all shards, valid once the returned function has been called."""
-        micro_batch = shard_BtH.new_empty(shard_BtH.shape[1] * self.size, shard_BtH.shape[2])
-        work = _all_gather(micro_batch, shard_BtH[0].contiguous(), group=self.group, async_op=True)
-        return micro_batch.unsqueeze(0), work.wait
+        shard = shard_BtH.flatten(0, -2).contiguous()
+        micro_batch = shard.new_empty(len(shard) * self.size, shard.shape[1])
+        work = _all_gather(micro_batch, shard, group=self.group, async_op=True)
+        return micro_batch.view(*shard_BtH.shape[:-2], *micro_batch.shape), work.wait
 
     def reduce_scatter(self, partial_BTH: Tensor) -> Tensor:
         """[1, t, H]: this rank's shard of the sum of all ranks' `partial_BTH`."""
@@ -66,7 +67,7 @@ class TokenShards:
 
     def post_reduce_scatter(self, partial_BTH: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """The same, valid once the returned function has been called."""
-        partial = partial_BTH[0].contiguous()
+        partial = partial_BTH.flatten(0, -2).contiguous()
         shard = partial.new_empty(partial.shape[0] // self.size, partial.shape[1])
         # Gloo would reduce whole micro-batches, which takes more than twice as long
         if partial.device.type == "cpu":
@@ -77,9 +78,9 @@ class TokenShards:
                 work.wait()
                 torch.sum(parts.unflatten(0, (self.size, -1)), dim=0, out=shard)
 
-            return shard.unsqueeze(0), wait
+            return shard.view(*partial_BTH.shape[:-2], *shard.shape), wait
         work = _reduce_scatter(shard, partial, group=self.group, async_op=True)
-        return shard.unsqueeze(0), work.wait
+        return shard.view(*partial_BTH.shape[:-2], *shard.shape), work.wait
 
 
 class LoneShard(TokenShards):
@@ -89,11 +90,11 @@ class LoneShard(TokenShards):
 
     def gather(self, shard_BtH: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """[1, T, H]: this shard over and over."""
-        return shard_BtH.repeat(1, self.size, 1), _nothing
+        return torch.cat([shard_BtH] * self.size, dim=-2), _nothing
 
     def post_reduce_scatter(self, partial_BTH: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """[1, t, H]: the first shard of `partial_BTH`."""
-        return partial_BTH[:, : partial_BTH.shape[1] // self.size].clone(), _nothing
+        return partial_BTH.narrow(-2, 0, partial_BTH.shape[-2] // self.size).clone(), _nothing
 
 
 @dataclass(slots=True)
@@ -189,13 +190,13 @@ class _LinearOfMicroBatch(torch.autograd.Function):
     def backward(ctx: Any, grad_BTO: Tensor) -> tuple[Tensor | None, ...]:
         shard, weight_OH = ctx.saved_tensors
         micro_batch, wait = (None, _nothing) if shard is None else ctx.again.get(shard, ctx.shards)
-        grad_TO = grad_BTO[0]
-        grad_micro_batch = None if weight_OH is None else (grad_TO @ weight_OH).unsqueeze(0)
+        grad_TO = grad_BTO.flatten(0, -2)
+        grad_micro_batch = None if weight_OH is None else grad_BTO @ weight_OH
         grad_bias = grad_TO.sum(dim=0) if ctx.needs_input_grad[2] else None
         grad_weight = None
         if micro_batch is not None:
             wait()
-            grad_weight = grad_TO.T @ micro_batch[0]
+            grad_weight = grad_TO.T @ micro_batch.flatten(0, -2)
             ctx.again.let_go()
         return grad_micro_batch, grad_weight, grad_bias, None, None
 
@@ -250,7 +251,9 @@ def find_blocks(layer: nn.Module, sides: Mapping[nn.Module, str]) -> Iterator[nn
             continue
         if block is layer or found.count(ROW) != 1 or len(found) == 1:
             name = "the layer itself" if block is layer else type(block).__name__
-            raise ValueError(f"{name} has {found.count(COLUMN)} {COLUMN} and {found.count(ROW)} {ROW}")
+            raise ValueError(
+                f"{name} has {found.count(COLUMN)} {COLUMN} and {found.count(ROW)} {ROW}"
+            )
         yield block
     if planned:
         raise ValueError(f"{type(next(iter(planned))).__name__} is sliced by itself")

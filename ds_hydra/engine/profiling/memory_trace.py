@@ -29,7 +29,6 @@ from ds_hydra.engine.parallel.tensor_parallel import (
 from ds_hydra.engine.parallel.tp_sequence_parallel import ROW, find_blocks
 from ds_hydra.errors import UnsupportedModelError
 
-
 _EXPERT_WIDTHS = {"moe_intermediate_size", "shared_expert_intermediate_size"}
 """Keys of widths that TP cuts, where they are not those of the MLP."""
 

@@ -24,11 +24,11 @@ from ds_hydra.engine.model.meta_model import load_model_config, making
 from ds_hydra.engine.model.random_model import build_random_stage_model
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.measurements import Measurements
+from ds_hydra.engine.profiling.memory_trace import check_slices
 from ds_hydra.engine.profiling.overlap_slowdown import measure_overlap_slowdown
 from ds_hydra.engine.profiling.profile_document import fit_memory
 from ds_hydra.engine.profiling.profiler import measure_profile
 from ds_hydra.engine.profiling.rehearsal import side_by_side
-from ds_hydra.engine.profiling.memory_trace import check_slices
 from ds_hydra.engine.profiling.slice_profiler import profile_slices
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.accelerator_settings import (
