@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.progress import no_bars_in_files
 from ds_hydra.sampler.data.examples import (
     IGNORED_LABEL,
     MASKS,
@@ -204,6 +205,7 @@ def _check_dataset(dataset: datasets.Dataset) -> None:
         raise HydraConfigError("the dataset is empty (0 rows)")
 
 
+@no_bars_in_files()
 def _tokenize_dataset(
     dataset: datasets.Dataset,
     text_column: str,
@@ -283,6 +285,7 @@ def _is_trivial(table: pa.Table) -> bool:
     return True
 
 
+@no_bars_in_files()
 def _convert_dataset(dataset: datasets.Dataset, num_proc: int | None) -> datasets.Dataset:
     """`dataset` with what `to_example` makes of each row in place of all its columns."""
     tokens = datasets.Sequence(datasets.Value("int64"))

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias
 import datasets
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.progress import no_bars_in_files
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
 
 Row: TypeAlias = Mapping[str, Any]
@@ -46,6 +47,7 @@ class ChatTokenizer(Protocol):
         """{"input_ids": ..., "assistant_masks": ...} of a list of messages."""
 
 
+@no_bars_in_files()
 def to_labels(
     dataset: datasets.Dataset,
     tokenizer: ChatTokenizer | None = None,
