@@ -4,7 +4,9 @@ every tenth.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from tqdm import tqdm
@@ -44,3 +46,18 @@ class Progress(tqdm):
         else:
             self.disable = True
             self._decr_instances(self)
+
+
+@contextlib.contextmanager
+def no_bars_in_files() -> Iterator[None]:
+    """The bars of the library datasets are drawn only where there is a terminal."""
+    import datasets
+
+    is_changed = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
+    if is_changed:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if is_changed:
+            datasets.enable_progress_bars()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 
 import datasets
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from ds_hydra.cli import app
 from ds_hydra.commands import lengths, propose
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.progress import Progress
 from ds_hydra.sampler.data import length_stats
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.strategy import Profile, Strategy
@@ -449,3 +451,25 @@ def test_a_damaged_interrupted_count_is_named(tmp_path):
         partial.write_text(content)
         with pytest.raises(HydraConfigError, match=r"lengths\.json\.partial"):
             length_stats._read_resume_file(partial, {})
+
+
+class Screen(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def drawn(file):
+    with Progress(total=1000, desc="profiling", file=file) as progress:
+        for step in range(1000):
+            progress.set_postfix_str(f"step {step} " + "x" * 300)
+            progress.update()
+    return file.getvalue()
+
+
+def test_progress_is_a_line_every_tenth_where_there_is_no_terminal():
+    lines = drawn(io.StringIO()).splitlines()
+    assert [line.split("%")[0].split()[-1] for line in lines] == [
+        str(n) for n in range(10, 101, 10)
+    ]
+    assert max(map(len, lines)) <= 200
+    assert "\r" in drawn(Screen())

@@ -83,6 +83,8 @@ def test_plans_stay_as_profiled_unless_asked_and_drift_is_told_once():
     assert "off the predicted ones by +100%" in next(filter(None, warnings))
     _, warnings = train(make_tracker(refit="log", drift_threshold=1.1), range(30))
     assert not any(warnings)
+    _, warnings = train(make_tracker(refit="log"), range(30), slowdown=0.5)
+    assert not any(warnings), "faster than predicted alarms nobody"
 
 
 def test_corrections_hold_from_the_first_iteration_that_is_not_planned_yet():

@@ -159,7 +159,10 @@ def life_with_callback(folder: str, _where: str, victim: int, number: int) -> No
         "zero_optimization": {"stage": 3},
         "hydra": hydra,
     }
-    path = save_model(Path(folder, f"rank{dist.get_rank()}"))
+    if dist.get_rank() == 0:  # transformers saves on one rank alone
+        save_model(folder)
+    dist.barrier()
+    path = str(Path(folder, "model"))
     given = trl.SFTConfig(**arguments(str(Path(folder, "out")), 2, deepspeed=config))
     trainer = ds_hydra.trl.HydraSFTTrainer(
         model=path, args=given, train_dataset=texts(), callbacks=[Fault()]

@@ -65,5 +65,5 @@ def _warm_up_proposal() -> None:
     settings = ProposalSettings(tokens_per_iteration=4000)
     relaxed_strategies(profile, histogram, num_devices=8, context_length=2000, settings=settings)
     batch = GlobalBatch(iteration=0, sample_indices=(0,), lengths=(100,), num_label_tokens=99)
-    scheme = profile.schemes[0]
+    scheme = next(iter(profile.latency))
     Screen([Strategy((scheme,))], profile, scheme.num_devices).estimates_ms(batch)

@@ -88,6 +88,8 @@ def main() -> None:
     data = prepare(args.cache_dir, unit="definition")
     config = json.loads(Path(args.deepspeed_config).read_text())
     config["hydra"] |= {"tokenizer": str(data.tokenizer_dir), "run_dir": str(args.run_dir)}
+    # The limit of the file is for 4 ranks; of fewer each holds more of the states.
+    config["hydra"]["memory_limit_bytes"] *= max(1, 4 // dist.get_world_size())
     model = build_model(len(data.tokenizer), config["hydra"]["context_length"])
     if is_first_rank:
         print(

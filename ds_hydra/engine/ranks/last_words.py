@@ -68,7 +68,8 @@ def _end(
         if is_raised_on_all(error):
             return
         speaker = own_rank()
-    text = describe(error, f"rank {speaker}: " if speaker else "")
+    names_itself = not speaker or isinstance(error, RankLostError)
+    text = describe(error, "" if names_itself else f"rank {speaker}: ")
     print(text, file=sys.stderr, flush=True)
     _tell_torchrun(text.splitlines()[-1])
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.progress import no_bars_in_files
 from ds_hydra.sampler.data.examples import (
     IGNORED_LABEL,
     MASKS,
@@ -247,6 +248,7 @@ def _is_list_of_numbers(feature: Any) -> bool:
     return False
 
 
+@no_bars_in_files()
 def _tokenize_dataset(
     dataset: datasets.Dataset,
     text_column: str,
@@ -338,6 +340,7 @@ def _is_trivial(table: pa.Table) -> bool:
     return True
 
 
+@no_bars_in_files()
 def _convert_dataset(dataset: datasets.Dataset, num_proc: int | None) -> datasets.Dataset:
     """`dataset` with what `to_example` makes of each row in place of all its columns."""
     tokens = datasets.Sequence(datasets.Value("int64"))

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from ds_hydra.configs.files import parse_json
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.progress import no_bars_in_files
 from ds_hydra.sampler.data.dataset import check_dataset_columns
 from ds_hydra.sampler.data.examples import IGNORED_LABEL
 
@@ -55,6 +56,7 @@ class ChatTokenizer(Protocol):
         """{"input_ids": ..., "assistant_masks": ...} of a list of messages."""
 
 
+@no_bars_in_files()
 def to_labels(
     dataset: datasets.Dataset,
     tokenizer: ChatTokenizer | None = None,

@@ -1,0 +1,71 @@
+"""What a process prints that ends by an error: one sentence, last, by one rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from ds_hydra.engine.ranks import agreement, last_words
+from ds_hydra.errors import HydraConfigError, HydraDataError, RankLostError
+
+
+def end(error, monkeypatch, capsys, *, rank=0):
+    """What a rank prints; a pause is told as one."""
+    monkeypatch.setattr(last_words.time, "sleep", lambda _: print("pause", file=sys.stderr))
+    monkeypatch.setattr(last_words.signal, "signal", lambda *_: None)
+    monkeypatch.setenv("RANK", str(rank))
+    try:
+        raise error
+    except Exception as raised:
+        last_words._end(sys.__excepthook__, type(raised), raised, raised.__traceback__)
+    return capsys.readouterr().err.splitlines()
+
+
+def test_the_sentence_comes_last_after_the_users_own_lines(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    printed = end(HydraConfigError("hydra.a is 1, set 2"), monkeypatch, capsys)
+    assert printed[-1] == "HydraConfigError: hydra.a is 1, set 2"
+    assert printed.count(printed[-1]) == 1
+    assert sum("test_last_words.py" in line for line in printed) == 1
+    assert json.loads(file.read_text())["message"]["message"] == printed[-1]
+
+
+def test_lines_of_libraries_are_left_out_and_the_users_fault_stays(monkeypatch, capsys):
+    def read():
+        try:
+            json.loads("{")
+        except ValueError as error:
+            raise HydraDataError("example 3 raised ValueError") from error
+
+    with pytest.raises(HydraDataError) as caught:
+        read()
+    printed = end(caught.value, monkeypatch, capsys)
+    assert not any("decoder.py" in line for line in printed)
+    assert any("JSONDecodeError" in line for line in printed)
+    assert printed[-1] == "HydraDataError: example 3 raised ValueError"
+
+
+@pytest.mark.parametrize(("rank", "printed"), [(0, ["pause"]), (1, None), (2, ["pause"])])
+def test_of_an_error_of_all_ranks_one_speaks(rank, printed, monkeypatch, capsys):
+    error = agreement.said_by(1, RankLostError("rank 0 is gone"))
+    found = end(error, monkeypatch, capsys, rank=rank)
+    if printed is None:
+        assert "pause" not in found
+        assert found[-1] == "RankLostError: rank 0 is gone"
+    else:
+        assert found == printed
+
+
+def test_a_rank_that_cannot_know_speaks_after_a_pause(monkeypatch, capsys):
+    found = end(HydraConfigError("no such folder here"), monkeypatch, capsys, rank=3)
+    assert found[0] == "pause"
+    assert found[-1] == "HydraConfigError: rank 3: no such folder here"
+
+
+def test_other_errors_are_left_to_python(monkeypatch, capsys):
+    printed = end(ValueError("of the user"), monkeypatch, capsys, rank=3)
+    assert printed[0] == "Traceback (most recent call last):"
+    assert printed[-1] == "ValueError: of the user"
