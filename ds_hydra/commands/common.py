@@ -13,9 +13,15 @@ from typing import Annotated, Any, Literal
 import typer
 from tqdm import tqdm
 
-from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
+from ds_hydra.configs.files import (
+    MAX_DEVICES,
+    MAX_LENGTH_TOKENS,
+    MAX_TOKENS_PER_ITERATION,
+    list_files,
+)
 from ds_hydra.errors import HydraConfigError, HydraError
 
+MODEL_HELP = f"A shipped preset ({', '.join(list_files('models'))}), a folder with config.json, that file, or a hub id."
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 NumDevices = Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="Devices of the cluster.")]
 ContextLength = Annotated[
@@ -31,16 +37,38 @@ TokensPerIteration = Annotated[
 ]
 LocalRank = Annotated[int | None, typer.Option("--local_rank", hidden=True)]
 """What launchers add."""
+_HEAVY = (
+    "torch",
+    "deepspeed",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "matplotlib",
+)
+"""Packages that only some commands import."""
 DType = Literal["bf16", "fp16", "fp32"]
 
 
 @contextmanager
 def errors_to_stderr() -> Iterator[None]:
-    """End the command with the message of a ds_hydra error, without a traceback."""
+    """End the command with the message of a ds_hydra error, or what to install, without a
+    traceback.
+    """
     try:
         yield
     except HydraError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _HEAVY:
+            raise
+        print(
+            f"error: this command needs {missing}, which is not installed: pip install {missing}, or `pip install "
+            "ds_hydra` for all that it depends on",
+            file=sys.stderr,
+        )
         raise typer.Exit(1) from error
 
 

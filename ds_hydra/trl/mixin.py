@@ -29,8 +29,8 @@ from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.trainer.arguments import Note, map_arguments
 from ds_hydra.trainer.mixin import say_nothing
-from ds_hydra.trl.chats import check_columns_of, with_clean_chats
 from ds_hydra.trl.arguments import add_deepspeed, check_trl_arguments, complete_section
+from ds_hydra.trl.chats import check_columns_of, with_clean_chats
 from ds_hydra.trl.everywhere import score_everywhere, train_everywhere
 from ds_hydra.trl.reference import ReferenceMixin, reference_engines, remove_fused_head
 from ds_hydra.trl.scored_model import (
