@@ -282,7 +282,7 @@ def test_compressed_files_and_those_beside_the_data(tmp_path, caplog):
         assert sorted(len(row["input_ids"]) for row in data) == [2, 2, 3, 3]
     assert "the 2 files of .jsonl are read, and 3 of .json are left out" in caplog.text
     (tmp_path / "x.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfdjunk")
-    with pytest.raises(HydraConfigError, match="x.jsonl.zst cannot be read as json"):
+    with pytest.raises(HydraConfigError, match=r"x\.jsonl\.zst cannot be read as json"):
         length_stats.load_data(str(tmp_path / "x.jsonl.zst"), split="train")
 
 

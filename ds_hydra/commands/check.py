@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ds_hydra.commands.common import (
+    MODEL_HELP,
     AsJson,
     errors_to_stderr,
     log,
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
 
 def check(
     config: Annotated[Path, typer.Argument(help='The DeepSpeed JSON with a "hydra" section.')],
-    model: Annotated[
-        str | None, typer.Option(help="A shipped preset, a folder with config.json, or a hub id.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help=MODEL_HELP)] = None,
     devices: Annotated[
         int | None,
         typer.Option(

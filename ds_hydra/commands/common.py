@@ -17,10 +17,12 @@ from ds_hydra.configs.files import (
     MAX_LENGTH_TOKENS,
     MAX_TOKENS_PER_ITERATION,
     json_text,
+    list_files,
 )
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.progress import Progress
 
+MODEL_HELP = f"A shipped preset ({', '.join(list_files('models'))}), a folder with config.json, that file, or a hub id."
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 NumDevices = Annotated[int, typer.Option(min=1, max=MAX_DEVICES, help="Devices of the cluster.")]
 ContextLength = Annotated[
@@ -38,18 +40,38 @@ MAX_BATCHES = 1 << 20
 """Mini-batches, samples, rows or repeats that an option may ask for."""
 LocalRank = Annotated[int | None, typer.Option("--local_rank", hidden=True)]
 """What launchers add."""
+_HEAVY = (
+    "torch",
+    "deepspeed",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "matplotlib",
+)
+"""Packages that only some commands import."""
 DType = Literal["bf16", "fp16", "fp32"]
 
 
 @contextmanager
 def errors_to_stderr() -> Iterator[None]:
-    """End the command with the message of a ds_hydra error, or of a path that cannot be used,
-    without a traceback.
+    """End the command with the message of a ds_hydra error, of a path that cannot be used, or of a
+    package that is missing, without a traceback.
     """
     try:
         yield
     except HydraError as error:
         print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _HEAVY:
+            raise
+        print(
+            f"error: this command needs {missing}, which is not installed: pip install {missing}, or `pip install "
+            "ds_hydra` for all that it depends on",
+            file=sys.stderr,
+        )
         raise typer.Exit(1) from error
     except OSError as error:  # of a path that was given: too long a name, no permission
         if error.filename is None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ds_hydra.commands.common import (
+    MODEL_HELP,
     ContextLength,
     NumDevices,
     TokensPerIteration,
@@ -30,9 +31,7 @@ if TYPE_CHECKING:
 
 
 def init(
-    model: Annotated[
-        str, typer.Option(help="A shipped preset, a folder with config.json, or a hub id.")
-    ],
+    model: Annotated[str, typer.Option(help=MODEL_HELP)],
     device: Annotated[
         str, typer.Option(help="Hardware: a shipped name (a800, h100) or ds_hydra.hardware/1.")
     ],
@@ -195,7 +194,7 @@ def _deepspeed_part(model: str, device: str, reasons: dict[str, str]) -> dict[st
     reasons["gradient_clipping"] = "the norm that LLaMA 2 was trained with"
     config["zero_optimization"] = {"stage": 3}
     reasons["zero_optimization.stage"] = "the only stage that works: parameters live fully sharded"
-    hidden_size = getattr(load_model_config(model), "hidden_size", None)
+    hidden_size = getattr(load_model_config(model).get_text_config(), "hidden_size", None)
     is_large = isinstance(hidden_size, int) and hidden_size >= 6144
     learning_rate = 1.5e-4 if is_large else 3e-4
     config["optimizer"] = {

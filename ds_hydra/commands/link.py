@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ds_hydra.commands.common import AsJson, DType, errors_to_stderr, print_json, say_loading
+from ds_hydra.commands.common import (
+    MODEL_HELP,
+    AsJson,
+    DType,
+    errors_to_stderr,
+    print_json,
+    say_loading,
+)
 from ds_hydra.configs.files import MAX_DEVICES, MAX_PAIRED_DEVICES, find_file
 from ds_hydra.errors import HydraConfigError
 
@@ -26,10 +33,7 @@ def link(
     ],
     model: Annotated[
         str,
-        typer.Option(
-            help="A shipped preset (llama2_7b, llama2_13b, llama2_32b), a folder with config.json, or a hub id; "
-            "no weights are read."
-        ),
+        typer.Option(help=f"{MODEL_HELP} No weights are read."),
     ],
     devices: Annotated[
         int,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ds_hydra.commands.common import (
+    MODEL_HELP,
     AsJson,
     ContextLength,
     DType,
@@ -33,10 +34,7 @@ if TYPE_CHECKING:
 def profile(
     model: Annotated[
         str,
-        typer.Option(
-            help="A shipped preset (llama2_7b, llama2_13b, llama2_32b), a folder with config.json, or a hub id; "
-            "weights are random."
-        ),
+        typer.Option(help=f"{MODEL_HELP} Weights are random."),
     ],
     context: ContextLength,
     out: Annotated[

@@ -13,6 +13,7 @@ import typer
 
 from ds_hydra.commands.common import (
     MAX_BATCHES,
+    MODEL_HELP,
     AsJson,
     check_folder,
     errors_to_stderr,
@@ -58,8 +59,7 @@ def simulate(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Instead of --profile: a shipped model or a config.json of Hugging Face; --hardware says on what. "
-            "Times are then those of a roofline."
+            help=f"Instead of --profile: {MODEL_HELP} --hardware says on what. Times are then those of a roofline."
         ),
     ] = None,
     histogram: Annotated[
@@ -346,6 +346,7 @@ def _estimate(
     """Histogram, devices and context, with defaults, and the profile of `model` by a roofline; says
     what it assumes.
     """
+    from ds_hydra.model_config import read_config
     from ds_hydra.strategy.cost_models.analytic import Hardware
     from ds_hydra.strategy.proposal.estimate import estimate_from_config
 
@@ -364,8 +365,9 @@ def _estimate(
         assumed.append(f"lengths: those of {DEFAULT_HISTOGRAM}, as --histogram is not given")
     most = max(_numbers("--devices", devices, MAX_DEVICES))
     longest = max(_numbers("--context", context, MAX_LENGTH_TOKENS))
-    profile, more = estimate_from_config(model, hardware, most, longest, expert_skew)
-    for sentence in (*more, *assumed):
+    config, notes = read_config(model)
+    profile, more = estimate_from_config(model, hardware, most, longest, expert_skew, config)
+    for sentence in (*notes, *more, *assumed):
         log(f"assumed: {sentence}")
     return histogram, devices, context, profile
 

@@ -6,38 +6,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
-from pathlib import Path
 
 import transformers
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from ds_hydra.configs.files import list_files, load_model_preset
 from ds_hydra.engine.model.packing_probe import build_stage_model
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
+from ds_hydra.model_config import find_quantisation, load_config, say_once
 
 
 def load_model_config(name: str) -> PretrainedConfig:
-    """The configuration called `name`: a shipped preset, a folder with config.json, or a hub id."""
-    if name in list_files("models"):
-        return LlamaConfig(**load_model_preset(name))
-    nearest = get_close_matches(name, list_files("models"), n=1, cutoff=0.8)
-    if nearest and not Path(name).exists():
-        raise HydraConfigError(
-            f"--model is {name!r}, which is neither a shipped preset nor a folder; did you mean {nearest[0]!r}?"
-        )
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except Exception as error:  # a file may hold anything
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise HydraConfigError(
-            f"--model is {name!r}, which is neither a shipped preset ({', '.join(list_files('models'))}), nor a "
-            f"folder with a config.json, nor a readable model of the hub: {first_line}"
-        ) from error
-    _check_sizes(config, name)
+    """The configuration called `name`: a shipped preset, a folder with config.json, that file, or a
+    hub id. Says once what of its checkpoint does not count.
+    """
+    config = load_config(name)
+    _check_sizes(config.get_text_config(), name)
+    for note in find_quantisation(config.to_dict()):
+        say_once(f"--model {name}: {note}")
     return config
 
 
@@ -86,6 +74,6 @@ def load_stage_model(name: str) -> StageModel:
     with making(name):
         # Whether stages work is tried
         with init_empty_weights(include_buffers=False), no_init_weights():
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         model.tie_weights()
         return build_stage_model(model)

@@ -32,7 +32,7 @@ def build_random_stage_model(
     UnsupportedModelError for what cannot be trained. On the meta device nothing is allocated.
     """
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()
     trial = try_small_copy(model)
     generator = None if device.type == "meta" else torch.Generator(device=device).manual_seed(0)

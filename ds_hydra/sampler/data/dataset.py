@@ -439,7 +439,7 @@ def _read_tables(dataset: datasets.Dataset, names: Sequence[str]) -> Iterator[pa
             end = int(np.searchsorted(ends, before + _TOKENS_PER_READ, side="right"))
             yield table.slice(first, max(end - first, 1))
             first = max(end, first + 1)
-        # Rows that were selected or shuffled are copied here, so that few are read where they are long
+        # Selected or shuffled rows are copied here: few are read where they are long
         mean = max(1, int(ends[-1]) // len(table))
         num_rows = min(_ROWS_PER_READ, max(1, _TOKENS_PER_READ // mean))
 

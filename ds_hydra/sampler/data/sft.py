@@ -78,8 +78,8 @@ def to_labels(
     `assistant_only_loss` is set. Prompt and completion texts are tokenised apart, as at inference,
     and the tokenizer's end of text is appended. Where the template renders a prompt differently
     when a completion follows (`<think>`), the completion begins where both part, as in TRL; `warn`
-    is told how many. `num_proc` processes share the work. Raises HydraConfigError naming the row, or the argument that the dataset has
-    nothing for.
+    is told how many. `num_proc` processes share the work. Raises HydraConfigError naming the row,
+    or the argument that the dataset has nothing for.
     """
     columns = dataset.column_names
     check_wanted(

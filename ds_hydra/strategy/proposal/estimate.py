@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ds_hydra.configs.files import check_count, find_file, read_json_object
@@ -36,15 +37,17 @@ def estimate_from_config(
     num_devices: int,
     context_length: int,
     expert_skew: float = 1.0,
+    config: Mapping[str, Any] | None = None,
 ) -> tuple[Profile, tuple[str, ...]]:
-    """Profile of `model` (a shipped preset, or the path of a config.json) on the named hardware,
-    and what it assumes, one sentence each. With experts it has schemes with ep, too, on whose
+    """Profile of `model` (a shipped preset, the path of a config.json, or any name of a `config`
+    that is known) on the named hardware, and what it assumes, one sentence each. With experts it
+    has schemes with ep, too, on whose
     busiest rank experts get `expert_skew` times the mean of tokens.
 
     Raises HydraConfigError naming what of the model cannot be described.
     """
-    path = find_file("models", model)
-    config = read_json_object(path)
+    path = find_file("models", model) if config is None else Path(model)
+    config = read_json_object(path) if config is None else config
     shape, heads = describe_model(config, str(path))
     source = find_file("hardware", hardware_name)
     described = read_json_object(source)
@@ -60,7 +63,7 @@ def estimate_from_config(
         shape,
         hardware,
         schemes,
-        name=path.parent.name if path.stem == "config" else path.stem,
+        name=path.parent.name if path.name == "config.json" else path.name.removesuffix(".json"),
         memory={
             "activation_bytes_per_token_per_layer_per_hidden": {
                 str(tp): shape.activation_bytes(tp) for tp in {scheme.tp for scheme in schemes}

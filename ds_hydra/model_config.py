@@ -1,0 +1,135 @@
+"""What a command's `--model` names: a shipped preset, a folder with config.json, such a file, or an
+id of the hub; read by the classes of transformers, and never by code of the model's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_hydra.configs.files import find_file, list_files, load_model_preset, read_json_object
+from ds_hydra.errors import HydraConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+
+def load_config(name: str) -> PretrainedConfig:
+    """The configuration that `name` stands for, with the defaults of its class."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if name in list_files("models"):
+        return AutoConfig.for_model(**load_model_preset(name))
+    document = _read_document(name)
+    try:
+        if document is None:
+            return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if document.get("model_type") in CONFIG_MAPPING:
+            return CONFIG_MAPPING[document["model_type"]].from_dict(document)
+    except Exception as error:  # a file may hold anything
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        if "trust_remote_code" in str(error):
+            raise HydraConfigError(f"--model is {name!r}, {_OWN_CODE}: {first_line}") from error
+        if document is not None:
+            raise HydraConfigError(
+                f"--model is {name!r}, whose config.json {document['model_type']} of transformers does not read: "
+                f"{first_line}"
+            ) from error
+        raise HydraConfigError(
+            f"--model is {name!r}, which is neither a shipped preset ({', '.join(list_files('models'))}), nor a "
+            f"folder with a config.json, nor a readable model of the hub: {first_line}"
+        ) from error
+    raise HydraConfigError(f"--model is {name!r}, {_describe_unknown(document)}")
+
+
+def read_config(name: str) -> tuple[dict[str, Any], list[str]]:
+    """Fields of the language model that `name` stands for, and what is assumed, one sentence each.
+
+    Without transformers, and of a type that it does not have, those that are written in
+    config.json; a shipped preset has all of them.
+    """
+    if name in list_files("models"):
+        return load_model_preset(name), []
+    document = _read_document(name)
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except ImportError as error:
+        if document is None:
+            raise HydraConfigError(
+                f"--model is {name!r}, which is no shipped preset, folder or file; to read it from the hub install "
+                "transformers: pip install transformers"
+            ) from error
+        return dict(document.get("text_config") or document), [
+            "model: the fields of config.json alone; those it leaves out need transformers"
+        ]
+    if document is not None and document.get("model_type") not in CONFIG_MAPPING:
+        note = f"model: the fields of config.json alone, as {_describe_unknown(document)}"
+        found: Mapping[str, Any] = document
+        return dict(document.get("text_config") or document), [note, *find_quantisation(found)]
+    config = load_config(name)
+    text = config.get_text_config()
+    notes = [] if text is config else [f"model: its part for text alone ({type(text).__name__})"]
+    fields = {key: getattr(text, key, None) for key in text.attribute_map}
+    return {**text.to_dict(), **fields}, [*notes, *find_quantisation(config.to_dict())]
+
+
+def find_quantisation(config: Mapping[str, Any]) -> list[str]:
+    """What a `quantization_config` means for training; nothing where there is none."""
+    found = config.get("quantization_config")
+    if not found:
+        return []
+    method = found.get("quant_method", "of unknown kind") if isinstance(found, Mapping) else found
+    return [
+        f"weights: in the dtype of training; the checkpoint's are quantised ({method}, quantization_config), load "
+        "them dequantised"
+    ]
+
+
+@functools.cache
+def say_once(note: str) -> None:
+    """Log `note` on the first rank."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(note)
+
+
+_OWN_CODE = "which names code of its own (auto_map); it is not run, trust_remote_code is never set"
+
+
+def _read_document(name: str) -> dict[str, Any] | None:
+    """The config.json that `name` is or has; None where it may be an id of the hub."""
+    path = Path(name)
+    if name.endswith(".json"):
+        return read_json_object(path)
+    if (path / "config.json").is_file():
+        return read_json_object(path / "config.json")
+    if get_close_matches(name, list_files("models"), n=1, cutoff=0.8) and not path.exists():
+        find_file("models", name)  # raises, naming the nearest
+    return None
+
+
+def _describe_unknown(document: Mapping[str, Any]) -> str:
+    """Why transformers cannot read `document`, and what would do."""
+    kind = document.get("model_type")
+    if kind is None:
+        return 'whose config.json has no model_type; add it, e.g. "model_type": "llama"'
+    what = f"whose model_type {kind!r} this version of transformers does not have"
+    if "auto_map" in document:
+        what += f", and {_OWN_CODE}"
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    types = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    for architecture in document.get("architectures") or ():
+        if architecture in types:
+            return (
+                f'{what}; its architecture {architecture} is there: write "model_type": '
+                f'"{types[architecture]}" into a copy of config.json, without auto_map'
+            )
+    return f"{what}; use a model that transformers has, or a newer transformers"
