@@ -7,7 +7,7 @@ not in its wheel), as far as they apply. Left out, with the reason:
   (tests/test_trainer_arguments.py)
 - DataLoader workers, samplers, drop_last, IterableDataset: the engine draws the mini-batches
   (tests/test_batches.py)
-- label smoothing, NEFTune, Liger kernels, custom loss functions: refused
+- NEFTune, Liger kernels, custom loss functions: refused
 - fp16/bf16 full evaluation, torch_compile, DataParallel, FSDP, SageMaker, TPU: refused or another
   launcher
 - hub upload, model cards, search of hyperparameters, other kinds of models: not touched, refused,
@@ -23,6 +23,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import numpy as np
@@ -420,8 +421,6 @@ def test_a_resumed_run_continues_the_very_same_curve(tmp_path):
 
 def killed_while_saving(folder):
     """What a kill leaves at several points of saving step 2, and runs resumed from it."""
-    from unittest import mock
-
     from transformers.trainer_utils import get_last_checkpoint
 
     import ds_hydra
@@ -777,3 +776,142 @@ def test_adapters_train_resume_and_are_saved_alone(tmp_path):
             )
             count += ids.shape[1] - 1
     assert total / count == pytest.approx(eval_loss, rel=1e-2)  # bf16 activations there, fp32 here
+
+
+def around_training(folder):
+    """One rank: evaluation first, arguments used again, schedules by metric, smoothed labels, other
+    data after a resume.
+    """
+    import ds_hydra
+
+    data = prepare(folder)
+    of_json = {
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"},
+        },
+    }
+    result = {}
+
+    def make_args(run, sections=None, is_stock=False, **settings):
+        return training_arguments(
+            folder,
+            sections,
+            {"strategies": ["1x<1,1>"]},
+            is_stock=is_stock,
+            output_dir=f"{folder}/{run}",
+            **{"save_strategy": "no", "max_steps": 2, **settings},
+        )
+
+    def make(args, base=ds_hydra.HydraTrainer, model=None, rows=data, **more):
+        model = {"model": tiny("llama")} if model is None else model
+        eval_dataset = data.select(range(PER_BATCH))
+        return base(**model, args=args, train_dataset=rows, eval_dataset=eval_dataset, **more)
+
+    def outcome(trainer):
+        history = trainer.state.log_history
+        inner = trainer.deepspeed.basic_optimizer
+        return (
+            type(inner).__name__,
+            inner.param_groups[0].get("momentum"),
+            numbers(history, "learning_rate"),
+            numbers(history, "loss"),
+        )
+
+    trainer = make(make_args("plain", of_json))
+    trainer.train()
+    result["plain"] = outcome(trainer)
+    args = make_args("evaluated", of_json)
+    trainer = make(args, model={"model_init": lambda: tiny("llama")})
+    trainer.evaluate()
+    trainer.train()
+    result["evaluated"] = outcome(trainer)
+    trainer = make(args)  # as an error advises
+    trainer.train()
+    result["same arguments"] = outcome(trainer)
+
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+    adam["optimizer"]["params"] |= {"weight_decay": 0.0}
+    by_metric = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"patience": 0, "factor": 0.1},
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    same = datasets.concatenate_datasets([data.select(range(PER_BATCH))] * 3)
+    trainer = make(make_args("metric", adam, max_steps=3, **by_metric), rows=same)
+    trainer.train()
+    result["falls"] = [group["lr"] for group in trainer.deepspeed.optimizer.param_groups]
+    trainer.lr_scheduler.step(1e9)
+    result["stands still"] = [group["lr"] for group in trainer.deepspeed.optimizer.param_groups]
+
+    class Own(ds_hydra.HydraTrainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            if self.lr_scheduler is None:
+                self.lr_scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return self.lr_scheduler
+
+    refused = make(make_args("by name", adam), Own)
+    try:
+        refused.train()
+    except ds_hydra.errors.HydraConfigError as error:
+        result["by name"] = str(error)
+
+    for name, base in (("stock", transformers.Trainer), ("hydra", ds_hydra.HydraTrainer)):
+        more = {"data_collator": pad} if name == "stock" else {}
+        args = make_args(
+            f"smooth {name}",
+            is_stock=name == "stock",
+            label_smoothing_factor=0.1,
+            eval_strategy="steps",
+            eval_steps=1,
+            per_device_train_batch_size=PER_BATCH,
+            per_device_eval_batch_size=PER_BATCH,
+        )
+        trainer = make(args, base, **more)
+        trainer.train()
+        history = trainer.state.log_history
+        result[f"smooth {name}"] = numbers(history, "loss") + numbers(history, "eval_loss")
+
+    saving = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+    trainer = make(make_args("first", adam, **saving))
+    trainer.train()
+    other = data.select(range(PER_BATCH, len(data)))
+    checkpoint = f"{folder}/first/checkpoint-2"
+    try:
+        make(make_args("next", adam, max_steps=4), rows=other).train(checkpoint)
+    except ds_hydra.errors.HydraConfigError as error:
+        result["other data"] = str(error)
+    args = make_args("next", adam, max_steps=4, ignore_data_skip=True, lr_scheduler_type="constant")
+    again = make(args, rows=other)
+    again.train(checkpoint)
+    stepped = {float(s["step"]) for s in again.deepspeed.basic_optimizer.state.values()}
+    result["next"] = again.engine.hydra.sampler.state_dict(), stepped
+    with_mask = [trainer.engine.eval_batch(other.select(range(PER_BATCH)).to_list())]
+    result["loss of the other data"] = float(with_mask[0]), numbers(again.state.log_history, "loss")
+    runtime = again.engine.hydra
+    with mock.patch("ds_hydra.engine.runtime.logger.warning") as warning:
+        runtime.load_state_dict({}, 7)
+    result["no position"] = runtime.sampler.state_dict(), str(warning.call_args)
+    return result
+
+
+@pytest.mark.distributed
+def test_what_comes_before_and_after_training_is_as_transformers_has_it(tmp_path):
+    result = run_distributed(around_training, 1, str(tmp_path))[0]
+    assert result["plain"][:2] == ("SGD", 0.9)
+    assert result["evaluated"] == result["same arguments"] == result["plain"]
+    assert result["falls"] == [1e-3]
+    assert result["stands still"] == [pytest.approx(1e-4)]
+    assert "the schedule is ReduceLROnPlateau, whose step() needs a metric" in result["by name"]
+    torch.testing.assert_close(result["smooth hydra"], result["smooth stock"], rtol=1e-5, atol=0)
+    assert "in a Trainer TrainingArguments(ignore_data_skip=True)" in result["other data"]
+    state, stepped = result["next"]
+    assert (state["iteration"], state["epoch"], state["position"]) == (4, 0, 2 * PER_BATCH)
+    assert stepped == {4.0}
+    loss, history = result["loss of the other data"]
+    assert history[2] == pytest.approx(loss, rel=1e-5)
+    state, said = result["no position"]
+    assert (state["iteration"], state["epoch"], state["position"]) == (7, 0, 0)
+    assert "the checkpoint has no position in the data" in said

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from deepspeed.runtime.lr_schedules import WarmupLR
 from hypothesis import given
 from hypothesis import strategies as st
 from models import tiny
@@ -19,6 +20,9 @@ from transformers import TrainingArguments
 
 import ds_hydra
 from ds_hydra.configs import HydraConfig
+from ds_hydra.configs.ds_config import read_ds_config, refuse_auto
+from ds_hydra.engine import hydra_engine_class
+from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.trainer import HydraTrainer, StrategyProgressCallback
@@ -50,7 +54,6 @@ def arguments(**settings):
             {"gradient_accumulation_steps": 4},
             r"gradient_accumulation_steps=4: .*multiply hydra\.tokens_per_iteration",
         ),
-        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0\.1: .*set it to 0"),
         ({"torch_compile": True}, "torch_compile=True: .*set hydra.compile_layers"),
         ({"auto_find_batch_size": True}, r"auto_find_batch_size=True: .*hydra\.memory_limit_bytes"),
         ({"debug": "underflow_overflow"}, "debug='underflow_overflow'"),
@@ -140,9 +143,9 @@ def test_a_model_given_by_name_is_refused(start):
 
 def test_all_refusals_come_at_once():
     with pytest.raises(
-        HydraConfigError, match=r"(?s)gradient_accumulation_steps=2.*label_smoothing_factor"
+        HydraConfigError, match=r"(?s)gradient_accumulation_steps=2.*torch_compile=True"
     ):
-        check_arguments(arguments(gradient_accumulation_steps=2, label_smoothing_factor=0.1), print)
+        check_arguments(arguments(gradient_accumulation_steps=2, torch_compile=True), print)
 
 
 @pytest.mark.parametrize(
@@ -442,3 +445,61 @@ def test_the_progress_bar_shows_the_strategy():
     callback.on_step_end(None, state, None)
     assert callback.training_bar.postfix == "1x<2,1> + 2x<1,1> | 4,971 tokens/s | loss 6.500"
     callback.on_train_end(None, state, None)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
+        {"gradient_clipping": "auto"},
+        {"bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"},
+        {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}},
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}},
+    ],
+    ids=str,
+)
+def test_auto_is_refused_by_key_where_no_trainer_fills_it_in(sections):
+    config = {**SMALLEST, **sections}
+    with pytest.raises(HydraConfigError, match=r'"auto" is what the Trainer fills in') as caught:
+        ds_hydra.initialize(model=torch.nn.Linear(1, 1), config=config)
+    document, _ = read_ds_config(config)
+    keys = str(caught.value).split(": ")[0].split(", ")
+    for key in keys:  # as advised
+        *path, last = key.split(".")
+        section = document
+        for name in path:
+            section = section[name]
+        del section[last]
+    refuse_auto(document)
+    refuse_auto({"pipeline": {"stages": "auto"}, "bf16": {"keep_in_fp32_modules": "auto"}})
+
+
+def test_a_collator_that_would_not_be_called_is_refused():
+    with pytest.raises(HydraConfigError, match="collate_fn is print, but sequences are packed"):
+        ds_hydra.initialize(model=torch.nn.Linear(1, 1), config=SMALLEST, collate_fn=print)
+    with pytest.raises(HydraConfigError, match="collate_fn is print"):
+        ds_hydra.HydraEngine.deepspeed_io(None, [], 1, "train", True, None, print)
+    with pytest.raises(HydraConfigError, match="data_sampler is a range"):
+        ds_hydra.HydraEngine.deepspeed_io(None, [], data_sampler=range(3))
+
+
+def test_a_start_without_a_launcher_says_how_to_start():
+    with (
+        pytest.raises(HydraConfigError, match="torchrun --nproc-per-node N"),
+        hydra_engine_class(HydraConfig.parse(SECTION)),
+    ):
+        raise ModuleNotFoundError("No module named 'mpi4py'", name="mpi4py")
+    with (
+        pytest.raises(ModuleNotFoundError),
+        hydra_engine_class(HydraConfig.parse(SECTION)),
+    ):
+        raise ModuleNotFoundError("No module named 'other'", name="other")
+
+
+def test_schedules_that_want_a_metric_are_known_by_their_step():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedules = torch.optim.lr_scheduler
+    assert needs_metric(schedules.ReduceLROnPlateau(optimizer))
+    assert needs_metric(transformers.optimization.GreedyLR(optimizer))
+    for own in (schedules.ConstantLR(optimizer), WarmupLR(optimizer), None):
+        assert not needs_metric(own)

@@ -4,6 +4,7 @@ names of TRL that it stands on.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 
@@ -18,7 +19,12 @@ from trl_runs import arguments, make_tokenizer, texts
 from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.trl import HydraMixin
-from ds_hydra.trl.arguments import add_deepspeed, check_trl_arguments, complete_section
+from ds_hydra.trl.arguments import (
+    add_deepspeed,
+    check_trainer,
+    check_trl_arguments,
+    complete_section,
+)
 from ds_hydra.trl.everywhere import Weighted
 from ds_hydra.trl.reference import remove_fused_head
 from ds_hydra.trl.scored_model import Given, ScoredModel, read_sequences
@@ -212,3 +218,26 @@ def test_losses_of_logits_and_given_optimizers_are_refused():
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     with pytest.raises(HydraConfigError, match="optimizers is given"):
         start(optimizers=(optimizer, None))
+
+
+@pytest.mark.parametrize(
+    "kind", [trl.KTOTrainer, trl.RewardTrainer, trl.DistillationTrainer, "gkd.GKDTrainer"]
+)
+def test_other_trainers_of_trl_are_refused_before_anything_is_loaded(kind):
+    if isinstance(kind, str):
+        module, name = kind.split(".")
+        kind = getattr(importlib.import_module(f"trl.experimental.{module}"), name)
+
+    class Mine(HydraMixin, kind):
+        pass
+
+    with pytest.raises(HydraConfigError, match=f"Mine is a {kind.__name__} of trl.* does not run"):
+        Mine(model="no such folder", args=None)
+
+
+def test_trainers_of_trl_that_run_are_those_that_are_shipped_and_rloo():
+    from ds_hydra.trl import trainers
+
+    for kind in (*vars(trainers).values(), trl.RLOOTrainer, torch.nn.Module):
+        if isinstance(kind, type):
+            check_trainer(kind)

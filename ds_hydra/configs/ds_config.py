@@ -224,6 +224,12 @@ def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, An
     hydra = HydraConfig.parse(document.pop("hydra"))
     for note in _find_without_effect(document):
         logger.warning(note)
+    if hydra.tokens_per_iteration < hydra.context_length:
+        logger.warning(
+            f"hydra.tokens_per_iteration is {hydra.tokens_per_iteration}, below hydra.context_length of "
+            f"{hydra.context_length}: a sequence above it is an iteration of its own, larger than the others; "
+            f"set hydra.tokens_per_iteration to {4 * hydra.context_length} or more"
+        )
     document.pop("train_batch_size", None)
     _fill_in(document)
     link = hydra.link.with_gradient_dtype(_gradient_dtype(document))

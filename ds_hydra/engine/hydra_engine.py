@@ -30,11 +30,11 @@ from ds_hydra.engine.checkpointing.engine import CheckpointingEngine
 from ds_hydra.engine.examples import MiniBatches, local_rank, only_ids, read_data
 from ds_hydra.engine.gradient_shards import GradientShards
 from ds_hydra.engine.iteration import Iteration, Outcomes, gather_scores, observe, score, weigh
-from ds_hydra.engine.losses.loss import Loss
+from ds_hydra.engine.losses.loss import CrossEntropy, Loss
 from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.engine.model.bias_correction import BiasCorrection
 from ds_hydra.engine.model.packing_probe import build_stage_model
-from ds_hydra.engine.model.scheme_support import check_context
+from ds_hydra.engine.model.scheme_support import check_context, find_unseen_positions
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.engine.ranks.deepspeed_ops import clear_up, leave_out_shared_memory
@@ -121,6 +121,9 @@ class HydraEngine(CheckpointingEngine):
         )
         stage_model = run_together(make_stage_model, self.device)
         check_context(stage_model.trial, stage_model.config, config.context_length)
+        note = find_unseen_positions(stage_model.config, config.context_length)
+        if note and deepspeed.comm.get_rank() == 0:
+            logger.warning(note)
         memory = MemoryWatch()  # before DeepSpeed's buffers and states
         super().__init__(args, model, *engine_args, **engine_kwargs)
         _modules_of_engines.update(model.modules())
@@ -152,23 +155,25 @@ class HydraEngine(CheckpointingEngine):
         Without `batch` the engine's own sampler draws the next mini-batch; otherwise `batch` is the
         global mini-batch, the same list of {"input_ids": [l], "labels": [l]} on every rank.
         `strategy` (for example "2x<1,2>") forces one, else the best candidate is taken. `loss`
-        takes the place of the mean cross entropy of a given mini-batch (`ds_hydra.losses`); its
-        fields are columns of the examples. `keep_scores` with a `loss` leaves in `last_scores` what
-        the pass says of the tokens that count; None where the loss is the mean cross entropy, which
-        keeps none. The loss is a 0-dim fp32 tensor, equal on all ranks.
+        takes the place of the mean cross entropy (`ds_hydra.losses`); its fields are columns of a
+        given mini-batch's examples, without which it is a `CrossEntropy` that reads none.
+        `keep_scores` with a `loss` of a given mini-batch leaves in `last_scores` what the pass says
+        of the tokens that count; None where the loss is the mean cross entropy, which keeps none.
+        The loss is a 0-dim fp32 tensor, equal on all ranks.
         Raises, on all ranks, InfeasiblePlanError where no strategy can fit a sequence, and
         HydraDataError where `loss` is not finite.
         """
         start = time.perf_counter()
-        if batch is None and (strategy is not None or loss is not None):
+        reads_none = loss is None or (isinstance(loss, CrossEntropy) and loss.weights is None)
+        if batch is None and (strategy is not None or not reads_none):
             raise HydraConfigError(
-                "a forced strategy, and a loss, need a given mini-batch: call train_batch(batch=examples, ...); "
-                "strategies to choose from are listed in hydra.strategies"
+                "a forced strategy, and a loss other than a cross entropy without weights, need a given mini-batch: "
+                "call train_batch(batch=examples, ...); strategies to choose from are listed in hydra.strategies"
             )
         with self.hydra.section("plan"):
             problem = self._find_refrozen()
             iteration = (
-                self.hydra.next_iteration(problem)
+                self.hydra.next_iteration(problem, loss)
                 if batch is None
                 else self.hydra.plan_examples(
                     batch, strategy, self.global_steps, problem, loss, may_try=True

@@ -28,7 +28,7 @@ from ds_hydra.engine.examples import (
     fingerprint_tensors,
 )
 from ds_hydra.engine.iteration import Iteration, Outcomes
-from ds_hydra.engine.losses.loss import CrossEntropy, Loss
+from ds_hydra.engine.losses.loss import CrossEntropy, Fields, Loss
 from ds_hydra.engine.losses.objective import Objective, read_by
 from ds_hydra.engine.model.micro_batches import Example
 from ds_hydra.engine.model.stage_model import StageModel
@@ -147,9 +147,11 @@ class HydraRuntime:
         self.candidates.lengths = data.lengths
         self._take_position()
 
-    def next_iteration(self, problem: Exception | None = None) -> Iteration:
-        """The next mini-batch of this engine's own sampler, planned; `problem`, what this rank has
-        found wrong before, is raised on all.
+    def next_iteration(
+        self, problem: Exception | None = None, loss: Loss | None = None
+    ) -> Iteration:
+        """The next mini-batch of this engine's own sampler, planned, for a `loss` of tokens that
+        reads no fields; `problem`, what this rank has found wrong before, is raised on all.
         """
         if self.sampler is None or self._data is None:
             error = HydraConfigError(
@@ -173,7 +175,11 @@ class HydraRuntime:
         except Exception as caught:  # whatever the user's data raise, the other ranks wait
             problem = problem or caught
         self.propagator.check_plan(plan, problem=problem)
-        return Iteration(planned, examples.__getitem__)
+        objective = None
+        if loss is not None and not _is_plain(loss):
+            fields: list[Fields] = [{}] * len(plan.lengths)
+            objective = Objective(loss=loss, normaliser=plan.num_label_tokens, fields=fields)
+        return Iteration(planned, examples.__getitem__, objective)
 
     def start_planning(self) -> PlanFeed:
         """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a
@@ -233,7 +239,7 @@ class HydraRuntime:
                 num_logits=self.stage_model.num_logits,
                 only_scored=only_scored,
             )
-            if loss is not None and not (isinstance(loss, CrossEntropy) and loss.is_plain):
+            if loss is not None and not _is_plain(loss):
                 labels = [labels for _, labels in tensors]
                 objective = Objective.read(loss, examples, labels, self.stage_model.num_logits)
         except Exception as caught:  # whatever the examples raise, the other ranks wait
@@ -487,3 +493,8 @@ class HydraRuntime:
         except OSError as error:
             return cannot_write(self.config, error)
         return None
+
+
+def _is_plain(loss: Loss) -> bool:
+    """Whether `loss` is what the engine computes without one."""
+    return isinstance(loss, CrossEntropy) and loss.is_plain

@@ -21,6 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ds_hydra.configs import HydraConfig
 from ds_hydra.engine.hydra_engine import check_model
+from ds_hydra.engine.losses.loss import CrossEntropy
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
@@ -200,9 +201,15 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         """One iteration of the engine, optimizer step included; `inputs` are empty. Returns the
         global loss.
         """
-        loss = self.engine.train_batch()
+        loss = self.engine.train_batch(loss=self._own_loss())
         self._count_iteration()
         return loss.to(self.args.device)
+
+    def _own_loss(self) -> CrossEntropy | None:
+        """With label_smoothing_factor as transformers smooths, also in evaluation."""
+        if self.label_smoother is None:
+            return None
+        return CrossEntropy(label_smoothing=self.label_smoother.epsilon)
 
     def compute_loss(
         self,
@@ -245,7 +252,8 @@ class HydraTrainer(EngineMixin, transformers.Trainer):
         self.callback_handler.eval_dataloader = batches
         loss_sum = 0.0
         for examples, num_label_tokens in batches:
-            loss_sum += float(self.engine.eval_batch(examples)) * num_label_tokens
+            loss = float(self.engine.eval_batch(examples, loss=self._own_loss()))
+            loss_sum += loss * num_label_tokens
             self.control = self.callback_handler.on_prediction_step(
                 self.args, self.state, self.control
             )

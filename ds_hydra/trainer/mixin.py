@@ -238,7 +238,7 @@ class EngineMixin:
             raise HydraConfigError(
                 f"the schedule is {type(self.lr_scheduler).__name__}, whose step() needs a metric of evaluation, and "
                 f"eval_strategy is {str(args.eval_strategy.value)!r}, metric_for_best_model "
-                f"{args.metric_for_best_model!r}; remove the scheduler from the DeepSpeed JSON and set "
+                f"{args.metric_for_best_model!r}; set "
                 "lr_scheduler_type='reduce_lr_on_plateau' or 'greedy', eval_strategy='steps' and "
                 "metric_for_best_model='loss'"
             )

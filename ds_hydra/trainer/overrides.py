@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from transformers import Trainer
+from transformers.trainer_pt_utils import LabelSmoother
 
 from ds_hydra.errors import HydraConfigError
 
@@ -73,5 +74,6 @@ def is_overridden(trainer: Any, name: str, base: type) -> bool:
 def _find_set(trainer: Any) -> Iterator[str]:
     """What is an attribute, and may have been set after the trainer was made."""
     for name in ("compute_loss_func", "label_smoother"):
-        if (value := getattr(trainer, name)) is not None:
+        value = getattr(trainer, name)
+        if value is not None and type(value) is not LabelSmoother:
             yield f"{name} is {value!r}: {_OWN_LOSS}"

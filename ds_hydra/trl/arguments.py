@@ -18,7 +18,7 @@ from ds_hydra.trainer.arguments import Note, check_arguments
 
 OF_THE_LOOP = frozenset(
     (
-        "gradient_accumulation_steps", "label_smoothing_factor", "per_device_train_batch_size",
+        "gradient_accumulation_steps", "per_device_train_batch_size",
         "average_tokens_across_devices", "dataloader_drop_last", "dataloader_num_workers",
         "dataloader_prefetch_factor", "dataloader_persistent_workers",
         "dataloader_multiprocessing_context", "dataloader_in_order",
@@ -82,6 +82,23 @@ def complete_section(ds_config: dict[str, Any], args: TrainingArguments, model: 
     num_examples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     section.setdefault("tokens_per_iteration", section["context_length"] * num_examples)
     ds_config["hydra"] = section
+
+
+_HANDLED = ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer")
+
+
+def check_trainer(kind: type) -> None:
+    """Raise HydraConfigError for a trainer of TRL that does not run on the engine's scores: it asks
+    the model for logits, hidden states or a teacher, or trains a model of another kind.
+    """
+    base = next((k for k in kind.__mro__ if k.__module__.partition(".")[0] == "trl"), None)
+    if base is not None and (base.__name__ not in _HANDLED or "experimental" in base.__module__):
+        raise HydraConfigError(
+            f"{kind.__name__} is a {base.__name__} of {base.__module__.rpartition('.')[0]}, which ds_hydra.trl "
+            f"does not run; it runs {', '.join(_HANDLED)} of TRL. For another loss on token log-probabilities call "
+            "engine.train_batch(batch, loss=...) with one of ds_hydra.losses or your own, or train with TRL on plain "
+            'ZeRO-3, without HydraMixin and the "hydra" section'
+        )
 
 
 def check_trl_arguments(args: TrainingArguments, note: Note) -> None:

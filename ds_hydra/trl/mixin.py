@@ -29,7 +29,12 @@ from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.trainer.arguments import Note, map_arguments
 from ds_hydra.trainer.mixin import say_nothing
-from ds_hydra.trl.arguments import add_deepspeed, check_trl_arguments, complete_section
+from ds_hydra.trl.arguments import (
+    add_deepspeed,
+    check_trainer,
+    check_trl_arguments,
+    complete_section,
+)
 from ds_hydra.trl.chats import check_columns_of, with_clean_chats
 from ds_hydra.trl.everywhere import score_everywhere, train_everywhere
 from ds_hydra.trl.reference import ReferenceMixin, reference_engines, remove_fused_head
@@ -56,6 +61,7 @@ class HydraMixin(ReferenceMixin):
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
+        check_trainer(type(self))
         for given in (*args, *kwargs.values()):
             if isinstance(given, TrainingArguments):
                 check_trl_arguments(given, say_nothing)

@@ -25,7 +25,11 @@ from ds_hydra.engine.checks.report import CheckRequest, ConfigReport
 from ds_hydra.engine.model.attention import find_softcap_problem
 from ds_hydra.engine.model.meta_model import load_model_config, making
 from ds_hydra.engine.model.random_model import build_random_stage_model
-from ds_hydra.engine.model.scheme_support import check_context, check_context_parallel
+from ds_hydra.engine.model.scheme_support import (
+    check_context,
+    check_context_parallel,
+    find_unseen_positions,
+)
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import check_groups_of_rank
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
@@ -206,12 +210,8 @@ class _Budget:
         check_context(self._stage_model.trial, config, self._hydra.context_length)
         if problem := find_softcap_problem(config, self._dtype):
             self._report.warnings.append(f"on GPUs the engine refuses this model: {problem}")
-        positions = getattr(config, "max_position_embeddings", None)
-        if positions is not None and self._hydra.context_length > positions:
-            self._report.warnings.append(
-                f"hydra.context_length is {self._hydra.context_length}, above the model's max_position_embeddings "
-                f"of {positions}: rotary positions have no end, but the model has not seen them"
-            )
+        if note := find_unseen_positions(config, self._hydra.context_length):
+            self._report.warnings.append(note)
 
     def _can_run(self, scheme: Scheme) -> bool:
         return self._stage_model is None or self._stage_model.can_run(scheme)

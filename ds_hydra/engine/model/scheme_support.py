@@ -43,6 +43,17 @@ def check_context(trial: Trial, config: Any, context_length: int) -> None:
         )
 
 
+def find_unseen_positions(config: Any, context_length: int) -> str | None:
+    """What to say where sequences may be longer than those that the model was trained on."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is None or context_length <= positions:
+        return None
+    return (
+        f"hydra.context_length is {context_length}, above the model's max_position_embeddings "
+        f"of {positions}: rotary positions have no end, but the model has not seen them"
+    )
+
+
 def check_trial(scheme: Scheme, trial: Trial, name: str) -> None:
     """Raise UnsupportedModelError where a model of the class `name` runs sequences one after the
     other, or has states that pass from token to token, and `scheme` wants more than whole layers.
