@@ -38,6 +38,15 @@ def test_labels_are_those_given_where_all_masks_are_1():
     assert read(input_ids=IDS, **both) == (IDS, [-100, 6, -100])
 
 
+def test_masked_values_are_refused():
+    held = np.ma.array([5, 6, 7], mask=[1, 0, 0])
+    for column in ("input_ids", "labels", "attention_mask"):
+        with pytest.raises(HydraConfigError, match=f"'{column}' of .* masked array with 1 values"):
+            read(**{"input_ids": [5, 6, 7], column: held})
+    assert read(input_ids=[5, 6, 7], labels=held.filled(-100)) == ([5, 6, 7], [-100, 6, 7])
+    assert read(input_ids=np.ma.array([5, 6, 7])) == ([5, 6, 7], [5, 6, 7])
+
+
 def test_the_users_memory_is_not_shared():
     ids, labels = np.array(IDS), torch.tensor(IDS)
     read_ids, read_labels = to_example({"input_ids": ids, "labels": labels}, "example 0")
