@@ -60,6 +60,13 @@ def test_what_looks_like_masks_labels_or_weights_is_refused(name, value):
         if name not in ("label_ids", "prompt_length"):
             assert read(input_ids=IDS, **{name: harmless}) == (IDS, IDS)
     assert read(input_ids=IDS, special_tokens_mask=[1, 0, 0]) == (IDS, IDS)
+def test_masked_values_are_refused():
+    held = np.ma.array([5, 6, 7], mask=[1, 0, 0])
+    for column in ("input_ids", "labels", "attention_mask"):
+        with pytest.raises(HydraConfigError, match=f"'{column}' of .* masked array with 1 values"):
+            read(**{"input_ids": [5, 6, 7], column: held})
+    assert read(input_ids=[5, 6, 7], labels=held.filled(-100)) == ([5, 6, 7], [-100, 6, 7])
+    assert read(input_ids=np.ma.array([5, 6, 7])) == ([5, 6, 7], [5, 6, 7])
 
 
 def test_the_users_memory_is_not_shared():

@@ -98,7 +98,7 @@ MISTAKES = {
     "dropout": (
         lambda: initialize(tiny("llama", attention_dropout=0.1)),
         UnsupportedModelError,
-        ("attention_dropout = 0.1", "set it to 0"),
+        ("attention_dropout = 0.1", "from_pretrained(..., attention_dropout=0.0)"),
     ),
     "not a Hugging Face model": (
         lambda: initialize(torch.nn.Linear(2, 2)),

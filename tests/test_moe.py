@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import deepspeed
 import pytest
@@ -344,7 +345,12 @@ def test_a_profile_of_a_dense_model_is_refused():
 @pytest.mark.parametrize(
     ("family", "setting", "value", "message"),
     [
-        ("mixtral", "router_jitter_noise", 0.1, "router_jitter_noise = 0.1.*set it to 0"),
+        (
+            "mixtral",
+            "router_jitter_noise",
+            0.1,
+            "router_jitter_noise = 0.1.*set each of these to 0",
+        ),
         ("qwen3_moe", "expert_capacity", 64, "expert_capacity = 64: which tokens.*to None"),
     ],
 )
@@ -353,11 +359,32 @@ def test_what_would_depend_on_the_strategy_is_refused(family, setting, value, me
         try_small_copy(tiny(family, **{setting: value}))
 
 
-def test_routers_of_another_dtype_are_refused():
+def routers_in_fp32():
     model = tiny("mixtral").bfloat16()
     for layer in model.model.layers:
         layer.mlp.gate.float()
-    with pytest.raises(
-        UnsupportedModelError, match=r"several dtypes.*bfloat16.*float32.*model.float"
-    ):
-        StageModel(model)
+    return model
+
+
+def train_in_bf16():
+    """Losses of a model that is cast by DeepSpeed and of one that is cast before; what is said of
+    the former without bf16.
+    """
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    with pytest.raises(UnsupportedModelError) as refused:
+        start_hydra(routers_in_fp32())
+    found = []
+    for model in (routers_in_fp32(), routers_in_fp32().to(torch.bfloat16)):
+        engine = start_hydra(model, bf16={"enabled": True})
+        found.append([float(engine.train_batch(examples, strategy="1x<2,1>")) for _ in range(2)])
+    return str(refused.value), *found
+
+
+@pytest.mark.distributed
+def test_routers_of_another_dtype_are_cast_as_deepspeed_does():
+    for refused, mixed, cast in run_distributed(train_in_bf16, 2):
+        assert mixed == cast
+        assert re.search(
+            r"35 in torch.bfloat16 .*4 in torch.float32 \(model.layers.0.*gate", refused
+        )
+        assert "set bf16.enabled" in refused

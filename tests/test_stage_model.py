@@ -50,6 +50,159 @@ def test_a_configuration_that_is_changed_after_the_start_is_named_once(caplog):
     assert "is 0.5 now" in message
 
 
+def edit_data(module, key, value):
+    getattr(module, key).data.copy_(value)
+
+
+def edit(module, key, value):
+    with torch.no_grad():
+        getattr(module, key).copy_(value)
+
+
+def replace_data(module, key, value):
+    getattr(module, key).data = value
+
+
+@pytest.mark.parametrize("way", [edit_data, edit, replace_data, setattr])
+def test_buffers_are_taken_over_however_they_are_edited(way):
+    model = tiny("deepseek_v3")
+    stage_model = StageModel(model)
+    name = next(name for name, _ in model.named_buffers() if name.endswith("correction_bias"))
+    place, key = name.rsplit(".", 1)
+    module, twin = (m.get_submodule(place) for m in (model, stage_model._model))
+    own = torch.full_like(getattr(twin, key), 3.0)
+    getattr(twin, key).copy_(own)  # what the copy makes of it stays as long as nobody edits
+    stage_model.carry_over()
+    assert getattr(twin, key).equal(own)
+    for number in range(2):
+        value = torch.arange(4.0) + number
+        way(module, key, value)
+        stage_model.carry_over()
+        assert getattr(twin, key).equal(value)
+        assert getattr(twin, key).data_ptr() != getattr(module, key).data_ptr()
+    for value in (torch.ones(4, dtype=torch.bfloat16), torch.ones(2, 2)):
+        replace_data(module, key, value)
+        stage_model.carry_over()
+        assert getattr(twin, key).dtype == value.dtype
+        assert getattr(twin, key).equal(value)
+    module._buffers[key] = None
+    stage_model.carry_over()
+    assert getattr(twin, key) is None
+
+
+NOISY = {
+    "gpt_neox": {"hidden_dropout": 0.1},
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.2},
+    "llama": {"attention_dropout": 0.1},
+    "bloom": {"hidden_dropout": 0.1},
+    "mixtral": {"router_jitter_noise": 0.1},
+    "starcoder2": {"residual_dropout": 0.1},
+}
+
+
+@pytest.mark.parametrize(("family", "rates"), NOISY.items(), ids=NOISY)
+def test_noise_of_a_loaded_model_is_refused_and_both_ways_out_work(tmp_path, family, rates):
+    tiny("llama")  # settings of transformers' log
+    if family == "starcoder2":
+        config = transformers.Starcoder2Config(**SIZES, **rates)
+        model = transformers.Starcoder2ForCausalLM(config)
+    else:
+        model = tiny(family, **rates)
+    model.save_pretrained(tmp_path)
+    zeros = dict.fromkeys(rates, 0.0)
+    with pytest.raises(UnsupportedModelError) as refused:
+        StageModel(model)
+    advised = re.search(r"from_pretrained\(\.\.\., (.*?)\)", str(refused.value)).group(1)
+    assert all(f"{key}=0.0" in advised for key in zeros)
+    for key in zeros:
+        setattr(model.config, key, 0.0)
+    with pytest.raises(UnsupportedModelError, match=r"does not follow its config") as refused:
+        StageModel(model)
+    assert all(f"{key}=0.0" in str(refused.value) for key in zeros)
+    refused = refused.value
+    while refused is not None:  # each module that it names
+        attribute, name = re.search(r"(\w+) = [\d.]+ of module ([\w.]+)", str(refused)).groups()
+        setattr(model.get_submodule(name), attribute, 0)
+        refused = None
+        try:
+            StageModel(model)
+        except UnsupportedModelError as error:
+            refused = error
+    packing_probe.build_stage_model(model)
+    named = dict.fromkeys(re.findall(r"(\w+)=0\.0", advised), 0.0)
+    StageModel(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **named))
+
+
+def test_noise_that_is_switched_on_after_the_start_is_refused():
+    for family, place, key in (
+        ("gpt_neox", "gpt_neox.emb_dropout", "p"),
+        ("llama", "model.layers.1.self_attn", "attention_dropout"),
+    ):
+        model = tiny(family)
+        stage_model = StageModel(model)
+        setattr(model.get_submodule(place), key, 0.1)
+        with pytest.raises(UnsupportedModelError, match=rf"{place}.{key} was 0.0 .* set it back"):
+            stage_model.carry_over()
+
+
+class OwnRate(transformers.LlamaForCausalLM):
+    """Noise that no configuration knows."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.drop = torch.nn.Dropout(0.1)
+
+
+def test_noise_that_a_class_has_of_its_own_can_be_set_to_0():
+    model = OwnRate(tiny("llama").config)
+    with pytest.raises(
+        UnsupportedModelError, match=r"p = 0.1 of module drop: .* set each of these"
+    ):
+        packing_probe.build_stage_model(model)
+    model.drop.p = 0.0
+    packing_probe.build_stage_model(model)
+
+
+class Doubled(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        out = super().forward(input_ids=input_ids, labels=labels, **kwargs)
+        if out.loss is not None:
+            out.loss = out.loss * 2.0
+        return out
+
+
+class Scaled(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        out = super().forward(input_ids=input_ids, **kwargs)
+        out.logits = out.logits * 0.5
+        if labels is not None:
+            out.loss = self.loss_function(out.logits, labels, vocab_size=self.config.vocab_size)
+        return out
+
+
+class OwnLoss(transformers.LlamaForCausalLM):
+    loss_function = staticmethod(lambda logits, labels, **_: logits.sum())
+
+
+def test_a_loss_of_the_model_itself_is_refused():
+    config = tiny("llama").config
+    with pytest.raises(
+        UnsupportedModelError, match=r"Doubled .* returns a loss of .* loss=\.\.\.\)"
+    ):
+        packing_probe.build_stage_model(Doubled(config))
+    packing_probe.build_stage_model(Scaled(config))
+    with pytest.raises(UnsupportedModelError, match="class OwnLoss has a loss_function of its own"):
+        StageModel(OwnLoss(config))
+    model = tiny("llama")
+    stage_model = StageModel(model)
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    for look in (stage_model.carry_over, lambda: StageModel(model)):
+        with pytest.raises(UnsupportedModelError, match=r"its loss_function is .*<lambda>, which"):
+            look()
+    model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss
+    StageModel(model)
+
+
 def test_stage_model_holds_no_parameter_memory_and_leaves_the_model_alone():
     model = tiny("llama")
     implementation = model.config._attn_implementation

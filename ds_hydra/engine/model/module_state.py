@@ -13,7 +13,7 @@ import dis
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -64,10 +64,6 @@ class ModuleState:
             raise UnsupportedModelError(problem)
         for twins in self._twins:
             twins.carry_over()
-        buffers = [pair for twins in self._twins for pair in twins.buffers()]
-        for (twins, key, _), is_other in zip(buffers, _differ([b for _, _, b in buffers])):
-            if is_other:
-                twins.take_buffer(key)
         self._warn_of_settings()
 
     def _warn_of_settings(self) -> None:
@@ -133,46 +129,39 @@ class _Twins:
                     )
                 self._plain[key] = copy.deepcopy(value)
                 vars(self._twin)[key] = copy.deepcopy(value)
+        for key in {**self.module._buffers, **self._buffers}:
+            self._take_buffer(key)
 
-    def buffers(self) -> Iterator[tuple[_Twins, str, tuple[Tensor | None, Tensor | None]]]:
-        """Each buffer of the module, and what it was when the copy took it over."""
-        held = self.module._buffers
-        for key in {**held, **self._buffers}:
-            yield self, key, (held.get(key), self._buffers.get(key))
-
-    def take_buffer(self, key: str) -> None:
-        """Give the copy the module's buffer."""
-        buffer = self._buffers[key] = _clone(self.module._buffers.get(key))
+    def _take_buffer(self, key: str) -> None:
+        """Give the copy the module's buffer, where its bits are others than those that were taken
+        over: one that is edited through `.data` keeps its identity and version. What the copy has
+        made of its own since then stays otherwise. The host waits for no accelerator.
+        """
+        now, before = self.module._buffers.get(key), self._buffers.get(key)
         twin = self._twin._buffers.get(key)
-        device = (
-            buffer.device if twin is None and buffer is not None else getattr(twin, "device", None)
-        )
-        self._twin._buffers[key] = None if buffer is None else buffer.clone().to(device)
+        if now is None and before is None:
+            return
+        is_other: bool | Tensor = True
+        if now is not None and before is not None and _kind(now) == _kind(before):
+            if now.is_meta:
+                return
+            is_other = (_bits(now) != _bits(before)).any()
+            if now.device.type != "cpu" and twin is not None and _kind(now) == _kind(twin):
+                self._twin._buffers[key] = torch.where(is_other, now.detach(), twin)
+                self._buffers[key] = _clone(now)
+                return
+        if is_other:
+            own = self._buffers[key] = _clone(now)
+            device = None if twin is None else twin.device
+            self._twin._buffers[key] = None if own is None else own.clone().to(device)
 
 
 def _clone(buffer: Tensor | None) -> Tensor | None:
     return None if buffer is None else buffer.detach().clone()
 
 
-def _differ(pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> list[bool]:
-    """Whether the two buffers of each pair are others: by their bits, for a buffer that is edited
-    through `.data` keeps its identity and version. One wait for each device.
-    """
-    answers: list[bool | Tensor] = []
-    for now, before in pairs:
-        if now is None or before is None:
-            answers.append(now is not before)
-        elif now.dtype != before.dtype or now.shape != before.shape or now.device != before.device:
-            answers.append(True)
-        elif now.is_meta or not now.numel():
-            answers.append(False)
-        else:
-            answers.append((_bits(now) != _bits(before)).any())
-    for device in {answer.device for answer in answers if isinstance(answer, Tensor)}:
-        open_ = [a for a in answers if isinstance(a, Tensor) and a.device == device]
-        known = dict(zip(map(id, open_), torch.stack(open_).tolist()))
-        answers = [known.get(id(answer), answer) for answer in answers]
-    return [bool(answer) for answer in answers]
+def _kind(buffer: Tensor) -> tuple[Any, ...]:
+    return buffer.dtype, buffer.shape, buffer.device
 
 
 def _bits(tensor: Tensor) -> Tensor:

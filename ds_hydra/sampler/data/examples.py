@@ -231,8 +231,8 @@ def check_unmasked(value: Any, what: str) -> None:
     """Raise HydraConfigError where `value`, as an array, would lose a mask of its own."""
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise HydraConfigError(
-            f"{what} is a masked array with {int(np.ma.getmaskarray(value).sum())} values masked, which would be read as "
-            "if they were not; put what shall stand there by array.filled(value), such as -100 into labels"
+            f"{what} is a masked array with {int(np.ma.getmaskarray(value).sum())} values masked, which would be read "
+            "as if they were not; put what shall stand there by array.filled(value), such as -100 into labels"
         )
 
 
