@@ -11,9 +11,9 @@ killed at random times while layers stream), `launch` (kills under torchrun and 
 saving), `leak` (random strategies on 4 ranks), `shm` (a /dev/shm of 64 MB, mounted as root),
 `folders` (damaged run folders are read or refused), `documents` (damaged documents of every
 command), `configurations` (hostile values and Python objects), `fuzz`. Each replaces its section of
-the page, whose other sections stay. What was measured is recorded in `--state` at once: an interrupted
-command continues where it was, `--fresh` begins anew. Ranks are CPU processes on one machine
-(gloo); it uses the helpers of the tests.
+the page, whose other sections stay. What was measured is recorded in `--state` at once: an
+interrupted command continues where it was, `--fresh` begins anew. Ranks are CPU processes on one
+machine (gloo); it uses the helpers of the tests.
 """
 
 from __future__ import annotations

@@ -286,9 +286,10 @@ def describe_documents(records: list[dict[str, Any]]) -> str:
     ]
     return paragraphs(
         "One or two of the documents that a command reads (profile, histogram, strategies, lengths, hardware, "
-        "topology, layers, points, DeepSpeed JSON, a model's and a tokenizer's, data, run folder) damaged: values changed, bytes "
-        "changed, cut, replaced. The command carries it out, or ends with an error of ds_hydra; what it prints or "
-        "writes as JSON has no NaN and no Infinity. Anything else, or more than 1 s of CPU time, ends the benchmark.",
+        "topology, layers, points, DeepSpeed JSON, a model's and a tokenizer's, data, run folder) damaged: values "
+        "changed, bytes changed, cut, replaced. The command carries it out, or ends with an error of ds_hydra; what it "
+        "prints or writes as JSON has no NaN and no Infinity. Anything else, or more than 1 s of CPU time, "
+        "ends the benchmark.",
         table(["command", "inputs", "carried out", "refused", "other errors", "slowest ms"], rows),
     )
 

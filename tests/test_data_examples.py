@@ -60,6 +60,8 @@ def test_what_looks_like_masks_labels_or_weights_is_refused(name, value):
         if name not in ("label_ids", "prompt_length"):
             assert read(input_ids=IDS, **{name: harmless}) == (IDS, IDS)
     assert read(input_ids=IDS, special_tokens_mask=[1, 0, 0]) == (IDS, IDS)
+
+
 def test_masked_values_are_refused():
     held = np.ma.array([5, 6, 7], mask=[1, 0, 0])
     for column in ("input_ids", "labels", "attention_mask"):

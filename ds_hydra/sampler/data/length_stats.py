@@ -67,6 +67,8 @@ def load_data(
         builder = _BUILDERS[suffix]
         document = {"sample_by": "document"} if builder == "text" else {}
         paths = [str(file) for file in files]
+        if builder == "json":
+            _check_first_rows(files)
         try:
             return datasets.load_dataset(
                 builder, data_files=paths, split=split, streaming=streaming, **document
@@ -95,6 +97,20 @@ def _load_saved(
             raise HydraConfigError(f"{path} has the splits {', '.join(saved)}, not {split!r}")
         saved = saved[split]
     return saved.to_iterable_dataset() if streaming else saved
+
+
+def _check_first_rows(files: Sequence[Path]) -> None:
+    """Raise HydraConfigError for a file that begins with null, at which pyarrow 26 crashes the
+    process.
+    """
+    for file in files:
+        try:
+            with file.open("rb") as opened:
+                begin = opened.read(4096).lstrip()
+        except OSError as error:
+            raise HydraConfigError(f"cannot read {file}: {error.strerror}") from error
+        if begin.startswith(b"null"):
+            raise HydraConfigError(f"{file}: row 0 is null, expected an object; remove it")
 
 
 def _unreadable(name: str | Path, builder: str, error: Exception) -> HydraConfigError:

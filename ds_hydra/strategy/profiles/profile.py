@@ -317,8 +317,8 @@ class Profile:
         wrong.
         """
         with reading(document, PROFILE_SCHEMA, source):
-            model = read_object(document, "model")
             hardware = {"devices_per_node": 8, **read_object(document, "hardware")}
+            model = read_object(document, "model")
             memory = {**_OPTIONAL_MEMORY, **read_object(document, "memory")}
             per_tp = read_object(memory, "activation_bytes_per_token_per_layer_per_hidden")
             saturation = read_object({"saturation_tokens": {}, **document}, "saturation_tokens")

@@ -122,7 +122,7 @@ class SearchInput:
                 **document,
             }
             layers = tuple(
-                _read_layer(check_object(layer, "a layer"))
+                _read_named_layer(check_object(layer, "a layer"))
                 for layer in read_list(document, "layers")
             )
             if not layers:
@@ -212,6 +212,13 @@ def _by_degree(document: Mapping[str, Any], key: str) -> dict[int, float]:
     """The numbers at `key`, by TP or PP degree."""
     numbers = read_object(document, key)
     return {int(degree): read_number(numbers, degree, least=0) for degree in numbers}
+
+
+def _read_named_layer(document: Mapping[str, Any]) -> LayerProfile:
+    try:
+        return _read_layer(document)
+    except HydraConfigError as error:
+        raise HydraConfigError(f"layer {document.get('name')!r:.80}: {error}") from error
 
 
 def _read_layer(document: Mapping[str, Any]) -> LayerProfile:
