@@ -125,6 +125,19 @@ def test_overlap_is_off_with_one_warning_where_any_rank_was_late(
     assert overlap_where_safe(config, torch.device("cpu")) is config  # no ranks asked
 
 
+@pytest.mark.parametrize(
+    "setting",
+    ["NCCL_LAUNCH_ORDER_IMPLICIT=1", "CUDA_LAUNCH_BLOCKING=1", "TORCH_DISTRIBUTED_DEBUG=DETAIL"],
+)
+def test_settings_for_debugging_switch_overlap_off(monkeypatch, nothing_chosen, setting):
+    os.environ.update(WANTED)
+    monkeypatch.setenv(*setting.split("="))
+    problem = accelerator_settings.find_overlap_problem(CUDA)
+    assert problem.startswith(setting)
+    assert "unset it" in problem
+    assert accelerator_settings.find_overlap_problem(torch.device("cpu")) == ""
+
+
 def test_the_doctor_tells_of_settings_that_came_too_late(nothing_chosen):
     assert check_settings(torch.device("cpu")) == []
     (late,) = check_settings(CUDA)
