@@ -20,6 +20,14 @@ WANTED = {
 number of hardware queues, the others follow from the documentation of CUDA and torch."""
 
 _OVERLAP_NEEDS = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING")
+_OVERLAP_FORBIDS = {
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "1",  # takes one order of launches, which two threads do not have
+    # A thread that launches waits for its kernel, and so for other ranks.
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    # Messages are not coalesced: each pair of ranks gets a communicator of its own.
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+}
 _OLD_NAMES = {"PYTORCH_ALLOC_CONF": ("PYTORCH_CUDA_ALLOC_CONF",)}
 
 
@@ -56,6 +64,16 @@ def missing_for_overlap(environment: Mapping[str, str]) -> list[str]:
     ['CUDA_DEVICE_MAX_CONNECTIONS=32']
     """
     return [f"{n}={WANTED[n]}" for n in _OVERLAP_NEEDS if environment.get(n) != WANTED[n]]
+
+
+def in_the_way_of_overlap(environment: Mapping[str, str]) -> list[str]:
+    """What `environment` sets with which two threads cannot both post collectives, one `NAME=value`
+    each.
+
+    >>> in_the_way_of_overlap({"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "INFO"})
+    ['CUDA_LAUNCH_BLOCKING=1']
+    """
+    return [f"{n}={value}" for n, value in _OVERLAP_FORBIDS.items() if environment.get(n) == value]
 
 
 def prepare() -> None:

@@ -6,16 +6,18 @@ import logging
 import os
 import subprocess
 import sys
+import types
 
 import deepspeed
 import pytest
 import torch
 
 from ds_hydra.configs.hydra_config import HydraConfig, LinkConfig
-from ds_hydra.engine import hydra_engine_class
+from ds_hydra.engine import candidates, hydra_engine_class
 from ds_hydra.engine.doctor.environment import check_settings
-from ds_hydra.engine.ranks import accelerator_settings
+from ds_hydra.engine.ranks import accelerator_settings, device_memory
 from ds_hydra.engine.ranks.accelerator_settings import can_overlap, overlap_where_safe
+from ds_hydra.engine.runtime import HydraRuntime
 from ds_hydra.environment import WANTED, missing_for_overlap, set_accelerator_environment
 from ds_hydra.errors import HydraConfigError
 
@@ -123,6 +125,60 @@ def test_overlap_is_off_with_one_warning_where_any_rank_was_late(
     os.environ.update(WANTED)
     assert accelerator_settings.find_overlap_problem(CUDA) == ""
     assert overlap_where_safe(config, torch.device("cpu")) is config  # no ranks asked
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["NCCL_LAUNCH_ORDER_IMPLICIT=1", "CUDA_LAUNCH_BLOCKING=1", "TORCH_DISTRIBUTED_DEBUG=DETAIL"],
+)
+def test_settings_for_debugging_switch_overlap_off(monkeypatch, nothing_chosen, setting):
+    os.environ.update(WANTED)
+    monkeypatch.setenv(*setting.split("="))
+    problem = accelerator_settings.find_overlap_problem(CUDA)
+    assert problem.startswith(setting)
+    assert "unset it" in problem
+    assert accelerator_settings.find_overlap_problem(torch.device("cpu")) == ""
+
+
+@pytest.mark.parametrize(("limit", "value"), [(None, 45_000), (40_000, 36_000)])
+def test_a_device_without_memory_is_told_with_a_limit_to_set(monkeypatch, limit, value):
+    accelerator = types.SimpleNamespace(
+        memory_reserved=lambda: 30_000, available_memory=lambda: 20_000
+    )
+    monkeypatch.setattr(device_memory, "get_accelerator", lambda: accelerator)
+    with (
+        pytest.raises(
+            HydraConfigError, match=f"set hydra.memory_limit_bytes to {value},"
+        ) as raised,
+        device_memory.naming_memory_limit(limit),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore")
+    assert "Tried to allocate 2.00 GiB" in str(raised.value)
+    assert "more" not in str(raised.value)
+    with pytest.raises(RuntimeError, match="other"), device_memory.naming_memory_limit(limit):
+        raise RuntimeError("other")
+
+
+def test_training_and_profiling_name_the_limit(monkeypatch):
+    """Both run inside sections of the watchdog, which tells the other ranks."""
+
+    def fail(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    config = HydraConfig(context_length=64, tokens_per_iteration=64, memory_limit_bytes=1000)
+    accelerator = types.SimpleNamespace(memory_reserved=lambda: 900, available_memory=lambda: 200)
+    monkeypatch.setattr(device_memory, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(candidates, "measure_profile", fail)
+    propagator = types.SimpleNamespace(train=fail)
+    runtime = types.SimpleNamespace(config=config, propagator=propagator)
+    iteration = types.SimpleNamespace(plan=None, load=None, objective=None)
+    known = types.SimpleNamespace(
+        profile=None, config=config, propagator=propagator, strategies=(), log=None
+    )
+    with pytest.raises(HydraConfigError, match="memory_limit_bytes to 900"):
+        HydraRuntime.train(runtime, iteration, [], 1.0)
+    with pytest.raises(HydraConfigError, match="memory_limit_bytes to 900"):
+        candidates.EngineCandidates.know_profile(known)
 
 
 def test_the_doctor_tells_of_settings_that_came_too_late(nothing_chosen):

@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from distributed import run_distributed
 from typer.testing import CliRunner
 
 from ds_hydra.cli import app
-from ds_hydra.engine.doctor import environment, links, small_model
+from ds_hydra.engine.doctor import environment, examination, links, small_model
 from ds_hydra.engine.doctor.examination import Examination, Request, describe
 from ds_hydra.engine.doctor.findings import REPORT_SCHEMA, Finding, Report, Status
 from ds_hydra.engine.parallel import tensor_parallel
@@ -22,7 +23,8 @@ from ds_hydra.strategy.cost_models.analytic import Hardware
 
 CHECKS = {
     "ranks", "versions", "attention", "planner", "shared memory", "open files", "host", "all-reduce",
-    "links inside a host", "speed of ranks", "profile point", "memory", "gradients", "hangs", "streamed layers",
+    "links inside a host", "speed of ranks", "profile point", "memory", "gradients", "hangs", "gathered layers",
+    "streamed layers",
 }  # fmt: skip
 
 
@@ -56,8 +58,11 @@ def test_ranks_that_are_well_and_sums_that_are_missing():
     assert set(found) == CHECKS
     assert found["hangs"]["figures"]["iterations"] > 3
     gradients = [f for f in well["findings"] if f["check"] == "gradients"]
-    assert [len(f["figures"]["errors"]) for f in gradients] == [5, 5]
-    assert all(e <= 1e-5 for f in gradients for e in f["figures"]["errors"].values())
+    assert [len(f["figures"]["errors"]) for f in gradients] == [5, 5, 3]
+    assert all(e <= 1e-5 for f in gradients[:2] for e in f["figures"]["errors"].values())
+    in_bf16 = gradients[2]["figures"]["errors"].values()
+    assert all(1e-4 < e < 5e-2 for e in in_bf16), in_bf16  # half of what is allowed
+    assert list(found["gathered layers"]["figures"]["errors"]) == ["2x<1,1;gather>"]
     assert not wrong["is_well"]
     bad = [f for f in wrong["findings"] if f["check"] == "gradients"]
     assert all(f["status"] == "problem" and "wrong: 1x<2,1>" in f["text"] for f in bad)
@@ -109,6 +114,35 @@ def test_a_rank_that_fails_is_named_with_its_error():
     text = first["findings"][-1]["text"]
     assert text.startswith("others wait for rank 1: rank 1 failed in 'gradients of"), text
     assert "RuntimeError: out of memory" in text
+
+
+def test_a_rank_disturbs_its_own_device(monkeypatch):
+    calls, is_over = [], threading.Event()
+    accelerator = types.SimpleNamespace(
+        set_device=lambda index: calls.append(index), synchronize=is_over.set
+    )
+    monkeypatch.setattr(small_model, "get_accelerator", lambda: accelerator)
+    own = types.SimpleNamespace(random=lambda: 0.0)
+    small_model._disturb(torch.device("cuda", 3), is_over, own)
+    assert calls == [3]
+    assert is_over.is_set()
+
+
+def test_the_planner_is_compiled_on_one_rank_of_a_host_first(monkeypatch):
+    order, store = [], torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(examination, "warm_up", lambda: order.append(place.rank))
+    place = threading.local()
+
+    def run(rank):
+        place.rank = rank
+        Examination._compile_planner(is_first=rank == 0)
+
+    second = threading.Thread(target=run, args=(1,))
+    second.start()
+    run(0)
+    second.join()
+    assert order == [0, 1]
 
 
 def test_versions_of_ranks_are_compared():

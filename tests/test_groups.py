@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from ds_hydra.engine.parallel.groups import (
     NCCL_GROUP_BYTES,
     NCCL_PAIR_BYTES,
+    GroupPool,
     check_groups_of_rank,
     describe_groups,
 )
@@ -103,3 +108,20 @@ def test_candidates_before_the_lengths_leave_groups_for_what_these_suggest(num_d
     most = most_groups_of_rank(groups_of_all(start))
     assert most <= MAX_GROUPS_OF_RANK - LINK_GROUPS - 12
     assert most == 11 or num_devices < 64
+
+
+@pytest.mark.parametrize(("minutes", "expected"), [(90, 90), (1, 30)])
+def test_groups_wait_as_long_as_the_group_of_all_ranks(minutes, expected):
+    """At least as long as torch's own groups, 30 minutes with gloo and 10 with NCCL."""
+    timeout = datetime.timedelta(minutes=minutes)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+    try:
+        cpu = torch.device("cpu")
+        pool = GroupPool(1, cpu)
+        pool.create([("pull", range(1))])
+        options = pool.get("pull", range(1))._get_backend(cpu).options
+        assert options._timeout == datetime.timedelta(minutes=expected)
+        pool.destroy()
+    finally:
+        dist.destroy_process_group()

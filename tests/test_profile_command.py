@@ -23,7 +23,7 @@ from ds_hydra.engine.profiling import overlap_slowdown as slowdown
 from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.profile_run import ProfileRequest, run_profile
 from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_core
-from ds_hydra.errors import HydraConfigError
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import Topology
 
@@ -504,3 +504,48 @@ def test_slices_in_shards_keep_less_under_tp(tmp_path):
     for tp in ("2", "4"):
         assert shards[tp] < 0.85 * whole[tp]
     assert shards["4"] < 1.15 * shards["1"] < whole["4"]
+
+
+@pytest.mark.parametrize(("total", "longest"), [(80 << 30, 4096), (3 << 30, 512)])
+def test_memory_of_a_token_is_that_of_the_passes_after_the_pull(monkeypatch, total, longest):
+    """The pull holds more than the passes of a short micro-batch, as with a vocabulary of 128K."""
+    weights, pull, of_token = 1 << 30, 2 << 30, 500_000
+    peak, lengths = [0], []
+    accelerator = SimpleNamespace(
+        device_name=lambda: "standin",
+        empty_cache=lambda: None,
+        total_memory=lambda: total,
+        memory_allocated=lambda: weights,
+        reset_peak_memory_stats=lambda: peak.append(weights),
+        max_memory_allocated=lambda: peak[-1],
+    )
+
+    def stage_ms(propagator, strategy, micro_batch, *, beside=tuple):
+        lengths.append(micro_batch.length)
+        peak[-1] = max(peak[-1], weights + pull)
+        assert beside() == ()
+        peak[-1] = max(peak[-1], weights + of_token * micro_batch.length)
+
+    monkeypatch.setattr(profiler, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(profiler, "stage_ms", stage_ms)
+    propagator = SimpleNamespace(max_over_ranks=lambda value: value)
+    assert profiler.token_bytes(propagator, None, 4096) == of_token
+    assert max(lengths) == longest
+
+
+def test_memory_far_below_what_a_layer_keeps_is_not_believed(monkeypatch, caplog):
+    stage_model = SimpleNamespace(config=None, params=[torch.zeros(1)])
+    config = HydraConfig(context_length=64, tokens_per_iteration=64)
+    traced = SimpleNamespace(activation_bytes=40.0)
+    monkeypatch.setattr(profiler, "trace_layer_memory", lambda *_, **__: traced)
+    monkeypatch.setattr(profiler.dist, "get_rank", lambda: 0)
+    assert profiler.not_below_traced(29.0, 2, stage_model, config) == 29.0
+    assert not caplog.messages
+    assert profiler.not_below_traced(27.0, 2, stage_model, config) == 40.0
+    assert "TP 2: a token was measured to take 27.0" in caplog.messages[0]
+
+    def refuse(*_, **__):
+        raise UnsupportedModelError("no layers")
+
+    monkeypatch.setattr(profiler, "trace_layer_memory", refuse)
+    assert profiler.not_below_traced(1.0, 2, stage_model, config) == 1.0

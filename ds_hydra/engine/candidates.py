@@ -31,6 +31,7 @@ from ds_hydra.engine.ranks.agreement import (
     raise_together,
     run_together,
 )
+from ds_hydra.engine.ranks.device_memory import naming_memory_limit
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
 from ds_hydra.engine.telemetry.metrics import IterationMetrics, RunLog
@@ -121,7 +122,9 @@ class EngineCandidates:
         it is not yet. Collective then, so all ranks call it at the same places.
         """
         if self.profile is None:
-            with watch("profiling"), torch.enable_grad():  # scores may be asked for without
+            names_limit = naming_memory_limit(self.config.memory_limit_bytes)
+            # Scores may be asked for without gradients
+            with watch("profiling"), torch.enable_grad(), names_limit:
                 document = measure_profile(self.propagator, self.strategies, self.config)
             if self.log is not None:
                 self.log.write_profile(document)

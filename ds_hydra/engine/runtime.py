@@ -44,6 +44,7 @@ from ds_hydra.engine.ranks.agreement import (
     raise_together,
     run_together,
 )
+from ds_hydra.engine.ranks.device_memory import naming_memory_limit
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.engine.ranks.stop_request import StopRequest
 from ds_hydra.engine.ranks.watchdog import watch
@@ -296,9 +297,10 @@ class HydraRuntime:
         self, iteration: Iteration, grads_P: Sequence[Tensor], loss_scale: float
     ) -> RankOutcome:
         """Gradients of the iteration, added into `grads_P`."""
-        return self.propagator.train(
-            iteration.plan, iteration.load, grads_P, loss_scale, iteration.objective
-        )
+        with naming_memory_limit(self.config.memory_limit_bytes):
+            return self.propagator.train(
+                iteration.plan, iteration.load, grads_P, loss_scale, iteration.objective
+            )
 
     def section(self, phase: str) -> contextlib.AbstractContextManager[None]:
         """What all ranks do together: the loss of one of them is an error on the others. Not

@@ -7,6 +7,7 @@ import datetime
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +30,11 @@ from ds_hydra.engine.ranks.agreement import broadcast_text
 from ds_hydra.engine.ranks.deepspeed_ops import leave_out_shared_memory
 from ds_hydra.engine.ranks.hosts import Hosts, find_hosts
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.sampler.warm_up import warm_up
 from ds_hydra.strategy.cost_models.analytic import Hardware
 
+_COMPILE_S = 900.0
+"""Far more than the planner takes to compile on cores that do other things too."""
 _LEAST_STRESS_S, _STRESS_SHARE = 2.0, 0.5
 """Iterations that look for hangs take this share of the time that is left."""
 _Result = TypeVar("_Result")
@@ -91,7 +95,9 @@ class Examination:
         hardware = links.find_hardware(
             self.request.device, torch.device(accelerator.device_name()), name
         )
-        device = join_ranks(timeout=datetime.timedelta(seconds=2 * self.request.limit_s + 30))
+        limit_s = 2 * self.request.limit_s + 30 + _COMPILE_S
+        device = join_ranks(timeout=datetime.timedelta(seconds=limit_s))
+        self._compile_planner(is_first=os.environ.get("LOCAL_RANK", "0") == "0")
         vigil = Vigil(
             dist.distributed_c10d._get_default_store(),
             dist.get_rank(),
@@ -106,6 +112,18 @@ class Examination:
             raise
         vigil.close()
         return self.report()
+
+    @staticmethod
+    def _compile_planner(*, is_first: bool) -> None:
+        """Load the planner before steps are watched: the first time ever it is compiled for a
+        minute, which the first rank of a host does while the others wait for it.
+        """
+        store = dist.distributed_c10d._get_default_store()
+        key = f"doctor/compiled/{socket.gethostname()}"
+        if not is_first:
+            store.wait([key], datetime.timedelta(seconds=_COMPILE_S))
+        warm_up()
+        store.set(key, "1")
 
     def report(self) -> Report:
         """What was found so far."""
@@ -210,7 +228,10 @@ class Examination:
                     small_model.check_hangs(model, propagator, vigil, left_s, name)
                 )
             propagator.close()
-        self.findings.append(small_model.check_streams(model, vigil, overlap=ways[-1]))
+        overlap = ways[-1]
+        self.findings.append(small_model.check_halves(device, vigil, overlap=overlap))
+        self.findings.append(small_model.check_gathered(model, vigil, overlap=overlap))
+        self.findings.append(small_model.check_streams(model, vigil, overlap=overlap))
 
     def _left_s(self, max_over_ranks: Callable[[float], float]) -> float:
         gone = max_over_ranks(time.monotonic() - self.begin)

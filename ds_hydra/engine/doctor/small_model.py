@@ -33,6 +33,8 @@ from ds_hydra.strategy.schemes.placement import groups_of
 TOLERANCE = {"cpu": 1e-5}
 _DEVICE_TOLERANCE = 1e-4
 """fp32 kernels of a device choose their blocks by the shapes, and so the order of their sums."""
+_HALF_TOLERANCE = 1e-1
+"""Of bf16 against fp32 of the same weights: one rank alone is off by 2e-2."""
 _LENGTHS = (40, 7, 1, 33, 2, 64, 12, 5, 21, 3, 17, 9)
 _VOCAB_SIZE = 251
 _MAX_TP, _MAX_PP = 8, 4
@@ -66,7 +68,8 @@ def pick_strategies(num_ranks: int) -> tuple[Strategy, ...]:
 class SmallModel:
     """The model, its shards on this rank, and what one process computes. Equal on all ranks."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32):
+        """Shards in `dtype`; what one process computes with the same weights is fp32."""
         torch.manual_seed(0)
         config = LlamaConfig(
             hidden_size=64,
@@ -82,6 +85,9 @@ class SmallModel:
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="sdpa"
         ).to(device)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.to(dtype))
         generator = torch.Generator().manual_seed(1)
         self.examples = [
             torch.randint(0, _VOCAB_SIZE, (length,), generator=generator) for length in _LENGTHS
@@ -89,8 +95,12 @@ class SmallModel:
         self.num_labels = sum(length - 1 for length in _LENGTHS)
         self.loss, grads = self._compute_alone(model, device)
         self.wanted_P = [_shard(grad) for grad in grads]
+        model.to(dtype)
         for parameter in model.parameters():
             parameter.ds_tensor = _shard(parameter.detach())
+        self.tolerance = TOLERANCE.get(device.type, _DEVICE_TOLERANCE)
+        if dtype != torch.float32:
+            self.tolerance = _HALF_TOLERANCE
         self.stage_model = StageModel(model)
         self.stage_model.to_device(device)
 
@@ -170,6 +180,32 @@ def open_propagator(
     return propagator
 
 
+def check_halves(device: torch.device, vigil: Vigil, *, overlap: bool) -> Finding:
+    """Gradients in bf16, which the kernels that train compute, under data, tensor and pipeline
+    parallelism. Collective over all ranks.
+    """
+    with vigil.step("one process alone, bf16"):
+        model = SmallModel(device, torch.bfloat16)
+    return _check_apart(model, vigil, pick_strategies(dist.get_world_size())[:3], "bf16", overlap)
+
+
+def check_gathered(model: SmallModel, vigil: Vigil, *, overlap: bool) -> Finding:
+    """Gradients where layers are gathered for every pass. Collective over all ranks."""
+    gathered = Strategy((Scheme(tp=1, pp=1, gather=True),) * dist.get_world_size())
+    found = _check_apart(model, vigil, [gathered], "gathered", overlap)
+    return replace(found, check="gathered layers")
+
+
+def _check_apart(
+    model: SmallModel, vigil: Vigil, strategies: Sequence[Strategy], name: str, overlap: bool
+) -> Finding:
+    with vigil.step(f"connecting groups, {name}"):
+        propagator = open_propagator(model, strategies, overlap=overlap)
+    found = check_parity(model, propagator, vigil, name, strategies)
+    propagator.close()
+    return found
+
+
 def check_streams(model: SmallModel, vigil: Vigil, *, overlap: bool) -> Finding:
     """Gradients where all layers stream from a home. Collective over all ranks."""
     streamed = Strategy((Scheme(tp=1, pp=1, stream=ALL_LAYERS),) * dist.get_world_size())
@@ -193,8 +229,6 @@ def check_parity(
     strategies: Sequence[Strategy],
 ) -> Finding:
     """Gradients under every strategy against those of one process. Collective over all ranks."""
-    kind = model.wanted_P[0].device.type
-    tolerance = TOLERANCE.get(kind, _DEVICE_TOLERANCE)
     errors = {}
     for strategy in strategies:
         with vigil.step(f"gradients of {strategy}, {name}"):
@@ -202,7 +236,7 @@ def check_parity(
             errors[str(strategy)] = model.error_of(loss, grads_P, propagator)
     worst = max(errors, key=errors.__getitem__)
     # Also where it is no number
-    wrong = [text for text, error in errors.items() if not error <= tolerance]
+    wrong = [text for text, error in errors.items() if not error <= model.tolerance]
     text = f"{len(errors)} strategies, {name}: largest error {errors[worst]:.1e} ({worst})"
     return Finding.judge(
         "gradients",
@@ -210,7 +244,7 @@ def check_parity(
         is_well=not wrong,
         otherwise=Status.PROBLEM,
         advice="report this with the JSON; meanwhile name strategies that are right in hydra.strategies",
-        figures={"errors": errors, "tolerance": tolerance, "strategies": list(errors)},
+        figures={"errors": errors, "tolerance": model.tolerance, "strategies": list(errors)},
     )
 
 
@@ -223,7 +257,9 @@ def check_hangs(
     strategies = pick_strategies(propagator.num_ranks)
     common, own = np.random.default_rng(0), np.random.default_rng(1 + propagator.rank)
     is_over = threading.Event()
-    disturbing = threading.Thread(target=_disturb, args=(is_over, own), daemon=True)
+    disturbing = threading.Thread(
+        target=_disturb, args=(propagator.device, is_over, own), daemon=True
+    )
     disturbing.start()
     begin, count, worst = time.monotonic(), 0, 0.0
     try:
@@ -241,7 +277,7 @@ def check_hangs(
         is_over.set()
         disturbing.join()
     text = f"{count} iterations under {len(strategies)} strategies, {name}, none hung"
-    is_well = worst <= 10 * TOLERANCE.get(model.wanted_P[0].device.type, _DEVICE_TOLERANCE)
+    is_well = worst <= 10 * model.tolerance
     moved = f", but the loss of the same mini-batch moved by {worst:.1e}"
     return Finding.judge(
         "hangs",
@@ -253,11 +289,11 @@ def check_hangs(
     )
 
 
-def _disturb(is_over: threading.Event, own: np.random.Generator) -> None:
-    """Synchronise the device at random points, as an allocator that runs full does."""
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
+def _disturb(device: torch.device, is_over: threading.Event, own: np.random.Generator) -> None:
+    """Synchronise `device` at random points, as an allocator that runs full does."""
+    if device.type == "cpu":
         return
-    accelerator.set_device(accelerator.current_device())
+    accelerator = get_accelerator()
+    accelerator.set_device(device.index)  # a new thread starts on device 0
     while not is_over.wait(own.random() * 0.1):
         accelerator.synchronize()

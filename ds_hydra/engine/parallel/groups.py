@@ -8,11 +8,13 @@ in sorted order.
 
 from __future__ import annotations
 
+import datetime
 from collections import Counter
 from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Strategy
@@ -60,6 +62,16 @@ def check_groups_of_rank(
         )
 
 
+def _find_timeout(device: torch.device) -> datetime.timedelta:
+    """Of new groups: that of the group of all ranks, which DeepSpeed or the user chose, where it is
+    longer than torch's own.
+    """
+    usual = c10d._get_default_timeout(dist.get_backend())
+    world = c10d._get_default_group()._get_backend(device)
+    chosen = getattr(getattr(world, "options", None), "_timeout", usual)
+    return max(usual, chosen)
+
+
 class GroupPool:
     """Process groups keyed by purpose and ranks. Every method that creates groups is collective
     over all ranks.
@@ -102,8 +114,9 @@ class GroupPool:
                 "fewer strategies in hydra.strategies"
             )
         check_groups_of_rank([*self._groups, *keys], self._max_groups_of_rank)
+        timeout = _find_timeout(self._device)
         for purpose, ranks in keys:
-            group = dist.new_group(list(ranks))
+            group = dist.new_group(list(ranks), timeout=timeout)
             # Ranks outside a group get a sentinel: nothing to communicate with.
             self._groups[purpose, ranks] = group if dist.get_rank() in ranks else None
             if dist.get_rank() in ranks:

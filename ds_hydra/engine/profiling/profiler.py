@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.micro_batches import Example
+from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.profiling.measurements import Measurements
+from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import (
     ProbeMicroBatch,
     describe_hardware,
@@ -31,7 +34,7 @@ from ds_hydra.engine.profiling.profile_document import (
 from ds_hydra.engine.profiling.rehearsal import at_rehearsed_level, choose_rehearsals, rehearse
 from ds_hydra.engine.propagation import Propagator
 from ds_hydra.engine.ranks.hosts import find_ranks_per_core
-from ds_hydra.errors import HydraConfigError
+from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.progress import Progress
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
@@ -39,6 +42,14 @@ from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import activation_share
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, read_key_value_share
 
+logger = logging.getLogger(__name__)
+
+_SHORT_TOKENS, _LONG_TOKENS = 512, 4096
+"""Of the micro-batches that memory of a token is measured with."""
+_ROOM_SHARE = 0.5
+"""Of the free memory: so much at most is the longer one expected to take."""
+_LEAST_OF_TRACED = 0.7
+"""A profile says no less of what a layer is traced to keep."""
 _FEWEST_PACKED = 8
 """Sequences in a packed micro-batch that is timed."""
 
@@ -169,7 +180,7 @@ def _measure_memory(
 ) -> dict[str, Any]:
     """The profile without its times: hardware, model, and activation bytes of every TP degree.
 
-    Measured with a short micro-batch under the deepest pipeline of each degree, which needs the
+    Measured with short micro-batches under the deepest pipeline of each degree, which needs the
     least memory; without sequence parallelism where there is a choice, never with context
     parallelism.
     """
@@ -177,7 +188,8 @@ def _measure_memory(
     # What autograd keeps in attention over rows is not seen from outside
     deepest = {s.tp: replace(s.without_options(), cp=1) for s in ordered}
     propagator.prepare(_homogeneous(s, propagator.num_ranks) for s in deepest.values())
-    length = min(config.context_length, 512)
+    has_device = has_device_memory()
+    length = min(config.context_length, _LONG_TOKENS if has_device else _SHORT_TOKENS)
     stage_model = propagator.stage_model
     activation = {}
     key_value_share = read_key_value_share(describe_model(stage_model))
@@ -187,7 +199,10 @@ def _measure_memory(
         measure = functools.partial(token_bytes, propagator, plain, length)
         num_bytes = known.get(f"{scheme} bytes per token", measure)
         share = activation_share(scheme, key_value_share)
-        activation[str(tp)] = num_bytes / (share * stage_model.num_layers * stage_model.hidden_size)
+        a_layer = num_bytes / (share * stage_model.num_layers * stage_model.hidden_size)
+        if has_device:
+            a_layer = not_below_traced(a_layer, tp, stage_model, config)
+        activation[str(tp)] = a_layer
     return {
         "schema": PROFILE_SCHEMA,
         "source": f"measured on {propagator.num_ranks} ranks",
@@ -331,13 +346,18 @@ def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
     """Bytes of activations that one more token of a micro-batch costs a rank, embedding and head
     included.
 
-    By the growth of peak memory between micro-batches of `length` / 2 and `length` tokens, which
-    leaves weights out; on a CPU by counting what autograd keeps. Collective, the most of any rank.
+    By the growth of peak memory of the passes between micro-batches of `length` / 2 and `length`
+    tokens, fewer where these might not fit, which leaves weights and the pull out; on a CPU by
+    counting what autograd keeps. Collective, the most of any rank.
     """
     if has_device_memory():
-        short = max(1, length // 2)
-        grown = _peak_bytes(propagator, strategy, length) - _peak_bytes(propagator, strategy, short)
-        return max(1.0, grown / (length - short))
+        found = _growth(propagator, strategy, min(length, _SHORT_TOKENS))
+        accelerator = get_accelerator()
+        free = accelerator.total_memory() - accelerator.memory_allocated()
+        has_room = found * length <= _ROOM_SHARE * -propagator.max_over_ranks(-float(free))
+        # What kernels and allocator round up to is a large part of few tokens.
+        is_longer = length > _SHORT_TOKENS and has_room
+        return _growth(propagator, strategy, length) if is_longer else found
     with _count_saved_bytes() as counted:
         stage_ms(propagator, strategy, ProbeMicroBatch(length))
     # Autograd keeps views of weights, which are not activations.
@@ -346,11 +366,49 @@ def token_bytes(propagator: Propagator, strategy: Strategy, length: int) -> floa
     return propagator.max_over_ranks(sum(counted.values())) / length
 
 
+def _growth(propagator: Propagator, strategy: Strategy, length: int) -> float:
+    short = max(1, length // 2)
+    grown = _peak_bytes(propagator, strategy, length) - _peak_bytes(propagator, strategy, short)
+    return max(1.0, grown / max(1, length - short))
+
+
+def not_below_traced(
+    measured: float, tp: int, stage_model: StageModel, config: HydraConfig
+) -> float:
+    """`measured` activation bytes of TP degree `tp` as a profile has them, or, with a warning, what
+    a layer is traced to keep where they are far below: something hid the growth of memory.
+    """
+    try:
+        traced = trace_layer_memory(
+            stage_model.config,
+            tp=tp,
+            dtype=stage_model.params[0].dtype,
+            checkpointing=config.activation_checkpointing,
+            tp_sequence_parallel=config.tp_sequence_parallel,
+        ).activation_bytes
+    except UnsupportedModelError:  # its layers cannot be traced
+        return measured
+    if measured >= _LEAST_OF_TRACED * traced:
+        return measured
+    if dist.get_rank() == 0:
+        logger.warning(
+            "TP %d: a token was measured to take %.1f activation bytes per layer and hidden unit, and a layer keeps "
+            "%.1f: the profile says %.1f",
+            tp, measured, traced, traced,
+        )  # fmt: skip
+    return traced
+
+
 def _peak_bytes(propagator: Propagator, strategy: Strategy, length: int) -> float:
+    """Of the passes: packed buffers of the pull before them are larger than a short micro-batch."""
     accelerator = get_accelerator()
     accelerator.empty_cache()
-    accelerator.reset_peak_memory_stats()
-    stage_ms(propagator, strategy, ProbeMicroBatch(length))
+
+    def begin() -> tuple[dist.Work, ...]:
+        accelerator.reset_peak_memory_stats()
+        return ()
+
+    stage_ms(propagator, strategy, ProbeMicroBatch(length), beside=begin)
     return propagator.max_over_ranks(float(accelerator.max_memory_allocated()))
 
 

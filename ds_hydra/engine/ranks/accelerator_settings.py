@@ -15,6 +15,7 @@ from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.environment import (
+    in_the_way_of_overlap,
     is_device_started,
     missing_for_overlap,
     set_accelerator_environment,
@@ -55,7 +56,14 @@ def find_overlap_problem(device: torch.device) -> str:
     """Why exchanges beside computation could hang on the CUDA device of this process; "" where they
     could not.
     """
-    missing = missing_for_overlap(os.environ) if device.type == "cuda" else []
+    if device.type != "cuda":
+        return ""
+    if forbidden := in_the_way_of_overlap(os.environ):
+        return (
+            f"{' and '.join(forbidden)} stops threads that post collectives beside each other, so link.overlap is "
+            "off; unset it to train, it is for debugging"
+        )
+    missing = missing_for_overlap(os.environ)
     if not missing:
         return ""
     names = (setting.partition("=")[0] for setting in missing)

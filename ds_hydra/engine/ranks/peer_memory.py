@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,6 +22,8 @@ def allocate_symmetric(
     nbytes: int, device: torch.device, group: dist.ProcessGroup
 ) -> Sequence[Tensor]:
     """Parts of `nbytes` by torch's symmetric memory: copies go over NVLink or PCIe."""
+    # Nothing here multicasts, and its set-up fails where no fabric manager runs.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     from torch.distributed import _symmetric_memory
 
     own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
