@@ -387,7 +387,9 @@ def _tell(done: int, total: int) -> None:
 
 def _describe_inside() -> str:
     done, total = _INSIDE[:]
-    return f"candidates tried on {done} of {total} mini-batches" if 0 < done < total else ""
+    if done < total or not total:
+        return f"choosing candidates, {done} of {total or '?'}"
+    return "candidates are chosen, mini-batches are planned"
 
 
 def _compare(
