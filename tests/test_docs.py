@@ -22,12 +22,16 @@ from pathlib import Path
 import pytest
 import typer
 from run_folders import write_run_folder
+from test_run_report import make_record, write_run
 from typer.testing import CliRunner
 
 import ds_hydra
 from ds_hydra.cli import app
+from ds_hydra.commands.simulate_text import describe_simulation
 from ds_hydra.configs import find_file, read_ds_config
 from ds_hydra.engine.checks.deepspeed_section import find_deepspeed_problems
+from ds_hydra.report import summarize_run
+from ds_hydra.simulator.systems import LABELS
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.topology import Topology
 from ds_hydra.strategy.proposal.candidates import strategies_from_json
@@ -309,3 +313,57 @@ def test_the_site_builds_without_a_warning(tmp_path, monkeypatch):
             name
         )
     assert (tmp_path / "images/packing.svg").exists()
+
+
+def _in_readme(first: str) -> list[str]:
+    """The lines of the block of README that begins so."""
+    text = (ROOT / "README.md").read_text()
+    return (
+        next(b for b in text.split("```") if b.strip("\n").startswith(first))
+        .strip("\n")
+        .splitlines()
+    )
+
+
+def _form(line: str) -> str:
+    """`line` with one sign for each number, and one blank for several."""
+    return " ".join(re.sub(r"[\d,.]*\d", "#", re.sub(r"#+", "", line)).split())
+
+
+def test_the_demo_in_the_readme_has_the_form_that_a_run_prints(tmp_path):
+    records = [make_record(i, "4x<1,1>") for i in range(3)]
+    for record in records:
+        for pipeline in record["pipelines"]:
+            pipeline["profiled_ms"] = 100.0
+    printed = str(summarize_run(write_run(tmp_path, records))).splitlines()
+    shown = _in_readme("3.2 million parameters")
+    begin = shown.index("")
+    assert [_form(line) for line in shown[begin : begin + len(printed) - 2]] == [
+        _form(line) for line in printed[2:]
+    ]
+    assert shown[1].split() == printed[0].split()
+
+
+def test_the_simulation_in_the_readme_has_columns_and_systems_of_the_command():
+    head, columns, *rows = _in_readme("propagation 7.8% above")
+    names = re.split(r"\s{2,}", columns.strip())
+    document = {
+        "name": "x", "num_devices": 8, "context_length": 1, "tokens_per_iteration": 1, "iterations": 1,
+        "distance_to_bound": 0.1, "perfect_balance_ms": 1.0, "imbalance_of_bound": 0.0, "space": "full",
+        "flops_unknown": None,
+        "systems": [
+            {
+                "name": "ds_hydra", "label": "ds_hydra", "strategy": "1x<1,1>", "iteration_ms": 1.0,
+                "iteration_ms_standard_error": 0.0, "tokens_per_s": 1.0, "tflops_per_device": 100.0, "mfu": 0.4,
+                "speedup": 1.0, "speedup_95": [1.0, 1.0], "speedup_20_percent_off": [1.0, 1.0],
+                "speedup_69_percent_seen": 1.0, "speedup_of_propagation": 1.0, "imbalance": 0.0, "bubble": 0.0,
+            }
+        ],
+    }  # fmt: skip
+    printed = describe_simulation([document], {}).splitlines()
+    header = next(line for line in printed if "iteration, ms" in line)
+    for name in names:
+        assert name in header, name
+    assert any(_form(line).startswith(_form(head).split(";")[0]) for line in printed)
+    labels = [re.split(r"\s{2,}", row)[0] for row in rows]
+    assert set(labels) <= set(LABELS.values())

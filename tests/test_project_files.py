@@ -91,3 +91,23 @@ def test_no_file_names_a_machine():
     ]:
         if path.is_file() and path.suffix in {".md", ".py", ".sh", ".yaml", ".json", ".cfg"}:
             assert not pattern.search(path.read_text()), path
+
+
+def test_the_source_distribution_has_the_folders_that_the_tests_read(setup):
+    manifest = (ROOT / "MANIFEST.in").read_text().splitlines()
+    for folder in ("benchmarks", "docs", "examples", "requirements", "tests"):
+        assert f"graft {folder}" in manifest, folder
+    named = {word for line in manifest if line.startswith("include ") for word in line.split()[1:]}
+    for name in ("CITATION.cff", "LICENSE", "Makefile", "mkdocs.yml", "setup.cfg", "*.md"):
+        assert name in named, name
+
+
+def test_torch_is_bounded_at_what_is_tested(setup):
+    (wanted,) = re.findall(r"^torch (.*)$", setup["options"]["install_requires"], re.M)
+    least, below = re.fullmatch(r">= (\d+\.\d+), < (\d+\.\d+)", wanted).groups()
+    pinned = re.search(
+        r"^torch==(\d+)\.(\d+)", (ROOT / "requirements/constraints.txt").read_text(), re.M
+    )
+    tested = (int(pinned[1]), int(pinned[2]))
+    assert tuple(map(int, least.split("."))) <= tested
+    assert tuple(map(int, below.split("."))) == (tested[0], tested[1] + 1)

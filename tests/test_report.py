@@ -347,7 +347,9 @@ def test_a_run_with_metrics_only_has_a_page(tmp_path):
     (run,) = document["runs"]
     assert (run["num_iterations"], run["bubble"], run["max_len_tokens"]) == (1, None, {})
     assert len(run["notes"]) == 3
-    assert run["slowest"][0]["causes"] == [{"excess_ms": 0.0, "text": "no slower than usual"}]
+    assert run["slowest"][0]["causes"] == [
+        {"excess_ms": 0.0, "text": "too few iterations to say what is usual (1)"}
+    ]
     assert Path(document["page"]).read_text().count("<section") == 10
 
 
@@ -747,3 +749,36 @@ def test_a_factor_that_cannot_be_is_left_out_with_its_line(tmp_path, factor):
     run = load_run(folder)
     assert len(run.records) == 2
     assert any("1 line of metrics.jsonl" in note for note in run.notes)
+
+
+def test_of_two_iterations_none_is_usual(tmp_path):
+    records = [make_record(0, "1x<1,1>", (100.0,)), make_record(1, "1x<1,1>", (150.0,))]
+    for slow in find_slowest([IterationRecord.from_json(record) for record in records]):
+        assert [cause.text for cause in slow.causes] == [
+            "too few iterations to say what is usual (2)"
+        ]
+    printed = invoke(write_run(tmp_path / "two", records)).stdout
+    assert "too few iterations" in printed
+    assert "most wrong" not in printed
+
+
+def test_memory_of_processes_is_not_compared_with_that_of_tensors(run_dir, tmp_path):
+    folder = shutil.copytree(run_dir, tmp_path / "on_cpu")
+    facts = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**facts, "device": "cuda"}))
+    assert "memory model (App. B.1)" in render_runs([load_run(folder)])
+    (folder / "run.json").write_text(json.dumps({**facts, "device": "cpu"}))
+    page = render_runs([load_run(folder)])
+    assert "memory model (App. B.1)" not in page
+    assert "On CPU ranks a process grows by more than its tensors" in page
+
+
+@pytest.mark.parametrize(("profiled", "paid"), [(100.0, False), (50.0, True)])
+def test_the_page_says_what_both_errors_are(tmp_path, profiled, paid):
+    records = [make_record(i, "1x<1,1>", (104.0,), predicted=100 if paid else 90) for i in range(4)]
+    for record in records:
+        record["pipelines"][0]["profiled_ms"] = profiled
+        record["learned"] = {"machine": 1.1}
+    page = render_runs([load_run(write_run(tmp_path, records))])
+    assert "Plans use the profile" in page
+    assert ("The corrections did not pay here" in page) is not paid

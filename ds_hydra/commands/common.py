@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from errno import EISDIR
@@ -98,15 +99,39 @@ def say_loading() -> None:
 
 
 @contextmanager
-def progress_bar(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr; yields what is told (done, total)."""
-    with Progress(desc=what, unit=unit) as bar:
+def progress_bar(
+    what: str, unit: str, inside: Callable[[], str] | None = None
+) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr; yields what is told (done, total). `inside` is asked each second how far the
+    step is that is under way, where somebody looks on.
+    """
+    with Progress(desc=what, unit=unit) as bar, _refreshing(bar, inside):
 
         def show(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
         yield show
+
+
+@contextmanager
+def _refreshing(bar: Any, inside: Callable[[], str] | None) -> Iterator[None]:
+    if inside is None or not sys.stderr.isatty():
+        yield
+        return
+    is_over = threading.Event()
+
+    def refresh() -> None:
+        while not is_over.wait(1.0):
+            bar.set_postfix_str(inside())
+
+    thread = threading.Thread(target=refresh, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 @contextmanager

@@ -136,6 +136,8 @@ def _write_trace(run: Run, run_dir: Path) -> str:
 
 
 def _describe(document: dict[str, Any]) -> str:
+    from ds_hydra.report.learning import FEWEST
+
     lines = [f"page: {document['page']}"]
     lines += [
         f"trace: {path} (open it in ui.perfetto.dev or chrome://tracing)"
@@ -151,7 +153,7 @@ def _describe(document: dict[str, Any]) -> str:
             f"{run['name']}: {run['num_iterations']} iterations, {run['tokens_per_s']:,.0f} tokens/s (median); slowest "
             f"is iteration {slow['iteration']} ({slow['iteration_ms']:,.0f} ms): {slow['causes'][0]['text']}"
         )
-        if run["schemes"]:
+        if run["schemes"] and run["schemes"][0]["num_pipelines"] >= FEWEST:
             worst = run["schemes"][0]
             lines.append(
                 f"{run['name']}: the profile is most wrong about {worst['scheme']}, whose pipelines took "

@@ -386,6 +386,21 @@ def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
     return numbers
 
 
+_INSIDE = multiprocessing.get_context("fork").Array("i", 2)
+"""Done and total of what the longest step does, told by the process that does it."""
+
+
+def _tell(done: int, total: int) -> None:
+    _INSIDE[:] = [done, total]
+
+
+def _describe_inside() -> str:
+    done, total = _INSIDE[:]
+    if done < total or not total:
+        return f"choosing candidates, {done} of {total or '?'}"
+    return "candidates are chosen, mini-batches are planned"
+
+
 def _compare(
     workload: Workload, settings: Settings, hardware: str | None, spread: bool
 ) -> Comparison:
@@ -399,9 +414,10 @@ def _compare(
             "the profile's hardware has no description: communication counts nothing; see --hardware"
         )
     fork, processes = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
+    _INSIDE[:] = [0, 0]  # before processes fork
     with (
         ProcessPoolExecutor(processes, mp_context=fork) as pool,
-        progress_bar("simulating", "step") as show,
+        progress_bar("simulating", "step", inside=_describe_inside) as show,
     ):
         run_each = pool.map if processes > 1 else map
         steps = iter(range(len(settings.systems) + 2))
@@ -409,7 +425,9 @@ def _compare(
         def begin(_system: str) -> None:
             show(next(steps), 1 + len(settings.systems) + int(spread))
 
-        found = compare(workload, cluster, settings, progress=begin, run_each=run_each)
+        found = compare(
+            workload, cluster, settings, progress=begin, run_each=run_each, inside=_tell
+        )
         optional = ("given", "paper", "32_bit")
         left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
         if left_out:

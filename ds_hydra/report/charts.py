@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import ceil, isnan
 from typing import TypeVar
 
@@ -256,8 +257,15 @@ def _flag(scheme: Scheme, size: int, x: svg.Axis) -> str:
 
 def draw_memory(runs: Sequence[Run]) -> list[Markup]:
     """Peak memory of each rank (bars), what the model expects of it (ticks), and the limit."""
-    memories = [rank_memory(run) for run in runs]
-    limits = [run.profile.memory.memory_bytes if run.profile is not None else None for run in runs]
+    on_cpu = [run.facts.device == "cpu" for run in runs]
+    memories = [
+        [replace(m, model_bytes=None) for m in rank_memory(run)] if cpu else rank_memory(run)
+        for run, cpu in zip(runs, on_cpu, strict=True)
+    ]
+    limits = [
+        None if run.profile is None or cpu else run.profile.memory.memory_bytes
+        for run, cpu in zip(runs, on_cpu, strict=True)
+    ]
     sizes = [
         value
         for ranks in memories
@@ -273,21 +281,25 @@ def draw_memory(runs: Sequence[Run]) -> list[Markup]:
     num_ranks = max(len(ranks) for ranks in memories)
     x = svg.linear_axis(-0.5, num_ranks - 0.5, title="rank", num_ticks=8, integer=True)
     panels = []
-    for ranks, limit in zip(memories, limits, strict=True):
+    for ranks, limit, cpu in zip(memories, limits, on_cpu, strict=True):
         size = ceil(len(ranks) / _MAX_BARS)
         marks: list[str] = []
         for start in range(0, len(ranks), size):
             marks += _memory_marks(ranks[start : start + size], x, y, unit, name)
-        entries = [
-            (svg.swatch("f0"), "measured peak"),
-            (svg.stroke("model"), "memory model (App. B.1)"),
-        ]
+        entries = [(svg.swatch("f0"), "measured peak")]
+        entries += [] if cpu else [(svg.stroke("model"), "memory model (App. B.1)")]
         if limit and limit in near:
             marks.insert(0, svg.horizontal(y.percent(limit / unit), "limit"))
             entries.append((svg.stroke("limit"), f"limit {limit / unit:,.2f} {name}"))
         plot = svg.plot(marks, x, y, "peak memory of each rank", height=200)
-        panels.append(plot + svg.legend(entries))
+        panels.append(plot + svg.legend(entries) + (_CPU_MEMORY if cpu else Markup("")))
     return panels
+
+
+_CPU_MEMORY = Markup(
+    '<p class="none">On CPU ranks a process grows by more than its tensors (libraries, freed memory that it keeps), so '
+    "neither the memory model, which counts tensors, nor its limit is drawn beside it.</p>"
+)
 
 
 def _memory_marks(

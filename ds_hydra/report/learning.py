@@ -16,7 +16,7 @@ from ds_hydra.report.run_report import IterationRecord
 from ds_hydra.report.strip import NUM_COLORS
 from ds_hydra.strategy import Scheme
 
-_FEWEST = 3
+FEWEST = 3
 """Pipelines of a scheme from which its median says something."""
 
 
@@ -48,7 +48,7 @@ def scheme_errors(records: Sequence[IterationRecord]) -> list[SchemeError]:
     ]
     return sorted(
         errors,
-        key=lambda e: (e.num_pipelines < _FEWEST, -abs(log(e.measured_over_profiled)), e.scheme),
+        key=lambda e: (e.num_pipelines < FEWEST, -abs(log(e.measured_over_profiled)), e.scheme),
     )
 
 
@@ -89,10 +89,28 @@ def _names(runs: Sequence[Run]) -> set[str]:
     return set(sorted(reached, key=lambda name: (-reached[name], name))[:NUM_COLORS])
 
 
+def _compare_errors(run: Run) -> list[str]:
+    """What the two errors among the figures of the page mean."""
+    summary = run.summary
+    if not (isfinite(summary.absolute_error) and isfinite(summary.profile_error)):
+        return []
+    text = (
+        "Plans use the profile's times, corrected by what was measured before. Half of the iterations were within "
+        f"{summary.absolute_error:.1%} of their plan; the profile alone would have been within "
+        f"{summary.profile_error:.1%}."
+    )
+    if summary.profile_error < summary.absolute_error:
+        text += (
+            " The corrections did not pay here: they need some iterations of each scheme, and follow a machine whose "
+            "speed changes."
+        )
+    return [text]
+
+
 def _describe(run: Run) -> Markup:
-    lines = []
+    lines = _compare_errors(run)
     errors = scheme_errors(run.records)
-    if errors:
+    if errors and errors[0].num_pipelines >= FEWEST:
         worst = errors[0]
         lines.append(
             f"The profile is most wrong about {worst.scheme}: its pipelines took "

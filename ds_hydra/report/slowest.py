@@ -57,6 +57,10 @@ class Cause:
     text: str
 
 
+_FEWEST = 3
+"""Iterations of which a median says what is usual: of two each would be as far from it."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlowIteration:
     """A slow iteration: how often the median iteration would fit into it, and why, largest cause
@@ -71,12 +75,14 @@ class SlowIteration:
 def find_slowest(records: Sequence[IterationRecord], *, count: int = 10) -> list[SlowIteration]:
     """The `count` longest iterations, longest first."""
     usual = _Usual(records)
+    few = (Cause(0.0, f"too few iterations to say what is usual ({len(records)})"),)
+    is_known = len(records) >= _FEWEST
     slowest = sorted(records, key=lambda r: (-r.iteration_ms, r.iteration))[:count]
     return [
         SlowIteration(
             record,
             record.iteration_ms / usual.iteration_ms if usual.iteration_ms > 0 else 1.0,
-            tuple(usual.explain(record)),
+            tuple(usual.explain(record)) if is_known else few,
         )
         for record in slowest
     ]

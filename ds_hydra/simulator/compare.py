@@ -11,7 +11,7 @@ import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, with_schemes_of
-from ds_hydra.sampler.trial import HEURISTIC, PruningSettings
+from ds_hydra.sampler.trial import HEURISTIC, Progress, PruningSettings
 from ds_hydra.simulator.baselines import dynamic
 from ds_hydra.simulator.comparison import Comparison, Planned
 from ds_hydra.simulator.scenario import Scenario, SystemResult, bound_of
@@ -53,6 +53,7 @@ def compare(
     known: Comparison | None = None,
     progress: Callable[[str], None] = lambda _: None,
     run_each: Callable[..., Iterable[Any]] = map,
+    inside: Progress | None = None,
 ) -> Comparison:
     """Simulate ds_hydra and `settings.systems` on the same mini-batches of `workload`.
 
@@ -60,7 +61,8 @@ def compare(
     Systems that cannot run the context are left out. `known`: a comparison whose candidates, and
     single strategies for all mini-batches, are taken over instead of proposed; bounds are then
     those of the candidates. `progress` is told the label of each system as it begins, or is waited
-    for. `run_each`: `map`, or that of a pool of processes. Raises HydraConfigError where no scheme
+    for. `run_each`: `map`, or that of a pool of processes, where `inside` is told how far the
+    candidates of ds_hydra are. Raises HydraConfigError where no scheme
     of ds_hydra fits the context or a given strategy does not fit.
     """
     # A profile of ranks that shared cores is of a machine for trials; clusters have devices
@@ -83,7 +85,9 @@ def compare(
     own = replace(own, batches=scenario.batches)
     given = {name: p.strategies for name, p in known.planned.items()} if known else {}
     jobs: dict[str, Callable[[], Any]] = {
-        DS_HYDRA: partial(_run_in_space, DS_HYDRA, workload, own, settings, given.get(DS_HYDRA))
+        DS_HYDRA: partial(
+            _run_in_space, DS_HYDRA, workload, own, settings, given.get(DS_HYDRA), inside
+        )
     }
     if GRADIENTS_32_BIT in settings.systems and cluster is not None:
         pushing = replace(own, cluster=cluster.pushing_32_bit)
@@ -150,7 +154,8 @@ def _fits_extended(workload: Workload, own: Scenario) -> bool:
         cluster=own.cluster,
         tokens_per_iteration=workload.tokens_per_iteration,
     )
-    longest = (extended.max_len_tokens(s, own.num_devices) for s in extended.latency)
+    fitting = (s for s in extended.latency if s.num_devices <= own.num_devices)
+    longest = (extended.max_len_tokens(s, own.num_devices) for s in fitting)
     return any(length >= own.context_length for length in longest)
 
 
@@ -177,16 +182,19 @@ def _run_in_space(
     own: Scenario,
     settings: Settings,
     candidates: tuple[Strategy, ...] | None,
+    inside: Progress | None = None,
 ) -> Planned:
     """ds_hydra in the space of the settings, with these `candidates` if there are any."""
     if workload.strategies or settings.space == "plain":
         if not workload.strategies:
             check_context(own.profile, own.num_devices, own.context_length)
-        strategies = workload.strategies or candidates or _propose(workload, own, settings, "plain")
+        strategies = (
+            workload.strategies or candidates or _propose(workload, own, settings, "plain", inside)
+        )
         return _run_strategies(name, own, strategies, usable_schemes(own.profile, own.num_devices))
     profile = _derived(own)
     schemes = () if candidates else _stretched(profile, own)
-    strategies = candidates or _propose(workload, own, settings, "wide")
+    strategies = candidates or _propose(workload, own, settings, "wide", inside)
     profile = profile.with_schemes(schemes)
     profile = _with_seen_traffic(with_schemes_of(profile, strategies), own.seen)
     return _run_strategies(name, replace(own, profile=profile), strategies, schemes)
@@ -274,7 +282,11 @@ def _run_strategies(
 
 
 def _propose(
-    workload: Workload, scenario: Scenario, settings: Settings, space: Space
+    workload: Workload,
+    scenario: Scenario,
+    settings: Settings,
+    space: Space,
+    inside: Progress | None = None,
 ) -> tuple[Strategy, ...]:
     """What the engine and `ds-hydra propose` would choose among."""
     found = decide_candidates(
@@ -295,6 +307,7 @@ def _propose(
                 planner=replace(HEURISTIC, overlaps_links=settings.overlap),
             ),
         ),
+        inside,
     )
     return found.strategies
 
