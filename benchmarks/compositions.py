@@ -216,7 +216,9 @@ def draw_setup(generator: random.Random) -> Setup:
     )
 
 
-TIED = frozenset({"llama_tied", "qwen2", "gemma2", "gemma3"})
+TIED = frozenset(
+    {"llama_tied", "qwen2", "gemma2", "gemma3", "granite_swa", "ernie4_5_moe", "minicpm3"}
+)
 """Families whose head is the embedding."""
 
 
@@ -405,7 +407,7 @@ def one_process(
         config = getattr(module, "config", None)
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "eager"
-    if setup.adapter is not None:
+    if setup.adapter is not None and "lora_dropout" in setup.adapter:
         test_noise.draw_alone(model)
     if "neftune_noise_alpha" in setup.hydra:
         test_noise.with_noise_alone(model)
