@@ -81,8 +81,9 @@ def describe_between(records: list[dict[str, Any]]) -> str:
         record.get("named", False) and not any(left_of(record).values()) for record in records
     )
     return paragraphs(
-        "One rank of two is killed or stopped outside of the engine's calls: in a callback of HydraSFTTrainer, "
-        "before a collective of the user (also one of objects, one whose handle is waited for), and after training. "
+        "One rank of two is killed or stopped outside of the engine's calls: in a callback of a Trainer, before a "
+        "collective of the user (also one of objects, one whose handle is waited for), and after training, where "
+        "the table says so. "
         "`silence_s` 6, `grace_s` 2. Seconds: from the signal until the other one has ended. "
         f"**{good} of {len(records)}** name the lost rank and leave nothing.",
         table_of_losses(records),

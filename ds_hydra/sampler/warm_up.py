@@ -19,6 +19,8 @@ from ds_hydra.sampler.packing.cuts import cut_micro_batch
 from ds_hydra.sampler.packing.packing_bounds import pipeline_bound_ms
 from ds_hydra.sampler.phases import Palette, compose
 from ds_hydra.sampler.plan import GlobalBatch
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind, make_problem
 from ds_hydra.sampler.screening import Screen
 from ds_hydra.strategy.profiles.link_times import NO_LINKS
@@ -58,12 +60,15 @@ def warm_up() -> None:
 
 
 def _warm_up_proposal() -> None:
-    """What `propose` runs before it plans anything."""
+    """What `propose` runs before it plans anything, and one plan as a whole."""
     profile = load_profile("a800_llama2_7b")
     lengths = np.array([100, 2000], dtype=np.int64)
     histogram = LengthHistogram(name="two", lengths_tokens=lengths, counts=lengths // 100)
     settings = ProposalSettings(tokens_per_iteration=4000)
     relaxed_strategies(profile, histogram, num_devices=8, context_length=2000, settings=settings)
     batch = GlobalBatch(iteration=0, sample_indices=(0,), lengths=(100,), num_label_tokens=99)
-    scheme = next(iter(profile.latency))
-    Screen([Strategy((scheme,))], profile, scheme.num_devices).estimates_ms(batch)
+    strategies = (Strategy((Scheme(8, 1),)),)
+    Screen(strategies, profile, 8).estimates_ms(batch)
+    plan_iteration(
+        batch, strategies=strategies, profile=profile, num_devices=8, settings=PlannerSettings()
+    )
