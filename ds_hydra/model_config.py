@@ -71,7 +71,7 @@ def read_config(name: str) -> tuple[dict[str, Any], list[str]]:
             "model: the fields of config.json alone; those it leaves out need transformers"
         ]
     if document is not None and document.get("model_type") not in CONFIG_MAPPING:
-        note = f"model: the fields of config.json alone, as {_describe_unknown(document)}"
+        note = f"model: the fields of config.json alone, {_describe_unknown(document)}"
         found: Mapping[str, Any] = document
         return dict(document.get("text_config") or document), [note, *find_quantisation(found)]
     config = load_config(name)
