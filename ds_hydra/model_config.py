@@ -27,7 +27,8 @@ def load_config(name: str) -> PretrainedConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if name in list_files("models"):
-        return AutoConfig.for_model(**load_model_preset(name))
+        preset: PretrainedConfig = AutoConfig.for_model(**load_model_preset(name))
+        return preset
     document = _read_document(name)
     try:
         if document is None:
