@@ -27,7 +27,8 @@ def load_config(name: str) -> PretrainedConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if name in list_files("models"):
-        return AutoConfig.for_model(**load_model_preset(name))
+        preset: PretrainedConfig = AutoConfig.for_model(**load_model_preset(name))
+        return preset
     document = _read_document(name)
     try:
         if document is None:
@@ -71,7 +72,7 @@ def read_config(name: str) -> tuple[dict[str, Any], list[str]]:
             "model: the fields of config.json alone; those it leaves out need transformers"
         ]
     if document is not None and document.get("model_type") not in CONFIG_MAPPING:
-        note = f"model: the fields of config.json alone, as {_describe_unknown(document)}"
+        note = f"model: the fields of config.json alone, {_describe_unknown(document)}"
         found: Mapping[str, Any] = document
         return dict(document.get("text_config") or document), [note, *find_quantisation(found)]
     config = load_config(name)

@@ -1,5 +1,7 @@
 import configparser
 import json
+import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from ds_hydra.configs import find_file, list_files, load_model_preset, read_ds_c
 from ds_hydra.engine.checks.config_check import CheckRequest, check_config
 from ds_hydra.engine.ranks.deepspeed_ops import compiles_adam
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.model_config import find_quantisation, load_config, read_config
 from ds_hydra.strategy import Profile, Scheme
 
 MODELS = ("llama2_13b", "llama2_32b", "llama2_7b")
@@ -213,3 +216,68 @@ def test_states_of_the_engine_are_24_bytes_a_parameter():
     window = 4 * 4 * layers / 32 / 8
     counted = layers * 24 / 8 + window
     assert row["states_bytes"] == pytest.approx(counted, rel=0.03)  # embedding and norms besides
+
+
+DEFAULTS_LEFT_OUT = {
+    "model_type": "gemma3",
+    "text_config": {"model_type": "gemma3_text", "hidden_size": 64, "num_attention_heads": 4},
+    "vision_config": {"hidden_size": 32},
+}
+
+
+def test_a_model_is_the_same_by_every_name(tmp_path):
+    """Preset, folder and file; its experts, and the defaults of its class."""
+    for name in list_files("models"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(load_model_preset(name)))
+        named = [load_config(str(n)) for n in (name, folder, folder / "config.json")]
+        assert {type(config).__name__ for config in named} == {
+            load_model_preset(name)["architectures"][0].replace("ForCausalLM", "Config")
+        }
+        assert named[0].to_dict() == named[1].to_dict() == named[2].to_dict()
+        fields, notes = read_config(str(folder))
+        assert notes == []
+        assert load_model_preset(name).items() <= {**fields, **load_model_preset(name)}.items()
+    (tmp_path / "config.json").write_text(json.dumps(DEFAULTS_LEFT_OUT))
+    fields, notes = read_config(str(tmp_path))
+    assert (fields["hidden_size"], fields["vocab_size"]) == (64, 262208)
+    assert notes == ["model: its part for text alone (Gemma3TextConfig)"]
+
+
+def test_code_of_a_model_is_not_run_and_the_advice_is_followed(tmp_path):
+    path = tmp_path / "config.json"
+    document = {
+        "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 64,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "quantization_config": {"quant_method": "fp8"},
+    }  # fmt: skip
+    path.write_text(json.dumps(document))
+    with pytest.raises(HydraConfigError, match=r"auto_map.*not run, trust_remote_code") as caught:
+        load_config(str(tmp_path))
+    key, kind = re.search(r'write "(\w+)": "(\w+)"', str(caught.value)).groups()
+    fields, notes = read_config(str(path))
+    assert fields["hidden_size"] == 64
+    assert "kimi_k2" in notes[0]
+    del document["auto_map"]
+    path.write_text(json.dumps({**document, key: kind}))
+    assert type(load_config(str(path))).__name__ == "DeepseekV3Config"
+    _, notes = read_config(str(path))
+    assert notes == [find_quantisation(document)[0]]
+    assert "quantised (fp8, quantization_config)" in notes[0]
+    path.write_text(json.dumps({"hidden_size": 64}))
+    with pytest.raises(HydraConfigError, match="has no model_type; add it"):
+        load_config(str(path))
+
+
+def test_without_transformers_files_are_read_as_they_are_written(tmp_path, monkeypatch):
+    for name in ("transformers", "transformers.models.auto.configuration_auto"):
+        monkeypatch.setitem(sys.modules, name, None)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(DEFAULTS_LEFT_OUT))
+    fields, notes = read_config(str(path))
+    assert fields == DEFAULTS_LEFT_OUT["text_config"]
+    assert "need transformers" in notes[0]
+    with pytest.raises(HydraConfigError, match="pip install transformers"):
+        read_config("some/id")
+    assert read_config("llama2_7b") == (load_model_preset("llama2_7b"), [])

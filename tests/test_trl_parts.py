@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import os
+from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 import trl
@@ -18,7 +21,8 @@ from trl_runs import arguments, make_tokenizer, texts
 
 from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.trl import HydraMixin
+from ds_hydra.sampler.data.sft import to_labels
+from ds_hydra.trl import HydraMixin, HydraSFTTrainer
 from ds_hydra.trl.arguments import (
     add_deepspeed,
     check_trainer,
@@ -241,3 +245,43 @@ def test_trainers_of_trl_that_run_are_those_that_are_shipped_and_rloo():
     for kind in (*vars(trainers).values(), trl.RLOOTrainer, torch.nn.Module):
         if isinstance(kind, type):
             check_trainer(kind)
+
+
+def test_trl_prepares_chats_with_tools_as_hydra_trainer_reads_them():
+    """Merged structs, JSON text and masks of other tools, which TRL alone takes as they are."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{{ tools | tojson }}{% for m in messages %}{{ m.content or '' }}"
+        "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{% endfor %}"
+    )
+    rows = []
+    for key in ("a", "b"):
+        call = {"function": {"name": "f", "arguments": {key: "x"}}}
+        answer = {"role": "assistant", "tool_calls": [call]}
+        rows.append({"messages": [{"role": "user", "content": "c"}, answer]})
+        rows[-1]["tools"] = [{"type": "function", "function": {key: {"type": "d"}}}]
+    trainer = object.__new__(HydraSFTTrainer)
+    trainer._tokenizer, trainer.chat_template, trainer.completion_only_loss = tokenizer, None, False
+    settings = SimpleNamespace(
+        dataset_num_proc=None, dataset_text_field="text", assistant_only_loss=False,
+        max_length=None, shuffle_dataset=False, packing=False,
+    )  # fmt: skip
+
+    def prepare(data):
+        return trainer._prepare_dataset(data, tokenizer, settings, False, None, "train")
+
+    merged = datasets.Dataset.from_list(rows)
+    text = [{**row, "tools": json.dumps(row["tools"])} for row in rows]
+    for data in (merged, datasets.Dataset.from_list(text)):
+        wanted = to_labels(data, tokenizer)["input_ids"][:]
+        assert "null" not in tokenizer.decode(wanted[0])
+        assert prepare(data)["input_ids"][:] == wanted
+        assert [row["input_ids"] for row in prepare(data.to_iterable_dataset())] == wanted
+    for name, message in (
+        ("response_mask", "call it 'assistant_masks'"),
+        ("loss_mask", "not used"),
+    ):
+        masked = datasets.Dataset.from_list([{"input_ids": [1, 2], name: [0, 1]}])
+        for data in (masked, masked.to_iterable_dataset()):
+            with pytest.raises(HydraConfigError, match=f"'{name}'.*{message}"):
+                prepare(data)

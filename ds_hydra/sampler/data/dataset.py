@@ -244,7 +244,7 @@ def _is_list_of_numbers(feature: Any) -> bool:
     while isinstance(feature, _LISTS):
         feature = feature.feature
         if isinstance(feature, datasets.Value):
-            return feature.dtype.startswith(("int", "uint", "float", "bool"))
+            return bool(feature.dtype.startswith(("int", "uint", "float", "bool")))
     return False
 
 

@@ -21,7 +21,7 @@ from ds_hydra.configs.files import check_count, check_object, read_count, read_j
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.data.dataset import TokenDataset, Tokenize
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, hint_for, to_example
-from ds_hydra.sampler.data.sft import ChatTokenizer, find_conversion, to_labels
+from ds_hydra.sampler.data.sft import find_conversion, to_labels
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ def _is_hidden(file: Path) -> bool:
 
 def measure_dataset(
     dataset: datasets.Dataset,
-    tokenize: Tokenize | None,
+    tokenize: Any,
     *,
     name: str,
     text_column: str = "text",
@@ -236,7 +236,7 @@ def _batches(
     done = num_skipped
     rows = islice(iter(stream.skip(num_skipped) if num_skipped else stream), num_rows)
     while True:
-        batch = []
+        batch: list[dict[str, Any]] = []
         try:
             batch.extend(islice(rows, _BATCH_ROWS))
         except Exception as error:  # of `datasets`, or of what it reads files with
@@ -247,9 +247,7 @@ def _batches(
         yield batch
 
 
-def _check_source(
-    columns: Sequence[str], text_column: str, tokenize: Tokenize | ChatTokenizer | None
-) -> None:
+def _check_source(columns: Sequence[str], text_column: str, tokenize: Any) -> None:
     """Raise HydraConfigError, with the command's options, where nothing of `columns` gives tokens
     or only a tokenizer would.
     """
