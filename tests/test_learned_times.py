@@ -148,6 +148,11 @@ def test_a_checkpoint_continues_bit_by_bit_and_leaves_out_what_is_gone():
         LearnedTimes.from_state({**state, "noise": [float("nan"), 1.0]}, kept)
 
 
+def test_a_checkpoint_from_before_anything_was_learned_is_read():
+    state = json.loads(json.dumps(LearnedTimes().state_dict()))
+    assert LearnedTimes.from_state(state, ()).state_dict() == state
+
+
 def test_a_checkpoint_keeps_what_was_learned_of_strategies_cut_anew():
     gathered = Strategy.parse("1x<2,1;gather> + 2x<1,1;gather>")
     cut = Strategy.parse("1x<sp2,1> + 2x<1,1>")
