@@ -12,6 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from ds_hydra.configs.files import LARGEST
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.expert_balance import is_experts
 from ds_hydra.engine.model.stage_model import StageModel
@@ -64,7 +65,7 @@ def nominal_profile(stage_model: StageModel, schemes: Iterable[Scheme]) -> dict[
         "source": "FLOP counts, nothing measured",
         "hardware": {
             "name": "nominal",
-            "memory_bytes": 2**62,
+            "memory_bytes": LARGEST,
             "reserved_bytes": 0,
             "safety_margin_bytes": 0,
         },
