@@ -481,3 +481,12 @@ def test_keys_that_deepspeed_removed_are_not_known():
     from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
 
     assert not KNOWN_TOP_LEVEL_KEYS & set(_REMOVED_TOP_LEVEL_CONFIG_KEYS)
+
+
+def test_never_print_of_accelerate_is_read():
+    """accelerate writes infinity for `steps_per_print`, which a JSON file cannot hold."""
+    never = float("inf")
+    read, _ = read_ds_config({**ds_config(), "steps_per_print": never})
+    assert read["steps_per_print"] > 1 << 40
+    with pytest.raises(HydraConfigError, match="gradient_clipping is inf"):
+        read_ds_config({**ds_config(), "gradient_clipping": never})

@@ -50,13 +50,21 @@ def test_lines_of_libraries_are_left_out_and_the_users_fault_stays(monkeypatch, 
 
 @pytest.mark.parametrize(("rank", "printed"), [(0, ["pause"]), (1, None), (2, ["pause"])])
 def test_of_an_error_of_all_ranks_one_speaks(rank, printed, monkeypatch, capsys):
-    error = agreement.said_by(1, RankLostError("rank 0 is gone"))
+    error = agreement.said_by(1, HydraConfigError("no such folder"))
     found = end(error, monkeypatch, capsys, rank=rank)
     if printed is None:
         assert "pause" not in found
-        assert found[-1] == "RankLostError: rank 0 is gone"
+        assert found[-1] == "HydraConfigError: rank 1: no such folder"
     else:
         assert found == printed
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_lost_rank_is_named_by_all_others(rank, monkeypatch, capsys):
+    error = agreement.said_by(1, RankLostError("rank 3 is gone"))
+    found = end(error, monkeypatch, capsys, rank=rank)
+    assert "pause" not in found
+    assert found[-1] == "RankLostError: rank 3 is gone"
 
 
 def test_a_rank_that_cannot_know_speaks_after_a_pause(monkeypatch, capsys):

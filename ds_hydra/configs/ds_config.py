@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -209,7 +211,7 @@ def read_ds_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, An
     that mean nothing here.
     """
     given = config if isinstance(config, Mapping) else _read_json(config)
-    document = plain_json(given, "the DeepSpeed config")
+    document = plain_json(_without_infinite_prints(given), "the DeepSpeed config")
     # The content of a misspelled section counts as absent: what is found missing then would
     # mislead.
     if problems := list(_find_misspelled(document)) or list(_find_refused(document)):
@@ -298,6 +300,15 @@ def _find_refused(config: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(config.get("data_types") or {}, Mapping):
         yield f"data_types is {json.dumps(config['data_types'])}, expected an object"
     yield from filter(None, (refusal.find_problem(config) for refusal in REFUSALS))
+
+
+def _without_infinite_prints(given: Any) -> Any:
+    """accelerate writes infinity for "never print", which no JSON has; leaving the key out, and
+    every ten steps, would not be the same.
+    """
+    if isinstance(given, Mapping) and given.get("steps_per_print") == inf:
+        return {**given, "steps_per_print": sys.maxsize}
+    return given
 
 
 def _find_without_effect(config: Mapping[str, Any]) -> Iterator[str]:

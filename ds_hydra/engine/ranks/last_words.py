@@ -5,6 +5,7 @@ An error of ds_hydra says in one sentence what to change. Raised on 64 ranks it 
 tracebacks, through libraries in which its reader has nothing to look for. So one rank prints the
 lines of the user's own code and the sentence, and ends; the others end after it without a word, or
 by their launcher. Only a rank that cannot know whether the others fail alike speaks after a pause.
+Who has lost a rank says so on every rank, in one line: hosts have logs of their own.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _end(
     if not isinstance(error, HydraError):
         otherwise(kind, error, trace)
         return
-    speaker = rank_that_says(error)
+    speaker = own_rank() if isinstance(error, RankLostError) else rank_that_says(error)
     if own_rank() != speaker:
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
