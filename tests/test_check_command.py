@@ -376,7 +376,7 @@ def test_init_without_a_shipped_profile_turns_on_checkpointing_only_where_it_mus
         ),
         (
             ("--model", "lama2_7b", "--device", "a800", "--devices", 8, "--context", 4096),
-            "neither a shipped preset",
+            "not among the models that come with ds_hydra; did you mean 'llama2_7b'?",
         ),
         (
             ("--model", "llama2_32b", "--device", "a800", "--devices", 8, "--context", 99999),

@@ -51,6 +51,7 @@ def test_lines_of_libraries_are_left_out_and_the_users_fault_stays(monkeypatch, 
 @pytest.mark.parametrize(("rank", "printed"), [(0, ["pause"]), (1, None), (2, ["pause"])])
 def test_of_an_error_of_all_ranks_one_speaks(rank, printed, monkeypatch, capsys):
     error = agreement.said_by(1, HydraConfigError("no such folder"))
+    setattr(error, agreement._ON_ALL_RANKS, True)
     found = end(error, monkeypatch, capsys, rank=rank)
     if printed is None:
         assert "pause" not in found

@@ -173,7 +173,7 @@ def test_a_measured_zero_is_continued(tmp_path, value, is_read):
         assert measurements._read(path, identity) == {"slowdown": value}
     else:
         with pytest.raises(
-            HydraConfigError, match="of values from 0 up|slowdown is nan, expected a number"
+            HydraConfigError, match=r"of values from 0 up|slowdown is nan, expected a number"
         ):
             measurements._read(path, identity)
 

@@ -435,7 +435,9 @@ def test_padding_hides_what_is_padded():
 def test_the_progress_bar_shows_the_strategy():
     from types import SimpleNamespace
 
-    metrics = [None, SimpleNamespace(strategy="1x<2,1> + 2x<1,1>", tokens_per_s=4971.0, loss=6.5)]
+    known = {"strategy": "1x<2,1> + 2x<1,1>", "tokens_per_s": 4971.0, "loss": 6.5}
+    flops = [{"tflops_per_device": value, "mfu": float("nan")} for value in (float("nan"), 412.0)]
+    metrics = [None, *(SimpleNamespace(**known, **each) for each in flops)]
     callback = StrategyProgressCallback(lambda: metrics[0])
     state = SimpleNamespace(is_world_process_zero=True, max_steps=3, global_step=1)
     callback.on_train_begin(None, state, None)
@@ -444,6 +446,9 @@ def test_the_progress_bar_shows_the_strategy():
     metrics.pop(0)
     callback.on_step_end(None, state, None)
     assert callback.training_bar.postfix == "1x<2,1> + 2x<1,1> | 4,971 tokens/s | loss 6.500"
+    metrics.pop(0)
+    callback.on_step_end(None, state, None)
+    assert "412 TFLOP/s" in callback.training_bar.postfix
     callback.on_train_end(None, state, None)
 
 
