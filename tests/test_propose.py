@@ -5,6 +5,7 @@ bounded.
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.states import with_engine_states
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies, strategies_from_json
+from ds_hydra.strategy.proposal.estimate import estimate_from_config
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.schemes.placement import (
@@ -226,3 +228,27 @@ def test_streamed_schemes_of_candidates_are_there_on_all_ranks():
     assert any(scheme.num_devices > 1 for scheme in streamed)
     for scheme in streamed:
         assert Strategy((scheme,) * (8 // scheme.num_devices)) in found, str(scheme)
+
+
+def test_a_model_that_no_plain_scheme_holds_is_proposed_for(tmp_path):
+    """27 billion parameters on 8 H100, which only gathered layers hold."""
+    shape = {
+        **{"model_type": "llama", "num_hidden_layers": 62, "hidden_size": 5376, "head_dim": 128},
+        **{"intermediate_size": 21504, "vocab_size": 262208},
+        **{"num_attention_heads": 32, "num_key_value_heads": 16},
+    }
+    (tmp_path / "model.json").write_text(json.dumps(shape))
+    profile, _ = estimate_from_config(str(tmp_path / "model.json"), "h100", 8, 4096)
+    settings = CandidateSettings(
+        num_devices=8,
+        context_length=4096,
+        tokens_per_iteration=16384,
+        space="wide",
+        cluster=find_cluster(profile, 8),
+        pruning=PruningSettings(num_batches=1),
+    )
+    with pytest.raises(HydraConfigError, match="no scheme that this model can run fits 8 devices"):
+        decide_candidates(profile, None, settings)
+    found = decide_candidates(profile, LengthHistogram.from_counts({4096: 1}), settings).strategies
+    assert found
+    assert all(strategy.gathers for strategy in found)

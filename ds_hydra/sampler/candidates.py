@@ -165,9 +165,17 @@ def decide_candidates(
         known = profile and with_schemes_of(profile, settings.given)
         return Candidates(strategies=settings.given, profile=known)
     start = _without_lengths(profile, settings)
-    if extended is None or profile is None or histogram is None:
-        return Candidates(strategies=start, profile=profile)
-    if not proposes(profile, settings, extended):
+    if (
+        profile is None
+        or extended is None
+        or histogram is None
+        or not proposes(profile, settings, extended)
+    ):
+        if not start:
+            raise HydraConfigError(
+                f"no scheme that this model can run fits {settings.num_devices} devices; set "
+                "hydra.strategies, or hydra.profile to another one"
+            )
         return Candidates(strategies=start, profile=profile)
     gathered = extended
     if settings.space == "wide" and settings.cluster is not None:
@@ -262,11 +270,6 @@ def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tu
     """
     number = settings.num_devices
     schemes = [s for s in power_of_two_schemes(number) if _is_usable(s, profile, settings)]
-    if not schemes:
-        raise HydraConfigError(
-            f"no scheme that this model can run fits {number} devices; set hydra.strategies, or "
-            "hydra.profile to another one"
-        )
     if settings.is_enumerated:
         wanted = list(enumerate_strategies(schemes, number))
     else:
