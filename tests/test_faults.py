@@ -150,6 +150,7 @@ def test_a_silent_or_failed_rank_is_named(tmp_path, how):
     told = {
         "stopped": "rank 1 is silent for 15 s",
         "failed": "rank 1 failed in propagation: MemoryError: no room left, on purpose",
+        "ctrl-c": "rank 1 was interrupted by its user between two calls of the engine",
     }.get(how, "rank 1 is gone: its process ended")
     for rank in (0, 2):
         expected = (-signal.SIGABRT,) if how == "torn down" else (1, 75)

@@ -270,13 +270,13 @@ class HydraEngine(CheckpointingEngine):
         num_local_io_workers: int | None = None,
     ) -> Any:
         """Take `dataset` as the source of `train_batch()`; returns an endless iterable of
-        mini-batches. `data_sampler` and `collate_fn` are refused, the other arguments of DeepSpeed
+        mini-batches. `data_sampler` is refused, the other arguments of DeepSpeed
         have no meaning.
 
         The iterable yields global mini-batches (lists of examples) for `train_batch(batch=...)`,
         and is not needed for `train_batch()`.
         """
-        refuse_collator(collate_fn)
+        warn_of_collator(collate_fn)
         if data_sampler is not None:
             raise HydraConfigError(
                 f"data_sampler is a {type(data_sampler).__name__}, but the engine draws the mini-batches itself; "
@@ -476,12 +476,12 @@ def needs_metric(scheduler: Any) -> bool:
     )
 
 
-def refuse_collator(collate_fn: Any) -> None:
-    """Raise HydraConfigError for a `collate_fn` that would not be called."""
-    if collate_fn is not None:
-        raise HydraConfigError(
-            f"collate_fn is {getattr(collate_fn, '__name__', type(collate_fn).__name__)}, but sequences are packed "
-            "without padding, by the plan; leave it out and put what it computes into the dataset (input_ids with "
+def warn_of_collator(collate_fn: Any) -> None:
+    """Say on the first rank that `collate_fn` is not called. One that pads may stay in a script."""
+    if collate_fn is not None and int(os.environ.get("RANK", "0")) == 0:
+        logger.warning(
+            f"collate_fn is {getattr(collate_fn, '__name__', type(collate_fn).__name__)} and not called: sequences are "
+            "packed without padding, by the plan; what else it computes has to be in the dataset (input_ids with "
             "labels, assistant_masks or completion_mask)"
         )
 

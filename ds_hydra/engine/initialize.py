@@ -16,7 +16,7 @@ from torch import nn
 
 from ds_hydra.configs.ds_config import read_ds_config, refuse_auto
 from ds_hydra.configs.hydra_config import HydraConfig
-from ds_hydra.engine.hydra_engine import HydraEngine, check_model, needs_metric, refuse_collator
+from ds_hydra.engine.hydra_engine import HydraEngine, check_model, needs_metric
 from ds_hydra.engine.ranks.accelerator_settings import prepare_accelerator
 from ds_hydra.errors import HydraConfigError
 
@@ -106,7 +106,6 @@ def initialize(
     if model is None:
         raise HydraConfigError("no model: pass model=, e.g. a LlamaForCausalLM")
     check_model(model)
-    refuse_collator(collate_fn)
     ds_config, hydra_config = read_ds_config(given)
     refuse_auto(ds_config)
     if model_parameters is None and optimizer is None:
