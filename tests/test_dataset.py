@@ -2,13 +2,22 @@ import itertools
 
 import numpy as np
 import pytest
-from datasets import Array2D, Dataset, DatasetDict, Features, LargeList, Sequence, Value
+from datasets import (
+    Array2D,
+    Dataset,
+    DatasetDict,
+    Features,
+    LargeList,
+    Sequence,
+    Value,
+    load_dataset,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ds_hydra.errors import HydraConfigError
+from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.sampler.data import dataset as dataset_module
 from ds_hydra.sampler.data.dataset import RawTokenize, TokenDataset
 
@@ -374,3 +383,12 @@ def test_nothing_left_after_dropping_names_the_key():
         HydraConfigError, match=r"1 are longer than hydra.context_length 2; set hydra.over_length"
     ):
         from_ids([[1, 2, 3], [1]], context_length=2, over_length="drop")
+
+
+def test_texts_that_are_no_utf_8_are_refused_by_column(tmp_path):
+    (tmp_path / "data.jsonl").write_bytes(b'{"text": "fine"}\n{"text": "bro\xffken"}\n')
+    rows = load_dataset("json", data_files=str(tmp_path / "data.jsonl"), split="train")
+    with pytest.raises(HydraDataError, match="column 'text' holds bytes that are no UTF-8"):
+        TokenDataset.from_dataset(
+            rows, context_length=8, tokenize=lambda texts: {"input_ids": [[1]] * len(texts)}
+        )

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from ds_hydra.errors import HydraConfigError
+from ds_hydra.errors import HydraConfigError, HydraDataError
 from ds_hydra.progress import no_bars_in_files
 from ds_hydra.sampler.data.examples import (
     IGNORED_LABEL,
@@ -276,21 +276,27 @@ def _tokenize_dataset(
         )
     per_text = max(1, dataset.data.nbytes // max(1, len(dataset.data)))
     batch_size = min(_TEXTS_PER_BATCH, max(1, _TEXT_BYTES_PER_BATCH // per_text))
-    return dataset.map(
-        _tokenize_batch,
-        batched=True,
-        batch_size=batch_size,
-        writer_batch_size=batch_size,
-        input_columns=[text_column],
-        remove_columns=dataset.column_names,
-        features=datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"))}),
-        fn_kwargs={
-            "tokenize": tokenize,
-            "eos_token_id": getattr(tokenize, "eos_token_id", None) if append_eos else None,
-        },
-        desc="tokenising",
-        num_proc=None if num_proc is None else min(num_proc, len(dataset)),
-    )
+    try:
+        return dataset.map(
+            _tokenize_batch,
+            batched=True,
+            batch_size=batch_size,
+            writer_batch_size=batch_size,
+            input_columns=[text_column],
+            remove_columns=dataset.column_names,
+            features=datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"))}),
+            fn_kwargs={
+                "tokenize": tokenize,
+                "eos_token_id": getattr(tokenize, "eos_token_id", None) if append_eos else None,
+            },
+            desc="tokenising",
+            num_proc=None if num_proc is None else min(num_proc, len(dataset)),
+        )
+    except UnicodeDecodeError as error:  # pyarrow does not look at what a JSON file holds
+        raise HydraDataError(
+            f"column {text_column!r} holds bytes that are no UTF-8 ({error.reason} {error.object[error.start]:#x}); "
+            "save the texts as UTF-8"
+        ) from error
 
 
 def _tokenize_batch(
