@@ -67,7 +67,10 @@ def _find_timeout(device: torch.device) -> datetime.timedelta:
     longer than torch's own.
     """
     usual = c10d._get_default_timeout(dist.get_backend())
-    world = c10d._get_default_group()._get_backend(device)
+    try:
+        world = c10d._get_default_group()._get_backend(device)
+    except RuntimeError:  # a group that is registered under no type of device
+        return usual
     chosen = getattr(getattr(world, "options", None), "_timeout", usual)
     return max(usual, chosen)
 
