@@ -40,7 +40,8 @@ def max_launches(text, num_buckets):
     collectives included: what is pulled and pushed, and what ranks tell each other.
     """
     per_bucket = 13 if "<2," in text else 7
-    return 40 + (per_bucket + 5 * ("gather" in text)) * num_buckets
+    # Four for each of the model's two buffers, which are compared with what was taken over
+    return 40 + 4 * 2 + (per_bucket + 5 * ("gather" in text)) * num_buckets
 
 
 MAX_HOST_WAITS = 8
@@ -222,4 +223,7 @@ def test_the_doctor_examines_a_device():
         assert by_check["hangs"]["figures"]["iterations"] > 3
         assert by_check["streamed layers"]["status"] == "ok", by_check["streamed layers"]
     gradients = [f for f in first["findings"] if f["check"] == "gradients"]
-    assert all(e <= 1e-4 for f in gradients for e in f["figures"]["errors"].values())
+    for finding in gradients:
+        most = 1e-1 if "bf16" in finding["text"] else 1e-4
+        assert all(e <= most for e in finding["figures"]["errors"].values()), finding
+    assert any("bf16" in finding["text"] for finding in gradients)
