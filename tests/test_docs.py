@@ -333,6 +333,7 @@ def _form(line: str) -> str:
 def test_the_demo_in_the_readme_has_the_form_that_a_run_prints(tmp_path):
     records = [make_record(i, "4x<1,1>") for i in range(3)]
     for record in records:
+        record["tflops_per_device"] = 0.03
         for pipeline in record["pipelines"]:
             pipeline["profiled_ms"] = 100.0
     printed = str(summarize_run(write_run(tmp_path, records))).splitlines()
@@ -345,7 +346,7 @@ def test_the_demo_in_the_readme_has_the_form_that_a_run_prints(tmp_path):
 
 
 def test_the_simulation_in_the_readme_has_columns_and_systems_of_the_command():
-    head, columns, *rows = _in_readme("propagation 7.8% above")
+    head, columns, *rows = _in_readme("propagation 6.7% above")
     names = re.split(r"\s{2,}", columns.strip())
     document = {
         "name": "x", "num_devices": 8, "context_length": 1, "tokens_per_iteration": 1, "iterations": 1,

@@ -33,6 +33,7 @@ from filelock import FileLock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from ds_hydra.progress import no_bars_in_files
 from ds_hydra.sampler.data.dataset import TokenDataset
 
 Unit: TypeAlias = Literal["file", "definition"]
@@ -145,7 +146,8 @@ def _build(
         gen_kwargs=arguments,
         cache_dir=str(unfinished / "generated"),
     )
-    dataset.save_to_disk(unfinished / "texts")
+    with no_bars_in_files():
+        dataset.save_to_disk(unfinished / "texts")
     shutil.rmtree(unfinished / "generated")
     train_tokenizer(dataset["text"], vocab_size).save_pretrained(unfinished / "tokenizer")
     unfinished.rename(target)
