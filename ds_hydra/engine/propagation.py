@@ -364,7 +364,7 @@ class Propagator:
                     stage, micro_batches[index], hidden, scale, loss, examples
                 )
 
-            io = self._stage_io(role)
+            io = self._stage_io(role, work)
             micro_batch_tokens = [
                 self.stage_model.tp.shard_tokens(micro_batch.packed.num_tokens)
                 for micro_batch in micro_batches
@@ -460,11 +460,12 @@ class Propagator:
             return None
         return ContextRow(TokenShards(self.groups.get("cp", role.cp_ranks), cp), role.cp_rank)
 
-    def _stage_io(self, role: Role) -> StageIO:
+    def _stage_io(self, role: Role, work: Work) -> StageIO:
         pp = role.scheme.pp
         return StageIO(
             previous_rank=role.previous_rank,
             next_rank=role.next_rank,
             down_group=self.groups.get("pp_down", role.ranks) if pp > 1 else None,
             up_group=self.groups.get("pp_up", role.ranks) if pp > 1 else None,
+            before_receive=work.await_posts,
         )

@@ -234,6 +234,11 @@ class HomeRounds:
         for bucket in self._last_round:
             self.await_filled(bucket)
 
+    def await_posts(self) -> None:
+        """Wait, on an accelerator, until the pull is posted. Raises what it raised."""
+        if self._clock.has_streams and self._pulling is not None:
+            self._pulling.result()
+
     def complete(self, bucket: int) -> None:
         """This rank has added its last gradient of a bucket."""
         self._incomplete.pop(bucket, None)

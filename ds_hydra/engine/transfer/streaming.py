@@ -168,6 +168,12 @@ class StreamSession:
         """
         self._rounds.await_all()
 
+    def await_posts(self) -> None:
+        """Wait until all rounds between hosts are posted: [Note: The host does not run ahead].
+        Raises what the pull raised.
+        """
+        self._rounds.await_posts()
+
     def enter(self, bucket: int) -> None:
         """Computation leaves the bucket of the window it was in and comes to `bucket`.
 
