@@ -16,6 +16,7 @@ from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import OPTIMIZER_BYTES
 from ds_hydra.strategy.profiles.profile import has_re_pulls
+from ds_hydra.strategy.profiles.states import engine_states
 from ds_hydra.strategy.schemes.notation import ALL_LAYERS
 from ds_hydra.zero_link import ParamSpec
 from ds_hydra.zero_link.home_parts import home_bytes
@@ -343,3 +344,19 @@ def test_one_device_does_not_stand_for_ranks_with_whole_features():
         slice_config(config, 2)
     experts = slice_config(tiny("qwen3_moe").config, 2)
     assert (experts.moe_intermediate_size, experts.num_attention_heads) == (12, 2)
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+def test_tables_of_the_vocabulary_take_what_other_parameters_take(tables):
+    """24 bytes a parameter of LLaMA-2 7B with 128K tokens: 18 in shards, 6 held; a stage holds one
+    table.
+    """
+    document = shared_json("profiles/a800_llama2_7b.json")
+    states = engine_states(12.0, 2.0)
+    document["model"]["vocab_size"] = 128_256
+    document["memory"] |= {**states, "vocabulary_tables": tables}
+    memory = Profile.from_json(document).memory
+    layers, table = 32 * 12 * 4096**2, 128_256 * 4096
+    for text, held in (("<1,1>", layers + tables * table), ("<2,2>", (layers / 2 + table) / 2)):
+        found = memory.rank_bytes(Scheme.parse(text), 8, 0)
+        assert found == pytest.approx((layers + tables * table) * 18 / 8 + held * 6)

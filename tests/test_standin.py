@@ -205,6 +205,15 @@ def test_peaks_are_those_of_the_memory_model(check):
         assert 0.8 * found["forward"] <= found["scores"] <= found["forward"], text
 
 
+VOCABULARIES = ("vocabulary:32000", "vocabulary:128256")
+
+
+@pytest.mark.parametrize("check", VOCABULARIES)
+def test_peaks_of_models_of_large_vocabularies_are_those_of_a_measured_profile(check):
+    for text, found in run_checks(2, VOCABULARIES)[0][check].items():
+        assert found["passes"] == pytest.approx(found["formula"], rel=OFF_BY), text
+
+
 USES = ("evaluation", "checkpoints", "doctor")
 
 

@@ -50,6 +50,7 @@ def as_the_engine_needs(
     memory |= {
         "state_bytes_per_layer_per_hidden2": sharded + held,
         "sharded_fraction": sharded / (sharded + held),
+        "vocabulary_tables": counted["vocabulary_tables"],
         "exchange_bytes": _WINDOW_BUFFERS * 4 * layer_params(stage_model),
     }
     key = "activation_bytes_per_token_per_layer_per_hidden"

@@ -227,7 +227,13 @@ def state_memory(stage_model: StageModel) -> dict[str, float]:
     element = torch.finfo(stage_model.params[0].dtype).bits // 8
     params = layer_params(stage_model)
     experts = sum(spec.numel for spec in stage_model.specs if spec.num_experts)
+    ends = {
+        b.param for unit in (stage_model.units[0], stage_model.units[-1]) for b in unit.bindings
+    }
+    table = stage_model.hidden_size * stage_model.vocab_size
+    tables = sum(stage_model.specs[param].numel for param in ends) / table
     return {
+        "vocabulary_tables": round(tables, 2),
         **engine_states(params / stage_model.hidden_size**2, element),
         **expert_memory(experts / stage_model.num_layers / params),
     }

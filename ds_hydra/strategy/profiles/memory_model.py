@@ -77,6 +77,10 @@ class MemoryModel:
 
     gathered     S * 2 K H / (SP TP) * i * 3          K = `key_value_share` heads a query head
 
+    Ours: where a profile says how many tables of H V parameters embedding and head are (2, or 1
+    that both use), e is what B is for a parameter, times these; of two, a stage of PP > 1 holds
+    one.
+
     Ours: `exchange_bytes` / TP of packed exchange buffers, where they are counted.
 
     Ours: with ep a rank holds 1 / ep of a layer's experts, whole ones, which are `expert_fraction`
@@ -135,6 +139,7 @@ class MemoryModel:
     exchange_bytes: float = 0.0
     key_value_share: float = 1.0
     expert_fraction: float = 0.0
+    vocabulary_tables: float = 0.0
     forward_only: bool = False
 
     def __post_init__(self) -> None:
@@ -172,6 +177,10 @@ class MemoryModel:
                 raise HydraConfigError(f"{name} bytes are {value}, expected 0 or more")
         if not 0 <= self.sharded_fraction <= 1:
             raise HydraConfigError(f"sharded_fraction is {self.sharded_fraction}, expected 0 to 1")
+        if not 0 <= self.vocabulary_tables <= _LARGEST_COUNT:
+            raise HydraConfigError(
+                f"vocabulary_tables is {self.vocabulary_tables}, expected 0 or more"
+            )
         if not 0 <= self.expert_fraction < 1:
             raise HydraConfigError(
                 f"expert_fraction is {self.expert_fraction}, expected 0 to less than 1"
@@ -326,7 +335,10 @@ class MemoryModel:
         if scheme.stream:
             return self._streaming_bytes(scheme, num_devices, num_layers)
         sharded = self._all_state_bytes() / num_devices
-        held = self._all_state_bytes(self._held_share(scheme) * num_layers) / scheme.tp
+        tables = self.vocabulary_tables
+        if scheme.pp > 1:
+            tables = min(tables, max(1.0, tables / 2))
+        held = self._all_state_bytes(self._held_share(scheme) * num_layers, tables) / scheme.tp
         states = sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
         return states + self.exchange_bytes / scheme.tp
 
@@ -336,8 +348,14 @@ class MemoryModel:
         """
         return 1 - self.expert_fraction * (1 - scheme.tp / scheme.ep) if scheme.ep > 1 else 1.0
 
-    def _all_state_bytes(self, num_layers: float | None = None) -> float:
-        """States of so many layers, all if None, with those of the embedding."""
+    def _all_state_bytes(
+        self, num_layers: float | None = None, tables: float | None = None
+    ) -> float:
+        """States of so many layers and tables of the vocabulary, all if None."""
         layers = self.num_layers if num_layers is None else num_layers
-        embedding = self.hidden_size * self.vocab_size * EMBEDDING_BYTES_PER_ELEMENT
+        tables = self.vocabulary_tables if tables is None else tables
+        per_element: float = EMBEDDING_BYTES_PER_ELEMENT
+        if tables and self.slice_bytes and self.input_bytes:
+            per_element = tables * self.state_bytes / (self.slice_bytes / self.input_bytes)
+        embedding = self.hidden_size * self.vocab_size * per_element
         return layers * self.hidden_size**2 * self.state_bytes + embedding
