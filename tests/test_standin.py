@@ -205,13 +205,22 @@ def test_peaks_are_those_of_the_memory_model(check):
         assert 0.8 * found["forward"] <= found["scores"] <= found["forward"], text
 
 
-VOCABULARIES = ("vocabulary:32000", "vocabulary:128256")
+VOCABULARIES = ("vocabulary:32000", "vocabulary:128256", "measured_profile")
 
 
-@pytest.mark.parametrize("check", VOCABULARIES)
+@pytest.mark.parametrize("check", VOCABULARIES[:2])
 def test_peaks_of_models_of_large_vocabularies_are_those_of_a_measured_profile(check):
     for text, found in run_checks(2, VOCABULARIES)[0][check].items():
         assert found["passes"] == pytest.approx(found["formula"], rel=OFF_BY), text
+
+
+def test_a_measured_profile_leaves_free_what_is_outside_of_torch_and_tries_its_longest():
+    for rank in run_checks(2, VOCABULARIES):
+        found = rank["measured_profile"]
+        assert found["reserved"] == found["outside"] > 5 << 30
+        # No MaxLen below what an iteration has: its tokens, in sequences of the context
+        assert found["tokens"] * found["num_micro_batches"] == 4096
+        assert found["longest"] == 64
 
 
 USES = ("evaluation", "checkpoints", "doctor")

@@ -23,7 +23,7 @@ from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import layer_params, nominal_profile
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Profile, Strategy
-from standin import device
+from standin import device, process_group
 
 NUM_TOKENS = 768
 NUM_SCORED = 4 * NUM_TOKENS
@@ -115,6 +115,40 @@ def _formula_bytes(
     }
     memory = replace(Profile.from_json(document).memory, forward_only=forward_only)
     return memory.rank_bytes(scheme, dist.get_world_size(), num_tokens)
+
+
+def measured_profile() -> dict[str, Any]:
+    """What a measured profile leaves free, what the communicators take of it, and how many tokens
+    the longest micro-batch of its measurement had beside MaxLen.
+    """
+    engine = start_hydra(
+        tiny("llama").to(device.NAME),
+        hydra={
+            "context_length": 64,
+            "strategies": ["2x<1,1>", "1x<1,2>"],
+            "profiling": {"repeats": 1, "warmup": 0, "lengths": [16, 64]},
+            "tokens_per_iteration": 4096,
+        },
+    )
+    plans: list[IterationPlan] = []
+    train = engine.hydra.propagator.train
+
+    def noting(plan: IterationPlan, *arguments: Any) -> Any:
+        plans.append(plan)
+        return train(plan, *arguments)
+
+    with mock.patch.object(engine.hydra.propagator, "train", noting):
+        profile = engine.hydra.know_profile()
+    last = plans[-1]
+    tokens = [last.lengths[n] for n in last.pipelines[0].micro_batches[0]]
+    engine.destroy()
+    return {
+        "reserved": profile.memory.reserved_bytes,
+        "outside": len(process_group.calls) * device.COMMUNICATOR_BYTES,
+        "tokens": sum(tokens),
+        "longest": max(tokens),
+        "num_micro_batches": len(last.pipelines[0].micro_batches),
+    }
 
 
 VOCABULARIES = ("2x<1,1>", "1x<2,1>", "1x<sp2,1>", "1x<1,2>")

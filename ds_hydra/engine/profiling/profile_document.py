@@ -150,6 +150,11 @@ class ProbeMicroBatch(NamedTuple):
     length: int
     num_sequences: int = 1
 
+    @property
+    def num_tokens(self) -> int:
+        """Those of all sequences."""
+        return self.length * self.num_sequences
+
     def __str__(self) -> str:
         return (
             f"{self.length}" if self.num_sequences == 1 else f"{self.num_sequences} x {self.length}"
@@ -246,7 +251,7 @@ def describe_hardware() -> dict[str, Any]:
         memory, reserved = psutil.virtual_memory().total // count_ranks_here(), 0
         name = "cpu"
     else:
-        memory, reserved = int(accelerator.total_memory()), 2**30  # contexts and communicators
+        memory, reserved = int(accelerator.total_memory()), 2**30  # contexts
         name = (
             str(torch.cuda.get_device_name())
             if torch.cuda.is_available()

@@ -60,6 +60,17 @@ def activation_share(scheme: Scheme, key_value_share: float = 1.0) -> float:
     return of_sp * of_cp / scheme.ranks_per_stage
 
 
+def ordered_share(scheme: Scheme, multiprocessors: int, num_heads: int) -> float:
+    """Bytes per token and hidden unit of the copies of the gradient of queries that attention's
+    backward adds up in one order: as many as fill `multiprocessors` with one sequence. 0 where
+    either is not known.
+    """
+    if not multiprocessors or not num_heads:
+        return 0.0
+    heads = max(1, num_heads // (scheme.sp * scheme.tp))
+    return -(-multiprocessors // heads) * GRADIENT_BYTES / scheme.ranks_per_stage
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
     """Bytes that one rank needs under <TP,PP> on N devices for a packed micro-batch of S tokens
@@ -80,6 +91,11 @@ class MemoryModel:
     Ours: where a profile says how many tables of H V parameters embedding and head are (2, or 1
     that both use), e is what B is for a parameter, times these; of two, a stage of PP > 1 holds
     one.
+
+    Ours: where attention's backward adds in one order on a device of M = `ordered_multiprocessors`,
+    fp32 gradients of one layer's queries,
+
+    copies       S / CP * H / (SP TP) * 4 * ceil(M SP TP / heads)
 
     Ours: `exchange_bytes` / TP of packed exchange buffers, where they are counted.
 
@@ -140,6 +156,8 @@ class MemoryModel:
     key_value_share: float = 1.0
     expert_fraction: float = 0.0
     vocabulary_tables: float = 0.0
+    ordered_multiprocessors: int = 0
+    num_heads: int = 0
     forward_only: bool = False
 
     def __post_init__(self) -> None:
@@ -250,7 +268,7 @@ class MemoryModel:
         layer = self._layer_bytes_per_token(scheme)
         if not scheme.stages and not scheme.ckpt:
             layers = self.num_layers / scheme.pp
-            per_token = self.num_layers * layer + self._gathered_bytes(scheme)
+            per_token = self.num_layers * layer + self._in_one_layer_bytes(scheme)
             return [(self._state_bytes(scheme, num_devices, layers), per_token)]
         if scheme.ckpt and not self.input_bytes:
             raise HydraConfigError(
@@ -268,7 +286,7 @@ class MemoryModel:
                 whole * layer + stage.num_checkpointed * kept
             )
             per_token += layer if stage.num_checkpointed else 0.0
-            per_token += self._gathered_bytes(scheme)
+            per_token += self._in_one_layer_bytes(scheme)
             per_token += again if stage.is_last else 0.0
             stages.append((self._state_bytes(scheme, num_devices, stage.num_layers), per_token))
         return stages
@@ -281,6 +299,15 @@ class MemoryModel:
             )
         share = activation_share(scheme, self.key_value_share)
         return self.hidden_size * share * self.activation_bytes[scheme.tp]
+
+    def _in_one_layer_bytes(self, scheme: Scheme) -> float:
+        """Per token of a micro-batch, what the layer that runs takes besides."""
+        return self._gathered_bytes(scheme) + self._ordered_bytes(scheme)
+
+    def _ordered_bytes(self, scheme: Scheme) -> float:
+        return self.hidden_size * ordered_share(
+            scheme, self.ordered_multiprocessors, self.num_heads
+        )
 
     def _gathered_bytes(self, scheme: Scheme) -> float:
         """Per token of a micro-batch: keys and values of all rows, in the layer that runs."""

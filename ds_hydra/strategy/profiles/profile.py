@@ -42,6 +42,7 @@ _OPTIONAL_MEMORY = {
     "exchange_bytes": 0,
     "expert_fraction": 0,
     "vocabulary_tables": 0,
+    "ordered_multiprocessors": 0,
 }
 """Of a profile that does not say them."""
 
@@ -353,6 +354,8 @@ class Profile:
                     key_value_share=read_key_value_share(model),
                     expert_fraction=read_number(memory, "expert_fraction"),
                     vocabulary_tables=read_number(memory, "vocabulary_tables"),
+                    ordered_multiprocessors=int(read_number(memory, "ordered_multiprocessors")),
+                    num_heads=model.get("num_attention_heads") or 0,
                 ),
                 saturation_tokens={
                     int(tp): read_count(saturation, tp, least=1, most=MAX_LENGTH_TOKENS)
