@@ -22,13 +22,13 @@ from typing import Any
 
 from benchmarks.pages import put_section
 from benchmarks.simulate_tables import document, results
+from ds_hydra.lab.simulator.cases import list_cases, load_case
+from ds_hydra.lab.simulator.compare import compare
+from ds_hydra.lab.simulator.reproduction import our_figure
+from ds_hydra.lab.simulator.spread import with_spread
+from ds_hydra.lab.simulator.systems import Settings
+from ds_hydra.lab.simulator.workload import Workload
 from ds_hydra.sampler.warm_up import warm_up
-from ds_hydra.simulator.cases import list_cases, load_case
-from ds_hydra.simulator.compare import compare
-from ds_hydra.simulator.reproduction import our_figure
-from ds_hydra.simulator.spread import with_spread
-from ds_hydra.simulator.systems import Settings
-from ds_hydra.simulator.workload import Workload
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.states import with_engine_states

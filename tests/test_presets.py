@@ -16,10 +16,10 @@ from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.model.random_model import build_random_stage_model
 from ds_hydra.engine.ranks.deepspeed_ops import compiles_adam
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.lab.simulator.cases import load_case
+from ds_hydra.lab.simulator.systems import Settings
 from ds_hydra.model_config import find_quantisation, load_config, read_config
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, gradient_bytes
-from ds_hydra.simulator.cases import load_case
-from ds_hydra.simulator.systems import Settings
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.states import with_engine_states

@@ -13,12 +13,12 @@ from reference import make_batch, make_profile
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.propose_phases import groups_of_gathered
 from ds_hydra.sampler.trial import PruningSettings
-from ds_hydra.simulator.cases import load_case
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.states import with_engine_states

@@ -11,12 +11,12 @@ from test_cluster import PARAMS, make_cluster
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler.candidates import with_estimates_of
 from ds_hydra.sampler.lockstep import lockstep_wait_ms
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind, make_problem
-from ds_hydra.simulator.events import simulate_plan
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.proposal.extended import undominated, with_extended_schemes

@@ -34,7 +34,7 @@ from ds_hydra.engine.ranks.agreement import (
 from ds_hydra.engine.ranks.device_memory import naming_memory_limit
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
-from ds_hydra.engine.telemetry.metrics import IterationMetrics, RunLog
+from ds_hydra.engine.telemetry.metrics import RunLog
 from ds_hydra.engine.telemetry.straggler import StragglerFinder
 from ds_hydra.errors import (
     HydraConfigError,
@@ -42,6 +42,7 @@ from ds_hydra.errors import (
     UnsupportedModelError,
 )
 from ds_hydra.progress import Progress
+from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.sampler.candidates import (
     Candidates,
     CandidateSettings,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.engine.telemetry.trace import Recorder
-from ds_hydra.simulator.timeline import EventKind
+from ds_hydra.records.timeline import EventKind
 
 
 class Pass(str, Enum):

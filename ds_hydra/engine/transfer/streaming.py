@@ -39,7 +39,7 @@ from ds_hydra.engine.transfer.link_session import (
 )
 from ds_hydra.engine.transfer.slices import Slices
 from ds_hydra.engine.transfer.stream_plan import StageStreams, only_copied, plan_loads
-from ds_hydra.simulator.timeline import EventKind
+from ds_hydra.records.timeline import EventKind
 from ds_hydra.zero_link import ParamSpec, RankBuckets, SliceRef
 
 

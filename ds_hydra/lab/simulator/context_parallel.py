@@ -10,8 +10,8 @@ from functools import cached_property
 
 import numpy as np
 
+from ds_hydra.lab.simulator.scenario import Scenario
 from ds_hydra.sampler.schedule import FloatArray, IntArray
-from ds_hydra.simulator.scenario import Scenario
 from ds_hydra.strategy.cost_models.analytic import key_values_ms
 from ds_hydra.strategy.profiles.profile import LatencyModel
 from ds_hydra.strategy.proposal.program import usable_schemes

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ds_hydra.strategy.cost_models.search.galvatron import SearchPlan, run_lengths
-from ds_hydra.strategy.cost_models.search.space import LayerStrategy
+from ds_hydra.lab.search.galvatron import SearchPlan, run_lengths
+from ds_hydra.lab.search.space import LayerStrategy
 
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 _LABEL_BOX = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}

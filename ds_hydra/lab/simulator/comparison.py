@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_hydra.lab.simulator.scenario import Bound, Scenario, SystemResult
+from ds_hydra.lab.simulator.systems import DS_HYDRA, GRADIENTS_32_BIT, LABELS, Settings
+from ds_hydra.lab.simulator.workload import Workload
+from ds_hydra.records.events import Simulation
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.schedule import FloatArray
-from ds_hydra.simulator.events import Simulation
-from ds_hydra.simulator.scenario import Bound, Scenario, SystemResult
-from ds_hydra.simulator.systems import DS_HYDRA, GRADIENTS_32_BIT, LABELS, Settings
-from ds_hydra.simulator.workload import Workload
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.cost_models.flops import ModelFlops, profile_flops
 from ds_hydra.strategy.profiles.profile import Profile

@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.cost_models.search.layers import LayerProfile, SearchInput
-from ds_hydra.strategy.cost_models.search.space import LayerStrategy
+from ds_hydra.lab.search.layers import LayerProfile, SearchInput
+from ds_hydra.lab.search.space import LayerStrategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

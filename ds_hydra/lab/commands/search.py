@@ -24,7 +24,7 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.progress import Progress
 
 if TYPE_CHECKING:
-    from ds_hydra.strategy.cost_models.search import SearchInput, SearchPlan
+    from ds_hydra.lab.search import SearchInput, SearchPlan
 
 
 def search(
@@ -81,7 +81,7 @@ def search(
     Example: ds-hydra search --profile a800_llama2_7b --devices 8 --memory-gb 40 --sequence 4096
     --plot plan.png
     """
-    from ds_hydra.strategy.cost_models.search import (
+    from ds_hydra.lab.search import (
         GalvatronSearch,
         SearchSettings,
         layer_strategies,
@@ -113,8 +113,8 @@ def search(
 
 def describe(plan: SearchPlan, overlap_slowdown: float) -> str:
     """The plan as text: one line for each stage."""
-    from ds_hydra.strategy.cost_models.search.galvatron import run_lengths
-    from ds_hydra.strategy.cost_models.search.layers import OVERLAP_SLOWDOWN
+    from ds_hydra.lab.search.galvatron import run_lengths
+    from ds_hydra.lab.search.layers import OVERLAP_SLOWDOWN
 
     lines = [
         f"batch {plan.batch_size}, PP {plan.pp}, {plan.num_micro_batches} micro-batches: "
@@ -141,9 +141,9 @@ def describe(plan: SearchPlan, overlap_slowdown: float) -> str:
 def _read(
     layers: Path | None, profile: str | None, hardware: str, devices: int, sequence: int
 ) -> SearchInput:
+    from ds_hydra.lab.search import SearchInput
     from ds_hydra.strategy import Profile
     from ds_hydra.strategy.cost_models.analytic import Hardware
-    from ds_hydra.strategy.cost_models.search import SearchInput
 
     if (layers is None) == (profile is None):
         raise HydraConfigError("give either --layers or --profile, one of them")
@@ -164,7 +164,7 @@ def _read(
 
 
 def _draw(plan: SearchPlan, out: Path) -> None:
-    from ds_hydra.report.search_plot import plot_search
+    from ds_hydra.lab.search_plot import plot_search
 
     with writing(out):
         plot_search(plan, out)

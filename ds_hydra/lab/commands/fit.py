@@ -17,7 +17,7 @@ from ds_hydra.commands.common import (
 )
 
 if TYPE_CHECKING:
-    from ds_hydra.strategy.cost_models.whole_iteration import IterationFit
+    from ds_hydra.lab.whole_iteration import IterationFit
 
 
 def fit(
@@ -38,7 +38,7 @@ def fit(
     Example: ds-hydra fit --points measured.json --out model.json
     """
     from ds_hydra.configs.files import read_json_object
-    from ds_hydra.strategy.cost_models.whole_iteration import fit_iterations, measured_from_json
+    from ds_hydra.lab.whole_iteration import fit_iterations, measured_from_json
 
     with errors_to_stderr():
         check_folder(out)

@@ -9,19 +9,19 @@ from typing import Literal, NamedTuple
 
 from ds_hydra.configs.hydra_config import MAX_PROCESS_GROUPS
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.simulator.baselines import (
+from ds_hydra.lab.simulator.baselines import (
     balanced,
     fixed_length,
     heterogeneous_static,
     hotspa,
     two_stage,
 )
-from ds_hydra.simulator.chunks import chunked
-from ds_hydra.simulator.mixed_groups import dynamic_cp, flexsp
-from ds_hydra.simulator.scenario import Scenario, SystemResult
-from ds_hydra.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, odc
-from ds_hydra.simulator.wlb import wlb
-from ds_hydra.simulator.workload import Workload, draw_batches
+from ds_hydra.lab.simulator.chunks import chunked
+from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, flexsp
+from ds_hydra.lab.simulator.scenario import Scenario, SystemResult
+from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, odc
+from ds_hydra.lab.simulator.wlb import wlb
+from ds_hydra.lab.simulator.workload import Workload, draw_batches
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.schemes.scheme import Strategy
 

@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 
 from ds_hydra.configs.hydra_config import Space
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, with_schemes_of
-from ds_hydra.sampler.trial import HEURISTIC, Progress, PruningSettings
-from ds_hydra.simulator.baselines import dynamic
-from ds_hydra.simulator.comparison import Comparison, Planned
-from ds_hydra.simulator.scenario import Scenario, SystemResult, bound_of
-from ds_hydra.simulator.systems import (
+from ds_hydra.lab.simulator.baselines import dynamic
+from ds_hydra.lab.simulator.comparison import Comparison, Planned
+from ds_hydra.lab.simulator.scenario import Scenario, SystemResult, bound_of
+from ds_hydra.lab.simulator.systems import (
     DS_HYDRA,
     FULL_STATIC,
     GRADIENTS_32_BIT,
@@ -28,7 +26,9 @@ from ds_hydra.simulator.systems import (
     Contest,
     Settings,
 )
-from ds_hydra.simulator.workload import Workload, check_workload
+from ds_hydra.lab.simulator.workload import Workload, check_workload
+from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, with_schemes_of
+from ds_hydra.sampler.trial import HEURISTIC, Progress, PruningSettings
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.states import with_engine_states

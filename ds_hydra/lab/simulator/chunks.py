@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ds_hydra.lab.simulator.fixed_length import balanced_groups, balanced_micro_batches
+from ds_hydra.lab.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
 from ds_hydra.sampler.schedule import FloatArray, IntArray
-from ds_hydra.simulator.fixed_length import balanced_groups, balanced_micro_batches
-from ds_hydra.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
 from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 

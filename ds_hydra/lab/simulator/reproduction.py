@@ -13,11 +13,11 @@ from collections.abc import Callable
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.lab.simulator.comparison import Comparison
+from ds_hydra.lab.simulator.scenario import SystemResult
+from ds_hydra.lab.simulator.systems import PAPER
+from ds_hydra.records.events import Simulation, simulate_plan
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.simulator.comparison import Comparison
-from ds_hydra.simulator.events import Simulation, simulate_plan
-from ds_hydra.simulator.scenario import SystemResult
-from ds_hydra.simulator.systems import PAPER
 
 PAPER_BASELINES = ("given", "deepspeed", "deepspeed_ac", "hotspa")
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ds_hydra.simulator.compare import compare
-from ds_hydra.simulator.comparison import Comparison
-from ds_hydra.simulator.systems import Settings
-from ds_hydra.simulator.workload import Workload, check_workload
+from ds_hydra.lab.simulator.compare import compare
+from ds_hydra.lab.simulator.comparison import Comparison
+from ds_hydra.lab.simulator.systems import Settings
+from ds_hydra.lab.simulator.workload import Workload, check_workload
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.proposal.program import default_tokens_per_iteration
 

@@ -24,17 +24,17 @@ from ds_hydra.commands.common import (
     write_documents,
     writing,
 )
-from ds_hydra.commands.simulate_text import describe_simulation
 from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
 from ds_hydra.configs.hydra_config import MAX_SEED
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.lab.commands.simulate_text import describe_simulation
 
 if TYPE_CHECKING:
-    from ds_hydra.simulator.cases import Case
-    from ds_hydra.simulator.comparison import Comparison
-    from ds_hydra.simulator.sweep import Axes
-    from ds_hydra.simulator.systems import Settings
-    from ds_hydra.simulator.workload import Workload
+    from ds_hydra.lab.simulator.cases import Case
+    from ds_hydra.lab.simulator.comparison import Comparison
+    from ds_hydra.lab.simulator.sweep import Axes
+    from ds_hydra.lab.simulator.systems import Settings
+    from ds_hydra.lab.simulator.workload import Workload
     from ds_hydra.strategy.profiles.profile import Profile
 
 
@@ -165,7 +165,7 @@ def simulate(
 
     Without a profile: ds-hydra simulate --model llama2_7b --hardware h100 --nodes 8
     """
-    from ds_hydra.simulator.cases import list_cases as names_of_cases
+    from ds_hydra.lab.simulator.cases import list_cases as names_of_cases
 
     if list_cases:
         names = names_of_cases()
@@ -233,7 +233,7 @@ def _refuse(is_wrong: bool, message: str) -> None:
 
 
 def _check_timeline(system: str, settings: Settings) -> None:
-    from ds_hydra.simulator.systems import PLANNED
+    from ds_hydra.lab.simulator.systems import PLANNED
 
     _refuse(system not in PLANNED, f"--timeline-of {system!r}: choose {' or '.join(PLANNED)}")
     _refuse(
@@ -250,9 +250,9 @@ def _settings(
     seed: int,
     space: SimulatedSpace,
 ) -> Settings:
-    from ds_hydra.simulator.systems import Settings
+    from ds_hydra.lab.simulator.systems import Settings
 
-    chosen = {}
+    chosen: dict[str, Any] = {}
     if systems is not None:
         names = [name.strip() for name in systems.split(",") if name.strip()]
         names += ["given"] if baseline is not None else []
@@ -268,7 +268,7 @@ def _settings(
 
 
 def _load_case(name: str | None, others: tuple[object, ...]) -> Case | None:
-    from ds_hydra.simulator.cases import load_case
+    from ds_hydra.lab.simulator.cases import load_case
 
     if name is None:
         return None
@@ -291,9 +291,9 @@ def _workload(
 ) -> tuple[Workload, Axes]:
     from ds_hydra.configs import find_file
     from ds_hydra.configs.files import find_profile
+    from ds_hydra.lab.simulator.sweep import Axes
+    from ds_hydra.lab.simulator.workload import Workload
     from ds_hydra.sampler.candidates import with_schemes_of
-    from ds_hydra.simulator.sweep import Axes
-    from ds_hydra.simulator.workload import Workload
     from ds_hydra.strategy.profiles.profile import Profile
     from ds_hydra.strategy.proposal.candidates import load_strategies
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
@@ -404,8 +404,8 @@ def _describe_inside() -> str:
 def _compare(
     workload: Workload, settings: Settings, hardware: str | None, spread: bool
 ) -> Comparison:
-    from ds_hydra.simulator.compare import compare
-    from ds_hydra.simulator.spread import with_spread
+    from ds_hydra.lab.simulator.compare import compare
+    from ds_hydra.lab.simulator.spread import with_spread
     from ds_hydra.strategy.cost_models.cluster import find_cluster
 
     cluster = find_cluster(workload.profile, workload.num_devices, hardware)
@@ -438,7 +438,7 @@ def _compare(
 def _sweep(
     workload: Workload, axes: Axes, settings: Settings, hardware: str | None, is_chosen: bool
 ) -> list[Comparison]:
-    from ds_hydra.simulator.sweep import SWEEP_SYSTEMS, sweep
+    from ds_hydra.lab.simulator.sweep import SWEEP_SYSTEMS, sweep
 
     with progress_bar("simulating", "point") as show:
         chosen = settings if is_chosen else replace(settings, systems=SWEEP_SYSTEMS)
@@ -446,14 +446,14 @@ def _sweep(
 
 
 def _plot(found: list[Comparison], path: Path) -> None:
-    from ds_hydra.report.sweep_plot import plot_sweep
+    from ds_hydra.lab.sweep_plot import plot_sweep
 
     with writing(path):
         plot_sweep(found, path)
 
 
 def _add_expected(document: dict[str, Any], case: Case | None, found: list[Comparison]) -> None:
-    from ds_hydra.simulator.reproduction import our_figure
+    from ds_hydra.lab.simulator.reproduction import our_figure
 
     if case is not None:
         document["figure"] = case.figure

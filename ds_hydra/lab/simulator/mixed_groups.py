@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ds_hydra.lab.simulator.context_parallel import ContextParallel
+from ds_hydra.lab.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
+from ds_hydra.lab.simulator.sharded import sharded_groups, with_traffic_ms, zero3_ends_ms
 from ds_hydra.sampler.mixed_groups import MixedGroups, Step, plan_steps
 from ds_hydra.sampler.schedule import FloatArray
-from ds_hydra.simulator.context_parallel import ContextParallel
-from ds_hydra.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
-from ds_hydra.simulator.sharded import sharded_groups, with_traffic_ms, zero3_ends_ms
 from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 

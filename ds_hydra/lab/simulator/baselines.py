@@ -13,11 +13,8 @@ from itertools import combinations, pairwise
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.sampler.planner import bound_iterations
-from ds_hydra.sampler.schedule import FloatArray
-from ds_hydra.simulator.fixed_length import pack_balanced, pack_evenly, pack_fixed_length
-from ds_hydra.simulator.scenario import (
+from ds_hydra.lab.simulator.fixed_length import pack_balanced, pack_evenly, pack_fixed_length
+from ds_hydra.lab.simulator.scenario import (
     NO_WORK,
     Outcome,
     Scenario,
@@ -26,6 +23,9 @@ from ds_hydra.simulator.scenario import (
     outcome_of,
     summarize,
 )
+from ds_hydra.sampler.plan import IterationPlan
+from ds_hydra.sampler.planner import bound_iterations
+from ds_hydra.sampler.schedule import FloatArray
 from ds_hydra.strategy.proposal.program import homogeneous_strategies
 from ds_hydra.strategy.schemes.scheme import Strategy
 

@@ -22,9 +22,9 @@ from itertools import accumulate, islice
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.sampler.schedule import FloatArray, ends_ms, one_f_one_b_ms, run_passes
-from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile

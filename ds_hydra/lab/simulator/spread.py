@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
 
-from ds_hydra.simulator.compare import compare
-from ds_hydra.simulator.comparison import Comparison, Spread
-from ds_hydra.simulator.systems import Settings
-from ds_hydra.simulator.workload import Workload
+from ds_hydra.lab.simulator.compare import compare
+from ds_hydra.lab.simulator.comparison import Comparison, Spread
+from ds_hydra.lab.simulator.systems import Settings
+from ds_hydra.lab.simulator.workload import Workload
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
 

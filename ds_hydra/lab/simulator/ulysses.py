@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ds_hydra.sampler.schedule import FloatArray, IntArray
-from ds_hydra.simulator.fixed_length import MicroBatches, pack_balanced, pack_fixed_length
-from ds_hydra.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
-from ds_hydra.simulator.sharded import (
+from ds_hydra.lab.simulator.fixed_length import MicroBatches, pack_balanced, pack_fixed_length
+from ds_hydra.lab.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
+from ds_hydra.lab.simulator.sharded import (
     ShardedGroup,
     sharded_groups,
     with_traffic_ms,
     zero3_ends_ms,
 )
+from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.compiled import compiled
 
 

@@ -16,8 +16,8 @@ from itertools import product
 
 import numpy as np
 
+from ds_hydra.lab.simulator.scenario import Scenario, packed_ms
 from ds_hydra.sampler.schedule import FloatArray, IntArray
-from ds_hydra.simulator.scenario import Scenario, packed_ms
 from ds_hydra.strategy.cost_models.analytic import sequence_parallel_latency
 from ds_hydra.strategy.profiles.memory_model import SP_ACTIVATIONS
 from ds_hydra.strategy.profiles.profile import LatencyModel

@@ -2,13 +2,13 @@
 2307.02031v2).
 """
 
-from ds_hydra.strategy.cost_models.search.galvatron import (
+from ds_hydra.lab.search.galvatron import (
     GalvatronSearch,
     SearchPlan,
     SearchSettings,
 )
-from ds_hydra.strategy.cost_models.search.layers import SearchInput
-from ds_hydra.strategy.cost_models.search.space import LayerStrategy, layer_strategies
+from ds_hydra.lab.search.layers import SearchInput
+from ds_hydra.lab.search.space import LayerStrategy, layer_strategies
 
 __all__ = [
     "GalvatronSearch",

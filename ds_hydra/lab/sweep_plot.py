@@ -12,10 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from ds_hydra.simulator.comparison import Comparison
-from ds_hydra.simulator.comparison import Figure as Mean
-from ds_hydra.simulator.sweep import swept_axis
-from ds_hydra.simulator.systems import LABELS
+from ds_hydra.lab.simulator.comparison import Comparison
+from ds_hydra.lab.simulator.comparison import Figure as Mean
+from ds_hydra.lab.simulator.sweep import swept_axis
+from ds_hydra.lab.simulator.systems import LABELS
 
 _AXIS_TITLES = {
     "num_devices": "devices",

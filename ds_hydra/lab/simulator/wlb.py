@@ -6,10 +6,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ds_hydra.lab.simulator.context_parallel import ContextParallel, context_parallel
+from ds_hydra.lab.simulator.fixed_length import pack_balanced
+from ds_hydra.lab.simulator.scenario import (
+    NO_WORK,
+    Outcome,
+    Scenario,
+    SystemResult,
+    best_of,
+    summarize,
+)
 from ds_hydra.sampler.schedule import IntArray
-from ds_hydra.simulator.context_parallel import ContextParallel, context_parallel
-from ds_hydra.simulator.fixed_length import pack_balanced
-from ds_hydra.simulator.scenario import NO_WORK, Outcome, Scenario, SystemResult, best_of, summarize
 
 OUTLIERS = (2, 4)
 """A document longer than the context over one of these is held back."""

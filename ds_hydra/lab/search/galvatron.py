@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 
 from ds_hydra.errors import InfeasiblePlanError
-from ds_hydra.strategy.cost_models.search.costs import CostEstimator, LayerCost
-from ds_hydra.strategy.cost_models.search.layer_dp import (
+from ds_hydra.lab.search.costs import CostEstimator, LayerCost
+from ds_hydra.lab.search.layer_dp import (
     FloatArray,
     IntArray,
     StageTables,
     search_layers,
 )
-from ds_hydra.strategy.cost_models.search.layers import SearchInput
-from ds_hydra.strategy.cost_models.search.partition import (
+from ds_hydra.lab.search.layers import SearchInput
+from ds_hydra.lab.search.partition import (
     Partition,
     balance_degree,
     balanced_partition,
@@ -30,7 +30,7 @@ from ds_hydra.strategy.cost_models.search.partition import (
     layer_ranges,
     lighter_partitions,
 )
-from ds_hydra.strategy.cost_models.search.space import LayerStrategy, layer_strategies
+from ds_hydra.lab.search.space import LayerStrategy, layer_strategies
 
 _SEARCH_SCHEMA = "ds_hydra.search/1"
 _MAX_MICRO_BATCHES = 64

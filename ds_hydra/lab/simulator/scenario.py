@@ -11,18 +11,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
-from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.sampler.planner_settings import PlannerSettings
-from ds_hydra.sampler.schedule import FloatArray, IntArray
-from ds_hydra.simulator.events import (
+from ds_hydra.lab.simulator.fixed_length import MicroBatches
+from ds_hydra.records.events import (
     PipelineWork,
     Simulation,
     of_stages,
     simulate_iteration,
     simulate_plan,
 )
-from ds_hydra.simulator.fixed_length import MicroBatches
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.schedule import FloatArray, IntArray
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
