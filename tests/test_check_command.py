@@ -437,17 +437,17 @@ def check_home(home, nodes):
 
 
 def test_schemes_with_parts_are_checked_and_derived():
-    given = ["1x<1,2;ckpt=8> + 3x<1,2>", "4x<1,2;stream=8>"]
+    given = ["1x<1,2;ckpt=8> + 3x<1,2>", "4x<1,2;stream>"]
     config = changed(hydra={"strategies": given, "context_length": 6000})
     report = check_config(CheckRequest(config=config, model="llama2_7b", num_devices=8))
     assert report.problems == []
     longest = {row["scheme"]: row["max_len_tokens"] for row in report.schemes}
     assert longest["<1,2>"] < 6000 < longest["<1,2;ckpt=8>"]
     assert any(
-        "<1,2;stream=8>" in warning and "accelerator" in warning for warning in report.warnings
+        "<1,2;stream>" in warning and "accelerator" in warning for warning in report.warnings
     )
     check_home(report.home, nodes=1)
-    given = ["8x<1,2;stream=8>"]
+    given = ["8x<1,2;stream>"]
     config = changed(hydra={"strategies": given, "context_length": 6000})
     report = check_config(CheckRequest(config=config, model="llama2_7b", num_devices=16))
     check_home(report.home, nodes=2)

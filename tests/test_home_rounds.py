@@ -29,8 +29,8 @@ from ds_hydra.strategy import Strategy
 
 STRATEGIES = (
     "4x<1,1;stream>",
-    "1x<2,2;stream=1>",
-    "1x<2,1;stream> + 1x<1,2;stream=1>",
+    "1x<2,2;stream>",
+    "1x<2,1;stream> + 1x<1,2;stream>",
     "1x<4,1;stream>",
     "1x<sp2,1;stream> + 1x<1,1>",
 )

@@ -224,7 +224,7 @@ def test_streamed_schemes_of_candidates_are_there_on_all_ranks():
     that sampled mini-batches need once.
     """
     found = candidates_of_case("paper/commoncrawl-7b-8gpu-f3", num_batches=8).strategies
-    streamed = {s for strategy in found for s in strategy.schemes if s.streams_all}
+    streamed = {s for strategy in found for s in strategy.schemes if s.stream}
     assert any(scheme.num_devices > 1 for scheme in streamed)
     for scheme in streamed:
         assert Strategy((scheme,) * (8 // scheme.num_devices)) in found, str(scheme)

@@ -37,15 +37,15 @@ STRATEGIES = (
     "4x<1,1;stream>",
     "1x<4,1;stream>",
     "1x<1,3;stream> + 1x<1,1>",
-    "2x<2,1;stream=2>",
-    "1x<2,2;stream=1>",
-    "1x<sp2,1;stream> + 1x<1,2;ckpt=3;stages=3,1;stream=1>",
+    "2x<2,1;stream>",
+    "1x<2,2;stream>",
+    "1x<sp2,1;stream> + 1x<1,2;ckpt=3;stages=3,1;stream>",
     "1x<2,1> + 1x<1,1;stream>",
 )
 
 OF_EVERY_FAMILY = ("1x<2,1;stream> + 1x<1,2;stream>", "1x<sp2,1;stream> + 2x<1,1;stream>")
 FROZEN = ("4x<1,1;stream>", "1x<2,2>", "2x<2,1;stream>", "1x<2,2>", "4x<1,1>")
-MEASURED = ("4x<1,1>", "4x<1,1;stream>", "2x<2,1;stream>", "2x<1,2;stream=2>")
+MEASURED = ("4x<1,1>", "4x<1,1;stream>", "2x<2,1;stream>", "2x<1,2;stream>")
 
 
 def refusals():
@@ -209,8 +209,8 @@ def test_an_accelerator_without_peer_memory_is_refused():
 
 ON_TWO_HOSTS = (
     "4x<1,1;stream>",
-    "1x<2,2;stream=1>",
-    "1x<2,1;stream> + 1x<1,2;stream=1>",
+    "1x<2,2;stream>",
+    "1x<2,1;stream> + 1x<1,2;stream>",
     "1x<4,1;stream>",
     "1x<sp2,1;stream> + 1x<1,1>",
 )

@@ -172,7 +172,7 @@ def _describe_home(
         for stage in range(scheme.pp):
             buckets = stage_model.buckets(scheme, stage, 0)
             streams = stage_model.stage_streams(scheme, stage, 0)
-            refs = [ref for index in streams.buckets for ref in buckets[index]]
+            refs = [ref for bucket in buckets for ref in bucket]
             copied = only_copied(buckets, streams.copied)
             stages.append(
                 {
@@ -180,7 +180,7 @@ def _describe_home(
                     "stage": stage,
                     "read_bytes": itemsize * sum(ref.region.numel for ref in refs),
                     "copied_bytes": itemsize
-                    * sum(ref.region.numel for index in streams.buckets for ref in copied[index]),
+                    * sum(ref.region.numel for bucket in copied for ref in bucket),
                     "added_bytes": 4 * sum(r.region.numel for r in refs if r.pushes_gradient),
                 }
             )

@@ -384,7 +384,7 @@ class StrategyLinks:
         assert self.home is not None
         specs = self.stage_model.specs
         copied = only_copied(buckets, streams.copied)
-        kept = [bucket for r, bucket in enumerate(buckets) if r not in streams.buckets]
+        kept = () if streams.streams else buckets
         copies = held_numel(specs, copied, streams.window.slot_of) * self._dtype.itemsize
         exchange_bytes = 0
         if across.pull is not None and across.push is not None:

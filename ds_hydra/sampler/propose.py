@@ -344,7 +344,7 @@ def _streamed_alike(chosen: Sequence[Strategy], num_devices: int) -> list[Strate
     return [
         Strategy((scheme,) * (num_devices // scheme.num_devices))
         for scheme in schemes
-        if scheme.streams_all and num_devices % scheme.num_devices == 0
+        if scheme.stream and num_devices % scheme.num_devices == 0
     ]
 
 

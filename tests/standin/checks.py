@@ -55,10 +55,10 @@ STRATEGIES = {
 }
 """By number of ranks; the second of uneven stages has no bucket of its own in two rounds."""
 
-OTHERS = ("2x<1,1;stream>", "1x<2,1;stream>", "1x<1,2;stream=1>", "1x<sp2,1;stream>", "1x<cp2,1>")
+OTHERS = ("2x<1,1;stream>", "1x<2,1;stream>", "1x<1,2;stream>", "1x<sp2,1;stream>", "1x<cp2,1>")
 """Streamed ones have homes in parts, which are read and added to one-sidedly."""
 
-ON_TWO_HOSTS = ("4x<1,1;stream>", "1x<2,2;stream=1>", "2x<2,1;stream>")
+ON_TWO_HOSTS = ("4x<1,1;stream>", "1x<2,2;stream>", "2x<2,1;stream>")
 
 SHORT = STRATEGIES[2][:5]
 

@@ -62,12 +62,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStreams:
-    """What of a stage's buckets streams, and which slices have to be copied."""
+    """Whether a stage's buckets stream, and which slices have to be copied."""
 
-    buckets: frozenset[int] = frozenset()
-    """Whose gradients are added after every micro-batch."""
+    streams: bool = False
+    """Whether gradients are added after every micro-batch."""
     window: Window = field(default_factory=Window)
-    """Those among them, without the ones that share a parameter, with slices that are copied."""
+    """The buckets that stream with slices that are copied, without the ones that share a
+    parameter.
+    """
     copied: frozenset[int] = frozenset()
     """Parameters that are copied: their slices are not in one piece."""
 

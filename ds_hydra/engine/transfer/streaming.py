@@ -226,7 +226,7 @@ class StreamSession:
 
     def _add_kept(self, index: int) -> None:
         """Add what a bucket that does not stream has kept; once."""
-        if index in self._slices_home.streams.buckets or index in self._added:
+        if self._slices_home.streams.streams or index in self._added:
             return
         self._added.add(index)
         for ref, grad in zip(self._buckets[index], self._slices.grad_bucket_S[index], strict=True):

@@ -88,10 +88,9 @@ class MemoryModel:
     states       (L H^2 B + H V e) / N * alpha                    shards, as above
                  + (L H^2 p + E) * ((i + 8) / R - 4 / N)          home of weights and sums
                  + (two layers, or twice the head) / TP * 2 i     window, with its gradients
-                 + (parameters of the stage that stay) / TP * (i + 4)
 
-    Where all ranks gather each layer for every pass there is neither home nor anything that stays:
-    shards, window and exchange buffers alone.
+    Where all ranks gather each layer for every pass there is no home: shards, window and exchange
+    buffers alone.
 
     A profile that the engine measured says i + 16 bytes a parameter for the shards: with the home
     of one node 24 in 16 bit, which is what the engine holds. The published constants have 12.5
@@ -179,7 +178,7 @@ class MemoryModel:
 
     def knows(self, scheme: Scheme) -> bool:
         """Whether it says what `scheme` needs."""
-        passes = bool(scheme.stream or scheme.gather)
+        passes = scheme.stream or scheme.gather
         says_inputs = self.input_bytes > 0 or not (scheme.ckpt or passes)
         says_slices = self.slice_bytes > 0 or not passes
         return scheme.tp in self.activation_bytes and says_inputs and says_slices
@@ -298,33 +297,15 @@ class MemoryModel:
         layer = self.slice_bytes / self.input_bytes * self.hidden_size**2
         return layer, 2.0 * self.hidden_size * self.vocab_size
 
-    def _streaming_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
-        """States of a rank of a stage of `num_layers`, of which some stream."""
-        layer, ends = self._num_params()
-        streamed = min(scheme.stream, num_layers)
-        layer *= self._held_share(scheme)
-        window, kept = layer, (num_layers - streamed) * layer
-        if scheme.streams_all:
-            window = max(layer, ends / 2)
-        else:
-            kept += ends
-        passing = min(STREAM_WINDOW, streamed) * window
-        return (
-            self._all_state_bytes() / num_devices * self.sharded_fraction
-            + kept / scheme.tp * (self.input_bytes + GRADIENT_BYTES)
-            + passing / scheme.tp * 2 * self.input_bytes
-            + self.home_bytes(num_devices)
-        )
-
     def _state_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
-        if scheme.gather:
+        if scheme.gather or scheme.stream:
             layer, ends = self._num_params()
             layer *= self._held_share(scheme)
             passing = STREAM_WINDOW * max(layer, ends / 2) / scheme.tp * 2 * self.input_bytes
             sharded = self._all_state_bytes() / num_devices * self.sharded_fraction
+            if scheme.stream:
+                return sharded + passing + self.home_bytes(num_devices)
             return sharded + passing + self.exchange_bytes / scheme.tp
-        if scheme.stream:
-            return self._streaming_bytes(scheme, num_devices, num_layers)
         sharded = self._all_state_bytes() / num_devices
         held = self._all_state_bytes(self._held_share(scheme) * num_layers) / scheme.tp
         states = sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)

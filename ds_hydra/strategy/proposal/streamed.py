@@ -10,7 +10,6 @@ from itertools import product
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.profiles.sequence_parallel import num_key_value_parts
-from ds_hydra.strategy.schemes.notation import ALL_LAYERS
 from ds_hydra.strategy.schemes.options import slowest_stage_ratio
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -87,7 +86,7 @@ def with_streamed_schemes(
     known = [s for s in profile.latency if s.pp == s.ep == 1 and s == s.without_options()]
     kinds = (False,) if tokens_per_iteration is None else (False, True)
     for plain, gathers in product(dict.fromkeys([*known, *wide]), kinds):
-        scheme = replace(plain, stream=0 if gathers else ALL_LAYERS, gather=gathers)
+        scheme = replace(plain, stream=not gathers, gather=gathers)
         is_open = scheme not in profile.latency and profile.memory.knows(scheme)
         fits = is_open and profile.max_len_tokens(scheme, num_devices) > 0
         if not fits or scheme.num_devices > num_devices or not can_run(scheme):
@@ -134,7 +133,7 @@ def with_streams_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile
     it has no T of; as it is where nothing is known of its interconnects.
     """
     schemes = {scheme for strategy in strategies for scheme in strategy.schemes}
-    wanted = {replace(s, stages=(), ckpt=0) for s in schemes if s.streams_all or s.gather}
+    wanted = {replace(s, stages=(), ckpt=0) for s in schemes if s.stream or s.gather}
     wanted -= profile.latency.keys()
     if not wanted:
         return profile
