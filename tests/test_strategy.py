@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from ds_hydra.strategy.proposal.candidates import (
     load_strategies,
     power_of_two_schemes,
 )
+from ds_hydra.strategy.schemes.scheme import check_one_host
 
 SCHEMES = st.builds(Scheme, st.integers(1, 16), st.integers(1, 8)) | wide_schemes()
 
@@ -162,6 +164,23 @@ def test_all_layers_stream_or_none():
         Scheme.from_json({"tp": 2, "pp": 2, "stream": 8})
     for works in ("1x<2,2;stream>", "2x<2,1;gather>"):  # what the error says to write
         assert str(Strategy.parse(works)) == works
+
+
+@pytest.mark.parametrize(
+    ("text", "instead"),
+    [
+        ("1x<sp2,1;ckpt=2;stream> + 1x<1,1>", "1x<sp2,1;ckpt=2;gather> + 1x<1,1;gather>"),
+        ("1x<2,2;stream> + 2x<1,1;stream>", "1x<2,2> + 2x<1,1>"),
+    ],
+)
+def test_layers_stream_on_one_host(text, instead):
+    strategy = Strategy.parse(text)
+    check_one_host(strategy, 1)
+    with pytest.raises(
+        HydraConfigError, match=f"there are 2 hosts.*;gather.*: '{re.escape(instead)}'"
+    ):
+        check_one_host(strategy, 2)
+    check_one_host(Strategy.parse(instead), 2)
 
 
 def test_layers_of_stages():

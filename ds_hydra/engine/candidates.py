@@ -60,7 +60,7 @@ from ds_hydra.strategy.profiles.states import load_profile
 from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.placement import count_groups
-from ds_hydra.strategy.schemes.scheme import parse_strategies
+from ds_hydra.strategy.schemes.scheme import check_one_host, parse_strategies
 
 logger = logging.getLogger(__name__)
 
@@ -301,10 +301,11 @@ class EngineCandidates:
             raise_together(self._try_to_log_profile(), self._device)
 
     def _model_can_run(self, scheme: Scheme) -> bool:
-        """Whether this model can run under `scheme` on these devices; layers stream there only
-        where the user says so, until that has run on accelerators.
+        """Whether this model can run under `scheme` on these devices; layers stream on one host,
+        and on accelerators only where the user says so, until that has run there.
         """
-        is_tried = not scheme.stream or self._device.type == "cpu"
+        is_one_host = len(self.propagator.hosts.names) == 1
+        is_tried = not scheme.stream or (is_one_host and self._device.type == "cpu")
         return is_tried and self.stage_model.can_run(scheme)
 
     def _try_to_log_profile(self) -> Exception | None:
@@ -338,6 +339,7 @@ class EngineCandidates:
                 f"strategy {strategy} needs {strategy.num_devices} ranks, there are {self.num_ranks}; name fewer in "
                 f"hydra.strategies, or start {strategy.num_devices} ranks"
             )
+        check_one_host(strategy, len(self.propagator.hosts.names))
 
     def profile_for_forced(self, strategy: Strategy) -> Profile:
         """What a forced strategy is planned with: where nobody knows its times, FLOP counts."""

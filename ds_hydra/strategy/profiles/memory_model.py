@@ -83,18 +83,18 @@ class MemoryModel:
     of its parameters, and 1 / TP of the rest; shards are what they were.
 
     Ours: where layers stream, with p = s / i parameters per layer and H^2, E = 2 H V of embedding
-    and head, and R = `devices_per_node` ranks of a node (N if those are fewer),
+    and head, all N ranks on one node,
 
     states       (L H^2 B + H V e) / N * alpha                    shards, as above
-                 + (L H^2 p + E) * ((i + 8) / R - 4 / N)          home of weights and sums
+                 + (L H^2 p + E) * (i + 8 - 4) / N                home of weights and sums
                  + (two layers, or twice the head) / TP * 2 i     window, with its gradients
 
     Where all ranks gather each layer for every pass there is no home: shards, window and exchange
     buffers alone.
 
     A profile that the engine measured says i + 16 bytes a parameter for the shards: with the home
-    of one node 24 in 16 bit, which is what the engine holds. The published constants have 12.5
-    there. Other pipelines of the same node have their share of the home besides.
+    24 in 16 bit, which is what the engine holds. The published constants have 12.5 there. Other
+    pipelines of the strategy have their share of the home besides.
 
     Stage k of a scheme with `stages` or `ckpt` has n layers, m of them checkpointed, and at most PP
     - k micro-batches in flight:
@@ -280,10 +280,9 @@ class MemoryModel:
         return _GATHERED_COPIES * numbers * (self.input_bytes or _ELEMENT_BYTES)
 
     def home_bytes(self, num_devices: int) -> float:
-        """Share of each rank of a node in one copy of the weights and sums of their gradients."""
+        """Share of each rank in one copy of the weights and sums of their gradients."""
         layer, ends = self._num_params()
-        num_ranks = min(self.devices_per_node, num_devices)
-        each = (self.input_bytes + SUM_BYTES) / num_ranks - GRADIENT_BYTES / num_devices
+        each = (self.input_bytes + SUM_BYTES - GRADIENT_BYTES) / num_devices
         return (self.num_layers * layer + ends) * each
 
     def _num_params(self) -> tuple[float, float]:

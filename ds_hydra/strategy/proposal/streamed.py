@@ -63,7 +63,7 @@ def with_streamed_schemes(
     """`profile` with schemes of one stage whose layers all stream, where it did not measure them,
     its memory model knows them, and they fit a micro-batch.
 
-    - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that.
+    - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that, on one node.
     - <spN,1;stream> for each N, a power of two up to `num_devices` that divides the heads, and
       <cpN,1;stream> for each N: T is that of one rank (`single_rank_latency`), of whose micro-batch
       N ranks have a share each, with the exchanges of SP or CP by the interconnects of `cluster`.
@@ -88,8 +88,7 @@ def with_streamed_schemes(
     for plain, gathers in product(dict.fromkeys([*known, *wide]), kinds):
         scheme = replace(plain, stream=not gathers, gather=gathers)
         is_open = scheme not in profile.latency and profile.memory.knows(scheme)
-        fits = is_open and profile.max_len_tokens(scheme, num_devices) > 0
-        if not fits or scheme.num_devices > num_devices or not can_run(scheme):
+        if not is_open or not profile.has_room(scheme, num_devices) or not can_run(scheme):
             continue
         if single is not None and plain.tp == 1:
             model = cluster.with_exchanges(

@@ -17,7 +17,9 @@ _FLAGS = ("stream", "gather")
 MAX_LAYERS = 1 << 20
 """Layers that an option of a scheme may name: far above any model."""
 
-ALL_STREAM = "all layers of a scheme stream or none: write <2,2;stream>, or <2,1;gather> in all pipelines"
+ALL_STREAM = (
+    "all layers of a scheme stream or none: write <2,2;stream>, or <2,1;gather> in all pipelines"
+)
 """To whoever gives `stream` a number."""
 
 REPLACED = "a scheme has repull, which stream replaces: write <1,1;stream>, or <1,1;gather>"

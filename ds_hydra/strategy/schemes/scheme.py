@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -398,6 +398,23 @@ def _parse_each(texts: Iterable[str]) -> list[Strategy]:
                 f"{MAX_PIPELINES} are the most"
             )
     return found
+
+
+def check_one_host(strategy: Strategy, num_hosts: int) -> None:
+    """Raise HydraConfigError where layers of `strategy` stream and ranks are on several hosts."""
+    if num_hosts == 1 or not any(scheme.stream for scheme in strategy.schemes):
+        return
+    can_gather = all(scheme.pp == 1 for scheme in strategy.schemes)
+    others = Strategy(tuple(replace(s, stream=False, gather=can_gather) for s in strategy.schemes))
+    how = (
+        "write ;gather in place of ;stream"
+        if can_gather
+        else "leave ;stream out, or write ;gather in pipelines of PP 1"
+    )
+    raise HydraConfigError(
+        f"strategy {strategy}: layers stream from memory that the ranks of one host share, there are {num_hosts} "
+        f"hosts; {how}: '{others}'"
+    )
 
 
 def check_one_phase(strategy: Strategy) -> None:
