@@ -23,9 +23,13 @@ from ds_hydra.strategy.proposal.streamed import with_streamed_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
 NUM_DEVICES = 16
-CLUSTER = find_cluster(Profile.load(find_file("profiles", "a800_llama2_7b")), NUM_DEVICES)
+PUBLISHED = Profile.load(find_file("profiles", "a800_llama2_7b"))
+CLUSTER = find_cluster(PUBLISHED, NUM_DEVICES)
+ON_ONE_NODE = {**PUBLISHED.document["hardware"], "devices_per_node": NUM_DEVICES}
 PROFILE = with_streamed_schemes(
-    Profile.load(find_file("profiles", "a800_llama2_7b")), num_devices=NUM_DEVICES, cluster=CLUSTER
+    Profile.from_json({**PUBLISHED.document, "hardware": ON_ONE_NODE}),
+    num_devices=NUM_DEVICES,
+    cluster=CLUSTER,
 )
 STRATEGIES = parse_strategies(
     [

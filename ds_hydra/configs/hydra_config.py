@@ -310,9 +310,9 @@ class HydraConfig(_Section):
     A pipeline is `<TP,PP>`, or `<spN,TP,PP>` (`<spN,PP>`) where N ranks share its micro-batches by
     sequence parallelism, `<cpN,TP,PP>` by context parallelism, `<spM,cpN,TP,PP>` by both. Options
     may follow: `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers,
-    layers of each stage), `<2,2;stream=8>` or `<1,1;stream>` (layers of each stage that stream, or
-    all), `<1,1;gather>` (layers gathered for every pass), `<sp4,1;ep=4>` (four ranks of an SP x TP
-    group share a layer's experts).
+    layers of each stage), `<2,2;stream>` (layers stream from the home of the host), `<1,1;gather>`
+    (layers gathered for every pass), `<sp4,1;ep=4>` (four ranks of an SP x TP group share a layer's
+    experts).
     """
 
     profile: Text | None = None

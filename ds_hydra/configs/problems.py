@@ -19,8 +19,7 @@ Sections: TypeAlias = Mapping[Location, type[BaseModel]]
 """The models of the section and of those in it, by where they are."""
 
 _REPLACED = {
-    "repull_layers": "layers stream instead: say so for each scheme in hydra.strategies, as in <1,1;stream> (all "
-    "layers) or <2,2;stream=8>",
+    "repull_layers": "layers stream instead: say so for each scheme in hydra.strategies, as in <1,1;stream>",
     "gradient_dtype": 'DeepSpeed\'s own says it, outside of "hydra": "communication_data_type": "fp32" or "bf16" '
     "(as without it, where training is bf16)",
 }

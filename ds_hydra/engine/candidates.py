@@ -64,7 +64,7 @@ from ds_hydra.strategy.proposal.candidates import (
     power_of_two_schemes,
 )
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.schemes.scheme import parse_strategies
+from ds_hydra.strategy.schemes.scheme import check_one_host, parse_strategies
 
 logger = logging.getLogger(__name__)
 
@@ -312,7 +312,9 @@ class EngineCandidates:
             raise_together(self._try_to_log_profile(), self._device)
 
     def _model_can_run(self, scheme: Scheme) -> bool:
-        return self.stage_model.can_run(scheme)
+        """Whether this model can run under `scheme` on these devices; layers stream on one host."""
+        is_one_host = len(self.propagator.hosts.names) == 1
+        return (is_one_host or not scheme.stream) and self.stage_model.can_run(scheme)
 
     def _try_to_log_profile(self) -> Exception | None:
         """`write_profile` on the rank that has a run folder; returns what went wrong."""
@@ -345,6 +347,7 @@ class EngineCandidates:
                 f"strategy {strategy} needs {strategy.num_devices} ranks, there are {self.num_ranks}; name fewer in "
                 f"hydra.strategies, or start {strategy.num_devices} ranks"
             )
+        check_one_host(strategy, len(self.propagator.hosts.names))
 
     def profile_for_forced(self, strategy: Strategy) -> Profile:
         """What a forced strategy is planned with: where nobody knows its times, FLOP counts."""

@@ -300,7 +300,7 @@ def _is_usable(scheme: Scheme, profile: Profile | None, settings: CandidateSetti
         return False
     if profile is None:
         return True
-    return scheme in profile.latency and profile.max_len_tokens(scheme, settings.num_devices) > 0
+    return scheme in profile.latency and profile.has_room(scheme, settings.num_devices)
 
 
 def _usable(profile: Profile, settings: CandidateSettings) -> Profile:

@@ -34,7 +34,7 @@ from ds_hydra.engine.parallel.groups import check_groups_of_rank
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
 from ds_hydra.engine.profiling.profile_document import count_flops, fit_memory, model_facts
 from ds_hydra.engine.profiling.profiler import default_lengths
-from ds_hydra.engine.strategy_links import GRADIENT_DTYPES
+from ds_hydra.engine.transfer.stream_plan import home_bytes
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.sampler.candidates import (
     MAX_ENUMERATED_RANKS,
@@ -64,7 +64,7 @@ from ds_hydra.strategy.schemes.placement import (
     groups_of_all,
     most_groups_of_rank,
 )
-from ds_hydra.zero_link.home_parts import home_bytes
+from ds_hydra.strategy.schemes.scheme import check_one_host
 
 DEFAULT_DEVICES = 8
 """Devices that are assumed where neither the user nor the strategies say how many there are: one
@@ -132,6 +132,9 @@ class _Budget:
         self._check_paths()
         given = () if hydra.strategies is None else load_strategies(hydra.strategies)
         report.num_devices = self._num_devices(given)
+        for strategy in given:
+            node = hydra.link.devices_per_node or DEFAULT_DEVICES
+            check_one_host(strategy, -(-report.num_devices // node))
         self._load_model()
         self._profile = self._find_profile(given)
         self._estimate_sequence_parallel(given)
@@ -299,18 +302,11 @@ class _Budget:
         if not streams or self._stage_model is None:
             return
         specs, number = self._stage_model.specs, self._report.num_devices
-        sharing = min(self._hydra.link.devices_per_node or DEFAULT_DEVICES, number)
-        own = home_bytes(specs, self._dtype.itemsize, number, sharing)
-        outside = 1 - sharing / number
-        trained = sum(spec.numel for spec in specs if spec.requires_grad)
+        own = home_bytes(specs, self._dtype.itemsize, number)
         self._report.home = {
-            "ranks": sharing,
+            "ranks": number,
             "weight_bytes": own.weights,
             "sum_bytes": own.sums,
-            "in_bytes": round(sum(spec.numel for spec in specs) * self._dtype.itemsize * outside),
-            "out_bytes": round(
-                trained * GRADIENT_DTYPES[self._hydra.link.gradient_dtype].itemsize * outside
-            ),
         }
 
     def _say_what_is_profiled(self, given: Sequence[Strategy]) -> None:

@@ -152,8 +152,7 @@ def _with_sequence_parallelism(
 
 def _that_fit(profile: Profile, schemes: Iterable[Scheme], num_devices: int) -> list[Scheme]:
     def fits(scheme: Scheme) -> bool:
-        is_known = scheme.num_devices <= num_devices and profile.memory.knows(scheme)
-        return is_known and profile.max_len_tokens(scheme, num_devices) > 0
+        return profile.memory.knows(scheme) and profile.has_room(scheme, num_devices)
 
     return [scheme for scheme in schemes if fits(scheme)]
 

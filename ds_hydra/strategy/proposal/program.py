@@ -94,8 +94,7 @@ def usable_schemes(
         for scheme in sorted(profile.latency, key=lambda s: (s.num_devices, s))
         if (scheme.is_plain or space != "plain")
         and scheme not in left_out
-        and scheme.num_devices <= num_devices
-        and profile.max_len_tokens(scheme, num_devices) > 0
+        and profile.has_room(scheme, num_devices)
     )
 
 

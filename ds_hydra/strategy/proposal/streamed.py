@@ -10,7 +10,6 @@ from itertools import product
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.profiles.sequence_parallel import num_key_value_parts
-from ds_hydra.strategy.schemes.notation import ALL_LAYERS
 from ds_hydra.strategy.schemes.options import slowest_stage_ratio
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -65,7 +64,7 @@ def with_streamed_schemes(
     """`profile` with schemes of one stage whose layers all stream (if `streams`), where it did not
     measure them, its memory model knows them, and they fit a micro-batch.
 
-    - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that.
+    - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that, on one node.
     - <spN,1;stream> for each N, a power of two up to `num_devices` that divides the heads, and
       <cpN,1;stream> for each N: T is that of one rank (`single_rank_latency`), of whose micro-batch
       N ranks have a share each, with the exchanges of SP or CP by the interconnects of `cluster`.
@@ -89,9 +88,9 @@ def with_streamed_schemes(
     known = [s for s in profile.latency if s.pp == s.ep == 1 and s == s.without_options()]
     kinds = [False] * streams + [True] * (tokens_per_iteration is not None)
     for plain, gathers in product(dict.fromkeys([*known, *wide]), kinds):
-        scheme = replace(plain, stream=0 if gathers else ALL_LAYERS, gather=gathers)
-        fits = profile.memory.knows(scheme) and profile.max_len_tokens(scheme, num_devices) > 0
-        if not fits or scheme.num_devices > num_devices or not can_run(scheme):
+        scheme = replace(plain, stream=not gathers, gather=gathers)
+        fits = profile.memory.knows(scheme) and profile.has_room(scheme, num_devices)
+        if not fits or not can_run(scheme):
             continue
         source: dict[str, object]
         if scheme in profile.latency:
@@ -143,7 +142,7 @@ def with_streams_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile
     it has no T of; as it is where nothing is known of its interconnects.
     """
     schemes = {scheme for strategy in strategies for scheme in strategy.schemes}
-    wanted = {replace(s, stages=(), ckpt=0) for s in schemes if s.streams_all or s.gather}
+    wanted = {replace(s, stages=(), ckpt=0) for s in schemes if s.stream or s.gather}
     wanted -= profile.latency.keys()
     if not wanted:
         return profile
