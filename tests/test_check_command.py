@@ -62,8 +62,8 @@ def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp
         if line.strip()[0] == "<"
     }
     # With the engine's states and all else that it holds; 9,669 and 75,238 by App. B.1
-    assert rows["<1,2>"] == "5,392"
-    assert rows["<8,1>"] == "63,725"
+    assert rows["<1,2>"] == "5,287"
+    assert rows["<8,1>"] == "63,088"
     states_alone = invoke("check", path, "--devices", 8)  # the rest is counted with a model
     assert "7,795" in states_alone.stdout
     assert "68,454" in states_alone.stdout

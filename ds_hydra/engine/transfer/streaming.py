@@ -149,6 +149,9 @@ class StreamSession:
     def await_all(self) -> None:
         """Nothing to wait for: what is not in one piece comes when it is needed."""
 
+    def await_posts(self) -> None:
+        """Nothing to wait for: the home is filled without messages."""
+
     def enter(self, bucket: int) -> None:
         """Computation leaves the bucket of the window it was in and comes to `bucket`.
 

@@ -40,6 +40,8 @@ _OPTIONAL_MEMORY = {
     "input_bytes_per_token_per_layer_per_hidden": 0,
     "exchange_bytes": 0,
     "expert_fraction": 0,
+    "vocabulary_tables": 0,
+    "ordered_multiprocessors": 0,
 }
 """Of a profile that does not say them."""
 
@@ -355,6 +357,9 @@ class Profile:
                     exchange_bytes=read_number(memory, "exchange_bytes"),
                     key_value_share=read_key_value_share(model),
                     expert_fraction=read_number(memory, "expert_fraction"),
+                    vocabulary_tables=read_number(memory, "vocabulary_tables"),
+                    ordered_multiprocessors=int(read_number(memory, "ordered_multiprocessors")),
+                    num_heads=model.get("num_attention_heads") or 0,
                 ),
                 saturation_tokens={
                     int(tp): read_count(saturation, tp, least=1, most=MAX_LENGTH_TOKENS)
