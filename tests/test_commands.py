@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import subprocess
 import sys
 
@@ -511,6 +512,7 @@ def test_without_torch_commands_do_their_work_or_say_what_needs_it(tmp_path):
     lines.append((str(tmp_path), "doctor"))
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, json.dumps(lines)],
+        env={k: v for k, v in os.environ.items() if k != "HF_DATASETS_DISABLE_PROGRESS_BARS"},
         capture_output=True,
         text=True,
         timeout=600,
@@ -520,6 +522,7 @@ def test_without_torch_commands_do_their_work_or_say_what_needs_it(tmp_path):
     assert len(found) == len(lines)
     for line, code, error, exception in found:
         command = line.split()[0]
+        assert "\r" not in error, (line, error)
         if command in WITHOUT_TORCH_WORK:
             assert code == 0, (line, error, exception)
         else:
