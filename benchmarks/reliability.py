@@ -377,7 +377,8 @@ def main() -> None:
     }
     for part in options.parts or PARTS:
         print(f"{part}:", file=sys.stderr, flush=True)
-        where = how(" ".join(["python benchmarks/reliability.py", *sys.argv[1:]]))
+        words = [word for word in sys.argv[1:] if word not in ("--state", str(options.state))]
+        where = how(" ".join(["python benchmarks/reliability.py", *words]))
         measures[part]()
         title, describe = PARTS[part]
         put_section(options.out, title, f"{where}\n\n{describe(records.of(part))}")
