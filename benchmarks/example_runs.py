@@ -63,17 +63,16 @@ def run_example(records: Records, run: str, round_: int) -> dict[str, Any]:
         env={**os.environ, "DS_ACCELERATOR": "cpu"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
         timeout=HANG_S,
     )
-    name = re.sub(r"\W+", "_", f"{script} {' '.join(words[:2])}")[:60]
-    (runs / f"{name}.log").write_text(done.stdout)
+    text = done.stdout.decode(errors="replace")  # returns to the start of a line stay what they are
+    name = re.sub(r"\W+", "_", run)[:100]
+    (runs / f"{name}.log").write_text(text)
     return {
         "exit_code": done.returncode,
         "seconds": time.monotonic() - begin,
-        **examine_log(done.stdout),
-        "text": "" if done.returncode == 0 else done.stdout[-2000:],
+        **examine_log(text),
+        "text": "" if done.returncode == 0 else text[-2000:],
     }
 
 
