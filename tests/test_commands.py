@@ -5,9 +5,13 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
+import subprocess
+import sys
 
 import datasets
 import pytest
+from command_documents import COMMANDS, write_documents_of
 from reference import make_profile
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -473,3 +477,56 @@ def test_progress_is_a_line_every_tenth_where_there_is_no_terminal():
     ]
     assert max(map(len, lines)) <= 200
     assert "\r" in drawn(Screen())
+
+
+WITHOUT_TORCH = """
+import json, os, sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition(".")[0] not in ("torch", "deepspeed", "accelerate"):
+            return PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+from typer.testing import CliRunner
+from ds_hydra.cli import app
+
+found = []
+for folder, line in json.loads(sys.argv[1]):
+    os.chdir(folder)
+    result = CliRunner().invoke(app, line.split())
+    found.append((line, result.exit_code, result.stderr, repr(result.exception)))
+print(json.dumps(found))
+"""
+WITHOUT_TORCH_WORK = ("plan", "lengths", "propose", "fit", "simulate", "search", "report")
+
+
+def test_without_torch_commands_do_their_work_or_say_what_needs_it(tmp_path):
+    lines = [
+        (str(write_documents_of(command, tmp_path / f"{command} {number}")), f"{command} {line}")
+        for command, (_, lines) in COMMANDS.items()
+        for number, line in enumerate(lines)
+    ]
+    lines.append((str(tmp_path), "doctor"))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(lines)],
+        env={k: v for k, v in os.environ.items() if k != "HF_DATASETS_DISABLE_PROGRESS_BARS"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == len(lines)
+    for line, code, error, exception in found:
+        command = line.split()[0]
+        assert "\r" not in error, (line, error)
+        if command in WITHOUT_TORCH_WORK:
+            assert code == 0, (line, error, exception)
+        else:
+            assert code == 1, (line, exception)
+            assert "error: this command needs torch" in error, line
+            assert "pip install torch" in error, line
+            assert command in ("profile", "doctor") or ", ".join(WITHOUT_TORCH_WORK) in error, line
