@@ -37,7 +37,7 @@ STRATEGIES = (
     "1x<2,2>",
     "1x<1,2> + 1x<sp2,1>",
     "1x<sp2,2,1>",
-    "1x<1,2;stream> + 2x<1,1;stream=1>",
+    "1x<1,2;stream> + 2x<1,1;stream>",
     "1x<2,1;stream> + 1x<1,2;ckpt=1>",
     "1x<2,1;ckpt=2>",
 )
@@ -55,7 +55,7 @@ WITH_EP = (
     "1x<sp2,1;ep=2> + 2x<1,1>",
     "1x<sp2,2;ep=2;ckpt=2>",
     "1x<sp4,1;ep=2>",
-    "1x<sp2,1;ep=2;stream> + 2x<1,1;stream=1>",
+    "1x<sp2,1;ep=2;stream> + 2x<1,1;stream>",
     "2x<sp2,1;ep=2;gather>",
 )
 EP_IN_TP_GROUPS = (

@@ -111,12 +111,6 @@ def test_gradients_of_mixed_pipelines():
         check_parity(rank["parity:llama_tied"], 11)
 
 
-def test_homes_of_two_hosts_do_not_race():
-    check = "parity_on_two_hosts:llama_tied"
-    for rank in run_checks(4, (check,)):
-        check_parity(rank[check], 3)
-
-
 def iterations():
     for rank in run_checks(2, ITERATIONS):
         for size, by_strategy in rank["iteration"].items():

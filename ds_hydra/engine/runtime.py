@@ -49,9 +49,10 @@ from ds_hydra.engine.ranks.device_memory import naming_memory_limit
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.engine.ranks.stop_request import StopRequest
 from ds_hydra.engine.ranks.watchdog import watch
-from ds_hydra.engine.telemetry.metrics import IterationMetrics, RunLog, describe_run, pack_occupancy
+from ds_hydra.engine.telemetry.metrics import RunLog, describe_run, pack_occupancy
 from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_timeline
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset

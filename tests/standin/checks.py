@@ -18,7 +18,6 @@ from test_engine_parity import LENGTHS, gather_gradients, hand_plan, relative_er
 
 from ds_hydra.engine import HydraEngine, propagation
 from ds_hydra.engine.parallel import context_parallel
-from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import exchange, messages
@@ -55,10 +54,8 @@ STRATEGIES = {
 }
 """By number of ranks; the second of uneven stages has no bucket of its own in two rounds."""
 
-OTHERS = ("2x<1,1;stream>", "1x<2,1;stream>", "1x<1,2;stream=1>", "1x<sp2,1;stream>", "1x<cp2,1>")
+OTHERS = ("2x<1,1;stream>", "1x<2,1;stream>", "1x<1,2;stream>", "1x<sp2,1;stream>", "1x<cp2,1>")
 """Streamed ones have homes in parts, which are read and added to one-sidedly."""
-
-ON_TWO_HOSTS = ("4x<1,1;stream>", "1x<2,2;stream=1>", "2x<2,1;stream>")
 
 SHORT = STRATEGIES[2][:5]
 
@@ -94,14 +91,6 @@ def observed() -> Iterator[dict[str, Any]]:
 def parity_of_others(case: str) -> dict[str, Any]:
     """`parity` under `OTHERS`."""
     return parity(case, OTHERS)
-
-
-def parity_on_two_hosts(case: str) -> dict[str, Any]:
-    """`parity` of streamed layers where the first half of the ranks is one host."""
-    half = dist.get_world_size() // 2
-    hosts = Hosts(names=("a", "b"), of_rank=(0,) * half + (1,) * half)
-    with mock.patch.object(propagation, "find_hosts", return_value=hosts):
-        return parity(case, ON_TWO_HOSTS)
 
 
 def parity(case: str, strategies: Sequence[str] = ()) -> dict[str, Any]:

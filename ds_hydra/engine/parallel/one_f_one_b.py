@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.engine.telemetry.trace import Recorder
-from ds_hydra.simulator.timeline import EventKind
+from ds_hydra.records.timeline import EventKind
 
 _PASSES_AHEAD = 4
 """Passes of a stage that are launched and not over at most: two micro-batches."""

@@ -14,15 +14,14 @@ from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import layer_params, state_memory
 from ds_hydra.engine.ranks.device_memory import count_multiprocessors
 from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.sampler.candidates import gradient_bytes
 from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.strategy.profiles.states import exchange_bytes
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
 from ds_hydra.strategy.schemes.placement import groups_of
 
 _CONTEXT_BYTES = 1 << 30
 """Of CUDA and its libraries in each process."""
-_WINDOW_BUFFERS = 4
-"""A window of two rounds has so many packed buffers, each at most as large as a layer's gradients.
-"""
 
 
 def is_of_another_system(document: Mapping[str, Any]) -> bool:
@@ -54,7 +53,7 @@ def as_the_engine_needs(
         "state_bytes_per_layer_per_hidden2": sharded + held,
         "sharded_fraction": sharded / (sharded + held),
         "vocabulary_tables": counted["vocabulary_tables"],
-        "exchange_bytes": _WINDOW_BUFFERS * 4 * layer_params(stage_model),
+        "exchange_bytes": exchange_bytes(layer_params(stage_model), gradient_bytes(config)),
     }
     key = "activation_bytes_per_token_per_layer_per_hidden"
     traced = _trace(stage_model, map(int, memory[key]), config)

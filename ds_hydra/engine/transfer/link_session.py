@@ -44,7 +44,7 @@ from torch import Tensor
 from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.engine.transfer.slices import Slices
 from ds_hydra.errors import RankLostError
-from ds_hydra.simulator.timeline import EventKind
+from ds_hydra.records.timeline import EventKind
 from ds_hydra.zero_link import LinkPlan
 from ds_hydra.zero_link.exchange import Link, RoundUnderWay
 

@@ -103,19 +103,18 @@ class MemoryModel:
     of its parameters, and 1 / TP of the rest; shards are what they were.
 
     Ours: where layers stream, with p = s / i parameters per layer and H^2, E = 2 H V of embedding
-    and head, and R = `devices_per_node` ranks of a node (N if those are fewer),
+    and head, all N ranks on one node,
 
     states       (L H^2 B + H V e) / N * alpha                    shards, as above
-                 + (L H^2 p + E) * ((i + 8) / R - 4 / N)          home of weights and sums
+                 + (L H^2 p + E) * (i + 8 - 4) / N                home of weights and sums
                  + (two layers, or twice the head) / TP * 2 i     window, with its gradients
-                 + (parameters of the stage that stay) / TP * (i + 4)
 
-    Where all ranks gather each layer for every pass there is neither home nor anything that stays:
-    shards, window and exchange buffers alone.
+    Where all ranks gather each layer for every pass there is no home: shards, window and exchange
+    buffers alone.
 
     A profile that the engine measured says i + 16 bytes a parameter for the shards: with the home
-    of one node 24 in 16 bit, which is what the engine holds. The published constants have 12.5
-    there. Other pipelines of the same node have their share of the home besides.
+    24 in 16 bit, which is what the engine holds. The published constants have 12.5 there. Other
+    pipelines of the strategy have their share of the home besides.
 
     Stage k of a scheme with `stages` or `ckpt` has n layers, m of them checkpointed, and at most PP
     - k micro-batches in flight:
@@ -206,7 +205,7 @@ class MemoryModel:
 
     def knows(self, scheme: Scheme) -> bool:
         """Whether it says what `scheme` needs."""
-        passes = bool(scheme.stream or scheme.gather)
+        passes = scheme.stream or scheme.gather
         says_inputs = self.input_bytes > 0 or not (scheme.ckpt or passes)
         says_slices = self.slice_bytes > 0 or not passes
         return scheme.tp in self.activation_bytes and says_inputs and says_slices
@@ -317,10 +316,9 @@ class MemoryModel:
         return _GATHERED_COPIES * numbers * (self.input_bytes or _ELEMENT_BYTES)
 
     def home_bytes(self, num_devices: int) -> float:
-        """Share of each rank of a node in one copy of the weights and sums of their gradients."""
+        """Share of each rank in one copy of the weights and sums of their gradients."""
         layer, ends = self._num_params()
-        num_ranks = min(self.devices_per_node, num_devices)
-        each = (self.input_bytes + SUM_BYTES) / num_ranks - GRADIENT_BYTES / num_devices
+        each = (self.input_bytes + SUM_BYTES - GRADIENT_BYTES) / num_devices
         return (self.num_layers * layer + ends) * each
 
     def _num_params(self) -> tuple[float, float]:
@@ -334,33 +332,15 @@ class MemoryModel:
         layer = self.slice_bytes / self.input_bytes * self.hidden_size**2
         return layer, 2.0 * self.hidden_size * self.vocab_size
 
-    def _streaming_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
-        """States of a rank of a stage of `num_layers`, of which some stream."""
-        layer, ends = self._num_params()
-        streamed = min(scheme.stream, num_layers)
-        layer *= self._held_share(scheme)
-        window, kept = layer, (num_layers - streamed) * layer
-        if scheme.streams_all:
-            window = max(layer, ends / 2)
-        else:
-            kept += ends
-        passing = min(STREAM_WINDOW, streamed) * window
-        return (
-            self._all_state_bytes() / num_devices * self.sharded_fraction
-            + kept / scheme.tp * (self.input_bytes + GRADIENT_BYTES)
-            + passing / scheme.tp * 2 * self.input_bytes
-            + self.home_bytes(num_devices)
-        )
-
     def _state_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
-        if scheme.gather:
+        if scheme.gather or scheme.stream:
             layer, ends = self._num_params()
             layer *= self._held_share(scheme)
             passing = STREAM_WINDOW * max(layer, ends / 2) / scheme.tp * 2 * self.input_bytes
             sharded = self._all_state_bytes() / num_devices * self.sharded_fraction
+            if scheme.stream:
+                return sharded + passing + self.home_bytes(num_devices)
             return sharded + passing + self.exchange_bytes / scheme.tp
-        if scheme.stream:
-            return self._streaming_bytes(scheme, num_devices, num_layers)
         sharded = self._all_state_bytes() / num_devices
         tables = self.vocabulary_tables
         if scheme.pp > 1:
