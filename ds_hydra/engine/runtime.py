@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -170,6 +170,7 @@ class HydraRuntime:
         if self._next_iteration is None:
             self._next_iteration = self.sampler.state.iteration
         iteration = self.sampler.state.iteration
+        fetch: Callable[[], dict[int, Example]]
         if self._ahead is None:
             planned = broadcast_plan(lambda: feed.get(iteration), self._device)
             fetch = partial(self._fetch, planned.plan)
