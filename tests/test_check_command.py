@@ -465,7 +465,7 @@ def test_schemes_with_parts_are_checked_and_derived():
 
 
 def test_init_leaves_recomputation_to_the_schemes_that_need_it(tmp_path):
-    """Gathered layers, some of them checkpointed, are faster than TP across nodes by an estimate."""
+    """Gathered layers, some of them checkpointed, are faster than TP across nodes."""
     config = {
         "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 16384, "intermediate_size": 53248,
         "vocab_size": 32000, "num_attention_heads": 128, "num_key_value_heads": 32,
