@@ -211,9 +211,13 @@ class Profile:
         """Whether `scheme` can be on a cluster of `num_devices`: a micro-batch of one token fits,
         and layers stream on one node alone.
         """
-        is_one_node = num_devices <= self.memory.devices_per_node
-        is_small = scheme.num_devices <= num_devices and (is_one_node or not scheme.stream)
-        return is_small and self.max_len_tokens(scheme, num_devices) > 0
+        if scheme.stream and not self.is_one_node(num_devices):
+            return False
+        return scheme.num_devices <= num_devices and self.max_len_tokens(scheme, num_devices) > 0
+
+    def is_one_node(self, num_devices: int) -> bool:
+        """Whether so many devices are on one node."""
+        return num_devices <= self.memory.devices_per_node
 
     def forward_only(self, fraction: float, *, holds_longer: bool) -> Profile:
         """What is known of passes without backward: `fraction` of each T, and where a layer's

@@ -95,6 +95,7 @@ def with_derived_schemes(
             cluster=cluster,
             can_run=can_run,
             tokens_per_iteration=tokens_per_iteration,
+            streams=profile.is_one_node(num_devices),
         )
     return known
 

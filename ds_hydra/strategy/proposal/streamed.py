@@ -59,11 +59,12 @@ def with_streamed_schemes(
     cluster: Cluster,
     can_run: CanRun = lambda _: True,
     tokens_per_iteration: float | None = None,
+    streams: bool = True,
 ) -> Profile:
     """`profile` with schemes of one stage whose layers all stream, where it did not measure them,
     its memory model knows them, and they fit a micro-batch.
 
-    - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that, on one node.
+    - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that.
     - <spN,1;stream> for each N, a power of two up to `num_devices` that divides the heads, and
       <cpN,1;stream> for each N: T is that of one rank (`single_rank_latency`), of whose micro-batch
       N ranks have a share each, with the exchanges of SP or CP by the interconnects of `cluster`.
@@ -71,6 +72,8 @@ def with_streamed_schemes(
     - <SP,TP,1;gather> with the same T for all of these, where `tokens_per_iteration` are given,
       with as many checkpointed layers as let one micro-batch for each pipeline hold them: further
       ones cost time in lockstep. 0: without checkpointed layers.
+
+    `streams`: whether the ranks are on one host, where layers can stream.
 
     A micro-batch takes `Cluster.stream_ms` or `Cluster.gather_ms` at least. The entries are marked
     as derived or estimated.
@@ -84,11 +87,12 @@ def with_streamed_schemes(
         wide += [Scheme(1, 1, sp=n) for n in powers if heads % n == 0]
         wide += [Scheme(1, 1, cp=n) for n in powers[1:]]
     known = [s for s in profile.latency if s.pp == s.ep == 1 and s == s.without_options()]
-    kinds = (False,) if tokens_per_iteration is None else (False, True)
+    kinds = [False] * streams + [True] * (tokens_per_iteration is not None)
     for plain, gathers in product(dict.fromkeys([*known, *wide]), kinds):
         scheme = replace(plain, stream=not gathers, gather=gathers)
         is_open = scheme not in profile.latency and profile.memory.knows(scheme)
-        if not is_open or not profile.has_room(scheme, num_devices) or not can_run(scheme):
+        fits = is_open and profile.max_len_tokens(scheme, num_devices) > 0
+        if not fits or scheme.num_devices > num_devices or not can_run(scheme):
             continue
         if single is not None and plain.tp == 1:
             model = cluster.with_exchanges(
