@@ -336,7 +336,7 @@ class StrategyLinks:
         assert self.home is not None
         specs = self.stage_model.specs
         copied = only_copied(buckets, streams.copied)
-        kept = () if streams.streams else buckets
+        kept = () if streams.is_streamed else buckets
         copies = held_numel(specs, copied, streams.window.slot_of) * self._dtype.itemsize
         return LinkMemory(
             slice_bytes=self.home.weight_bytes + copies,
