@@ -62,8 +62,8 @@ def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp
         if line.strip()[0] == "<"
     }
     # With the engine's states and all else that it holds; 9,669 and 75,238 by App. B.1
-    assert rows["<1,2>"] == "5,392"
-    assert rows["<8,1>"] == "63,725"
+    assert rows["<1,2>"] == "5,287"
+    assert rows["<8,1>"] == "63,088"
     states_alone = invoke("check", path, "--devices", 8)  # the rest is counted with a model
     assert "7,795" in states_alone.stdout
     assert "68,454" in states_alone.stdout
@@ -130,7 +130,7 @@ def test_a_problem_is_exit_code_1_with_the_document_on_stdout(tmp_path):
         (changed(zero_optimization={"stage": 2}), "zero_optimization.stage is 2, expected 3"),
         (changed(hydra={"profile": "a800_llama_7b"}), "did you mean 'a800_llama2_7b'?"),
         (
-            changed(hydra={"context_length": 100_000}),
+            changed(hydra={"context_length": 100_000, "planner": {"space": "plain"}}),
             "lower the context to 68454, or use 16 devices",
         ),
         (
@@ -245,8 +245,9 @@ def test_without_a_profile_it_says_what_will_be_measured_and_estimates_for_a_dev
 
 
 def test_options_without_effect_are_pointed_out():
+    config = changed(hydra={"planner": {"space": "plain"}})
     report = check_config(
-        CheckRequest(config=BASE, num_devices=8, device="h100", histogram="github")
+        CheckRequest(config=config, num_devices=8, device="h100", histogram="github")
     )
     assert [text.split(" is not used")[0] for text in report.warnings] == [
         "--device h100",
@@ -285,18 +286,18 @@ def test_extended_candidates_are_shown_with_what_is_estimated(tmp_path):
             CheckRequest(config=changed(hydra={"profile": None, **hydra}), **known, **more)
         )
 
-    wide = check("wide", histogram=f"{tmp_path}/lengths.json")
-    assert wide.problems == []
-    assert "1x<sp2,1>" in wide.strategies
-    assert any("<sp2,1>" in text and "hydra.planner.space is wide" in text for text in wide.assumed)
-    assert "<TP,PP> until" in check("wide").strategies_source
+    full = check("full", histogram=f"{tmp_path}/lengths.json")
+    assert full.problems == []
+    assert "1x<sp2,1>" in full.strategies
+    assert any("<sp2,1>" in text and "hydra.planner.space is full" in text for text in full.assumed)
+    assert "<TP,PP> until" in check("full").strategies_source
     measured = check("measured", histogram=f"{tmp_path}/lengths.json")
     assert any("is not used" in text for text in measured.warnings)
     assert not any("sp" in text for text in measured.strategies)
     assert any(
-        'set hydra.planner.space to "wide"' in text for text in check("measured", 61).problems
+        'set hydra.planner.space to "full"' in text for text in check("measured", 61).problems
     )
-    assert check("wide", 61).problems == []
+    assert check("full", 61).problems == []
 
 
 def test_only_schemes_that_fit_the_devices_are_shown():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from models import tiny
@@ -9,12 +11,15 @@ from shared_data import shared_json
 from transformers import Gemma2Config, LlamaConfig, Qwen3Config
 
 from ds_hydra.configs.files import find_profile
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
 from ds_hydra.engine.profiling.memory_trace import slice_config, trace_layer_memory
 from ds_hydra.engine.transfer.stream_plan import home_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import OPTIMIZER_BYTES
 from ds_hydra.strategy.profiles.profile import has_re_pulls
+from ds_hydra.strategy.profiles.states import engine_states
 from ds_hydra.zero_link import ParamSpec
 
 MODELS = ("7b", "13b", "32b")
@@ -328,3 +333,49 @@ def test_one_device_does_not_stand_for_ranks_with_whole_features():
         slice_config(config, 2)
     experts = slice_config(tiny("qwen3_moe").config, 2)
     assert (experts.moe_intermediate_size, experts.num_attention_heads) == (12, 2)
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+def test_tables_of_the_vocabulary_take_what_other_parameters_take(tables):
+    """24 bytes a parameter of LLaMA-2 7B with 128K tokens: 18 in shards, 6 held; a stage holds one
+    table.
+    """
+    document = shared_json("profiles/a800_llama2_7b.json")
+    states = engine_states(12.0, 2.0)
+    document["model"]["vocab_size"] = 128_256
+    document["memory"] |= {**states, "vocabulary_tables": tables}
+    memory = Profile.from_json(document).memory
+    layers, table = 32 * 12 * 4096**2, 128_256 * 4096
+    for text, held in (("<1,1>", layers + tables * table), ("<2,2>", (layers / 2 + table) / 2)):
+        found = memory.rank_bytes(Scheme.parse(text), 8, 0)
+        assert found == pytest.approx((layers + tables * table) * 18 / 8 + held * 6)
+
+
+@pytest.mark.parametrize(("text", "copies", "share"), [
+    ("<1,1>", 5, 1), ("<8,1>", 33, 8), ("<sp4,1>", 17, 4), ("<2,2>", 9, 2), ("<cp2,1;ckpt=4>", 5, 2),
+])  # fmt: skip
+def test_sums_in_one_order_take_copies_of_the_gradient_of_queries(text, copies, share):
+    """32 heads of 128, 132 multiprocessors."""
+    document = shared_json("profiles/a800_llama2_7b.json")
+    document["model"] |= {"num_attention_heads": 32, "num_key_value_heads": 32}
+    document["memory"] |= engine_states(12.0, 2.0)
+    scheme, memory = Scheme.parse(text), Profile.from_json(document).memory
+    ordered = replace(memory, ordered_multiprocessors=132)
+    more = ordered.rank_bytes(scheme, 8, 32768) - memory.rank_bytes(scheme, 8, 32768)
+    assert more == pytest.approx(copies * 4096 / share * 4 * 32768)
+    alone = replace(memory, forward_only=True), replace(ordered, forward_only=True)
+    assert alone[0].rank_bytes(scheme, 8, 32768) == alone[1].rank_bytes(scheme, 8, 32768)
+
+
+@pytest.mark.parametrize(("measured", "name", "asked", "counted"), [
+    (False, "A800", True, 132), (True, "A800", True, 0), (False, "cpu", True, 0),
+    (False, "A800", False, 0),
+])  # fmt: skip
+def test_they_are_added_to_profiles_that_were_measured_without(measured, name, asked, counted):
+    document = shared_json("profiles/a800_llama2_7b.json")
+    document.pop("measured_with", None)
+    document = {**document, "deterministic": measured}
+    document["hardware"]["name"] = name
+    config = HydraConfig(context_length=64, tokens_per_iteration=64, deterministic=asked)
+    found = as_the_engine_needs(Profile.from_json(document), None, config, 8)
+    assert found.memory.ordered_multiprocessors == counted

@@ -16,6 +16,7 @@ from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
 from ds_hydra.engine.model import packing_probe
 from ds_hydra.engine.model.scheme_support import check_context
+from ds_hydra.engine.model.sight import checkpointed
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.model.supported import check_model
 from ds_hydra.engine.profiling.profile_document import count_flops
@@ -626,3 +627,11 @@ def test_flops_of_frozen_parameters_and_of_what_is_not_known():
     frozen = count_flops(StageModel(model))
     assert frozen.per_token == pytest.approx(4 / 6 * (trained.per_token - 6 * head) + 6 * head)
     assert "layers of linear_attention" in count_flops(StageModel(tiny("olmo_hybrid"))).unknown
+
+
+def test_layers_that_are_computed_again_keep_no_state_of_generators(monkeypatch):
+    """Noise is counted, not drawn."""
+    monkeypatch.setattr(torch, "get_rng_state", lambda: pytest.fail("a state was kept"))
+    hidden = torch.ones(3, requires_grad=True)
+    checkpointed(torch.exp, hidden).sum().backward()
+    torch.testing.assert_close(hidden.grad, hidden.detach().exp())

@@ -11,16 +11,15 @@ from test_cluster import PARAMS, make_cluster
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler.candidates import with_estimates_of
 from ds_hydra.sampler.lockstep import lockstep_wait_ms
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.problem import PipelineKind, make_problem
-from ds_hydra.simulator.events import simulate_plan
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.proposal.extended import undominated, with_extended_schemes
-from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.proposal.streamed import single_rank_latency, with_streamed_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -113,18 +112,33 @@ def test_checkpointed_layers_of_a_streamed_scheme_cost_computation_and_no_traffi
     assert entry["derived_from"] == "<sp4,1;stream>"
 
 
-def test_the_wide_space_streams_only_where_links_are_known():
-    options = {"num_devices": DEVICES, "context_length": CONTEXT}
-    wide = with_extended_schemes(PROFILE, **options, cluster=CLUSTER)
-    assert any(scheme.stream for scheme in wide.latency)
-    assert not any(s.stream for s in with_extended_schemes(PROFILE, **options).latency)
-    again = with_extended_schemes(wide, **options, cluster=CLUSTER)
-    assert again.latency == wide.latency
-    on_two = options | {"num_devices": 2 * DEVICES, "tokens_per_iteration": 0}
-    across = with_extended_schemes(PROFILE, **on_two, cluster=CLUSTER)
-    assert not any(scheme.stream for scheme in across.latency), "on one node alone"
-    assert any(scheme.gather for scheme in across.latency)
-    assert not any(s.stream for s in usable_schemes(wide, 2 * DEVICES, "wide"))
+def test_the_full_space_gathers_where_links_are_known_and_streams_where_that_was_measured():
+    options = {"num_devices": DEVICES, "context_length": CONTEXT, "tokens_per_iteration": 100_000}
+    full = with_extended_schemes(PROFILE, **options, cluster=CLUSTER)
+    assert any(scheme.gather for scheme in full.latency)
+    assert not any(scheme.stream for scheme in full.latency)
+    unknown = with_extended_schemes(PROFILE, **options)
+    assert not any(scheme.stream or scheme.gather for scheme in unknown.latency)
+    again = with_extended_schemes(full, **options, cluster=CLUSTER)
+    assert again.latency == full.latency
+    entry = {**ONE.to_json(), **PROFILE.get_latency(Scheme(2, 1)).to_json()}
+    measured = with_extended_schemes(PROFILE.with_more([entry]), **options)
+    assert ONE in measured.latency
+
+
+def test_checkpointed_layers_follow_from_a_measured_gathered_scheme():
+    """On hardware that nothing is known of, too."""
+    gathered = Scheme(1, 1, gather=True)
+    entry = {**gathered.to_json(), **PROFILE.get_latency(Scheme(2, 1)).to_json()}
+    known = with_streamed_schemes(
+        PROFILE.with_more([entry]), num_devices=DEVICES, cluster=None, tokens_per_iteration=400_000
+    )
+    followed = [s for s in known.latency if s.gather and s.ckpt]
+    assert followed
+    assert known.get_latency(gathered) == PROFILE.get_latency(Scheme(2, 1))
+    for scheme in followed:
+        assert known.get_latency(scheme).linear_ms > known.get_latency(gathered).linear_ms
+        assert scheme in known.assumed
 
 
 def test_a_scheme_that_waits_for_its_traffic_does_not_dominate_one_that_does_not():

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_local_grad
 from distributed import run_distributed
@@ -28,7 +29,7 @@ from single_process import random_examples
 from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.engine import propagation
-from ds_hydra.engine.ranks import shared_memory
+from ds_hydra.engine.ranks import peer_memory, shared_memory
 from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.transfer.stream_plan import check_streams
 from ds_hydra.errors import HydraConfigError
@@ -66,6 +67,11 @@ def refusals():
         except HydraConfigError as error:
             raised.append(str(error))
         setattr(shared_memory, name, kept)
+    with mock.patch.dict(peer_memory.ALLOCATORS, {"cpu": _full_on_rank_1}):
+        try:
+            start_hydra(tiny("llama"), hydra={"strategies": ["4x<1,1;stream>"]})
+        except HydraConfigError as error:
+            raised.append(str(error))
     return raised
 
 
@@ -84,6 +90,13 @@ def refused_on_two_hosts():
         losses = [float(engine.train_batch(examples, strategy=s)) for s in INSTEAD]
         engine.destroy()
     return str(at_start.value), str(forced.value), losses
+
+
+def _full_on_rank_1(nbytes, device, group):
+    """A device without memory on one rank, which so comes to no rendezvous."""
+    if dist.get_rank() == 1:
+        raise torch.OutOfMemoryError("no memory left")
+    return dist.barrier
 
 
 def _closed_to_rank_2(open_memory, *arguments):
@@ -216,11 +229,12 @@ def test_homes_in_parts(results):
 @pytest.mark.distributed
 def test_memory_that_cannot_be_shared_is_refused_on_every_rank(results):
     for rank, result in enumerate(results):
-        scarce, closed = result["refusals"]
+        scarce, closed, full = result["refusals"]
         assert "<1,1;stream>: streamed layers need a home; leave stream out of" in scarce
         assert "of memory that the ranks of a host share, and 0.00 GB are free" in scarce
         assert "the memory of rank 0 on the same host cannot be opened" in closed, rank
         assert "start all ranks of a host as one user in one container" in closed
+        assert "GB of cpu cannot be shared with the ranks of this host (no memory left)" in full
 
 
 @pytest.mark.distributed

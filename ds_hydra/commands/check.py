@@ -9,6 +9,7 @@ import typer
 
 from ds_hydra.commands.common import (
     MODEL_HELP,
+    READS_LIKE_DEEPSPEED,
     AsJson,
     errors_to_stderr,
     log,
@@ -54,7 +55,7 @@ def check(
 
     Example: ds-hydra check ds_config.json --model llama2_7b --devices 16
     """
-    with errors_to_stderr(), stdout_to_stderr():
+    with errors_to_stderr(READS_LIKE_DEEPSPEED), stdout_to_stderr():
         say_loading()
         from ds_hydra.engine.checks.config_check import check_config
         from ds_hydra.engine.checks.report import CheckRequest

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ds_hydra.commands.common import (
+    MAKES_THE_MODEL,
     MODEL_HELP,
     AsJson,
     DType,
@@ -68,7 +69,7 @@ def link(
     Example: ds-hydra link --strategy "1x<2,1> + 2x<1,1>" --model llama2_7b --devices 4
     --devices-per-node 2
     """
-    with errors_to_stderr():
+    with errors_to_stderr(MAKES_THE_MODEL):
         document = _account(
             strategy,
             model,

@@ -25,6 +25,9 @@ _REPLACED = {
 }
 """Keys of earlier versions, and what to write instead."""
 
+_RENAMED: Mapping[Location, Mapping[str, str]] = {("planner", "space"): {"wide": "full"}}
+"""Values of earlier versions, by key, and what they are called now."""
+
 AUTO_REFUSED = (
     'is "auto", which the Trainer fills in for DeepSpeed\'s keys only; leave the key out to get its default, '
     "or write the value"
@@ -51,6 +54,11 @@ def explain(details: ErrorDetails, sections: Sections) -> str:
         return f"is {show(details['input'])}: {details['ctx']['error']}"
     if details["type"] == "model_type":
         return f"is {show(details['input'])}: it should be an object"
+    renamed = _RENAMED.get(tuple(location), {}).get(
+        details["input"] if isinstance(details["input"], str) else ""
+    )
+    if renamed:
+        return f"is {show(details['input'])}: it is called {show(renamed)} now"
     wanted = re.sub("^(Input|Value|Tuple|List|String) should", "it should", details["msg"])
     return f"is {show(details['input'])}: {wanted}"
 

@@ -88,11 +88,15 @@ class StreamLink:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A rank's part of one iteration's computation, and what it calls before it reads slices."""
+    """A rank's part of one iteration's computation, and what it calls before it reads slices, and
+    before it waits for another stage.
+    """
 
     role: Role | None
     await_bucket: Callable[[int], None]
     before_backward: Mapping[int, Callable[[], None] | None]
+    await_posts: Callable[[], None] = lambda: None
+    """Where layers are gathered there are no stages."""
 
 
 class StrategyLinks:
@@ -252,7 +256,7 @@ class StrategyLinks:
             return self._open_gather(plan, training=training, grads_P=grads_P)
         slices, session = self.open(plan.strategy, with_gradients=training, grads_P=grads_P)
         role = Role.find(plan.strategy, self.rank)
-        return slices, session, Work(role, session.await_bucket, {})
+        return slices, session, Work(role, session.await_bucket, {}, session.await_posts)
 
     def _open_gather(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
@@ -316,8 +320,8 @@ class StrategyLinks:
             grads_P=grads_P,
             with_gradients=training,
         )
-        before_backward = _backward_hooks(link.streams.window, session)
-        return slices, session, Work(link.role, session.await_bucket, before_backward)
+        hooks = _backward_hooks(link.streams.window, session)
+        return slices, session, Work(link.role, session.await_bucket, hooks, session.await_posts)
 
     def _stream_link_of(self, strategy: Strategy) -> StreamLink:
         """This rank's part of a strategy with streamed layers."""

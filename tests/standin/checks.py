@@ -83,7 +83,7 @@ def observed() -> Iterator[dict[str, Any]]:
         found["races"] = observer.races[:3]
         found["num_races"] = len(observer.races)
         found["num_waits"] = sum(observer.waits.values())
-        found["waits"] = dict(observer.waits.most_common(12))
+        found["waits"] = dict(observer.waits.most_common(20))
         found["num_kernels"] = observer.num_kernels
         found["num_outside"] = observer.num_outside
 
@@ -172,6 +172,43 @@ def _layers_elsewhere() -> Iterator[None]:
 
             stack.enter_context(mock.patch.object(owner, name, inside))
         yield
+
+
+def waits_of_phases() -> list[dict[str, Any]]:
+    """What the device saw in an iteration of one phase, and of four."""
+    engine = start("llama")
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    seen = []
+    for text in ("1x<sp2,1>", "1x<sp2,1> then 2x<1,1> then 1x<sp2,1> then 2x<1,1>"):
+        strategy = Strategy.parse(text)
+        engine.hydra.propagator.prepare(strategy.in_turn)
+        plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=False)
+        tensors = [(e["input_ids"], e["labels"]) for e in examples]
+        grads_P = engine._zero_gradient_shards()
+        with observed() as found:
+            engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+        seen.append(found)
+    return seen
+
+
+def norm_of_the_step() -> list[float]:
+    """DeepSpeed's norm of an iteration's gradients, that of the gradients themselves, and how many
+    tensors it took it of.
+    """
+    engine = start("llama")
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    counts = []
+    found = torch.Tensor.norm
+
+    def norm(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        counts.append(tensor.numel())
+        return found(tensor, *arguments, **options)
+
+    with mock.patch.object(torch.Tensor, "norm", norm):
+        engine.train_batch(examples, strategy="2x<1,1>")
+    squares = torch.stack(torch._foreach_norm(engine._gradients._grads_P)).square().sum()
+    dist.all_reduce(squares)
+    return [float(engine.get_global_grad_norm()), float(squares.sqrt()), len(counts)]
 
 
 def collectives() -> list[list[str]]:

@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -55,10 +54,13 @@ from ds_hydra.strategy.cost_models.flops import (
     profile_peak_flops,
 )
 from ds_hydra.strategy.profiles.states import load_profile
-from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
+from ds_hydra.strategy.proposal.candidates import (
+    load_strategies,
+    measured_beside,
+    power_of_two_schemes,
+)
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.placement import (
-    count_groups,
     groups_of_all,
     most_groups_of_rank,
 )
@@ -309,9 +311,11 @@ class _Budget:
 
     def _say_what_is_profiled(self, given: Sequence[Strategy]) -> None:
         hydra = self._hydra
-        schemes = {scheme for strategy in given for scheme in strategy.schemes} or set(
-            power_of_two_schemes(self._report.num_devices)
-        )
+        number = self._report.num_devices
+        schemes = {scheme for strategy in given for scheme in strategy.schemes}
+        if not given:
+            schemes = {*power_of_two_schemes(number)}
+            schemes |= {*measured_beside(number, hydra.planner.space)}
         runnable = sorted(scheme for scheme in schemes if self._can_run(scheme))
         lengths = hydra.profiling.lengths or default_lengths(hydra.context_length)
         self._report.profiled.append(
@@ -354,7 +358,7 @@ class _Budget:
                 }
             )
         self._warn_of_wide_tp(profile, fitting)
-        if given and self._hydra.planner.space != "measured":
+        if given and "space" in self._hydra.planner.model_fields_set:
             report.warnings.append(
                 f"hydra.planner.space is {self._hydra.planner.space} and not used: hydra.strategies are given"
             )
@@ -407,7 +411,7 @@ class _Budget:
             cluster=None
             if profile is None
             else try_cluster(profile, number, gradient_bytes(self._hydra)),
-            num_other_groups=len(self._link_purposes()),
+            num_link_groups=len(self._link_purposes()),
         )
 
     def _candidates(self, given: Sequence[Strategy]) -> Sequence[Strategy]:
@@ -420,13 +424,13 @@ class _Budget:
         if name is not None and not lengths_decide:
             report.warnings.append(
                 f"--histogram {name} is not used: where hydra.strategies is null, candidates are "
-                f'proposed on more than {MAX_ENUMERATED_RANKS} devices; on fewer with hydra.planner.space "wide", or a '
+                f'proposed on more than {MAX_ENUMERATED_RANKS} devices; on fewer with hydra.planner.space "full", or a '
                 "profile that measured SP"
             )
         is_enumerated = settings.is_enumerated
         if given:
             report.strategies_source = "hydra.strategies"
-        elif not lengths_decide and self._hydra.planner.space != "wide":
+        elif not lengths_decide and self._hydra.planner.space != "full":
             report.strategies_source = (
                 f"all of two schemes, as on {MAX_ENUMERATED_RANKS} ranks and fewer"
             )
@@ -438,9 +442,6 @@ class _Budget:
             )
         else:
             self._started_with = start  # whose groups stay
-            if not is_enumerated:
-                taken = settings.num_other_groups + count_groups(start)
-                settings = replace(settings, num_other_groups=taken)
             histogram = LengthHistogram.load(find_file("lengths", name))
             found = decide_candidates(self._profile, histogram, settings)
             report.strategies_source = f"proposed for the lengths of {name}"

@@ -37,7 +37,7 @@ from ds_hydra.engine.transfer.link_session import (
 )
 from ds_hydra.engine.transfer.slices import Slices
 from ds_hydra.engine.transfer.stream_plan import StageStreams, only_copied, plan_loads
-from ds_hydra.simulator.timeline import EventKind
+from ds_hydra.records.timeline import EventKind
 from ds_hydra.zero_link import ParamSpec, RankBuckets, SliceRef
 
 
@@ -148,6 +148,9 @@ class StreamSession:
 
     def await_all(self) -> None:
         """Nothing to wait for: what is not in one piece comes when it is needed."""
+
+    def await_posts(self) -> None:
+        """Nothing to wait for: the home is filled without messages."""
 
     def enter(self, bucket: int) -> None:
         """Computation leaves the bucket of the window it was in and comes to `bucket`.

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.configs import find_file, list_files
+from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object, read_number, read_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import (
@@ -29,6 +29,7 @@ from ds_hydra.strategy.cost_models.analytic import (
     Hardware,
     ModelShape,
     expert_parallel_latency,
+    find_shipped_hardware,
     key_values_ms,
     sequence_parallel_latency,
 )
@@ -300,11 +301,7 @@ def find_cluster(profile: Profile, num_devices: int, hardware: str | None = None
     if hardware is not None:
         document: Mapping[str, Any] = read_json_object(find_file("hardware", hardware))
     else:
-        name = profile.document["hardware"].get("name")
-        shipped = (
-            read_json_object(find_file("hardware", known)) for known in list_files("hardware")
-        )
-        found = next((d for d in shipped if d["name"] == name), None)
+        found = find_shipped_hardware(profile.document["hardware"].get("name"))
         if found is None:
             return None
         document = found

@@ -60,6 +60,17 @@ def activation_share(scheme: Scheme, key_value_share: float = 1.0) -> float:
     return of_sp * of_cp / scheme.ranks_per_stage
 
 
+def ordered_share(scheme: Scheme, multiprocessors: int, num_heads: int) -> float:
+    """Bytes per token and hidden unit of the copies of the gradient of queries that attention's
+    backward adds up in one order: as many as fill `multiprocessors` with one sequence. 0 where
+    either is not known.
+    """
+    if not multiprocessors or not num_heads:
+        return 0.0
+    heads = max(1, num_heads // (scheme.sp * scheme.tp))
+    return -(-multiprocessors // heads) * GRADIENT_BYTES / scheme.ranks_per_stage
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
     """Bytes that one rank needs under <TP,PP> on N devices for a packed micro-batch of S tokens
@@ -76,6 +87,15 @@ class MemoryModel:
     CP ranks each has a row of it, and in one layer at a time keys and values of all rows,
 
     gathered     S * 2 K H / (SP TP) * i * 3          K = `key_value_share` heads a query head
+
+    Ours: where a profile says how many tables of H V parameters embedding and head are (2, or 1
+    that both use), e is what B is for a parameter, times these; of two, a stage of PP > 1 holds
+    one.
+
+    Ours: where attention's backward adds in one order on a device of M = `ordered_multiprocessors`,
+    fp32 gradients of one layer's queries,
+
+    copies       S / CP * H / (SP TP) * 4 * ceil(M SP TP / heads)
 
     Ours: `exchange_bytes` / TP of packed exchange buffers, where they are counted.
 
@@ -134,6 +154,9 @@ class MemoryModel:
     exchange_bytes: float = 0.0
     key_value_share: float = 1.0
     expert_fraction: float = 0.0
+    vocabulary_tables: float = 0.0
+    ordered_multiprocessors: int = 0
+    num_heads: int = 0
     forward_only: bool = False
 
     def __post_init__(self) -> None:
@@ -171,6 +194,10 @@ class MemoryModel:
                 raise HydraConfigError(f"{name} bytes are {value}, expected 0 or more")
         if not 0 <= self.sharded_fraction <= 1:
             raise HydraConfigError(f"sharded_fraction is {self.sharded_fraction}, expected 0 to 1")
+        if not 0 <= self.vocabulary_tables <= _LARGEST_COUNT:
+            raise HydraConfigError(
+                f"vocabulary_tables is {self.vocabulary_tables}, expected 0 or more"
+            )
         if not 0 <= self.expert_fraction < 1:
             raise HydraConfigError(
                 f"expert_fraction is {self.expert_fraction}, expected 0 to less than 1"
@@ -240,7 +267,7 @@ class MemoryModel:
         layer = self._layer_bytes_per_token(scheme)
         if not scheme.stages and not scheme.ckpt:
             layers = self.num_layers / scheme.pp
-            per_token = self.num_layers * layer + self._gathered_bytes(scheme)
+            per_token = self.num_layers * layer + self._in_one_layer_bytes(scheme)
             return [(self._state_bytes(scheme, num_devices, layers), per_token)]
         if scheme.ckpt and not self.input_bytes:
             raise HydraConfigError(
@@ -258,7 +285,7 @@ class MemoryModel:
                 whole * layer + stage.num_checkpointed * kept
             )
             per_token += layer if stage.num_checkpointed else 0.0
-            per_token += self._gathered_bytes(scheme)
+            per_token += self._in_one_layer_bytes(scheme)
             per_token += again if stage.is_last else 0.0
             stages.append((self._state_bytes(scheme, num_devices, stage.num_layers), per_token))
         return stages
@@ -271,6 +298,15 @@ class MemoryModel:
             )
         share = activation_share(scheme, self.key_value_share)
         return self.hidden_size * share * self.activation_bytes[scheme.tp]
+
+    def _in_one_layer_bytes(self, scheme: Scheme) -> float:
+        """Per token of a micro-batch, what the layer that runs takes besides."""
+        return self._gathered_bytes(scheme) + self._ordered_bytes(scheme)
+
+    def _ordered_bytes(self, scheme: Scheme) -> float:
+        return self.hidden_size * ordered_share(
+            scheme, self.ordered_multiprocessors, self.num_heads
+        )
 
     def _gathered_bytes(self, scheme: Scheme) -> float:
         """Per token of a micro-batch: keys and values of all rows, in the layer that runs."""
@@ -306,7 +342,10 @@ class MemoryModel:
                 return sharded + passing + self.home_bytes(num_devices)
             return sharded + passing + self.exchange_bytes / scheme.tp
         sharded = self._all_state_bytes() / num_devices
-        held = self._all_state_bytes(self._held_share(scheme) * num_layers) / scheme.tp
+        tables = self.vocabulary_tables
+        if scheme.pp > 1:
+            tables = min(tables, max(1.0, tables / 2))
+        held = self._all_state_bytes(self._held_share(scheme) * num_layers, tables) / scheme.tp
         states = sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
         return states + self.exchange_bytes / scheme.tp
 
@@ -316,8 +355,14 @@ class MemoryModel:
         """
         return 1 - self.expert_fraction * (1 - scheme.tp / scheme.ep) if scheme.ep > 1 else 1.0
 
-    def _all_state_bytes(self, num_layers: float | None = None) -> float:
-        """States of so many layers, all if None, with those of the embedding."""
+    def _all_state_bytes(
+        self, num_layers: float | None = None, tables: float | None = None
+    ) -> float:
+        """States of so many layers and tables of the vocabulary, all if None."""
         layers = self.num_layers if num_layers is None else num_layers
-        embedding = self.hidden_size * self.vocab_size * EMBEDDING_BYTES_PER_ELEMENT
+        tables = self.vocabulary_tables if tables is None else tables
+        per_element: float = EMBEDDING_BYTES_PER_ELEMENT
+        if tables and self.slice_bytes and self.input_bytes:
+            per_element = tables * self.state_bytes / (self.slice_bytes / self.input_bytes)
+        embedding = self.hidden_size * self.vocab_size * per_element
         return layers * self.hidden_size**2 * self.state_bytes + embedding

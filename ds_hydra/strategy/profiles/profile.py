@@ -40,6 +40,8 @@ _OPTIONAL_MEMORY = {
     "input_bytes_per_token_per_layer_per_hidden": 0,
     "exchange_bytes": 0,
     "expert_fraction": 0,
+    "vocabulary_tables": 0,
+    "ordered_multiprocessors": 0,
 }
 """Of a profile that does not say them."""
 
@@ -211,13 +213,9 @@ class Profile:
         """Whether `scheme` can be on a cluster of `num_devices`: a micro-batch of one token fits,
         and layers stream on one node alone.
         """
-        if scheme.stream and not self.is_one_node(num_devices):
-            return False
-        return scheme.num_devices <= num_devices and self.max_len_tokens(scheme, num_devices) > 0
-
-    def is_one_node(self, num_devices: int) -> bool:
-        """Whether so many devices are on one node."""
-        return num_devices <= self.memory.devices_per_node
+        is_one_node = num_devices <= self.memory.devices_per_node
+        is_small = scheme.num_devices <= num_devices and (is_one_node or not scheme.stream)
+        return is_small and self.max_len_tokens(scheme, num_devices) > 0
 
     def forward_only(self, fraction: float, *, holds_longer: bool) -> Profile:
         """What is known of passes without backward: `fraction` of each T, and where a layer's
@@ -359,6 +357,9 @@ class Profile:
                     exchange_bytes=read_number(memory, "exchange_bytes"),
                     key_value_share=read_key_value_share(model),
                     expert_fraction=read_number(memory, "expert_fraction"),
+                    vocabulary_tables=read_number(memory, "vocabulary_tables"),
+                    ordered_multiprocessors=int(read_number(memory, "ordered_multiprocessors")),
+                    num_heads=model.get("num_attention_heads") or 0,
                 ),
                 saturation_tokens={
                     int(tp): read_count(saturation, tp, least=1, most=MAX_LENGTH_TOKENS)

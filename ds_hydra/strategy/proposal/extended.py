@@ -45,8 +45,9 @@ def with_extended_schemes(
     - <CP,TP,PP>, and <SP,CP,TP,PP> where the heads no longer divide by more SP
       (`context_parallel_schemes`).
     - <spN,PP;ep=N> of a mixture of experts, where `cluster` says how fast tokens travel.
-    - <SP,TP,1;stream>, and <SP,TP,1;gather> for `tokens_per_iteration`, where `cluster` says how
-      fast layers move (`with_streamed_schemes`).
+    - <SP,TP,1;gather> for `tokens_per_iteration`, where `cluster` says how fast layers move, or the
+      profile measured one (`with_streamed_schemes`). Layers stream where the profile measured that
+      alone: a home on accelerators has run on a stand-in device only.
     - Checkpointed layers and uneven stages, where they let a scheme fit a class of lengths that it
       does not fit without, with less device time than every scheme that does; the fewest layers
       that are enough.
@@ -89,15 +90,14 @@ def with_derived_schemes(
         known = with_expert_parallelism(
             known, num_devices=num_devices, cluster=cluster, can_run=can_run
         )
-        known = with_streamed_schemes(
-            known,
-            num_devices=num_devices,
-            cluster=cluster,
-            can_run=can_run,
-            tokens_per_iteration=tokens_per_iteration,
-            streams=profile.is_one_node(num_devices),
-        )
-    return known
+    return with_streamed_schemes(
+        known,
+        num_devices=num_devices,
+        cluster=cluster,
+        can_run=can_run,
+        tokens_per_iteration=tokens_per_iteration,
+        streams=False,
+    )
 
 
 def stretched_schemes(

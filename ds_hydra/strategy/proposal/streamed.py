@@ -56,13 +56,13 @@ def with_streamed_schemes(
     profile: Profile,
     *,
     num_devices: int,
-    cluster: Cluster,
+    cluster: Cluster | None,
     can_run: CanRun = lambda _: True,
     tokens_per_iteration: float | None = None,
     streams: bool = True,
 ) -> Profile:
-    """`profile` with schemes of one stage whose layers all stream, where it did not measure them,
-    its memory model knows them, and they fit a micro-batch.
+    """`profile` with schemes of one stage whose layers all stream (if `streams`), where it did not
+    measure them, its memory model knows them, and they fit a micro-batch.
 
     - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that.
     - <spN,1;stream> for each N, a power of two up to `num_devices` that divides the heads, and
@@ -73,10 +73,9 @@ def with_streamed_schemes(
       with as many checkpointed layers as let one micro-batch for each pipeline hold them: further
       ones cost time in lockstep. 0: without checkpointed layers.
 
-    `streams`: whether the ranks are on one host, where layers can stream.
-
-    A micro-batch takes `Cluster.stream_ms` or `Cluster.gather_ms` at least. The entries are marked
-    as derived or estimated.
+    A micro-batch takes `Cluster.stream_ms` or `Cluster.gather_ms` at least. Without a `cluster`
+    only those are there that follow from a measured <SP,TP,1;gather>, by checkpointed layers. The
+    entries are marked as derived or estimated.
     """
     entries = []
     single = single_rank_latency(profile)
@@ -90,23 +89,30 @@ def with_streamed_schemes(
     kinds = [False] * streams + [True] * (tokens_per_iteration is not None)
     for plain, gathers in product(dict.fromkeys([*known, *wide]), kinds):
         scheme = replace(plain, stream=not gathers, gather=gathers)
-        is_open = scheme not in profile.latency and profile.memory.knows(scheme)
-        fits = is_open and profile.max_len_tokens(scheme, num_devices) > 0
+        fits = profile.memory.knows(scheme) and profile.max_len_tokens(scheme, num_devices) > 0
         if not fits or scheme.num_devices > num_devices or not can_run(scheme):
             continue
-        if single is not None and plain.tp == 1:
-            model = cluster.with_exchanges(
-                single.shared(plain.num_shards), plain, num_key_value_parts(profile, plain)
-            )
-            source: dict[str, object] = {"estimated": True}
+        source: dict[str, object]
+        if scheme in profile.latency:
+            model, source = profile.latency[scheme], {"derived_from": str(scheme)}
+        elif cluster is None:
+            continue
         else:
-            model, source = profile.latency[plain], {"derived_from": str(plain)}
-        traffic_ms = cluster.gather_ms(scheme) if gathers else cluster.stream_ms(scheme)
-        model = replace(model, traffic_ms=traffic_ms)
+            if single is not None and plain.tp == 1:
+                model = cluster.with_exchanges(
+                    single.shared(plain.num_shards), plain, num_key_value_parts(profile, plain)
+                )
+                source = {"estimated": True}
+            else:
+                model, source = profile.latency[plain], {"derived_from": str(plain)}
+            traffic_ms = cluster.gather_ms(scheme) if gathers else cluster.stream_ms(scheme)
+            model = replace(model, traffic_ms=traffic_ms)
         variants = [scheme]
         if gathers and tokens_per_iteration:
             variants = _that_hold(profile, scheme, num_devices, tokens_per_iteration, can_run)
         for variant in variants:
+            if variant in profile.latency:
+                continue
             ratio = slowest_stage_ratio(variant, profile.memory.num_layers) if variant.ckpt else 1.0
             entries.append({**variant.to_json(), **model.scaled(ratio).to_json(), **source})
     return profile.with_more(entries)
