@@ -416,7 +416,8 @@ def test_schemes_with_sp_are_estimated_where_the_profile_lacks_them_and_refused_
 
 def test_streamed_and_gathered_schemes_are_estimated_where_the_interconnects_are_known():
     for text in ("16x<1,1;stream>", "16x<1,1;gather>"):
-        config = changed(hydra={"strategies": [text], "context_length": 4096})
+        host = {"devices_per_node": 16}
+        config = changed(hydra={"strategies": [text], "context_length": 4096, "link": host})
         report = check_config(CheckRequest(config=config, num_devices=16, model="llama2_7b"))
         assert report.problems == []
         assert any(f"times of {text[3:]}, which the" in assumed for assumed in report.assumed)
@@ -450,7 +451,8 @@ def test_schemes_with_parts_are_checked_and_derived():
     assert "there are 2 hosts; write ;gather in place of ;stream: '16x<1,1;gather>'" in problem
     one_host = {"strategies": given, "link": {"devices_per_node": 16}}
     for works in (one_host, {"strategies": ["16x<1,1;gather>"]}):
-        assert not problems_of(changed(hydra=works), model="llama2_7b", num_devices=16)
+        wanted = changed(hydra={**works, "context_length": 4096})
+        assert not problems_of(wanted, model="llama2_7b", num_devices=16)
     for texts, words in (
         (["4x<1,2;stages=14,17>"], "stages have 31 layers, the model has 32; make them sum to 32"),
         (
