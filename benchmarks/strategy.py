@@ -46,7 +46,7 @@ from shared_data import shared_path
 MODELS = ("7b", "13b", "32b")
 HISTOGRAMS = ("commoncrawl", "github")
 CONTEXT = 32768
-SPACES: tuple[Space, ...] = ("plain", "wide")
+SPACES: tuple[Space, ...] = ("plain", "full")
 
 
 def profile_of(model: str) -> Profile:

@@ -185,7 +185,7 @@ class HydraEngine(CheckpointingEngine):
                 seen, collector = observe(iteration, self.device, wanted=keep_scores)
                 grads_P = self._zero_gradient_shards()
                 outcome = self.hydra.train(seen, grads_P, self._loss_scale())
-                outcomes = self.hydra.gather_outcomes(outcome, grads_P)
+                outcomes = self.hydra.gather_outcomes(outcome, self._gradients.norms())
                 if collector is not None:
                     self.last_scores = gather_scores(iteration, collector, self.hydra.propagator)
             value = outcomes.loss(iteration.plan, iteration.objective)

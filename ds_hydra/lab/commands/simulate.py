@@ -297,7 +297,7 @@ def _workload(
     from ds_hydra.strategy.profiles.profile import Profile
     from ds_hydra.strategy.proposal.candidates import load_strategies
     from ds_hydra.strategy.proposal.histogram import LengthHistogram
-    from ds_hydra.strategy.schemes.scheme import Strategy
+    from ds_hydra.strategy.schemes.scheme import Strategy, check_one_host
 
     given = {
         "--profile": estimated.name if estimated else profile,
@@ -320,7 +320,10 @@ def _workload(
     candidates = load_strategies(str(strategies)) if strategies else ()
     given_strategy = Strategy.parse(baseline) if baseline else None
     named = (*candidates, *([given_strategy] if given_strategy else []))
-    known = with_schemes_of(estimated or Profile.load(find_profile(profile)), named)
+    given_profile = estimated or Profile.load(find_profile(profile))
+    for each in named:
+        check_one_host(each, -(-max(axes.devices) // given_profile.memory.devices_per_node))
+    known = with_schemes_of(given_profile, named)
     workload = Workload(
         name=f"{profile}, {histogram}",
         profile=known,

@@ -69,14 +69,14 @@ def compare(
     workload = replace(workload, profile=replace(workload.profile, ranks_per_core=1.0))
     is_plain = settings.space == "plain" or bool(workload.strategies)
     start = replace(settings, iterations=0).scenario(workload, cluster)
-    own = replace(start, profile=with_engine_states(workload.profile))
+    own = replace(start, profile=workload.own_profile or with_engine_states(workload.profile))
     if known is None:
         if not (is_plain or own.statics() or _fits_extended(workload, own)):
             check_context(
                 own.profile,
                 own.num_devices,
                 own.context_length,
-                is_wide=True,
+                is_full=True,
                 cluster=own.cluster,
                 tokens_per_iteration=workload.tokens_per_iteration,
             )
@@ -194,7 +194,7 @@ def _run_in_space(
         return _run_strategies(name, own, strategies, usable_schemes(own.profile, own.num_devices))
     profile = _derived(own)
     schemes = () if candidates else _stretched(profile, own)
-    strategies = candidates or _propose(workload, own, settings, "wide", inside)
+    strategies = candidates or _propose(workload, own, settings, "full", inside)
     profile = profile.with_schemes(schemes)
     profile = _with_seen_traffic(with_schemes_of(profile, strategies), own.seen)
     return _run_strategies(name, replace(own, profile=profile), strategies, schemes)
@@ -298,8 +298,7 @@ def _propose(
             tokens_per_iteration=workload.tokens_per_iteration,
             space=space,
             cluster=scenario.cluster,
-            max_groups=_max_communicators(workload, settings),
-            max_enumerated=0,
+            max_groups=settings.max_communicators,
             pruning=PruningSettings(
                 num_batches=settings.num_proposal_batches,
                 num_rounds=settings.num_proposal_rounds,
@@ -310,10 +309,6 @@ def _propose(
         inside,
     )
     return found.strategies
-
-
-def _max_communicators(workload: Workload, settings: Settings) -> int:
-    return settings.max_communicators or 4 * workload.num_devices
 
 
 def _proposed_strategies(workload: Workload) -> tuple[Strategy, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal, NamedTuple
 
+from ds_hydra.configs.hydra_config import MAX_PROCESS_GROUPS
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.baselines import (
     balanced,
@@ -134,9 +135,9 @@ class Settings:
     `systems` other than ds_hydra; `num_proposal_batches` mini-batches, drawn apart from those of
     the comparison, decide about ds_hydra's candidates. `overlap` of pull and push with propagation;
     `seen`: see `Scenario`. `num_proposal_rounds`: see `PruningSettings`.
-    `max_communicators`: process groups that the candidates may need together, four for each device
-    if None. `space` of ds_hydra, where the workload has no strategies: <TP,PP>, SP, streamed and
-    checkpointed layers ("full"), or <TP,PP> ("plain").
+    `max_communicators`: process groups that there may be, as in the engine's configuration. `space`
+    of ds_hydra, where the workload has no strategies: that of the engine's default ("full"), or
+    <TP,PP> ("plain").
     """
 
     iterations: int = 100
@@ -146,7 +147,7 @@ class Settings:
     seed: int = 1
     num_proposal_batches: int = 32
     num_proposal_rounds: int = 1
-    max_communicators: int | None = None
+    max_communicators: int = MAX_PROCESS_GROUPS
     space: Literal["full", "plain"] = "full"
 
     def sized(self, tokens_per_iteration: int) -> Settings:

@@ -15,7 +15,8 @@ from ds_hydra.strategy.schemes.scheme import Strategy
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """What is simulated. `given`: a homogeneous strategy that Megatron-LM is simulated with besides
-    its best.
+    its best. `own_profile`: what ds_hydra has in place of `profile`, if not the same with the
+    engine's states.
 
     `strategies`: candidates of ds_hydra, proposed from the histogram where empty.
     `plain_strategies`: those that a paper names, of <TP,PP>, for the rows of <TP,PP> alone.
@@ -30,6 +31,7 @@ class Workload:
     given: Strategy | None = None
     strategies: tuple[Strategy, ...] = ()
     plain_strategies: tuple[Strategy, ...] = ()
+    own_profile: Profile | None = None
 
 
 def check_workload(workload: Workload, *, is_plain: bool = True) -> None:
