@@ -61,7 +61,6 @@ from ds_hydra.engine.iteration import weigh
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.strategy.schemes.notation import ALL_LAYERS
 
 CASES_PER_ENGINE = 12
 MOST_RANKS = 6
@@ -291,9 +290,7 @@ def draw_scheme(generator: random.Random, setup: Setup, free: int) -> Scheme:
         ep=ep,
         stages=stages,
         ckpt=generator.randint(1, layers) if may_checkpoint else 0,
-        stream=generator.choice([min(stages, default=layers // pp), 1, ALL_LAYERS])
-        if generator.random() < 0.3
-        else 0,
+        stream=generator.random() < 0.3,
     )
 
 

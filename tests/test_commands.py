@@ -65,29 +65,29 @@ def test_propose_explains_itself(files):
     assert "communicators" in result.stdout
 
 
-def test_propose_in_the_wide_space_says_what_nobody_measured(files):
+def test_propose_says_what_nobody_measured(files):
     profile = make_profile(
         {"<1,1>": (0.01, 1.0, 1.0), "<2,1>": (0.006, 0.6, 1.0), "<4,1>": (0.004, 0.4, 1.0)},
         max_len=60,
     )
     (files / "profile.json").write_text(json.dumps(dict(profile.document)))
-    plain = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60))
-    wide = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60, "--space", "wide"))
-    assert wide.exit_code == 0, wide.stderr
-    assert "nobody measured <sp" in wide.stdout
-    assert "with those of <TP,PP> alone" in wide.stdout
+    plain = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60, "--space", "plain"))
+    full = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60))
+    assert full.exit_code == 0, full.stderr
+    assert "nobody measured <sp" in full.stdout
+    assert "with those of <TP,PP> alone" in full.stdout
     assert "<sp" not in plain.stdout
     assert "alone" not in plain.stdout
-    typo = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60, "--space", "wid"))
+    typo = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60, "--space", "wide"))
     assert typo.exit_code == 2
-    assert "'plain', 'measured', 'wide'" in typo.stderr
+    assert "'full', 'measured', 'plain'" in typo.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--context", 70], "lower the context to 60"),
-        (["--context", 70], "set hydra.planner.space to"),
+        (["--context", 70, "--space", "plain"], "lower the context to 60"),
+        (["--context", 70, "--space", "measured"], "set hydra.planner.space to"),
         (
             ["--context", 50, "--max-communicators", 0, "--profile", "nothing"],
             "not among the profiles",

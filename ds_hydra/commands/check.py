@@ -117,9 +117,8 @@ def describe_report(report: ConfigReport) -> str:
         home = report.home
         lines.append(
             f"home of streamed layers, shared by {home['ranks']} ranks of a node: each has "
-            f"{_gib(home['weight_bytes'])} of the weights and {_gib(home['sum_bytes'])} of the sums; in an iteration "
-            f"{_gib(home['in_bytes'])} enter a node and {_gib(home['out_bytes'])} leave it (ds-hydra link: what moves "
-            "inside)"
+            f"{_gib(home['weight_bytes'])} of the weights and {_gib(home['sum_bytes'])} of the sums "
+            "(ds-hydra link: what moves inside)"
         )
     if report.communicators:
         counts = report.communicators

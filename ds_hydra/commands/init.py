@@ -124,12 +124,6 @@ def start_config(
         if why := _why_to_recompute(report, again):
             config, report = recomputed, again
             reasons["hydra.activation_checkpointing"] = why
-    if report.problems and profile is not None:
-        hydra["planner"] = {"space": "wide"}
-        reasons["hydra.planner.space"] = (
-            f"no scheme <TP,PP> fits {context} tokens; times of schemes with checkpointed layers and SP are estimates"
-        )
-        report = _check(config, model, devices, device)
     if report.problems:
         raise HydraConfigError("; ".join(report.problems))
     return config, reasons
