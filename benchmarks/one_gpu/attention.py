@@ -1,4 +1,4 @@
-"""Attention as a stage calls it, forward and backward, against fp64; and whether its bits repeat."""
+"""Attention as a stage calls it, both passes, against fp64; and whether its bits repeat."""
 
 from __future__ import annotations
 
@@ -66,7 +66,12 @@ def main() -> None:
         with trying(f"bits of five backward passes, {name}"):
             found = count_results(_PLAIN[1])
             wanted, is_well = ("1", found == 1) if name != "as it is" else ("", None)
-            tell(f"different gradients of five equal passes, {name}", found, wanted=wanted, is_well=is_well)
+            tell(
+                f"different gradients of five equal passes, {name}",
+                found,
+                wanted=wanted,
+                is_well=is_well,
+            )
 
 
 def error_of(case: Case, dtype: torch.dtype) -> float:

@@ -22,11 +22,18 @@ def main() -> None:
     text = "there" if has_kernel else "absent: pip install 'torch>=2.11', or flash-attn"
     tell("torch's varlen_attn with windows", text, wanted="torch 2.11", is_well=has_kernel)
     if torch.cuda.is_available() and found["accelerator"] == "cuda":
-        query = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.draw,temperature.gpu"
+        query = (
+            "name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.draw,temperature.gpu"
+        )
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-        tell("device", subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
+        tell(
+            "device",
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip(),
+        )
         free, total = torch.cuda.mem_get_info()
-        tell("memory", {"total_gb": total / 1e9, "used_by_an_idle_process_gb": (total - free) / 1e9})
+        tell(
+            "memory", {"total_gb": total / 1e9, "used_by_an_idle_process_gb": (total - free) / 1e9}
+        )
 
 
 def _has_kernel() -> bool:

@@ -1,6 +1,6 @@
-"""Peak memory of rank 0 of 8 and of 64 beside the formula that MaxLen comes from, and its host time.
+"""Peak memory of rank 0 of 8 and of 64 beside the formula of MaxLen, and its host time.
 
-    python -m benchmarks.one_gpu.memory WORLD [MODEL]
+python -m benchmarks.one_gpu.memory WORLD [MODEL]
 """
 
 from __future__ import annotations
@@ -100,7 +100,12 @@ def _measure(case: str, propagator: Propagator, strategy: Strategy, tokens: int)
     stage_ms = profiler.stage_ms(propagator, strategy, ProbeMicroBatch(tokens))
     host_ms = (time.process_time() - begin) * 1e3
     formula = formula_bytes(propagator, strategy.schemes[0], tokens)
-    found = {"tokens": tokens, "stage_ms": stage_ms, "host_cpu_ms": host_ms, "formula_gb": formula / 1e9}
+    found = {
+        "tokens": tokens,
+        "stage_ms": stage_ms,
+        "host_cpu_ms": host_ms,
+        "formula_gb": formula / 1e9,
+    }
     if not HAS_GPU:
         tell(case, found)
         return
@@ -108,7 +113,12 @@ def _measure(case: str, propagator: Propagator, strategy: Strategy, tokens: int)
     ratio = peak / formula
     found |= {"peak_gb": peak / 1e9, "over_formula": ratio, "reserved_over_peak": reserved / peak}
     is_well = LOW <= ratio <= HIGH and reserved <= HIGH * peak
-    tell(case, found, wanted=f"over_formula {LOW} to {HIGH}, reserved at most {HIGH}", is_well=is_well)
+    tell(
+        case,
+        found,
+        wanted=f"over_formula {LOW} to {HIGH}, reserved at most {HIGH}",
+        is_well=is_well,
+    )
     plain = strategy.schemes[0].without_options()
     if strategy.schemes[0] == plain and plain.cp == 1:
         short, long = (profiler.token_bytes(propagator, strategy, n) for n in (512, TOKENS))

@@ -1,5 +1,5 @@
-"""Gradients of the whole engine against one process in fp32 that runs each sequence alone: every kind
-of scheme, fp32 and bf16; repeated bits, host waits, races.
+"""Gradients of the whole engine against one process in fp32 that runs each sequence alone: every
+kind of scheme, fp32 and bf16; repeated bits, host waits, races.
 
     python -m benchmarks.one_gpu.parity [--races]
 """
@@ -142,7 +142,12 @@ def check_repeats(device: torch.device, text: str) -> None:
     is_same = loss == again and all(map(torch.equal, grads, grads_again))
     if is_first():
         found = "the same bits" if is_same else "other bits"
-        tell(f"two iterations of {text}, deterministic", found, wanted="the same bits", is_well=is_same)
+        tell(
+            f"two iterations of {text}, deterministic",
+            found,
+            wanted="the same bits",
+            is_well=is_same,
+        )
     subject.engine.destroy()
 
 
@@ -179,7 +184,9 @@ def _count_waits(engine: Any, examples: Examples) -> None:
         warnings.simplefilter("always")
         engine.train_batch(examples, strategy="1x<1,1>")
     torch.cuda.set_sync_debug_mode("default")
-    places = [f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in seen if "synchron" in str(w.message)]
+    places = [
+        f"{w.filename.rpartition('/')[2]}:{w.lineno}" for w in seen if "synchron" in str(w.message)
+    ]
     found = f"{len(places)}: {', '.join(dict.fromkeys(places))}"
     tell(case, found, wanted="at most 10, none for each micro-batch", is_well=len(places) <= 10)
 
@@ -203,7 +210,9 @@ def cases_of(world: int) -> Iterator[tuple[str, str, Sequence[str], dict[str, An
     """On CPU ranks, where kernels of all dtypes are the same code, fewer of them."""
     for case in CASES[world]:
         family, dtype, strategies, hydra = case
-        yield case if HAS_GPU else (family, dtype, strategies[:: 1 if dtype == "fp32" else 3], hydra)
+        yield (
+            case if HAS_GPU else (family, dtype, strategies[:: 1 if dtype == "fp32" else 3], hydra)
+        )
 
 
 def main() -> None:

@@ -98,9 +98,9 @@ def download(name: str, version: str, folder: Path) -> None:
 def check_requirements(folder: Path) -> None:
     """Raise SystemExit where a wheel, or the project, needs what is neither carried nor there."""
     known = {*CARRIED, *THERE, *LAZY}
-    needed = {name: "ds_hydra" for name in project_requirements()}
+    needed = dict.fromkeys(project_requirements(), "ds_hydra")
     for wheel in folder.glob("*.whl"):
-        needed |= {name: wheel.name for name in wheel_requirements(wheel)}
+        needed |= dict.fromkeys(wheel_requirements(wheel), wheel.name)
     if missing := sorted(needed.keys() - known):
         text = ", ".join(f"{name} ({needed[name]})" for name in missing)
         raise SystemExit(

@@ -54,10 +54,16 @@ class Probe:
         sent, y = self.x[:1].repeat(sum(sizes)), self.empty(sum(sizes))
         work = dist.all_to_all_single(y, sent, sizes, sizes, group=self.two, async_op=True)
         work.wait()
-        return all(bool((part == p + 1).all()) for p, part in zip(peers, y.split(sizes), strict=True))
+        return all(
+            bool((part == p + 1).all()) for p, part in zip(peers, y.split(sizes), strict=True)
+        )
 
     def messages(self) -> bool:
-        y, before, after = self.empty(NUMEL), (self.rank - 1) % self.world, (self.rank + 1) % self.world
+        y, before, after = (
+            self.empty(NUMEL),
+            (self.rank - 1) % self.world,
+            (self.rank + 1) % self.world,
+        )
         ops = [
             dist.P2POp(dist.isend, self.x, after, self.two),
             dist.P2POp(dist.irecv, y, before, self.two),

@@ -25,7 +25,9 @@ _DESIGN = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 
 
 def main() -> None:
-    if "--late" in sys.argv:  # as where something has asked for a device before ds_hydra is imported
+    if (
+        "--late" in sys.argv
+    ):  # as where something has asked for a device before ds_hydra is imported
         torch.cuda.is_available()
         os.environ.update(_DESIGN)
     names = (*_DESIGN, "CUDA_SCALE_LAUNCH_QUEUES")
@@ -73,8 +75,8 @@ def _side_by_side_ms(count: int, rate: float) -> float:
 
 
 def _fill(rate: float) -> None:
-    """One thread launches behind a kernel that waits, as behind a receive; another one launches on a
-    stream of its own.
+    """One thread launches behind a kernel that waits, as behind a receive; another one launches on
+    a stream of its own.
     """
     x, y = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
     one, two = torch.cuda.Stream(), torch.cuda.Stream()

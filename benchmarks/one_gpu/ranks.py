@@ -1,6 +1,6 @@
 """Several ranks on one GPU, over real NCCL where that goes.
 
-    python -m benchmarks.one_gpu.ranks [--way hostid|multirank|staged|cpu] 2 -m benchmarks.one_gpu.probe
+    python -m benchmarks.one_gpu.ranks --way hostid 2 -m benchmarks.one_gpu.probe
 
 hostid     every rank tells NCCL another NCCL_HOSTID, which takes them for hosts of one GPU each and
            joins them by sockets on `lo`: it looks for two ranks on a device only inside a host
@@ -99,9 +99,7 @@ def main() -> None:
     options = parser.parse_args()
     # Whoever ends this one ends its ranks
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    sys.exit(
-        run(options.num_ranks, options.arguments, options.way, options.limit, options.nccl)
-    )
+    sys.exit(run(options.num_ranks, options.arguments, options.way, options.limit, options.nccl))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def _step(name: str, module: str, *arguments: str, **options: Any) -> Step:
     return Step(name=name, arguments=words, **options)
 
 
-_QUEUES = "a CPU has no queues"
+_QUEUES, _FOUR = "a CPU has no queues", "gloo is the same for two"
 PROBE = _step("probe of 2 ranks", "probe", ranks=2, limit_s=45)
 STEPS: tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...] = (
     (
@@ -73,24 +73,22 @@ STEPS: tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...] = (
         ),
     ),
     (
-        0.55,
+        0.62,
         (
             (
                 PROBE,
                 _step("parity of 2 ranks", "parity", ranks=2, limit_s=110),
+                _step("doctor of 2 ranks", "examine", ranks=2, limit_s=110),
                 _step("parity of 4 ranks", "parity", ranks=4, limit_s=120),
-                Step(
-                    name="doctor of 2 ranks",
-                    arguments=("-m", "benchmarks.one_gpu.examine",),
-                    ranks=2,
-                    limit_s=120,
-                ),
-                _step("probe of 4 ranks", "probe", ranks=4, limit_s=45),
+                _step("probe of 4 ranks", "probe", ranks=4, limit_s=45, gpu_only=_FOUR),
             ),
             (
                 _step("attention", "attention", limit_s=60),
                 _step("parity of 1 rank", "parity", ranks=1, limit_s=110),
-                _step("memory", "memory", limit_s=130),
+                _step("memory of one of 8", "memory", "8", limit_s=80),
+                _step("memory of one of 8, large vocabulary", "memory", "8", "128K", limit_s=60,
+                      gpu_only="on a CPU every model is the tiny one"),
+                _step("memory of one of 64", "memory", "64", limit_s=60),
                 _step(
                     "races", "parity", "--races", ranks=2, limit_s=90,
                     gpu_only="the sanitizer of torch sees CUDA streams alone",
@@ -104,15 +102,21 @@ STEPS: tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...] = (
         (
             (
                 _step("speed", "speed", limit_s=150),
+                _step("times of a profile", "times", limit_s=90),
                 _step("loss and optimizer", "parts", limit_s=60),
-                _step("times of a profile", "times", limit_s=100),
-                _step("planner beside", "planner", ranks=1, limit_s=50),
+                _step("planner beside", "planner", ranks=1, limit_s=60),
             ),
         ),
     ),
 )  # fmt: skip
-"""Each phase ends at this share of the time, and has lanes of steps that run side by side. What finds
-faults comes first."""
+"""Each phase ends at this share of the time, and has lanes of steps that run side by side. What
+finds faults comes first."""
+
+
+def _without_phases() -> tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...]:
+    """All steps in two lanes: where no time is measured, none needs to run alone."""
+    (_, (first,)), (_, (one, two)), (_, (last,)) = STEPS
+    return ((1.0, ((*first, *one), (*two, *last))),)
 
 
 class Run:
@@ -135,7 +139,7 @@ class Run:
 
     def run(self, only: Sequence[str]) -> None:
         """All phases, or the steps that begin with one of `only`."""
-        for share, lanes in STEPS:
+        for share, lanes in STEPS if self._has_gpu else _without_phases():
             until = self._begin + share * self._seconds
             threads = [
                 threading.Thread(target=self._run_lane, args=(lane, until, only)) for lane in lanes
@@ -173,7 +177,14 @@ class Run:
             return False
         command = [sys.executable, "-u", *step.arguments]
         if step.ranks:
-            ranks = ["-m", "benchmarks.one_gpu.ranks", "--way", way, "--limit", f"{limit_s - 2:.0f}"]
+            ranks = [
+                "-m",
+                "benchmarks.one_gpu.ranks",
+                "--way",
+                way,
+                "--limit",
+                f"{limit_s - 2:.0f}",
+            ]
             ranks += ["--nccl", self._nccl] if self._nccl else []
             command[2:] = [*ranks, str(step.ranks), *step.arguments]
         begin = time.monotonic()
@@ -185,7 +196,10 @@ class Run:
         more = {"way": way} if step.ranks else {}
         last_words = words[-_LAST_WORDS:] if code != 0 else ""
         self.note(step.name, end=end, seconds=seconds, last_words=last_words, **more)
-        print(f"{time.monotonic() - self._begin:5.0f} s  {step.name}: {end} after {seconds} s", flush=True)
+        print(
+            f"{time.monotonic() - self._begin:5.0f} s  {step.name}: {end} after {seconds} s",
+            flush=True,
+        )
         return code == 0 and all(line.get("is_well", True) is not False for line in lines)
 
     def _execute(
@@ -196,7 +210,7 @@ class Run:
         base = folder / step.name.replace(" ", "_")
         with base.with_suffix(".out").open("w") as out, base.with_suffix(".err").open("w") as err:
             process = subprocess.Popen(
-                command, cwd=ROOT, env=self._environment(step), stdout=out, stderr=err,
+                command, cwd=ROOT, env=self.environment(step.environment), stdout=out, stderr=err,
                 start_new_session=True,
             )  # fmt: skip
             try:
@@ -213,7 +227,8 @@ class Run:
             file.write(f"==== {step.name}\n{words[-200_000:]}\n")
         return findings, words, code if code != 124 else None
 
-    def _environment(self, step: Step) -> dict[str, str]:
+    def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
+        """Of a step, with `more` of its own."""
         path = [str(self._site)] if self._site else []
         path += [str(ROOT), str(ROOT / "tests")]
         if before := os.environ.get("PYTHONPATH"):
@@ -223,7 +238,7 @@ class Run:
         own["DS_ACCELERATOR"] = "cuda" if self._has_gpu else "cpu"
         if not self._has_gpu:
             own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        return {**os.environ, **own, **step.environment}
+        return {**os.environ, **own, **(more or {})}
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
@@ -241,13 +256,25 @@ def _end(process: subprocess.Popen[Any]) -> None:
 def has_gpu() -> bool:
     """Whether torch sees a CUDA device; in a process of its own."""
     code = "import torch, sys; sys.exit(not torch.cuda.is_available())"
-    return subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+    return (
+        subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode
+        == 0
+    )
 
 
 def install(wheels: Path, site: Path) -> None:
     """The wheels of `prepare.py` into a folder of their own."""
     found = sorted(map(str, wheels.glob("*.whl")))
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+    ]
     pip += ["--no-cache-dir", "--disable-pip-version-check", "--target", str(site)]
     subprocess.run([*pip, *found], check=True)
 
@@ -262,12 +289,22 @@ def unpack_nccl(wheels: Path, folder: Path) -> str:
     return str(library)
 
 
-def warm_up(run: Run, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Compiles the planner in the background: a minute of one core, the first time."""
-    code = "from ds_hydra.sampler.warm_up import warm_up; warm_up()"
-    return subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, env=dict(environment), start_new_session=True
-    )
+def compile_beside(environment: Mapping[str, str], *, has_gpu: bool) -> list[subprocess.Popen[Any]]:
+    """What takes a minute of one core the first time, in the background: the planner, and
+    DeepSpeed's optimizer for GPUs.
+    """
+    codes = ["from ds_hydra.sampler.warm_up import warm_up; warm_up()"]
+    if has_gpu:
+        codes.append(
+            "from deepspeed.ops.op_builder import FusedAdamBuilder; FusedAdamBuilder().load()"
+        )
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, env=dict(environment), start_new_session=True,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        for code in codes
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -295,13 +332,13 @@ def main() -> None:
         nccl = unpack_nccl(options.wheels, Path(temporary)) if is_gpu else ""
         left_s = options.seconds - (time.monotonic() - begin)
         run = Run(options.out, has_gpu=is_gpu, seconds=left_s, site=site, nccl=nccl)
-        environment = run._environment(Step(name="", arguments=(), limit_s=0))
-        compiling = warm_up(run, environment)
+        compiling = compile_beside(run.environment(), has_gpu=is_gpu)
         try:
             run.try_step(_step("machine", "machine", limit_s=60), time.monotonic() + 60, "")
             run.run(options.only)
         finally:
-            _end(compiling)
+            for process in compiling:
+                _end(process)
     text = page.make((options.out / "results.jsonl").read_text().splitlines())
     (options.out / "one_gpu.md").write_text(text)
     print(f"{time.monotonic() - begin:.0f} s; {options.out}/results.jsonl, log.txt and one_gpu.md")

@@ -1,7 +1,7 @@
 """Collectives of ranks that share a GPU where NCCL cannot: gloo's, on copies in the host's memory.
 
-Posting waits for the tensors that are read, `wait` for the other ranks: no race and no overlap shows
-here, only what is computed.
+Posting waits for the tensors that are read, `wait` for the other ranks: no race and no overlap
+shows here, only what is computed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class StagedGroup(dist.ProcessGroup):
         """As torch knows it when the group is destroyed."""
         return self._group_name
 
-    def _done(self, inner: Any, hosts: Sequence[Tensor], writes: Sequence[Tensor], opts: Any) -> _Work:
+    def _done(
+        self, inner: Any, hosts: Sequence[Tensor], writes: Sequence[Tensor], opts: Any
+    ) -> _Work:
         work = _Work(inner, hosts, writes)
         if opts is not None and not getattr(opts, "asyncOp", True):
             work.wait()
@@ -104,7 +106,9 @@ class StagedGroup(dist.ProcessGroup):
         output.copy_(parts.view(self.size(), -1).sum(0).view_as(output))
         return _Work(None, [], [])
 
-    def alltoall_base(self, output: Any, tensor: Any, into: Any, out: Any, opts: Any = None) -> _Work:
+    def alltoall_base(
+        self, output: Any, tensor: Any, into: Any, out: Any, opts: Any = None
+    ) -> _Work:
         host = _host(output)
         inner = self._gloo.alltoall_base(host, _host(tensor), into, out)
         return self._done(inner, [host], [output], opts)

@@ -1,4 +1,4 @@
-"""How a step tells what it found: a line of JSON on stdout for each case, which `run.py` collects."""
+"""How a step tells what it found: a line of JSON on stdout for each case; `run.py` collects."""
 
 from __future__ import annotations
 
