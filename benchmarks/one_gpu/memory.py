@@ -45,7 +45,7 @@ TINY = LlamaConfig(
     vocab_size=512,
 )
 STRATEGIES = {
-    8: ("8x<1,1>", "1x<8,1>", "1x<sp8,1>", "1x<cp8,1>", "1x<1,8>", "2x<2,2>", "8x<1,1;ckpt=32>", "8x<1,1;gather>"),
+    8: ("8x<1,1>", "1x<8,1>", "1x<sp8,1>", "1x<cp8,1>", "1x<1,8>", "2x<2,2>", "8x<1,1;ckpt=8>", "8x<1,1;gather>"),
     64: ("64x<1,1>", "8x<8,1>", "16x<2,2>", "8x<1,8>"),
 }  # fmt: skip
 TOKENS = 4096 if HAS_GPU else 256
