@@ -43,6 +43,8 @@ def balance_loss(model: Any, example: dict[str, Tensor]) -> Tensor:
     """The loss of balance of one sequence run alone, mean over layers, coefficient included:
     transformers' own function where the family has one, else DeepSeek-V3's Eqs. 17-20.
     """
+    if hasattr(model, "get_base_model"):  # of adapters
+        model = model.get_base_model()
     output = model.base_model(
         input_ids=example["input_ids"].unsqueeze(0), use_cache=False, output_router_logits=True
     )

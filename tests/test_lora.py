@@ -37,7 +37,7 @@ STRATEGIES = (
     "1x<cp2,2,1>",
     "1x<1,2;stream> + 1x<2,1;stream>",
     "1x<sp2,2,1;stream>",
-    "1x<2,2;stream=1>",
+    "1x<2,2;stream>",
 )
 
 

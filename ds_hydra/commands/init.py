@@ -12,6 +12,7 @@ import typer
 
 from ds_hydra.commands.common import (
     MODEL_HELP,
+    READS_LIKE_DEEPSPEED,
     ContextLength,
     NumDevices,
     TokensPerIteration,
@@ -52,7 +53,7 @@ def init(
     Example: ds-hydra init --model llama2_7b --device a800 --devices 16 --context 32768 --out
     ds_config.json
     """
-    with errors_to_stderr():
+    with errors_to_stderr(READS_LIKE_DEEPSPEED):
         check_folder(out)
         reasons_file = None if out is None else out.with_suffix(".md")
         for path in (out, reasons_file):
@@ -123,12 +124,6 @@ def start_config(
         if why := _why_to_recompute(report, again):
             config, report = recomputed, again
             reasons["hydra.activation_checkpointing"] = why
-    if report.problems and profile is not None:
-        hydra["planner"] = {"space": "wide"}
-        reasons["hydra.planner.space"] = (
-            f"no scheme <TP,PP> fits {context} tokens; times of schemes with checkpointed layers and SP are estimates"
-        )
-        report = _check(config, model, devices, device)
     if report.problems:
         raise HydraConfigError("; ".join(report.problems))
     return config, reasons

@@ -1,0 +1,187 @@
+"""Gradients and loss of one process under every pair of what a run may have: the rows of
+`parity_table.txt`, which `parity_rows.py` writes.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import itertools
+
+import parity_rows
+import pytest
+from distributed import run_distributed
+from engines import start_hydra
+from models import VOCAB_SIZE, tiny
+from parity_rows import FACTORS, all_pairs, broken_rules, engine_of, pairs_of, read_table, row_of
+from single_process import num_label_tokens, random_examples, token_mean_gradients
+from test_engine_parity import (
+    LENGTHS,
+    RELATIVE_TOLERANCE,
+    gather_gradients,
+    hand_plan,
+    relative_errors,
+)
+
+from ds_hydra.engine.parallel import context_parallel
+from ds_hydra.strategy import Strategy
+
+HAS_PEFT = importlib.util.find_spec("peft") is not None
+if HAS_PEFT:
+    import test_lora  # before ranks are forked: its imports are paid once
+
+IN_MINUTES = ("llama", "qwen2", "gemma2", "deepseek_v3")
+"""Families of which `make test` runs the rows; the others are slow."""
+
+LENGTHS_OF = {
+    "many": LENGTHS,
+    "short": (1, 1, 5, 2, 1, 3),
+    "few_labels": LENGTHS,
+    "single": (64,),
+    "empty_pipeline": LENGTHS,
+}
+"""Short: shards of one token, experts without any. Few labels: of each sequence a quarter counts,
+of the longest none. Empty pipeline: the last one has no sequence.
+"""
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 10.0}
+"""A coefficient that makes it as large as the rest of the loss."""
+LINKS = {
+    "one_node": {},
+    "nodes_of_2": {"devices_per_node": 2},
+    "nodes_of_3": {"devices_per_node": 3},
+    "direct": {"devices_per_node": 2, "routes": "direct"},
+}
+
+
+def model_of(row):
+    more = {"tie_word_embeddings": row["trained"] == "tied"}
+    model = tiny(row["family"], **more, **(BALANCED if row["balance"] == "balance" else {}))
+    if row["trained"] == "frozen":
+        frozen = (model.get_input_embeddings(), *model.model.layers[:3:2])
+        for module in frozen:
+            module.requires_grad_(False)
+    if row["trained"] == "lora":
+        is_dense = row["family"] in parity_rows.DENSE
+        modules = "all-linear" if is_dense else ["q_proj", "v_proj", "o_proj"]
+        model = test_lora.with_adapters(model, target_modules=modules)
+    return model
+
+
+def engine_for(model, row):
+    hydra = {
+        "tp_sequence_parallel": row["tp_sp"] == "cut_rows",
+        "activation_checkpointing": row["ckpt"] == "ckpt_all",
+        "link": {"overlap": row["overlap"] == "overlap", **LINKS[row["routes"]]},
+    }
+    return start_hydra(model, hydra=hydra)
+
+
+def examples_of(lengths):
+    examples = random_examples(LENGTHS_OF[lengths], VOCAB_SIZE, seed=1)
+    for example in examples if lengths == "few_labels" else ():
+        length = len(example["labels"])
+        example["labels"][: length if length == max(LENGTHS) else int(length * 0.75)] = -100
+    return examples
+
+
+def check_rows(names):
+    """(worst error of a gradient, its name, error of the loss) of each row of `names`."""
+    context_parallel.LEAST_PART_BYTES = 1  # keys travel in parts, as those of large micro-batches
+    rows = sorted(((name, row_of(name)) for name in names), key=lambda item: engine_of(item[1]))
+    found = {}
+    for _, group in itertools.groupby(rows, key=lambda item: engine_of(item[1])):
+        found |= check_engine(list(group))
+    return found
+
+
+def check_engine(rows):
+    """The same of rows that one engine runs."""
+    model = model_of(rows[0][1])
+    reference = copy.deepcopy(model)
+    wanted_of = functools.cache(
+        lambda lengths: token_mean_gradients(reference, examples_of(lengths))
+    )
+    engine = engine_for(model, rows[0][1])
+    stage_model = engine.hydra.stage_model
+    name_of = {id(p): name for name, p in model.named_parameters()}
+    names = [name_of[id(p)] for p in stage_model.params]
+    order = [name for name, _ in reference.named_parameters()]
+    found = {}
+    for row_name, row in rows:
+        wanted_loss, gradients = wanted_of(row["lengths"])
+        by_name = dict(zip(order, gradients, strict=True))
+        examples = examples_of(row["lengths"])
+        tensors = [(e["input_ids"], e["labels"]) for e in examples]
+        strategy = Strategy.parse(parity_rows.strategy_of(row))
+        engine.hydra.prepare_forced(strategy)
+        plan = hand_plan(
+            strategy,
+            LENGTHS_OF[row["lengths"]],
+            num_label_tokens(examples),
+            empty_pipeline=row["lengths"] == "empty_pipeline",
+        )
+        grads_P = engine._zero_gradient_shards()
+        outcome = engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+        loss = engine.hydra.gather_outcomes(outcome).loss(plan)
+        wanted = [by_name[name] for name in names]
+        errors = relative_errors(gather_gradients(engine, grads_P), wanted, names)
+        worst = max(errors, key=errors.get)
+        found[row_name] = errors[worst], worst, abs(loss / wanted_loss - 1)
+        held = [b.module._parameters[b.attribute] for u in stage_model.units for b in u.bindings]
+        assert all(p.is_meta for p in held), f"{row_name}: slices outlived the iteration"
+    engine.destroy()
+    return found
+
+
+@functools.cache
+def results_of(family):
+    """`check_rows` of all rows of a family, which one start of ranks runs, or how it failed."""
+    rows = [name for name in read_table() if row_of(name)["family"] == family]
+    names = [name for name in rows if HAS_PEFT or row_of(name)["trained"] != "lora"]
+    try:
+        return run_distributed(check_rows, parity_rows.NUM_RANKS, names)[0]
+    except AssertionError as error:
+        return dict.fromkeys(names, error)
+
+
+def rows_to_run():
+    for name in read_table():
+        marks = () if row_of(name)["family"] in IN_MINUTES else (pytest.mark.slow,)
+        yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", rows_to_run())
+def test_gradients_equal_one_process(name):
+    if row_of(name)["trained"] == "lora" and not HAS_PEFT:
+        pytest.skip("the extra ds_hydra[peft] is not installed")
+    found = results_of(row_of(name)["family"])[name]
+    if isinstance(found, AssertionError):
+        raise found
+    error, parameter, loss_error = found
+    strategy = read_table()[name]
+    assert error <= RELATIVE_TOLERANCE, f"{strategy}: gradient of {parameter} is off by {error:.1e}"
+    assert loss_error <= RELATIVE_TOLERANCE, f"{strategy}: loss is off by {loss_error:.1e}"
+
+
+def test_the_table_is_what_the_generator_writes():
+    assert parity_rows.TABLE.read_text() == parity_rows.table_text(), (
+        "run python tests/parity_rows.py"
+    )
+
+
+def test_every_pair_that_can_meet_is_in_a_row():
+    rows = [row_of(name) for name in read_table()]
+    assert not any(broken_rules(row) for row in rows)
+    covered = {pair for row in rows for pair in pairs_of(row)}
+    assert covered == {pair for pair in all_pairs() if not broken_rules(dict(pair))}
+
+
+def test_a_name_says_all_factors():
+    values = [value for factor in FACTORS.values() for value in factor]
+    assert len(set(values)) == len(values)
+    for name, strategy in read_table().items():
+        assert parity_rows.name_of(row_of(name)) == name
+        assert parity_rows.strategy_of(row_of(name)) == strategy
+        assert Strategy.parse(strategy).num_devices <= parity_rows.NUM_RANKS
