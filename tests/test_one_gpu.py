@@ -13,9 +13,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from benchmarks.one_gpu import page, prepare, ranks, run
 from benchmarks.one_gpu.trim_fatbin import MAGIC, trim
+from ds_hydra.engine.ranks import peer_memory
+from ds_hydra.environment import WANTED
+from ds_hydra.errors import HydraConfigError
 
 ROOT = Path(__file__).parent.parent
 
@@ -113,6 +117,13 @@ def test_the_page_shows_what_was_measured_and_what_is_wrong():
     assert "| times | skipped |" in text
 
 
+def test_steps_run_under_the_settings_of_training():
+    assert WANTED == run.DESIGN
+    steps = [s for _, lanes in run.STEPS for lane in lanes for s in lane]
+    others = [s.name for s in steps if not s.environment.items() >= WANTED.items()]
+    assert others == ["queues by default", "queues set late"]
+
+
 def test_ranks_are_hosts_of_their_own_for_nccl():
     own = [ranks.environment(rank, 2, 1234, "hostid") for rank in (0, 1)]
     assert [e["NCCL_HOSTID"] for e in own] == ["rank0", "rank1"]
@@ -120,6 +131,17 @@ def test_ranks_are_hosts_of_their_own_for_nccl():
     shared = ranks.environment(1, 2, 1234, "multirank", "/a/libnccl.so.2")
     assert "NCCL_HOSTID" not in shared
     assert shared["LD_PRELOAD"] == "/a/libnccl.so.2"
+
+
+def test_a_shared_device_of_streamed_layers_is_told_what_to_export(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("CUDASymmetricMemory: detected allocations from overlapping devices")
+
+    monkeypatch.setattr(peer_memory, "run_together", lambda run, _: run())
+    monkeypatch.setitem(peer_memory.ALLOCATORS, "cpu", refuse)
+    with pytest.raises(HydraConfigError, match="export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"):
+        peer_memory.PeerMemory(None, 8, "a home", torch.device("cpu"))
+    assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" in ranks.COMMON
 
 
 def test_what_a_wheel_needs_is_carried_or_there(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def make(lines: Iterable[str]) -> str:
         )
     else:
         first = f"Measured on {device}."
-    texts = ["# One GPU", first, f"{versions}.", _HOW, _summary(steps, is_dry)]
+    prose = (textwrap.fill(text, 120) for text in (first, f"With {versions}.", _HOW))
+    texts = ["# One GPU", *prose, _summary(steps, is_dry)]
     if is_dry:
         texts += ["## Skipped without a GPU", _skipped(steps)]
     texts += [_section(name, own, is_dry) for name, own in steps.items()]

@@ -17,11 +17,11 @@ import time
 
 import torch
 
+from benchmarks.one_gpu.run import DESIGN
 from benchmarks.one_gpu.telling import tell, trying
 
 CYCLES, STREAMS, SLEEP_S = 10**8, (4, 8, 16, 24, 31), 0.05
 FULL_S, LAUNCHES, SLOW_S = 3.0, 20_000, 0.2
-_DESIGN = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 
 
 def main() -> None:
@@ -29,9 +29,8 @@ def main() -> None:
         "--late" in sys.argv
     ):  # as where something has asked for a device before ds_hydra is imported
         torch.cuda.is_available()
-        os.environ.update(_DESIGN)
-    names = (*_DESIGN, "CUDA_SCALE_LAUNCH_QUEUES")
-    tell("settings", {name: os.environ.get(name, "not set") for name in names})
+        os.environ.update(DESIGN)
+    tell("settings", {name: os.environ.get(name, "not set") for name in DESIGN})
     torch.cuda.set_device(0)
     begin = time.perf_counter()
     torch.zeros(1, device="cuda")

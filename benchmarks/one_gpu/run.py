@@ -36,9 +36,10 @@ MOST_S = 530.0
 _LAST_WORDS = 1500
 _SLACK = 6
 """A dry run has so many times the limits: its machine is small and does other things, too."""
-_DESIGN = {  # what ds_hydra sets where it is imported before the device is used
+DESIGN = {  # what ds_hydra sets where it is imported before the device is used
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "CUDA_MODULE_LOADING": "EAGER",
+    "CUDA_SCALE_LAUNCH_QUEUES": "4x",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 
@@ -53,7 +54,7 @@ class Step:
     ranks: int = 0
     gpu_only: str = ""
     """Why there is nothing to do without a GPU."""
-    environment: Mapping[str, str] = field(default_factory=lambda: _DESIGN)
+    environment: Mapping[str, str] = field(default_factory=lambda: DESIGN)
 
 
 def _step(name: str, module: str, *arguments: str, **options: Any) -> Step:
@@ -94,7 +95,7 @@ STEPS: tuple[tuple[float, tuple[tuple[Step, ...], ...]], ...] = (
                 _step(
                     "races", "parity", "--races", ranks=2, limit_s=90,
                     gpu_only="the sanitizer of torch sees CUDA streams alone",
-                    environment={**_DESIGN, "TORCH_CUDA_SANITIZER": "1"},
+                    environment={**DESIGN, "TORCH_CUDA_SANITIZER": "1"},
                 ),
             ),
         ),
