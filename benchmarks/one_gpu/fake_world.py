@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PretrainedConfig
 
 from benchmarks.one_gpu.device import HAS_GPU
+from ds_hydra.configs.hydra_config import LinkConfig
 from ds_hydra.engine import strategy_links
 from ds_hydra.engine.model.random_model import build_random_stage_model
 from ds_hydra.engine.profiling.profile_run import use_device
@@ -58,6 +59,12 @@ def open_rank(
     stage_model = build_random_stage_model(
         config, dtype=dtype, device=device, num_ranks=dist.get_world_size(), **options
     )
-    propagator = Propagator(stage_model, device=device, max_groups=256, max_groups_of_rank=256)
+    propagator = Propagator(
+        stage_model,
+        device=device,
+        max_groups=256,
+        max_groups_of_rank=256,
+        link_config=LinkConfig(devices_per_node=min(8, dist.get_world_size())),
+    )
     propagator.prepare([strategy])
     return propagator

@@ -14,16 +14,17 @@ from transformers import LlamaConfig, PretrainedConfig
 from benchmarks.one_gpu import fake_world
 from benchmarks.one_gpu.device import HAS_GPU
 from benchmarks.one_gpu.telling import skip, tell, trying
+from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.model.meta_model import load_model_config
 from ds_hydra.engine.profiling import profiler
-from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
+from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.profile_document import (
     ProbeMicroBatch,
     layer_params,
     nominal_profile,
 )
 from ds_hydra.engine.propagation import Propagator
-from ds_hydra.strategy import Profile, Scheme, Strategy
+from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.profiles.states import OPTIMIZER_BYTES
 
 WIDE_VOCABULARY = LlamaConfig(
@@ -50,6 +51,8 @@ STRATEGIES = {
 }  # fmt: skip
 TOKENS = 4096 if HAS_GPU else 256
 LOW, HIGH = 0.95, 1.05
+PULL_BUFFERS = 4 * 2
+"""Bytes for each parameter of a layer: of two rounds in flight, both ways, in 16 bit."""
 SHARDED = ("<8,1>", "<sp8,1>", "<cp8,1>")
 """Such a rank has an eighth of a micro-batch, which is longer for that."""
 
@@ -93,19 +96,15 @@ def measure(
 
 def _measure(case: str, propagator: Propagator, strategy: Strategy, tokens: int) -> None:
     profiler.stage_ms(propagator, strategy, ProbeMicroBatch(tokens))
+    formula, activation = expect_bytes(propagator, strategy, tokens)
     if HAS_GPU:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     begin = time.process_time()
     stage_ms = profiler.stage_ms(propagator, strategy, ProbeMicroBatch(tokens))
     host_ms = (time.process_time() - begin) * 1e3
-    formula = formula_bytes(propagator, strategy.schemes[0], tokens)
-    found = {
-        "tokens": tokens,
-        "stage_ms": stage_ms,
-        "host_cpu_ms": host_ms,
-        "formula_gb": formula / 1e9,
-    }
+    found = {"tokens": tokens, "stage_ms": stage_ms, "host_cpu_ms": host_ms}
+    found |= {"formula_gb": formula / 1e9, "activation_bytes_per_layer_and_hidden": activation}
     if not HAS_GPU:
         tell(case, found)
         return
@@ -119,27 +118,27 @@ def _measure(case: str, propagator: Propagator, strategy: Strategy, tokens: int)
         wanted=f"over_formula {LOW} to {HIGH}, reserved at most {HIGH}",
         is_well=is_well,
     )
-    plain = strategy.schemes[0].without_options()
-    if strategy.schemes[0] == plain and plain.cp == 1:
-        short, long = (profiler.token_bytes(propagator, strategy, n) for n in (512, TOKENS))
-        tell(f"{case}: bytes of a token", {"up to 512 tokens": short, f"up to {TOKENS}": long})
 
 
-def formula_bytes(propagator: Propagator, scheme: Scheme, tokens: int) -> float:
-    """What the memory model says of this rank, with traced activations, without states of an
-    optimizer, which is not here.
+def expect_bytes(propagator: Propagator, strategy: Strategy, tokens: int) -> tuple[float, float]:
+    """What a profile that is measured here says of this rank, without states of an optimizer and
+    buffers of a push, which are not here; and activations of a token as it has them.
     """
-    model, world = propagator.stage_model, propagator.num_ranks
-    document = nominal_profile(model, [scheme])
-    cut = model.tp.cuts_micro_batches
-    layer = trace_layer_memory(model.config, tp=scheme.tp, tp_sequence_parallel=cut)
-    document["tp_sequence_parallel"] = cut
-    document["memory"] |= {
-        "activation_bytes_per_token_per_layer_per_hidden": {str(scheme.tp): layer.activation_bytes},
-        "exchange_bytes": 4 * 4 * layer_params(model),
-    }
+    model, world, scheme = propagator.stage_model, propagator.num_ranks, strategy.schemes[0]
+    config = HydraConfig.model_validate(
+        {
+            "context_length": TOKENS,
+            "tokens_per_iteration": TOKENS,
+            "tp_sequence_parallel": model.tp.cuts_micro_batches,
+        }
+    )
+    measured = profiler._measure_memory(propagator, {scheme: strategy}, config, Measurements())
+    document = {**nominal_profile(model, [scheme]), **measured}
+    document["memory"] |= {"exchange_bytes": PULL_BUFFERS * layer_params(model) * scheme.gather}
+    document["schemes"] = nominal_profile(model, [scheme])["schemes"]
     whole = Profile.from_json(document).memory.rank_bytes(scheme, world, tokens)
-    return whole - OPTIMIZER_BYTES * sum(spec.numel for spec in model.specs) / world
+    (activation,) = document["memory"]["activation_bytes_per_token_per_layer_per_hidden"].values()
+    return whole - OPTIMIZER_BYTES * sum(spec.numel for spec in model.specs) / world, activation
 
 
 if __name__ == "__main__":

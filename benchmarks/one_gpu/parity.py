@@ -114,7 +114,7 @@ def _build(family: str) -> nn.Module:
 def check(case: tuple[str, str, Sequence[str], dict[str, Any]], device: torch.device) -> None:
     """Errors of all strategies of a case; collective over all ranks."""
     family, dtype, strategies, hydra = case
-    name = " ".join([family, dtype, *hydra])
+    name = " ".join([family, dtype, *("on two nodes" if key == "link" else key for key in hydra)])
     subject = Subject(family, dtype, device, **hydra)
     for text in strategies:
         try:
