@@ -217,7 +217,17 @@ def test_a_measured_profile_leaves_free_what_is_outside_of_torch_and_tries_its_l
         assert found["longest"] == 64
 
 
-USES = ("evaluation", "checkpoints", "doctor")
+USES = ("evaluation", "checkpoints", "doctor", "rows_ahead")
+
+
+def test_rows_of_an_iteration_are_fetched_beside_the_one_before():
+    for rank in run_checks(2, USES):
+        found = rank["rows_ahead"]
+        assert found["losses"] == pytest.approx(found["wanted"], rel=1e-6)
+        assert found["fetchers"][:4] == [["main"], ["beside"], ["beside"], ["beside"]]
+        assert found["failed"][0] == 3  # the iteration that has the row, not the one before
+        assert "bad block" in found["failed"][1]
+        assert found["num_races"] == 0, found["races"]
 
 
 def test_what_else_is_done_with_an_engine():
