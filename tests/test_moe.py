@@ -24,9 +24,10 @@ from ds_hydra.engine.parallel.expert_parallel import ExpertParallel
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 from ds_hydra.engine.profiling.profile_document import layer_params, model_facts, state_memory
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
+from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.strategy import Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware
-from ds_hydra.strategy.proposal.estimate import describe_model, estimate_from_config
+from ds_hydra.strategy.proposal.estimate import describe_model
 
 CONFIG = HydraConfig(context_length=64, tokens_per_iteration=64)
 

@@ -28,7 +28,9 @@ from peer_homes import homes_in_parts
 from single_process import random_examples
 from test_engine_parity import assert_parity, check_gradients
 
+from ds_hydra.engine import propagation
 from ds_hydra.engine.ranks import peer_memory, shared_memory
+from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.transfer.stream_plan import check_streams
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme
@@ -46,6 +48,9 @@ STRATEGIES = (
 OF_EVERY_FAMILY = ("1x<2,1;stream> + 1x<1,2;stream>", "1x<sp2,1;stream> + 2x<1,1;stream>")
 FROZEN = ("4x<1,1;stream>", "1x<2,2>", "2x<2,1;stream>", "1x<2,2>", "4x<1,1>")
 MEASURED = ("4x<1,1>", "4x<1,1;stream>", "2x<2,1;stream>", "2x<1,2;stream>")
+
+
+INSTEAD = ("4x<1,1;gather>", "1x<2,2>")
 
 
 def refusals():
@@ -68,6 +73,23 @@ def refusals():
         except HydraConfigError as error:
             raised.append(str(error))
     return raised
+
+
+def refused_on_two_hosts():
+    """What each rank raises at the start and for one iteration, and losses of what the errors say
+    to write.
+    """
+    hosts = Hosts(names=("a", "b"), of_rank=(0, 0, 1, 1))
+    examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
+    with mock.patch.object(propagation, "find_hosts", return_value=hosts):
+        with pytest.raises(HydraConfigError) as at_start:
+            start_hydra(tiny("llama"), hydra={"strategies": ["4x<1,1;stream>"]})
+        engine = start_hydra(tiny("llama"))
+        with pytest.raises(HydraConfigError) as forced:
+            engine.train_batch(examples, strategy="1x<2,2;stream>")
+        losses = [float(engine.train_batch(examples, strategy=s)) for s in INSTEAD]
+        engine.destroy()
+    return str(at_start.value), str(forced.value), losses
 
 
 def _full_on_rank_1(nbytes, device, group):
@@ -130,6 +152,7 @@ def checks():
         "frozen": losses_with_frozen_layers(FROZEN),
         "memory": link_memory(MEASURED),
         "refusals": refusals(),
+        "on two hosts": refused_on_two_hosts(),
     }
 
 
@@ -212,6 +235,16 @@ def test_memory_that_cannot_be_shared_is_refused_on_every_rank(results):
         assert "the memory of rank 0 on the same host cannot be opened" in closed, rank
         assert "start all ranks of a host as one user in one container" in closed
         assert "GB of cpu cannot be shared with the ranks of this host (no memory left)" in full
+
+
+@pytest.mark.distributed
+def test_layers_stream_on_one_host(results):
+    for result in results:
+        *errors, losses = result["on two hosts"]
+        for error, instead in zip(errors, INSTEAD, strict=True):
+            assert "there are 2 hosts; " in error
+            assert error.endswith(f"'{instead}'")
+        assert losses[0] > losses[1] > 0
 
 
 def test_an_accelerator_without_peer_memory_is_refused():
