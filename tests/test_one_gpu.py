@@ -83,6 +83,7 @@ def test_a_step_that_hangs_or_fails_stops_no_other(tmp_path):
     ends = {r["step"]: r for r in read(tmp_path) if "end" in r}
     assert [r["end"] for r in ends.values()] == ["hung", "exit code 1", "ended"]
     assert "OSError: no" in ends["fails"]["last_words"]
+    assert 'File "<string>", line 5' in ends["hangs"]["last_words"]
     assert [r["step"] for r in read(tmp_path) if r.get("case") == "sum"] == ["fails", "ends"]
     child = int(ends["hangs"]["last_words"].split()[1])
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE

@@ -12,6 +12,7 @@ they come, to results.jsonl, steps' output to log.txt, and one_gpu.md is made of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import lzma
 import os
@@ -33,7 +34,7 @@ from benchmarks.one_gpu.telling import START
 
 MOST_S = 530.0
 """Of ten minutes, in which the machine also starts and sends its files."""
-_LAST_WORDS = 1500
+_LAST_WORDS = 4000
 _SLACK = 6
 """A dry run has so many times the limits: its machine is small and does other things, too."""
 DESIGN = {  # what ds_hydra sets where it is imported before the device is used
@@ -222,6 +223,7 @@ class Run:
                 code: int | None = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 code = None
+                _ask_where(process)
             finally:
                 _end(process)
         output = base.with_suffix(".out").read_text(errors="replace").splitlines()
@@ -240,11 +242,18 @@ class Run:
             path.append(before)
         own = {"PYTHONPATH": os.pathsep.join(path), "TOKENIZERS_PARALLELISM": "false"}
         # Wheels are installed without bytecode, which the first process that imports them writes.
-        own |= {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
+        own |= {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "", "PYTHONFAULTHANDLER": "1"}
         own["DS_ACCELERATOR"] = "cuda" if self._has_gpu else "cpu"
         if not self._has_gpu:
             own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return {**os.environ, **own, **(more or {})}
+
+
+def _ask_where(process: subprocess.Popen[Any]) -> None:
+    """Let a process that hangs, and those that it has started, say in which lines, and end."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGABRT)
+        process.wait(2)
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
