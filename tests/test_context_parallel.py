@@ -12,9 +12,7 @@ import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra, start_stock, stock_step
 from models import tiny
-from test_engine_parity import LENGTHS, assert_parity
 from test_engine_training import batches
-from test_sequence_parallel import LAYER_BY_LAYER, SHORT_ROWS, check_families
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_hydra.engine.model.attention import PackedMicroBatch, Segment, hydra_varlen
@@ -132,35 +130,6 @@ STRATEGIES = (
     "1x<cp2,1> + 2x<1,1>",
     "1x<cp2,1> + 1x<sp2,1>",
 )
-CUT_IN_TP = {"tp_sequence_parallel": True}
-
-PARITY = [
-    ("llama_tied", STRATEGIES, {}, LENGTHS),
-    ("gemma2", ("1x<cp4,1>",), {}, SHORT_ROWS),
-]
-IN_COMBINATION = [
-    ("llama_tied", ("1x<cp2,2;ckpt=2;stages=3,1;stream>", "1x<cp4,1;stream>"), {}, LENGTHS),
-    ("llama_tied", ("1x<cp2,1;gather> + 2x<1,1;gather>",), {}, LENGTHS),
-    ("llama_tied", ("1x<cp4,1>", "1x<sp2,cp2,1>"), {"link": {"devices_per_node": 2}}, SHORT_ROWS),
-    ("llama_bias", ("1x<cp2,2,1>", "1x<cp4,1>"), LAYER_BY_LAYER, LENGTHS),
-    ("llama_bias", ("1x<cp2,2,1>",), CUT_IN_TP, LENGTHS),
-    ("gemma2", ("1x<cp4,1>", "1x<sp2,cp2,1>"), {}, LENGTHS),
-    ("gemma3", ("1x<cp4,1>", "1x<cp2,1,2>"), {}, LENGTHS),
-    ("gpt_oss", ("1x<cp4,1>", "1x<sp2,cp2,1>"), {}, LENGTHS),
-    ("deepseek_v3", ("1x<cp2,1> + 1x<1,2>",), {}, LENGTHS),
-]
-"""(family, strategies, hydra section, lengths)."""
-
-
-@pytest.mark.distributed
-def test_gradients_equal_one_process():
-    assert_parity(run_distributed(check_families, 4, PARITY)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_gradients_equal_one_process_in_combination():
-    assert_parity(run_distributed(check_families, 4, IN_COMBINATION)[0])
 
 
 def check_training():

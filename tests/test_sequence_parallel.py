@@ -14,7 +14,6 @@ import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra, start_stock, stock_step
 from models import tiny
-from test_engine_parity import LENGTHS, assert_parity, check_gradients
 from test_engine_training import batches
 
 from ds_hydra.configs import find_file
@@ -147,40 +146,6 @@ STRATEGIES = (
     "1x<sp2,1> + 2x<1,1>",
     "1x<sp2,1> + 1x<2,1>",
 )
-SHORT_ROWS = (2, 2, 3, 1, 1, 2, 1)
-"""Micro-batches of 2 to 5 tokens: one for each sequence shard, or less."""
-LAYER_BY_LAYER = {"activation_checkpointing": True}
-
-PARITY = {
-    "what a link has to know": [
-        ("llama_tied", STRATEGIES, {}, LENGTHS),
-        ("llama_bias", ("1x<sp2,2,1>", "1x<sp4,1>"), LAYER_BY_LAYER, LENGTHS),
-        ("llama_tied", ("1x<sp2,2;ckpt=2;stages=3,1;stream>",), {}, LENGTHS),
-        ("llama_tied", ("1x<sp4,1>", "1x<sp2,2>"), {"link": {"devices_per_node": 2}}, SHORT_ROWS),
-    ],
-    "what attention has to know": [
-        ("gemma2", ("1x<sp4,1>", "1x<sp2,2,1>"), {}, LENGTHS),
-        ("gemma3", ("1x<sp4,1>", "1x<sp2,2>"), {}, LENGTHS),
-        ("qwen2", ("1x<sp2,2,1>", "1x<sp4,1>"), {}, LENGTHS),
-        ("phi3", ("1x<sp2,1> + 1x<1,2>", "1x<sp2,2,1>"), {}, LENGTHS),
-    ],
-}
-"""(family, strategies, hydra section, lengths)."""
-
-
-def check_families(cases):
-    """Several models one after the other: starting processes is what costs."""
-    return {
-        (family, *key): value
-        for family, strategies, hydra, lengths in cases
-        for key, value in check_gradients(family, strategies, hydra, lengths=lengths).items()
-    }
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("what", PARITY)
-def test_gradients_equal_one_process(what):
-    assert_parity(run_distributed(check_families, 4, PARITY[what])[0])
 
 
 def check_training():
