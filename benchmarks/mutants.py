@@ -375,7 +375,7 @@ MUTANTS = (
         "engine/transfer/frozen.py",
         "is_same = self._key == key",
         "is_same = self._key is not None",
-        ("qwen2", "llama", "qwen3"),
+        ("gemma3", "phi3"),
         values=("frozen",),
     ),
     Mutant(

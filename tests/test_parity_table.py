@@ -69,7 +69,8 @@ def model_of(row):
     if row["trained"] == "lora":
         is_dense = row["family"] in parity_rows.DENSE
         modules = "all-linear" if is_dense else ["q_proj", "v_proj", "o_proj"]
-        model = test_lora.with_adapters(model, target_modules=modules)
+        biased = {"lora_bias": True, "use_rslora": True} if row["family"] == "llama_bias" else {}
+        model = test_lora.with_adapters(model, target_modules=modules, **biased)
     return model
 
 
