@@ -62,7 +62,7 @@ MOST_BYTES = 4 << 30
 
 def write_files(folder: Path) -> tuple[str, ...]:
     """Good and bad files; returns their names."""
-    strategies = {"schema": "ds_hydra.strategies/1", "num_devices": 2, "strategies": ["1x<2,1>"]}
+    strategies = {"schema": "ds_hydra.strategies/1", "num_devices": 4, "strategies": ["1x<2,1>"]}
     hydra = {"context_length": 4096, "tokens_per_iteration": 8192}
     contents = {
         "good.json": json.dumps(strategies),

@@ -20,6 +20,7 @@ uses the helpers of the tests.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 import random
@@ -29,7 +30,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,6 @@ from ds_hydra.engine.iteration import weigh
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.strategy.schemes.notation import ALL_LAYERS
 
 CASES_PER_ENGINE = 12
 MOST_RANKS = 6
@@ -100,6 +100,17 @@ TIMEOUT_S = 2400
 MOST_OWN_ERRORS = 8
 """Two roundings of a gradient that is 0 in exact arithmetic (queries of a first token, which sees
 itself alone) have differed by 4.5 times what one is off.
+"""
+MOST_ROUNDINGS = 8
+"""[Note: Terms that cancel] The backward of a softmax is P (dP - D): P dP of every score less P D,
+D the mean of its row, two sums of the same numbers. Of a first token, which sees itself alone, they
+are equal, and so are all gradients of queries and keys where only first tokens are predicted from:
+0 in exact arithmetic. In fp32 such a gradient is what the two sums are rounded by, which follows
+their size and nothing else. In units of 2^-24 of the terms (the gradient that P dP alone would
+give) one process is off by 0.06 to 2.4 in the sixteen gradients of `--engine 67`, the engine by 2.7
+in that whose terms are the largest: the same rounding, though 12 times as far off as any of the one
+process where all are compared with the same floor. A dot product of n elements is off by n units
+at most, and heads have 8.
 """
 
 
@@ -279,9 +290,7 @@ def draw_scheme(generator: random.Random, setup: Setup, free: int) -> Scheme:
         ep=ep,
         stages=stages,
         ckpt=generator.randint(1, layers) if may_checkpoint else 0,
-        stream=generator.choice([min(stages, default=layers // pp), 1, ALL_LAYERS])
-        if generator.random() < 0.3
-        else 0,
+        stream=generator.random() < 0.3,
     )
 
 
@@ -381,30 +390,91 @@ def worst_errors(
 ) -> dict[str, Any]:
     """Relative error of the loss, and the largest one of a gradient with its name.
 
-    Where gradients cancel, one process in fp32 is itself off what it is in fp64: `own_error`.
+    Where gradients cancel, one process in fp32 is itself off what it is in fp64: `own_error`, and
+    rounding their terms alone may be `rounding` [Note: Terms that cancel].
     """
     wanted_loss, wanted = one_process(reference, examples, setup, case, torch.float64)
     names = sorted(gradients)
     assert names == sorted(wanted), "other parameters have gradients"
     exactly = [wanted[n] for n in names]
-    errors = relative_errors([gradients[n].double() for n in names], exactly, names)
-    name = max(errors, key=lambda name: errors[name])
-    loss_error = abs(loss - wanted_loss) / max(1.0, abs(wanted_loss))
-    found = {"loss_error": loss_error, "name": name, "error": errors[name]}
-    if found["error"] > RELATIVE_TOLERANCE:
+
+    def off(by: dict[str, Tensor]) -> dict[str, float]:
+        return relative_errors([by[n].double() for n in names], exactly, names)
+
+    errors = off(gradients)
+    allowed = dict.fromkeys(names, RELATIVE_TOLERANCE)
+    more = {}
+    if max(errors.values()) > RELATIVE_TOLERANCE:
         _, own = one_process(reference, examples, setup, case, torch.float32)
-        own_errors = relative_errors([own[n].double() for n in names], exactly, names)
-        found["own_error"] = max(own_errors.values())
-    return found
+        more["own_error"] = max(off(own).values())
+        with softmax_without_means():
+            _, terms = one_process(reference, examples, setup, case, torch.float64, "eager")
+        rounding = off({n: wanted[n] + 2.0**-24 * terms[n] for n in names})
+        allowed = {
+            n: max(
+                RELATIVE_TOLERANCE,
+                MOST_OWN_ERRORS * more["own_error"],
+                MOST_ROUNDINGS * rounding[n],
+            )
+            for n in names
+        }
+    name = max(errors, key=lambda name: errors[name] / allowed[name])
+    if more:
+        more |= {"rounding": rounding[name]}
+    loss_error = abs(loss - wanted_loss) / max(1.0, abs(wanted_loss))
+    return {
+        "loss_error": loss_error,
+        "name": name,
+        "error": errors[name],
+        "allowed": allowed[name],
+        **more,
+    }
+
+
+class SoftmaxWithoutMean(torch.autograd.Function):
+    """A softmax whose backward leaves out the mean that the gradients of scores are taken off."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, dim: int) -> Tensor:
+        probabilities = scores.softmax(dim)
+        ctx.save_for_backward(probabilities)
+        return probabilities
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0] * gradients[0], None
+
+
+@contextlib.contextmanager
+def softmax_without_means() -> Iterator[None]:
+    """Inside attention gives gradients of queries and keys as large as the terms of which they are
+    differences [Note: Terms that cancel].
+    """
+
+    def softmax(scores: Tensor, dim: int, **_: Any) -> Tensor:
+        return SoftmaxWithoutMean.apply(scores, dim)
+
+    usual, nn.functional.softmax = nn.functional.softmax, softmax
+    try:
+        yield
+    finally:
+        nn.functional.softmax = usual
 
 
 def one_process(
-    model: nn.Module, examples: Examples, setup: Setup, case: Case, dtype: torch.dtype
+    model: nn.Module,
+    examples: Examples,
+    setup: Setup,
+    case: Case,
+    dtype: torch.dtype,
+    attention: str | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of what is trained, noise of each sequence included."""
     model = copy.deepcopy(model).to(dtype)
     for module in model.modules():  # the grouped product knows no fp64
         config = getattr(module, "config", None)
+        if attention is not None and hasattr(config, "_attn_implementation"):
+            config._attn_implementation = attention
         if hasattr(config, "_experts_implementation"):
             config._experts_implementation = "eager"
     if setup.adapter is not None and "lora_dropout" in setup.adapter:
@@ -425,8 +495,8 @@ def is_wrong(record: dict[str, Any]) -> bool:
     """Whether loss or a gradient is off by more than rounding explains."""
     if "error" not in record:
         return False
-    allowed = max(RELATIVE_TOLERANCE, MOST_OWN_ERRORS * record.get("own_error", 0.0))
-    return not (record["error"] <= allowed and record["loss_error"] <= RELATIVE_TOLERANCE)
+    is_near = record["error"] <= record["allowed"]
+    return not (is_near and record["loss_error"] <= RELATIVE_TOLERANCE)
 
 
 def write(path: str, record: dict[str, Any]) -> None:

@@ -192,4 +192,4 @@ def processes_with(name: str, value: str) -> list[int]:
     return found
 
 
-STREAMED = ("3x<1,1;stream>", "1x<2,1;stream> + 1x<1,1;stream>", "1x<1,3;stream=1>")
+STREAMED = ("3x<1,1;stream>", "1x<2,1;stream> + 1x<1,1;stream>", "1x<1,3;stream>")

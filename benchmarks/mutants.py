@@ -69,15 +69,22 @@ MUTANTS = (
     Mutant(
         "a column-wise layer's input has one rank's gradient",
         _TP,
-        "        dist.all_reduce(grad, group=ctx.group)\n",
-        "",
+        "return _sum_over(grad, ctx.group, may_write=grad._use_count() == 1), None",
+        "return grad, None",
         values=("tp2", "tp4", "tp2pp2"),
     ),
     Mutant(
         "a row-wise layer's output is one rank's part",
         _TP,
-        "        dist.all_reduce(x, group=group)\n",
-        "",
+        "summed = _sum_over(x, group)",
+        "summed = x.clone()",
+        values=("tp2", "tp4", "tp2pp2"),
+    ),
+    Mutant(
+        "a sum over a TP group is written where somebody reads the part",
+        _TP,
+        "if not (may_write and part.is_contiguous() and _is_alone(part)):",
+        "if not part.is_contiguous():",
         values=("tp2", "tp4", "tp2pp2"),
     ),
     Mutant(
@@ -225,7 +232,7 @@ MUTANTS = (
     Mutant(
         "CP: a second piece's gradient replaces the first's",
         _CP,
-        "whole.index_add_(0, block, grad)",
+        "whole.index_copy_(0, block, whole.index_select(0, block).add_(grad))",
         "whole.index_copy_(0, block, grad)",
         values=("cp2", "cp4", "sp2cp2", "cp2tp2"),
     ),

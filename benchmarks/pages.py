@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+WIDTH = 120
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -36,10 +39,20 @@ def processor() -> str:
     return names[0] if names else "unknown processor"
 
 
+def wrapped(text: str) -> str:
+    """`text` with paragraphs of one line in lines as long as those of docs/; all else stays."""
+    return "\n\n".join(
+        block
+        if "\n" in block or block.startswith(("|", "#", "<", "!"))
+        else textwrap.fill(block, WIDTH, break_long_words=False, break_on_hyphens=False)
+        for block in text.split("\n\n")
+    )
+
+
 def put_section(page: Path, title: str, text: str) -> None:
     """Replace what stands under `## title` in `page`, or add it at the end; the rest stays."""
     head, *sections = page.read_text(encoding="utf-8").split("\n## ")
-    new = f"{title}\n\n{text}\n"
+    new = f"{title}\n\n{wrapped(text)}\n"
     titles = [section.partition("\n")[0] for section in sections]
     if title in titles:
         sections[titles.index(title)] = new

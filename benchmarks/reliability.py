@@ -10,10 +10,11 @@ killed at random times while layers stream), `launch` (kills under torchrun and 
 `planner` (planning processes killed and stopped), `saves` (a process is killed at random times of
 saving), `leak` (random strategies on 4 ranks), `shm` (a /dev/shm of 64 MB, mounted as root),
 `folders` (damaged run folders are read or refused), `documents` (damaged documents of every
-command), `configurations` (hostile values and Python objects), `fuzz`. Each replaces its section of
-the page, whose other sections stay. What was measured is recorded in `--state` at once: an
-interrupted command continues where it was, `--fresh` begins anew. Ranks are CPU processes on one
-machine (gloo); it uses the helpers of the tests.
+command), `configurations` (hostile values and Python objects), `examples` (every script, twice on 2
+ranks, and its log), `fuzz`. Each replaces its section of the page, whose other sections stay. What
+was measured is recorded in `--state` at once: an interrupted command continues where it was,
+`--fresh` begins anew. Ranks are CPU processes on one machine (gloo); it uses the helpers of the
+tests.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ import test_restarts
 import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra
+from example_runs import measure_examples
 from fuzzing import check, fuzz_run_folders, fuzz_with_coverage, inputs_like, targets
 from holdings import Holdings, train_random_iteration
 from lost_ranks import measure_between, measure_kills, measure_phases, measure_streams
@@ -349,6 +351,7 @@ def main() -> None:
     parser.add_argument("--folders", type=int, default=1000, help="damaged run folders")
     parser.add_argument("--documents", type=int, default=500, help="damaged, of each command")
     parser.add_argument("--configurations", type=int, default=10_000, help="hostile ones")
+    parser.add_argument("--rounds", type=int, default=2, help="of all examples")
     parser.add_argument("--inputs", type=int, default=100_000, help="per reader and fuzzer")
     options = parser.parse_args()
     if unknown := set(options.parts) - PARTS.keys():
@@ -369,11 +372,13 @@ def main() -> None:
         "folders": lambda: measure_folders(records, options.folders),
         "documents": lambda: measure_documents(records, options.documents),
         "configurations": lambda: measure_configurations(records, options.configurations),
+        "examples": lambda: measure_examples(records, options.rounds),
         "fuzz": lambda: measure_fuzz(records, options.inputs),
     }
     for part in options.parts or PARTS:
         print(f"{part}:", file=sys.stderr, flush=True)
-        where = how(" ".join(["python benchmarks/reliability.py", *sys.argv[1:]]))
+        words = [word for word in sys.argv[1:] if word not in ("--state", str(options.state))]
+        where = how(" ".join(["python benchmarks/reliability.py", *words]))
         measures[part]()
         title, describe = PARTS[part]
         put_section(options.out, title, f"{where}\n\n{describe(records.of(part))}")

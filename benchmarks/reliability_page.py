@@ -295,6 +295,29 @@ def describe_documents(records: list[dict[str, Any]]) -> str:
     )
 
 
+def describe_examples(records: list[dict[str, Any]]) -> str:
+    rows = []
+    for run in dict.fromkeys(r["run"] for r in records):
+        mine = [r for r in records if r["run"] == run]
+        rows.append(
+            [
+                f"`{run}`",
+                ", ".join(str(r["exit_code"]) for r in mine),
+                max(r["longest"] for r in mine),
+                sum(r["redrawn"] for r in mine),
+            ]
+        )
+    failures = sum(r["exit_code"] != 0 for r in records)
+    return paragraphs(
+        "Every script of `examples/`, started as its README says, on 2 CPU ranks (`RUNS`, `CACHE`: folders of the "
+        "benchmark), stdout and stderr in a file. The longest line of the file, in characters, does not count what "
+        "DeepSpeed's launcher logs of its own command lines (`--log_level error` leaves that out); bars drawn again: "
+        "returns to the start of a line, and lines of progress that say what was said. "
+        f"**{failures} of {len(records)} runs failed.**",
+        table(["run", "exit codes", "longest line", "bars drawn again"], rows),
+    )
+
+
 def describe_configurations(records: list[dict[str, Any]]) -> str:
     inputs, carried_out, refused = (
         sum(r[key] for r in records) for key in ("inputs", "carried_out", "refused")
@@ -354,5 +377,6 @@ PARTS: dict[str, tuple[str, Callable[[list[dict[str, Any]]], str]]] = {
     "folders": ("Damaged run folders", describe_folders),
     "documents": ("Damaged documents of commands", describe_documents),
     "configurations": ("Hostile configurations", describe_configurations),
+    "examples": ("Examples", describe_examples),
     "fuzz": ("Damaged input", describe_fuzz),
 }

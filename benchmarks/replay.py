@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.events import PipelineWork, Simulation, simulate_iteration
+from ds_hydra.records.timeline import Event, EventKind, Timeline
 from ds_hydra.report import load_run
-from ds_hydra.simulator.events import PipelineWork, Simulation, simulate_iteration
-from ds_hydra.simulator.timeline import Event, EventKind, Timeline
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 
 

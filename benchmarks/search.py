@@ -25,17 +25,17 @@ from benchmarks.galvatron_originals import (
     rtx_titan,
 )
 from benchmarks.pages import table
-from ds_hydra.strategy.cost_models.search import (
+from ds_hydra.lab.search import (
     GalvatronSearch,
     LayerStrategy,
     SearchInput,
     SearchSettings,
     layer_strategies,
 )
-from ds_hydra.strategy.cost_models.search.costs import CostEstimator
-from ds_hydra.strategy.cost_models.search.galvatron import StagePlan, pipeline_ms
-from ds_hydra.strategy.cost_models.search.layers import LayerProfile
-from ds_hydra.strategy.cost_models.search.space import Paradigm
+from ds_hydra.lab.search.costs import CostEstimator
+from ds_hydra.lab.search.galvatron import StagePlan, pipeline_ms
+from ds_hydra.lab.search.layers import LayerProfile
+from ds_hydra.lab.search.space import Paradigm
 from tests.shared_data import shared_path
 
 

@@ -5,8 +5,7 @@
 
 Sections of parts that are not measured stay in the page. Parts: `bytes` (what a strategy sends
 between hosts, by plan and on the interface), `slow` (the planner's choice from a topology file and
-from measured profiles, and measured iterations, on a fast and on a slow network), `stream` (bytes,
-memory and time of streamed layers against the same pipelines without), `cut` (seconds
+from measured profiles, and measured iterations, on a fast and on a slow network), `cut` (seconds
 until all processes have ended after a host was cut off, or a process killed). Needs what
 tests/nodes.py needs; `slow` needs /dev/net/tun. Uses the helpers of the tests.
 """
@@ -34,8 +33,6 @@ from models import tiny
 from nodes import Hosts, Wire, run_on_hosts
 from pages import how, paragraphs, put_section, table
 from single_process import random_examples
-
-from ds_hydra.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"hidden_size": 384, "intermediate_size": 1056, "num_hidden_layers": 4}
@@ -233,68 +230,6 @@ def measure_slow(folder: Path, repeats: int) -> str:
     )  # fmt: skip
 
 
-# Streamed layers.
-
-
-def stream_or_not(pairs: list[list[str]], repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Of each strategy milliseconds of iterations, alternated, bytes that came to this host, and
-    bytes that this rank holds of weights and gradients.
-    """
-    hydra = {"context_length": 512, "tokens_per_iteration": 2048}
-    engine = start_hydra(model(num_heads=12), hydra=hydra)
-    propagator = engine.hydra.propagator
-    batch = random_examples([512, 256, 256, 512], VOCAB_SIZE, seed=0)
-    found: dict[str, dict[str, list[float]]] = {}
-    for pair in pairs:
-        for round_ in range(repeats + 1):
-            for text in pair if round_ % 2 else reversed(pair):
-                dist.barrier()
-                before = test_nodes.own_counters()
-                engine.train_batch(batch, strategy=text)
-                dist.barrier()
-                counted = test_nodes.own_counters() - before
-                if round_:  # the first makes connections
-                    seen = found.setdefault(text, {"ms": [], "received": [], "held": []})
-                    seen["ms"].append(engine.last_metrics.iteration_ms)
-                    seen["received"].append(counted.received_bytes)
-        for text in pair:
-            memory = propagator.links.link_memory(Strategy.parse(text))
-            held = propagator.max_over_ranks(memory.slice_bytes + memory.gradient_bytes)
-            found[text]["held"].append(held)
-    return found
-
-
-def measure_streams(folder: Path, repeats: int) -> str:
-    pairs = [["4x<1,1>", "4x<1,1;stream>"], ["2x<2,1>", "2x<2,1;stream>"]]
-    with Hosts(2) as hosts:
-        ended = run_on_hosts(stream_or_not, hosts, [2, 2], folder / "stream", pairs, repeats)
-    assert not any(rank.exit_code for rank in ended), ended[0].stderr
-    rows = []
-    for pair in pairs:
-        ratios = [
-            on / off for off, on in zip(*(ended[0].value[text]["ms"] for text in pair), strict=True)
-        ]
-        received = [
-            sum(statistics.median(ended[first].value[text]["received"]) for first in (0, 2)) / 1e6
-            for text in pair
-        ]
-        held = [ended[0].value[text]["held"][0] / 1e6 for text in pair]
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
-        megabytes = [f"{value:.1f}" for value in (*received, *held)]
-        rows.append([f"`{pair[1]}`", *megabytes, f"{held[1] / held[0]:.2f}", spread])
-    return paragraphs(
-        f"Two hosts of two ranks, a LLaMA of {num_parameters()} in fp32, against the same pipelines without "
-        f"`stream`; {repeats} iterations of each, alternated. MB that came to both hosts in an iteration "
-        "(`eth0`, headers included; without a home a node-aware pull and push), MB of weights and gradients that "
-        "a rank holds as its plan states them, and iteration time with / without (median, range). Under TP 2 a "
-        "rank has half of the weights and gradients anyway, which is less than half of a home with its sums.",
-        table(
-            ["strategy", "MB received, without", "with", "MB held, without", "with", "ratio", "time ratio"],
-            rows,
-        ),
-    )  # fmt: skip
-
-
 # A host that is lost.
 
 
@@ -382,7 +317,6 @@ def measure_cut(folder: Path, repeats: int) -> str:
 PARTS = {
     "bytes": ("Bytes between hosts", lambda folder, repeats: measure_bytes(folder)),
     "slow": ("A slow network", measure_slow),
-    "stream": ("Streamed layers", measure_streams),
     "cut": ("A host that is lost", measure_cut),
 }
 

@@ -233,7 +233,7 @@ def document(cases: list[dict[str, Any]], iterations: int) -> str:
         "every sequence on its cheapest scheme, all devices always busy, no bubble.",
         "- *The same, memory of the paper* is the system of the paper, and what its published figures are compared "
         "with; *ds_hydra, <TP,PP> alone* has the engine's memory. *ds_hydra* and *heterogeneous static, full space* "
-        "may also use sequence parallelism, streamed layers and checkpointed ones, whose T nobody has published: it "
+        "may also use sequence parallelism, gathered layers and checkpointed ones, whose T nobody has published: it "
         "is estimated; see "
         "[simulated speed-ups](benchmarks/simulate.md).",
         "",

@@ -20,6 +20,12 @@ from benchmarks.pages import table
 from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object
 from ds_hydra.configs.hydra_config import Space
+from ds_hydra.lab.whole_iteration import (
+    IterationSetup,
+    MeasuredIteration,
+    fit_iterations,
+    predict_iteration,
+)
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
@@ -28,12 +34,6 @@ from ds_hydra.sampler.trial import PruningSettings
 from ds_hydra.strategy import Profile, Scheme
 from ds_hydra.strategy.cost_models.analytic import Hardware, ModelShape, predict_latency
 from ds_hydra.strategy.cost_models.cluster import find_cluster
-from ds_hydra.strategy.cost_models.whole_iteration import (
-    IterationSetup,
-    MeasuredIteration,
-    fit_iterations,
-    predict_iteration,
-)
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
@@ -46,7 +46,7 @@ from shared_data import shared_path
 MODELS = ("7b", "13b", "32b")
 HISTOGRAMS = ("commoncrawl", "github")
 CONTEXT = 32768
-SPACES: tuple[Space, ...] = ("plain", "wide")
+SPACES: tuple[Space, ...] = ("plain", "full")
 
 
 def profile_of(model: str) -> Profile:

@@ -21,13 +21,13 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from benchmarks.pages import put_section
+from ds_hydra.lab.simulator.cases import list_cases, load_case
+from ds_hydra.lab.simulator.compare import compare
+from ds_hydra.lab.simulator.comparison import Planned
+from ds_hydra.lab.simulator.scenario import Scenario, bound_of
+from ds_hydra.lab.simulator.systems import DS_HYDRA, PLAIN, Settings
 from ds_hydra.sampler.ilp import SolverLimits, make_model
 from ds_hydra.sampler.warm_up import warm_up
-from ds_hydra.simulator.cases import list_cases, load_case
-from ds_hydra.simulator.compare import compare
-from ds_hydra.simulator.comparison import Planned
-from ds_hydra.simulator.scenario import Scenario, bound_of
-from ds_hydra.simulator.systems import DS_HYDRA, PLAIN, Settings
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.schemes.scheme import Scheme
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ds_hydra.lab.simulator.fixed_length import karmarkar_karp as karmarkar_karp_groups
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
-from ds_hydra.simulator.fixed_length import karmarkar_karp as karmarkar_karp_groups
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 LENGTHS = Path(__file__).parent.parent / "ds_hydra" / "configs" / "lengths"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,15 +12,12 @@ import typer
 from ds_hydra.commands.check import check
 from ds_hydra.commands.common import AsJson, errors_to_stderr, print_json
 from ds_hydra.commands.doctor import doctor
-from ds_hydra.commands.fit import fit
 from ds_hydra.commands.init import init
 from ds_hydra.commands.lengths import lengths
 from ds_hydra.commands.link import link
 from ds_hydra.commands.profile import profile
 from ds_hydra.commands.propose import propose
 from ds_hydra.commands.report import report
-from ds_hydra.commands.search import search
-from ds_hydra.commands.simulate import simulate
 from ds_hydra.configs.hydra_config import MAX_SEED
 from ds_hydra.errors import HydraConfigError
 
@@ -146,19 +144,9 @@ def _plan_document(result: IterationPlan, planning_ms: float) -> dict[str, Any]:
     }
 
 
-for command in (
-    check,
-    doctor,
-    init,
-    lengths,
-    profile,
-    propose,
-    fit,
-    simulate,
-    link,
-    search,
-    report,
-):
+COMMANDS = (check, doctor, init, lengths, profile, propose, link, report)
+# By name, because the core imports nothing of the lab.
+for command in (*COMMANDS, *import_module("ds_hydra.lab.command_line").COMMANDS):
     app.command()(command)
 
 

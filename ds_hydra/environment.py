@@ -13,6 +13,8 @@ WANTED = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # A kernel that is loaded at its first launch waits for those that run, collectives among them.
     "CUDA_MODULE_LOADING": "EAGER",
+    # A thread whose launch queue is full waits, and may hold what another thread launches with.
+    "CUDA_SCALE_LAUNCH_QUEUES": "4x",
     # Slices and micro-batches have other sizes in every iteration.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }

@@ -128,7 +128,7 @@ def targets(folder: Path) -> dict[str, tuple[Callable[[Any], None], Any]]:
         "strategy": (read_strategy, "1x<2,1> + 2x<1,1>"),
         "strategy with options": (
             read_strategy,
-            "1x<2,2;ckpt=3;stages=3,1> + 2x<sp2,4,1;stream=3> + <sp4,cp2,1;stream>",
+            "1x<2,2;ckpt=3;stages=3,1> + 2x<sp2,4,1;stream> + <sp4,cp2,1;stream>",
         ),
         "plan": (read_plan, _plan().to_json()),
         "plan with options": (read_plan, _plan(*WITH_OPTIONS).to_json()),

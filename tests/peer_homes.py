@@ -15,7 +15,11 @@ def homes_in_parts(device_type="cpu", on_device=lambda part: part):
 
     def allocate(nbytes, device, group):
         ranks = tuple(dist.get_process_group_ranks(group))
-        memory = SharedMemory(ranks, nbytes * len(ranks), "a test's home", device)
-        return [on_device(part) for part in memory.bytes.split(nbytes)]
+
+        def share():
+            memory = SharedMemory(ranks, nbytes * len(ranks), "a test's home", device)
+            return [on_device(part) for part in memory.bytes.split(nbytes)]
+
+        return share
 
     return mock.patch.dict(peer_memory.ALLOCATORS, {device_type: allocate})

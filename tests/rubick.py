@@ -8,7 +8,7 @@ from typing import Any
 
 from shared_data import shared_json, shared_rows
 
-from ds_hydra.strategy.cost_models.whole_iteration import (
+from ds_hydra.lab.whole_iteration import (
     IterationModel,
     IterationSetup,
     MeasuredIteration,

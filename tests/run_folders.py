@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from ds_hydra.configs.files import find_profile
+from ds_hydra.records.metrics import METRICS_FILE, METRICS_SCHEMA
+from ds_hydra.records.timeline import Event, EventKind, Timeline
 from ds_hydra.report.predict import predict_timeline
-from ds_hydra.report.run_report import METRICS_FILE, METRICS_SCHEMA
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
-from ds_hydra.simulator.timeline import Event, EventKind, Timeline
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 

@@ -11,15 +11,18 @@ import pytest
 from shared_data import shared_json
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.cost_models.alpha_beta import (
-    Interconnects,
-    LayerShape,
+from ds_hydra.lab.alpha_beta import (
     compute_s,
     data_parallel_s,
     memory_bytes,
     pipeline_columns_s,
-    pipeline_hop_s,
     pipeline_s,
+    released_pipeline_hop_s,
+)
+from ds_hydra.strategy.cost_models.alpha_beta import (
+    Interconnects,
+    LayerShape,
+    pipeline_hop_s,
     tensor_parallel_s,
 )
 
@@ -109,7 +112,7 @@ def test_terms_of_the_originals_code(index):
     for pipeline, expected in zip(case["case"]["pipelines"], case["authors_output"]["pipelines"]):
         stages = pipeline["stages"]
         hops = [
-            pipeline_hop_s(interconnects, a, b, shape, doubles_broadcast=True)
+            released_pipeline_hop_s(interconnects, a, b, shape)
             for a, b in itertools.pairwise(stages)
         ] + [0.0]
         times = []

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import compositions  # noqa: E402
 import learned_times  # noqa: E402
 import workloads as w  # noqa: E402
 
@@ -112,3 +114,26 @@ def test_most_recorded_runs_are_predicted_with_half_of_the_error():
     medians = [learned_times.replay(document).medians for document in RECORDINGS.values()]
     assert len(medians) >= 12
     assert sum(corrected <= 0.5 * profiled for profiled, corrected, _ in medians) >= 8
+
+
+def test_what_rounding_explains_is_not_wrong_and_a_fault_is():
+    setup, cases = compositions.draw_engine(1, 67)
+    model, case = setup.build(), cases[2]  # predicted from first tokens alone
+    examples = case.examples(setup)
+    loss, exact = compositions.one_process(model, examples, setup, case, torch.float64)
+    with compositions.softmax_without_means():
+        _, terms = compositions.one_process(model, examples, setup, case, torch.float64, "eager")
+    key, value = (
+        next(n for n in exact if f"layers.0.self_attn.{kind}_proj.lora_B" in n) for kind in "kv"
+    )
+    assert float(exact[key].norm()) < 1e-15 < 0.5 < float(terms[key].norm())
+
+    def is_wrong(**changed):
+        gradients = {**exact, **{{"k": key, "v": value}[k]: v for k, v in changed.items()}}
+        found = compositions.worst_errors(model, examples, setup, case, loss, gradients)
+        return compositions.is_wrong(found)
+
+    rounded = 2.7 * 2.0**-24 * terms[key]
+    assert not is_wrong(k=rounded)
+    assert is_wrong(k=10 * rounded)
+    assert is_wrong(k=rounded, v=exact[value] * 1.0001)

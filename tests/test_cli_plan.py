@@ -105,6 +105,23 @@ def test_errors_go_to_stderr_without_traceback(files, name, content, message):
     assert message in result.stderr
 
 
+def test_more_devices_are_advised_where_the_states_do_not_fit(files):
+    found = []
+    for num_devices in (2, 4):
+        strategies = {
+            "schema": "ds_hydra.strategies/1",
+            "num_devices": num_devices,
+            "strategies": ["1x<2,1>"],
+        }
+        (files / "strategies.json").write_text(json.dumps(strategies))
+        (files / "lengths.json").write_text("[300, 77]")
+        words = arguments(files)
+        words[1] = "--profile=a800_llama2_7b"
+        found.append(CliRunner().invoke(app, words))
+    assert "fill the memory of 2 devices; take more of them" in found[0].stderr
+    assert found[1].exit_code == 0, found[1].stderr
+
+
 def test_a_missing_file_is_named(files):
     (files / "lengths.json").unlink()
     result = invoke(files)

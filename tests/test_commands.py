@@ -5,9 +5,13 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
+import subprocess
+import sys
 
 import datasets
 import pytest
+from command_documents import COMMANDS, write_documents_of
 from reference import make_profile
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -61,29 +65,29 @@ def test_propose_explains_itself(files):
     assert "communicators" in result.stdout
 
 
-def test_propose_in_the_wide_space_says_what_nobody_measured(files):
+def test_propose_says_what_nobody_measured(files):
     profile = make_profile(
         {"<1,1>": (0.01, 1.0, 1.0), "<2,1>": (0.006, 0.6, 1.0), "<4,1>": (0.004, 0.4, 1.0)},
         max_len=60,
     )
     (files / "profile.json").write_text(json.dumps(dict(profile.document)))
-    plain = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60))
-    wide = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60, "--space", "wide"))
-    assert wide.exit_code == 0, wide.stderr
-    assert "nobody measured <sp" in wide.stdout
-    assert "with those of <TP,PP> alone" in wide.stdout
+    plain = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60, "--space", "plain"))
+    full = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60))
+    assert full.exit_code == 0, full.stderr
+    assert "nobody measured <sp" in full.stdout
+    assert "with those of <TP,PP> alone" in full.stdout
     assert "<sp" not in plain.stdout
     assert "alone" not in plain.stdout
-    typo = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60, "--space", "wid"))
+    typo = invoke(*propose_arguments(files, "--context", 50, "--tokens", 60, "--space", "wide"))
     assert typo.exit_code == 2
-    assert "'plain', 'measured', 'wide'" in typo.stderr
+    assert "'full', 'measured', 'plain'" in typo.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--context", 70], "lower the context to 60"),
-        (["--context", 70], "set hydra.planner.space to"),
+        (["--context", 70, "--space", "plain"], "lower the context to 60"),
+        (["--context", 70, "--space", "measured"], "set hydra.planner.space to"),
         (
             ["--context", 50, "--max-communicators", 0, "--profile", "nothing"],
             "not among the profiles",
@@ -473,3 +477,56 @@ def test_progress_is_a_line_every_tenth_where_there_is_no_terminal():
     ]
     assert max(map(len, lines)) <= 200
     assert "\r" in drawn(Screen())
+
+
+WITHOUT_TORCH = """
+import json, os, sys
+from importlib.machinery import PathFinder
+
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition(".")[0] not in ("torch", "deepspeed", "accelerate"):
+            return PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Without
+from typer.testing import CliRunner
+from ds_hydra.cli import app
+
+found = []
+for folder, line in json.loads(sys.argv[1]):
+    os.chdir(folder)
+    result = CliRunner().invoke(app, line.split())
+    found.append((line, result.exit_code, result.stderr, repr(result.exception)))
+print(json.dumps(found))
+"""
+WITHOUT_TORCH_WORK = ("plan", "lengths", "propose", "fit", "simulate", "search", "report")
+
+
+def test_without_torch_commands_do_their_work_or_say_what_needs_it(tmp_path):
+    lines = [
+        (str(write_documents_of(command, tmp_path / f"{command} {number}")), f"{command} {line}")
+        for command, (_, lines) in COMMANDS.items()
+        for number, line in enumerate(lines)
+    ]
+    lines.append((str(tmp_path), "doctor"))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, json.dumps(lines)],
+        env={k: v for k, v in os.environ.items() if k != "HF_DATASETS_DISABLE_PROGRESS_BARS"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == len(lines)
+    for line, code, error, exception in found:
+        command = line.split()[0]
+        assert "\r" not in error, (line, error)
+        if command in WITHOUT_TORCH_WORK:
+            assert code == 0, (line, error, exception)
+        else:
+            assert code == 1, (line, exception)
+            assert "error: this command needs torch" in error, line
+            assert "pip install torch" in error, line
+            assert command in ("profile", "doctor") or ", ".join(WITHOUT_TORCH_WORK) in error, line

@@ -132,7 +132,7 @@ def test_what_plans_and_proposes_is_compiled_by_the_warm_up(tmp_path):
     before = compiled_so_far()
     assert before
     files = ("--profile", "a800_llama2_7b", "--histogram", "github", "--devices", "8")
-    for space in ("plain", "wide"):
+    for space in ("plain", "full"):
         arguments = [*files, "--context", "4096", "--tokens", "16384", "--batches", "2"]
         out = ["--space", space, "--out", str(tmp_path / "strategies.json")]
         result = CliRunner().invoke(app, ["propose", *arguments, *out])

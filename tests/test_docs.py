@@ -27,11 +27,11 @@ from typer.testing import CliRunner
 
 import ds_hydra
 from ds_hydra.cli import app
-from ds_hydra.commands.simulate_text import describe_simulation
 from ds_hydra.configs import find_file, read_ds_config
 from ds_hydra.engine.checks.deepspeed_section import find_deepspeed_problems
+from ds_hydra.lab.commands.simulate_text import describe_simulation
+from ds_hydra.lab.simulator.systems import LABELS
 from ds_hydra.report import summarize_run
-from ds_hydra.simulator.systems import LABELS
 from ds_hydra.strategy import Profile
 from ds_hydra.strategy.cost_models.topology import Topology
 from ds_hydra.strategy.proposal.candidates import strategies_from_json

@@ -176,6 +176,8 @@ def test_hardware_is_found_by_the_device():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     assert links.find_hardware(None, cuda, "NVIDIA A800-SXM4-80GB").name == "A800-80GB"
     assert "H200" in links.find_hardware(None, cuda, "NVIDIA H200").name
+    assert links.find_hardware(None, cuda, "NVIDIA A100-SXM4-40GB").name == "A100-40GB"
+    assert links.find_hardware(None, cuda, "NVIDIA H100 PCIe") is None  # has other links
     assert links.find_hardware(None, cuda, "Radeon") is None
     assert links.find_hardware(None, cpu, "cpu").name == links.CPU_NAME
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 import ds_hydra
-from ds_hydra.engine import HydraEngine
+from ds_hydra.engine import HydraEngine, gradient_shards
+from ds_hydra.engine.gradient_shards import GradientShards
 
 REPLACED = [
     "save_checkpoint",
@@ -53,3 +56,55 @@ def test_what_deepspeed_offers_for_gradients_is_still_there():
     assert "_is_gradient_accumulation_boundary" in inspect.getsource(
         DeepSpeedEngine.set_gradient_accumulation_boundary
     )
+
+
+def shards_of_a_device(monkeypatch, grads, **facts):
+    """Shards `grads`, and what DeepSpeed's optimizer takes norms of."""
+    taken = []
+
+    def take(gradients, params, norm_type=2):
+        taken.append([g.clone() for g in gradients])
+        return torch.stack([g.norm(norm_type) for g in gradients]).norm(norm_type)
+
+    optimizer = SimpleNamespace(get_grad_norm_direct=take, offload_optimizer=False, **facts)
+    by_param = {id(param): grad for param, grad in grads.items()}
+    monkeypatch.setattr(gradient_shards, "safe_get_local_grad", lambda p: by_param[id(p)])
+    shards = GradientShards(optimizer, list(grads), torch.device("cuda"))
+    shards.zeroed(None, is_fp16=False)
+    for number, grad in enumerate(grads.values()):
+        grad.fill_(number + 1)
+    return shards, optimizer, taken
+
+
+def two_shards():
+    return {torch.nn.Parameter(torch.zeros(n)): torch.zeros(n) for n in (4, 9)}
+
+
+def test_deepspeed_takes_no_norm_of_what_has_one(monkeypatch):
+    grads = two_shards()
+    shards, optimizer, taken = shards_of_a_device(monkeypatch, grads)
+    assert shards.norms().tolist() == [2, 6]
+    found = optimizer.get_grad_norm_direct(list(grads.values()), list(grads))
+    assert [[g.tolist() for g in gradients] for gradients in taken] == [[[2, 6]]]
+    torch.testing.assert_close(found, torch.tensor(40.0).sqrt())
+
+
+@pytest.mark.parametrize("why", ["muon", "another gradient", "another norm", "a new iteration"])
+def test_deepspeed_takes_its_own_norms_of_what_is_not_known(monkeypatch, why):
+    grads = two_shards()
+    shards, optimizer, taken = shards_of_a_device(monkeypatch, grads, use_muon=why == "muon")
+    shards.norms()
+    if why == "a new iteration":
+        shards.zeroed(None, is_fp16=False)
+    given = [torch.ones(3), *grads.values()] if why == "another gradient" else list(grads.values())
+    args = (float("inf"),) if why == "another norm" else ()
+    optimizer.get_grad_norm_direct(given, list(grads), *args)
+    assert [g.shape for g in taken[0]] == [g.shape for g in given]
+
+
+def test_deepspeeds_norms_are_those_of_the_first_gradients_and_parameters():
+    from deepspeed.runtime.zero import stage3
+
+    source = inspect.getsource(stage3)
+    assert "def get_grad_norm_direct(self, gradients, params, norm_type=2):" in source
+    assert "for g, p in zip(gradients, params):" in source

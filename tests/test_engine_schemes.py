@@ -69,7 +69,7 @@ def losses_of_a_run():
     examples = random_examples((9, 17, 30, 5), VOCAB_SIZE, seed=0)
     wide = (
         "1x<1,2;stages=1,5> + 2x<1,1;ckpt=2>",
-        "4x<1,1;stream=3>",
+        "4x<1,1;stream>",
         "2x<2,1;ckpt=6>",
         "2x<1,2;ckpt=4;stages=4,2>",
     )
@@ -133,7 +133,6 @@ def refusals():
     for refusing, text in (
         (engine, "1x<1,2;stages=4,3>"),
         (engine, "4x<1,1;ckpt=7>"),
-        (engine, "4x<1,1;stream=7>"),
         (everywhere, "4x<1,1;ckpt=2>"),
     ):
         with pytest.raises(HydraConfigError) as caught:
@@ -188,10 +187,9 @@ def test_training_with_changing_parts_follows_plain_training(results):
 @pytest.mark.distributed
 def test_parts_that_do_not_fit_are_refused_on_all_ranks(results):
     for result in results:
-        stages, ckpt, stream, both = result["refusals"]
+        stages, ckpt, both = result["refusals"]
         assert "its stages have 7 layers, the model has 6; make them sum to 6" in stages
         assert "ckpt=7 is above the model's 6 layers" in ckpt
-        assert "stream=7 is above the 6 layers of its smallest stage" in stream
         assert (
             "hydra.activation_checkpointing, or the model's own gradient checkpointing, checkpoints layers"
             in both

@@ -35,8 +35,8 @@ import ds_hydra
 from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.one_f_one_b import one_forward_one_backward
 from ds_hydra.engine.profiling.profile_document import count_flops
+from ds_hydra.records.timeline import EventKind, Timeline
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.simulator.timeline import EventKind, Timeline
 
 
 def batches(num_batches, *, num_sequences=8):

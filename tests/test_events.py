@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from reference import make_profile
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.events import PipelineWork, simulate_iteration, simulate_plan
+from ds_hydra.records.timeline import EventKind, Timeline
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.schedule import one_f_one_b_ms
-from ds_hydra.simulator.events import PipelineWork, simulate_iteration, simulate_plan
-from ds_hydra.simulator.timeline import EventKind, Timeline
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy

@@ -180,14 +180,14 @@ def schemes_of(proposal):
 
 
 def test_wide_set_contains_the_plain_one_and_is_faster():
-    plain, wide = propose(a800("7b"), "plain"), propose(a800("7b"), "wide")
+    plain, wide = propose(a800("7b"), "plain"), propose(a800("7b"), "full")
     assert all(scheme.is_plain for scheme in schemes_of(plain))
     assert set(plain.strategies) < set(wide.strategies)
     assert wide.plain_ms == plain.kept_ms
     assert wide.kept_ms < 0.98 * plain.kept_ms
     assert set(wide.assumed) == {s for s in schemes_of(wide) if not s.is_plain}
     document = wide.to_json()
-    assert document["space"] == "wide"
+    assert document["space"] == "full"
     assert document["assumed_schemes"] == [str(s) for s in wide.assumed] != []
     assert document["expected_ms"]["plain"] == plain.kept_ms
 
@@ -201,7 +201,7 @@ def test_measured_space_has_what_was_measured_and_nothing_else():
     ]
     known = Profile.from_json({**profile.document, "schemes": measured})
     assert {s.sp for s in usable_schemes(known, 16, "measured")} == {1, 4}
-    assert {s.sp for s in usable_schemes(known, 16, "wide")} == {1, 2, 4, 8}
+    assert {s.sp for s in usable_schemes(known, 16, "full")} == {1, 2, 4, 8}
     found = propose(known, "measured")
     assert {s.sp for s in schemes_of(found)} == {1, 4}
     assert found.assumed == ()
@@ -209,10 +209,10 @@ def test_measured_space_has_what_was_measured_and_nothing_else():
 
 def test_a_context_that_only_extended_schemes_fit():
     with pytest.raises(
-        HydraConfigError, match=r'hydra\.planner\.space to "wide" \(--space wide\), which fits'
+        HydraConfigError, match=r'hydra\.planner\.space to "full" \(--space full\), which fits'
     ):
         propose(a800("32b"), "measured")
-    found = propose(a800("32b"), "wide")
+    found = propose(a800("32b"), "full")
     assert found.plain_ms is None
     assert np.isfinite([found.kept_ms, found.best_static_ms]).all()
     static = next(k.strategy for k in found.kept if k.is_best_static)
@@ -222,13 +222,13 @@ def test_a_context_that_only_extended_schemes_fit():
     widest = LengthHistogram.from_counts({9_000_000: 1})
     with pytest.raises(HydraConfigError, match=r"no scheme fits a micro-batch of 9000000 tokens"):
         propose_strategies(
-            a800("32b"), widest, num_devices=16, context_length=9_000_000, space="wide"
+            a800("32b"), widest, num_devices=16, context_length=9_000_000, space="full"
         )
 
 
 def test_given_strategies_stay_and_extended_ones_come_on_top():
     given = parse_strategies(["4x<4,1>", "2x<8,1>"])
-    found = propose(a800("7b"), "wide", given=given)
+    found = propose(a800("7b"), "full", given=given)
     assert set(given) < set(found.strategies)
     assert found.kept_ms < found.plain_ms
     assert all(not all(s.is_plain for s in x.schemes) for x in set(found.strategies) - set(given))
@@ -305,8 +305,8 @@ def run_engines(folder):
         "plain": train(profile=f"{folder}/sp.json", space="plain"),
         "measured": train(profile=f"{folder}/sp.json"),
         "not measured": train(),
-        "wide": train(space="wide", run_dir=str(folder / "run")),
-        "checkpointed": train(space="wide", memory_limit_bytes=300_000),
+        "full": train(space="full", run_dir=str(folder / "run")),
+        "checkpointed": train(space="full", memory_limit_bytes=300_000),
     }
     with pytest.raises(InfeasiblePlanError) as caught:
         start(memory_limit_bytes=300_000)
@@ -325,14 +325,14 @@ def test_engines_train_on_what_their_space_allows(tmp_path):
     assert not any("sp" in text or "ckpt" in text for text in enumerated)
     assert found["not measured"][1] == enumerated
     assert set(enumerated) < set(found["measured"][1])
-    assert set(enumerated) < set(found["wide"][1])
+    assert set(enumerated) < set(found["full"][1])
     # The long sequence on all ranks, then short ones on one each
     assert found["measured"][2] == {"<sp4,1>", "<1,1>"}
-    assert found["wide"][2] == {"<sp4,1>"}
+    assert found["full"][2] == {"<sp4,1>"}
     assert any("ckpt" in text for text in found["checkpointed"][2])
-    assert any(text.startswith("times of <sp4,1>") for text in found["wide"][3]), found["wide"][3]
+    assert any(text.startswith("times of <sp4,1>") for text in found["full"][3]), found["full"][3]
     assert not any("times of" in text for text in found["measured"][3])
-    assert not any("times of" in text for other, _ in results[1:] for text in other["wide"][3])
-    assert 'set hydra.planner.space to "wide"' in refused
+    assert not any("times of" in text for other, _ in results[1:] for text in other["full"][3])
+    assert 'set hydra.planner.space to "full"' in refused
     logged = Profile.load(tmp_path / "run" / "profile.json")
     assert Scheme(1, 1, sp=4) in logged.assumed

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_hydra.simulator.fixed_length import (
+from ds_hydra.lab.simulator.fixed_length import (
     first_fit_decreasing,
     karmarkar_karp,
     pack_balanced,

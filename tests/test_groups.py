@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ds_hydra.engine.parallel import groups
 from ds_hydra.engine.parallel.groups import (
     NCCL_GROUP_BYTES,
     NCCL_PAIR_BYTES,
@@ -125,3 +127,53 @@ def test_groups_wait_as_long_as_the_group_of_all_ranks(minutes, expected):
         pool.destroy()
     finally:
         dist.destroy_process_group()
+
+
+class Options:
+    """As ProcessGroupNCCL has them, of an NCCL that knows bounds or not."""
+
+    def __init__(self, *, knows_bounds=True):
+        self.is_high_priority_stream, self._timeout = False, None
+        self.config = SimpleNamespace(**({"max_ctas": None} if knows_bounds else {}))
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Options of the groups that are made under NCCL, by purpose."""
+    made = {}
+
+    def new_group(ranks, timeout, pg_options):
+        made[len(made)] = pg_options, timeout
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    for name, value in (("get_backend", lambda: "nccl"), ("get_rank", lambda: 99)):
+        monkeypatch.setattr(dist, name, value)
+    monkeypatch.setattr(dist, "new_group", new_group)
+    hour = datetime.timedelta(hours=1)
+    monkeypatch.setattr(groups, "_find_timeout", lambda device: hour)
+    return made
+
+
+def test_communicators_go_before_computation_and_leave_it_the_device(made):
+    purposes = ("pull", "push_node", "pp_up", "tp", "home")
+    GroupPool(9, torch.device("cpu")).create([(purpose, range(2)) for purpose in purposes])
+    assert all(options.is_high_priority_stream for options, _ in made.values())
+    assert all(options._timeout == timeout for options, timeout in made.values())
+    found = [options.config.max_ctas for options, _ in made.values()]
+    assert found == [8, 8, 4, None, None]
+
+
+def test_what_nccl_does_not_know_is_not_set(made, monkeypatch):
+    monkeypatch.setattr(
+        dist.ProcessGroupNCCL, "Options", lambda: Options(knows_bounds=False), raising=False
+    )
+    GroupPool(9, torch.device("cpu")).create([("pull", range(2))])
+    (options, _), *_ = made.values()
+    assert vars(options.config) == {}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:nccl"])
+def test_other_backends_get_no_options_of_nccl(made, monkeypatch, backend):
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    GroupPool(9, torch.device("cpu")).create([("pull", range(2))])
+    assert [options for options, _ in made.values()] == [None]

@@ -17,13 +17,13 @@ from test_planner import MAX_LEN, PROFILE, STRATEGIES
 from ds_hydra.configs.ds_config import read_ds_config
 from ds_hydra.configs.files import find_profile
 from ds_hydra.engine.planning import planner_settings
+from ds_hydra.records.events import simulate_iteration, simulate_plan
 from ds_hydra.sampler.batch_planner import BatchPlanner
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.schedule import linked_ms
 from ds_hydra.sampler.trial import PruningSettings
-from ds_hydra.simulator.events import simulate_iteration, simulate_plan
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.link_times import LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile

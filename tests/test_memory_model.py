@@ -11,14 +11,16 @@ from shared_data import shared_json
 from transformers import Gemma2Config, LlamaConfig, Qwen3Config
 
 from ds_hydra.configs.files import find_profile
+from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs
 from ds_hydra.engine.profiling.memory_trace import slice_config, trace_layer_memory
+from ds_hydra.engine.transfer.stream_plan import home_bytes
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.profiles.memory_model import OPTIMIZER_BYTES
 from ds_hydra.strategy.profiles.profile import has_re_pulls
-from ds_hydra.strategy.schemes.notation import ALL_LAYERS
+from ds_hydra.strategy.profiles.states import engine_states
 from ds_hydra.zero_link import ParamSpec
-from ds_hydra.zero_link.home_parts import home_bytes
 
 MODELS = ("7b", "13b", "32b")
 
@@ -261,26 +263,22 @@ def test_what_a_profile_lacks_for_a_part_is_named():
 
 
 def test_streamed_layers_cost_shards_a_share_of_the_home_and_a_window():
-    """7B in 16 bit on 64 devices: the published shards over all, 10 bytes a parameter over the
-    node's ranks but for the gradients of its own shards, two layers with their gradients.
+    """7B in 16 bit: the published shards, 10 bytes a parameter but for the gradients of
+    the shards, two layers with their gradients.
     """
     profile = Profile.load(find_profile("a800_llama2_7b"))
-    memory, every = profile.memory, Scheme(1, 1, stream=ALL_LAYERS)
+    memory, every = profile.memory, Scheme(1, 1, stream=True)
     layer = 24.125 / 2 * 4096**2
     params = 32 * layer + 2 * 4096 * 30592
     ends = 2 * 4096 * 30592
     sharded = 0.75 * (32 * 4096**2 * 210 + 8 * ends)
-    shared = sharded / 64 + (10 / 8 - 4 / 64) * params
-    assert memory.rank_bytes(every, 64, 0) == pytest.approx(shared + 2 * 4 * layer)
-    assert memory.rank_bytes(every, 4, 0) == pytest.approx(
-        (sharded + 6 * params) / 4 + 2 * 4 * layer
-    )
-    half = Scheme(2, 1, stream=16)
-    kept = 6 * (16 * layer + ends) + 4 * 2 * layer
-    assert memory.rank_bytes(half, 64, 0) == pytest.approx(shared + kept / 2)
-    longest = {
-        s: memory.max_len_tokens(s, 64) for s in (every, Scheme(1, 1, sp=2, stream=every.stream))
-    }
+    for num_devices in (4, 8):
+        assert memory.rank_bytes(every, num_devices, 0) == pytest.approx(
+            (sharded + 6 * params) / num_devices + 2 * 4 * layer
+        )
+    longest = {s: memory.max_len_tokens(s, 8) for s in (every, Scheme(1, 1, sp=2, stream=True))}
+    assert profile.has_room(every, 8)
+    assert not profile.has_room(every, 16), "layers stream on one node"
     assert 0 < longest[every] < min(t for s, t in longest.items() if s.sp > 1)
 
 
@@ -291,19 +289,19 @@ def test_a_profile_of_the_engine_has_24_bytes_a_parameter_for_a_streamed_scheme(
         state_bytes_per_layer_per_hidden2=layer * (element + OPTIMIZER_BYTES + element + 4),
         sharded_fraction=(element + OPTIMIZER_BYTES) / (element + OPTIMIZER_BYTES + element + 4),
     )
-    every = Scheme(1, 1, stream=ALL_LAYERS)
+    every = Scheme(1, 1, stream=True)
     states = profile.memory.rank_bytes(every, 8, 0) - 2 * 4 * layer * 4096**2
     params = 32 * layer * 4096**2 + 2 * 4096 * 30592
     assert states * 8 / params == pytest.approx(24, rel=0.03)  # embedding: 16
 
 
-@pytest.mark.parametrize(("num_devices", "per_node"), [(8, 8), (16, 8), (64, 8), (4, 8)])
-def test_a_home_takes_what_the_engine_opens(num_devices, per_node):
-    memory = replace(Profile.load(find_profile("a800_llama2_7b")).memory, devices_per_node=per_node)
+@pytest.mark.parametrize("num_devices", [8, 4, 1])
+def test_a_home_takes_what_the_engine_opens(num_devices):
+    memory = Profile.load(find_profile("a800_llama2_7b")).memory
     layer, ends = memory._num_params()
     num_rows = round(memory.num_layers * layer + ends) // 4096
     whole = ParamSpec(fqn="all", shape=(num_rows, 4096))
-    opened = home_bytes([whole], 2, num_devices, min(per_node, num_devices))
+    opened = home_bytes([whole], 2, num_devices)
     assert memory.home_bytes(num_devices) == pytest.approx(sum(opened), rel=1e-3)
 
 
@@ -343,3 +341,49 @@ def test_one_device_does_not_stand_for_ranks_with_whole_features():
         slice_config(config, 2)
     experts = slice_config(tiny("qwen3_moe").config, 2)
     assert (experts.moe_intermediate_size, experts.num_attention_heads) == (12, 2)
+
+
+@pytest.mark.parametrize("tables", [1, 2])
+def test_tables_of_the_vocabulary_take_what_other_parameters_take(tables):
+    """24 bytes a parameter of LLaMA-2 7B with 128K tokens: 18 in shards, 6 held; a stage holds one
+    table.
+    """
+    document = shared_json("profiles/a800_llama2_7b.json")
+    states = engine_states(12.0, 2.0)
+    document["model"]["vocab_size"] = 128_256
+    document["memory"] |= {**states, "vocabulary_tables": tables}
+    memory = Profile.from_json(document).memory
+    layers, table = 32 * 12 * 4096**2, 128_256 * 4096
+    for text, held in (("<1,1>", layers + tables * table), ("<2,2>", (layers / 2 + table) / 2)):
+        found = memory.rank_bytes(Scheme.parse(text), 8, 0)
+        assert found == pytest.approx((layers + tables * table) * 18 / 8 + held * 6)
+
+
+@pytest.mark.parametrize(("text", "copies", "share"), [
+    ("<1,1>", 5, 1), ("<8,1>", 33, 8), ("<sp4,1>", 17, 4), ("<2,2>", 9, 2), ("<cp2,1;ckpt=4>", 5, 2),
+])  # fmt: skip
+def test_sums_in_one_order_take_copies_of_the_gradient_of_queries(text, copies, share):
+    """32 heads of 128, 132 multiprocessors."""
+    document = shared_json("profiles/a800_llama2_7b.json")
+    document["model"] |= {"num_attention_heads": 32, "num_key_value_heads": 32}
+    document["memory"] |= engine_states(12.0, 2.0)
+    scheme, memory = Scheme.parse(text), Profile.from_json(document).memory
+    ordered = replace(memory, ordered_multiprocessors=132)
+    more = ordered.rank_bytes(scheme, 8, 32768) - memory.rank_bytes(scheme, 8, 32768)
+    assert more == pytest.approx(copies * 4096 / share * 4 * 32768)
+    alone = replace(memory, forward_only=True), replace(ordered, forward_only=True)
+    assert alone[0].rank_bytes(scheme, 8, 32768) == alone[1].rank_bytes(scheme, 8, 32768)
+
+
+@pytest.mark.parametrize(("measured", "name", "asked", "counted"), [
+    (False, "A800", True, 132), (True, "A800", True, 0), (False, "cpu", True, 0),
+    (False, "A800", False, 0),
+])  # fmt: skip
+def test_they_are_added_to_profiles_that_were_measured_without(measured, name, asked, counted):
+    document = shared_json("profiles/a800_llama2_7b.json")
+    document.pop("measured_with", None)
+    document = {**document, "deterministic": measured}
+    document["hardware"]["name"] = name
+    config = HydraConfig(context_length=64, tokens_per_iteration=64, deterministic=asked)
+    found = as_the_engine_needs(Profile.from_json(document), None, config, 8)
+    assert found.memory.ordered_multiprocessors == counted

@@ -12,12 +12,16 @@ from engines import full_states, start_hydra
 from models import MIXTURES_OF_EXPERTS, VOCAB_SIZE, tiny
 from single_process import random_examples
 from test_engine_parity import LENGTHS, assert_parity, check_gradients
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_hydra.configs.hydra_config import HydraConfig
 from ds_hydra.engine.checks.estimate import estimate_profile
 from ds_hydra.engine.model.bias_correction import BiasCorrection
 from ds_hydra.engine.model.packing_probe import try_small_copy
 from ds_hydra.engine.model.stage_model import StageModel
+from ds_hydra.engine.parallel import expert_parallel
+from ds_hydra.engine.parallel.expert_parallel import ExpertParallel
+from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
 from ds_hydra.engine.profiling.profile_document import layer_params, model_facts, state_memory
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme
@@ -28,6 +32,50 @@ CONFIG = HydraConfig(context_length=64, tokens_per_iteration=64)
 
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 10.0}
 """A coefficient that makes it as large as the rest of the loss."""
+
+
+class HostWaits(TorchDispatchMode):
+    """Counts what makes a host wait for an accelerator: values that it reads, operations whose
+    result has a size that the device alone knows.
+    """
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.count = 0
+        read = torch.Tensor.tolist
+        monkeypatch.setattr(torch.Tensor, "tolist", lambda x: self._add(1) or read(x))
+
+    def _add(self, number):
+        self.count += number
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        waits = ("bincount", "nonzero", "_local_scalar_dense", "unique_consecutive")
+        has_size = (kwargs or {}).get("output_size") is not None
+        self._add(function._opname in waits)
+        self._add(function._opname == "repeat_interleave" and not has_size)
+        return function(*args, **(kwargs or {}))
+
+
+def test_tokens_travel_to_experts_with_one_wait_for_the_device(monkeypatch):
+    def two_ranks_with_the_same_tokens(into, out, into_P=None, out_P=None, group=None):
+        out_P = out_P or [1, 1]
+        into.copy_(torch.cat([out[: out_P[0]]] * 2))
+
+    fake = type("Two", (), {"all_to_all_single": staticmethod(two_ranks_with_the_same_tokens)})
+    monkeypatch.setattr(expert_parallel, "dist", fake)
+    ep = ExpertParallel(TensorParallel())
+    ep.enter(None, 2, 0, 2)
+    hidden = torch.arange(5.0).unsqueeze(1).expand(-1, 4)
+    chosen = torch.tensor([[0, 3], [1, 2], [1, 0], [3, 2], [0, 1]])
+    with HostWaits(monkeypatch) as waits:
+        (rows, experts, weights), travel = ep.dispatch(hidden, chosen, 1.0 + chosen, 4)
+    assert waits.count == 1
+    of_first = [(0, 0), (2, 0), (4, 0), (1, 1), (2, 1), (4, 1)]  # (token, expert), by expert
+    assert rows[:, 0].tolist() == [token for token, _ in of_first] * 2
+    assert experts.flatten().tolist() == [expert for _, expert in of_first] * 2
+    assert weights.flatten().tolist() == [1 + expert for _, expert in of_first] * 2
+    assert travel._sent_P == [6, 4]
+    assert travel._received_P == [6, 6]
 
 
 def with_shared_experts():

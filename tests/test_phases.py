@@ -18,13 +18,13 @@ from reference import make_batch, make_profile
 from single_process import random_examples
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler.batch_planner import BatchPlanner
 from ds_hydra.sampler.phases import MAX_CUTS, find_palettes
 from ds_hydra.sampler.plan import IterationPlan, imbalance_of
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.propose_phases import PhaseSettings, propose_phases
-from ds_hydra.simulator.events import simulate_plan
 from ds_hydra.strategy.profiles.corrections import Correction, Corrections
 from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
 from ds_hydra.strategy.profiles.profile import Profile

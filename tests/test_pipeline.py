@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_hydra.engine.parallel.one_f_one_b import Pass, one_forward_one_backward
+from ds_hydra.engine.parallel import one_f_one_b
+from ds_hydra.engine.parallel.one_f_one_b import (
+    Pass,
+    StageInfo,
+    StageIO,
+    one_forward_one_backward,
+    run_1f1b,
+)
+from ds_hydra.engine.telemetry.trace import Recorder
 
 
 @given(num_stages=st.integers(1, 6), num_micro_batches=st.integers(0, 9))
@@ -76,3 +87,70 @@ def test_hand_worked_order():
 @pytest.mark.parametrize("num_micro_batches", [0, 1])
 def test_fewer_micro_batches_than_stages(num_micro_batches):
     assert len(list(one_forward_one_backward(4, 0, num_micro_batches))) == 2 * num_micro_batches
+
+
+class Mark:
+    """An event of an accelerator, which is over once the host has waited for it."""
+
+    def __init__(self):
+        self.is_over = False
+
+    def synchronize(self):
+        self.is_over = True
+
+
+class DeviceRecorder(Recorder):
+    """Of passes that end when the host waits for them; those before them have ended, too."""
+
+    def __init__(self):
+        self.most_under_way = 0
+        super().__init__()
+        self._on_device = True
+
+    def _mark(self):
+        ends = [end.is_over for *_, end in self._spans]
+        over = len(ends) - ends[::-1].index(True) if True in ends else 0
+        self.most_under_way = max(self.most_under_way, len(ends) - over + 1)
+        return Mark()
+
+
+def one_stage():
+    return StageInfo(
+        num_stages=1, stage=0, hidden_size=4, dtype=torch.float32, device=torch.device("cpu")
+    )
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 7])
+def test_the_host_is_two_micro_batches_ahead_of_a_device_at_most(num_micro_batches):
+    weight, recorder = torch.ones(4, requires_grad=True), DeviceRecorder()
+    io = StageIO(previous_rank=None, next_rank=None, down_group=None, up_group=None)
+    losses = run_1f1b(
+        one_stage(), io, [3] * num_micro_batches, lambda _index, _: weight.sum(), recorder
+    )
+    assert len(losses) == num_micro_batches
+    assert recorder.most_under_way == min(4, 2 * num_micro_batches)
+
+
+def test_what_others_wait_for_is_posted_before_each_receive(monkeypatch):
+    done = []
+
+    def post(operations):
+        done.extend("receive" if op.op is one_f_one_b.dist.irecv else "send" for op in operations)
+        return [SimpleNamespace(wait=lambda: None, is_completed=lambda: True)]
+
+    fakes = {"batch_isend_irecv": post, "P2POp": lambda op, *_: SimpleNamespace(op=op)}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(one_f_one_b.dist, name, fake)
+    io = StageIO(
+        previous_rank=0,
+        next_rank=2,
+        down_group=None,
+        up_group=None,
+        before_receive=lambda: done.append("posted"),
+    )
+    io.receive_activation(torch.ones(2))
+    io.send_activation(torch.ones(2))
+    io.receive_gradient(torch.ones(2))
+    io.send_gradient(torch.ones(2))
+    io.finish()
+    assert done == ["posted", "receive", "send", "posted", "receive", "send"]

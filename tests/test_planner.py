@@ -18,10 +18,10 @@ from reference import STRATEGIES_32B_64, make_batch, make_profile
 from shared_data import shared_json
 
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
+from ds_hydra.records.events import simulate_plan
 from ds_hydra.sampler.planner import bound_iterations, plan_iteration, profiled_times
 from ds_hydra.sampler.planner_settings import PlannerSettings
 from ds_hydra.sampler.schedule import makespan_ms
-from ds_hydra.simulator.events import simulate_plan
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 

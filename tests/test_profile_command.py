@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
+from engines import small_profile
 from transformers import LlamaConfig, Qwen2Config
 from typer.testing import CliRunner
 
@@ -22,6 +23,7 @@ from ds_hydra.engine.profiling import measurements, profile_run, profiler, rehea
 from ds_hydra.engine.profiling import overlap_slowdown as slowdown
 from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.profile_run import ProfileRequest, run_profile
+from ds_hydra.engine.ranks import device_memory
 from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_core
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Profile, Scheme, Strategy
@@ -557,3 +559,72 @@ def test_memory_far_below_what_a_layer_keeps_is_not_believed(monkeypatch, caplog
 
     monkeypatch.setattr(profiler, "trace_layer_memory", refuse)
     assert profiler.not_below_traced(1.0, 2, stage_model, config) == 1.0
+
+
+def test_what_is_in_use_outside_of_torch_is_what_torch_has_not_got(monkeypatch):
+    accelerator = SimpleNamespace(device_name=lambda: "fake", memory_reserved=lambda: 50)
+    monkeypatch.setattr(device_memory, "get_accelerator", lambda: accelerator)
+    assert device_memory.outside_bytes() == 0  # a device that does not tell
+    fake = SimpleNamespace(mem_get_info=lambda: (30, 100))
+    monkeypatch.setattr(torch, "fake", fake, raising=False)
+    assert device_memory.outside_bytes() == 20
+
+
+def filled(monkeypatch, run_once, *, memory_bytes=10_000_000, peak_bytes=0):
+    """Fills the memory of two ranks of `<1,1>` and `<2,1>` with a profile of so many bytes."""
+    accelerator = SimpleNamespace(
+        device_name=lambda: "fake",
+        empty_cache=lambda: None,
+        reset_peak_memory_stats=lambda: None,
+        max_memory_allocated=lambda: peak_bytes,
+        memory_reserved=lambda: 10,
+        available_memory=lambda: 20,
+    )
+    monkeypatch.setattr(profiler, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(device_memory, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(profiler, "run_once", run_once)
+    profile = Profile.from_json(small_profile(memory_bytes, num_layers=4))
+    strategies = [Strategy.parse(text) for text in ("2x<1,1>", "1x<2,1>")]
+    propagator = SimpleNamespace(num_ranks=2, rank=0, max_over_ranks=lambda value: value)
+    config = HydraConfig(context_length=64, tokens_per_iteration=100_000)
+    with device_memory.naming_memory_limit(memory_bytes):
+        profiler._fill_memory(
+            propagator, {s.schemes[0]: s for s in strategies}, profile, config, Measurements()
+        )
+    return profile
+
+
+def test_an_iteration_as_long_as_maxlen_allows_is_run_under_the_tightest_scheme(
+    monkeypatch, caplog
+):
+    plans = []
+    profile = filled(monkeypatch, lambda _propagator, plan: plans.append(plan))
+    longest = {
+        s: profile.memory.max_len_tokens(s, 2) for s in map(Scheme.parse, ("<1,1>", "<2,1>"))
+    }
+    (plan,) = plans
+    (scheme,) = set(plan.strategy.schemes)
+    assert longest[scheme] == min(longest.values())
+    for pipeline in plan.pipelines:
+        assert len(pipeline.micro_batches) == scheme.pp
+        for micro_batch in pipeline.micro_batches:
+            tokens = sum(plan.micro_batch_lengths(micro_batch))
+            assert longest[scheme] - len(micro_batch) < tokens <= longest[scheme]
+    assert max(plan.lengths) <= 64
+    assert not caplog.messages
+
+
+def test_more_memory_than_the_profile_says_is_told_with_a_limit(monkeypatch, caplog):
+    filled(monkeypatch, lambda *_: None, peak_bytes=20_000_000)
+    (message,) = caplog.messages
+    assert "0.02 GB at the peak, where the profile says 0.01" in message
+    limit = int(message.rsplit(" ", 1)[1])
+    assert 0.45 * 10_000_000 <= limit <= 0.55 * 10_000_000
+
+
+def test_a_device_that_maxlen_overfills_names_the_memory_limit(monkeypatch):
+    def run_out(*_):
+        raise torch.OutOfMemoryError("no memory left")
+
+    with pytest.raises(HydraConfigError, match="to 27, for which plans"):
+        filled(monkeypatch, run_out)

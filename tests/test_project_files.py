@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import setuptools
 import yaml
 
 from ds_hydra.version import __version__
@@ -100,6 +101,14 @@ def test_the_source_distribution_has_the_folders_that_the_tests_read(setup):
     named = {word for line in manifest if line.startswith("include ") for word in line.split()[1:]}
     for name in ("CITATION.cff", "LICENSE", "Makefile", "mkdocs.yml", "setup.cfg", "*.md"):
         assert name in named, name
+
+
+def test_every_folder_of_the_package_is_packaged(setup):
+    included = setup["options.packages.find"]["include"].split()
+    folders = {
+        ".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("ds_hydra/**/*.py")
+    }
+    assert folders == set(setuptools.find_packages(str(ROOT), include=included))
 
 
 def test_torch_is_bounded_at_what_is_tested(setup):

@@ -220,7 +220,7 @@ def test_states_that_do_not_fit_are_said_to_and_how_many_devices_do(tmp_path):
         cluster = find_cluster(profile, number)
         known = {"num_devices": number, "context_length": 32768, "cluster": cluster}
         wide = with_extended_schemes(profile, tokens_per_iteration=1e6, **known)
-        check_context(wide, number, 32768, is_wide=True, cluster=cluster, tokens_per_iteration=1e6)
+        check_context(wide, number, 32768, is_full=True, cluster=cluster, tokens_per_iteration=1e6)
 
     with pytest.raises(HydraConfigError) as error:
         fits(32)

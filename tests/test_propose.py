@@ -13,12 +13,12 @@ from reference import make_batch, make_profile
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.lab.simulator.cases import load_case
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.propose import propose_strategies
 from ds_hydra.sampler.propose_phases import groups_of_gathered
 from ds_hydra.sampler.trial import PruningSettings
-from ds_hydra.simulator.cases import load_case
 from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.states import with_engine_states
@@ -58,6 +58,7 @@ def proposal(github):
         num_devices=8,
         context_length=CONTEXT,
         tokens_per_iteration=TOKENS,
+        space="plain",
         pruning=PruningSettings(num_batches=16),
     )
 
@@ -100,6 +101,7 @@ def test_the_same_arguments_give_the_same_set(github, proposal):
         num_devices=8,
         context_length=CONTEXT,
         tokens_per_iteration=TOKENS,
+        space="plain",
         pruning=PruningSettings(num_batches=16),
     )
     assert again == proposal
@@ -120,6 +122,7 @@ def test_communicators_are_bounded(github):
             num_devices=8,
             context_length=CONTEXT,
             tokens_per_iteration=TOKENS,
+            space="plain",
             pruning=PruningSettings(num_batches=8, max_communicators=max_communicators),
         )
 
@@ -136,6 +139,7 @@ def test_progress_is_reported(github):
         LengthHistogram.from_counts({50: 7}),
         num_devices=4,
         context_length=50,
+        space="plain",
         pruning=PruningSettings(num_batches=3),
         progress=lambda done, total: seen.append((done, total)),
     )
@@ -143,14 +147,14 @@ def test_progress_is_reported(github):
 
 
 def candidates_of_case(name, *, num_batches, **changes):
-    """Those of the wide space, with the engine's memory."""
+    """Those of the full space, with the engine's memory."""
     workload = dataclasses.replace(load_case(name).workload, **changes)
     profile = with_engine_states(workload.profile)
     settings = CandidateSettings(
         num_devices=workload.num_devices,
         context_length=workload.context_length,
         tokens_per_iteration=workload.tokens_per_iteration,
-        space="wide",
+        space="full",
         cluster=find_cluster(profile, workload.num_devices),
         pruning=PruningSettings(num_batches=num_batches),
     )
@@ -219,17 +223,6 @@ def test_groups_of_gathered_schemes_by_hand():
     assert groups_of_gathered([*chosen, *wanted], (), 8, lambda _: True) == ()
 
 
-def test_streamed_schemes_of_candidates_are_there_on_all_ranks():
-    """LLaMA 7B on 8 A800, CommonCrawl: a mini-batch of four long sequences wants two of a group
-    that sampled mini-batches need once.
-    """
-    found = candidates_of_case("paper/commoncrawl-7b-8gpu-f3", num_batches=8).strategies
-    streamed = {s for strategy in found for s in strategy.schemes if s.streams_all}
-    assert any(scheme.num_devices > 1 for scheme in streamed)
-    for scheme in streamed:
-        assert Strategy((scheme,) * (8 // scheme.num_devices)) in found, str(scheme)
-
-
 def test_a_model_that_no_plain_scheme_holds_is_proposed_for(tmp_path):
     """27 billion parameters on 8 H100, which only gathered layers hold."""
     shape = {
@@ -243,7 +236,7 @@ def test_a_model_that_no_plain_scheme_holds_is_proposed_for(tmp_path):
         num_devices=8,
         context_length=4096,
         tokens_per_iteration=16384,
-        space="wide",
+        space="full",
         cluster=find_cluster(profile, 8),
         pruning=PruningSettings(num_batches=1),
     )

@@ -12,8 +12,8 @@ from test_events import LINKS, make_work
 
 from benchmarks.replay import replay
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.simulator.events import simulate_iteration
-from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
+from ds_hydra.records.events import simulate_iteration
+from ds_hydra.records.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.strategy.schemes.scheme import Scheme
 
 

@@ -28,6 +28,8 @@ from typer.testing import CliRunner
 from ds_hydra import report
 from ds_hydra.cli import app
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.metrics import METRICS_FILE
+from ds_hydra.records.timeline import EventKind
 from ds_hydra.report import svg
 from ds_hydra.report.document import describe_runs
 from ds_hydra.report.gantt import align, draw_gantt
@@ -36,10 +38,9 @@ from ds_hydra.report.page import render_runs, render_simulation
 from ds_hydra.report.perfetto import trace_run, trace_timelines
 from ds_hydra.report.predict import predict_timeline
 from ds_hydra.report.run_folder import load_run, rank_memory
-from ds_hydra.report.run_report import METRICS_FILE, IterationRecord
+from ds_hydra.report.run_report import IterationRecord
 from ds_hydra.report.slowest import divide_time, find_slowest
 from ds_hydra.sampler.schedule import one_f_one_b_ms
-from ds_hydra.simulator.timeline import EventKind
 from ds_hydra.strategy import Scheme
 
 

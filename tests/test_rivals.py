@@ -12,14 +12,14 @@ from test_simulator import make_scenario, small_profile
 
 from benchmarks.wlb_table import FITTED_ATTENTION, cut, packing_table
 from ds_hydra.configs import find_file
+from ds_hydra.lab.simulator.chunks import chunked
+from ds_hydra.lab.simulator.context_parallel import ContextParallel
+from ds_hydra.lab.simulator.fixed_length import pack_evenly
+from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, flexsp
+from ds_hydra.lab.simulator.sharded import sharded_groups, with_traffic_ms
+from ds_hydra.lab.simulator.ulysses import balanced_ulysses, odc, without_lockstep
+from ds_hydra.lab.simulator.wlb import hold_back, wlb
 from ds_hydra.sampler.mixed_groups import MixedGroups, plan_steps, solve_step
-from ds_hydra.simulator.chunks import chunked
-from ds_hydra.simulator.context_parallel import ContextParallel
-from ds_hydra.simulator.fixed_length import pack_evenly
-from ds_hydra.simulator.mixed_groups import dynamic_cp, flexsp
-from ds_hydra.simulator.sharded import sharded_groups, with_traffic_ms
-from ds_hydra.simulator.ulysses import balanced_ulysses, odc, without_lockstep
-from ds_hydra.simulator.wlb import hold_back, wlb
 from ds_hydra.strategy.cost_models.analytic import key_values_ms
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.neighbours import cuts

@@ -23,9 +23,13 @@ from ds_hydra.strategy.proposal.streamed import with_streamed_schemes
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 
 NUM_DEVICES = 16
-CLUSTER = find_cluster(Profile.load(find_file("profiles", "a800_llama2_7b")), NUM_DEVICES)
+PUBLISHED = Profile.load(find_file("profiles", "a800_llama2_7b"))
+CLUSTER = find_cluster(PUBLISHED, NUM_DEVICES)
+ON_ONE_NODE = {**PUBLISHED.document["hardware"], "devices_per_node": NUM_DEVICES}
 PROFILE = with_streamed_schemes(
-    Profile.load(find_file("profiles", "a800_llama2_7b")), num_devices=NUM_DEVICES, cluster=CLUSTER
+    Profile.from_json({**PUBLISHED.document, "hardware": ON_ONE_NODE}),
+    num_devices=NUM_DEVICES,
+    cluster=CLUSTER,
 )
 STRATEGIES = parse_strategies(
     [
@@ -74,27 +78,27 @@ def test_heuristic_times_are_those_of_the_plans():
     assert planner.plan(STRATEGIES[:-1])[1] == pytest.approx(found.min())
 
 
-def test_a_wide_proposal_streams_and_its_profile_knows_every_scheme():
+def test_a_full_proposal_gathers_and_its_profile_knows_every_scheme():
     profile = Profile.load(find_file("profiles", "a800_llama2_7b"))
     histogram = LengthHistogram.load(find_file("lengths", "commoncrawl"))
     settings = CandidateSettings(
         num_devices=8,
         context_length=16384,
         tokens_per_iteration=100_000,
-        space="wide",
+        space="full",
         cluster=find_cluster(profile, 8),
         max_enumerated=0,
         pruning=PruningSettings(num_batches=6),
     )
     found = decide_candidates(profile, histogram, settings)
-    streamed = [s for x in found.strategies for s in x.schemes if s.stream]
-    assert streamed
-    assert set(streamed) <= set(found.assumed)
-    assert all(found.profile.latency[scheme].traffic_ms > 0 for scheme in streamed)
+    gathered = [s for x in found.strategies for s in x.schemes if s.gather]
+    assert gathered
+    assert set(gathered) <= set(found.assumed)
+    assert all(found.profile.latency[scheme].traffic_ms > 0 for scheme in gathered)
     assert found.proposal.kept_ms < found.proposal.plain_ms
     # A plan of the proposed strategies alone, as of a file, has the same times
     again = with_schemes_of(profile, found.strategies)
-    for scheme in streamed:
+    for scheme in gathered:
         assert again.get_latency(scheme) == found.profile.get_latency(scheme)
 
 

@@ -16,22 +16,22 @@ from benchmarks.galvatron_originals import later_repository_cases, rtx_titan
 from ds_hydra.cli import app
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError, InfeasiblePlanError
-from ds_hydra.strategy.cost_models.search import (
+from ds_hydra.lab.search import (
     GalvatronSearch,
     LayerStrategy,
     SearchInput,
     SearchSettings,
     layer_strategies,
 )
-from ds_hydra.strategy.cost_models.search.costs import CostEstimator
-from ds_hydra.strategy.cost_models.search.galvatron import StagePlan, pipeline_ms
-from ds_hydra.strategy.cost_models.search.layer_dp import StageTables, search_layers
-from ds_hydra.strategy.cost_models.search.partition import (
+from ds_hydra.lab.search.costs import CostEstimator
+from ds_hydra.lab.search.galvatron import StagePlan, pipeline_ms
+from ds_hydra.lab.search.layer_dp import StageTables, search_layers
+from ds_hydra.lab.search.partition import (
     balance_degree,
     balanced_partition,
     even_partition,
 )
-from ds_hydra.strategy.cost_models.search.space import Paradigm
+from ds_hydra.lab.search.space import Paradigm
 from tests.shared_data import shared_path
 
 GALVATRON = shared_path("galvatron")

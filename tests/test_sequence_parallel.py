@@ -23,7 +23,7 @@ from ds_hydra.engine.model.sight import in_sight
 from ds_hydra.engine.parallel import ulysses
 from ds_hydra.engine.parallel.ulysses import SequenceShard
 from ds_hydra.engine.profiling.profiler import token_bytes
-from ds_hydra.simulator.sharded import ShardedGroup
+from ds_hydra.lab.simulator.sharded import ShardedGroup
 from ds_hydra.strategy import LatencyModel, Profile, Scheme, parse_strategies
 from ds_hydra.strategy.cost_models.analytic import (
     Hardware,

@@ -11,7 +11,7 @@ from test_simulator import HISTOGRAM, checkpointing_document, small_profile
 from typer.testing import CliRunner
 
 from ds_hydra.cli import app
-from ds_hydra.simulator.timeline import Timeline
+from ds_hydra.records.timeline import Timeline
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 
 

@@ -10,13 +10,13 @@ from test_cluster import SHAPE, make_cluster
 from test_simulator import checkpointing_document, make_scenario, make_workload, small_profile
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.lab.simulator.cases import load_case
+from ds_hydra.lab.simulator.compare import compare
+from ds_hydra.lab.simulator.scenario import bound_of
+from ds_hydra.lab.simulator.systems import Settings
+from ds_hydra.lab.simulator.ulysses import balance_micro_batches_by_time
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.sampler.trial import PruningSettings
-from ds_hydra.simulator.cases import load_case
-from ds_hydra.simulator.compare import compare
-from ds_hydra.simulator.scenario import bound_of
-from ds_hydra.simulator.systems import Settings
-from ds_hydra.simulator.ulysses import balance_micro_batches_by_time
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.states import with_engine_states
@@ -178,7 +178,7 @@ def candidates_of_the_engine(workload, cluster, seed=0):
         num_devices=workload.num_devices,
         context_length=workload.context_length,
         tokens_per_iteration=workload.tokens_per_iteration,
-        space="wide",
+        space="full",
         cluster=cluster,
         max_groups=4 * workload.num_devices,
         max_enumerated=0,

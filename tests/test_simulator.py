@@ -11,17 +11,17 @@ import pytest
 from reference import make_batch, make_profile
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.simulator import baselines, cases
-from ds_hydra.simulator.baselines import balanced, dynamic, fixed_length, hotspa, two_stage
-from ds_hydra.simulator.cases import list_cases, load_case
-from ds_hydra.simulator.compare import compare
-from ds_hydra.simulator.comparison import Ratio
-from ds_hydra.simulator.reproduction import our_figure
-from ds_hydra.simulator.scenario import Outcome, Scenario, best_of, bound_of, summarize
-from ds_hydra.simulator.sweep import Axes, sweep
-from ds_hydra.simulator.systems import SYSTEMS, Settings
-from ds_hydra.simulator.ulysses import deepspeed_ulysses
-from ds_hydra.simulator.workload import Workload, draw_batches
+from ds_hydra.lab.simulator import baselines, cases
+from ds_hydra.lab.simulator.baselines import balanced, dynamic, fixed_length, hotspa, two_stage
+from ds_hydra.lab.simulator.cases import list_cases, load_case
+from ds_hydra.lab.simulator.compare import compare
+from ds_hydra.lab.simulator.comparison import Ratio
+from ds_hydra.lab.simulator.reproduction import our_figure
+from ds_hydra.lab.simulator.scenario import Outcome, Scenario, best_of, bound_of, summarize
+from ds_hydra.lab.simulator.sweep import Axes, sweep
+from ds_hydra.lab.simulator.systems import SYSTEMS, Settings
+from ds_hydra.lab.simulator.ulysses import deepspeed_ulysses
+from ds_hydra.lab.simulator.workload import Workload, draw_batches
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.profile import Profile
 from ds_hydra.strategy.profiles.sequence_parallel import with_estimates

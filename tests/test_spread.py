@@ -10,9 +10,9 @@ import pytest
 from test_cluster import make_cluster
 from test_simulator import make_workload
 
-from ds_hydra.simulator.compare import compare
-from ds_hydra.simulator.spread import with_spread
-from ds_hydra.simulator.systems import Settings
+from ds_hydra.lab.simulator.compare import compare
+from ds_hydra.lab.simulator.spread import with_spread
+from ds_hydra.lab.simulator.systems import Settings
 
 
 def test_every_system_has_a_spread_around_its_speedup():

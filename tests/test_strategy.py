@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from ds_hydra.strategy.proposal.candidates import (
     load_strategies,
     power_of_two_schemes,
 )
-from ds_hydra.strategy.schemes.notation import ALL_LAYERS
+from ds_hydra.strategy.schemes.scheme import check_one_host
 
 SCHEMES = st.builds(Scheme, st.integers(1, 16), st.integers(1, 8)) | wide_schemes()
 
@@ -64,10 +65,10 @@ def test_plain_schemes_are_written_and_ordered_as_ever():
         ("<sp4,1>", Scheme(1, 1, sp=4), "<sp4,1>"),
         ("< sp 4 , 2 >", Scheme(1, 2, sp=4), "<sp4,2>"),
         ("<sp1,4,1>", Scheme(4, 1), "<4,1>"),
-        ("< sp4,1 ; stream >", Scheme(1, 1, sp=4, stream=ALL_LAYERS), "<sp4,1;stream>"),
-        ("<2,2; stream = 8;ckpt=3>", Scheme(2, 2, ckpt=3, stream=8), "<2,2;ckpt=3;stream=8>"),
+        ("< sp4,1 ; stream >", Scheme(1, 1, sp=4, stream=True), "<sp4,1;stream>"),
+        ("<2,2; stream;ckpt=3>", Scheme(2, 2, ckpt=3, stream=True), "<2,2;ckpt=3;stream>"),
         ("<sp4,2;ckpt=1; ep=2>", Scheme(1, 2, sp=4, ckpt=1, ep=2), "<sp4,2;ep=2;ckpt=1>"),
-        ("<sp2,2,1;ep=4;stream>", Scheme(2, 1, sp=2, ep=4, stream=ALL_LAYERS), "<sp2,2,1;ep=4;stream>"),
+        ("<sp2,2,1;ep=4;stream>", Scheme(2, 1, sp=2, ep=4, stream=True), "<sp2,2,1;ep=4;stream>"),
     ],
 )  # fmt: skip
 def test_parts_in_text(text, scheme, canonical):
@@ -86,24 +87,25 @@ def test_degrees_with_sp_count_all_ranks_and_lie_first():
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
-        ("<2,1;ckpt>", "cannot read 'ckpt'.*ckpt, stages, stream, ep"),
+        ("<2,1;ckpt>", "cannot read 'ckpt'.*ckpt, stages, ep, stream, gather"),
         ("<2,1;sp=2>", "cannot read 'sp=2'"),
         ("<2,1;ckpt=1;ckpt=2>", "says ckpt twice"),
         ("<2,1;ckpt=0>", "ckpt is 0, expected one number from 1 up"),
-        ("<2,1;repull=3>", "<2,1;repull=3>.*repull, which stream replaces: write <2,2;stream=8>"),
-        ("<2,1;stream=1,2>", "stream is 1,2, expected one number"),
+        ("<2,1;repull=3>", "<2,1;repull=3>.*repull, which stream replaces: write <1,1;stream>"),
         ("<2,2;stages=3>", "1 numbers of layers for PP 2; give one per stage"),
         ("<2,2;stages=4,0>", "1 layer or more for each of 2 stages"),
+        (
+            "<2,1;stream=0>",
+            "layers of a scheme stream or none: write <2,2;stream>, or <2,1;gather>",
+        ),
+        ("<2,1;stream;stream=8>", "layers of a scheme stream or none"),
+        ("<2,1;gather;gather>", "says gather twice"),
         (
             "<sp4,1;ep=3>",
             "ep of a scheme with SP 4 x TP 1 is 3, expected a divisor of 4;.*<sp4,1;ep=4>",
         ),
         ("<1,2;ep=2>", "ep of a scheme with SP 1 x TP 1 is 2.*<sp2,2;ep=2>"),
-        ("<2,1;stream=all>", "cannot read 'stream=all'"),
-        (
-            "<2,1;stream=99999999>",
-            "stream of a scheme is 99999999, expected a number of layers of each stage",
-        ),
+        ("<2,1; stream = all>", "cannot read 'stream = all'"),
         ("<sp0,1>", "SP, TP and PP degrees must be 1 or more"),
         ("<sp2,1,1,1>", "cannot read"),
         ("<sp512,512,2>", "more than 262144 ranks"),
@@ -118,7 +120,7 @@ def test_parts_that_are_wrong_are_named(text, wanted):
     "parts",
     [
         {"stages": "2,2"}, {"stages": [2, 2.0]}, {"stages": [4]}, {"ckpt": 1.5}, {"ckpt": True}, {"repull": 3},
-        {"sp": "2"}, {"stream": "every"}, {"stream": -1}, {"stream": None},
+        {"sp": "2"}, {"stream": "every"}, {"stream": 8}, {"stream": 0}, {"stream": None},
     ],
 )  # fmt: skip
 def test_parts_of_documents_that_are_wrong_are_refused(parts):
@@ -132,11 +134,6 @@ def test_parts_of_documents_that_are_wrong_are_refused(parts):
         ("<1,2;stages=3,2>", "stages have 5 layers, the model has 4; make them sum to 4"),
         ("<1,1;ckpt=5>", "ckpt=5 is above the model's 4 layers; use ckpt=4 or less"),
         ("<1,5>", "PP 5 is above the model's 4 layers"),
-        (
-            "<1,2;stream=3>",
-            "stream=3 is above the 2 layers of its smallest stage; use stream=2 or less",
-        ),
-        ("<1,2;stages=3,1;stream=2>", "stream=2 is above the 1 layers of its smallest stage"),
     ],
 )
 def test_parts_that_do_not_fit_the_model(text, wanted):
@@ -144,21 +141,33 @@ def test_parts_that_do_not_fit_the_model(text, wanted):
         Scheme.parse(text).check_layers(4)
 
 
-def test_the_first_layers_of_every_stage_stream():
-    some, every = Scheme(1, 3, stages=(1, 5, 2), stream=1), Scheme(2, 2, stream=ALL_LAYERS)
-    assert [some.streamed_layers(8, stage) for stage in range(3)] == [
-        range(1),
-        range(1, 2),
-        range(6, 7),
-    ]
-    assert [every.streamed_layers(9, stage) for stage in range(2)] == [range(5), range(5, 9)]
-    assert [s.streams_all for s in (every, some, Scheme(2, 2))] == [True, False, False]
-    assert [s.to_json()["stream"] for s in (every, some)] == ["all", 1]
-    assert [s.is_plain for s in (every, some)] == [False, False]
-    assert every.without_options() == Scheme(2, 2)
-    every.check_layers(2)
-    some.check_layers(8)
-    assert not Scheme(2, 2).streamed_layers(9, 1)
+def test_all_layers_stream_or_none():
+    streamed = Scheme(2, 2, stream=True)
+    assert streamed.to_json() == {"tp": 2, "pp": 2, "stream": True}
+    assert Scheme.from_json({"tp": 2, "pp": 2, "stream": "all"}) == streamed  # of earlier versions
+    assert not streamed.is_plain
+    assert streamed.without_options() == Scheme(2, 2)
+    with pytest.raises(HydraConfigError, match=r"stream of a scheme is 8.*<2,2;stream>.*;gather>"):
+        Scheme.from_json({"tp": 2, "pp": 2, "stream": 8})
+    for works in ("1x<2,2;stream>", "2x<2,1;gather>"):  # what the error says to write
+        assert str(Strategy.parse(works)) == works
+
+
+@pytest.mark.parametrize(
+    ("text", "instead"),
+    [
+        ("1x<sp2,1;ckpt=2;stream> + 1x<1,1>", "1x<sp2,1;ckpt=2;gather> + 1x<1,1;gather>"),
+        ("1x<2,2;stream> + 2x<1,1;stream>", "1x<2,2> + 2x<1,1>"),
+    ],
+)
+def test_layers_stream_on_one_host(text, instead):
+    strategy = Strategy.parse(text)
+    check_one_host(strategy, 1)
+    with pytest.raises(
+        HydraConfigError, match=f"there are 2 hosts.*;gather.*: '{re.escape(instead)}'"
+    ):
+        check_one_host(strategy, 2)
+    check_one_host(Strategy.parse(instead), 2)
 
 
 def test_layers_of_stages():

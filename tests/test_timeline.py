@@ -7,7 +7,7 @@ import json
 import pytest
 
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
+from ds_hydra.records.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.strategy.schemes.scheme import Scheme
 
 

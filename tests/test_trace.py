@@ -14,8 +14,8 @@ from distributed import run_distributed
 
 from ds_hydra.engine.telemetry import trace
 from ds_hydra.engine.telemetry.trace import MemoryWatch, Recorder, TraceChoice, gather_timeline
+from ds_hydra.records.timeline import EventKind
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
-from ds_hydra.simulator.timeline import EventKind
 from ds_hydra.strategy import Strategy
 
 

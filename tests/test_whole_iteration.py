@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ds_hydra.cli import app
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.cost_models.whole_iteration import (
+from ds_hydra.lab.whole_iteration import (
     IterationModel,
     IterationSetup,
     MeasuredIteration,

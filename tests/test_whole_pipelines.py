@@ -9,8 +9,8 @@ import pytest
 from reference import make_batch, make_profile
 
 from benchmarks import whole_pipelines as bench
+from ds_hydra.lab.simulator.scenario import Scenario, bound_of
 from ds_hydra.sampler.planner import plan_iteration
-from ds_hydra.simulator.scenario import Scenario, bound_of
 from ds_hydra.strategy import Strategy
 
 

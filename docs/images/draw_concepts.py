@@ -155,45 +155,33 @@ def draw_link() -> None:
 
 
 def draw_streaming() -> None:
-    """Homes of two hosts of two ranks: what moves once in an iteration, what for each
-    micro-batch.
-    """
-    figure = Figure(figsize=(9, 4.8), layout="constrained")
+    """The home of two ranks: what moves once in an iteration, what for each micro-batch."""
+    figure = Figure(figsize=(5.4, 4.8), layout="constrained")
     axes = figure.subplots()
-    lefts = (0.0, 7.4)
-    for host, left in enumerate(lefts):
-        axes.add_patch(Rectangle((left, -0.2), 6.2, 5.7, facecolor="#f4f4f4", edgecolor=GREY))
-        axes.text(left + 0.1, 5.56, f"host {host}", fontsize=9)
-    shards_at = [lefts[rank // 2] + 0.3 + 3.0 * (rank % 2) for rank in range(4)]
-    for host, left in enumerate(lefts):
-        home = Rectangle((left + 0.2, 2.1), 5.8, 1.1, facecolor="white", edgecolor="black")
-        axes.add_patch(home)
-        axes.text(left + 3.1, 2.65, "home", ha="center", va="center", fontsize=9, weight="bold")
-        for begin, title in ((0.35, "weights"), (3.75, "sums of gradients")):
-            for owner in range(4):
-                x = left + begin + 0.53 * owner
-                box(axes, x, 2.2, 0.5, 0.6, facecolor=COLORS[owner])
-            axes.text(left + begin + 1.05, 2.88, title, ha="center", fontsize=8)
-        for place in range(2):
-            rank, x = 2 * host + place, left + 0.3 + 3.0 * place
-            box(axes, x, 4.5, 2.6, 0.8, f"rank {rank} computes a layer")
-            box(axes, x, 0.0, 2.6, 0.7, f"shards of rank {rank}", facecolor=COLORS[rank])
-            arrow(axes, (left + 1.1 + 0.6 * place, 3.22), (x + 0.5, 4.48), "black", linewidth=2)
-            arrow(axes, (x + 2.1, 4.48), (left + 4.5 + 0.6 * place, 3.22), "black", linewidth=2)
-        for owner, x in enumerate(shards_at):
-            style = {"linestyle": "-" if owner // 2 == host else (0, (4, 2)), "zorder": 3}
-            shift = 0.0 if owner // 2 == host else 0.35
-            weights, sums = (left + begin + 0.53 * owner for begin in (0.6, 4.0))
-            arrow(axes, (x + 0.5 + shift, 0.72), (weights, 2.18), COLORS[owner], **style)
-            arrow(axes, (sums, 2.18), (x + 2.1 - shift, 0.72), COLORS[owner], **style)
+    axes.add_patch(Rectangle((0, -0.2), 6.2, 5.7, facecolor="#f4f4f4", edgecolor=GREY))
+    axes.text(0.1, 5.56, "one host", fontsize=9)
+    axes.add_patch(Rectangle((0.2, 2.1), 5.8, 1.1, facecolor="white", edgecolor="black"))
+    axes.text(3.1, 2.65, "home", ha="center", va="center", fontsize=9, weight="bold")
+    for begin, title in ((0.5, "weights"), (3.9, "sums of gradients")):
+        for owner in range(2):
+            box(axes, begin + 0.83 * owner, 2.2, 0.8, 0.6, facecolor=COLORS[owner])
+        axes.text(begin + 0.82, 2.88, title, ha="center", fontsize=8)
+    for rank in range(2):
+        x = 0.3 + 3.0 * rank
+        box(axes, x, 4.5, 2.6, 0.8, f"rank {rank} computes a layer")
+        box(axes, x, 0.0, 2.6, 0.7, f"shards of rank {rank}", facecolor=COLORS[rank])
+        arrow(axes, (1.1 + 0.6 * rank, 3.22), (x + 0.5, 4.48), "black", linewidth=2)
+        arrow(axes, (x + 2.1, 4.48), (4.5 + 0.6 * rank, 3.22), "black", linewidth=2)
+        weights, sums = (begin + 0.83 * rank for begin in (0.9, 4.3))
+        arrow(axes, (x + 0.5, 0.72), (weights, 2.18), COLORS[rank], zorder=3)
+        arrow(axes, (sums, 2.18), (x + 2.1, 0.72), COLORS[rank], zorder=3)
     notes = (
-        "thick, for every micro-batch: weights are read where they are, gradients are added.   "
-        "thin, once an iteration: shards are\ncopied in, sums are collected.   "
-        "dashed: the same across hosts, sent by pull and push, each element once for each host"
+        "thick, for every micro-batch: weights are read where they are,\ngradients are added.   "
+        "thin, once an iteration: shards are copied in,\nsums are collected"
     )
-    axes.text(6.8, -0.45, notes, ha="center", va="top", fontsize=8)
-    axes.set_xlim(-0.1, 13.7)
-    axes.set_ylim(-1.2, 5.9)
+    axes.text(3.1, -0.45, notes, ha="center", va="top", fontsize=8)
+    axes.set_xlim(-0.1, 6.3)
+    axes.set_ylim(-1.5, 5.9)
     axes.axis("off")
     save(figure, "streaming")
 

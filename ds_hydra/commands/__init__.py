@@ -1,1 +1,1 @@
-"""Sub-commands of `ds-hydra`, one file each with a function `register(app)`."""
+"""Sub-commands of `ds-hydra`, one in a file."""

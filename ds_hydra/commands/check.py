@@ -9,6 +9,7 @@ import typer
 
 from ds_hydra.commands.common import (
     MODEL_HELP,
+    READS_LIKE_DEEPSPEED,
     AsJson,
     errors_to_stderr,
     log,
@@ -54,7 +55,7 @@ def check(
 
     Example: ds-hydra check ds_config.json --model llama2_7b --devices 16
     """
-    with errors_to_stderr(), stdout_to_stderr():
+    with errors_to_stderr(READS_LIKE_DEEPSPEED), stdout_to_stderr():
         say_loading()
         from ds_hydra.engine.checks.config_check import check_config
         from ds_hydra.engine.checks.report import CheckRequest
@@ -116,9 +117,8 @@ def describe_report(report: ConfigReport) -> str:
         home = report.home
         lines.append(
             f"home of streamed layers, shared by {home['ranks']} ranks of a node: each has "
-            f"{_gib(home['weight_bytes'])} of the weights and {_gib(home['sum_bytes'])} of the sums; in an iteration "
-            f"{_gib(home['in_bytes'])} enter a node and {_gib(home['out_bytes'])} leave it (ds-hydra link: what moves "
-            "inside)"
+            f"{_gib(home['weight_bytes'])} of the weights and {_gib(home['sum_bytes'])} of the sums "
+            "(ds-hydra link: what moves inside)"
         )
     if report.communicators:
         counts = report.communicators

@@ -54,10 +54,18 @@ _HEAVY = (
 DType = Literal["bf16", "fp16", "fp32"]
 
 
+MAKES_THE_MODEL = "for the model's layers are made by the classes of transformers, without weights"
+READS_LIKE_DEEPSPEED = (
+    f"for DeepSpeed itself reads its part of the configuration, and {MAKES_THE_MODEL[4:]}"
+)
+"""Why commands without ranks and without a GPU need torch."""
+WITHOUT_TORCH = "plan, lengths, propose, fit, simulate, search, report"
+
+
 @contextmanager
-def errors_to_stderr() -> Iterator[None]:
+def errors_to_stderr(why_torch: str = "") -> Iterator[None]:
     """End the command with the message of a ds_hydra error, of a path that cannot be used, or of a
-    package that is missing, without a traceback.
+    package that is missing, without a traceback. `why_torch`: what of the command needs torch.
     """
     try:
         yield
@@ -68,9 +76,10 @@ def errors_to_stderr() -> Iterator[None]:
         missing = (error.name or "").partition(".")[0]
         if missing not in _HEAVY:
             raise
+        others = f"; without torch there are {WITHOUT_TORCH}" if why_torch else ""
         print(
-            f"error: this command needs {missing}, which is not installed: pip install {missing}, or `pip install "
-            "ds_hydra` for all that it depends on",
+            f"error: this command needs {missing}{why_torch and f', {why_torch}'}; {missing} is not installed: pip "
+            f"install {missing}, or `pip install ds_hydra` for all that it depends on{others}",
             file=sys.stderr,
         )
         raise typer.Exit(1) from error

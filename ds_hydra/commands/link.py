@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ds_hydra.commands.common import (
+    MAKES_THE_MODEL,
     MODEL_HELP,
     AsJson,
     DType,
@@ -68,7 +69,7 @@ def link(
     Example: ds-hydra link --strategy "1x<2,1> + 2x<1,1>" --model llama2_7b --devices 4
     --devices-per-node 2
     """
-    with errors_to_stderr():
+    with errors_to_stderr(MAKES_THE_MODEL):
         document = _account(
             strategy,
             model,
@@ -88,7 +89,7 @@ def _account(
     topology: str,
     itemsize: dict[str, int],
 ) -> dict[str, Any]:
-    from ds_hydra.strategy import Strategy
+    from ds_hydra.strategy.schemes.scheme import Strategy, check_one_host
 
     strategy = Strategy.parse(text)
     if strategy.num_devices > num_devices:
@@ -99,24 +100,20 @@ def _account(
     ranks_per_node, interconnects, name = _read_interconnects(
         topology, num_devices, devices_per_node
     )
+    check_one_host(strategy, -(-num_devices // ranks_per_node))
 
     say_loading()
     from ds_hydra.engine.model.meta_model import load_stage_model
-    from ds_hydra.zero_link.home_parts import flat_specs, parts_from_other_hosts
     from ds_hydra.zero_link.plan import plan_link
     from ds_hydra.zero_link.traffic import LinkAccounts
 
     stage_model = load_stage_model(model)
     for scheme in set(strategy.schemes):
         stage_model.check_scheme(scheme)
-    rank_buckets = stage_model.strategy_buckets(strategy, num_devices)
-    specs, asked, routed = stage_model.specs, rank_buckets, ranks_per_node
     streams = any(scheme.stream for scheme in strategy.schemes)
-    if streams:  # what is sent are the parts of homes, straight to where they belong
-        node_of = [rank // ranks_per_node for rank in range(num_devices)]
-        rounds = [[b.param for b in unit.bindings] for unit in stage_model.units]
-        asked, routed = parts_from_other_hosts(specs, rounds, rank_buckets, node_of), None
-        specs = tuple(flat_specs(specs))
+    # Where layers stream ranks fill and empty the home themselves
+    asked = [()] * num_devices if streams else stage_model.strategy_buckets(strategy, num_devices)
+    specs = stage_model.specs
     document: dict[str, Any] = {
         "strategy": str(strategy),
         "gathers": strategy.gathers,
@@ -124,18 +121,15 @@ def _account(
         "num_devices": num_devices,
         "devices_per_node": ranks_per_node,
         "topology": name,
-        "parameters": sum(spec.numel for spec in stage_model.specs),
+        "parameters": sum(spec.numel for spec in specs),
         "rounds": max(map(len, asked)),
     }
     if streams:
-        document["home"] = _describe_home(
-            stage_model, strategy, itemsize["pull"], num_devices, ranks_per_node
-        )
+        document["home"] = _describe_home(stage_model, strategy, itemsize["pull"], num_devices)
     for direction, size in itemsize.items():
         gradients = direction == "push"
         accounts = LinkAccounts(specs, asked, ranks_per_node, gradients=gradients)
-        needed = LinkAccounts(stage_model.specs, rank_buckets, ranks_per_node, gradients=gradients)
-        plan = plan_link(specs, asked, 0, gradients=gradients, ranks_per_node=routed)
+        plan = plan_link(specs, asked, 0, gradients=gradients, ranks_per_node=ranks_per_node)
         document[direction] = {
             "bytes_per_element": size,
             "digest": f"{plan.digest:016x}",
@@ -147,7 +141,7 @@ def _account(
                 }
                 for case in accounts.special_cases()
             ],
-            "least_bytes_across_nodes": needed.least_across_nodes() * size,
+            "least_bytes_across_nodes": accounts.least_across_nodes() * size,
             "direct": _routes(accounts, accounts.direct(interconnects, size), size),
             "node_aware": _routes(accounts, accounts.node_aware(interconnects, size), size),
         }
@@ -155,24 +149,18 @@ def _account(
 
 
 def _describe_home(
-    stage_model: StageModel,
-    strategy: Strategy,
-    itemsize: int,
-    num_devices: int,
-    ranks_per_node: int,
+    stage_model: StageModel, strategy: Strategy, itemsize: int, num_devices: int
 ) -> dict[str, Any]:
     """Bytes of the home, and what a rank of each scheme moves inside its node for a micro-batch."""
-    from ds_hydra.engine.transfer.stream_plan import only_copied
-    from ds_hydra.zero_link.home_parts import home_bytes
+    from ds_hydra.engine.transfer.stream_plan import home_bytes, only_copied
 
-    specs = stage_model.specs
-    own = home_bytes(specs, itemsize, num_devices, min(ranks_per_node, num_devices))
+    own = home_bytes(stage_model.specs, itemsize, num_devices)
     stages = []
     for scheme in sorted({scheme for scheme in strategy.schemes if scheme.stream}):
         for stage in range(scheme.pp):
             buckets = stage_model.buckets(scheme, stage, 0)
             streams = stage_model.stage_streams(scheme, stage, 0)
-            refs = [ref for index in streams.buckets for ref in buckets[index]]
+            refs = [ref for bucket in buckets for ref in bucket]
             copied = only_copied(buckets, streams.copied)
             stages.append(
                 {
@@ -180,7 +168,7 @@ def _describe_home(
                     "stage": stage,
                     "read_bytes": itemsize * sum(ref.region.numel for ref in refs),
                     "copied_bytes": itemsize
-                    * sum(ref.region.numel for index in streams.buckets for ref in copied[index]),
+                    * sum(ref.region.numel for bucket in copied for ref in bucket),
                     "added_bytes": 4 * sum(r.region.numel for r in refs if r.pushes_gradient),
                 }
             )
@@ -275,7 +263,7 @@ def _describe(document: dict[str, Any]) -> str:
             "layers are gathered: the pull below runs twice, the push once, for every micro-batch"
         ]
     if "home" in document:
-        lines += ["", *_describe_home_lines(document["home"], min(per_node, num_devices))]
+        lines += ["", *_describe_home_lines(document["home"], num_devices)]
     for direction in ("pull", "push"):
         lines += ["", *_describe_direction(direction, document[direction], num_devices, per_node)]
     return "\n".join(lines)
@@ -284,7 +272,7 @@ def _describe(document: dict[str, Any]) -> str:
 def _describe_home_lines(home: dict[str, Any], num_sharing: int) -> list[str]:
     lines = [
         f"home of streamed layers, shared by {num_sharing} ranks: each has {_size(home['weight_bytes'])} of the "
-        f"weights and {_size(home['sum_bytes'])} of the sums; pull and push below fill and empty it once an iteration",
+        f"weights and {_size(home['sum_bytes'])} of the sums; nothing is pulled or pushed",
         f"  {'a rank of':<24} {'stage':>6} {'reads':>12} {'of it copied':>14} {'adds':>12}  for a micro-batch",
     ]
     return lines + [

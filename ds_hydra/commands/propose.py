@@ -20,7 +20,7 @@ from ds_hydra.commands.common import (
     write_document,
 )
 from ds_hydra.configs import find_file
-from ds_hydra.configs.hydra_config import MAX_GROUPS, MAX_SEED, Space
+from ds_hydra.configs.hydra_config import MAX_GROUPS, MAX_PROCESS_GROUPS, MAX_SEED, Space
 
 if TYPE_CHECKING:
     from ds_hydra.sampler.propose import Proposal
@@ -39,10 +39,10 @@ def propose(
     space: Annotated[
         Space,
         typer.Option(
-            help="Schemes: <TP,PP> alone, every one that the profile measured (SP too), or also what follows from it: "
-            "SP, checkpointed layers, uneven stages, with estimated times."
+            help="Schemes: every one that the profile measured and what follows from it (SP, CP, gathered and "
+            "checkpointed layers, uneven stages, with estimated times), those that it measured, or <TP,PP> alone."
         ),
-    ] = "measured",
+    ] = "full",
     batches: Annotated[
         int, typer.Option(min=1, max=MAX_BATCHES, help="Mini-batches to try the candidates on.")
     ] = 32,
@@ -51,7 +51,7 @@ def propose(
         typer.Option(
             min=0, max=MAX_GROUPS, help="Process groups that the candidates may need together."
         ),
-    ] = 512,
+    ] = MAX_PROCESS_GROUPS,
     seed: Annotated[
         int, typer.Option(min=0, max=MAX_SEED, help="Seed of the sampled mini-batches.")
     ] = 0,
@@ -65,7 +65,7 @@ def propose(
     --out strategies.json
 
     Example: ds-hydra propose --profile a800_llama2_7b --histogram github --devices 16 --context
-    32768 --space wide
+    32768 --space full
     """
     from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
     from ds_hydra.sampler.trial import PruningSettings

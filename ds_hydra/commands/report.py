@@ -13,8 +13,8 @@ from ds_hydra.commands.common import AsJson, errors_to_stderr, log, print_json
 from ds_hydra.errors import HydraConfigError
 
 if TYPE_CHECKING:
+    from ds_hydra.records.timeline import Timeline
     from ds_hydra.report.run_folder import Run
-    from ds_hydra.simulator.timeline import Timeline
 
 PAGE, TRACE = "report.html", "perfetto.json"
 
@@ -114,7 +114,7 @@ def _write_simulation(path: Path, page: Path, perfetto: bool) -> dict[str, Any]:
 
 def _read_timelines(path: Path) -> list[Timeline]:
     from ds_hydra.configs.files import read_json_lines
-    from ds_hydra.simulator.timeline import Timeline
+    from ds_hydra.records.timeline import Timeline
 
     timelines = []
     for number, document in read_json_lines(path):

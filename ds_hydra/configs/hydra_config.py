@@ -99,6 +99,8 @@ MAX_WORKERS = 256
 """Planning processes beside rank 0: as many as a host has cores."""
 MAX_GROUPS = 1 << 20
 """Process groups: thousands for each rank of the largest cluster."""
+MAX_PROCESS_GROUPS = 256
+"""Of the candidate strategies, if the user says nothing."""
 MAX_ITERATIONS = 1 << 31
 """Iterations of a run, so that one is never traced anew."""
 
@@ -107,9 +109,9 @@ Effort: TypeAlias = Annotated[Count, Field(le=MAX_EFFORT)]
 Seconds: TypeAlias = Annotated[Count, Field(le=DAY_S)]
 Milliseconds: TypeAlias = Annotated[Count, Field(le=1000 * DAY_S)]
 
-Space: TypeAlias = Literal["plain", "measured", "wide"]
-"""Schemes that a proposal may use: <TP,PP>; those the profile measured; also those that follow from
-them.
+Space: TypeAlias = Literal["full", "measured", "plain"]
+"""Schemes that a proposal may use: all that the profile measured or that follow from it; those that
+it measured; <TP,PP>.
 """
 
 
@@ -124,13 +126,14 @@ class _Section(BaseModel):
 class PlannerConfig(_Section):
     """`hydra.planner`: how much work goes into the plan of an iteration."""
 
-    space: Space = "measured"
-    """Schemes to propose where `strategies` is null: `<TP,PP>` alone ("plain"), every scheme that
-    the profile measured ("measured"; SP by `ds-hydra profile --sp`), or also those that follow from
-    it ("wide").
+    space: Space = "full"
+    """Schemes to propose where `strategies` is null: every scheme that the profile measured and
+    those that follow from it ("full": SP, CP, gathered layers, checkpointed layers, uneven stages),
+    those that it measured ("measured"), or `<TP,PP>` alone ("plain").
 
-    What nobody measured is then estimated (SP from TP, a checkpointed layer takes a third more);
-    rank 0 logs which. """
+    A profile that is measured at the start has gathered layers, too. What nobody measured is
+    estimated (SP from TP, a checkpointed layer takes a third more); rank 0 logs which, and measured
+    iterations correct it. """
 
     lookahead: Effort = 4
     """Iterations planned ahead of training; 4 absorb a slow plan now and then at no cost but some
@@ -307,9 +310,9 @@ class HydraConfig(_Section):
     A pipeline is `<TP,PP>`, or `<spN,TP,PP>` (`<spN,PP>`) where N ranks share its micro-batches by
     sequence parallelism, `<cpN,TP,PP>` by context parallelism, `<spM,cpN,TP,PP>` by both. Options
     may follow: `<2,4;ckpt=12;stages=9,8,8,7>` (checkpointed layers,
-    layers of each stage), `<2,2;stream=8>` or `<1,1;stream>` (layers of each stage that stream, or
-    all), `<1,1;gather>` (layers gathered for every pass), `<sp4,1;ep=4>` (four ranks of an SP x TP
-    group share a layer's experts).
+    layers of each stage), `<2,2;stream>` (layers stream from the home of the host), `<1,1;gather>`
+    (layers gathered for every pass), `<sp4,1;ep=4>` (four ranks of an SP x TP group share a layer's
+    experts).
     """
 
     profile: Text | None = None
@@ -380,7 +383,7 @@ class HydraConfig(_Section):
     traces none.
     """
 
-    max_process_groups: Annotated[Count, Field(le=MAX_GROUPS)] = 256
+    max_process_groups: Annotated[Count, Field(le=MAX_GROUPS)] = MAX_PROCESS_GROUPS
     """Process groups that all strategies together may need; each costs communicator memory on its
     ranks.
     """

@@ -19,12 +19,14 @@ Sections: TypeAlias = Mapping[Location, type[BaseModel]]
 """The models of the section and of those in it, by where they are."""
 
 _REPLACED = {
-    "repull_layers": "layers stream instead: say so for each scheme in hydra.strategies, as in <1,1;stream> (all "
-    "layers) or <2,2;stream=8>",
+    "repull_layers": "layers stream instead: say so for each scheme in hydra.strategies, as in <1,1;stream>",
     "gradient_dtype": 'DeepSpeed\'s own says it, outside of "hydra": "communication_data_type": "fp32" or "bf16" '
     "(as without it, where training is bf16)",
 }
 """Keys of earlier versions, and what to write instead."""
+
+_RENAMED: Mapping[Location, Mapping[str, str]] = {("planner", "space"): {"wide": "full"}}
+"""Values of earlier versions, by key, and what they are called now."""
 
 AUTO_REFUSED = (
     'is "auto", which the Trainer fills in for DeepSpeed\'s keys only; leave the key out to get its default, '
@@ -52,6 +54,11 @@ def explain(details: ErrorDetails, sections: Sections) -> str:
         return f"is {show(details['input'])}: {details['ctx']['error']}"
     if details["type"] == "model_type":
         return f"is {show(details['input'])}: it should be an object"
+    renamed = _RENAMED.get(tuple(location), {}).get(
+        details["input"] if isinstance(details["input"], str) else ""
+    )
+    if renamed:
+        return f"is {show(details['input'])}: it is called {show(renamed)} now"
     wanted = re.sub("^(Input|Value|Tuple|List|String) should", "it should", details["msg"])
     return f"is {show(details['input'])}: {wanted}"
 

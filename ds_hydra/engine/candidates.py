@@ -34,7 +34,7 @@ from ds_hydra.engine.ranks.agreement import (
 from ds_hydra.engine.ranks.device_memory import naming_memory_limit
 from ds_hydra.engine.ranks.watchdog import watch
 from ds_hydra.engine.telemetry.latency_tracker import LatencyTracker
-from ds_hydra.engine.telemetry.metrics import IterationMetrics, RunLog
+from ds_hydra.engine.telemetry.metrics import RunLog
 from ds_hydra.engine.telemetry.straggler import StragglerFinder
 from ds_hydra.errors import (
     HydraConfigError,
@@ -42,6 +42,7 @@ from ds_hydra.errors import (
     UnsupportedModelError,
 )
 from ds_hydra.progress import Progress
+from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.sampler.candidates import (
     Candidates,
     CandidateSettings,
@@ -57,10 +58,13 @@ from ds_hydra.strategy import Profile, Scheme, Strategy
 from ds_hydra.strategy.cost_models.cluster import try_cluster
 from ds_hydra.strategy.profiles.profile import has_re_pulls
 from ds_hydra.strategy.profiles.states import load_profile
-from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
+from ds_hydra.strategy.proposal.candidates import (
+    load_strategies,
+    measured_beside,
+    power_of_two_schemes,
+)
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
-from ds_hydra.strategy.schemes.placement import count_groups
-from ds_hydra.strategy.schemes.scheme import parse_strategies
+from ds_hydra.strategy.schemes.scheme import check_one_host, parse_strategies
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +108,10 @@ class EngineCandidates:
         self.lengths: NDArray[np.int64] | None = None
         """Those of the attached data."""
         self._given: tuple[Strategy, ...] = ()
-        self._num_other_groups = 0
-        """Process groups beside those of the candidates that stay when others are proposed."""
+        self._num_link_groups = len(propagator.groups)
+        self._at_start: tuple[Strategy, ...] = ()
         self.strategies = self._at_start = run_together(self._read_candidates, device)
         propagator.prepare(self.strategies)
-        self._num_other_groups = len(propagator.groups)
-        if self._settings().is_enumerated:
-            self._num_other_groups -= count_groups(self.strategies)
         self._proposed_with: Profile | None = None
         self.reasons: tuple[str, ...] = ()
         self.straggler = StragglerFinder()
@@ -125,7 +126,8 @@ class EngineCandidates:
             names_limit = naming_memory_limit(self.config.memory_limit_bytes)
             # Scores may be asked for without gradients
             with watch("profiling"), torch.enable_grad(), names_limit:
-                document = measure_profile(self.propagator, self.strategies, self.config)
+                self._at_start += self._measured_beside()
+                document = measure_profile(self.propagator, self._at_start, self.config)
             if self.log is not None:
                 self.log.write_profile(document)
             self._use_measured(document)
@@ -193,6 +195,14 @@ class EngineCandidates:
         if profile is not None and self.config.profile is None and same_times:
             self._use_measured(profile)
 
+    def _measured_beside(self) -> tuple[Strategy, ...]:
+        """Strategies of more schemes that are measured at the start."""
+        if self.config.strategies is not None:
+            return ()
+        wanted = measured_beside(self.num_ranks, self.config.planner.space)
+        schemes = filter(self._model_can_run, wanted)
+        return tuple(Strategy((s,) * (self.num_ranks // s.num_devices)) for s in schemes)
+
     def _use_measured(self, document: Mapping[str, Any]) -> None:
         """Plan with a measured profile, and with the candidates that it knows."""
         self.profile = fit_memory(document, self.config)
@@ -237,11 +247,12 @@ class EngineCandidates:
             self.config,
             num_devices=self.num_ranks,
             given=self._given,
+            staying=self._at_start,
             can_run=self._model_can_run,
             cluster=None
             if profile is None
             else try_cluster(profile, self.num_ranks, gradient_bytes(self.config)),
-            num_other_groups=self._num_other_groups,
+            num_link_groups=self._num_link_groups,
         )
         if self.lengths is None:
             return settings
@@ -301,11 +312,9 @@ class EngineCandidates:
             raise_together(self._try_to_log_profile(), self._device)
 
     def _model_can_run(self, scheme: Scheme) -> bool:
-        """Whether this model can run under `scheme` on these devices; layers stream there only
-        where the user says so, until that has run on accelerators.
-        """
-        is_tried = not scheme.stream or self._device.type == "cpu"
-        return is_tried and self.stage_model.can_run(scheme)
+        """Whether this model can run under `scheme` on these devices; layers stream on one host."""
+        is_one_host = len(self.propagator.hosts.names) == 1
+        return (is_one_host or not scheme.stream) and self.stage_model.can_run(scheme)
 
     def _try_to_log_profile(self) -> Exception | None:
         """`write_profile` on the rank that has a run folder; returns what went wrong."""
@@ -338,6 +347,7 @@ class EngineCandidates:
                 f"strategy {strategy} needs {strategy.num_devices} ranks, there are {self.num_ranks}; name fewer in "
                 f"hydra.strategies, or start {strategy.num_devices} ranks"
             )
+        check_one_host(strategy, len(self.propagator.hosts.names))
 
     def profile_for_forced(self, strategy: Strategy) -> Profile:
         """What a forced strategy is planned with: where nobody knows its times, FLOP counts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,10 @@ class GradientShards:
         self._device = device
         self._grads_P: list[Tensor] = []
         self._in_zero: set[int] = set()
+        self._norms: dict[int, Tensor] = {}
+        """By address of a shard, since `norms` and until the next iteration."""
+        if device.type != "cpu":
+            self._lend_norms()
 
     def zeroed(self, home: Home | None, *, is_fp16: bool) -> list[Tensor]:
         """The shards, set to zero."""
@@ -38,7 +43,19 @@ class GradientShards:
         if not self._grads_P:
             self._grads_P = [self._of(param) for param in self._params]
         torch._foreach_zero_(self._grads_P)
+        self._norms = {}
         return self._grads_P
+
+    def norms(self) -> Tensor:
+        """The norm of each shard that is not empty, once they hold gradients: few kernels on a
+        device.
+        """
+        held_P = [grad_P for grad_P in self._grads_P if grad_P.numel()]  # not of what is frozen
+        if not held_P:
+            return torch.zeros(0, device=self._device)
+        norms = torch.stack(torch._foreach_norm(held_P))
+        self._norms = {g.data_ptr(): norm for g, norm in zip(held_P, norms.unbind(), strict=True)}
+        return norms
 
     def deposit(self) -> None:
         """Hand them to ZeRO-3 as if its own backward had reduced them."""
@@ -46,6 +63,26 @@ class GradientShards:
             if param.requires_grad and grad_P.data_ptr() not in self._in_zero:
                 safe_set_local_grad(param, grad_P)
         self._optimizer.independent_gradient_partition_epilogue()
+
+    def _lend_norms(self) -> None:
+        """Let ZeRO-3 have `norms` where it would take them anew, one kernel or two for each
+        parameter. Its optimizer's method is not private to one version; where there is none, or
+        gradients are changed between, it takes its own.
+        """
+        optimizer, norms_of = self._optimizer, weakref.ref(self)
+        plain = getattr(optimizer, "get_grad_norm_direct", None)
+        if plain is None or getattr(optimizer, "use_muon", False):
+            return
+
+        def get_grad_norm_direct(gradients: Any, params: Any, norm_type: float = 2) -> Any:
+            mine = norms_of()
+            known = {} if mine is None else mine._norms
+            norms = [known.get(g.data_ptr()) for g in gradients if g.numel()]
+            if norm_type == 2 and norms and None not in norms:
+                gradients = [torch.stack(norms)]  # of which the norm is that of all
+            return plain(gradients, params, norm_type)
+
+        optimizer.get_grad_norm_direct = get_grad_norm_direct
 
     def _of(self, param: nn.Parameter) -> Tensor:
         if param.requires_grad and not self._optimizer.offload_optimizer:

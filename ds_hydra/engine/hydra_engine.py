@@ -48,10 +48,11 @@ from ds_hydra.engine.ranks.watchdog import (
     watch,
 )
 from ds_hydra.engine.runtime import ExampleLike, HydraRuntime
-from ds_hydra.engine.telemetry.metrics import IterationMetrics, expert_imbalance, measure_iteration
+from ds_hydra.engine.telemetry.metrics import expert_imbalance, measure_iteration
 from ds_hydra.engine.telemetry.trace import MemoryWatch
 from ds_hydra.errors import HydraConfigError, HydraError, UnsupportedModelError
-from ds_hydra.simulator.timeline import EventKind
+from ds_hydra.records.metrics import IterationMetrics
+from ds_hydra.records.timeline import EventKind
 from ds_hydra.strategy import Strategy
 
 leave_out_shared_memory()
@@ -184,7 +185,7 @@ class HydraEngine(CheckpointingEngine):
                 seen, collector = observe(iteration, self.device, wanted=keep_scores)
                 grads_P = self._zero_gradient_shards()
                 outcome = self.hydra.train(seen, grads_P, self._loss_scale())
-                outcomes = self.hydra.gather_outcomes(outcome, grads_P)
+                outcomes = self.hydra.gather_outcomes(outcome, self._gradients.norms())
                 if collector is not None:
                     self.last_scores = gather_scores(iteration, collector, self.hydra.propagator)
             value = outcomes.loss(iteration.plan, iteration.objective)

@@ -245,8 +245,7 @@ class Propagator:
             for number, role in roles.items()
             if role is not None and phases[number].pipelines[role.pipeline].micro_batches
         }
-        losses: list[float] = []
-        bad_position = -1
+        losses_of: dict[int, Tensor] = {}
         with session:
             for number, phase in enumerate(phases):
                 if number:
@@ -256,12 +255,19 @@ class Propagator:
                         phase, replace(work, role=role), slices, load, loss_scale, objective, noise,
                         completes_gradients=number == max(busy),
                     )  # fmt: skip
-                    bad = next((n for n, loss in enumerate(own) if not math.isfinite(loss)), None)
-                    if bad is not None and bad_position < 0:
-                        bad_position = phase.pipelines[role.pipeline].micro_batches[bad][0]
-                    losses += own
+                    if own is not None:
+                        losses_of[number] = own
                 stamps.append(self._clock.stamp())
             times = session.finish()
+        # Read when the device is done: else the host would wait for it in every phase
+        losses, bad_position = 0.0, -1
+        for number, own in losses_of.items():
+            of_micro_batches: list[float] = own.tolist()
+            bad = next((n for n, x in enumerate(of_micro_batches) if not math.isfinite(x)), None)
+            if bad is not None and bad_position < 0:
+                micro_batches = phases[number].pipelines[busy[number].pipeline].micro_batches
+                bad_position = micro_batches[bad][0]
+            losses = sum(of_micro_batches, losses)
         session.record(self.recorder)
         phase_ms = [self._clock.ms_between(*span) for span in itertools.pairwise(stamps)]
         # With overlap passes wait for slices, those of the first phase with work; without it the
@@ -271,8 +277,8 @@ class Propagator:
             waiting, waited_in_passes_ms = min(busy, default=0), times.visible_pull_ms
         phase_ms[waiting] -= times.visible_pull_ms
         return RankOutcome(
-            loss_sum=sum(losses),
-            balance_loss=self.stage_model.balance.value - balance_before,
+            loss_sum=losses,
+            balance_loss=float(self.stage_model.balance.value - balance_before),
             nonfinite_position=bad_position,
             phase_ms=tuple(max(0.0, ms) for ms in phase_ms),
             busy_ms=max(0.0, self.recorder.busy_ms - busy_before_ms - waited_in_passes_ms),
@@ -322,8 +328,9 @@ class Propagator:
         noise: bool = True,
         *,
         completes_gradients: bool = True,
-    ) -> list[float]:
-        """Loss sum of this rank's tokens of each micro-batch (on one TP rank of the last stage);
+    ) -> Tensor | None:
+        """Loss sum of this rank's tokens of each micro-batch, fp64 on its device (on one TP rank of
+        the last stage, None on others);
         trains where `loss_scale` is given, and adds nothing to gradients afterwards if it
         `completes_gradients`.
 
@@ -331,7 +338,7 @@ class Propagator:
         """
         role = work.role
         if role is None or not plan.pipelines[role.pipeline].micro_batches:
-            return []
+            return None
         self._enter(role, work, slices)
         try:
             stage = self._stage_info(role, slices)
@@ -357,7 +364,7 @@ class Propagator:
                     stage, micro_batches[index], hidden, scale, loss, examples
                 )
 
-            io = self._stage_io(role)
+            io = self._stage_io(role, work)
             micro_batch_tokens = [
                 self.stage_model.tp.shard_tokens(micro_batch.packed.num_tokens)
                 for micro_batch in micro_batches
@@ -372,9 +379,8 @@ class Propagator:
         finally:
             self.stage_model.unbind()
         if not losses or role.tp_rank > 0:
-            return []
-        found: list[float] = (torch.stack(losses).double() / scale).tolist()
-        return found
+            return None
+        return torch.stack(losses).double() / scale
 
     def _forward_micro_batch(
         self,
@@ -454,11 +460,12 @@ class Propagator:
             return None
         return ContextRow(TokenShards(self.groups.get("cp", role.cp_ranks), cp), role.cp_rank)
 
-    def _stage_io(self, role: Role) -> StageIO:
+    def _stage_io(self, role: Role, work: Work) -> StageIO:
         pp = role.scheme.pp
         return StageIO(
             previous_rank=role.previous_rank,
             next_rank=role.next_rank,
             down_group=self.groups.get("pp_down", role.ranks) if pp > 1 else None,
             up_group=self.groups.get("pp_up", role.ranks) if pp > 1 else None,
+            before_receive=work.await_posts,
         )

@@ -48,9 +48,10 @@ from ds_hydra.engine.ranks.device_memory import naming_memory_limit
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.engine.ranks.stop_request import StopRequest
 from ds_hydra.engine.ranks.watchdog import watch
-from ds_hydra.engine.telemetry.metrics import IterationMetrics, RunLog, describe_run, pack_occupancy
+from ds_hydra.engine.telemetry.metrics import RunLog, describe_run, pack_occupancy
 from ds_hydra.engine.telemetry.trace import MemoryWatch, TraceChoice, gather_timeline
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.metrics import IterationMetrics
 from ds_hydra.sampler.background import PlannedIteration
 from ds_hydra.sampler.data.batches import TokenBudgetSampler
 from ds_hydra.sampler.data.dataset import TokenDataset
@@ -308,9 +309,10 @@ class HydraRuntime:
         """
         return watch(phase)
 
-    def gather_outcomes(self, outcome: RankOutcome, grads_P: Sequence[Tensor] = ()) -> Outcomes:
-        """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say.
-        Raises, on all ranks, what a given loss has done wrong on one of them.
+    def gather_outcomes(self, outcome: RankOutcome, norms: Tensor | None = None) -> Outcomes:
+        """Outcomes of all ranks, in rank order, on every rank, with what any of them has to say;
+        `norms` of this rank's gradients where it trains. Raises, on all ranks, what a given loss
+        has done wrong on one of them.
         """
         names = [field.name for field in fields(RankOutcome) if field.name != "phase_ms"]
         values = [getattr(outcome, name) for name in names]
@@ -318,14 +320,13 @@ class HydraRuntime:
         mine = [*values, *outcome.phase_ms, problem is not None]
         mine += [0.0, float(self._stop_request.is_set)]
         mine_N = to_device(torch.tensor(mine, dtype=torch.float64), self._device)
-        if held_P := [grad_P for grad_P in grads_P if grad_P.numel()]:  # not of what is frozen
-            norms = torch.stack(torch._foreach_norm(held_P))  # one kernel on a device
+        if norms is not None:
             mine_N[-2] = ~norms.isfinite().all()
         rows = gather_rows(mine_N).tolist()
         if any(row[-3] for row in rows):
             raise_together(problem, self._device)
         balance, expert_tokens_LE = self.stage_model.balance, None
-        if grads_P and balance.layers:
+        if norms is not None and balance.layers:
             dist.all_reduce(balance.counts_LE)
             expert_tokens_LE = balance.counts_LE.cpu()
         return Outcomes(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_node, warn_of_plac
 from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
 from ds_hydra.engine.transfer.gathering import GatherSession, plan_rounds
 from ds_hydra.engine.transfer.home import Home
-from ds_hydra.engine.transfer.home_rounds import AcrossHosts
 from ds_hydra.engine.transfer.link_agreement import check_link_plans
 from ds_hydra.engine.transfer.link_memory import LinkMemory
 from ds_hydra.engine.transfer.link_session import DeviceClock, LinkSession, LinkThread
@@ -48,7 +47,6 @@ from ds_hydra.strategy.schemes.placement import Role, slices_key
 from ds_hydra.zero_link import LinkPlan, RankBuckets, plan_link
 from ds_hydra.zero_link.buffers import ExchangeBuffers
 from ds_hydra.zero_link.exchange import Link
-from ds_hydra.zero_link.home_parts import firsts_of, flat_specs, parts_from_other_hosts
 
 GRADIENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Values of `LinkConfig.gradient_dtype`."""
@@ -76,7 +74,6 @@ class StreamLink:
     role: Role | None
     buckets: RankBuckets
     streams: StageStreams
-    across: AcrossHosts
     memory: LinkMemory
 
     def uses(self, plan: IterationPlan, *, training: bool) -> list[int]:
@@ -92,11 +89,15 @@ class StreamLink:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A rank's part of one iteration's computation, and what it calls before it reads slices."""
+    """A rank's part of one iteration's computation, and what it calls before it reads slices, and
+    before it waits for another stage.
+    """
 
     role: Role | None
     await_bucket: Callable[[int], None]
     before_backward: Mapping[int, Callable[[], None] | None]
+    await_posts: Callable[[], None] = lambda: None
+    """Where layers are gathered there are no stages."""
 
 
 class StrategyLinks:
@@ -133,14 +134,11 @@ class StrategyLinks:
         self.push_link = Link(push, device, self._gradient_dtype, self.buffers, push_node)
         self.clock = DeviceClock(device)
         self.thread = LinkThread(device, overlap=config.overlap)
-        self._copy_thread = LinkThread(device, overlap=config.overlap)
         self._frozen: FrozenKeeper | None = None
-        self._frozen_at_home: FrozenKeeper | None = None
-        """The same of what homes of several hosts got from each other."""
         if config.keep_frozen and not all(spec.requires_grad for spec in stage_model.specs):
-            self._frozen = self._keep_frozen()
-            if len(hosts.names) > 1:
-                self._frozen_at_home = self._keep_frozen()
+            self._frozen = FrozenKeeper(
+                self._frozen_P, lambda changed: max_over_ranks(float(changed), device) > 0
+            )
         self._links: dict[Hashable, StrategyLink] = {}
         self._stream_links: dict[Strategy, StreamLink] = {}
         self.home: Home | None = None
@@ -149,7 +147,6 @@ class StrategyLinks:
     def close(self) -> None:
         """End the link's thread and leave the home; not collective."""
         self.thread.close()
-        self._copy_thread.close()
         if self.home is not None:
             self.home.close()
             self.home = None
@@ -170,7 +167,6 @@ class StrategyLinks:
                 layers,
                 self._dtype,
                 self._device,
-                self.hosts,
                 self._groups,
                 purpose,
             )
@@ -261,7 +257,7 @@ class StrategyLinks:
             return self._open_gather(plan, training=training, grads_P=grads_P)
         slices, session = self.open(plan.strategy, with_gradients=training, grads_P=grads_P)
         role = Role.find(plan.strategy, self.rank)
-        return slices, session, Work(role, session.await_bucket, {})
+        return slices, session, Work(role, session.await_bucket, {}, session.await_posts)
 
     def _open_gather(
         self, plan: IterationPlan, *, training: bool, grads_P: Sequence[Tensor] | None
@@ -303,10 +299,6 @@ class StrategyLinks:
         if self._frozen is not None:
             self._frozen.forget()  # what is copied takes the pool's memory
         self._forget_failed()
-        across = link.across
-        if (keeper := self._frozen_at_home) is not None:
-            pull = keeper.choose(plan.strategy, across.pull, across.pull_trained)
-            across = replace(across, pull=pull)
         slices = Slices(
             specs,
             link.buckets,
@@ -319,10 +311,8 @@ class StrategyLinks:
         num_micro_batches = [len(pipeline.micro_batches) for pipeline in plan.pipelines]
         session = StreamSession(
             self.thread,
-            self._copy_thread,
             self.clock,
             self.home,
-            across=across,
             num_addends=count_addends(plan.strategy, num_micro_batches),
             uses=link.uses(plan, training=training),
             shards_P=self.shards_P(),
@@ -331,13 +321,11 @@ class StrategyLinks:
             grads_P=grads_P,
             with_gradients=training,
         )
-        before_backward = _backward_hooks(link.streams.window, session)
-        return slices, session, Work(link.role, session.await_bucket, before_backward)
+        hooks = _backward_hooks(link.streams.window, session)
+        return slices, session, Work(link.role, session.await_bucket, hooks, session.await_posts)
 
     def _stream_link_of(self, strategy: Strategy) -> StreamLink:
-        """This rank's part of a strategy with streamed layers; with several hosts collective the
-        first time, because ranks compare their link plans.
-        """
+        """This rank's part of a strategy with streamed layers."""
         if strategy not in self._stream_links:
             role = Role.find(strategy, self.rank)
             buckets, streams = (), StageStreams()
@@ -345,54 +333,20 @@ class StrategyLinks:
                 place = role.scheme, role.stage, role.tp_rank, role.ep_rank
                 buckets = self.stage_model.buckets(*place)
                 streams = self.stage_model.stage_streams(*place, has_views=self.home.has_views)
-            across = self._across_hosts(strategy)
-            memory = self._stream_memory_of(buckets, streams, across)
-            self._stream_links[strategy] = StreamLink(role, buckets, streams, across, memory)
+            memory = self._stream_memory_of(buckets, streams)
+            self._stream_links[strategy] = StreamLink(role, buckets, streams, memory)
         return self._stream_links[strategy]
 
-    def _across_hosts(self, strategy: Strategy) -> AcrossHosts:
-        """How homes are filled and emptied; with several hosts collective over all ranks."""
-        specs = self.stage_model.specs
-        if len(self.hosts.names) == 1:
-            return AcrossHosts(params=(tuple(range(len(specs))),))
-        rounds = [[b.param for b in unit.bindings] for unit in self.stage_model.units]
-        brought = parts_from_other_hosts(
-            specs,
-            rounds,
-            self.stage_model.strategy_buckets(strategy, self.num_ranks),
-            self.hosts.of_rank,
-        )
-        flat = flat_specs(specs)
-        pull, push = (
-            plan_link(flat, brought, self.rank, gradients=gradients) for gradients in (False, True)
-        )
-        pull_trained = pull
-        if self._frozen_at_home is not None:
-            pull_trained = plan_link(flat, without_frozen(flat, brought), self.rank)
-        check_link_plans(strategy, (pull, pull_trained, push), self._device)
-        return AcrossHosts(
-            params=firsts_of(rounds),
-            brought=brought[self.rank],
-            pull=(self.pull_link, pull),
-            pull_trained=(self.pull_link, pull_trained),
-            push=(self.push_link, push),
-        )
-
-    def _stream_memory_of(
-        self, buckets: RankBuckets, streams: StageStreams, across: AcrossHosts
-    ) -> LinkMemory:
+    def _stream_memory_of(self, buckets: RankBuckets, streams: StageStreams) -> LinkMemory:
         assert self.home is not None
         specs = self.stage_model.specs
         copied = only_copied(buckets, streams.copied)
-        kept = [bucket for r, bucket in enumerate(buckets) if r not in streams.buckets]
+        kept = () if streams.streams else buckets
         copies = held_numel(specs, copied, streams.window.slot_of) * self._dtype.itemsize
-        exchange_bytes = 0
-        if across.pull is not None and across.push is not None:
-            exchange_bytes = self._exchange_bytes(across.pull[1], across.push[1])
         return LinkMemory(
             slice_bytes=self.home.weight_bytes + copies,
             gradient_bytes=self.home.sum_bytes + sum(gradient_numel(specs, b) for b in kept) * 4,
-            exchange_bytes=exchange_bytes,
+            exchange_bytes=0,
             relayed_bytes=0,
         )
 
@@ -406,11 +360,6 @@ class StrategyLinks:
     def shards_P(self) -> list[Tensor]:
         """This rank's ZeRO-3 shards."""
         return [p.ds_tensor.detach() for p in self.stage_model.params]
-
-    def _keep_frozen(self) -> FrozenKeeper:
-        return FrozenKeeper(
-            self._frozen_P, lambda changed: max_over_ranks(float(changed), self._device) > 0
-        )
 
     def _frozen_P(self) -> list[Tensor]:
         specs = self.stage_model.specs

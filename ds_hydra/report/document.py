@@ -8,10 +8,10 @@ from math import isfinite, isnan
 from statistics import median
 from typing import Any
 
+from ds_hydra.records.timeline import Timeline
 from ds_hydra.report.learning import scheme_errors
 from ds_hydra.report.run_folder import Run, rank_memory
 from ds_hydra.report.slowest import divide_time, find_slowest
-from ds_hydra.simulator.timeline import Timeline
 
 REPORT_SCHEMA = "ds_hydra.report/1"
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
+from ds_hydra.records.timeline import Event, EventKind, Timeline
 from ds_hydra.report import svg
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.simulator.timeline import Event, EventKind, Timeline
 from ds_hydra.strategy.schemes.placement import stages_of
 
 _MAX_ROWS = 64

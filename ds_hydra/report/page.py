@@ -15,14 +15,15 @@ import jinja2
 from markupsafe import Markup
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.metrics import describe_flops
+from ds_hydra.records.timeline import Timeline
 from ds_hydra.report import charts, strip
 from ds_hydra.report.experts import draw_experts
 from ds_hydra.report.gantt import align, draw_gantt
 from ds_hydra.report.learning import draw_learned
 from ds_hydra.report.run_folder import Run
-from ds_hydra.report.run_report import IterationRecord, RunSummary, describe_flops
+from ds_hydra.report.run_report import IterationRecord, RunSummary
 from ds_hydra.report.slowest import divide_time, find_slowest
-from ds_hydra.simulator.timeline import Timeline
 from ds_hydra.version import __version__
 
 _MAX_GANTTS = 12

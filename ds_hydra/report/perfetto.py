@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.timeline import Event, EventKind, Timeline
 from ds_hydra.report.gantt import align
 from ds_hydra.report.run_folder import Run
 from ds_hydra.report.run_report import IterationRecord
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.simulator.timeline import Event, EventKind, Timeline
 from ds_hydra.strategy.schemes.placement import stages_of
 
 TraceEvent = dict[str, Any]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ds_hydra.records.events import simulate_plan
+from ds_hydra.records.timeline import Timeline
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.simulator.events import simulate_plan
-from ds_hydra.simulator.timeline import Timeline
 from ds_hydra.strategy import Profile
 
 

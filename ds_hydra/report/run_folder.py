@@ -20,6 +20,7 @@ from ds_hydra.configs.files import (
     read_text,
 )
 from ds_hydra.errors import HydraConfigError, HydraError
+from ds_hydra.records.timeline import Timeline
 from ds_hydra.report.predict import predict_timeline
 from ds_hydra.report.run_report import (
     IterationRecord,
@@ -29,7 +30,6 @@ from ds_hydra.report.run_report import (
     summarize_records,
 )
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.simulator.timeline import Timeline
 from ds_hydra.strategy import Profile, Scheme
 
 _MAX_PLANS = 2000

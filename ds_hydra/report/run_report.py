@@ -22,13 +22,12 @@ from ds_hydra.configs.files import (
     read_time,
 )
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.records.metrics import METRICS_FILE, METRICS_SCHEMA, describe_flops
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.schemes.placement import read_ranks
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
-METRICS_SCHEMA = "ds_hydra.metrics/1"
 _BAR_CELLS = 10
 _MAX_LINES = 12
 """Strategies that a summary lists."""
@@ -261,16 +260,6 @@ class RunSummary:
             ),
             f"imbalance       {self.imbalance:.1%} (median)",
         ]
-
-
-def describe_flops(tflops_per_device: float, mfu: float) -> str:
-    """TFLOP/s, and MFU where the device's peak is known.
-
-    >>> describe_flops(411.4, 0.416), describe_flops(0.0123, nan)
-    ('411 TFLOP/s, MFU 41.6%', '0.0123 TFLOP/s')
-    """
-    share = "" if isnan(mfu) else f", MFU {mfu:.1%}"
-    return f"{tflops_per_device:.3g} TFLOP/s{share}"
 
 
 def _shorten(strategy: Strategy) -> str:

@@ -146,7 +146,11 @@ class BatchPlanner:
     def _no_plan(self, strategies: Iterable[Strategy]) -> InfeasiblePlanError:
         largest = max(self.longest(strategy) for strategy in strategies)
         position = int(self.order[0])
-        advice = f"lower hydra.context_length to {largest} or less, or " if largest > 0 else ""
+        advice = (
+            f"lower hydra.context_length to {largest} or less, or "
+            if largest > 0
+            else f"states and slices alone fill the memory of {self.num_devices} devices; take more of them, "
+        )
         return InfeasiblePlanError(
             f"iteration {self.batch.iteration}: sequence {position} has {self.lengths[0]} tokens, the "
             f"largest MaxLen over all candidate strategies is {largest}; {advice}raise "

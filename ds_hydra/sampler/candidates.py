@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ds_hydra.configs.hydra_config import HydraConfig, Space
+from ds_hydra.configs.hydra_config import MAX_PROCESS_GROUPS, HydraConfig, Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.propose import KeptStrategy, Proposal, propose_among
 from ds_hydra.sampler.trial import Progress, PruningSettings
@@ -32,6 +32,7 @@ from ds_hydra.strategy.proposal.streamed import CanRun, with_streams_of
 from ds_hydra.strategy.schemes.placement import (
     LINK_GROUPS,
     MAX_GROUPS_OF_RANK,
+    count_groups,
     groups_of_all,
     most_groups_of_rank,
 )
@@ -52,23 +53,24 @@ suggest. Proposals of the 36 cases of the paper's Fig. 10 would have up to twelv
 class CandidateSettings:
     """What decides about candidates beside profile and lengths.
 
-    `given`: strategies of the user, which are then all. `can_run`: whether the model runs a scheme
-    on these devices. `cluster`: what pull and push cost, which count where it is known.
-    `num_other_groups`: process
-    groups beside those of the candidates. `max_enumerated`: devices up to which all strategies of
-    two schemes are candidates. `pruning`: how proposed ones are tried, but for links and
-    communicators.
+    `given`: strategies of the user, which are then all. `staying`: strategies whose process groups
+    stay beside those of a proposal on many devices, if not those without lengths. `can_run`:
+    whether the model runs a scheme on these devices. `cluster`: what pull and push cost, which
+    count where it is known. `max_groups`: process groups there may be, of which `num_link_groups`
+    are those of pull and push. `max_enumerated`: devices up to which all strategies of two schemes
+    are candidates. `pruning`: how proposed ones are tried, but for links and communicators.
     """
 
     num_devices: int
     context_length: int
     tokens_per_iteration: int | None = None
     given: tuple[Strategy, ...] = ()
-    space: Space = "measured"
+    staying: tuple[Strategy, ...] = ()
+    space: Space = "full"
     can_run: CanRun = lambda _: True
     cluster: Cluster | None = None
-    max_groups: int = 512
-    num_other_groups: int = 0
+    max_groups: int = MAX_PROCESS_GROUPS
+    num_link_groups: int = 2
     max_enumerated: int = MAX_ENUMERATED_RANKS
     pruning: PruningSettings = field(default_factory=PruningSettings)
 
@@ -79,9 +81,10 @@ class CandidateSettings:
         *,
         num_devices: int,
         given: Sequence[Strategy],
+        staying: Sequence[Strategy] = (),
         can_run: CanRun,
         cluster: Cluster | None,
-        num_other_groups: int,
+        num_link_groups: int,
     ) -> CandidateSettings:
         """Those of a validated configuration."""
         pruning = PruningSettings(seed=config.seed)
@@ -91,11 +94,12 @@ class CandidateSettings:
             context_length=config.context_length,
             tokens_per_iteration=config.tokens_per_iteration,
             given=tuple(given),
+            staying=tuple(staying),
             space=config.planner.space,
             can_run=can_run,
             cluster=cluster,
             max_groups=config.max_process_groups,
-            num_other_groups=num_other_groups,
+            num_link_groups=num_link_groups,
             max_enumerated=MAX_ENUMERATED_RANKS,
             pruning=replace(pruning, planner=planner),
         )
@@ -178,7 +182,7 @@ def decide_candidates(
             )
         return Candidates(strategies=start, profile=profile)
     gathered = extended
-    if settings.space == "wide" and settings.cluster is not None:
+    if settings.space == "full":
         # Phases are put together of schemes without checkpointed layers, dominated or not
         gathered = with_derived_schemes(
             profile,
@@ -187,6 +191,7 @@ def decide_candidates(
             can_run=settings.can_run,
             tokens_per_iteration=0.0,
         )
+    staying = () if settings.is_enumerated else settings.staying or start
     proposal = propose_among(
         extended,
         histogram,
@@ -198,8 +203,12 @@ def decide_candidates(
         given=start if settings.is_enumerated else (),
         pruning=replace(
             settings.pruning,
-            max_communicators=settings.max_groups - settings.num_other_groups,
-            max_groups_of_rank=MAX_GROUPS_OF_RANK - LINK_GROUPS - _staying_groups(start, settings),
+            max_communicators=settings.max_groups
+            - settings.num_link_groups
+            - count_groups(staying),
+            max_groups_of_rank=MAX_GROUPS_OF_RANK
+            - LINK_GROUPS
+            - most_groups_of_rank(groups_of_all(staying)),
             links_of=settings.links_of,
         ),
         progress=progress,
@@ -284,13 +293,6 @@ def _without_lengths(profile: Profile | None, settings: CandidateSettings) -> tu
     return tuple(kept)
 
 
-def _staying_groups(start: Sequence[Strategy], settings: CandidateSettings) -> int:
-    """Groups of a rank that stay beside those of a proposal, which does not replace `start` on many
-    devices.
-    """
-    return 0 if settings.is_enumerated else most_groups_of_rank(groups_of_all(start))
-
-
 def _is_usable(scheme: Scheme, profile: Profile | None, settings: CandidateSettings) -> bool:
     """Whether space, model, profile and memory allow `scheme`."""
     is_in_space = scheme.is_plain or settings.space != "plain"
@@ -298,7 +300,7 @@ def _is_usable(scheme: Scheme, profile: Profile | None, settings: CandidateSetti
         return False
     if profile is None:
         return True
-    return scheme in profile.latency and profile.max_len_tokens(scheme, settings.num_devices) > 0
+    return scheme in profile.latency and profile.has_room(scheme, settings.num_devices)
 
 
 def _usable(profile: Profile, settings: CandidateSettings) -> Profile:
@@ -309,7 +311,7 @@ def _extended(profile: Profile, settings: CandidateSettings) -> Profile:
     """What is usable of `profile` and of all that a proposal may derive from it; T of schemes that
     do not fit is as good a source as others.
     """
-    if settings.space != "wide":
+    if settings.space != "full":
         return _usable(profile, settings)
     extended = with_extended_schemes(
         profile,

@@ -152,17 +152,17 @@ def propose_strategies(
     num_devices: int,
     context_length: int,
     tokens_per_iteration: int | None = None,
-    space: Space = "measured",
+    space: Space = "full",
     can_run: CanRun = lambda _: True,
     given: Sequence[Strategy] = (),
     pruning: PruningSettings = DEFAULT_PRUNING,
     cluster: Cluster | None = None,
     progress: Progress | None = None,
 ) -> Proposal:
-    """`propose_among` the schemes of `profile`, and in the wide space what follows from it;
-    streamed ones where `cluster` says how fast layers stream.
+    """`propose_among` the schemes of `profile`, and in the full space what follows from it;
+    gathered ones where `cluster` says how fast layers move.
     """
-    if space == "wide":
+    if space == "full":
         profile = with_extended_schemes(
             profile,
             num_devices=num_devices,
@@ -193,7 +193,7 @@ def propose_among(
     num_devices: int,
     context_length: int,
     tokens_per_iteration: int | None = None,
-    space: Space = "measured",
+    space: Space = "full",
     can_run: CanRun = lambda _: True,
     given: Sequence[Strategy] = (),
     pruning: PruningSettings = DEFAULT_PRUNING,
@@ -259,10 +259,6 @@ def propose_among(
             table |= trial.search_near(chosen, schemes, seen)
         chosen = _grow(chosen, table, pruning, pruning.tolerance)
         plain = chosen if each == "plain" else plain
-    for alike in _streamed_alike(chosen, num_devices):
-        if alike not in chosen and _fits(chosen, [alike], pruning):
-            table[alike] = trial.times_ms(alike)
-            chosen.append(alike)
     gathered = profile if gathered is None else gathered
 
     def settings(beside: Sequence[Strategy]) -> PhaseSettings:
@@ -334,18 +330,6 @@ def _instead(
     grown = _grow([*staying, *palette], with_phases, pruning, pruning.tolerance)
     times_ms = np.min([with_phases[strategy] for strategy in grown], axis=0)
     return _Set([s for s in grown if s not in palette], palette, times_ms)
-
-
-def _streamed_alike(chosen: Sequence[Strategy], num_devices: int) -> list[Strategy]:
-    """All ranks in pipelines of each streamed scheme of `chosen`, which rarely win: for the
-    mini-batch with more long sequences than any of the sampled ones.
-    """
-    schemes = dict.fromkeys(scheme for strategy in chosen for scheme in strategy.schemes)
-    return [
-        Strategy((scheme,) * (num_devices // scheme.num_devices))
-        for scheme in schemes
-        if scheme.streams_all and num_devices % scheme.num_devices == 0
-    ]
 
 
 def _fits(

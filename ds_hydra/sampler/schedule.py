@@ -158,7 +158,7 @@ def linked_ms(
     b) + b / K + push or (its end) + push / K, whichever is later. `num_buckets` 0: one after the
     other, without overlap. 0.0 without micro-batches. Example: one micro-batch of 3 ms, one stage,
     10 layers, pull 2 ms, push 4 ms: the forward ends at 2.1 ms instead of 1 ms, the push at 6.3 ms.
-    `simulator/events.py` says when each of it happens.
+    `records/events.py` says when each of it happens.
     """
     if micro_batch_ms.size == 0:
         return 0.0

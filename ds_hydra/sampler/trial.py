@@ -9,7 +9,7 @@ from math import ceil
 
 import numpy as np
 
-from ds_hydra.configs.hydra_config import Space
+from ds_hydra.configs.hydra_config import MAX_PROCESS_GROUPS, Space
 from ds_hydra.sampler.plan import GlobalBatch
 from ds_hydra.sampler.planner import heuristic_times
 from ds_hydra.sampler.planner_settings import PlannerSettings
@@ -58,7 +58,7 @@ class PruningSettings:
     max_planned: int = 24
     num_rounds: int = 1
     tolerance: float = 0.002
-    max_communicators: int = 512
+    max_communicators: int = MAX_PROCESS_GROUPS
     max_groups_of_rank: int = MAX_GROUPS_OF_RANK
     seed: int = 0
     planner: PlannerSettings = HEURISTIC

@@ -9,9 +9,8 @@ from typing import Any
 
 from transformers.trainer_callback import ProgressCallback
 
-from ds_hydra.engine.telemetry.metrics import IterationMetrics
 from ds_hydra.progress import Progress
-from ds_hydra.report.run_report import describe_flops
+from ds_hydra.records.metrics import IterationMetrics, describe_flops
 
 
 class StrategyProgressCallback(ProgressCallback):

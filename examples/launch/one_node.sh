@@ -4,7 +4,8 @@
 set -euo pipefail
 
 # What exchanges beside computation need of CUDA; it is read when a device is used first.
-export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER PYTORCH_ALLOC_CONF=expandable_segments:True
+export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER CUDA_SCALE_LAUNCH_QUEUES=4x
+export PYTORCH_ALLOC_CONF=expandable_segments:True
 
 launcher=${1:-deepspeed}
 [ $# -eq 0 ] || shift

@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> list[float]:
         if is_first_rank:
             print(
                 "stand-in for CommonCrawl: source of the standard library, cut and joined to lengths drawn from "
-                f"the histogram 'commoncrawl' (median {np.median([len(s) for s in sequences]):.0f} tokens); lengths "
-                "are those of web pages, contents and loss are not"
+                f"the histogram 'commoncrawl' (median {np.median([len(s) for s in sequences]):.0f} tokens);\n"
+                "lengths are those of web pages, contents and loss are not"
             )
     if is_first_rank:
         print(f"{args.model} on {len(dataset):,} texts, {dist.get_world_size()} ranks")

@@ -19,6 +19,7 @@ import hashlib
 import platform
 import re
 import shutil
+import sys
 import sysconfig
 import time
 import tokenize
@@ -141,12 +142,12 @@ def _build(
     """
     unfinished = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
-    dataset = datasets.Dataset.from_generator(
-        read,
-        gen_kwargs=arguments,
-        cache_dir=str(unfinished / "generated"),
-    )
     with no_bars_in_files():
+        dataset = datasets.Dataset.from_generator(
+            read,
+            gen_kwargs=arguments,
+            cache_dir=str(unfinished / "generated"),
+        )
         dataset.save_to_disk(unfinished / "texts")
     shutil.rmtree(unfinished / "generated")
     train_tokenizer(dataset["text"], vocab_size).save_pretrained(unfinished / "tokenizer")
@@ -176,7 +177,7 @@ def train_tokenizer(texts: datasets.Column | list[str], vocab_size: int) -> PreT
         vocab_size=vocab_size,
         special_tokens=[EOS_TOKEN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=True,
+        show_progress=sys.stderr.isatty(),
     )
     batches = (
         texts[start : start + _TEXTS_PER_BATCH] for start in range(0, len(texts), _TEXTS_PER_BATCH)

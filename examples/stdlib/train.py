@@ -12,15 +12,16 @@ import argparse
 import contextlib
 import io
 import json
-import time
-import warnings
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common
 import deepspeed
 import torch
 import torch.distributed as dist
-import transformers
-from prepare import DEFAULT_CACHE_DIR, prepare
+from stdlib.prepare import DEFAULT_CACHE_DIR, prepare
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import ds_hydra
@@ -74,17 +75,9 @@ def build_model(vocab_size: int, context_length: int) -> LlamaForCausalLM:
 def main() -> None:
     """Train, then show what ran."""
     args = parse_arguments()
-    # Of torch, about names that DeepSpeed uses
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    transformers.logging.set_verbosity_error()
-    deepspeed.utils.logger.setLevel("ERROR")
     with contextlib.redirect_stdout(io.StringIO()):  # which DeepSpeed tells what it has loaded
-        deepspeed.init_distributed()
-    is_first_rank = dist.get_rank() == 0
-    # Of the first rank: the clock of another one may be in another second.
-    chosen = [args.run_dir or Path("runs") / time.strftime("%Y%m%d-%H%M%S")]
-    dist.broadcast_object_list(chosen)
-    args.run_dir = chosen[0]
+        is_first_rank = common.start(args)
+    deepspeed.utils.logger.setLevel("ERROR")
     data = prepare(args.cache_dir, unit="definition")
     config = json.loads(Path(args.deepspeed_config).read_text())
     config["hydra"] |= {"tokenizer": str(data.tokenizer_dir), "run_dir": str(args.run_dir)}

@@ -18,7 +18,6 @@ from test_engine_parity import LENGTHS, gather_gradients, hand_plan, relative_er
 
 from ds_hydra.engine import HydraEngine, propagation
 from ds_hydra.engine.parallel import context_parallel
-from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.errors import HydraError
 from ds_hydra.strategy import Strategy
 from ds_hydra.zero_link import exchange, messages
@@ -55,10 +54,8 @@ STRATEGIES = {
 }
 """By number of ranks; the second of uneven stages has no bucket of its own in two rounds."""
 
-OTHERS = ("2x<1,1;stream>", "1x<2,1;stream>", "1x<1,2;stream=1>", "1x<sp2,1;stream>", "1x<cp2,1>")
+OTHERS = ("2x<1,1;stream>", "1x<2,1;stream>", "1x<1,2;stream>", "1x<sp2,1;stream>", "1x<cp2,1>")
 """Streamed ones have homes in parts, which are read and added to one-sidedly."""
-
-ON_TWO_HOSTS = ("4x<1,1;stream>", "1x<2,2;stream=1>", "2x<2,1;stream>")
 
 SHORT = STRATEGIES[2][:5]
 
@@ -86,7 +83,7 @@ def observed() -> Iterator[dict[str, Any]]:
         found["races"] = observer.races[:3]
         found["num_races"] = len(observer.races)
         found["num_waits"] = sum(observer.waits.values())
-        found["waits"] = dict(observer.waits.most_common(12))
+        found["waits"] = dict(observer.waits.most_common(20))
         found["num_kernels"] = observer.num_kernels
         found["num_outside"] = observer.num_outside
 
@@ -94,14 +91,6 @@ def observed() -> Iterator[dict[str, Any]]:
 def parity_of_others(case: str) -> dict[str, Any]:
     """`parity` under `OTHERS`."""
     return parity(case, OTHERS)
-
-
-def parity_on_two_hosts(case: str) -> dict[str, Any]:
-    """`parity` of streamed layers where the first half of the ranks is one host."""
-    half = dist.get_world_size() // 2
-    hosts = Hosts(names=("a", "b"), of_rank=(0,) * half + (1,) * half)
-    with mock.patch.object(propagation, "find_hosts", return_value=hosts):
-        return parity(case, ON_TWO_HOSTS)
 
 
 def parity(case: str, strategies: Sequence[str] = ()) -> dict[str, Any]:
@@ -183,6 +172,43 @@ def _layers_elsewhere() -> Iterator[None]:
 
             stack.enter_context(mock.patch.object(owner, name, inside))
         yield
+
+
+def waits_of_phases() -> list[dict[str, Any]]:
+    """What the device saw in an iteration of one phase, and of four."""
+    engine = start("llama")
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    seen = []
+    for text in ("1x<sp2,1>", "1x<sp2,1> then 2x<1,1> then 1x<sp2,1> then 2x<1,1>"):
+        strategy = Strategy.parse(text)
+        engine.hydra.propagator.prepare(strategy.in_turn)
+        plan = hand_plan(strategy, LENGTHS, num_label_tokens(examples), empty_pipeline=False)
+        tensors = [(e["input_ids"], e["labels"]) for e in examples]
+        grads_P = engine._zero_gradient_shards()
+        with observed() as found:
+            engine.hydra.propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+        seen.append(found)
+    return seen
+
+
+def norm_of_the_step() -> list[float]:
+    """DeepSpeed's norm of an iteration's gradients, that of the gradients themselves, and how many
+    tensors it took it of.
+    """
+    engine = start("llama")
+    examples = random_examples(LENGTHS, VOCAB_SIZE, seed=1)
+    counts = []
+    found = torch.Tensor.norm
+
+    def norm(tensor: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        counts.append(tensor.numel())
+        return found(tensor, *arguments, **options)
+
+    with mock.patch.object(torch.Tensor, "norm", norm):
+        engine.train_batch(examples, strategy="2x<1,1>")
+    squares = torch.stack(torch._foreach_norm(engine._gradients._grads_P)).square().sum()
+    dist.all_reduce(squares)
+    return [float(engine.get_global_grad_norm()), float(squares.sqrt()), len(counts)]
 
 
 def collectives() -> list[list[str]]:

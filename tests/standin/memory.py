@@ -17,11 +17,13 @@ from single_process import random_examples
 from torch import Tensor
 
 from ds_hydra.engine.model import attention
+from ds_hydra.engine.profiling import profiler
+from ds_hydra.engine.profiling.measurements import Measurements
 from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import layer_params, nominal_profile
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
 from ds_hydra.strategy import Profile, Strategy
-from standin import device
+from standin import device, process_group
 
 NUM_TOKENS = 768
 NUM_SCORED = 4 * NUM_TOKENS
@@ -113,6 +115,91 @@ def _formula_bytes(
     }
     memory = replace(Profile.from_json(document).memory, forward_only=forward_only)
     return memory.rank_bytes(scheme, dist.get_world_size(), num_tokens)
+
+
+def measured_profile() -> dict[str, Any]:
+    """What a measured profile leaves free, what the communicators take of it, and how many tokens
+    the longest micro-batch of its measurement had beside MaxLen.
+    """
+    engine = start_hydra(
+        tiny("llama").to(device.NAME),
+        hydra={
+            "context_length": 64,
+            "strategies": ["2x<1,1>", "1x<1,2>"],
+            "profiling": {"repeats": 1, "warmup": 0, "lengths": [16, 64]},
+            "tokens_per_iteration": 4096,
+        },
+    )
+    plans: list[IterationPlan] = []
+    train = engine.hydra.propagator.train
+
+    def noting(plan: IterationPlan, *arguments: Any) -> Any:
+        plans.append(plan)
+        return train(plan, *arguments)
+
+    with mock.patch.object(engine.hydra.propagator, "train", noting):
+        profile = engine.hydra.know_profile()
+    last = plans[-1]
+    tokens = [last.lengths[n] for n in last.pipelines[0].micro_batches[0]]
+    engine.destroy()
+    return {
+        "reserved": profile.memory.reserved_bytes,
+        "outside": len(process_group.calls) * device.COMMUNICATOR_BYTES,
+        "tokens": sum(tokens),
+        "longest": max(tokens),
+        "num_micro_batches": len(last.pipelines[0].micro_batches),
+    }
+
+
+VOCABULARIES = ("2x<1,1>", "1x<2,1>", "1x<sp2,1>", "1x<1,2>")
+PROFILED_TOKENS = 256
+"""Of the micro-batch that memory of a token is measured with, as the profiler does."""
+
+
+def vocabulary(size: str) -> dict[str, dict[str, float]]:
+    """By strategy: the most bytes of any rank in the passes of a model whose vocabulary outweighs
+    its layers, and what the formula says with activations that the profiler measures.
+    """
+    accelerator, vocab_size = get_accelerator(), int(size)
+    sizes = {"hidden_size": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False}
+    model = tiny("llama", vocab_size=vocab_size, num_hidden_layers=4, **sizes)
+    engine = start_hydra(
+        model.bfloat16().to(device.NAME),
+        bf16={"enabled": True},
+        hydra={"context_length": PROFILED_TOKENS},
+    )
+    propagator, stage_model = engine.hydra.propagator, engine.hydra.stage_model
+    found = {}
+    with mock.patch.object(attention, "attention_per_sequence", _attend):
+        model = profiler._measure_memory(
+            propagator,
+            {s.schemes[0]: s for s in map(Strategy.parse, VOCABULARIES)},
+            engine.hydra.config,
+            Measurements(),
+        )
+        for text in VOCABULARIES:
+            strategy = Strategy.parse(text)
+            engine.hydra.prepare_forced(strategy)
+            plan = _full_pipelines(strategy, PROFILED_TOKENS)
+            examples = random_examples(plan.lengths, vocab_size, seed=1)
+            tensors = [(e["input_ids"], e["labels"]) for e in examples]
+            if text == VOCABULARIES[0]:  # moments are allocated in the first step
+                engine.train_batch(examples, strategy=text)
+            grads_P = engine._zero_gradient_shards()
+            gc.collect()
+            accelerator.reset_peak_memory_stats()
+            propagator.train(plan, tensors.__getitem__, grads_P, 1.0)
+            found[text] = {
+                "passes": propagator.max_over_ranks(accelerator.max_memory_allocated()),
+                "formula": Profile.from_json(
+                    {
+                        **nominal_profile(stage_model, [strategy.schemes[0]]),
+                        "memory": model["memory"],
+                    }
+                ).memory.rank_bytes(strategy.schemes[0], 2, PROFILED_TOKENS),
+            }
+    engine.destroy()
+    return found
 
 
 def peaks(family: str) -> dict[str, dict[str, float]]:

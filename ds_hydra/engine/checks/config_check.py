@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from math import isnan
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from ds_hydra.engine.parallel.groups import check_groups_of_rank
 from ds_hydra.engine.profiling.engine_memory import as_the_engine_needs, is_of_another_system
 from ds_hydra.engine.profiling.profile_document import count_flops, fit_memory, model_facts
 from ds_hydra.engine.profiling.profiler import default_lengths
-from ds_hydra.engine.strategy_links import GRADIENT_DTYPES
+from ds_hydra.engine.transfer.stream_plan import home_bytes
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.sampler.candidates import (
     MAX_ENUMERATED_RANKS,
@@ -55,14 +54,17 @@ from ds_hydra.strategy.cost_models.flops import (
     profile_peak_flops,
 )
 from ds_hydra.strategy.profiles.states import load_profile
-from ds_hydra.strategy.proposal.candidates import load_strategies, power_of_two_schemes
+from ds_hydra.strategy.proposal.candidates import (
+    load_strategies,
+    measured_beside,
+    power_of_two_schemes,
+)
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.placement import (
-    count_groups,
     groups_of_all,
     most_groups_of_rank,
 )
-from ds_hydra.zero_link.home_parts import home_bytes
+from ds_hydra.strategy.schemes.scheme import check_one_host
 
 DEFAULT_DEVICES = 8
 """Devices that are assumed where neither the user nor the strategies say how many there are: one
@@ -130,6 +132,9 @@ class _Budget:
         self._check_paths()
         given = () if hydra.strategies is None else load_strategies(hydra.strategies)
         report.num_devices = self._num_devices(given)
+        for strategy in given:
+            node = hydra.link.devices_per_node or DEFAULT_DEVICES
+            check_one_host(strategy, -(-report.num_devices // node))
         self._load_model()
         self._profile = self._find_profile(given)
         self._estimate_sequence_parallel(given)
@@ -297,25 +302,20 @@ class _Budget:
         if not streams or self._stage_model is None:
             return
         specs, number = self._stage_model.specs, self._report.num_devices
-        sharing = min(self._hydra.link.devices_per_node or DEFAULT_DEVICES, number)
-        own = home_bytes(specs, self._dtype.itemsize, number, sharing)
-        outside = 1 - sharing / number
-        trained = sum(spec.numel for spec in specs if spec.requires_grad)
+        own = home_bytes(specs, self._dtype.itemsize, number)
         self._report.home = {
-            "ranks": sharing,
+            "ranks": number,
             "weight_bytes": own.weights,
             "sum_bytes": own.sums,
-            "in_bytes": round(sum(spec.numel for spec in specs) * self._dtype.itemsize * outside),
-            "out_bytes": round(
-                trained * GRADIENT_DTYPES[self._hydra.link.gradient_dtype].itemsize * outside
-            ),
         }
 
     def _say_what_is_profiled(self, given: Sequence[Strategy]) -> None:
         hydra = self._hydra
-        schemes = {scheme for strategy in given for scheme in strategy.schemes} or set(
-            power_of_two_schemes(self._report.num_devices)
-        )
+        number = self._report.num_devices
+        schemes = {scheme for strategy in given for scheme in strategy.schemes}
+        if not given:
+            schemes = {*power_of_two_schemes(number)}
+            schemes |= {*measured_beside(number, hydra.planner.space)}
         runnable = sorted(scheme for scheme in schemes if self._can_run(scheme))
         lengths = hydra.profiling.lengths or default_lengths(hydra.context_length)
         self._report.profiled.append(
@@ -358,7 +358,7 @@ class _Budget:
                 }
             )
         self._warn_of_wide_tp(profile, fitting)
-        if given and self._hydra.planner.space != "measured":
+        if given and "space" in self._hydra.planner.model_fields_set:
             report.warnings.append(
                 f"hydra.planner.space is {self._hydra.planner.space} and not used: hydra.strategies are given"
             )
@@ -411,7 +411,7 @@ class _Budget:
             cluster=None
             if profile is None
             else try_cluster(profile, number, gradient_bytes(self._hydra)),
-            num_other_groups=len(self._link_purposes()),
+            num_link_groups=len(self._link_purposes()),
         )
 
     def _candidates(self, given: Sequence[Strategy]) -> Sequence[Strategy]:
@@ -424,13 +424,13 @@ class _Budget:
         if name is not None and not lengths_decide:
             report.warnings.append(
                 f"--histogram {name} is not used: where hydra.strategies is null, candidates are "
-                f'proposed on more than {MAX_ENUMERATED_RANKS} devices; on fewer with hydra.planner.space "wide", or a '
+                f'proposed on more than {MAX_ENUMERATED_RANKS} devices; on fewer with hydra.planner.space "full", or a '
                 "profile that measured SP"
             )
         is_enumerated = settings.is_enumerated
         if given:
             report.strategies_source = "hydra.strategies"
-        elif not lengths_decide and self._hydra.planner.space != "wide":
+        elif not lengths_decide and self._hydra.planner.space != "full":
             report.strategies_source = (
                 f"all of two schemes, as on {MAX_ENUMERATED_RANKS} ranks and fewer"
             )
@@ -442,9 +442,6 @@ class _Budget:
             )
         else:
             self._started_with = start  # whose groups stay
-            if not is_enumerated:
-                taken = settings.num_other_groups + count_groups(start)
-                settings = replace(settings, num_other_groups=taken)
             histogram = LengthHistogram.load(find_file("lengths", name))
             found = decide_candidates(self._profile, histogram, settings)
             report.strategies_source = f"proposed for the lengths of {name}"

@@ -52,9 +52,7 @@ class ConfigReport:
     known_profile: Profile | None = field(default=None, repr=False)
     """What the rows of `schemes` were made of; not in the document."""
     home: dict[str, int] = field(default_factory=dict)
-    """Of streamed layers: ranks that share it, bytes of each, bytes that enter and leave a node in
-    an iteration.
-    """
+    """Of streamed layers: ranks that share it, bytes of each."""
 
     def to_json(self) -> dict[str, Any]:
         """The `ds_hydra.check/1` document."""

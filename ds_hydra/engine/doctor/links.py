@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ds_hydra.configs import list_files
 from ds_hydra.engine.doctor.findings import Finding, Status
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.transfer.link_session import DeviceClock
-from ds_hydra.strategy.cost_models.analytic import Hardware
+from ds_hydra.strategy.cost_models.analytic import Hardware, find_shipped_hardware
 
 CPU_NAME = "one CPU core"
 _REPEATS = 5
@@ -24,14 +23,13 @@ _DEVICE_BYTES, _HOST_BYTES = 64 << 20, 4 << 20
 
 
 def find_hardware(name: str | None, device: torch.device, device_name: str) -> Hardware | None:
-    """The hardware called `name` (shipped, or a file); without a name the shipped one whose name
-    the device's contains, the CPU's for a CPU, else None.
+    """The hardware called `name` (shipped, or a file); without a name the shipped one that names
+    the device, the CPU's for a CPU, else None.
     """
-    if name is None:
-        known = list_files("hardware")
-        said = device_name.lower() if device.type != "cpu" else "cpu"
-        name = next((n for n in sorted(known, reverse=True) if n in said), None)
-    return None if name is None else Hardware.load(name)
+    if name is not None or device.type == "cpu":
+        return Hardware.load(name or "cpu")
+    document = find_shipped_hardware(device_name)
+    return None if document is None else Hardware.from_json(document, source=device_name)
 
 
 def check_links(

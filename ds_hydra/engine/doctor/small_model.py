@@ -27,7 +27,6 @@ from ds_hydra.errors import HydraConfigError
 from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.strategy import Profile, Scheme, Strategy
-from ds_hydra.strategy.schemes.notation import ALL_LAYERS
 from ds_hydra.strategy.schemes.placement import groups_of
 
 TOLERANCE = {"cpu": 1e-5}
@@ -208,7 +207,7 @@ def _check_apart(
 
 def check_streams(model: SmallModel, vigil: Vigil, *, overlap: bool) -> Finding:
     """Gradients where all layers stream from a home. Collective over all ranks."""
-    streamed = Strategy((Scheme(tp=1, pp=1, stream=ALL_LAYERS),) * dist.get_world_size())
+    streamed = Strategy((Scheme(tp=1, pp=1, stream=True),) * dist.get_world_size())
     name, check = "from a home", "streamed layers"
     try:
         with vigil.step("opening a home"):

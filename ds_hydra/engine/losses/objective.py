@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ds_hydra.engine.losses.loss import NUM_COUNTED, WEIGHT, Fields, Loss, SequenceLoss, Tokens
 from ds_hydra.engine.parallel.token_scores import TokenScores
+from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.errors import HydraConfigError, HydraError
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, check_unmasked
 
@@ -188,8 +189,8 @@ class Collector(Loss):
         TP group. Collective over all ranks.
         """
         values = torch.stack(list(self._kept.values()))
-        here_S = torch.tensor(here, device=values.device)
-        values = values * here_S.repeat_interleave(torch.tensor(lengths, device=values.device))
+        here_S = torch.tensor(here).repeat_interleave(torch.tensor(lengths))
+        values = values * to_device(here_S, values.device)
         dist.all_reduce(values)
         of_sequences = (kept.split(list(lengths)) for kept in values.cpu())
         return Scores(**dict(zip(self._kept, of_sequences)))

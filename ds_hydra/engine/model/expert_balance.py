@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from ds_hydra.engine.model.attention import PackedMicroBatch
 from ds_hydra.engine.model.sight import find_in_sight, is_computed_again
 from ds_hydra.engine.parallel.tensor_parallel import TensorParallel
+from ds_hydra.engine.ranks.host_memory import to_device
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "aux_loss_alpha")
 _OWN_LOSS = "load_balancing_loss_func"
@@ -114,7 +115,7 @@ class ExpertBalance:
         """Layers with experts."""
         self.num_experts = max((_num_experts(m) for _, m in found), default=0)
         self._counts_LE = torch.zeros(len(found), self.num_experts, dtype=torch.int64)
-        self._value = 0.0
+        self._value = torch.zeros(())
         self._scale, self._num_tokens = 0.0, 1
         self._logits_TE: Tensor | None = None
         self._seen: tuple[PackedMicroBatch, Tensor, Tensor] | None = None
@@ -147,9 +148,11 @@ class ExpertBalance:
         return {"layers": list(self.layers), "tokens": tokens_LE.tolist()}
 
     @property
-    def value(self) -> float:
-        """This rank's part of the loss of balance since `begin`, coefficient included."""
-        return 0.0 if self.loss is None else float(self._value)  # else the host waits
+    def value(self) -> Tensor | float:
+        """This rank's part of the loss of balance since `begin`, coefficient included; where the
+        model has one a copy on its device, so that nobody waits for it.
+        """
+        return 0.0 if self.loss is None else self._value.double()
 
     def _hook_router(self, router: nn.Module, index: int) -> None:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
@@ -197,8 +200,9 @@ class ExpertBalance:
             rank = rank * self._tp.shards.size + self._tp.rank
         begin = rank * num_tokens
         places_T = torch.arange(begin, begin + num_tokens, dtype=ends.dtype, device=ends.device)
-        numbers = torch.tensor([s.number for s in micro_batch.segments], device=ends.device)
-        lengths_N = torch.tensor(micro_batch.sequence_lengths, device=ends.device)
+        numbers = torch.tensor([s.number for s in micro_batch.segments])
+        lengths_N = torch.tensor(micro_batch.sequence_lengths)
+        numbers, lengths_N = (to_device(x, ends.device) for x in (numbers, lengths_N))
         return numbers[torch.searchsorted(ends, places_T, right=True) - 1], lengths_N
 
     def _count(self, row: int, experts_TK: Tensor, is_real_T: Tensor) -> None:

@@ -46,7 +46,13 @@ def in_sight(micro_batch: PackedMicroBatch, *, again: bool = False) -> Iterator[
 def checkpointed(layer: Callable[..., Any], *args: Any) -> Any:
     """`layer(*args)`, computed again in backward with the same micro-batch in sight."""
     run = functools.partial(_run, find_in_sight(), layer)
-    return checkpoint(run, *args, use_reentrant=False, context_fn=checkpoint_contexts)
+    return checkpoint(
+        run,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,  # see [Note: Noise by counting]
+        context_fn=checkpoint_contexts,
+    )
 
 
 def _run(micro_batch: PackedMicroBatch, layer: Callable[..., Any], *args: Any) -> Any:

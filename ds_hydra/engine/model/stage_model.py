@@ -266,17 +266,14 @@ class StageModel:
     def stage_streams(
         self, scheme: Scheme, stage: int, tp_rank: int, ep_rank: int = 0, *, has_views: bool = True
     ) -> StageStreams:
-        """Which buckets of `tp_rank` stream, and what is copied of a home that `has_views`."""
+        """Whether buckets of `tp_rank` stream, and what is copied of a home that `has_views`."""
         units = self.stage_units(scheme, stage)
-        streamed = {self.units[1 + i] for i in scheme.streamed_layers(self.num_layers, stage)}
-        if scheme.streams_all:
-            streamed |= {self.units[0], self.units[-1]}
         buckets = self.buckets(scheme, stage, tp_rank, ep_rank)
         copied = copied_params(self.specs, buckets, has_views=has_views)
         used = [r for r, unit in enumerate(units) if any(b.param in copied for b in unit.bindings)]
-        window = [r for r in self._unshared(units) if units[r] in streamed and r in used]
+        window = [r for r in self._unshared(units) if scheme.stream and r in used]
         return StageStreams(
-            buckets=frozenset(r for r, unit in enumerate(units) if unit in streamed),
+            streams=scheme.stream,
             window=self._in_order(units, stage, window),
             copied=copied,
         )

@@ -54,6 +54,8 @@ class KeysOfRow:
     """[n] places in the P t gathered tokens, on the compute device: of consecutive pieces of
     different sequences, so that none is twice in a block and gradients add up in one order.
     """
+    places_N: Tensor
+    """All blocks, one after another."""
 
     @classmethod
     def find(
@@ -80,7 +82,9 @@ class KeysOfRow:
             blocks[-1][piece.position] = of_sequence[piece.position][: piece.end]
         used = sum(piece.end - piece.begin for piece in rows[own.rank])
         blocks[-1][-1] = torch.arange(used, row_tokens) + own.rank * row_tokens
-        return cls(own.group, tuple(to_device(torch.cat([*b.values()]), device) for b in blocks))
+        of_blocks = [torch.cat([*block.values()]) for block in blocks]
+        places_N = to_device(torch.cat(of_blocks), device)
+        return cls(own.group, places_N.split([*map(len, of_blocks)]), places_N)
 
     def post(self, row_tW: Tensor) -> Callable[[], Tensor]:
         """Returns what waits for [N, W] of this rank's pieces, out of all rows. Collective over the
@@ -90,7 +94,7 @@ class KeysOfRow:
 
         def select() -> Tensor:
             wait()
-            return whole[0].index_select(0, torch.cat(self.blocks))
+            return whole[0].index_select(0, self.places_N)
 
         return select
 
@@ -172,7 +176,8 @@ class _Select(torch.autograd.Function):
         whole = grad_NW.new_zeros(ctx.num_tokens, grad_NW.shape[1])
         keys = ctx.part.keys
         for block, grad in zip(keys.blocks, grad_NW.split([*map(len, keys.blocks)]), strict=True):
-            whole.index_add_(0, block, grad)
+            # No place is twice in a block; `index_add_` would add by atomics
+            whole.index_copy_(0, block, whole.index_select(0, block).add_(grad))
         row, wait = keys.group.post_reduce_scatter(whole.unsqueeze(0))
         ctx.waits.append(wait)
         return row[0], None, None

@@ -62,25 +62,24 @@ class ExpertParallel:
             )
         num_chosen, each = experts_TK.shape[1], num_experts // self.size
         order_S = experts_TK.flatten().argsort(stable=True)
-        sent_E = experts_TK.flatten().bincount(minlength=num_experts)
+        sent_E = _count(experts_TK, num_experts)
         counts_PE = sent_E.new_zeros(self._num_ranks, each)
         counts_PE[self._first_neighbour : self._first_neighbour + self.size] = sent_E.view(-1, each)
         received_PE = torch.empty_like(counts_PE)
         dist.all_to_all_single(received_PE, counts_PE, group=self._group)
-        travel = Travel(
-            self._group,
-            order_S,
-            counts_PE.sum(dim=1).tolist(),
-            received_PE.sum(dim=1).tolist(),
-            num_chosen,
-        )
+        # The one wait of a layer for an accelerator
+        sent_P, received_P = torch.stack([counts_PE.sum(dim=1), received_PE.sum(dim=1)]).tolist()
+        travel = Travel(self._group, order_S, sent_P, received_P, num_chosen)
         # Copies before the sort: their gradients add up in the order of the router
         rows_SH = hidden_TH.unsqueeze(1).expand(-1, num_chosen, -1).flatten(0, 1)[order_S]
         rows_RH, weights_R = (
             travel.there(x) for x in (rows_SH, weights_TK.flatten()[order_S].unsqueeze(1))
         )
         names_PE = torch.arange(each, device=counts_PE.device).expand_as(received_PE)
-        experts_R = names_PE.flatten().repeat_interleave(received_PE.flatten()).unsqueeze(1)
+        experts_R = names_PE.flatten().repeat_interleave(
+            received_PE.flatten(), output_size=sum(received_P)
+        )
+        experts_R = experts_R.unsqueeze(1)
         if not len(rows_RH):
             rows_RH, weights_R, experts_R = (
                 torch.cat([x, x.new_zeros(1, x.shape[1])]) for x in (rows_RH, weights_R, experts_R)
@@ -110,6 +109,15 @@ class ExpertParallel:
         if not self._has_same_tokens:
             return own_TH
         return self._tp.sum_over_group(F.pad(own_TH, (0, 0, first, num_tokens - end)))
+
+
+def _count(experts_TK: Tensor, num_experts: int) -> Tensor:
+    """[E] int64: how often each expert was chosen. `bincount` would read the largest on the host,
+    and the smallest.
+    """
+    chosen_S = experts_TK.flatten().long()
+    counts_E = chosen_S.new_zeros(num_experts)
+    return counts_E.scatter_add_(0, chosen_S, torch.ones_like(chosen_S))
 
 
 class Travel:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,13 @@ NCCL_GROUP_BYTES = 688 << 20
 """Device memory of one NCCL communicator of two ranks, and of more: measured on 4 A100 with NVLink
 and NCCL's default buffers (NVIDIA/nccl issue 964). It is allocated at a communicator's first use,
 and falls with NCCL_BUFFSIZE and NCCL_MAX_NCHANNELS; other topologies need other amounts."""
+
+
+_MOST_CTAS = {"pull": 8, "push": 8, "pull_node": 8, "push_node": 8, "pp_down": 4, "pp_up": 4}
+"""Thread blocks, of a multiprocessor each, that a kernel of NCCL may take for a purpose: those that
+run beside computation leave it most of a device, and all of a rank's at once fit one. TP, SP, CP
+and `ep`, for which computation waits, have what NCCL chooses. NCCL_MAX_CTAS in the environment
+stands above it."""
 
 
 def describe_groups(keys: Iterable[GroupKey], rank: int, backend: str) -> str:
@@ -73,6 +81,23 @@ def _find_timeout(device: torch.device) -> datetime.timedelta:
         return usual
     chosen = getattr(getattr(world, "options", None), "_timeout", usual)
     return max(usual, chosen)
+
+
+def _communicator_options(purpose: str, timeout: datetime.timedelta) -> Any:
+    """What NCCL is told of a group: its kernels go before computation, which they would otherwise
+    wait for block by block while other ranks wait for them, and take no more of the device than the
+    purpose needs. None for other backends.
+    """
+    nccl = getattr(dist, "ProcessGroupNCCL", None)
+    if nccl is None or dist.get_backend() != "nccl":
+        return None
+    options = nccl.Options()
+    options.is_high_priority_stream = True
+    options._timeout = timeout  # else torch warns of another one
+    config = getattr(options, "config", None)
+    if hasattr(config, "max_ctas") and purpose in _MOST_CTAS:
+        config.max_ctas = _MOST_CTAS[purpose]
+    return options
 
 
 class GroupPool:
@@ -119,7 +144,8 @@ class GroupPool:
         check_groups_of_rank([*self._groups, *keys], self._max_groups_of_rank)
         timeout = _find_timeout(self._device)
         for purpose, ranks in keys:
-            group = dist.new_group(list(ranks), timeout=timeout)
+            options = _communicator_options(purpose, timeout)
+            group = dist.new_group(list(ranks), timeout=timeout, pg_options=options)
             # Ranks outside a group get a sentinel: nothing to communicate with.
             self._groups[purpose, ranks] = group if dist.get_rank() in ranks else None
             if dist.get_rank() in ranks:

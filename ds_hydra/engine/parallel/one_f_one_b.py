@@ -16,7 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.engine.telemetry.trace import Recorder
-from ds_hydra.simulator.timeline import EventKind
+from ds_hydra.records.timeline import EventKind
+
+_PASSES_AHEAD = 4
+"""Passes of a stage that are launched and not over at most: two micro-batches."""
 
 
 class Pass(str, Enum):
@@ -58,6 +61,8 @@ class StageIO:
     next_rank: int | None
     down_group: dist.ProcessGroup | None
     up_group: dist.ProcessGroup | None
+    before_receive: Callable[[], None] = lambda: None
+    """What other stages may be waiting for, and this rank has to have posted before it waits."""
     _in_flight: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
 
     def receive_activation(self, like: Tensor) -> Tensor:
@@ -89,8 +94,8 @@ class StageIO:
         self._in_flight = [entry for entry in self._in_flight if not entry[0].is_completed()]
         self._in_flight.append((work, tensor))
 
-    @staticmethod
-    def _receive(like: Tensor, peer: int | None, group: dist.ProcessGroup | None) -> Tensor:
+    def _receive(self, like: Tensor, peer: int | None, group: dist.ProcessGroup | None) -> Tensor:
+        self.before_receive()
         (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, like, peer, group)])
         work.wait()
         return like
@@ -149,6 +154,7 @@ def run_1f1b(
     for pass_, index in one_forward_one_backward(
         info.num_stages, info.stage, len(micro_batch_tokens)
     ):
+        recorder.keep_up(_PASSES_AHEAD)
         if pass_ is Pass.FORWARD:
             received = _receive_activation(info, io, micro_batch_tokens[index], requires_grad=True)
             with recorder.span(EventKind.FORWARD, index):

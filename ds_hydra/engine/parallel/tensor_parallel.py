@@ -126,9 +126,7 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return _sum_over(grad, ctx.group, may_write=grad._use_count() == 1), None
 
 
 class _ReduceFromGroup(torch.autograd.Function):
@@ -136,13 +134,35 @@ class _ReduceFromGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=group)
-        return x
+        summed = _sum_over(x, group)
+        return summed.detach()  # an output that is an input would be taken for the input
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+def _sum_over(part: Tensor, group: dist.ProcessGroup, *, may_write: bool = True) -> Tensor:
+    """The sum of all ranks' `part`, in its memory where nobody else has it."""
+    if not (may_write and part.is_contiguous() and _is_alone(part)):
+        part = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(part, group=group)
+    torch.autograd.graph.increment_version(part)  # an error where somebody kept it after all
+    return part
+
+
+def _is_alone(tensor: Tensor) -> bool:
+    """Whether no other tensor has the memory of `tensor`: the output of a layer, or a gradient in a
+    backward function.
+
+    Layers hand over what they made, and autograd what it has added up. But the backward of a sum
+    hands one gradient to all that was added (the tensor itself has more holders then) and that of
+    a concatenation gives each a view; a layer that needs its output for backward keeps another
+    tensor of it. Autograd sees by the same numbers what it may add to in place.
+    """
+    holders: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    # The tensor, the object that was just made, and the tensor that this one is a view of
+    return holders <= 2 + tensor._is_view()
 
 
 class _GatherFeatures(torch.autograd.Function):

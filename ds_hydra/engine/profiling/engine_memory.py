@@ -12,16 +12,16 @@ from ds_hydra.engine.model.stage_model import StageModel
 from ds_hydra.engine.parallel.groups import NCCL_GROUP_BYTES, NCCL_PAIR_BYTES
 from ds_hydra.engine.profiling.memory_trace import trace_layer_memory
 from ds_hydra.engine.profiling.profile_document import layer_params, state_memory
+from ds_hydra.engine.ranks.device_memory import count_multiprocessors
 from ds_hydra.errors import UnsupportedModelError
+from ds_hydra.sampler.candidates import gradient_bytes
 from ds_hydra.strategy import Profile, Strategy
+from ds_hydra.strategy.profiles.states import exchange_bytes
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
 from ds_hydra.strategy.schemes.placement import groups_of
 
 _CONTEXT_BYTES = 1 << 30
 """Of CUDA and its libraries in each process."""
-_WINDOW_BUFFERS = 4
-"""A window of two rounds has so many packed buffers, each at most as large as a layer's gradients.
-"""
 
 
 def is_of_another_system(document: Mapping[str, Any]) -> bool:
@@ -32,14 +32,16 @@ def is_of_another_system(document: Mapping[str, Any]) -> bool:
 def as_the_engine_needs(
     profile: Profile, stage_model: StageModel, config: HydraConfig, num_devices: int
 ) -> Profile:
-    """`profile` with the larger of what it says and what the engine is known to hold; as it is
-    where it was measured by this engine.
+    """`profile` with the larger of what it says and what the engine is known to hold; where it was
+    measured by this engine as it is, but for what `hydra.deterministic` takes if it was measured
+    without.
 
     States are counted from the dtypes in use, activations of a layer are traced, communicators are
     those of all homogeneous strategies on one rank, exchange buffers four times the gradients of a
     layer. Not collective. Where the user has set `hydra.memory_limit_bytes`, communicators are the
     user's to leave out.
     """
+    profile = _with_ordered_sums(profile, config)
     document = profile.document
     if not is_of_another_system(document):
         return profile
@@ -50,7 +52,8 @@ def as_the_engine_needs(
     memory |= {
         "state_bytes_per_layer_per_hidden2": sharded + held,
         "sharded_fraction": sharded / (sharded + held),
-        "exchange_bytes": _WINDOW_BUFFERS * 4 * layer_params(stage_model),
+        "vocabulary_tables": counted["vocabulary_tables"],
+        "exchange_bytes": exchange_bytes(layer_params(stage_model), gradient_bytes(config)),
     }
     key = "activation_bytes_per_token_per_layer_per_hidden"
     traced = _trace(stage_model, map(int, memory[key]), config)
@@ -63,6 +66,16 @@ def as_the_engine_needs(
     cut = config.tp_sequence_parallel
     changed = {"memory": memory, "hardware": hardware, "tp_sequence_parallel": cut}
     return Profile.from_json({**document, **changed})
+
+
+def _with_ordered_sums(profile: Profile, config: HydraConfig) -> Profile:
+    """`profile`, with copies of gradients that `hydra.deterministic` takes and it does not have."""
+    document = profile.document
+    has_none = document["hardware"]["name"] == "cpu" or document.get("deterministic")
+    if has_none or not config.deterministic:
+        return profile
+    memory = {**document["memory"], "ordered_multiprocessors": count_multiprocessors()}
+    return Profile.from_json({**document, "memory": memory})
 
 
 def _split(memory: Mapping[str, Any]) -> tuple[float, float]:

@@ -150,6 +150,11 @@ class ProbeMicroBatch(NamedTuple):
     length: int
     num_sequences: int = 1
 
+    @property
+    def num_tokens(self) -> int:
+        """Those of all sequences."""
+        return self.length * self.num_sequences
+
     def __str__(self) -> str:
         return (
             f"{self.length}" if self.num_sequences == 1 else f"{self.num_sequences} x {self.length}"
@@ -227,7 +232,13 @@ def state_memory(stage_model: StageModel) -> dict[str, float]:
     element = torch.finfo(stage_model.params[0].dtype).bits // 8
     params = layer_params(stage_model)
     experts = sum(spec.numel for spec in stage_model.specs if spec.num_experts)
+    ends = {
+        b.param for unit in (stage_model.units[0], stage_model.units[-1]) for b in unit.bindings
+    }
+    table = stage_model.hidden_size * stage_model.vocab_size
+    tables = sum(stage_model.specs[param].numel for param in ends) / table
     return {
+        "vocabulary_tables": round(tables, 2),
         **engine_states(params / stage_model.hidden_size**2, element),
         **expert_memory(experts / stage_model.num_layers / params),
     }
@@ -240,7 +251,7 @@ def describe_hardware() -> dict[str, Any]:
         memory, reserved = psutil.virtual_memory().total // count_ranks_here(), 0
         name = "cpu"
     else:
-        memory, reserved = int(accelerator.total_memory()), 2**30  # contexts and communicators
+        memory, reserved = int(accelerator.total_memory()), 2**30  # contexts
         name = (
             str(torch.cuda.get_device_name())
             if torch.cuda.is_available()

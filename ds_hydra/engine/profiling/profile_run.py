@@ -37,6 +37,7 @@ from ds_hydra.engine.ranks.accelerator_settings import (
     use_deterministic_kernels,
 )
 from ds_hydra.engine.ranks.agreement import run_together
+from ds_hydra.engine.ranks.device_memory import naming_memory_limit
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.strategy import Scheme, Strategy
 from ds_hydra.strategy.cost_models.topology import Topology
@@ -147,7 +148,8 @@ def _profile_ranks(
         link_config=config.link,
     )
     try:
-        document = measure_profile(propagator, strategies, config, known)
+        with naming_memory_limit(config.memory_limit_bytes):
+            document = measure_profile(propagator, strategies, config, known)
         if num_ranks > 1:
             slowdown = known.get(
                 "overlap slowdown", lambda: _overlap_slowdown(propagator, document, config, device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -31,15 +31,21 @@ from ds_hydra.engine.profiling.profile_document import (
     scheme_entry,
     state_memory,
 )
-from ds_hydra.engine.profiling.rehearsal import at_rehearsed_level, choose_rehearsals, rehearse
+from ds_hydra.engine.profiling.rehearsal import (
+    at_rehearsed_level,
+    choose_rehearsals,
+    rehearse,
+    run_once,
+)
 from ds_hydra.engine.propagation import Propagator
+from ds_hydra.engine.ranks.device_memory import count_multiprocessors, outside_bytes
 from ds_hydra.engine.ranks.hosts import find_ranks_per_core
 from ds_hydra.errors import HydraConfigError, UnsupportedModelError
 from ds_hydra.progress import Progress
 from ds_hydra.sampler.packing.cuts import cut_micro_batches
 from ds_hydra.sampler.plan import IterationPlan, PipelinePlan
-from ds_hydra.strategy import Scheme, Strategy
-from ds_hydra.strategy.profiles.memory_model import activation_share
+from ds_hydra.strategy import Profile, Scheme, Strategy
+from ds_hydra.strategy.profiles.memory_model import activation_share, ordered_share
 from ds_hydra.strategy.profiles.profile import PROFILE_SCHEMA, read_key_value_share
 
 logger = logging.getLogger(__name__)
@@ -50,6 +56,8 @@ _ROOM_SHARE = 0.5
 """Of the free memory: so much at most is the longer one expected to take."""
 _LEAST_OF_TRACED = 0.7
 """A profile says no less of what a layer is traced to keep."""
+_PEAK_TOLERANCE = 0.05
+"""Of an iteration's memory, above what the profile says."""
 _FEWEST_PACKED = 8
 """Sequences in a packed micro-batch that is timed."""
 
@@ -112,8 +120,71 @@ def measure_profile(
         "schemes": entries,
     }
     rehearsed = choose_rehearsals([*homogeneous.values(), *strategies], micro_batches_of)
-    found = rehearse(propagator, rehearsed, fit_memory(document, config), config, known)
+    profile = fit_memory(document, config)
+    found = rehearse(propagator, rehearsed, profile, config, known)
+    if has_device_memory():
+        # Communicators have had a message in each direction by now, gradients have been pushed
+        document["hardware"] |= _reserved(propagator, document["hardware"])
+        _fill_memory(propagator, homogeneous, fit_memory(document, config), config, known)
     return at_rehearsed_level(document, found)
+
+
+def _reserved(propagator: Propagator, hardware: Mapping[str, Any]) -> dict[str, int]:
+    """What a profile leaves free for all that is outside of torch: what is in use there on the
+    fullest rank, no less than it says. Collective over all ranks.
+    """
+    most = int(propagator.max_over_ranks(float(outside_bytes())))
+    if propagator.rank == 0:
+        logger.info(
+            "%.2f GB of a device are in use outside of torch, with %s",
+            most / 1e9,
+            propagator.groups,
+        )
+    return {"reserved_bytes": max(most, hardware["reserved_bytes"])}
+
+
+def _fill_memory(
+    propagator: Propagator,
+    homogeneous: Mapping[Scheme, Strategy],
+    profile: Profile,
+    config: HydraConfig,
+    known: Measurements,
+) -> None:
+    """One iteration with micro-batches as long as plans may make them, under the scheme that has
+    least room: where MaxLen is too long it ends here and not hours later. Collective over all
+    ranks; warns of more memory than the profile says.
+    """
+    num_ranks = propagator.num_ranks
+    longest = {
+        scheme: min(
+            profile.memory.max_len_tokens(scheme, num_ranks),
+            config.tokens_per_iteration // scheme.pp,
+        )
+        for scheme in profile.latency
+        if scheme in homogeneous
+    }
+    scheme = min(longest, key=lambda s: (longest[s], s))
+    num_tokens = max(2, longest[scheme])
+    num_sequences = -(-num_tokens // config.context_length)
+    micro_batch = ProbeMicroBatch(num_tokens // num_sequences, num_sequences)
+    plan = _probe_plan(homogeneous[scheme], num_ranks, micro_batch)
+
+    def fill() -> float:
+        accelerator = get_accelerator()
+        accelerator.empty_cache()
+        accelerator.reset_peak_memory_stats()
+        run_once(propagator, plan)
+        return propagator.max_over_ranks(float(accelerator.max_memory_allocated()))
+
+    peak = known.get(f"{scheme} peak bytes of {micro_batch} tokens with push", fill)
+    said = profile.memory.rank_bytes(scheme, num_ranks, micro_batch.num_tokens)
+    if peak > (1 + _PEAK_TOLERANCE) * said and propagator.rank == 0:
+        logger.warning(
+            "scheme %s, micro-batches of %d tokens: %.2f GB at the peak, where the profile says %.2f; should memory "
+            "run out, set hydra.memory_limit_bytes to %d",
+            scheme, micro_batch.num_tokens, peak / 1e9, said / 1e9,
+            profile.memory.usable_bytes * said / peak,
+        )  # fmt: skip
 
 
 def measure_in_rounds(
@@ -192,14 +263,17 @@ def _measure_memory(
     length = min(config.context_length, _LONG_TOKENS if has_device else _SHORT_TOKENS)
     stage_model = propagator.stage_model
     activation = {}
-    key_value_share = read_key_value_share(describe_model(stage_model))
+    model = describe_model(stage_model)
+    key_value_share, heads = read_key_value_share(model), model.get("num_attention_heads", 0)
+    ordered = count_multiprocessors() if config.deterministic and has_device else 0
     for tp, scheme in sorted(deepest.items()):
         # Without the scheme's options: what a layer keeps that is not checkpointed.
         plain = _homogeneous(scheme, propagator.num_ranks)
         measure = functools.partial(token_bytes, propagator, plain, length)
         num_bytes = known.get(f"{scheme} bytes per token", measure)
         share = activation_share(scheme, key_value_share)
-        a_layer = num_bytes / (share * stage_model.num_layers * stage_model.hidden_size)
+        num_bytes -= ordered_share(scheme, ordered, heads) * stage_model.hidden_size
+        a_layer = max(1e-6, num_bytes) / (share * stage_model.num_layers * stage_model.hidden_size)
         if has_device:
             a_layer = not_below_traced(a_layer, tp, stage_model, config)
         activation[str(tp)] = a_layer
@@ -207,17 +281,20 @@ def _measure_memory(
         "schema": PROFILE_SCHEMA,
         "source": f"measured on {propagator.num_ranks} ranks",
         "hardware": {
-            **describe_hardware(),
+            **(hardware := describe_hardware()),
+            **(_reserved(propagator, hardware) if has_device else {}),
             "ranks_per_core": find_ranks_per_core(propagator.hosts, propagator.device),
         },
-        "model": describe_model(stage_model),
+        "model": model,
         "tp_sequence_parallel": stage_model.tp.cuts_micro_batches,
         "activation_checkpointing": config.activation_checkpointing,
+        "deterministic": config.deterministic,
         "memory": {
             "activation_source": "peak memory"
             if has_device_memory()
             else "tensors kept for backward",
             "activation_bytes_per_token_per_layer_per_hidden": activation,
+            "ordered_multiprocessors": ordered,
             **state_memory(stage_model),
         },
         "schemes": [],

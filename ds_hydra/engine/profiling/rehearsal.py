@@ -121,9 +121,9 @@ def rehearse(
             measured: list[float] = []
             if any(name not in known for name in names):
                 if not is_warm:
-                    _run(propagator, plan)
+                    run_once(propagator, plan)
                     is_warm = True
-                times_ms = _run(propagator, plan)
+                times_ms = run_once(propagator, plan)
                 measured = [max(times_ms[rank] for rank in p.ranks) for p in busy]
             for index, (name, pipeline) in enumerate(zip(names, busy, strict=True)):
                 measured_ms = known.get(name, functools.partial(measured.__getitem__, index))
@@ -223,7 +223,7 @@ def _agree_on_plan(
     return IterationPlan.from_json(json.loads(text))
 
 
-def _run(propagator: Propagator, plan: IterationPlan) -> list[float]:
+def run_once(propagator: Propagator, plan: IterationPlan) -> list[float]:
     """Milliseconds that each rank propagated, beside pull and push."""
     stage_model = propagator.stage_model
 

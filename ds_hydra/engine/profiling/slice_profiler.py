@@ -126,6 +126,7 @@ def profile_slices(
         "model": describe_model(stage_model),
         "tp_sequence_parallel": cuts_micro_batches,
         "activation_checkpointing": config.activation_checkpointing,
+        "deterministic": config.deterministic,
         "memory": {
             "activation_source": "peak memory"
             if has_device_memory()

@@ -16,6 +16,11 @@ from ds_hydra import errors
 from ds_hydra.engine.ranks.host_memory import to_device
 from ds_hydra.errors import HydraError, RankLostError
 
+_all_gather: Callable[..., object] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+"""The second name is that of torch before 2.13."""
+
 Result = TypeVar("Result")
 ErrorType = TypeVar("ErrorType", bound=BaseException)
 
@@ -30,9 +35,9 @@ _SIZE_BYTES = 8
 
 def gather_rows(mine: Tensor) -> Tensor:
     """[num_ranks, n] out of every rank's [n], in rank order. Collective over all ranks."""
-    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, mine)
-    return torch.stack(rows)
+    rows = mine.new_empty(dist.get_world_size(), *mine.shape)
+    _all_gather(rows.view(-1), mine.reshape(-1))
+    return rows
 
 
 def gather_ragged(

@@ -14,6 +14,30 @@ _SHARE = 0.9
 """Of what did not suffice."""
 
 
+_MULTIPROCESSORS = 132
+"""Of a device that is not at hand: those of an H100."""
+
+
+def count_multiprocessors() -> int:
+    """Those of this process's CUDA device; of an H100 where there is none."""
+    if not torch.cuda.is_available():
+        return _MULTIPROCESSORS
+    device = torch.cuda.current_device()
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def outside_bytes() -> int:
+    """Bytes of this process's device that are in use outside of torch's allocator: contexts,
+    kernels, communicators, other processes. 0 where the device does not tell.
+    """
+    accelerator = get_accelerator()
+    read = getattr(getattr(torch, accelerator.device_name(), None), "mem_get_info", None)
+    if read is None:
+        return 0
+    free, total = read()
+    return max(0, int(total - free - accelerator.memory_reserved()))
+
+
 @contextlib.contextmanager
 def naming_memory_limit(limit_bytes: int | None) -> Iterator[None]:
     """While open, a device without memory raises HydraConfigError with a value below `limit_bytes`,

@@ -5,7 +5,8 @@ An error of ds_hydra says in one sentence what to change. Raised on 64 ranks it 
 tracebacks, through libraries in which its reader has nothing to look for. So one rank prints the
 lines of the user's own code and the sentence, and ends; the others end after it without a word, or
 by their launcher. Only a rank that cannot know whether the others fail alike speaks after a pause.
-Who has lost a rank says so on every rank, in one line: hosts have logs of their own.
+Who has lost a rank says so on every rank, after its lines of the user's code: hosts have logs of
+their own.
 """
 
 from __future__ import annotations

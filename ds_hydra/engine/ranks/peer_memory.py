@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.engine.ranks.agreement import raise_together
+from ds_hydra.engine.ranks.agreement import run_together
 from ds_hydra.errors import HydraConfigError
 
-Allocate = Callable[[int, torch.device, dist.ProcessGroup], Sequence[Tensor]]
-"""Bytes of each member's part, in the order of the group, from equal sizes on all; collective over
-the group. This rank's own part is its own memory.
+Result = TypeVar("Result")
+
+Allocate = Callable[[int, torch.device, dist.ProcessGroup], Callable[[], Sequence[Tensor]]]
+"""Takes this rank's part, of the same size on all, and returns what maps those of the others:
+collective over the group, the bytes of each member's part in the order of the group. This rank's
+own part is its own memory.
 """
 
 
 def allocate_symmetric(
     nbytes: int, device: torch.device, group: dist.ProcessGroup
-) -> Sequence[Tensor]:
+) -> Callable[[], Sequence[Tensor]]:
     """Parts of `nbytes` by torch's symmetric memory: copies go over NVLink or PCIe."""
     # Nothing here multicasts, and its set-up fails where no fabric manager runs.
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     from torch.distributed import _symmetric_memory
 
     own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-    handle = _symmetric_memory.rendezvous(own, group)
-    return [
-        own if peer == group.rank() else handle.get_buffer(peer, (nbytes,), torch.uint8)
-        for peer in range(group.size())
-    ]
+
+    def share() -> Sequence[Tensor]:
+        handle = _symmetric_memory.rendezvous(own, group)
+        return [
+            own if peer == group.rank() else handle.get_buffer(peer, (nbytes,), torch.uint8)
+            for peer in range(group.size())
+        ]
+
+    return share
 
 
 ALLOCATORS: dict[str, Allocate] = {"cuda": allocate_symmetric}
@@ -47,14 +55,20 @@ class PeerMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, nbytes: int, purpose: str, device: torch.device):
-        error: HydraConfigError | None = None
-        try:
-            self.parts = ALLOCATORS[device.type](nbytes, device, group)
-            self.parts[group.rank()].zero_()
-        except (RuntimeError, ImportError) as caught:  # torch.OutOfMemoryError is a RuntimeError
-            error = HydraConfigError(
-                f"{purpose}: {nbytes / 1e9:.2f} GB of {device} cannot be shared with the ranks of this host "
-                f"({str(caught).splitlines()[0]}); their devices must reach each other's memory (NVLink or PCIe "
-                "peer-to-peer), all of a host's ranks in one container"
-            )
-        raise_together(error, device)
+
+        def named(step: Callable[[], Result]) -> Result:
+            try:
+                return step()
+            except (RuntimeError, ImportError) as error:  # torch.OutOfMemoryError is a RuntimeError
+                raise HydraConfigError(
+                    f"{purpose}: {nbytes / 1e9:.2f} GB of {device} cannot be shared with the ranks of this host "
+                    f"({str(error).splitlines()[0]}); their devices must reach each other's memory (NVLink or PCIe "
+                    "peer-to-peer), all of a host's ranks in one container"
+                ) from error
+
+        # All have their part before any waits for the others
+        share = run_together(
+            lambda: named(lambda: ALLOCATORS[device.type](nbytes, device, group)), device
+        )
+        self.parts = run_together(lambda: named(share), device)
+        self.parts[group.rank()].zero_()

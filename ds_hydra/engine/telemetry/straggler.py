@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from math import exp, inf, isfinite, log, sqrt
 from typing import Any
 
-from ds_hydra.engine.telemetry.metrics import PipelineMetrics
+from ds_hydra.records.metrics import PipelineMetrics
 
 _RATE = 0.2
 """Weight of an iteration in what is believed of a rank: about five count."""

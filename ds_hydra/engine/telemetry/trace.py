@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.engine.ranks.host_memory import forget_peak, process_bytes
+from ds_hydra.records.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.sampler.plan import IterationPlan
-from ds_hydra.simulator.timeline import Event, EventKind, Timeline, Track
 from ds_hydra.strategy.schemes.placement import stages_of
 
 _KINDS = tuple(EventKind)
@@ -29,7 +29,8 @@ run.
 
 
 class Recorder:
-    """Spans of this rank since `begin()`. Nothing here communicates or waits for the device.
+    """Spans of this rank since `begin()`. Nothing here communicates, and but for `keep_up` nothing
+    waits for the device.
 
     On an accelerator a span ends where the current stream reaches it: two events per span, read
     only after the device was synchronised for another reason.
@@ -68,6 +69,11 @@ class Recorder:
     def _add(self, kind: EventKind, micro_batch: int, start: Any, end: Any) -> None:
         self._spans.append((kind, micro_batch, start, end))
         self.phases.append(self.phase)
+
+    def keep_up(self, num_spans: int) -> None:
+        """Let the host wait for an accelerator until fewer than `num_spans` spans are not over."""
+        if self._on_device and len(self._spans) >= num_spans:
+            self._spans[-num_spans][3].synchronize()
 
     def read(self) -> list[tuple[EventKind, int, float, float]]:
         """(kind, micro-batch, start, end) in ms since `begin()`; the device must have reached all

@@ -41,7 +41,7 @@ from ds_hydra.engine.transfer.link_session import (
 )
 from ds_hydra.engine.transfer.slices import Slices
 from ds_hydra.engine.transfer.stream_plan import STREAM_WINDOW, Window, plan_loads
-from ds_hydra.simulator.timeline import EventKind
+from ds_hydra.records.timeline import EventKind
 from ds_hydra.zero_link import LinkPlan
 from ds_hydra.zero_link.exchange import Link
 

@@ -1,4 +1,4 @@
-"""The home of a node: one copy of the weights and sums of their gradients, for all ranks of a host.
+"""The home of a host: one copy of the weights and sums of their gradients, for all ranks of a run.
 
 [Note: Home]
 A home holds every parameter whole, in memory that the ranks of the host share, so a rank reads the
@@ -15,30 +15,23 @@ Sums are those of `exact_sums.py`. Of each, the upper half lies where the fp32 g
 shards lie, which an engine has anyway and which `collect` replaces by the sums.
 
 Accelerators have no memory that is one for all ranks of a host: `peer_home.py` is their home.
-
-With several hosts each has a home. `fill`, `begin_sums` and `collect` then also take the runs of
-other hosts' shards that this rank brings and takes away ([Note: Homes of several hosts]): the
-caller receives weights into `weight_runs` and sends `sum_runs`, which hold fp32 values after
-`collect`, and `progress` tells the ranks of a host of each other's rounds.
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.ranks.shared_memory import SharedMemory
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
-from ds_hydra.engine.transfer.home_rounds import Progress, progress_bytes
-from ds_hydra.zero_link import Bucket, ParamSpec, RankBuckets, Region, SliceRef
-from ds_hydra.zero_link.home_parts import home_bytes
+from ds_hydra.engine.transfer.stream_plan import home_bytes
+from ds_hydra.zero_link import ParamSpec, Region
 
 PIECE_NUMEL = 1 << 17
 """Elements that are added under one lock: about half a millisecond."""
@@ -50,8 +43,7 @@ class Home(ABC):
     """What a home does for streamed layers, wherever its memory is.
 
     `fill`, `begin_sums`, then a barrier, then `read`, `copy` and `add` in any order on any rank,
-    `finish_adds`, then a barrier, then `collect`; of some parameters `collect` once all ranks of
-    the host have added what they add to those (`when_added`).
+    `finish_adds`, then a barrier, then `collect`.
     """
 
     has_views: bool
@@ -62,15 +54,13 @@ class Home(ABC):
     """This rank's part of the weights."""
     sum_bytes: int
     """This rank's part of the sums, without the memory of `grads_P`."""
-    progress: Progress
-    """Of the ranks of this host."""
 
     @abstractmethod
     def fill(self, shards_P: Sequence[Tensor]) -> None:
         """Take over this rank's shards of all parameters."""
 
     @abstractmethod
-    def begin_sums(self, num_addends: int, brought: RankBuckets = ()) -> None:
+    def begin_sums(self, num_addends: int) -> None:
         """Set this rank's part of the sums to zero; every element gets at most `num_addends`."""
 
     @abstractmethod
@@ -88,47 +78,18 @@ class Home(ABC):
         """
 
     @abstractmethod
-    def when_added(self, then: Callable[[], None]) -> None:
-        """Call `then`, perhaps in another thread, once what this rank has added so far is in the
-        sums.
-        """
-
-    @abstractmethod
     def finish_adds(self) -> None:
         """Return once what this rank added is in the sums."""
 
-    def collect(
-        self, grads_P: Sequence[Tensor], params: Sequence[int], brought: Bucket = ()
-    ) -> None:
-        """Put the sums of this rank's shards of `params`, where they are trained, into `grads_P`,
-        and those of what it `brought` of them into `sum_runs`; once in an iteration.
+    def collect(self, grads_P: Sequence[Tensor]) -> None:
+        """Put the sums of this rank's shards, where they are trained, into `grads_P`; once in an
+        iteration.
         """
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        for param in params:
-            spec = self._specs[param]
+        for param, spec in enumerate(self._specs):
             if spec.requires_grad:
                 numel = spec.shard_numel(num_ranks)
                 self._evaluate(param, slice(rank * numel, (rank + 1) * numel), grads_P[param])
-        (runs,) = self.sum_runs((brought,))
-        for ref, values in zip(brought, runs, strict=True):
-            if ref.pushes_gradient:
-                self._evaluate(ref.param, _run_of(ref.region), values)
-
-    def weight_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
-        """Where the weights belong that this rank brings of other hosts."""
-        return [[self._run("weights", ref) for ref in bucket] for bucket in brought]
-
-    def sum_runs(self, brought: RankBuckets) -> list[list[Tensor]]:
-        """Where `collect` puts the sums of what this rank brought, fp32: in place of the sums'
-        upper half.
-        """
-        return [
-            [
-                self._run("high", ref).view(torch.float32) if ref.pushes_gradient else self._nothing
-                for ref in bucket
-            ]
-            for bucket in brought
-        ]
 
     @property
     @abstractmethod
@@ -140,12 +101,6 @@ class Home(ABC):
         """Let go of the memory."""
 
     _specs: Sequence[ParamSpec]
-    _nothing: Tensor
-    """Of fp32, where no sum is."""
-
-    @abstractmethod
-    def _run(self, kind: str, ref: SliceRef) -> Tensor:
-        """The elements of a flat region of a parameter: "weights", or the sums' "high" half."""
 
     @abstractmethod
     def _evaluate(self, param: int, run: slice, values: Tensor) -> None:
@@ -175,13 +130,10 @@ class SharedMemoryHome(Home):
         specs: Sequence[ParamSpec],
         dtype: torch.dtype,
         device: torch.device,
-        hosts: Hosts,
         purpose: str,
     ):
         self._specs = specs
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        beside = hosts.ranks_beside(self._rank)
-        self._local_rank, self._num_beside = beside.index(self._rank), len(beside)
         layout = Layout()
         padded = [spec.shard_numel(self._num_ranks) * self._num_ranks for spec in specs]
         trained = [spec.requires_grad for spec in specs]
@@ -192,10 +144,9 @@ class SharedMemoryHome(Home):
             layout.reserve(spec.num_rows * t, torch.int32)
             for spec, t in zip(specs, trained, strict=True)
         ]
-        take_progress = layout.reserve(progress_bytes(len(beside)), torch.uint8)
-        self._memory = SharedMemory(beside, layout.nbytes, purpose, device)
+        ranks = tuple(range(self._num_ranks))
+        self._memory = SharedMemory(ranks, layout.nbytes, purpose, device)
         bytes_ = self._memory.bytes
-        self.progress = Progress(take_progress(bytes_), beside, self._local_rank)
         self._weights = [take(bytes_) for take in weights]
         self._high, self._low, self._top = (
             [take(bytes_) for take in part] for part in (high, low, top)
@@ -207,9 +158,8 @@ class SharedMemoryHome(Home):
         ]
         widest = max(spec.num_cols for spec in specs)
         self._adder = Adder(max(PIECE_NUMEL, widest), device)
-        self._nothing = bytes_.new_empty(0, dtype=torch.float32)
         self._width = 0
-        own = home_bytes(specs, dtype.itemsize, self._num_ranks, self._num_beside)
+        own = home_bytes(specs, dtype.itemsize, self._num_ranks)
         self.weight_bytes = own.weights
         self.sum_bytes = own.sums + self._adder.nbytes
 
@@ -218,13 +168,14 @@ class SharedMemoryHome(Home):
         for spec, weights, shard_P in zip(self._specs, self._weights, shards_P, strict=True):
             weights[self._shard(spec)].copy_(shard_P)
 
-    def begin_sums(self, num_addends: int, brought: RankBuckets = ()) -> None:
+    def begin_sums(self, num_addends: int) -> None:
         """Set this rank's part of the sums to zero; every element gets at most `num_addends`."""
         self._width = digit_width(num_addends)
-        for param, run in self._parts(brought):
-            self._high[param][run].zero_()
-            self._low[param][run].zero_()
-        for param in range(self._local_rank, len(self._specs), self._num_beside):
+        for spec, high, low in zip(self._specs, self._high, self._low, strict=True):
+            if spec.requires_grad:
+                high[self._shard(spec)].zero_()
+                low[self._shard(spec)].zero_()
+        for param in range(self._rank, len(self._specs), self._num_ranks):
             self._top[param].zero_()
 
     def read(self, param: int, region: Region) -> Tensor | None:
@@ -261,10 +212,6 @@ class SharedMemoryHome(Home):
                     self._width,
                 )
 
-    def when_added(self, then: Callable[[], None]) -> None:
-        """At once."""
-        then()
-
     def finish_adds(self) -> None:
         """Nothing to wait for: they are done when `add` returns."""
 
@@ -280,18 +227,6 @@ class SharedMemoryHome(Home):
     def _shard(self, spec: ParamSpec) -> slice:
         numel = spec.shard_numel(self._num_ranks)
         return slice(self._rank * numel, (self._rank + 1) * numel)
-
-    def _parts(self, brought: RankBuckets) -> Iterator[tuple[int, slice]]:
-        """Runs of trained parameters that are the business of this rank: its shards, and what it
-        brought of other hosts' shards.
-        """
-        yield from ((p, self._shard(s)) for p, s in enumerate(self._specs) if s.requires_grad)
-        for ref in (ref for bucket in brought for ref in bucket if ref.pushes_gradient):
-            yield ref.param, _run_of(ref.region)
-
-    def _run(self, kind: str, ref: SliceRef) -> Tensor:
-        flats = self._weights if kind == "weights" else self._high
-        return flats[ref.param][_run_of(ref.region)]
 
     def _evaluate(self, param: int, run: slice, values: Tensor) -> None:
         spec, sums = self._specs[param], self._sums(param)
@@ -318,7 +253,7 @@ class SharedMemoryHome(Home):
         step = max(1, PIECE_NUMEL // max(region.num_cols, 1))
         count = -(-region.num_rows // step)
         for index in range(count):
-            begin = (index + self._local_rank * count // self._num_beside) % count * step
+            begin = (index + self._rank * count // self._num_ranks) % count * step
             yield begin, min(begin + step, region.num_rows)
 
 
@@ -333,11 +268,6 @@ class Layout:
         begin = self.nbytes
         self.nbytes += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         return functools.partial(_cut, begin=begin, numel=numel, dtype=dtype)
-
-
-def _run_of(region: Region) -> slice:
-    """The elements of a region of a flat parameter."""
-    return slice(region.row, region.row + region.num_rows)
 
 
 def _cut(memory: Tensor, *, begin: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -76,11 +76,6 @@ class Inbox:
         words[_WHAT][: len(what)] = what
         words[_STATE] = _FULL
 
-    def flush(self) -> None:
-        """Wait until all that was sent has been added."""
-        for owner in range(len(self._slots)):
-            self._wait_for_slot(owner)
-
     def finish(self) -> None:
         """Wait until all that was sent has been added, and tell every owner."""
         for owner in range(len(self._slots)):

@@ -11,6 +11,14 @@ equal on all ranks: the pull's rounds forwards, then the push's backwards.
   computes would occupy an accelerator all the while. Computation never waits for a push before its
   own end, and all pulls it does wait for have been posted before any push.
 
+[Note: The host does not run ahead]
+On an accelerator posting a round does not wait for it, and a pass is launched long before it runs.
+A full launch queue stops the thread that launches, and with it perhaps the other one. So a rank has
+posted all of its pull before its computation waits for another stage, which may need just these
+rounds (`await_posts`); until then a round is posted when the one before the last is over. Passes
+are launched at most two micro-batches ahead (`Recorder.keep_up`). No pass waits for what waits here
+for another rank's passes. On the CPU every call waits anyway.
+
 Ranks without a pipeline run the same thread. Since rounds, and the order of sums inside a round,
 are the same as without the thread, results are bit-identical.
 
@@ -36,7 +44,7 @@ from torch import Tensor
 from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.engine.transfer.slices import Slices
 from ds_hydra.errors import RankLostError
-from ds_hydra.simulator.timeline import EventKind
+from ds_hydra.records.timeline import EventKind
 from ds_hydra.zero_link import LinkPlan
 from ds_hydra.zero_link.exchange import Link, RoundUnderWay
 
@@ -101,6 +109,11 @@ class Spans:
         """Milliseconds of all spans, all of them over (`settle`)."""
         return sum(self._clock.ms_between(begin, end) for begin, end in self._spans)
 
+    def settle(self) -> None:
+        """Wait, on the host, until the last span is over."""
+        if self._spans:
+            self._clock.settle(self._spans[-1][1])
+
     def join(self) -> None:
         """Let the current stream go on only after the last span."""
         if self._spans:
@@ -158,7 +171,8 @@ class LinkThread:
         context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.device.type != "cpu":
             get_accelerator().set_device(self.device.index)  # a new thread starts on device 0
-            context = get_accelerator().stream(get_accelerator().Stream())
+            # Other ranks wait for what is packed here; passes fill the device anyway
+            context = get_accelerator().stream(get_accelerator().Stream(priority=-1))
         with context:
             while (entry := self._jobs.get()) is not None:
                 _run(*entry)
@@ -216,8 +230,9 @@ class Flags:
 
 class TwoInFlight:
     """Rounds of `link`, each posted (`begin`) while the one before is on the wire; `is_over`
-    follows the end of each, and `work` gets their spans. A context manager: at its end all rounds
-    are over, also after Abandoned; after another error, what is on the wire is abandoned.
+    follows the end of each, and `work` gets their spans. While `is_bounded` the host waits for the
+    round before the last. A context manager: at its end all rounds are over, also after Abandoned;
+    after another error, what is on the wire is abandoned.
     """
 
     def __init__(
@@ -226,8 +241,10 @@ class TwoInFlight:
         begin: Callable[[int], RoundUnderWay],
         work: Spans,
         is_over: Callable[[int], None] = lambda index: None,
+        is_bounded: Callable[[], bool] = lambda: True,
     ):
         self._link, self._begin, self._work, self._is_over = link, begin, work, is_over
+        self._is_bounded = is_bounded
         self._under_way: dict[int, RoundUnderWay] = {}
 
     def __enter__(self) -> TwoInFlight:
@@ -243,6 +260,8 @@ class TwoInFlight:
 
     def post(self, index: int) -> None:
         """Begin round `index`, then finish the one before."""
+        if self._is_bounded():
+            self._work.settle()
         with self._work.measure():
             before = list(self._under_way)
             self._under_way[index] = self._begin(index)
@@ -307,6 +326,7 @@ class LinkSession:
         self._pulled = Flags(num_buckets, clock)
         self._gradients = Flags(num_buckets if grads_P is not None else 0, clock)
         self._awaited: set[int] = set()
+        self._is_pull_bounded = True
         self._waits, self._pull_work, self._push_work = Spans(clock), Spans(clock), Spans(clock)
 
     def __enter__(self) -> LinkSession:
@@ -359,6 +379,14 @@ class LinkSession:
         for index in range(len(self._pulled)):
             self.await_bucket(index)
 
+    def await_posts(self) -> None:
+        """Wait until all rounds of the pull are posted: [Note: The host does not run ahead]. Raises
+        what the pull raised.
+        """
+        if self._clock.has_streams:
+            self._is_pull_bounded = False
+            self._pulling.result()
+
     def gradients_complete(self, index: int) -> None:
         """This rank adds nothing more to its gradients of a bucket."""
         self._gradients.raise_flag(index)
@@ -409,7 +437,13 @@ class LinkSession:
         # Shards are up to date, and memory of the last iteration is free
         self._clock.wait_for(self._start)
         try:
-            with TwoInFlight(self._pull_link, begin, self._pull_work, is_over) as rounds:
+            with TwoInFlight(
+                self._pull_link,
+                begin,
+                self._pull_work,
+                is_over,
+                is_bounded=lambda: self._is_pull_bounded,
+            ) as rounds:
                 for index in range(len(self._pull_plan.rounds)):
                     rounds.post(index)
         except BaseException:

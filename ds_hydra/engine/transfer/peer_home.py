@@ -1,9 +1,8 @@
 """The home of a node of accelerators: a part on each device, which the others reach.
 
 [Note: Home of accelerators]
-The part of a rank holds its own shards and, with several hosts, those of the ranks of other hosts
-that it brings ([Note: Homes of several hosts]). So filling and emptying touch no other device;
-reading a layer copies its shards from the devices that hold them, into the slots of two layers;
+The part of a rank holds its own shards, so filling and emptying touch no other device; reading a
+layer copies its shards from the devices that hold them, into the slots of two layers;
 adding sends a gradient to the ranks that hold its shards ([Note: Inbox]), each of which adds to its
 own sums, in threads beside computation, which waits for them only when `passing_bytes` of gradients
 are under way. Sums are kept as `exact_sums.py` says, by rows within a shard, so they have the same
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -23,24 +22,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.engine.parallel.groups import GroupPool
-from ds_hydra.engine.ranks.hosts import Hosts
 from ds_hydra.engine.ranks.peer_memory import ALLOCATORS, PeerMemory
 from ds_hydra.engine.ranks.shared_memory import SharedMemory
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
 from ds_hydra.engine.transfer.home import Home, Layout, SharedMemoryHome, Sums, rectangles
-from ds_hydra.engine.transfer.home_rounds import Progress, progress_bytes
 from ds_hydra.engine.transfer.inbox import Inbox, control_bytes
 from ds_hydra.engine.transfer.link_session import DeviceClock, LinkThread
 from ds_hydra.engine.transfer.stream_plan import STREAM_WINDOW
-from ds_hydra.errors import HydraConfigError
-from ds_hydra.zero_link import ParamSpec, RankBuckets, Region, SliceRef
+from ds_hydra.zero_link import ParamSpec, Region
 
 PIECE_NUMEL = 1 << 22
 """Elements that are added at once: a device has no use for small pieces, and scratch of 32 MiB."""
 
 
 class _Part(NamedTuple):
-    """What a rank holds of one parameter: tensors [shards, n], `top` [shards, rows of a shard]."""
+    """What a rank holds of one parameter, its shard: tensors [n], `top` [rows of the shard]."""
 
     weights: Tensor
     high: Tensor
@@ -71,8 +67,7 @@ class _Piece(NamedTuple):
 
 
 class PeerHome(Home):
-    """A `Home` on the devices of a host, whose ranks `group` has. Collective over all ranks of the
-    run.
+    """A `Home` on the devices of a host, whose ranks `group` has, all of the run. Collective.
 
     It adds in threads of its own, whether or not the link overlaps: no rank could wait for another
     that computes.
@@ -85,42 +80,31 @@ class PeerHome(Home):
         specs: Sequence[ParamSpec],
         dtype: torch.dtype,
         device: torch.device,
-        hosts: Hosts,
         group: dist.ProcessGroup,
         purpose: str,
         passing_bytes: int,
     ):
         self._specs = specs
-        rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        beside = hosts.ranks_beside(rank)
-        self._local_rank = beside.index(rank)
-        held = shards_held(hosts.of_rank, hosts.of_rank[rank])
-        self._holder = {
-            shard: (local_rank, slot)
-            for local_rank, shards in enumerate(held)
-            for slot, shard in enumerate(shards)
-        }
-        self._numels = [spec.shard_numel(self._num_ranks) for spec in specs]
+        self._rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        self._numels = [spec.shard_numel(num_ranks) for spec in specs]
         widest, largest = (max(numel) for numel in zip(*((s.num_cols, s.numel) for s in specs)))
         piece_numel = max(widest, min(PIECE_NUMEL, largest))
-        layout = _parts_layout(specs, self._numels, dtype, max(map(len, held)))
-        take_slots = layout.reserve(len(beside) * piece_numel, torch.float32)
+        layout = _parts_layout(specs, self._numels, dtype)
+        take_slots = layout.reserve(num_ranks * piece_numel, torch.float32)
         self._memory = PeerMemory(group, layout.nbytes, purpose, device)
-        inbox_bytes = control_bytes(len(beside))
-        nbytes = inbox_bytes + progress_bytes(len(beside))
-        self._control = SharedMemory(beside, nbytes, purpose, device)
-        self.progress = Progress(self._control.bytes[inbox_bytes:], beside, self._local_rank)
+        ranks = tuple(range(num_ranks))
+        self._control = SharedMemory(ranks, control_bytes(num_ranks), purpose, device)
         self._parts = [layout.cut(part) for part in self._memory.parts]
-        own = self._parts[self._local_rank]
+        own = self._parts[self._rank]
         self.grads_P = [
-            part.high[0].view(torch.float32) if spec.requires_grad else torch.empty(0)
+            part.high.view(torch.float32) if spec.requires_grad else torch.empty(0)
             for spec, part in zip(specs, own, strict=True)
         ]
         self._clock = DeviceClock(device)
         self._inbox = Inbox(
-            [take_slots(p).view(torch.uint8).view(len(beside), -1) for p in self._memory.parts],
+            [take_slots(p).view(torch.uint8).view(num_ranks, -1) for p in self._memory.parts],
             self._control,
-            self._local_rank,
+            self._rank,
             self._clock,
         )
         self._sender = LinkThread(device, overlap=True)
@@ -129,7 +113,6 @@ class PeerHome(Home):
         self._passing_bytes = passing_bytes
         self._serving: Future[None] | None = None
         self._adder, self._piece_numel = Adder(piece_numel, device), piece_numel
-        self._nothing = torch.empty(0, dtype=torch.float32, device=device)
         self._width = 0
         self.weight_bytes = sum(part.weights.nbytes for part in own)
         self.sum_bytes = (
@@ -143,19 +126,18 @@ class PeerHome(Home):
 
     def fill(self, shards_P: Sequence[Tensor]) -> None:
         """Copy this rank's shards to their place."""
-        own = [part.weights[0] for part in self._parts[self._local_rank]]
+        own = [part.weights for part in self._parts[self._rank]]
         torch._foreach_copy_(own, list(shards_P))
 
-    def begin_sums(self, num_addends: int, brought: RankBuckets = ()) -> None:
+    def begin_sums(self, num_addends: int) -> None:
         """Set this rank's part of the sums to zero; every element gets at most `num_addends`."""
-        del brought  # every shard that this rank holds is zeroed
         self._inbox.begin()  # ends what an iteration that failed has left
         while self._pending:
             self._pending.popleft()[0].exception()
         self._width = digit_width(num_addends)
         own = [
             part
-            for spec, part in zip(self._specs, self._parts[self._local_rank], strict=True)
+            for spec, part in zip(self._specs, self._parts[self._rank], strict=True)
             if spec.requires_grad
         ]
         torch._foreach_zero_([sums for part in own for sums in (part.high, part.low, part.top)])
@@ -173,7 +155,7 @@ class PeerHome(Home):
         matrix = into.view(region.num_rows, region.num_cols)
         for run in self._shard_runs(param, region):
             begin = self._numels[param] * run.shard
-            weights = self._at(param, run.shard).weights
+            weights = self._parts[run.shard][param].weights
             if region.num_cols == spec.num_cols:
                 offset = region.row * spec.num_cols
                 targets.append(into[run.begin - offset : run.end - offset])
@@ -197,15 +179,6 @@ class PeerHome(Home):
         ):
             self._pending.popleft()[0].result()
 
-    def when_added(self, then: Callable[[], None]) -> None:
-        """Call `then` in the sending thread, once every owner has added what was sent so far."""
-
-        def job() -> None:
-            self._inbox.flush()
-            then()
-
-        self._pending.append((self._sender.submit(job), 0))
-
     def finish_adds(self) -> None:
         """Return once what was added is in the sums, and let the current stream go on after it.
         Raises what went wrong.
@@ -222,7 +195,7 @@ class PeerHome(Home):
     @property
     def address(self) -> int:
         """Where this rank's part begins."""
-        return self._memory.parts[self._local_rank].untyped_storage().data_ptr()
+        return self._memory.parts[self._rank].untyped_storage().data_ptr()
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -230,17 +203,6 @@ class PeerHome(Home):
         self._sender.close()
         self._server.close()
         self._control.close()
-
-    def _at(self, param: int, shard: int) -> _Part:
-        """Flat tensors of a shard, wherever they are."""
-        local_rank, slot = self._holder[shard]
-        part = self._parts[local_rank][param]
-        return _Part._make(held[slot] if len(held) else held.flatten() for held in part)
-
-    def _run(self, kind: str, ref: SliceRef) -> Tensor:
-        shard, begin = divmod(ref.region.row, self._numels[ref.param])
-        flat: Tensor = getattr(self._at(ref.param, shard), kind)  # this rank holds the shard
-        return flat[begin : begin + ref.region.num_rows]
 
     def _shard_runs(self, param: int, region: Region) -> Iterator[_ShardRun]:
         """The rows of `region`, by shards."""
@@ -253,16 +215,17 @@ class PeerHome(Home):
         self._clock.wait_for(stamp)
         num_cols = self._specs[param].num_cols
         runs = list(self._shard_runs(param, region))
-        first = len(runs) * self._local_rank // len(self._parts)
+        first = len(runs) * self._rank // len(self._parts)
         for run in runs[first:] + runs[:first]:
-            owner, _ = self._holder[run.shard]
             for rows, cols in rectangles(run.begin, run.end, num_cols, self._piece_numel):
                 shared = _common(cols, region)
                 if shared is not None:
                     part = addend[_shifted(rows, region.row), _shifted(shared, region.col)]
                     corners = rows.start, rows.stop, cols.start, cols.stop
                     addend_col = shared.start - cols.start
-                    self._inbox.send(owner, _Piece(param, run.shard, *corners, addend_col), part)
+                    self._inbox.send(
+                        run.shard, _Piece(param, run.shard, *corners, addend_col), part
+                    )
 
     def _serve(self, stamp: Any) -> None:
         self._clock.wait_for(stamp)
@@ -277,7 +240,7 @@ class PeerHome(Home):
     def _block(self, param: int, shard: int, rows: slice, cols: slice) -> Sums:
         """Sums of a rectangle of whole rows, as far as they are in the shard."""
         num_cols, first = self._specs[param].num_cols, shard * self._numels[param]
-        part = self._at(param, shard)
+        part = self._parts[shard][param]
         high, low = (
             _rectangle(flat, first, rows, cols, num_cols) for flat in (part.high, part.low)
         )
@@ -301,47 +264,20 @@ def open_home(
     layers: Sequence[Sequence[int]],
     dtype: torch.dtype,
     device: torch.device,
-    hosts: Hosts,
     groups: GroupPool,
     purpose: str,
 ) -> Home:
-    """The home of this rank's host, on devices such as `device`, for `layers` of these parameters.
-    Collective over all ranks of the run.
+    """The home of the run's host, on devices such as `device`, for `layers` of these parameters.
+    Collective over all ranks.
     """
     if device.type not in ALLOCATORS:
-        return SharedMemoryHome(specs, dtype, device, hosts, purpose)
-    group = _group_of_host(groups, hosts, purpose)
+        return SharedMemoryHome(specs, dtype, device, purpose)
+    everyone = range(dist.get_world_size())
+    groups.create([("home", everyone)])
+    group = groups.get("home", everyone)
     widest = max(sum(specs[param].numel for param in layer) for layer in layers)
     passing_bytes = STREAM_WINDOW * widest * dtype.itemsize
-    return PeerHome(specs, dtype, device, hosts, group, purpose, passing_bytes)
-
-
-def _group_of_host(groups: GroupPool, hosts: Hosts, purpose: str) -> dist.ProcessGroup:
-    """The group of the ranks of this rank's host. Collective over all ranks of the run; raises
-    HydraConfigError where the ranks of a host are not consecutive.
-    """
-    num_ranks = len(hosts.of_rank)
-    beside = [hosts.ranks_beside(rank) for rank in range(num_ranks)]
-    if any(len(ranks) != ranks[-1] - ranks[0] + 1 for ranks in beside):
-        raise HydraConfigError(
-            f"{purpose}, or start the ranks host by host: hosts of the ranks are {hosts.of_rank}, and those of a host "
-            "must be consecutive"
-        )
-    members = [range(ranks[0], ranks[-1] + 1) for ranks in beside]
-    groups.create([("home", ranks) for ranks in dict.fromkeys(members)])
-    return groups.get("home", members[dist.get_rank()])
-
-
-def shards_held(host_of: Sequence[int], host: int) -> list[list[int]]:
-    """For each rank of `host` the shards that it holds there: its own, then those of other hosts
-    that it brings, as `parts_from_other_hosts` deals them.
-
-    >>> shards_held([0, 0, 1, 1, 1], 0)
-    [[0, 2, 4], [1, 3]]
-    """
-    members = [rank for rank, where in enumerate(host_of) if where == host]
-    outside = [rank for rank, where in enumerate(host_of) if where != host]
-    return [[rank, *outside[number :: len(members)]] for number, rank in enumerate(members)]
+    return PeerHome(specs, dtype, device, group, purpose, passing_bytes)
 
 
 class _PartsLayout(Layout):
@@ -351,26 +287,24 @@ class _PartsLayout(Layout):
         super().__init__()
         self._takes: list[list[Any]] = []
 
-    def add(self, *tensors: tuple[tuple[int, int], torch.dtype]) -> None:
-        """Room for the tensors of one parameter, by shape and dtype."""
-        self._takes.append(
-            [(self.reserve(shape[0] * shape[1], dtype), shape) for shape, dtype in tensors]
-        )
+    def add(self, *tensors: tuple[int, torch.dtype]) -> None:
+        """Room for the tensors of one parameter, by size and dtype."""
+        self._takes.append([self.reserve(numel, dtype) for numel, dtype in tensors])
 
     def cut(self, memory: Tensor) -> list[_Part]:
         """The tensors of each parameter in a part."""
-        return [_Part(*(take(memory).view(shape) for take, shape in row)) for row in self._takes]
+        return [_Part(*(take(memory) for take in row)) for row in self._takes]
 
 
 def _parts_layout(
-    specs: Sequence[ParamSpec], numels: Sequence[int], dtype: torch.dtype, num_shards: int
+    specs: Sequence[ParamSpec], numels: Sequence[int], dtype: torch.dtype
 ) -> _PartsLayout:
     layout = _PartsLayout()
     for spec, numel in zip(specs, numels, strict=True):
-        summed = num_shards if spec.requires_grad else 0
         num_rows = min(spec.num_rows, (numel - 1) // spec.num_cols + 2)
-        sums = (summed, numel), torch.int32
-        layout.add(((num_shards, numel), dtype), sums, sums, ((summed, num_rows), torch.int32))
+        sums = numel * spec.requires_grad, torch.int32
+        top = num_rows * spec.requires_grad, torch.int32
+        layout.add((numel, dtype), sums, sums, top)
     return layout
 
 

@@ -173,7 +173,7 @@ class Slices:
         slot_of = slot_of or {}
         owned = buckets if home is None else home.copied
         self._gathered = frozenset(slot_of) if gathers else frozenset()
-        self._streamed = home.streams.buckets if home is not None else frozenset()
+        self._streams = home is not None and home.streams.streams
         kept = [r for r in range(len(buckets)) if r not in slot_of]
         numels = {("slices", r): slice_numel(specs, owned[r]) for r in kept}
         window = slot_numels(slice_numel, specs, owned, slot_of)
@@ -183,7 +183,7 @@ class Slices:
             numels |= {
                 ("grads", r): gradient_numel(specs, bucket)
                 for r, bucket in enumerate(buckets)
-                if r not in self._streamed and r not in self._gathered
+                if not self._streams and r not in self._gathered
             }
             dtypes["grads"] = torch.float32
             shared = {r: slot_of[r] for r in self._gathered}
@@ -261,7 +261,7 @@ class Slices:
                 (flat.data if shares_memory else flat).view(shape), spec.requires_grad
             )
             self.leaves[ref.param] = leaf
-            if self.home is not None and index in self._streamed and leaf.requires_grad:
+            if self.home is not None and self._streams and leaf.requires_grad:
                 add = functools.partial(self.home.add, ref.param)
                 self._after_backward(leaf, index, ref.param, add)
             if grads_flat is None or not leaf.requires_grad:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 from ds_hydra.engine.parallel.one_f_one_b import Pass, one_forward_one_backward
 from ds_hydra.engine.ranks.peer_memory import ALLOCATORS
@@ -62,12 +63,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStreams:
-    """What of a stage's buckets streams, and which slices have to be copied."""
+    """Whether a stage's buckets stream, and which slices have to be copied."""
 
-    buckets: frozenset[int] = frozenset()
-    """Whose gradients are added after every micro-batch."""
+    streams: bool = False
+    """Whether gradients are added after every micro-batch."""
     window: Window = field(default_factory=Window)
-    """Those among them, without the ones that share a parameter, with slices that are copied."""
+    """The buckets that stream with slices that are copied, without the ones that share a
+    parameter.
+    """
     copied: frozenset[int] = frozenset()
     """Parameters that are copied: their slices are not in one piece."""
 
@@ -80,6 +83,29 @@ def check_streams(schemes: Sequence[Scheme], device_type: str) -> None:
             f"written for cpu and {', '.join(ALLOCATORS)}, not for {device_type}; leave stream out of "
             "hydra.strategies, and let ckpt, or more TP or PP, save the memory"
         )
+
+
+class HomeBytes(NamedTuple):
+    """What one rank has of a home: its part of the weights, and of the sums beside the fp32
+    gradient shards that every engine has.
+    """
+
+    weights: int
+    sums: int
+
+
+def home_bytes(specs: Sequence[ParamSpec], itemsize: int, num_ranks: int) -> HomeBytes:
+    """Of a home that `num_ranks` ranks share; sums take 8 bytes an element and 4 a row of a
+    parameter.
+
+    >>> home_bytes([ParamSpec(fqn="w", shape=(8, 4))], 2, 4)
+    HomeBytes(weights=16, sums=40)
+    """
+    padded = [spec.shard_numel(num_ranks) * num_ranks for spec in specs]
+    summed = [(n, s.num_rows) for n, s in zip(padded, specs, strict=True) if s.requires_grad]
+    owned = sum(numel for numel, _ in summed) // num_ranks
+    sums = sum(8 * numel + 4 * rows for numel, rows in summed) // num_ranks - 4 * owned
+    return HomeBytes(sum(padded) * itemsize // num_ranks, sums)
 
 
 def is_in_one_piece(spec: ParamSpec, region: Region) -> bool:

@@ -2,10 +2,9 @@
 
 [Note: Streaming]
 An iteration begins with every rank's own shards in the home and ends with the sums of its own
-shards; a barrier follows the first and comes before the second. Of several hosts each has a home,
-so that shards of other hosts come in and sums for them go out in the rounds of a link, beside
-computation ([Note: Rounds of homes]). In between nothing is posted by one rank for another: each
-reads and adds when its own computation is there, so ranks may have any micro-batches, or none.
+shards; a barrier follows the first and comes before the second. In between nothing is posted by one
+rank for another: each reads and adds when its own computation is there, so ranks may have any
+micro-batches, or none.
 
 - A slice in one piece is a view of the home. One that is not (columns of a row-wise parameter
   under TP) is copied, and the copies of streamed layers share `STREAM_WINDOW` slots: while one
@@ -28,7 +27,6 @@ from torch import Tensor
 
 from ds_hydra.engine.telemetry.trace import Recorder
 from ds_hydra.engine.transfer.home import Home
-from ds_hydra.engine.transfer.home_rounds import AcrossHosts, HomeRounds
 from ds_hydra.engine.transfer.link_session import (
     Abandoned,
     DeviceClock,
@@ -39,7 +37,7 @@ from ds_hydra.engine.transfer.link_session import (
 )
 from ds_hydra.engine.transfer.slices import Slices
 from ds_hydra.engine.transfer.stream_plan import StageStreams, only_copied, plan_loads
-from ds_hydra.simulator.timeline import EventKind
+from ds_hydra.records.timeline import EventKind
 from ds_hydra.zero_link import ParamSpec, RankBuckets, SliceRef
 
 
@@ -87,12 +85,10 @@ class StreamSession:
 
     def __init__(
         self,
-        link_thread: LinkThread,
-        copy_thread: LinkThread,
+        thread: LinkThread,
         clock: DeviceClock,
         home: Home,
         *,
-        across: AcrossHosts,
         num_addends: int,
         uses: Sequence[int],
         shards_P: Sequence[Tensor],
@@ -102,11 +98,9 @@ class StreamSession:
         with_gradients: bool,
     ):
         assert slices.home is not None
-        self._thread = copy_thread
+        self._thread = thread
         self._clock = clock
         self._home = home
-        self._rounds = HomeRounds(link_thread, clock, home, across, buckets, shards_P, grads_P)
-        self._brought = across.brought
         self._num_addends = num_addends
         self._uses = uses
         self._shards_P = shards_P
@@ -122,20 +116,15 @@ class StreamSession:
         self._arrived = Flags(len(self._loads), clock)
         self._use = -1
         self._copied: set[int] = set()
-        self._added: set[int] = set()
         self._loading: Future[None] | None = None
         self._work, self._visible = Spans(clock), Spans(clock)
 
     def __enter__(self) -> StreamSession:
         begin = self._clock.stamp()
-        self._rounds.begin()
         self._home.fill(self._shards_P)
         if self._with_gradients:
-            self._home.begin_sums(self._num_addends, self._brought)
-            if self._rounds.overlaps:
-                self._slices.on_gradient = self._gradients_complete
+            self._home.begin_sums(self._num_addends)
         dist.barrier()
-        self._rounds.begin_push()
         end = self._clock.stamp()
         self._work.add(begin, end)
         self._visible.add(begin, end)
@@ -144,18 +133,13 @@ class StreamSession:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._slices.on_gradient = None  # else slices and session hold each other
         if error is not None:
             self._left.abandon()
-            self._rounds.leave()
             if self._loading is not None:
                 self._loading.exception()
 
     def await_bucket(self, index: int) -> None:
         """Let computation read the slices of a bucket in a forward pass."""
-        if self._rounds.overlaps:
-            with self._visible.measure():
-                self._rounds.await_filled(index)
         if index in self._window:
             self.enter(index)
         elif index not in self._copied:
@@ -163,10 +147,10 @@ class StreamSession:
             self._load(index)
 
     def await_all(self) -> None:
-        """Wait until all weights are in the home; what is not in one piece comes when it is
-        needed.
-        """
-        self._rounds.await_all()
+        """Nothing to wait for: what is not in one piece comes when it is needed."""
+
+    def await_posts(self) -> None:
+        """Nothing to wait for: the home is filled without messages."""
 
     def enter(self, bucket: int) -> None:
         """Computation leaves the bucket of the window it was in and comes to `bucket`.
@@ -189,22 +173,18 @@ class StreamSession:
         if self._loading is not None:
             self._loading.result()
         begin = self._clock.stamp()
-        if self._with_gradients:
-            for index in range(len(self._buckets)):
-                self._add_kept(index)
+        if self._with_gradients and not self._slices_home.streams.streams:
+            self._add_kept()
         self._home.finish_adds()
-        self._rounds.complete_all()
         dist.barrier()  # everyone has read and added
-        self._rounds.finish()
+        if self._grads_P is not None:
+            self._home.collect(self._grads_P)
         end = self._clock.stamp()
         self._clock.settle(end)
         pull_ms = self._work.total_ms()
         push_ms = visible_push_ms = 0.0
         if self._grads_P is not None:
             push_ms = visible_push_ms = self._clock.ms_between(begin, end)
-        if self._rounds.overlaps:
-            pull_ms += self._rounds.pull_work.total_ms()
-            push_ms = max(push_ms, self._rounds.push_work.total_ms())
         return MeasuredLinkTimes(
             pull_ms=pull_ms,
             push_ms=push_ms,
@@ -215,23 +195,13 @@ class StreamSession:
     def record(self, recorder: Recorder) -> None:
         """Hand the spans in which weights and sums moved to `recorder`; call after `finish`."""
         self._work.record(recorder, EventKind.PULL)
-        if self._rounds.overlaps:
-            self._rounds.pull_work.record(recorder, EventKind.PULL)
-            self._rounds.push_work.record(recorder, EventKind.PUSH)
 
-    def _gradients_complete(self, index: int) -> None:
-        """The last micro-batch's gradients of a bucket have been computed."""
-        self._add_kept(index)
-        self._rounds.complete(index)
-
-    def _add_kept(self, index: int) -> None:
-        """Add what a bucket that does not stream has kept; once."""
-        if index in self._slices_home.streams.buckets or index in self._added:
-            return
-        self._added.add(index)
-        for ref, grad in zip(self._buckets[index], self._slices.grad_bucket_S[index], strict=True):
-            if self._slices.has_gradient(index, ref.param):
-                self._slices_home.add(ref.param, grad)
+    def _add_kept(self) -> None:
+        """Add what buckets that do not stream have kept."""
+        for index, bucket in enumerate(self._buckets):
+            for ref, grad in zip(bucket, self._slices.grad_bucket_S[index], strict=True):
+                if self._slices.has_gradient(index, ref.param):
+                    self._slices_home.add(ref.param, grad)
 
     def _go_on(self) -> None:
         """Leave the present use for the next one."""
@@ -271,7 +241,6 @@ class StreamSession:
         copied = self._slices_home.copied[bucket]
         if not copied:
             return
-        self._rounds.await_filled(bucket)
         with self._work.measure():
             for ref, flat in zip(copied, self._slices.bucket_S[bucket], strict=True):
                 self._slices_home.load(ref, flat)

@@ -19,6 +19,7 @@ from datasets.fingerprint import Hasher
 
 from ds_hydra.configs.files import check_count, check_object, read_count, read_json_object
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.progress import no_bars_in_files
 from ds_hydra.sampler.data.dataset import TokenDataset, Tokenize
 from ds_hydra.sampler.data.examples import IGNORED_LABEL, hint_for, to_example
 from ds_hydra.sampler.data.sft import find_conversion, to_labels
@@ -48,6 +49,7 @@ Progress = Callable[[int, int], None]
 """Called with the rows and the tokens counted so far."""
 
 
+@no_bars_in_files()
 def load_data(
     name: str, *, split: str, config: str | None = None, streaming: bool = False
 ) -> datasets.Dataset | datasets.IterableDataset:

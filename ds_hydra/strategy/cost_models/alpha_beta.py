@@ -1,10 +1,8 @@
-"""What communication and computation cost on any cluster: HexiScale App. B, Eqs. 1-9, as pure
-functions.
+"""What communication costs on any cluster: HexiScale App. B, Eqs. 1 and 3, as pure functions.
 
 Seconds and bytes. A cluster is given by its own latency and bandwidth between every pair of
-devices, so nodes may differ. `passes` is 12 (collectives) or 96 (FLOPs) with activation
-recomputation, 8 or 72 without. Equations are literal; where the originals' code differs a parameter
-says so.
+devices, so nodes may differ. `passes` is 12 with activation recomputation, 8 without. Equations are
+literal; those that no profile needs are in `ds_hydra/lab/alpha_beta.py`.
 """
 
 from __future__ import annotations
@@ -73,18 +71,11 @@ def tensor_parallel_s(
 ) -> float:
     """COMM-TP-LAYER, Eq. 1."""
     share = shape.activation_bytes / len(devices)
-    return passes * _slowest_sum(interconnects, devices, share)
+    return passes * slowest_sum_s(interconnects, devices, share)
 
 
-def data_parallel_s(
-    interconnects: Interconnects, devices: Sequence[int], shape: LayerShape
-) -> float:
-    """COMM-DP-LAYER, Eq. 2, for the devices that hold one layer."""
-    share = 12 * shape.hidden_size**2 * shape.type_bytes / len(devices)
-    return 2 * _slowest_sum(interconnects, devices, share)
-
-
-def _slowest_sum(interconnects: Interconnects, devices: Sequence[int], num_bytes: float) -> float:
+def slowest_sum_s(interconnects: Interconnects, devices: Sequence[int], num_bytes: float) -> float:
+    """The device that takes longest to send `num_bytes` to each of the others."""
     return max(
         sum(interconnects.transfer_s(d, e, num_bytes) for e in devices if e != d) for d in devices
     )
@@ -95,82 +86,22 @@ def pipeline_hop_s(
     stage: Sequence[int],
     following: Sequence[int],
     shape: LayerShape,
-    *,
-    doubles_broadcast: bool = False,
 ) -> float:
-    """COMM-PP-HOP, Eq. 3: send to the nearest device of the next stage, which spreads it there.
-
-    `doubles_broadcast`: as in the originals' code the factor 2, forward and backward, covers the
-    broadcast too, and the receiver is chosen for the sum.
-    """
+    """COMM-PP-HOP, Eq. 3: send to the nearest device of the next stage, which spreads it there."""
     size = shape.activation_bytes
 
-    def send(source: int, target: int) -> float:
-        return interconnects.transfer_s(source, target, size)
+    def send(pair: tuple[int, int]) -> float:
+        return interconnects.transfer_s(*pair, size)
 
-    def spread(source: int) -> float:
-        return sum(
-            interconnects.transfer_s(source, e, size / len(following))
-            for e in following
-            if e != source
-        )
-
-    pairs = [(d, e) for d in stage for e in following]
-    if doubles_broadcast:
-        return 2 * min(send(d, e) + spread(e) for d, e in pairs)
-    source, target = min(pairs, key=lambda pair: send(*pair))
-    return 2 * send(source, target) + spread(target)
+    source, target = min(((d, e) for d in stage for e in following), key=send)
+    return 2 * send((source, target)) + spread_s(interconnects, target, following, shape)
 
 
-def compute_s(
-    interconnects: Interconnects,
-    devices: Sequence[int],
-    shape: LayerShape,
-    *,
-    passes: int = 96,
-    head_share: float = 0.0,
+def spread_s(
+    interconnects: Interconnects, source: int, devices: Sequence[int], shape: LayerShape
 ) -> float:
-    """COMP-TP-LAYER, Eq. 4. `head_share` is V / (16 L H) in the originals' code, 0 in their
-    text.
+    """The broadcast of Eq. 3: `source` gives each other one of `devices` its share of the
+    activations.
     """
-    hidden, tokens = shape.hidden_size, shape.num_tokens
-    flops = (
-        passes * shape.micro_batch * tokens * hidden**2 * (1 + tokens / (6 * hidden) + head_share)
-    )
-    return float(flops / (min(interconnects.flops[d] for d in devices) * len(devices)))
-
-
-def pipeline_s(
-    stage_s: Sequence[float],
-    hop_s: Sequence[float],
-    num_micro_batches: int,
-    *,
-    skips_first: bool = True,
-) -> float:
-    """PIPELINE-TIME, Eq. 7; `skips_first` takes the slowest stage from j = 2 on, as it is
-    printed.
-    """
-    both = [stage + hop for stage, hop in zip(stage_s, hop_s)]
-    slowest = max(both[1:] if skips_first and len(both) > 1 else both)
-    return sum(both) + (num_micro_batches - 1) * slowest
-
-
-def pipeline_columns_s(
-    stage_s: Sequence[float], hop_s: Sequence[float], num_micro_batches: int
-) -> float:
-    """The originals' code in place of Eq. 7: each column of the schedule lasts as its slowest
-    active stage.
-    """
-    both = [stage + hop for stage, hop in zip(stage_s, hop_s)]
-    num_stages = len(both)
-    columns = range(num_micro_batches + num_stages - 1)
-    return sum(
-        max(both[j] for j in range(num_stages) if 0 <= column - j < num_micro_batches)
-        for column in columns
-    )
-
-
-def memory_bytes(num_devices: int, num_layers: int, shape: LayerShape) -> float:
-    """MEM-CUMSUM, Eq. 9, with its first term for each layer of the stage."""
-    states = 48 * shape.hidden_size**2 * shape.type_bytes / num_devices
-    return num_layers * states + shape.activation_bytes
+    share = shape.activation_bytes / len(devices)
+    return sum(interconnects.transfer_s(source, e, share) for e in devices if e != source)

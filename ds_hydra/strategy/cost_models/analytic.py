@@ -31,6 +31,7 @@ from ds_hydra.configs.files import (
     LARGEST,
     MAX_DEVICES,
     find_file,
+    list_files,
     read_count,
     read_json_object,
     read_number,
@@ -134,6 +135,18 @@ class Hardware:
         if num_ranks <= self.devices_per_node:
             return self.intra_node_rate
         return self.inter_node_rate / (self.devices_per_node if is_shared else 1)
+
+
+def find_shipped_hardware(device: str | None) -> dict[str, Any] | None:
+    """The shipped `ds_hydra.hardware/1` document of a device, by its `name` or one of its
+    `device_names` (what CUDA, and so a measured profile, calls such devices); None where no file
+    has it.
+    """
+    for name in list_files("hardware"):
+        document = read_json_object(find_file("hardware", name))
+        if device in (document["name"], *document.get("device_names", ())):
+            return document
+    return None
 
 
 def _read_rate(document: Mapping[str, Any], key: str) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ds_hydra.configs import find_file, list_files
+from ds_hydra.configs import find_file
 from ds_hydra.configs.files import read_json_object, read_number, read_object
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import (
@@ -29,6 +29,7 @@ from ds_hydra.strategy.cost_models.analytic import (
     Hardware,
     ModelShape,
     expert_parallel_latency,
+    find_shipped_hardware,
     key_values_ms,
     sequence_parallel_latency,
 )
@@ -136,8 +137,8 @@ class Cluster:
 
         Each rank reads from and adds to the parts of the home that other ranks of the node hold.
         """
-        layers = self.shape.num_layers
-        streamed = max(_streamed_share(scheme, layers)) / scheme.tp * self.num_params
+        stages = _stages(scheme, self.shape.num_layers)
+        streamed = max(end - begin for begin, end in stages) / scheme.tp * self.num_params
         elements = self._held_share(scheme) * streamed * (1 - 1 / self._ranks_per_node)
         return 1e3 * _STREAM_BYTES * elements / self.hardware.intra_node_rate
 
@@ -236,23 +237,13 @@ def _stages(scheme: Scheme, num_layers: int) -> list[tuple[float, float]]:
     return list(zip([0.0, *ends], ends))
 
 
-def _streamed_share(scheme: Scheme, num_layers: int) -> list[float]:
-    """Share of the model that streams through each stage; all of a stage brings its share of
-    embedding and head.
-    """
-    stages = _stages(scheme, num_layers)
-    if scheme.streams_all or not scheme.stream:
-        return [(end - begin) * bool(scheme.stream) for begin, end in stages]
-    return [min(scheme.stream / num_layers, end - begin) for begin, end in stages]
-
-
 def _widest_slice(scheme: Scheme, num_layers: int, ranks_per_node: int) -> float:
-    """Share of the model that a rank of the largest stage pulls: what stays with it, and where
+    """Share of the model that a rank of the largest stage pulls: what stays with it, or where
     layers stream its part of the home; ranks of an SP group hold the same.
     """
-    stages, streamed = _stages(scheme, num_layers), _streamed_share(scheme, num_layers)
-    kept = max(end - begin - s for (begin, end), s in zip(stages, streamed)) / scheme.tp
-    return kept + sum(streamed) / ranks_per_node
+    if scheme.stream:
+        return 1 / ranks_per_node
+    return max(end - begin for begin, end in _stages(scheme, num_layers)) / scheme.tp
 
 
 def _slices_of_nodes(strategy: Strategy, node_size: int, num_layers: int) -> set[tuple[Slice, ...]]:
@@ -310,11 +301,7 @@ def find_cluster(profile: Profile, num_devices: int, hardware: str | None = None
     if hardware is not None:
         document: Mapping[str, Any] = read_json_object(find_file("hardware", hardware))
     else:
-        name = profile.document["hardware"].get("name")
-        shipped = (
-            read_json_object(find_file("hardware", known)) for known in list_files("hardware")
-        )
-        found = next((d for d in shipped if d["name"] == name), None)
+        found = find_shipped_hardware(profile.document["hardware"].get("name"))
         if found is None:
             return None
         document = found

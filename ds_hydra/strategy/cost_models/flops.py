@@ -24,16 +24,13 @@ import numpy as np
 
 from ds_hydra.configs.files import (
     check_object,
-    find_file,
-    list_files,
     read_count,
-    read_json_object,
     read_list,
     read_number,
     read_text,
 )
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.cost_models.analytic import ModelShape
+from ds_hydra.strategy.cost_models.analytic import ModelShape, find_shipped_hardware
 from ds_hydra.strategy.cost_models.cluster import model_shape
 from ds_hydra.strategy.profiles.profile import Profile
 
@@ -194,8 +191,5 @@ def find_peak_flops(device: str | None) -> float | None:
     """16-bit FLOP/s of a device at most, by the name that a profile or CUDA has for it; None where
     no shipped hardware file has that name.
     """
-    for name in list_files("hardware"):
-        document = read_json_object(find_file("hardware", name))
-        if device in (document["name"], *document.get("device_names", ())):
-            return float(document["peak_flops"])
-    return None
+    document = find_shipped_hardware(device)
+    return None if document is None else float(document["peak_flops"])

@@ -60,6 +60,17 @@ def activation_share(scheme: Scheme, key_value_share: float = 1.0) -> float:
     return of_sp * of_cp / scheme.ranks_per_stage
 
 
+def ordered_share(scheme: Scheme, multiprocessors: int, num_heads: int) -> float:
+    """Bytes per token and hidden unit of the copies of the gradient of queries that attention's
+    backward adds up in one order: as many as fill `multiprocessors` with one sequence. 0 where
+    either is not known.
+    """
+    if not multiprocessors or not num_heads:
+        return 0.0
+    heads = max(1, num_heads // (scheme.sp * scheme.tp))
+    return -(-multiprocessors // heads) * GRADIENT_BYTES / scheme.ranks_per_stage
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryModel:
     """Bytes that one rank needs under <TP,PP> on N devices for a packed micro-batch of S tokens
@@ -77,25 +88,33 @@ class MemoryModel:
 
     gathered     S * 2 K H / (SP TP) * i * 3          K = `key_value_share` heads a query head
 
+    Ours: where a profile says how many tables of H V parameters embedding and head are (2, or 1
+    that both use), e is what B is for a parameter, times these; of two, a stage of PP > 1 holds
+    one.
+
+    Ours: where attention's backward adds in one order on a device of M = `ordered_multiprocessors`,
+    fp32 gradients of one layer's queries,
+
+    copies       S / CP * H / (SP TP) * 4 * ceil(M SP TP / heads)
+
     Ours: `exchange_bytes` / TP of packed exchange buffers, where they are counted.
 
     Ours: with ep a rank holds 1 / ep of a layer's experts, whole ones, which are `expert_fraction`
     of its parameters, and 1 / TP of the rest; shards are what they were.
 
     Ours: where layers stream, with p = s / i parameters per layer and H^2, E = 2 H V of embedding
-    and head, and R = `devices_per_node` ranks of a node (N if those are fewer),
+    and head, all N ranks on one node,
 
     states       (L H^2 B + H V e) / N * alpha                    shards, as above
-                 + (L H^2 p + E) * ((i + 8) / R - 4 / N)          home of weights and sums
+                 + (L H^2 p + E) * (i + 8 - 4) / N                home of weights and sums
                  + (two layers, or twice the head) / TP * 2 i     window, with its gradients
-                 + (parameters of the stage that stay) / TP * (i + 4)
 
-    Where all ranks gather each layer for every pass there is neither home nor anything that stays:
-    shards, window and exchange buffers alone.
+    Where all ranks gather each layer for every pass there is no home: shards, window and exchange
+    buffers alone.
 
     A profile that the engine measured says i + 16 bytes a parameter for the shards: with the home
-    of one node 24 in 16 bit, which is what the engine holds. The published constants have 12.5
-    there. Other pipelines of the same node have their share of the home besides.
+    24 in 16 bit, which is what the engine holds. The published constants have 12.5 there. Other
+    pipelines of the strategy have their share of the home besides.
 
     Stage k of a scheme with `stages` or `ckpt` has n layers, m of them checkpointed, and at most PP
     - k micro-batches in flight:
@@ -135,6 +154,9 @@ class MemoryModel:
     exchange_bytes: float = 0.0
     key_value_share: float = 1.0
     expert_fraction: float = 0.0
+    vocabulary_tables: float = 0.0
+    ordered_multiprocessors: int = 0
+    num_heads: int = 0
     forward_only: bool = False
 
     def __post_init__(self) -> None:
@@ -172,6 +194,10 @@ class MemoryModel:
                 raise HydraConfigError(f"{name} bytes are {value}, expected 0 or more")
         if not 0 <= self.sharded_fraction <= 1:
             raise HydraConfigError(f"sharded_fraction is {self.sharded_fraction}, expected 0 to 1")
+        if not 0 <= self.vocabulary_tables <= _LARGEST_COUNT:
+            raise HydraConfigError(
+                f"vocabulary_tables is {self.vocabulary_tables}, expected 0 or more"
+            )
         if not 0 <= self.expert_fraction < 1:
             raise HydraConfigError(
                 f"expert_fraction is {self.expert_fraction}, expected 0 to less than 1"
@@ -179,7 +205,7 @@ class MemoryModel:
 
     def knows(self, scheme: Scheme) -> bool:
         """Whether it says what `scheme` needs."""
-        passes = bool(scheme.stream or scheme.gather)
+        passes = scheme.stream or scheme.gather
         says_inputs = self.input_bytes > 0 or not (scheme.ckpt or passes)
         says_slices = self.slice_bytes > 0 or not passes
         return scheme.tp in self.activation_bytes and says_inputs and says_slices
@@ -241,7 +267,7 @@ class MemoryModel:
         layer = self._layer_bytes_per_token(scheme)
         if not scheme.stages and not scheme.ckpt:
             layers = self.num_layers / scheme.pp
-            per_token = self.num_layers * layer + self._gathered_bytes(scheme)
+            per_token = self.num_layers * layer + self._in_one_layer_bytes(scheme)
             return [(self._state_bytes(scheme, num_devices, layers), per_token)]
         if scheme.ckpt and not self.input_bytes:
             raise HydraConfigError(
@@ -259,7 +285,7 @@ class MemoryModel:
                 whole * layer + stage.num_checkpointed * kept
             )
             per_token += layer if stage.num_checkpointed else 0.0
-            per_token += self._gathered_bytes(scheme)
+            per_token += self._in_one_layer_bytes(scheme)
             per_token += again if stage.is_last else 0.0
             stages.append((self._state_bytes(scheme, num_devices, stage.num_layers), per_token))
         return stages
@@ -273,6 +299,15 @@ class MemoryModel:
         share = activation_share(scheme, self.key_value_share)
         return self.hidden_size * share * self.activation_bytes[scheme.tp]
 
+    def _in_one_layer_bytes(self, scheme: Scheme) -> float:
+        """Per token of a micro-batch, what the layer that runs takes besides."""
+        return self._gathered_bytes(scheme) + self._ordered_bytes(scheme)
+
+    def _ordered_bytes(self, scheme: Scheme) -> float:
+        return self.hidden_size * ordered_share(
+            scheme, self.ordered_multiprocessors, self.num_heads
+        )
+
     def _gathered_bytes(self, scheme: Scheme) -> float:
         """Per token of a micro-batch: keys and values of all rows, in the layer that runs."""
         if scheme.cp == 1:
@@ -281,10 +316,9 @@ class MemoryModel:
         return _GATHERED_COPIES * numbers * (self.input_bytes or _ELEMENT_BYTES)
 
     def home_bytes(self, num_devices: int) -> float:
-        """Share of each rank of a node in one copy of the weights and sums of their gradients."""
+        """Share of each rank in one copy of the weights and sums of their gradients."""
         layer, ends = self._num_params()
-        num_ranks = min(self.devices_per_node, num_devices)
-        each = (self.input_bytes + SUM_BYTES) / num_ranks - GRADIENT_BYTES / num_devices
+        each = (self.input_bytes + SUM_BYTES - GRADIENT_BYTES) / num_devices
         return (self.num_layers * layer + ends) * each
 
     def _num_params(self) -> tuple[float, float]:
@@ -298,35 +332,20 @@ class MemoryModel:
         layer = self.slice_bytes / self.input_bytes * self.hidden_size**2
         return layer, 2.0 * self.hidden_size * self.vocab_size
 
-    def _streaming_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
-        """States of a rank of a stage of `num_layers`, of which some stream."""
-        layer, ends = self._num_params()
-        streamed = min(scheme.stream, num_layers)
-        layer *= self._held_share(scheme)
-        window, kept = layer, (num_layers - streamed) * layer
-        if scheme.streams_all:
-            window = max(layer, ends / 2)
-        else:
-            kept += ends
-        passing = min(STREAM_WINDOW, streamed) * window
-        return (
-            self._all_state_bytes() / num_devices * self.sharded_fraction
-            + kept / scheme.tp * (self.input_bytes + GRADIENT_BYTES)
-            + passing / scheme.tp * 2 * self.input_bytes
-            + self.home_bytes(num_devices)
-        )
-
     def _state_bytes(self, scheme: Scheme, num_devices: int, num_layers: float) -> float:
-        if scheme.gather:
+        if scheme.gather or scheme.stream:
             layer, ends = self._num_params()
             layer *= self._held_share(scheme)
             passing = STREAM_WINDOW * max(layer, ends / 2) / scheme.tp * 2 * self.input_bytes
             sharded = self._all_state_bytes() / num_devices * self.sharded_fraction
+            if scheme.stream:
+                return sharded + passing + self.home_bytes(num_devices)
             return sharded + passing + self.exchange_bytes / scheme.tp
-        if scheme.stream:
-            return self._streaming_bytes(scheme, num_devices, num_layers)
         sharded = self._all_state_bytes() / num_devices
-        held = self._all_state_bytes(self._held_share(scheme) * num_layers) / scheme.tp
+        tables = self.vocabulary_tables
+        if scheme.pp > 1:
+            tables = min(tables, max(1.0, tables / 2))
+        held = self._all_state_bytes(self._held_share(scheme) * num_layers, tables) / scheme.tp
         states = sharded * self.sharded_fraction + held * (1 - self.sharded_fraction)
         return states + self.exchange_bytes / scheme.tp
 
@@ -336,8 +355,14 @@ class MemoryModel:
         """
         return 1 - self.expert_fraction * (1 - scheme.tp / scheme.ep) if scheme.ep > 1 else 1.0
 
-    def _all_state_bytes(self, num_layers: float | None = None) -> float:
-        """States of so many layers, all if None, with those of the embedding."""
+    def _all_state_bytes(
+        self, num_layers: float | None = None, tables: float | None = None
+    ) -> float:
+        """States of so many layers and tables of the vocabulary, all if None."""
         layers = self.num_layers if num_layers is None else num_layers
-        embedding = self.hidden_size * self.vocab_size * EMBEDDING_BYTES_PER_ELEMENT
+        tables = self.vocabulary_tables if tables is None else tables
+        per_element: float = EMBEDDING_BYTES_PER_ELEMENT
+        if tables and self.slice_bytes and self.input_bytes:
+            per_element = tables * self.state_bytes / (self.slice_bytes / self.input_bytes)
+        embedding = self.hidden_size * self.vocab_size * per_element
         return layers * self.hidden_size**2 * self.state_bytes + embedding

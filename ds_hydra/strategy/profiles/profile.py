@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,8 @@ _OPTIONAL_MEMORY = {
     "input_bytes_per_token_per_layer_per_hidden": 0,
     "exchange_bytes": 0,
     "expert_fraction": 0,
+    "vocabulary_tables": 0,
+    "ordered_multiprocessors": 0,
 }
 """Of a profile that does not say them."""
 
@@ -197,19 +198,24 @@ class Profile:
     ) -> int:
         """MaxLen(scheme) on a cluster of `num_devices`, as a pipeline of the strategy `beside`.
 
-        Where another pipeline of it streams on the same node, each rank has its share of the home.
+        Where another pipeline of it streams, each rank has its share of the home.
         """
         has_home = (
-            beside is not None
-            and not scheme.stream
-            and any(s.stream for s in beside.schemes)
-            and scheme in _schemes_with_home(beside, self.memory.devices_per_node)
+            beside is not None and not scheme.stream and any(s.stream for s in beside.schemes)
         )
         key = (scheme, num_devices, has_home)
         if key not in self._max_len:
             home = self.memory.home_bytes(num_devices) if has_home else 0.0
             self._max_len[key] = self.memory.max_len_tokens(scheme, num_devices, home)
         return self._max_len[key]
+
+    def has_room(self, scheme: Scheme, num_devices: int) -> bool:
+        """Whether `scheme` can be on a cluster of `num_devices`: a micro-batch of one token fits,
+        and layers stream on one node alone.
+        """
+        is_one_node = num_devices <= self.memory.devices_per_node
+        is_small = scheme.num_devices <= num_devices and (is_one_node or not scheme.stream)
+        return is_small and self.max_len_tokens(scheme, num_devices) > 0
 
     def forward_only(self, fraction: float, *, holds_longer: bool) -> Profile:
         """What is known of passes without backward: `fraction` of each T, and where a layer's
@@ -351,6 +357,9 @@ class Profile:
                     exchange_bytes=read_number(memory, "exchange_bytes"),
                     key_value_share=read_key_value_share(model),
                     expert_fraction=read_number(memory, "expert_fraction"),
+                    vocabulary_tables=read_number(memory, "vocabulary_tables"),
+                    ordered_multiprocessors=int(read_number(memory, "ordered_multiprocessors")),
+                    num_heads=model.get("num_attention_heads") or 0,
                 ),
                 saturation_tokens={
                     int(tp): read_count(saturation, tp, least=1, most=MAX_LENGTH_TOKENS)
@@ -398,17 +407,6 @@ def _check_model(model: Mapping[str, Any]) -> None:
     for key in ("size", "shared_size"):
         read_count(experts, key, most=1 << 32)
     read_number(experts, "layer_share", least=0, most=1)
-
-
-@lru_cache(maxsize=4096)
-def _schemes_with_home(strategy: Strategy, devices_per_node: int) -> frozenset[Scheme]:
-    """The schemes of `strategy` of which a pipeline has ranks on a node where layers stream."""
-    nodes: list[tuple[Scheme, set[int]]] = [
-        (scheme, {rank // devices_per_node for rank in ranks})
-        for scheme, ranks in zip(strategy.schemes, strategy.place())
-    ]
-    streaming = set().union(*(at for scheme, at in nodes if scheme.stream))
-    return frozenset(scheme for scheme, at in nodes if at & streaming)
 
 
 def read_key_value_share(model: Mapping[str, Any]) -> float:

@@ -6,10 +6,18 @@ account: 16-bit shards and slices, fp32 master, moments and gradients.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ds_hydra.configs.files import find_profile
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.profiles.memory_model import GRADIENT_BYTES, OPTIMIZER_BYTES
 from ds_hydra.strategy.profiles.profile import Profile
+
+_WINDOW_BUFFERS = 4
+"""A window of two rounds has so many packed buffers, each at most as large as a layer's gradients.
+"""
+_TABLES = 2
+"""Embedding and head of the models whose published profiles count one for both."""
 
 _STATES = "states"
 _PUBLISHED = "published"
@@ -28,6 +36,11 @@ def engine_states(params_per_hidden2: float, element_bytes: float) -> dict[str, 
         "slice_bytes_per_layer_per_hidden2": params_per_hidden2 * element_bytes,
         "input_bytes_per_token_per_layer_per_hidden": element_bytes,
     }
+
+
+def exchange_bytes(layer_params: float, gradient_bytes: float) -> float:
+    """Of packed buffers of pull and push, for a layer of so many parameters."""
+    return _WINDOW_BUFFERS * gradient_bytes * layer_params
 
 
 def expert_memory(fraction: float) -> dict[str, float]:
@@ -50,7 +63,10 @@ def with_engine_states(profile: Profile) -> Profile:
             f"profile {profile.name!r} has published states, for which its memory needs "
             "slice_bytes_per_layer_per_hidden2 and input_bytes_per_token_per_layer_per_hidden above 0"
         )
-    found = engine_states(known.slice_bytes / known.input_bytes, known.input_bytes)
+    params_per_hidden2 = known.slice_bytes / known.input_bytes
+    found: dict[str, Any] = engine_states(params_per_hidden2, known.input_bytes)
+    found["exchange_bytes"] = exchange_bytes(params_per_hidden2 * known.hidden_size**2, 2.0)
+    found["vocabulary_tables"] = _TABLES
     return Profile.from_json({**profile.document, "memory": {**memory, **found, _STATES: "engine"}})
 
 

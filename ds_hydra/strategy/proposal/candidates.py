@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ds_hydra.configs.files import read_json_object, reading
+from ds_hydra.configs.hydra_config import Space
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
+
+_FEW = 8
+"""Devices of one node, whose groups of all sizes are no more than a few."""
 
 STRATEGIES_SCHEMA = "ds_hydra.strategies/1"
 
@@ -19,6 +23,24 @@ def power_of_two_schemes(num_devices: int) -> tuple[Scheme, ...]:
     degrees = [2**i for i in range(num_devices.bit_length()) if 2**i <= num_devices]
     schemes = [Scheme(tp, pp) for tp in degrees for pp in degrees if tp * pp <= num_devices]
     return tuple(sorted(schemes, key=lambda s: (s.num_devices, s.pp)))
+
+
+def measured_beside(num_devices: int, space: Space) -> tuple[Scheme, ...]:
+    """What is measured at the start beside <TP,PP> for proposals of `space`: <1,1;gather> and
+    <spN,1;gather>, of which phases are put together, and whose times nothing else tells on hardware
+    without a description. Up to `_FEW` devices every N, on more the widest alone, whose groups are
+    few.
+
+    >>> [str(s) for s in measured_beside(4, "full")], [str(s) for s in measured_beside(64, "full")]
+    (['<1,1;gather>', '<sp2,1;gather>', '<sp4,1;gather>'], ['<1,1;gather>', '<sp8,1;gather>'])
+    """
+    if space == "plain":
+        return ()
+    widest = min(num_devices, _FEW).bit_length()
+    degrees = [1 << exponent for exponent in range(widest)]
+    if num_devices > _FEW:
+        degrees = [degrees[0], degrees[-1]]
+    return tuple(Scheme(1, 1, sp=n, gather=True) for n in degrees if num_devices % n == 0)
 
 
 def fitting_schemes(

@@ -45,8 +45,9 @@ def with_extended_schemes(
     - <CP,TP,PP>, and <SP,CP,TP,PP> where the heads no longer divide by more SP
       (`context_parallel_schemes`).
     - <spN,PP;ep=N> of a mixture of experts, where `cluster` says how fast tokens travel.
-    - <SP,TP,1;stream>, and <SP,TP,1;gather> for `tokens_per_iteration`, where `cluster` says how
-      fast layers move (`with_streamed_schemes`).
+    - <SP,TP,1;gather> for `tokens_per_iteration`, where `cluster` says how fast layers move, or the
+      profile measured one (`with_streamed_schemes`). Layers stream where the profile measured that
+      alone: a home on accelerators has run on a stand-in device only.
     - Checkpointed layers and uneven stages, where they let a scheme fit a class of lengths that it
       does not fit without, with less device time than every scheme that does; the fewest layers
       that are enough.
@@ -89,14 +90,14 @@ def with_derived_schemes(
         known = with_expert_parallelism(
             known, num_devices=num_devices, cluster=cluster, can_run=can_run
         )
-        known = with_streamed_schemes(
-            known,
-            num_devices=num_devices,
-            cluster=cluster,
-            can_run=can_run,
-            tokens_per_iteration=tokens_per_iteration,
-        )
-    return known
+    return with_streamed_schemes(
+        known,
+        num_devices=num_devices,
+        cluster=cluster,
+        can_run=can_run,
+        tokens_per_iteration=tokens_per_iteration,
+        streams=False,
+    )
 
 
 def stretched_schemes(
@@ -151,8 +152,7 @@ def _with_sequence_parallelism(
 
 def _that_fit(profile: Profile, schemes: Iterable[Scheme], num_devices: int) -> list[Scheme]:
     def fits(scheme: Scheme) -> bool:
-        is_known = scheme.num_devices <= num_devices and profile.memory.knows(scheme)
-        return is_known and profile.max_len_tokens(scheme, num_devices) > 0
+        return profile.memory.knows(scheme) and profile.has_room(scheme, num_devices)
 
     return [scheme for scheme in schemes if fits(scheme)]
 

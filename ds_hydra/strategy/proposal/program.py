@@ -86,7 +86,7 @@ def usable_schemes(
     smallest first.
 
     `space`: <TP,PP> only ("plain"), every scheme that was measured, or all that the profile has an
-    entry for ("wide").
+    entry for ("full").
     """
     left_out = profile.assumed if space == "measured" else frozenset()
     return tuple(
@@ -94,8 +94,7 @@ def usable_schemes(
         for scheme in sorted(profile.latency, key=lambda s: (s.num_devices, s))
         if (scheme.is_plain or space != "plain")
         and scheme not in left_out
-        and scheme.num_devices <= num_devices
-        and profile.max_len_tokens(scheme, num_devices) > 0
+        and profile.has_room(scheme, num_devices)
     )
 
 
@@ -106,7 +105,7 @@ def check_context(
     schemes: Iterable[Scheme] | None = None,
     *,
     can_run: CanRun | None = None,
-    is_wide: bool = False,
+    is_full: bool = False,
     cluster: Cluster | None = None,
     tokens_per_iteration: float | None = None,
 ) -> None:
@@ -114,8 +113,8 @@ def check_context(
     `context_length` tokens.
 
     The message says what fits, or that the states alone do not, how many devices would do, and
-    where `can_run` tells which schemes the model runs, whether one of the wide space would.
-    `is_wide`: `schemes` are all of that space, which `cluster` and `tokens_per_iteration` are part
+    where `can_run` tells which schemes the model runs, whether one of the full space would.
+    `is_full`: `schemes` are all of that space, which `cluster` and `tokens_per_iteration` are part
     of.
     """
     known = list(profile.latency if schemes is None else schemes)
@@ -124,7 +123,7 @@ def check_context(
         return
     remedies = [f"lower the context to {longest}"] if longest > 0 else []
 
-    def longest_of_wide(number: int) -> int:
+    def longest_of_full(number: int) -> int:
         extended = with_extended_schemes(
             profile,
             num_devices=number,
@@ -136,10 +135,10 @@ def check_context(
         return _longest_micro_batch(extended, extended.latency, number)
 
     def longest_on(number: int) -> int:
-        return longest_of_wide(number) if is_wide else _longest_micro_batch(profile, known, number)
+        return longest_of_full(number) if is_full else _longest_micro_batch(profile, known, number)
 
-    of_wide = longest_of_wide(num_devices) if can_run is not None and not is_wide else 0
-    remedies += _remedies(profile, num_devices, context_length, longest_on, of_wide, is_wide)
+    of_full = longest_of_full(num_devices) if can_run is not None and not is_full else 0
+    remedies += _remedies(profile, num_devices, context_length, longest_on, of_full, is_full)
     why = f"the longest that fits has {longest}"
     if longest <= 0:
         why = _describe_states(profile, known, num_devices)
@@ -178,8 +177,8 @@ def _remedies(
     num_devices: int,
     context_length: int,
     longest_on: Callable[[int], int],
-    longest_of_wide: int,
-    is_wide: bool,
+    longest_of_full: int,
+    is_full: bool,
 ) -> list[str]:
     """What lets a micro-batch of `context_length` fit, each as advice to the user."""
     sharded = profile.memory.sharded_bytes / max(1, profile.memory.usable_bytes)
@@ -188,13 +187,13 @@ def _remedies(
     fitting = (n for n in possible if longest_on(n) >= context_length)
     enough = next(fitting, None)
     found = [] if enough is None else [f"use {enough} devices"]
-    if longest_of_wide >= context_length:
+    if longest_of_full >= context_length:
         found.append(
-            f'set hydra.planner.space to "wide" (--space wide), which fits {longest_of_wide}'
+            f'set hydra.planner.space to "full" (--space full), which fits {longest_of_full}'
         )
     if sharded > num_devices and found:
         return found  # nothing else makes them fit
-    if not is_wide and not profile.document.get("activation_checkpointing"):
+    if not is_full and not profile.document.get("activation_checkpointing"):
         is_estimate = bool(profile.document.get("estimated"))
         found.append(
             "turn on activation checkpointing (hydra.activation_checkpointing; simulate: --space full)"
@@ -369,38 +368,6 @@ def _make_program(
         scheme_devices=sizes,
         first_closed=1 + is_held.sum(axis=1).astype(np.int64),
     )
-
-
-def least_iteration_ms(
-    profile: Profile,
-    histogram: LengthHistogram,
-    *,
-    num_devices: int,
-    context_length: int,
-    tokens_per_iteration: int,
-) -> float:
-    """Propagation at least of an iteration that has a sequence of the context, on schemes <TP,PP>;
-    inf where none fits it.
-
-    One pipeline holds that sequence; the other devices take all lengths where they need least
-    device time, perfectly balanced. Beside one that has more than half of the devices nothing else
-    is planned for: it takes all lengths.
-    """
-    histogram = histogram.limit(context_length)
-    settings = ProposalSettings(tokens_per_iteration=tokens_per_iteration)
-    program = _make_program(profile, histogram, num_devices, settings)
-    tokens = float(histogram.lengths_tokens @ histogram.counts)
-    share = tokens_per_iteration / tokens
-    balanced_ms = share * float(program.least_work[-1]) / num_devices
-    times_ms = []
-    for scheme, work_ms in zip(program.schemes, program.work_ms):
-        if profile.max_len_tokens(scheme, num_devices) < context_length:
-            continue
-        alone_ms = scheme.pp * profile.get_latency(scheme).micro_batch_ms([context_length])
-        is_wide = 2 * scheme.num_devices > num_devices
-        others_ms = share * float(work_ms[-1]) if is_wide else balanced_ms
-        times_ms.append(max(alone_ms, others_ms))
-    return min(times_ms, default=float("inf"))
 
 
 def relaxed_strategies(

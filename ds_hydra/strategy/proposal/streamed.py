@@ -10,7 +10,6 @@ from itertools import product
 from ds_hydra.strategy.cost_models.cluster import Cluster, try_cluster
 from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
 from ds_hydra.strategy.profiles.sequence_parallel import num_key_value_parts
-from ds_hydra.strategy.schemes.notation import ALL_LAYERS
 from ds_hydra.strategy.schemes.options import slowest_stage_ratio
 from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
 
@@ -57,14 +56,15 @@ def with_streamed_schemes(
     profile: Profile,
     *,
     num_devices: int,
-    cluster: Cluster,
+    cluster: Cluster | None,
     can_run: CanRun = lambda _: True,
     tokens_per_iteration: float | None = None,
+    streams: bool = True,
 ) -> Profile:
-    """`profile` with schemes of one stage whose layers all stream, where it did not measure them,
-    its memory model knows them, and they fit a micro-batch.
+    """`profile` with schemes of one stage whose layers all stream (if `streams`), where it did not
+    measure them, its memory model knows them, and they fit a micro-batch.
 
-    - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that.
+    - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that, on one node.
     - <spN,1;stream> for each N, a power of two up to `num_devices` that divides the heads, and
       <cpN,1;stream> for each N: T is that of one rank (`single_rank_latency`), of whose micro-batch
       N ranks have a share each, with the exchanges of SP or CP by the interconnects of `cluster`.
@@ -73,8 +73,9 @@ def with_streamed_schemes(
       with as many checkpointed layers as let one micro-batch for each pipeline hold them: further
       ones cost time in lockstep. 0: without checkpointed layers.
 
-    A micro-batch takes `Cluster.stream_ms` or `Cluster.gather_ms` at least. The entries are marked
-    as derived or estimated.
+    A micro-batch takes `Cluster.stream_ms` or `Cluster.gather_ms` at least. Without a `cluster`
+    only those are there that follow from a measured <SP,TP,1;gather>, by checkpointed layers. The
+    entries are marked as derived or estimated.
     """
     entries = []
     single = single_rank_latency(profile)
@@ -85,26 +86,33 @@ def with_streamed_schemes(
         wide += [Scheme(1, 1, sp=n) for n in powers if heads % n == 0]
         wide += [Scheme(1, 1, cp=n) for n in powers[1:]]
     known = [s for s in profile.latency if s.pp == s.ep == 1 and s == s.without_options()]
-    kinds = (False,) if tokens_per_iteration is None else (False, True)
+    kinds = [False] * streams + [True] * (tokens_per_iteration is not None)
     for plain, gathers in product(dict.fromkeys([*known, *wide]), kinds):
-        scheme = replace(plain, stream=0 if gathers else ALL_LAYERS, gather=gathers)
-        is_open = scheme not in profile.latency and profile.memory.knows(scheme)
-        fits = is_open and profile.max_len_tokens(scheme, num_devices) > 0
-        if not fits or scheme.num_devices > num_devices or not can_run(scheme):
+        scheme = replace(plain, stream=not gathers, gather=gathers)
+        fits = profile.memory.knows(scheme) and profile.has_room(scheme, num_devices)
+        if not fits or not can_run(scheme):
             continue
-        if single is not None and plain.tp == 1:
-            model = cluster.with_exchanges(
-                single.shared(plain.num_shards), plain, num_key_value_parts(profile, plain)
-            )
-            source: dict[str, object] = {"estimated": True}
+        source: dict[str, object]
+        if scheme in profile.latency:
+            model, source = profile.latency[scheme], {"derived_from": str(scheme)}
+        elif cluster is None:
+            continue
         else:
-            model, source = profile.latency[plain], {"derived_from": str(plain)}
-        traffic_ms = cluster.gather_ms(scheme) if gathers else cluster.stream_ms(scheme)
-        model = replace(model, traffic_ms=traffic_ms)
+            if single is not None and plain.tp == 1:
+                model = cluster.with_exchanges(
+                    single.shared(plain.num_shards), plain, num_key_value_parts(profile, plain)
+                )
+                source = {"estimated": True}
+            else:
+                model, source = profile.latency[plain], {"derived_from": str(plain)}
+            traffic_ms = cluster.gather_ms(scheme) if gathers else cluster.stream_ms(scheme)
+            model = replace(model, traffic_ms=traffic_ms)
         variants = [scheme]
         if gathers and tokens_per_iteration:
             variants = _that_hold(profile, scheme, num_devices, tokens_per_iteration, can_run)
         for variant in variants:
+            if variant in profile.latency:
+                continue
             ratio = slowest_stage_ratio(variant, profile.memory.num_layers) if variant.ckpt else 1.0
             entries.append({**variant.to_json(), **model.scaled(ratio).to_json(), **source})
     return profile.with_more(entries)
@@ -134,7 +142,7 @@ def with_streams_of(profile: Profile, strategies: Sequence[Strategy]) -> Profile
     it has no T of; as it is where nothing is known of its interconnects.
     """
     schemes = {scheme for strategy in strategies for scheme in strategy.schemes}
-    wanted = {replace(s, stages=(), ckpt=0) for s in schemes if s.streams_all or s.gather}
+    wanted = {replace(s, stages=(), ckpt=0) for s in schemes if s.stream or s.gather}
     wanted -= profile.latency.keys()
     if not wanted:
         return profile

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 from ds_hydra.configs.files import MAX_DEVICES
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.strategy.schemes.notation import ALL_LAYERS, FORM, MAX_LAYERS, REPLACED, read_notation
+from ds_hydra.strategy.schemes.notation import ALL_STREAM, FORM, MAX_LAYERS, REPLACED, read_notation
 
 _TERM = re.compile(r"\s*(?:(\d{1,9})\s*x\s*)?<([^<>]*)>\s*")
 _THEN = re.compile(r"\sthen\s")  # further blanks belong to the terms
@@ -30,8 +30,8 @@ class Scheme:
     have besides.
 
     Text forms: `<2,4>`, `<2,4;ckpt=12;stages=9,8,8,7>`, `<sp2,4,1>` (SP 2, TP 4,
-    PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<cp2,1>`, `<sp4,cp2,1>`, `<2,2;stream=8>`,
-    `<sp4,1;stream>` (all layers), `<sp4,1;gather>`, `<sp4,1;ep=4>`. In JSON documents the options
+    PP 1), `<sp4,1>` (SP 4, TP 1, PP 1), `<cp2,1>`, `<sp4,cp2,1>`, `<2,2;stream>`,
+    `<sp4,1;gather>`, `<sp4,1;ep=4>`. In JSON documents the options
     are further keys beside "tp" and "pp", where they are set.
     """
 
@@ -47,10 +47,9 @@ class Scheme:
     checkpointing."""
     sp: int = 1
     """Sequence-parallel degree: so many ranks share a row by heads in attention."""
-    stream: int = 0
-    """The first layers of each stage whose weights are read from the node's home layer by layer and
-    whose gradients are added there, instead of staying with the rank; `ALL_LAYERS` streams all of
-    them, the embedding and the head. `"all"` in JSON documents, `stream` without a number in text.
+    stream: bool = False
+    """Weights of all layers, of the embedding and of the head are read from the home of the host
+    layer by layer, and their gradients are added there, instead of staying with the rank.
     """
     gather: bool = False
     """All ranks gather each layer for every pass, as ZeRO-3 does, and give its gradient away at
@@ -80,10 +79,9 @@ class Scheme:
             raise HydraConfigError(
                 f"ckpt of a scheme is {repr(self.ckpt)[:80]}, expected a number of layers up to {MAX_LAYERS}"
             )
-        if type(self.stream) is not int or not 0 <= self.stream <= ALL_LAYERS:
+        if type(self.stream) is not bool:
             raise HydraConfigError(
-                f"stream of a scheme is {repr(self.stream)[:80]}, expected a number of layers of each stage up to "
-                f'{MAX_LAYERS}, or "all"'
+                f"stream of a scheme is {repr(self.stream)[:80]}, expected true or false; {ALL_STREAM}"
             )
         if type(self.stages) is not tuple or not all(type(n) is int and n > 0 for n in self.stages):
             raise HydraConfigError(
@@ -133,7 +131,7 @@ class Scheme:
 
         Raises KeyError without "tp" or "pp", HydraConfigError for values that are no scheme.
         """
-        names = ("ckpt", "sp", "gather", "ep", "cp")
+        names = ("ckpt", "sp", "stream", "gather", "ep", "cp")
         options = {key: document[key] for key in names if key in document}
         if document.get("repull"):
             raise HydraConfigError(REPLACED)
@@ -142,14 +140,9 @@ class Scheme:
             raise HydraConfigError(
                 f"stages of a scheme are {stages!r:.80}, expected a list of layer counts"
             )
-        stream = document.get("stream", 0)
-        return cls(
-            document["tp"],
-            document["pp"],
-            stages=tuple(stages),
-            stream=ALL_LAYERS if stream == "all" else stream,
-            **options,
-        )
+        if options.get("stream") == "all":  # as documents said it while a number was possible
+            options["stream"] = True
+        return cls(document["tp"], document["pp"], stages=tuple(stages), **options)
 
     def to_json(self) -> dict[str, Any]:
         """ "tp" and "pp", and the options that are set.
@@ -169,7 +162,7 @@ class Scheme:
         if self.stages:
             document["stages"] = list(self.stages)
         if self.stream:
-            document["stream"] = "all" if self.streams_all else self.stream
+            document["stream"] = True
         if self.gather:
             document["gather"] = True
         return document
@@ -195,11 +188,6 @@ class Scheme:
         has_options = self.stages or self.ckpt or self.stream or self.gather
         return not has_options and self.num_shards == 1
 
-    @property
-    def streams_all(self) -> bool:
-        """Whether every layer streams, and with them the embedding and the head."""
-        return self.stream == ALL_LAYERS
-
     def without_options(self) -> Scheme:
         """The same degrees with even stages and nothing checkpointed or streamed."""
         return Scheme(self.tp, self.pp, sp=self.sp, ep=self.ep, cp=self.cp)
@@ -214,15 +202,6 @@ class Scheme:
         base, extra = divmod(num_layers, self.pp)
         begin = stage * base + min(stage, extra)
         return range(begin, begin + base + (stage < extra))
-
-    def streamed_layers(self, num_layers: int, stage: int) -> range:
-        """The layers of `stage` that stream: its first ones.
-
-        >>> Scheme(1, 2, stream=1).streamed_layers(8, 1)
-        range(4, 5)
-        """
-        layers = self.stage_layers(num_layers, stage)
-        return layers[: self.stream]
 
     def check_layers(self, num_layers: int) -> None:
         """Raise HydraConfigError where a model of `num_layers` cannot run under this scheme."""
@@ -241,12 +220,6 @@ class Scheme:
                 f"scheme {self}: ckpt={self.ckpt} is above the model's {num_layers} layers; "
                 f"use ckpt={num_layers} or less in hydra.strategies"
             )
-        fewest = min(self.stages, default=num_layers // self.pp)
-        if fewest < self.stream < ALL_LAYERS:
-            raise HydraConfigError(
-                f"scheme {self}: stream={self.stream} is above the {fewest} layers of its smallest stage; "
-                f"use stream={fewest} or less, or stream without a number for all layers, in hydra.strategies"
-            )
 
     def __str__(self) -> str:
         sp = f"sp{self.sp}," if self.sp > 1 else ""
@@ -255,10 +228,9 @@ class Scheme:
         degrees = f"{sp}{cp}{tp}{self.pp}"
         ckpt = f";ckpt={self.ckpt}" if self.ckpt else ""
         stages = f";stages={','.join(map(str, self.stages))}" if self.stages else ""
-        stream = f"={self.stream}" if not self.streams_all else ""
-        streams = f";stream{stream}" if self.stream else ""
+        comes = ";stream" if self.stream else ";gather" if self.gather else ""
         ep = f";ep={self.ep}" if self.ep > 1 else ""
-        return f"<{degrees}{ep}{ckpt}{stages}{streams}{';gather' if self.gather else ''}>"
+        return f"<{degrees}{ep}{ckpt}{stages}{comes}>"
 
 
 def _placement_order(scheme: Scheme) -> tuple[Any, ...]:
@@ -426,6 +398,23 @@ def _parse_each(texts: Iterable[str]) -> list[Strategy]:
                 f"{MAX_PIPELINES} are the most"
             )
     return found
+
+
+def check_one_host(strategy: Strategy, num_hosts: int) -> None:
+    """Raise HydraConfigError where layers of `strategy` stream and ranks are on several hosts."""
+    if num_hosts == 1 or not any(scheme.stream for scheme in strategy.schemes):
+        return
+    can_gather = all(scheme.pp == 1 for scheme in strategy.schemes)
+    others = Strategy(tuple(replace(s, stream=False, gather=can_gather) for s in strategy.schemes))
+    how = (
+        "write ;gather in place of ;stream"
+        if can_gather
+        else "leave ;stream out, or write ;gather in pipelines of PP 1"
+    )
+    raise HydraConfigError(
+        f"strategy {strategy}: layers stream from memory that the ranks of one host share, there are {num_hosts} "
+        f"hosts; {how}: '{others}'"
+    )
 
 
 def check_one_phase(strategy: Strategy) -> None:

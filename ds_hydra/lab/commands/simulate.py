@@ -1,0 +1,466 @@
+"""`ds-hydra simulate`: how long training would take, with ds_hydra and without, on any cluster."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ds_hydra.commands.common import (
+    MAX_BATCHES,
+    MODEL_HELP,
+    AsJson,
+    check_folder,
+    errors_to_stderr,
+    log,
+    print_json,
+    progress_bar,
+    write_document,
+    write_documents,
+    writing,
+)
+from ds_hydra.configs.files import MAX_DEVICES, MAX_LENGTH_TOKENS, MAX_TOKENS_PER_ITERATION
+from ds_hydra.configs.hydra_config import MAX_SEED
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.lab.commands.simulate_text import describe_simulation
+
+if TYPE_CHECKING:
+    from ds_hydra.lab.simulator.cases import Case
+    from ds_hydra.lab.simulator.comparison import Comparison
+    from ds_hydra.lab.simulator.sweep import Axes
+    from ds_hydra.lab.simulator.systems import Settings
+    from ds_hydra.lab.simulator.workload import Workload
+    from ds_hydra.strategy.profiles.profile import Profile
+
+
+DEFAULT_CONTEXT, DEFAULT_HISTOGRAM = 32768, "commoncrawl"
+"""Of `--model`."""
+DEFAULT_ITERATIONS = 40
+
+
+SimulatedSpace = Literal["full", "plain"]
+
+
+def simulate(
+    case: Annotated[
+        str | None, typer.Option(help="A shipped case, e.g. paper/commoncrawl-32b-64gpu-f2.")
+    ] = None,
+    list_cases: Annotated[
+        bool, typer.Option("--list-cases", help="Print the names of all cases.")
+    ] = False,
+    profile: Annotated[
+        str | None, typer.Option(help="A ds_hydra.profile/1 file, or the name of a shipped one.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Instead of --profile: {MODEL_HELP} --hardware says on what. Times are then those of a roofline."
+        ),
+    ] = None,
+    histogram: Annotated[
+        str | None,
+        typer.Option(
+            help="A ds_hydra.lengths/1 file, or the name of a shipped one; commoncrawl with --model if not given."
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_DEVICES, help="With --model, nodes in place of --devices."),
+    ] = None,
+    devices: Annotated[
+        str | None, typer.Option(help="Devices; several, e.g. 64,128,256, sweep.")
+    ] = None,
+    context: Annotated[
+        str | None, typer.Option(help="Longest sequence in tokens; several sweep.")
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of one iteration; several sweep. 100K for every 64 devices if not given."
+        ),
+    ] = None,
+    iterations: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_BATCHES,
+            help="Mini-batches to simulate; 40 if not given, fewer of more than 200K tokens, whose means are as good.",
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="A homogeneous strategy to compare with too, e.g. '4x<16,1>'."),
+    ] = None,
+    strategies: Annotated[
+        Path | None, typer.Option(help="Candidates, ds_hydra.strategies/1; proposed if not given.")
+    ] = None,
+    systems: Annotated[
+        str | None,
+        typer.Option(
+            help="What to compare with, e.g. megatron,static; all if not given, none with ds_hydra alone."
+        ),
+    ] = None,
+    space: Annotated[
+        SimulatedSpace,
+        typer.Option(
+            help="Schemes of ds_hydra: <TP,PP>, SP, streamed and checkpointed layers, or <TP,PP> alone; a sweep "
+            "has <TP,PP> alone."
+        ),
+    ] = "full",
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            help="A ds_hydra.hardware/1 file or shipped name; the profile's if not given."
+        ),
+    ] = None,
+    overlap: Annotated[bool, typer.Option(help="Overlap pull and push with propagation.")] = True,
+    price_per_gpu_hour: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, max=1e6, help="Price of one device and hour, for the cost of 10^9 tokens."
+        ),
+    ] = None,
+    spread: Annotated[
+        bool,
+        typer.Option(
+            help="Also how each speed-up moves if T, interconnects or attention are 20% off, and with 69% of all "
+            "transfers seen; not in a sweep."
+        ),
+    ] = True,
+    expert_skew: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            max=1e6,
+            help="With --model, tokens that experts of the busiest rank get over the mean, where ranks share experts.",
+        ),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the mini-batches.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="PNG of a sweep.")] = None,
+    timeline_of: Annotated[
+        str,
+        typer.Option(
+            help="System of --timeline: ds_hydra, or plain, which has schemes <TP,PP> alone."
+        ),
+    ] = "ds_hydra",
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the events of the first iteration, or of all into a .jsonl file; `ds-hydra report` shows them."
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write the JSON document.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate training on a cluster that you need not have.
+
+    Example: ds-hydra simulate --profile a800_llama2_32b --histogram commoncrawl --devices 64
+    --context 32768
+    --tokens 200000
+
+    Without a profile: ds-hydra simulate --model llama2_7b --hardware h100 --nodes 8
+    """
+    from ds_hydra.lab.simulator.cases import list_cases as names_of_cases
+
+    if list_cases:
+        names = names_of_cases()
+        print_json({"cases": list(names)}) if as_json else print("\n".join(names))
+        return
+    with errors_to_stderr():
+        check_folder(out)
+        settings = _settings(iterations, systems, baseline, overlap, seed, space)
+        _check_timeline(timeline_of, settings)
+        loaded = _load_case(
+            case, (profile, model, histogram, nodes, devices, context, tokens, strategies)
+        )
+        if loaded is not None:
+            workload, axes = loaded.workload, None
+        else:
+            estimated = None
+            if model is not None:
+                _refuse(profile is not None, "give --profile or --model, one of them")
+                histogram, devices, context, estimated = _estimate(
+                    model, hardware, histogram, nodes, devices, context, expert_skew
+                )
+            _refuse(
+                model is None and nodes is not None, "--nodes goes with --model; give --devices"
+            )
+            workload, axes = _workload(
+                profile, histogram, devices, context, tokens, baseline, strategies, estimated
+            )
+        if axes is not None and axes.is_sweep:
+            _refuse(
+                timeline is not None, "--timeline shows one workload; give one value for each axis"
+            )
+            found = _sweep(workload, axes, settings, hardware, systems is not None)
+        else:
+            _refuse(
+                plot is not None,
+                "--plot shows a sweep; give several --devices, --context or --tokens",
+            )
+            if loaded is None:
+                sized = settings.sized(workload.tokens_per_iteration)
+                settings = replace(sized, iterations=iterations or sized.iterations)
+            found = [_compare(workload, settings, hardware, spread)]
+        documents = [comparison.to_json(price_per_gpu_hour) for comparison in found]
+        document = documents[0] if axes is None or not axes.is_sweep else {
+            "schema": "ds_hydra.sweep/1", "points": documents,
+        }  # fmt: skip
+        _add_expected(document, loaded, found)
+        write_document(document, out)
+        if timeline is not None:
+            count = len(found[0].plans) if timeline.suffix == ".jsonl" else 1
+            write_documents(
+                (
+                    found[0].simulate(position, timeline_of).timeline().to_json()
+                    for position in range(count)
+                ),
+                timeline,
+            )
+        if plot is not None:
+            _plot(found, plot)
+    print_json(document) if as_json else print(describe_simulation(documents, document))
+
+
+def _refuse(is_wrong: bool, message: str) -> None:
+    if is_wrong:
+        raise HydraConfigError(message)
+
+
+def _check_timeline(system: str, settings: Settings) -> None:
+    from ds_hydra.lab.simulator.systems import PLANNED
+
+    _refuse(system not in PLANNED, f"--timeline-of {system!r}: choose {' or '.join(PLANNED)}")
+    _refuse(
+        system not in ("ds_hydra", *settings.systems),
+        f"--timeline-of {system}: it is not among --systems {','.join(settings.systems)}; add it there",
+    )
+
+
+def _settings(
+    iterations: int | None,
+    systems: str | None,
+    baseline: str | None,
+    overlap: bool,
+    seed: int,
+    space: SimulatedSpace,
+) -> Settings:
+    from ds_hydra.lab.simulator.systems import Settings
+
+    chosen: dict[str, Any] = {}
+    if systems is not None:
+        names = [name.strip() for name in systems.split(",") if name.strip()]
+        names += ["given"] if baseline is not None else []
+        # It is always simulated, so that naming it alone leaves out all others
+        chosen = {"systems": tuple(name for name in dict.fromkeys(names) if name != "ds_hydra")}
+    return Settings(
+        iterations=iterations or DEFAULT_ITERATIONS,
+        overlap=overlap,
+        seed=seed,
+        space=space,
+        **chosen,
+    )
+
+
+def _load_case(name: str | None, others: tuple[object, ...]) -> Case | None:
+    from ds_hydra.lab.simulator.cases import load_case
+
+    if name is None:
+        return None
+    _refuse(
+        any(value is not None for value in others),
+        "--case brings profile, histogram, devices, context, tokens and strategies; leave those options out",
+    )
+    return load_case(name)
+
+
+def _workload(
+    profile: str | None,
+    histogram: str | None,
+    devices: str | None,
+    context: str | None,
+    tokens: str | None,
+    baseline: str | None,
+    strategies: Path | None,
+    estimated: Profile | None,
+) -> tuple[Workload, Axes]:
+    from ds_hydra.configs import find_file
+    from ds_hydra.configs.files import find_profile
+    from ds_hydra.lab.simulator.sweep import Axes
+    from ds_hydra.lab.simulator.workload import Workload
+    from ds_hydra.sampler.candidates import with_schemes_of
+    from ds_hydra.strategy.profiles.profile import Profile
+    from ds_hydra.strategy.proposal.candidates import load_strategies
+    from ds_hydra.strategy.proposal.histogram import LengthHistogram
+    from ds_hydra.strategy.schemes.scheme import Strategy, check_one_host
+
+    given = {
+        "--profile": estimated.name if estimated else profile,
+        "--histogram": histogram,
+        "--devices": devices,
+        "--context": context,
+    }
+    missing = [name for name, value in given.items() if value is None]
+    _refuse(
+        bool(missing), f"{', '.join(missing)} missing; give --case, or all of {', '.join(given)}"
+    )
+    texts = {name: value for name, value in given.items() if value is not None}
+    profile, histogram = texts["--profile"], texts["--histogram"]
+    axes = Axes(
+        devices=_numbers("--devices", texts["--devices"], MAX_DEVICES),
+        contexts=_numbers("--context", texts["--context"], MAX_LENGTH_TOKENS),
+        tokens=_numbers("--tokens", tokens, MAX_TOKENS_PER_ITERATION) if tokens is not None else (),
+    )
+    num_devices, context_length, tokens_per_iteration = next(axes.points())
+    candidates = load_strategies(str(strategies)) if strategies else ()
+    given_strategy = Strategy.parse(baseline) if baseline else None
+    named = (*candidates, *([given_strategy] if given_strategy else []))
+    given_profile = estimated or Profile.load(find_profile(profile))
+    for each in named:
+        check_one_host(each, -(-max(axes.devices) // given_profile.memory.devices_per_node))
+    known = with_schemes_of(given_profile, named)
+    workload = Workload(
+        name=f"{profile}, {histogram}",
+        profile=known,
+        histogram=LengthHistogram.load(find_file("lengths", histogram)),
+        num_devices=num_devices,
+        context_length=context_length,
+        tokens_per_iteration=tokens_per_iteration,
+        given=given_strategy,
+        strategies=candidates,
+    )
+    return workload, axes
+
+
+def _estimate(
+    model: str,
+    hardware: str | None,
+    histogram: str | None,
+    nodes: int | None,
+    devices: str | None,
+    context: str | None,
+    expert_skew: float,
+) -> tuple[str, str, str, Profile]:
+    """Histogram, devices and context, with defaults, and the profile of `model` by a roofline; says
+    what it assumes.
+    """
+    from ds_hydra.model_config import read_config
+    from ds_hydra.strategy.cost_models.analytic import Hardware
+    from ds_hydra.strategy.proposal.estimate import estimate_from_config
+
+    _refuse(hardware is None, "--model needs --hardware, e.g. h100")
+    assert hardware is not None
+    _refuse((nodes is None) == (devices is None), "with --model give --nodes or --devices")
+    if nodes is not None:
+        devices = str(nodes * Hardware.load(hardware).devices_per_node)
+    assert devices is not None
+    assumed = []
+    if context is None:
+        context = str(DEFAULT_CONTEXT)
+        assumed.append(f"context: {DEFAULT_CONTEXT}, as --context is not given")
+    if histogram is None:
+        histogram = DEFAULT_HISTOGRAM
+        assumed.append(f"lengths: those of {DEFAULT_HISTOGRAM}, as --histogram is not given")
+    most = max(_numbers("--devices", devices, MAX_DEVICES))
+    longest = max(_numbers("--context", context, MAX_LENGTH_TOKENS))
+    config, notes = read_config(model)
+    profile, more = estimate_from_config(model, hardware, most, longest, expert_skew, config)
+    for sentence in (*notes, *more, *assumed):
+        log(f"assumed: {sentence}")
+    return histogram, devices, context, profile
+
+
+def _numbers(option: str, text: str, most: int) -> tuple[int, ...]:
+    """Positive whole numbers separated by commas; 1_000 and 1000 are the same."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1 or max(numbers) > most:
+        raise HydraConfigError(
+            f"{option} {text!r:.80}: expected whole numbers of 1 or more up to {most}, e.g. 64 or "
+            "64,128,256"
+        )
+    return numbers
+
+
+_INSIDE = multiprocessing.get_context("fork").Array("i", 2)
+"""Done and total of what the longest step does, told by the process that does it."""
+
+
+def _tell(done: int, total: int) -> None:
+    _INSIDE[:] = [done, total]
+
+
+def _describe_inside() -> str:
+    done, total = _INSIDE[:]
+    if done < total or not total:
+        return f"choosing candidates, {done} of {total or '?'}"
+    return "candidates are chosen, mini-batches are planned"
+
+
+def _compare(
+    workload: Workload, settings: Settings, hardware: str | None, spread: bool
+) -> Comparison:
+    from ds_hydra.lab.simulator.compare import compare
+    from ds_hydra.lab.simulator.spread import with_spread
+    from ds_hydra.strategy.cost_models.cluster import find_cluster
+
+    cluster = find_cluster(workload.profile, workload.num_devices, hardware)
+    if cluster is None:
+        log(
+            "the profile's hardware has no description: communication counts nothing; see --hardware"
+        )
+    fork, processes = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
+    _INSIDE[:] = [0, 0]  # before processes fork
+    with (
+        ProcessPoolExecutor(processes, mp_context=fork) as pool,
+        progress_bar("simulating", "step", inside=_describe_inside) as show,
+    ):
+        run_each = pool.map if processes > 1 else map
+        steps = iter(range(len(settings.systems) + 2))
+
+        def begin(_system: str) -> None:
+            show(next(steps), 1 + len(settings.systems) + int(spread))
+
+        found = compare(
+            workload, cluster, settings, progress=begin, run_each=run_each, inside=_tell
+        )
+        optional = ("given", "paper", "32_bit")
+        left_out = [n for n in settings.systems if n not in optional and found.get(n) is None]
+        if left_out:
+            log(f"left out, because nothing that they run fits the context: {', '.join(left_out)}")
+        return with_spread(found, run_each) if spread else found
+
+
+def _sweep(
+    workload: Workload, axes: Axes, settings: Settings, hardware: str | None, is_chosen: bool
+) -> list[Comparison]:
+    from ds_hydra.lab.simulator.sweep import SWEEP_SYSTEMS, sweep
+
+    with progress_bar("simulating", "point") as show:
+        chosen = settings if is_chosen else replace(settings, systems=SWEEP_SYSTEMS)
+        return sweep(workload, axes, chosen, hardware, show)
+
+
+def _plot(found: list[Comparison], path: Path) -> None:
+    from ds_hydra.lab.sweep_plot import plot_sweep
+
+    with writing(path):
+        plot_sweep(found, path)
+
+
+def _add_expected(document: dict[str, Any], case: Case | None, found: list[Comparison]) -> None:
+    from ds_hydra.lab.simulator.reproduction import our_figure
+
+    if case is not None:
+        document["figure"] = case.figure
+        document["published"] = [
+            {"what": e.what, "paper": e.paper, "ours": our_figure(found[0], e.metric)}
+            for e in case.expected
+        ]

@@ -1,0 +1,323 @@
+"""ds_hydra against other ways to train: one workload, the same mini-batches for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ds_hydra.configs.hydra_config import Space
+from ds_hydra.lab.simulator.baselines import dynamic
+from ds_hydra.lab.simulator.comparison import Comparison, Planned
+from ds_hydra.lab.simulator.scenario import Scenario, SystemResult, bound_of
+from ds_hydra.lab.simulator.systems import (
+    DS_HYDRA,
+    FULL_STATIC,
+    GRADIENTS_32_BIT,
+    LABELS,
+    PAPER,
+    PLAIN,
+    PLANNED,
+    STATIC,
+    SYSTEMS,
+    Contest,
+    Settings,
+)
+from ds_hydra.lab.simulator.workload import Workload, check_workload
+from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, with_schemes_of
+from ds_hydra.sampler.trial import HEURISTIC, Progress, PruningSettings
+from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.profiles.states import with_engine_states
+from ds_hydra.strategy.proposal.extended import (
+    stretched_schemes,
+    with_derived_schemes,
+    with_extended_schemes,
+)
+from ds_hydra.strategy.proposal.program import (
+    ProposalSettings,
+    check_context,
+    propose_from_histogram,
+    usable_schemes,
+)
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+
+def compare(
+    workload: Workload,
+    cluster: Cluster | None,
+    settings: Settings,
+    known: Comparison | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    run_each: Callable[..., Iterable[Any]] = map,
+    inside: Progress | None = None,
+) -> Comparison:
+    """Simulate ds_hydra and `settings.systems` on the same mini-batches of `workload`.
+
+    ds_hydra has the engine's memory; others, and the paper's system, have what the profile says.
+    Systems that cannot run the context are left out. `known`: a comparison whose candidates, and
+    single strategies for all mini-batches, are taken over instead of proposed; bounds are then
+    those of the candidates. `progress` is told the label of each system as it begins, or is waited
+    for. `run_each`: `map`, or that of a pool of processes, where `inside` is told how far the
+    candidates of ds_hydra are. Raises HydraConfigError where no scheme
+    of ds_hydra fits the context or a given strategy does not fit.
+    """
+    # A profile of ranks that shared cores is of a machine for trials; clusters have devices
+    workload = replace(workload, profile=replace(workload.profile, ranks_per_core=1.0))
+    is_plain = settings.space == "plain" or bool(workload.strategies)
+    start = replace(settings, iterations=0).scenario(workload, cluster)
+    own = replace(start, profile=workload.own_profile or with_engine_states(workload.profile))
+    if known is None:
+        if not (is_plain or own.statics() or _fits_extended(workload, own)):
+            check_context(
+                own.profile,
+                own.num_devices,
+                own.context_length,
+                is_full=True,
+                cluster=own.cluster,
+                tokens_per_iteration=workload.tokens_per_iteration,
+            )
+        check_workload(workload, is_plain=is_plain)
+    scenario = settings.scenario(workload, cluster)
+    own = replace(own, batches=scenario.batches)
+    given = {name: p.strategies for name, p in known.planned.items()} if known else {}
+    jobs: dict[str, Callable[[], Any]] = {
+        DS_HYDRA: partial(
+            _run_in_space, DS_HYDRA, workload, own, settings, given.get(DS_HYDRA), inside
+        )
+    }
+    if GRADIENTS_32_BIT in settings.systems and cluster is not None:
+        pushing = replace(own, cluster=cluster.pushing_32_bit)
+        candidates = given.get(GRADIENTS_32_BIT)
+        jobs[GRADIENTS_32_BIT] = partial(
+            _run_in_space, GRADIENTS_32_BIT, workload, pushing, settings, candidates
+        )
+    for name, each in ((PLAIN, own), (PAPER, scenario)):
+        # Where the profile has the engine's memory already, PAPER would be PLAIN again
+        if name in settings.systems and (name == PLAIN or each.profile is not own.profile):
+            jobs[name] = partial(_run_plain, name, workload, each, settings, given.get(name))
+    alone = Contest(
+        scenario=scenario, full=scenario, strategies=(), candidates=(), given=workload.given
+    )
+    others = [name for name in settings.systems if name not in PLANNED]
+    jobs |= {name: partial(_run_other, alone, name) for name in others if name not in STATIC}
+    found = _run_all(jobs, progress, run_each)
+    planned = {n: found[n] for n in PLANNED if found.get(n) is not None}
+    jobs = {}
+    if any(name in STATIC for name in others):
+        contest = _contest(workload, scenario, planned, settings, known)
+        jobs = {name: partial(_run_other, contest, name) for name in others if name in STATIC}
+    found |= _run_all(jobs, progress, run_each)
+    found |= {name: each.result for name, each in planned.items()}
+    results = [found.get(name) for name in settings.systems]
+    return Comparison(
+        workload=workload,
+        settings=settings,
+        cluster=cluster,
+        num_tokens=np.array([batch.num_tokens for batch in scenario.batches], dtype=np.float64),
+        results=(planned[DS_HYDRA].result, *(result for result in results if result is not None)),
+        planned=planned,
+    )
+
+
+def _run_all(
+    jobs: Mapping[str, Callable[[], Any]],
+    progress: Callable[[str], None],
+    run_each: Callable[..., Iterable[Any]],
+) -> dict[str, Any]:
+    """What each job returns."""
+    results = iter(run_each(_call, jobs.values()))
+    found = {}
+    for name in jobs:
+        progress(LABELS[name])
+        found[name] = next(results)
+    return found
+
+
+def _call(job: Callable[[], Any]) -> Any:
+    return job()
+
+
+def _run_other(contest: Contest, name: str) -> SystemResult | None:
+    return SYSTEMS[name].run(contest, name)
+
+
+def _fits_extended(workload: Workload, own: Scenario) -> bool:
+    """Whether a scheme of the full space fits the context, as `_propose` looks for it."""
+    extended = with_extended_schemes(
+        own.profile,
+        num_devices=own.num_devices,
+        context_length=own.context_length,
+        cluster=own.cluster,
+        tokens_per_iteration=workload.tokens_per_iteration,
+    )
+    fitting = (s for s in extended.latency if s.num_devices <= own.num_devices)
+    longest = (extended.max_len_tokens(s, own.num_devices) for s in fitting)
+    return any(length >= own.context_length for length in longest)
+
+
+def _derived(own: Scenario) -> Profile:
+    """The profile with all that follows from it but for checkpointed layers and uneven stages."""
+    return with_derived_schemes(
+        own.profile,
+        num_devices=own.num_devices,
+        cluster=own.cluster,
+        tokens_per_iteration=0.0,
+    )
+
+
+def _stretched(derived: Profile, own: Scenario) -> tuple[Scheme, ...]:
+    """The schemes of the full space that none makes useless."""
+    return stretched_schemes(
+        derived, num_devices=own.num_devices, context_length=own.context_length
+    )
+
+
+def _run_in_space(
+    name: str,
+    workload: Workload,
+    own: Scenario,
+    settings: Settings,
+    candidates: tuple[Strategy, ...] | None,
+    inside: Progress | None = None,
+) -> Planned:
+    """ds_hydra in the space of the settings, with these `candidates` if there are any."""
+    if workload.strategies or settings.space == "plain":
+        if not workload.strategies:
+            check_context(own.profile, own.num_devices, own.context_length)
+        strategies = (
+            workload.strategies or candidates or _propose(workload, own, settings, "plain", inside)
+        )
+        return _run_strategies(name, own, strategies, usable_schemes(own.profile, own.num_devices))
+    profile = _derived(own)
+    schemes = () if candidates else _stretched(profile, own)
+    strategies = candidates or _propose(workload, own, settings, "full", inside)
+    profile = profile.with_schemes(schemes)
+    profile = _with_seen_traffic(with_schemes_of(profile, strategies), own.seen)
+    return _run_strategies(name, replace(own, profile=profile), strategies, schemes)
+
+
+def _with_seen_traffic(profile: Profile, share: float | None) -> Profile:
+    """`profile` with `share` of the traffic of streamed layers on top of their computation."""
+    if share is None:
+        return profile
+    return profile.with_latency(
+        {
+            scheme: replace(model, constant_ms=model.constant_ms + share * model.traffic_ms)
+            for scheme, model in profile.latency.items()
+            if model.traffic_ms
+        }
+    )
+
+
+def _run_plain(
+    name: str,
+    workload: Workload,
+    scenario: Scenario,
+    settings: Settings,
+    candidates: tuple[Strategy, ...] | None,
+) -> Planned | None:
+    """ds_hydra with <TP,PP> alone, None where that does not fit the context."""
+    named = workload.strategies or workload.plain_strategies
+    if not named and not scenario.statics():
+        return None
+    strategies = named or candidates or _propose(workload, scenario, settings, "plain")
+    schemes = usable_schemes(scenario.profile, workload.num_devices)
+    return _run_strategies(name, scenario, strategies, schemes)
+
+
+def _contest(
+    workload: Workload,
+    scenario: Scenario,
+    planned: dict[str, Planned],
+    settings: Settings,
+    known: Comparison | None,
+) -> Contest:
+    """What the other systems may use."""
+    ours = planned[DS_HYDRA]
+    if known is not None:
+        static, full_static = known.get("static"), known.get(FULL_STATIC)
+        return Contest(
+            scenario=scenario,
+            full=replace(scenario, profile=ours.profile),
+            strategies=(Strategy.parse(static.strategy),) if static else (),
+            candidates=(Strategy.parse(full_static.strategy),) if full_static else (),
+            given=workload.given,
+        )
+    needs_proposed = set(STATIC) & set(settings.systems) and scenario.statics()
+    proposed = _proposed_strategies(workload) if needs_proposed else ()
+    plain = [planned[name].strategies for name in (PLAIN, PAPER) if name in planned]
+    strategies = [s for found in plain for s in found] + list(proposed)
+    if not strategies:
+        strategies = list(workload.strategies)
+    return Contest(
+        scenario=scenario,
+        full=replace(scenario, profile=ours.profile),
+        strategies=tuple(dict.fromkeys(strategies)),
+        candidates=(*ours.strategies, *proposed),
+        given=workload.given,
+    )
+
+
+def _run_strategies(
+    name: str, scenario: Scenario, strategies: Sequence[Strategy], schemes: Collection[Scheme]
+) -> Planned:
+    """ds_hydra with `strategies`; the bounds are those of `schemes` and of what the strategies have
+    besides.
+    """
+    result, plans = dynamic(scenario, strategies, name=name)
+    schemes = tuple(
+        dict.fromkeys((*schemes, *(s for strategy in strategies for s in strategy.schemes)))
+    )
+    return Planned(
+        result=result,
+        profile=scenario.profile,
+        strategies=tuple(strategies),
+        plans=tuple(plans),
+        bounds=tuple(bound_of(scenario, batch, schemes) for batch in scenario.batches),
+    )
+
+
+def _propose(
+    workload: Workload,
+    scenario: Scenario,
+    settings: Settings,
+    space: Space,
+    inside: Progress | None = None,
+) -> tuple[Strategy, ...]:
+    """What the engine and `ds-hydra propose` would choose among."""
+    found = decide_candidates(
+        scenario.profile,
+        workload.histogram,
+        CandidateSettings(
+            num_devices=workload.num_devices,
+            context_length=workload.context_length,
+            tokens_per_iteration=workload.tokens_per_iteration,
+            space=space,
+            cluster=scenario.cluster,
+            max_groups=settings.max_communicators,
+            pruning=PruningSettings(
+                num_batches=settings.num_proposal_batches,
+                num_rounds=settings.num_proposal_rounds,
+                seed=settings.seed + 1,
+                planner=replace(HEURISTIC, overlaps_links=settings.overlap),
+            ),
+        ),
+        inside,
+    )
+    return found.strategies
+
+
+def _proposed_strategies(workload: Workload) -> tuple[Strategy, ...]:
+    """What the program of Eq. (4) finds, all of it."""
+    proposed = propose_from_histogram(
+        workload.profile,
+        workload.histogram.limit(workload.context_length),
+        num_devices=workload.num_devices,
+        context_length=workload.context_length,
+        settings=ProposalSettings(tokens_per_iteration=workload.tokens_per_iteration),
+    )
+    return tuple(p.strategy for p in proposed)

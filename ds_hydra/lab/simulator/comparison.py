@@ -1,0 +1,264 @@
+"""What a comparison found: times of all systems on the same mini-batches, with error bars."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import isnan
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ds_hydra.lab.simulator.scenario import Bound, Scenario, SystemResult
+from ds_hydra.lab.simulator.systems import DS_HYDRA, GRADIENTS_32_BIT, LABELS, Settings
+from ds_hydra.lab.simulator.workload import Workload
+from ds_hydra.records.events import Simulation
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.schedule import FloatArray
+from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.cost_models.flops import ModelFlops, profile_flops
+from ds_hydra.strategy.profiles.profile import Profile
+from ds_hydra.strategy.schemes.scheme import Strategy
+
+SIMULATION_SCHEMA = "ds_hydra.simulation/1"
+
+_NUM_RESAMPLES = 1000
+_HARDLY = 0.02
+
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """A mean over mini-batches and its standard error."""
+
+    mean: float
+    standard_error: float
+
+    @classmethod
+    def of(cls, values: FloatArray) -> Figure:
+        """Mean and standard error of `values`; the error of one value is 0."""
+        error = float(values.std(ddof=1) / np.sqrt(values.size)) if values.size > 1 else 0.0
+        return cls(mean=float(values.mean()), standard_error=error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """How many times as long the mean mini-batch takes, with the middle 95% of paired resamples."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, times: FloatArray, reference: FloatArray) -> Ratio:
+        """Sum of `times` over sum of `reference`, mini-batch by mini-batch."""
+        generator = np.random.Generator(np.random.PCG64(0))
+        drawn = generator.integers(0, times.size, (_NUM_RESAMPLES, times.size))
+        ratios = times[drawn].sum(axis=1) / reference[drawn].sum(axis=1)
+        low, high = np.quantile(ratios, [0.025, 0.975])
+        return cls(value=float(times.sum() / reference.sum()), low=float(low), high=float(high))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A speed-up of whole iterations where coefficients are 20% off, from `low` to `high`, and
+    where transfers are `seen` as the paper saw them (`spread.py`).
+    """
+
+    low: float
+    high: float
+    seen: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Planned:
+    """ds_hydra on all mini-batches, its candidates and what no plan in their space of schemes can
+    beat.
+    """
+
+    result: SystemResult
+    profile: Profile
+    strategies: tuple[Strategy, ...]
+    plans: tuple[IterationPlan, ...]
+    bounds: tuple[Bound, ...]
+
+    @property
+    def perfect_balance_ms(self) -> FloatArray:
+        """`Bound.perfect_balance_ms` of every mini-batch."""
+        return np.array([bound.perfect_balance_ms for bound in self.bounds])
+
+    @property
+    def distance_to_bound(self) -> float:
+        """Propagation above the perfect-balance bound, which no plan can reach or beat: mean over
+        mean, minus 1.
+        """
+        return float(self.result.propagation_ms.sum() / self.perfect_balance_ms.sum() - 1)
+
+    @property
+    def is_decided_by_longest(self) -> BoolArray:
+        """Mini-batches that take hardly longer (2%) than their longest sequence alone.
+
+        Nothing can shorten these, so their other pipelines wait, whatever the plan.
+        """
+        alone_ms = np.array([bound.longest_alone_ms for bound in self.bounds])
+        is_decided: BoolArray = self.result.propagation_ms <= (1 + _HARDLY) * alone_ms
+        return is_decided
+
+    def to_json(self) -> dict[str, Any]:
+        """Candidates, bounds, and how far they explain the imbalance."""
+        imbalance = self.result.imbalance[~self.is_decided_by_longest]
+        return {
+            "strategies": [str(strategy) for strategy in self.strategies],
+            "perfect_balance_ms": float(self.perfect_balance_ms.mean()),
+            "distance_to_bound": self.distance_to_bound,
+            "decided_by_longest": float(self.is_decided_by_longest.mean()),
+            "imbalance_otherwise": float(imbalance.mean()) if imbalance.size else None,
+            "imbalance_of_bound": float(np.mean([bound.imbalance for bound in self.bounds])),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Comparison:
+    """Results of all systems on one workload; `results[0]` is ds_hydra, `planned` those of
+    `PLANNED` that ran.
+    """
+
+    workload: Workload
+    settings: Settings
+    cluster: Cluster | None
+    num_tokens: FloatArray
+    results: tuple[SystemResult, ...]
+    planned: Mapping[str, Planned]
+    spreads: Mapping[str, Spread] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> Planned:
+        """ds_hydra in the space of the settings."""
+        return self.planned[DS_HYDRA]
+
+    @property
+    def plans(self) -> tuple[IterationPlan, ...]:
+        """Those of `ours`."""
+        return self.ours.plans
+
+    def get(self, name: str) -> SystemResult | None:
+        """The result of one system, None where it was not simulated."""
+        return next((result for result in self.results if result.name == name), None)
+
+    def speedup(self, name: str, *, of_propagation: bool = False) -> Ratio | None:
+        """How many times as fast ds_hydra is as `name`, in whole iterations or in propagation
+        alone.
+        """
+        system, ours = self.get(name), self.results[0]
+        if system is None:
+            return None
+        if of_propagation:
+            return Ratio.of(system.propagation_ms, ours.propagation_ms)
+        return Ratio.of(system.iteration_ms, ours.iteration_ms)
+
+    def tokens_per_s(self, result: SystemResult) -> float:
+        """Useful tokens per second of whole iterations."""
+        return float(1e3 * self.num_tokens.sum() / result.iteration_ms.sum())
+
+    def tflops_per_device(self, result: SystemResult) -> float:
+        """FLOPs that the model needs, by the sequences' own lengths, over devices and time of whole
+        iterations; NaN where they are not counted.
+        """
+        lengths = (length for plan in self.plans for length in plan.lengths)
+        time_ms = float(result.iteration_ms.sum())
+        return self.flops.tflops(lengths, time_ms, self.workload.num_devices)
+
+    @cached_property
+    def flops(self) -> ModelFlops:
+        """Those of the model."""
+        return profile_flops(self.workload.profile)
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Of a device in 16 bit, None where its hardware is not described."""
+        return self.cluster.hardware.peak_flops if self.cluster else None
+
+    def dollars_per_billion_tokens(self, result: SystemResult, price_per_gpu_hour: float) -> float:
+        """What 10^9 tokens cost at a price for one device and hour."""
+        hours = 1e9 / self.tokens_per_s(result) / 3600
+        return hours * self.workload.num_devices * price_per_gpu_hour
+
+    def simulate(self, position: int, system: str = DS_HYDRA) -> Simulation:
+        """Iteration number `position` of `system`, one of `planned`, with all its events."""
+        planned = self.planned[system]
+        cluster = self.cluster
+        if system == GRADIENTS_32_BIT and cluster is not None:
+            cluster = cluster.pushing_32_bit
+        scenario = replace(self._scenario(), profile=planned.profile, cluster=cluster)
+        return scenario.simulate(planned.plans[position])
+
+    def replan(self, strategy: str) -> tuple[IterationPlan, ...]:
+        """The same mini-batches planned with one strategy."""
+        scenario = self._scenario()
+        batches = (
+            GlobalBatch(
+                iteration=plan.iteration,
+                sample_indices=plan.sample_indices,
+                lengths=plan.lengths,
+                num_label_tokens=plan.num_label_tokens,
+            )
+            for plan in self.plans
+        )
+        return tuple(scenario.plan(batch, [Strategy.parse(strategy)]) for batch in batches)
+
+    def _scenario(self) -> Scenario:
+        return replace(self.settings, iterations=0).scenario(self.workload, self.cluster)
+
+    def to_json(self, price_per_gpu_hour: float | None = None) -> dict[str, Any]:
+        """The `ds_hydra.simulation/1` document."""
+        return {
+            "schema": SIMULATION_SCHEMA,
+            "name": self.workload.name,
+            "profile": self.workload.profile.name,
+            "histogram": self.workload.histogram.name,
+            "num_devices": self.workload.num_devices,
+            "context_length": self.workload.context_length,
+            "tokens_per_iteration": self.workload.tokens_per_iteration,
+            "iterations": int(self.num_tokens.size),
+            "overlap": self.settings.overlap,
+            "seed": self.settings.seed,
+            "communication": self.cluster.hardware.name if self.cluster else None,
+            "peak_flops": self.peak_flops,
+            "flops_unknown": self.flops.unknown or None,
+            **self.ours.to_json(),
+            "systems": [self._system(result, price_per_gpu_hour) for result in self.results],
+            "space": self.settings.space,
+            **{n: found.to_json() for n, found in self.planned.items() if n != DS_HYDRA},
+        }
+
+    def _system(self, result: SystemResult, price: float | None) -> dict[str, Any]:
+        iteration, propagation = Figure.of(result.iteration_ms), Figure.of(result.propagation_ms)
+        tflops, peak = self.tflops_per_device(result), self.peak_flops
+        document: dict[str, Any] = {
+            "name": result.name,
+            "label": LABELS[result.name],
+            "strategy": result.strategy,
+            "iteration_ms": iteration.mean,
+            "iteration_ms_standard_error": iteration.standard_error,
+            "propagation_ms": propagation.mean,
+            "propagation_ms_standard_error": propagation.standard_error,
+            "tokens_per_s": self.tokens_per_s(result),
+            "tflops_per_device": None if isnan(tflops) else tflops,
+            "mfu": tflops * 1e12 / peak if peak and not isnan(tflops) else None,
+            "imbalance": float(result.imbalance.mean()),
+            "bubble": float(result.bubble.mean()),
+        }
+        for key, of_propagation in (("speedup", False), ("speedup_of_propagation", True)):
+            ratio = self.speedup(result.name, of_propagation=of_propagation)
+            assert ratio is not None
+            document[key] = ratio.value
+            document[f"{key}_95"] = [ratio.low, ratio.high]
+        if (spread := self.spreads.get(result.name)) is not None:
+            document["speedup_20_percent_off"] = [spread.low, spread.high]
+            document["speedup_69_percent_seen"] = spread.seen
+        if price is not None:
+            document["dollars_per_billion_tokens"] = self.dollars_per_billion_tokens(result, price)
+        return document

@@ -1,0 +1,307 @@
+"""What the systems of a comparison have in common, and what each of them is measured by.
+
+All systems see the same mini-batches, the same T, memory model, interconnects and overlap.
+Micro-batches have varlen attention everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ds_hydra.lab.simulator.fixed_length import MicroBatches
+from ds_hydra.records.events import (
+    PipelineWork,
+    Simulation,
+    of_stages,
+    simulate_iteration,
+    simulate_plan,
+)
+from ds_hydra.sampler.plan import GlobalBatch, IterationPlan
+from ds_hydra.sampler.planner import plan_iteration
+from ds_hydra.sampler.planner_settings import PlannerSettings
+from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.profiles.link_times import NO_LINKS, LinkTimes
+from ds_hydra.strategy.profiles.profile import LatencyModel, Profile
+from ds_hydra.strategy.proposal.program import homogeneous_strategies
+from ds_hydra.strategy.schemes.options import FORWARD_FRACTION
+from ds_hydra.strategy.schemes.scheme import Scheme, Strategy
+
+WITHOUT_PROGRAMS = PlannerSettings(solver="none")
+"""The planner without integer programs: seconds less for each plan, and the same for every planned
+system.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One iteration of one system. `iteration_ms` has pull, push, switches and step in it."""
+
+    propagation_ms: float
+    iteration_ms: float
+    imbalance: float
+    bubble: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SystemResult:
+    """One system over all mini-batches; arrays have one entry for each. `strategy` says what was
+    chosen.
+    """
+
+    name: str
+    strategy: str
+    propagation_ms: FloatArray
+    iteration_ms: FloatArray
+    imbalance: FloatArray
+    bubble: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What all systems have in common: the mini-batches and where they run.
+
+    `seen`: share of pull and push, and of ZeRO-3's gathers, that nothing hides, for all systems; as
+    much as the overlap leaves if None.
+    """
+
+    profile: Profile
+    num_devices: int
+    context_length: int
+    batches: tuple[GlobalBatch, ...]
+    cluster: Cluster | None = None
+    overlap: bool = True
+    seen: float | None = None
+    forward_fraction: float = FORWARD_FRACTION
+    settings: PlannerSettings = WITHOUT_PROGRAMS
+    _sorted: list[IntArray] = field(default_factory=list, init=False, compare=False)
+    _planned: dict[tuple[Strategy, int, bool], Outcome] = field(
+        default_factory=dict, init=False, compare=False
+    )
+
+    @property
+    def lengths(self) -> list[IntArray]:
+        """Lengths of every mini-batch, descending."""
+        if not self._sorted:
+            self._sorted.extend(
+                np.sort(np.array(b.lengths, dtype=np.int64))[::-1] for b in self.batches
+            )
+        return self._sorted
+
+    def max_len_tokens(self, scheme: Scheme, beside: Strategy | None = None) -> int:
+        """MaxLen of `scheme` here, as a pipeline of `beside`."""
+        return self.profile.max_len_tokens(scheme, self.num_devices, beside)
+
+    def longest(self, strategy: Strategy) -> int:
+        """Largest MaxLen of the pipelines of `strategy`."""
+        return max(self.max_len_tokens(s, strategy) for s in dict.fromkeys(strategy.schemes))
+
+    def statics(self) -> tuple[Strategy, ...]:
+        """Homogeneous strategies of <TP,PP> that fit the context."""
+        return homogeneous_strategies(self.profile, self.num_devices, self.context_length)
+
+    def plan(self, batch: GlobalBatch, strategies: Sequence[Strategy]) -> IterationPlan:
+        """The plan of ds_hydra's planner."""
+        return plan_iteration(
+            batch,
+            strategies=strategies,
+            profile=self.profile,
+            num_devices=self.num_devices,
+            settings=self.linked_settings(strategies),
+        )
+
+    def planned_outcome(
+        self, strategy: Strategy, number: int, *, is_heuristic: bool = False
+    ) -> Outcome:
+        """Mini-batch `number` with `strategy`, as planned, or as the planner's heuristic has it;
+        several systems try the same ones.
+        """
+        key = (strategy, number, is_heuristic)
+        if key not in self._planned:
+            planner = replace(self, settings=self.settings.heuristic()) if is_heuristic else self
+            plan = planner.plan(self.batches[number], [strategy])
+            self._planned[key] = outcome_of(self.simulate(plan))
+        return self._planned[key]
+
+    def linked_settings(self, strategies: Sequence[Strategy]) -> PlannerSettings:
+        """The planner's settings with what pull and push of `strategies` take here."""
+        if self.cluster is None:
+            return self.settings
+        times = {strategy: self.links(strategy) for strategy in strategies}
+        return replace(self.settings, link_times=times, overlaps_links=self.overlaps)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether pull and push hide behind propagation, layer by layer."""
+        return self.overlap and self.seen is None
+
+    def links(self, strategy: Strategy, *, is_fully_sharded: bool = True) -> LinkTimes:
+        """Pull and push of `strategy` as far as they can be seen."""
+        if self.cluster is None:
+            return NO_LINKS
+        times = self.cluster.link_times(strategy, is_fully_sharded=is_fully_sharded)
+        if self.seen is None:
+            return times
+        # Where layers are gathered, on top of every micro-batch already
+        share = 0.0 if strategy.gathers else self.seen
+        return replace(times, pull_ms=share * times.pull_ms, push_ms=share * times.push_ms)
+
+    def simulate(self, plan: IterationPlan) -> Simulation:
+        """The iteration that carries out `plan`."""
+        return simulate_plan(
+            plan,
+            self.profile,
+            self.cluster,
+            links_of=self.links,
+            overlap=self.overlaps,
+            forward_fraction=self.forward_fraction,
+        )
+
+    def run_micro_batches(
+        self,
+        strategy: Strategy,
+        lengths: IntArray,
+        micro_batches: Sequence[MicroBatches],
+        *,
+        overlap: bool = True,
+    ) -> Outcome:
+        """A homogeneous strategy whose pipelines run `micro_batches`, states sharded over its
+        replicas.
+        """
+        latency = self.profile.get_latency(strategy.schemes[0])
+        work = latency.sequences_ms(lengths)
+        return self.run_times(
+            strategy,
+            [
+                np.array([packed_ms(latency, work[m]) for m in own], dtype=np.float64)
+                for own in micro_batches
+            ],
+            [[int(lengths[m].sum()) for m in own] for own in micro_batches],
+            overlap=overlap,
+        )
+
+    def run_times(
+        self,
+        strategy: Strategy,
+        times_ms: Sequence[FloatArray],
+        tokens: Sequence[Sequence[int]],
+        *,
+        overlap: bool = True,
+    ) -> Outcome:
+        """A homogeneous strategy whose pipelines have micro-batches of these times in each stage
+        and so many tokens, states sharded over its replicas.
+        """
+        simulation = simulate_iteration(
+            [
+                self._work(strategy.schemes[0], ranks, times, own)
+                for ranks, times, own in zip(strategy.place(), times_ms, tokens)
+            ],
+            num_devices=self.num_devices,
+            links=self.links(strategy, is_fully_sharded=False),
+            overlap=self.overlaps and overlap,
+            num_layers=self.profile.memory.num_layers,
+        )
+        return outcome_of(simulation)
+
+    def _work(
+        self, scheme: Scheme, ranks: tuple[int, ...], times_ms: FloatArray, tokens: Sequence[int]
+    ) -> PipelineWork:
+        cluster = self.cluster if scheme.pp > 1 else None
+        hops = [cluster.hop_ms(scheme, own) for own in tokens] if cluster else [0.0] * len(tokens)
+        return PipelineWork(
+            scheme=scheme,
+            ranks=ranks,
+            forward_ms=of_stages(times_ms * self.forward_fraction, scheme),
+            backward_ms=of_stages(times_ms * (1 - self.forward_fraction), scheme),
+            hop_ms=np.array(hops, dtype=np.float64),
+            tp_ms=np.zeros(len(tokens)),
+        )
+
+
+NO_WORK = Outcome(propagation_ms=0.0, iteration_ms=0.0, imbalance=0.0, bubble=0.0)
+
+
+def outcome_of(simulation: Simulation) -> Outcome:
+    """The figures of one simulated iteration."""
+    return Outcome(
+        propagation_ms=simulation.propagation_ms,
+        iteration_ms=simulation.iteration_ms,
+        imbalance=simulation.imbalance,
+        bubble=simulation.bubble,
+    )
+
+
+def packed_ms(latency: LatencyModel, sequences_ms: FloatArray) -> float:
+    """T of a packed micro-batch whose sequences add these times."""
+    return float(max(sequences_ms.sum() + latency.constant_ms, latency.traffic_ms))
+
+
+def summarize(name: str, strategy: str, outcomes: Sequence[Outcome]) -> SystemResult:
+    """The outcomes of all mini-batches as arrays."""
+    columns = {
+        key: np.array([getattr(outcome, key) for outcome in outcomes])
+        for key in ("propagation_ms", "iteration_ms", "imbalance", "bubble")
+    }
+    return SystemResult(name=name, strategy=strategy, **columns)
+
+
+def best_of(results: Iterable[SystemResult]) -> SystemResult:
+    """The fastest of several choices, by whole iterations."""
+    return min(results, key=lambda result: float(result.iteration_ms.mean()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """What no strategy of some schemes and no placement can beat.
+
+    `perfect_balance_ms`: propagation where every sequence runs on the scheme that uses least device
+    time for it, of those that gather or of the others, all devices are always busy, and a
+    micro-batch's constant is spread over a full micro-batch; with gathers as long as their layers
+    travel for so many steps as hold all tokens. Or `longest_alone_ms`, if that is longer.
+    `longest_alone_ms`: the longest sequence alone in a micro-batch, through all stages of the
+    fastest pipeline that fits it. `imbalance`: of perfect balance, that pipeline against the
+    others, which share the rest evenly; 0.0 where it is not the slowest.
+    """
+
+    perfect_balance_ms: float
+    longest_alone_ms: float
+    imbalance: float
+
+
+def bound_of(scenario: Scenario, batch: GlobalBatch, schemes: Collection[Scheme]) -> Bound:
+    """The bound of `batch` over every strategy of `schemes`."""
+    lengths = np.array(batch.lengths, dtype=np.float64)
+    longest = max(batch.lengths, default=0)
+    least_of = {gathers: np.full(lengths.size, np.inf) for gathers in (False, True)}
+    most_held, least_traffic_ms = 1.0, np.inf  # of a step of gathered layers, on all devices
+    alone_ms, alone_devices = np.inf, scenario.num_devices
+    for scheme in schemes:
+        t, max_len = scenario.profile.get_latency(scheme), scenario.max_len_tokens(scheme)
+        work = t.sequences_ms(lengths)
+        shared = scheme.num_devices * (work + t.constant_ms * lengths / max_len)
+        least = least_of[scheme.gather]
+        np.minimum(least, np.where(lengths <= max_len, shared, np.inf), out=least)
+        if scheme.gather:
+            most_held = max(most_held, max_len * scenario.num_devices / scheme.num_devices)
+            least_traffic_ms = min(least_traffic_ms, t.traffic_ms)
+        time_ms = scheme.pp * t.micro_batch_ms([longest])
+        if longest <= max_len and time_ms < alone_ms:
+            alone_ms, alone_devices = time_ms, scheme.num_devices
+    alone_ms = 0.0 if np.isinf(alone_ms) else alone_ms
+    balanced_ms = {g: float(of.sum()) / scenario.num_devices for g, of in least_of.items()}
+    if np.isfinite(least_traffic_ms):
+        num_steps = np.ceil(lengths.sum() / most_held)
+        balanced_ms[True] = max(balanced_ms[True], float(num_steps) * least_traffic_ms)
+    best = min(balanced_ms, key=balanced_ms.__getitem__)
+    least = least_of[best]
+    others_ms = float(least.sum() - least[lengths.argmax()]) if lengths.size else 0.0
+    num_others = scenario.num_devices - alone_devices
+    others_ms = others_ms / num_others if num_others else 0.0  # nobody waits
+    return Bound(
+        perfect_balance_ms=max(balanced_ms[best], alone_ms),
+        longest_alone_ms=alone_ms,
+        imbalance=max(0.0, alone_ms / others_ms - 1) if others_ms > 0 else 0.0,
+    )

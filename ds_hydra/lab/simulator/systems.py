@@ -1,0 +1,193 @@
+"""The systems of a comparison: what they are called, what each may use, and how it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Literal, NamedTuple
+
+from ds_hydra.configs.hydra_config import MAX_PROCESS_GROUPS
+from ds_hydra.errors import HydraConfigError
+from ds_hydra.lab.simulator.baselines import (
+    balanced,
+    fixed_length,
+    heterogeneous_static,
+    hotspa,
+    two_stage,
+)
+from ds_hydra.lab.simulator.chunks import chunked
+from ds_hydra.lab.simulator.mixed_groups import dynamic_cp, flexsp
+from ds_hydra.lab.simulator.scenario import Scenario, SystemResult
+from ds_hydra.lab.simulator.ulysses import balanced_ulysses, deepspeed_ulysses, odc
+from ds_hydra.lab.simulator.wlb import wlb
+from ds_hydra.lab.simulator.workload import Workload, draw_batches
+from ds_hydra.strategy.cost_models.cluster import Cluster
+from ds_hydra.strategy.schemes.scheme import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """What systems other than ds_hydra may use.
+
+    `scenario`: with <TP,PP> and the memory of the profile as it is published. `full`, `candidates`:
+    ds_hydra's own schemes, memory and strategies. `strategies`: its candidates of <TP,PP>, with
+    those of the whole program of Eq. (4). `given`: a strategy for Megatron-LM.
+    """
+
+    scenario: Scenario
+    full: Scenario
+    strategies: Sequence[Strategy]
+    candidates: Sequence[Strategy]
+    given: Strategy | None
+
+
+Run = Callable[[Contest, str], SystemResult | None]
+
+DS_HYDRA, GRADIENTS_32_BIT, PLAIN, PAPER = "ds_hydra", "32_bit", "plain", "paper"
+PLANNED = {
+    DS_HYDRA: "ds_hydra",
+    GRADIENTS_32_BIT: "ds_hydra, 32-bit gradients",
+    PLAIN: "ds_hydra, <TP,PP> alone",
+    PAPER: "the same, memory of the paper",
+}
+"""Systems whose plans a comparison keeps, with what users see."""
+FULL_STATIC = "full_static"
+"""The best single strategy of ds_hydra's own space."""
+STATIC = ("static", FULL_STATIC)
+"""Systems that choose among ds_hydra's candidates."""
+
+
+def _given(contest: Contest, name: str) -> SystemResult | None:
+    given = contest.given
+    return fixed_length(contest.scenario, [given], name=name) if given else None
+
+
+def _alone(run: Callable[..., SystemResult | None], **options: bool) -> Run:
+    """A system that uses the mini-batches of the scenario and nothing else."""
+    return lambda contest, name: run(contest.scenario, name=name, **options)
+
+
+def _homogeneous(run: Callable[..., SystemResult | None], **options: bool) -> Run:
+    """The same of one with homogeneous strategies of <TP,PP>; None where none fits the context."""
+    return lambda contest, name: (
+        run(contest.scenario, name=name, **options) if contest.scenario.statics() else None
+    )
+
+
+class System(NamedTuple):
+    """`label`: what users see."""
+
+    label: str
+    run: Run
+
+
+SYSTEMS = {
+    "given": System("Megatron-LM, given strategy", _given),
+    "megatron": System("Megatron-LM, tuned", _homogeneous(fixed_length)),
+    "megatron_lengths": System(
+        "Megatron-LM, length tuned too", _homogeneous(fixed_length, tunes_micro_batches=True)
+    ),
+    "deepspeed": System(
+        "DeepSpeed ZeRO-3 + Ulysses", _alone(deepspeed_ulysses, is_checkpointed=False)
+    ),
+    "deepspeed_ac": System(
+        "DeepSpeed ZeRO-3 + Ulysses + AC", _alone(deepspeed_ulysses, is_checkpointed=True)
+    ),
+    "deepspeed_balanced": System("DeepSpeed + Ulysses, by time", _alone(balanced_ulysses)),
+    "odc": System("ODC", _alone(odc)),
+    "flexsp": System("FlexSP", _alone(flexsp)),
+    "dynamic_cp": System("Megatron-Core, dynamic CP", _alone(dynamic_cp)),
+    "wlb": System("WLB-LLM, no delay", _alone(wlb, delays=False)),
+    "wlb_delay": System("WLB-LLM, outliers delayed", _alone(wlb, delays=True)),
+    "chunks": System("InfiniPipe / ChunkFlow", _alone(chunked)),
+    "hotspa": System("HotSPa", _homogeneous(hotspa)),
+    "balanced": System("balanced DP (Karmarkar-Karp)", _homogeneous(balanced)),
+    "two_stage": System(
+        "homogeneous, two-stage",
+        _homogeneous(lambda own, name: two_stage(own, own.statics(), name=name)),
+    ),
+    "static": System(
+        "heterogeneous static",
+        lambda c, name: heterogeneous_static(c.scenario, c.strategies, name=name),
+    ),
+    FULL_STATIC: System(
+        "heterogeneous static, full space",
+        lambda c, name: heterogeneous_static(c.full, c.candidates, name=name),
+    ),
+}
+"""All that ds_hydra is compared with, in the order they are shown."""
+
+LABELS = {**PLANNED, **{name: system.label for name, system in SYSTEMS.items()}}
+"""Systems in the order they are shown, with what users see."""
+
+
+TOKENS_PER_POINT = 20_000_000
+"""Tokens of all mini-batches of one workload then: large ones get fewer, two at least."""
+PROPOSAL_TOKENS_PER_POINT = 6_400_000
+"""Tokens of all mini-batches that decide about candidates: 32 of 200K, one at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a comparison is simulated.
+
+    `systems` other than ds_hydra; `num_proposal_batches` mini-batches, drawn apart from those of
+    the comparison, decide about ds_hydra's candidates. `overlap` of pull and push with propagation;
+    `seen`: see `Scenario`. `num_proposal_rounds`: see `PruningSettings`.
+    `max_communicators`: process groups that there may be, as in the engine's configuration. `space`
+    of ds_hydra, where the workload has no strategies: that of the engine's default ("full"), or
+    <TP,PP> ("plain").
+    """
+
+    iterations: int = 100
+    systems: tuple[str, ...] = tuple(name for name in LABELS if name != DS_HYDRA)
+    overlap: bool = True
+    seen: float | None = None
+    seed: int = 1
+    num_proposal_batches: int = 32
+    num_proposal_rounds: int = 1
+    max_communicators: int = MAX_PROCESS_GROUPS
+    space: Literal["full", "plain"] = "full"
+
+    def sized(self, tokens_per_iteration: int) -> Settings:
+        """With fewer mini-batches where they are large: means over as many tokens are about as
+        good.
+
+        >>> [Settings().sized(tokens).iterations for tokens in (200_000, 2_000_000)]
+        [100, 10]
+        """
+        most = max(2, TOKENS_PER_POINT // tokens_per_iteration)
+        most_proposal = max(1, PROPOSAL_TOKENS_PER_POINT // tokens_per_iteration)
+        return replace(
+            self,
+            iterations=min(self.iterations, most),
+            num_proposal_batches=min(self.num_proposal_batches, most_proposal),
+        )
+
+    def scenario(self, workload: Workload, cluster: Cluster | None) -> Scenario:
+        """What all systems run: mini-batches of `workload`, the memory of its profile."""
+        return Scenario(
+            profile=workload.profile,
+            num_devices=workload.num_devices,
+            context_length=workload.context_length,
+            batches=draw_batches(
+                workload.histogram.limit(workload.context_length),
+                workload.tokens_per_iteration,
+                self.iterations,
+                self.seed,
+            ),
+            cluster=cluster,
+            overlap=self.overlap,
+            seen=self.seen,
+        )
+
+    def __post_init__(self) -> None:
+        others = [name for name in LABELS if name != DS_HYDRA]
+        unknown = [name for name in self.systems if name not in others]
+        if unknown:
+            nearest = get_close_matches(unknown[0], others, n=1)
+            hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+            raise HydraConfigError(
+                f"system {unknown[0]!r} is not known; {hint}choose among {', '.join(others)}"
+            )

@@ -1,0 +1,202 @@
+"""DeepSpeed ZeRO-3 with Ulysses sequence parallelism: as it is, with micro-batches balanced by
+time, and without lockstep (ODC).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ds_hydra.lab.simulator.fixed_length import MicroBatches, pack_balanced, pack_fixed_length
+from ds_hydra.lab.simulator.scenario import Outcome, Scenario, SystemResult, best_of, summarize
+from ds_hydra.lab.simulator.sharded import (
+    ShardedGroup,
+    sharded_groups,
+    with_traffic_ms,
+    zero3_ends_ms,
+)
+from ds_hydra.sampler.schedule import FloatArray, IntArray
+from ds_hydra.strategy.compiled import compiled
+
+
+def deepspeed_ulysses(
+    scenario: Scenario, *, is_checkpointed: bool, name: str
+) -> SystemResult | None:
+    """ZeRO-3 with groups of ranks that share sequences (Ulysses), tuned over the size of the
+    groups.
+
+    Micro-batches are first-fit-decreasing micro-batches of the context, dealt to the groups in
+    turn; each lasts as long as in the slowest group, because gathers are collective. None where the
+    profile has no <1,PP> or no size of the groups fits the context.
+    """
+
+    def place(group: ShardedGroup, lengths: IntArray) -> list[Sequence[MicroBatches]]:
+        return [pack_fixed_length(lengths, scenario.context_length, group.num_groups)]
+
+    return _tuned(scenario, place, in_lockstep, [is_checkpointed], name)
+
+
+def balanced_ulysses(scenario: Scenario, *, name: str) -> SystemResult | None:
+    """The same with micro-batches up to the MaxLen of the group that are balanced by time, with
+    activation checkpointing or not.
+
+    Sequences go, longest first, to the micro-batch that then ends first, and micro-batches of about
+    the same time run in the same step of all groups; or to the micro-batch that makes the steps
+    together least longer. Each mini-batch gets the better of both, with the fewest micro-batches
+    and with one more.
+    """
+
+    def place(group: ShardedGroup, lengths: IntArray) -> list[Sequence[MicroBatches]]:
+        found: list[Sequence[MicroBatches]] = []
+        work = group.sequences_ms(lengths)
+        num_groups = group.num_groups
+        for by_steps in (False, True):
+            num_steps = max(1, -(-int(lengths.sum()) // (group.max_len * num_groups)))
+            wanted = 2
+            while wanted and num_steps <= lengths.size:
+                micro_batches = np.zeros(lengths.size, dtype=np.int64)
+                if balance_micro_batches_by_time(lengths, work, num_groups, num_steps,
+                                        group.max_len, by_steps, micro_batches):  # fmt: skip
+                    found.append(_groups_of(micro_batches, work, num_groups, num_steps, by_steps))
+                    wanted -= 1
+                num_steps += 1
+        return found
+
+    return _tuned(scenario, place, in_lockstep, [False, True], name)
+
+
+def odc(scenario: Scenario, *, name: str) -> SystemResult | None:
+    """ZeRO-3 by one-sided gathers (ODC): no group waits for another before the mini-batch ends.
+
+    Karmarkar-Karp by time over the groups, then over the fewest micro-batches that each can have,
+    with activation checkpointing or not. The paper's groups are single ranks; here they may share
+    sequences (Ulysses), without which they would hold no context.
+    """
+
+    def place(group: ShardedGroup, lengths: IntArray) -> list[Sequence[MicroBatches]]:
+        return [
+            pack_balanced(lengths, group.sequences_ms(lengths), group.max_len, group.num_groups)
+        ]
+
+    return _tuned(scenario, place, without_lockstep, [False, True], name)
+
+
+_Place = Callable[[ShardedGroup, IntArray], list[Sequence[MicroBatches]]]
+_Run = Callable[[ShardedGroup, IntArray, Sequence[MicroBatches]], Outcome]
+
+
+def _tuned(
+    scenario: Scenario, place: _Place, run: _Run, checkpointing: Sequence[bool], name: str
+) -> SystemResult | None:
+    """The best size of the groups, and the best of `place` for each mini-batch."""
+    results = []
+    for group in sharded_groups(scenario, checkpointing):
+        if group.max_len < scenario.context_length:
+            continue
+        outcomes = [
+            min(
+                (run(group, lengths, placed) for placed in place(group, lengths)),
+                key=lambda outcome: outcome.iteration_ms,
+            )
+            for lengths in scenario.lengths
+        ]
+        results.append(summarize(name, str(group), outcomes))
+    return best_of(results) if results else None
+
+
+@compiled
+def balance_micro_batches_by_time(
+    lengths: IntArray,
+    work_ms: FloatArray,
+    num_groups: int,
+    num_steps: int,
+    max_len: int,
+    by_steps: bool,
+    micro_batches: IntArray,
+) -> bool:
+    """Writes the micro-batch of each sequence (lengths descending), `num_steps` for each group;
+    False where one fits in none.
+
+    Micro-batch r belongs to step r // `num_groups`. To the micro-batch that then ends first, or
+    with `by_steps` to the one that makes its step least longer, of equals to the emptiest.
+    """
+    # By steps, because groups wait for each other after each: only the slowest of a step counts.
+    times, tokens = np.zeros(num_groups * num_steps), np.zeros(num_groups * num_steps)
+    step_ms = np.zeros(num_steps)
+    for i in range(lengths.size):
+        best, best_longer = -1, np.inf
+        for micro_batch in range(times.size):
+            if tokens[micro_batch] + lengths[i] > max_len:
+                continue
+            longer = max(0.0, times[micro_batch] + work_ms[i] - step_ms[micro_batch // num_groups])
+            if not by_steps:
+                longer = 0.0
+            if (
+                best < 0
+                or longer < best_longer
+                or (longer == best_longer and times[micro_batch] < times[best])
+            ):
+                best, best_longer = micro_batch, longer
+        if best < 0:
+            return False
+        micro_batches[i] = best
+        times[best] += work_ms[i]
+        tokens[best] += lengths[i]
+        step_ms[best // num_groups] = max(step_ms[best // num_groups], times[best])
+    return True
+
+
+def _groups_of(
+    micro_batches: IntArray, work_ms: FloatArray, num_groups: int, num_steps: int, by_steps: bool
+) -> list[MicroBatches]:
+    """The micro-batches of each group; the steps hold micro-batches of about the same time, or
+    those they have.
+    """
+    times = np.bincount(micro_batches, weights=work_ms, minlength=num_groups * num_steps)
+    order = np.arange(times.size) if by_steps else np.argsort(-times, kind="stable")
+    members = [np.flatnonzero(micro_batches == micro_batch) for micro_batch in order]
+    return [members[group::num_groups] for group in range(num_groups)]
+
+
+def in_lockstep(
+    group: ShardedGroup, lengths: IntArray, micro_batches: Sequence[MicroBatches]
+) -> Outcome:
+    """Micro-batches of all groups begin together, because gathers are collective."""
+    num_steps = max(len(own) for own in micro_batches)
+    times = np.zeros((len(micro_batches), num_steps))
+    for number, own in enumerate(micro_batches):
+        for step, members in enumerate(own):
+            times[number, step] = group.micro_batch_ms(lengths[members]) if len(members) else 0.0
+    return lockstep_outcome(group.scenario, times)
+
+
+def lockstep_outcome(scenario: Scenario, times: FloatArray) -> Outcome:
+    """The iteration of groups that start every step together; `times`: [groups, steps]."""
+    steps = times.max(axis=0)
+    propagation = float(steps.sum())
+    total = float(with_traffic_ms(scenario, steps).sum())
+    return _outcome(scenario, propagation, total, times.sum(axis=1))
+
+
+def without_lockstep(
+    group: ShardedGroup, lengths: IntArray, micro_batches: Sequence[MicroBatches]
+) -> Outcome:
+    """Each group runs its own micro-batches one after the other."""
+    times = [
+        np.array([group.micro_batch_ms(lengths[members]) for members in own])
+        for own in micro_batches
+    ]
+    busy = np.array([own.sum() for own in times])
+    total = max(float(with_traffic_ms(group.scenario, own).sum()) for own in times)
+    return _outcome(group.scenario, float(busy.max()), total, busy)
+
+
+def _outcome(scenario: Scenario, propagation: float, total: float, busy: FloatArray) -> Outcome:
+    used = busy[busy > 0]
+    return Outcome(
+        propagation_ms=propagation,
+        iteration_ms=total + zero3_ends_ms(scenario),
+        imbalance=float(used.max() / used.min() - 1) if used.size else 0.0,
+        bubble=1 - float(busy.sum()) / (propagation * busy.size) if propagation else 0.0,
+    )

@@ -1,0 +1,1 @@
+"""What an iteration did, or would do: its metrics, its events, its timeline."""

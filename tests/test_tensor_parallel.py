@@ -1,0 +1,115 @@
+"""Sums over TP groups are made in place, and change nothing that anybody else reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ds_hydra.engine.parallel import tensor_parallel
+from ds_hydra.engine.parallel.tensor_parallel import TensorParallel, hook_rowwise
+
+SIZE = 8
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function._opname] += function._opname in ("clone", "copy_")
+        return function(*args, **(kwargs or {}))
+
+    def __int__(self):
+        return sum(self.counts.values())
+
+
+@pytest.fixture
+def tp(monkeypatch):
+    """TP 2 of two ranks that have the same."""
+    monkeypatch.setattr(tensor_parallel.dist, "all_reduce", lambda x, group: x.mul_(2))
+    tp = TensorParallel()
+    tp.enter(None, 2, 0)
+    return tp
+
+
+def hidden():
+    torch.manual_seed(0)
+    return torch.randn(1, 5, SIZE, requires_grad=True)
+
+
+def weights(number):
+    return [torch.randn(SIZE, SIZE) for _ in range(number)]
+
+
+def grad_of(make, x):
+    """Gradient of x in make(x), and how many tensors were copied for it."""
+    out = make(x * 1)
+    with Copies() as copies:
+        (grad,) = torch.autograd.grad(out.sum(), x)
+    return grad, int(copies)
+
+
+ALONE = {
+    "one layer": lambda copy, h, a, b: copy(h) @ a,
+    "two layers": lambda copy, h, a, b: copy(h) @ a + copy(h) @ b,
+    "one of its sequences": lambda copy, h, a, b: copy(h)[0] @ a,
+}
+SHARED = {
+    "a sum": lambda copy, h, a, b: (copy(h) + h) @ a,
+    "a sum the other way round": lambda copy, h, a, b: (h + copy(h)) @ a,
+    "a sum of views": lambda copy, h, a, b: (copy(h).view(5, SIZE) + h.view(5, SIZE)) @ a,
+    "parts of one": lambda copy, h, a, b: torch.cat([h, copy(h)]) @ a,
+    "parts of the last dimension": lambda copy, h, a, b: torch.cat([h, copy(h)], -1) @ a.repeat(2, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*ALONE, *SHARED])
+def test_gradients_are_summed_where_nobody_else_has_them(tp, name):
+    make, x, (a, b) = {**ALONE, **SHARED}[name], hidden(), weights(2)
+    found, num_copies = grad_of(lambda h: make(tp.copy_to_group, h, a, b), x)
+    plain, _ = grad_of(lambda h: make(lambda h: h, h, a, b), x)
+    alone, _ = grad_of(lambda h: make(lambda h: h, h.detach(), a, b) + 0 * h.sum(), x)
+    others, _ = grad_of(lambda h: make(lambda h: h.detach(), h, a, b) + 0 * h.sum(), x)
+    assert alone.abs().sum() == 0
+    torch.testing.assert_close(found, 2 * (plain - others) + others)
+    assert num_copies == (name in SHARED)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("trains", [True, False])
+def test_outputs_of_layers_are_summed_in_place(tp, bias, trains):
+    layer, x = nn.Linear(SIZE, SIZE, bias=bias), hidden()
+    wanted = 2 * layer(x)
+    (wanted_grad,) = torch.autograd.grad((wanted * 3).sum(), x)
+    hook_rowwise(layer, tp)
+    with torch.set_grad_enabled(trains), Copies() as copies:
+        out = layer(x)
+        assert int(copies) == 0
+        torch.testing.assert_close(out, wanted)
+        out *= 3  # as a layer may that has had an output of its own
+    if trains:  # the sum hands its gradient on to each rank's part
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        torch.testing.assert_close(2 * grad, wanted_grad)
+
+
+def test_outputs_that_backward_reads_are_copied(tp):
+    layer, x, (a,) = nn.Softmax(dim=-1), hidden(), weights(1)
+    (wanted,) = torch.autograd.grad((layer(x) @ a).sum(), x)
+    hook_rowwise(layer, tp)
+    torch.testing.assert_close(torch.autograd.grad((layer(x) @ a).sum(), x)[0], wanted)
+
+
+def test_outputs_that_somebody_keeps_are_an_error(tp):
+    layer, x = nn.Linear(SIZE, SIZE), hidden()
+    kept = []
+    layer.register_forward_hook(lambda _module, _args, output: kept.append(output.square()))
+    hook_rowwise(layer, tp)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (layer(x).sum() + kept[0].sum()).backward()
