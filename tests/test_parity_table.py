@@ -14,7 +14,7 @@ import pytest
 import torch
 from distributed import run_distributed
 from engines import start_hydra
-from models import VOCAB_SIZE, tiny
+from models import FAMILIES, MIXTURES_OF_EXPERTS, VOCAB_SIZE, tiny
 from parity_rows import FACTORS, all_pairs, broken_rules, engine_of, pairs_of, read_table, row_of
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 from test_engine_parity import (
@@ -177,6 +177,11 @@ def test_the_table_is_what_the_generator_writes():
     assert parity_rows.TABLE.read_text() == parity_rows.table_text(), (
         "run python tests/parity_rows.py"
     )
+
+
+def test_every_family_has_rows():
+    assert {*parity_rows.DENSE, "llama_tied"} == set(FAMILIES)  # which is llama with what is tied
+    assert {*parity_rows.EXPERTS} == set(MIXTURES_OF_EXPERTS)
 
 
 def test_every_pair_that_can_meet_is_in_a_row():
