@@ -32,7 +32,7 @@ HAS_PEFT = importlib.util.find_spec("peft") is not None
 if HAS_PEFT:
     import test_lora  # before ranks are forked: its imports are paid once
 
-IN_MINUTES = ("llama", "qwen2", "gemma2", "deepseek_v3")
+IN_MINUTES = ("llama", "gemma2", "deepseek_v3")
 """Families of which `make test` runs the rows; the others are slow."""
 
 LENGTHS_OF = {
