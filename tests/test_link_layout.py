@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.zero_link import ParamSpec, Region, Slicing
-from ds_hydra.zero_link.layout import RankCounts, Regions, ShardTable
+from ds_hydra.zero_link.layout import Regions, ShardTable
 
 
 @st.composite
@@ -51,7 +51,8 @@ def test_blocks_of_all_shards_cover_a_slice_exactly_once(cases, num_ranks):
             region.row : region.row + region.num_rows, region.col : region.col + region.num_cols
         ] = 1
         np.testing.assert_array_equal(got, wanted)
-        np.testing.assert_array_equal(count, RankCounts(specs, num_ranks).total([(param, region)]))
+        owned = ShardTable(specs, num_ranks).owned_elements(Regions.of([(param, region)]))
+        np.testing.assert_array_equal(count, owned)
     assert (np.diff(blocks.item) >= 0).all()
     assert np.bincount(blocks.item).max(initial=0) <= 3
 

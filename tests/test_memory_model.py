@@ -312,14 +312,6 @@ def test_exchange_buffers_count_with_slices_that_stay_and_that_pass(text):
     assert counted.rank_bytes(scheme, 8, 9) - without.rank_bytes(scheme, 8, 9) == 1 << 29
 
 
-def test_pipelines_on_other_nodes_hold_no_home():
-    profile = Profile.load(find_profile("a800_llama2_7b"))
-    mixed, plain = Strategy.parse("1x<8,1> + 1x<4,1> + 4x<1,1;stream>"), Scheme(8, 1)
-    assert profile.max_len_tokens(plain, 16, mixed) == profile.max_len_tokens(plain, 16)
-    four = Scheme(4, 1)
-    assert profile.max_len_tokens(four, 16, mixed) < profile.max_len_tokens(four, 16)
-
-
 def test_pipelines_beside_streamed_ones_hold_their_share_of_the_home():
     profile = Profile.load(find_profile("a800_llama2_7b"))
     mixed, plain = Strategy.parse("1x<4,1> + 4x<1,1;stream>"), Scheme(4, 1)

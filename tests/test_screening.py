@@ -25,12 +25,7 @@ from ds_hydra.strategy.schemes.scheme import Scheme, Strategy, parse_strategies
 NUM_DEVICES = 16
 PUBLISHED = Profile.load(find_file("profiles", "a800_llama2_7b"))
 CLUSTER = find_cluster(PUBLISHED, NUM_DEVICES)
-ON_ONE_NODE = {**PUBLISHED.document["hardware"], "devices_per_node": NUM_DEVICES}
-PROFILE = with_streamed_schemes(
-    Profile.from_json({**PUBLISHED.document, "hardware": ON_ONE_NODE}),
-    num_devices=NUM_DEVICES,
-    cluster=CLUSTER,
-)
+PROFILE = with_streamed_schemes(PUBLISHED, num_devices=NUM_DEVICES, cluster=CLUSTER)
 STRATEGIES = parse_strategies(
     [
         "2x<8,1>",

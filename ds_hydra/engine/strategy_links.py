@@ -20,11 +20,10 @@ from ds_hydra.engine.ranks.agreement import max_over_ranks
 from ds_hydra.engine.ranks.hosts import Hosts, find_ranks_per_node, warn_of_placement
 from ds_hydra.engine.transfer.frozen import FrozenKeeper, without_frozen
 from ds_hydra.engine.transfer.gathering import GatherSession, plan_rounds
-from ds_hydra.engine.transfer.home import Home
+from ds_hydra.engine.transfer.home import Home, open_home
 from ds_hydra.engine.transfer.link_agreement import check_link_plans
 from ds_hydra.engine.transfer.link_memory import LinkMemory
 from ds_hydra.engine.transfer.link_session import DeviceClock, LinkSession, LinkThread
-from ds_hydra.engine.transfer.peer_home import open_home
 from ds_hydra.engine.transfer.slices import (
     SlicePool,
     Slices,
@@ -341,7 +340,7 @@ class StrategyLinks:
         assert self.home is not None
         specs = self.stage_model.specs
         copied = only_copied(buckets, streams.copied)
-        kept = () if streams.streams else buckets
+        kept = () if streams.is_streamed else buckets
         copies = held_numel(specs, copied, streams.window.slot_of) * self._dtype.itemsize
         return LinkMemory(
             slice_bytes=self.home.weight_bytes + copies,

@@ -267,6 +267,18 @@ class ShardTable:
             self._known[key] = self._find_blocks(regions, owners)
         return self._known[key]
 
+    def owned_elements(self, regions: Regions) -> IntArray:
+        """[num_ranks] elements of all `regions` together in each rank's shards.
+
+        >>> spec = ParamSpec(fqn="w", shape=(4, 4))
+        >>> ShardTable([spec], 2).owned_elements(Regions.of([(0, Region(0, 3, 1, 2))])).tolist()
+        [4, 2]
+        """
+        blocks = self.mutual_blocks(regions, np.arange(self.num_ranks))
+        owner = blocks.item // max(len(regions.param), 1)
+        counts = np.bincount(owner, blocks.rows * blocks.cols, minlength=self.num_ranks)
+        return counts.astype(np.int64)
+
     def _find_blocks(self, regions: Regions, owners: IntArray) -> Blocks:
         size = (len(owners), len(regions.param))
 
@@ -317,33 +329,3 @@ class ShardTable:
         rows = np.stack([one, last_whole - first_whole, one], axis=1)
         cols = np.stack([head_cols, col_end - col, tail_cols], axis=1)
         return Blocks(item, starts[item, part], rows[item, part], cols[item, part])
-
-
-class RankCounts:
-    """How many elements of a region each rank owns, in closed form."""
-
-    def __init__(self, params: Sequence[ParamSpec], num_ranks: int):
-        self._params = params
-        self._num_ranks = num_ranks
-        self._known: dict[tuple[int, int, Region], IntArray] = {}
-
-    def total(self, regions: Iterable[tuple[int, Region]]) -> IntArray:
-        """[num_ranks] elements of all `regions`, pairs of parameter and rectangle, in each rank's
-        shards.
-        """
-        total = np.zeros(self._num_ranks, dtype=np.int64)
-        for param, region in regions:
-            spec = self._params[param]
-            key = (spec.numel, spec.num_cols, region)
-            if key not in self._known:  # the layers of a model do not differ
-                self._known[key] = self._count(spec, region)
-            total += self._known[key]
-        return total
-
-    def _count(self, spec: ParamSpec, region: Region) -> IntArray:
-        bounds = np.arange(self._num_ranks + 1) * spec.shard_numel(self._num_ranks)
-        row, col = np.divmod(np.minimum(bounds, spec.numel), max(spec.num_cols, 1))
-        before: IntArray = np.clip(row - region.row, 0, region.num_rows) * region.num_cols
-        is_inside = (row >= region.row) & (row < region.row + region.num_rows)
-        before = before + is_inside * np.clip(col - region.col, 0, region.num_cols)
-        return before[1:] - before[:-1]

@@ -273,7 +273,7 @@ class StageModel:
         used = [r for r, unit in enumerate(units) if any(b.param in copied for b in unit.bindings)]
         window = [r for r in self._unshared(units) if scheme.stream and r in used]
         return StageStreams(
-            streams=scheme.stream,
+            is_streamed=scheme.stream,
             window=self._in_order(units, stage, window),
             copied=copied,
         )

@@ -1,112 +1,61 @@
 """The home of a host: one copy of the weights and sums of their gradients, for all ranks of a run.
 
 [Note: Home]
-A home holds every parameter whole, in memory that the ranks of the host share, so a rank reads the
-weights of a layer where they are, and adds its gradients there, without another rank doing
-anything for it. The ranks of the host share the cost: `itemsize + 8` bytes a parameter, divided by
-their number.
-
 ZeRO-3 cuts every parameter into a shard for each rank, and DeepSpeed's optimizer wants the shards
 of a rank in one piece. So a parameter is never in one piece among the shards, and they cannot be
-the home themselves: at the beginning of an iteration each rank copies its shards, a part of
-1 / ranks of the weights, to their place in the home.
+the home themselves: at the beginning of an iteration each rank copies its shards to its part of the
+home, 1 / ranks of the weights. Its part of the sums, of the same elements, is read by nobody else.
+The ranks share the cost: `itemsize + 8` bytes a parameter, divided by their number.
 
-Sums are those of `exact_sums.py`. Of each, the upper half lies where the fp32 gradients of the
-shards lie, which an engine has anyway and which `collect` replaces by the sums.
+Sums are those of `exact_sums.py`, by rows within a shard. Of each, the upper half lies where the
+fp32 gradients of the shards lie, which an engine has anyway and which `collect` replaces by the
+sums.
 
-Accelerators have no memory that is one for all ranks of a host: `peer_home.py` is their home.
+There are two kinds of memory. Ranks of the CPU share all of it: a rank reads the weights of a layer
+where they are, and adds its gradients to the sums itself, under locks (`SharedMemoryHome`). Devices
+have a part each, which the others map: reading a layer copies its shards into the slots of two
+layers, and a gradient is sent to the ranks that hold its shards ([Note: Inbox]), each of which adds
+to its own sums (`PeerHome`). Both are done in threads beside computation, which waits for them only
+when `passing_bytes` of gradients are under way.
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from concurrent.futures import Future
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_hydra.engine.parallel.groups import GroupPool
+from ds_hydra.engine.ranks.peer_memory import ALLOCATORS, PeerMemory
 from ds_hydra.engine.ranks.shared_memory import SharedMemory
 from ds_hydra.engine.transfer.exact_sums import Adder, digit_width, value_of
-from ds_hydra.engine.transfer.stream_plan import home_bytes
+from ds_hydra.engine.transfer.inbox import Inbox, control_bytes
+from ds_hydra.engine.transfer.link_session import DeviceClock, LinkThread
+from ds_hydra.engine.transfer.stream_plan import STREAM_WINDOW
 from ds_hydra.zero_link import ParamSpec, Region
 
-PIECE_NUMEL = 1 << 17
+_LOCKED_NUMEL = 1 << 17
 """Elements that are added under one lock: about half a millisecond."""
+_SENT_NUMEL = 1 << 22
+"""Elements that are sent at once: a device has no use for small pieces, and scratch of 32 MiB."""
 
 _ALIGNMENT = 64
 
 
-class Home(ABC):
-    """What a home does for streamed layers, wherever its memory is.
+class Part(NamedTuple):
+    """What a home holds of a shard of one parameter: tensors [n], `top` [rows of the shard]."""
 
-    `fill`, `begin_sums`, then a barrier, then `read`, `copy` and `add` in any order on any rank,
-    `finish_adds`, then a barrier, then `collect`.
-    """
-
-    has_views: bool
-    """Whether `read` gives what is in one piece."""
-    grads_P: list[Tensor]
-    """This rank's fp32 gradient shards, which `collect` may replace in place."""
-    weight_bytes: int
-    """This rank's part of the weights."""
-    sum_bytes: int
-    """This rank's part of the sums, without the memory of `grads_P`."""
-
-    @abstractmethod
-    def fill(self, shards_P: Sequence[Tensor]) -> None:
-        """Take over this rank's shards of all parameters."""
-
-    @abstractmethod
-    def begin_sums(self, num_addends: int) -> None:
-        """Set this rank's part of the sums to zero; every element gets at most `num_addends`."""
-
-    @abstractmethod
-    def read(self, param: int, region: Region) -> Tensor | None:
-        """The weights in `region`, flat, where they are; None where they are not in one piece."""
-
-    @abstractmethod
-    def copy(self, param: int, region: Region, into: Tensor) -> None:
-        """Copy the weights in `region` into the flat tensor `into`."""
-
-    @abstractmethod
-    def add(self, param: int, region: Region, grad: Tensor) -> None:
-        """Add `grad`, any shape, to the sums of `region`; waits only for adds to the same rows. It
-        may not change before `finish_adds`.
-        """
-
-    @abstractmethod
-    def finish_adds(self) -> None:
-        """Return once what this rank added is in the sums."""
-
-    def collect(self, grads_P: Sequence[Tensor]) -> None:
-        """Put the sums of this rank's shards, where they are trained, into `grads_P`; once in an
-        iteration.
-        """
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        for param, spec in enumerate(self._specs):
-            if spec.requires_grad:
-                numel = spec.shard_numel(num_ranks)
-                self._evaluate(param, slice(rank * numel, (rank + 1) * numel), grads_P[param])
-
-    @property
-    @abstractmethod
-    def address(self) -> int:
-        """Where its memory, or this rank's part of it, begins."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Let go of the memory."""
-
-    _specs: Sequence[ParamSpec]
-
-    @abstractmethod
-    def _evaluate(self, param: int, run: slice, values: Tensor) -> None:
-        """Put the sums of the elements `run` into `values`, which may lie in place of their upper
-        half.
-        """
+    weights: Tensor
+    high: Tensor
+    low: Tensor
+    top: Tensor
 
 
 class Sums(NamedTuple):
@@ -117,66 +66,193 @@ class Sums(NamedTuple):
     top: Tensor
 
 
-class SharedMemoryHome(Home):
-    """A home in memory of the host, for its ranks. Collective over all ranks of the run.
-
-    `close` lets go of it.
+class Piece(NamedTuple):
+    """A rectangle of whole rows of `param`, as far as they are in a shard; the columns of an addend
+    begin at `addend_col` of it.
     """
 
-    has_views = True
+    param: int
+    shard: int
+    begin_row: int
+    end_row: int
+    begin_col: int
+    end_col: int
+    addend_col: int = 0
+
+
+class Home(ABC):
+    """What a home does for streamed layers, wherever its memory is. Collective over all ranks of
+    the run, all of one host.
+
+    `fill`, `begin_sums`, then a barrier, then `read`, `copy` and `add` in any order on any rank,
+    `finish_adds`, then a barrier, then `collect`.
+    """
+
+    has_views: bool
+    """Whether `read` gives what is in one piece."""
 
     def __init__(
         self,
         specs: Sequence[ParamSpec],
-        dtype: torch.dtype,
-        device: torch.device,
-        purpose: str,
+        parts: Sequence[Sequence[Part]],
+        piece_numel: int,
+        sender: LinkThread,
+        passing_bytes: int = 0,
     ):
-        self._specs = specs
-        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        layout = Layout()
-        padded = [spec.shard_numel(self._num_ranks) * self._num_ranks for spec in specs]
-        trained = [spec.requires_grad for spec in specs]
-        weights = [layout.reserve(n, dtype) for n in padded]
-        high = [layout.reserve(n * t, torch.int32) for n, t in zip(padded, trained, strict=True)]
-        low = [layout.reserve(n * t, torch.int32) for n, t in zip(padded, trained, strict=True)]
-        top = [
-            layout.reserve(spec.num_rows * t, torch.int32)
-            for spec, t in zip(specs, trained, strict=True)
-        ]
-        ranks = tuple(range(self._num_ranks))
-        self._memory = SharedMemory(ranks, layout.nbytes, purpose, device)
-        bytes_ = self._memory.bytes
-        self._weights = [take(bytes_) for take in weights]
-        self._high, self._low, self._top = (
-            [take(bytes_) for take in part] for part in (high, low, top)
-        )
-        self._high_begin = [take.keywords["begin"] for take in high]
-        self.grads_P = [
-            flat.view(torch.float32)[self._shard(spec)] if spec.requires_grad else torch.empty(0)
-            for spec, flat in zip(specs, self._high, strict=True)
-        ]
-        widest = max(spec.num_cols for spec in specs)
-        self._adder = Adder(max(PIECE_NUMEL, widest), device)
+        self._specs, self._parts, self._rank = specs, parts, dist.get_rank()
+        self._own = parts[self._rank]
+        self._numels = [part.weights.numel() for part in self._own]
+        self._clock = DeviceClock(sender.device)
+        self._sender, self._passing_bytes = sender, passing_bytes
+        self._pending: deque[tuple[Future[None], int]] = deque()
+        self._adder, self._piece_numel = Adder(piece_numel, sender.device), piece_numel
         self._width = 0
-        own = home_bytes(specs, dtype.itemsize, self._num_ranks)
-        self.weight_bytes = own.weights
-        self.sum_bytes = own.sums + self._adder.nbytes
+        self.grads_P = [
+            part.high.view(torch.float32) if spec.requires_grad else torch.empty(0)
+            for spec, part in zip(specs, self._own, strict=True)
+        ]
+        """This rank's fp32 gradient shards, which `collect` may replace in place."""
+        self.weight_bytes = sum(part.weights.nbytes for part in self._own)
+        """This rank's part of the weights."""
+        sums = sum(tensor.nbytes for part in self._own for tensor in (part.low, part.top))
+        self.sum_bytes = sums + self._adder.nbytes + passing_bytes
+        """This rank's part of the sums, without the memory of `grads_P`, and gradients under
+        way.
+        """
 
     def fill(self, shards_P: Sequence[Tensor]) -> None:
-        """Copy this rank's shards to their place."""
-        for spec, weights, shard_P in zip(self._specs, self._weights, shards_P, strict=True):
-            weights[self._shard(spec)].copy_(shard_P)
+        """Copy this rank's shards of all parameters to their place."""
+        torch._foreach_copy_([part.weights for part in self._own], list(shards_P))
 
     def begin_sums(self, num_addends: int) -> None:
         """Set this rank's part of the sums to zero; every element gets at most `num_addends`."""
+        while self._pending:  # what an iteration that failed has left
+            self._pending.popleft()[0].exception()
         self._width = digit_width(num_addends)
-        for spec, high, low in zip(self._specs, self._high, self._low, strict=True):
-            if spec.requires_grad:
-                high[self._shard(spec)].zero_()
-                low[self._shard(spec)].zero_()
-        for param in range(self._rank, len(self._specs), self._num_ranks):
-            self._top[param].zero_()
+        sums = [t for part in self._own for t in (part.high, part.low, part.top) if t.numel()]
+        if sums:
+            torch._foreach_zero_(sums)
+
+    def read(self, param: int, region: Region) -> Tensor | None:
+        """The weights in `region`, flat, where they are; None where they are not in one piece."""
+        del param, region
+        return None
+
+    def copy(self, param: int, region: Region, into: Tensor) -> None:
+        """Copy the weights in `region` into the flat tensor `into`."""
+        num_cols = self._specs[param].num_cols
+        if region.num_cols == num_cols:  # as a vector, in few pieces
+            region, num_cols = Region(region.row * num_cols, region.numel, 0, 1), 1
+        matrix = into.view(region.num_rows, region.num_cols)
+        targets, sources = [], []
+        for piece, rows, cols in self._pieces(param, region, num_cols):
+            targets.append(matrix[_shifted(rows, region.row), _shifted(cols, region.col)])
+            weights = self._parts[piece.shard][param].weights
+            first = self._numels[param] * piece.shard
+            sources.append(_rectangle(weights, first, rows, cols, num_cols))
+        torch._foreach_copy_(targets, sources)
+
+    def add(self, param: int, region: Region, grad: Tensor) -> None:
+        """Let `grad`, any shape, be added to the sums of `region`; it may not change before
+        `finish_adds`.
+        """
+        addend = grad.detach().reshape(region.num_rows, region.num_cols)
+        job = functools.partial(self._add_all, param, region, addend, self._clock.stamp())
+        self._pending.append((self._sender.submit(job), grad.nbytes))
+        while sum(nbytes for _, nbytes in self._pending) > self._passing_bytes:
+            self._pending.popleft()[0].result()
+
+    def finish_adds(self) -> None:
+        """Return once what this rank added is in the sums. Raises what went wrong."""
+        while self._pending:
+            self._pending.popleft()[0].result()
+
+    def collect(self, grads_P: Sequence[Tensor]) -> None:
+        """Put the sums of this rank's shards, where they are trained, into `grads_P`; once in an
+        iteration.
+        """
+        for param, (spec, numel) in enumerate(zip(self._specs, self._numels, strict=True)):
+            if not spec.requires_grad:
+                continue
+            first = numel * self._rank
+            end = min(first + numel, spec.numel)
+            for rows, cols in rectangles(first, end, spec.num_cols, self._piece_numel):
+                sums = self._sums(_piece(param, self._rank, rows, cols))
+                value = value_of(*sums, self._width)
+                offset = rows.start * spec.num_cols + cols.start - first
+                grads_P[param][offset : offset + value.numel()].copy_(value.flatten())
+
+    @property
+    @abstractmethod
+    def address(self) -> int:
+        """Where its memory, or this rank's part of it, begins."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the memory."""
+
+    @abstractmethod
+    def _deliver(self, piece: Piece, addend: Tensor) -> None:
+        """See to it that `addend` comes to the sums of `piece`."""
+
+    def _add_all(self, param: int, region: Region, addend: Tensor, stamp: Any) -> None:
+        """Deliver a gradient shard by shard; each rank begins elsewhere, so that few wait."""
+        self._clock.wait_for(stamp)
+        pieces = list(self._pieces(param, region, self._specs[param].num_cols))
+        first = len(pieces) * self._rank // len(self._parts)
+        for piece, rows, cols in pieces[first:] + pieces[:first]:
+            self._deliver(piece, addend[_shifted(rows, region.row), _shifted(cols, region.col)])
+
+    def _add(self, piece: Sequence[int], addend: Tensor) -> None:
+        """Add to the sums of a piece, which no other rank does meanwhile."""
+        of = Piece._make(piece)
+        self._adder.add(*self._sums(of), addend, of.addend_col, self._width)
+
+    def _pieces(
+        self, param: int, region: Region, num_cols: int
+    ) -> Iterator[tuple[Piece, slice, slice]]:
+        """`region`, of a matrix of `num_cols`, in pieces of at most `piece_numel` elements, with
+        their rows and columns.
+        """
+        numel = self._numels[param]
+        begin, end = region.row * num_cols, (region.row + region.num_rows) * num_cols
+        for shard in range(begin // numel, -(-end // numel)):
+            bounds = max(begin, shard * numel), min(end, (shard + 1) * numel)
+            for rows, cols in rectangles(*bounds, num_cols, self._piece_numel):
+                shared = slice(
+                    max(cols.start, region.col), min(cols.stop, region.col + region.num_cols)
+                )
+                if shared.start < shared.stop:
+                    yield _piece(param, shard, rows, cols, shared.start - cols.start), rows, shared
+
+    def _sums(self, piece: Piece) -> Sums:
+        part, num_cols = self._parts[piece.shard][piece.param], self._specs[piece.param].num_cols
+        first = piece.shard * self._numels[piece.param]
+        rows = slice(piece.begin_row, piece.end_row)
+        cols = slice(piece.begin_col, piece.end_col)
+        high, low = (
+            _rectangle(flat, first, rows, cols, num_cols) for flat in (part.high, part.low)
+        )
+        return Sums(high, low, part.top[_shifted(rows, first // num_cols)].view(-1, 1))
+
+
+class SharedMemoryHome(Home):
+    """A home in memory of the host, for ranks of the CPU."""
+
+    has_views = True
+
+    def __init__(
+        self, specs: Sequence[ParamSpec], dtype: torch.dtype, device: torch.device, purpose: str
+    ):
+        num_ranks = dist.get_world_size()
+        layout = Layout(specs, dtype, num_ranks, num_parts=num_ranks)
+        self._memory = SharedMemory(tuple(range(num_ranks)), layout.nbytes, purpose, device)
+        wholes = layout.cut(self._memory.bytes)
+        self._weights = [whole.weights for whole in wholes]
+        split = [[tensor.chunk(num_ranks) for tensor in whole] for whole in wholes]
+        parts = [[Part(*(chunks[r] for chunks in row)) for row in split] for r in range(num_ranks)]
+        numel = _piece_numel(specs, _LOCKED_NUMEL)
+        super().__init__(specs, parts, numel, LinkThread(device, overlap=False))
 
     def read(self, param: int, region: Region) -> Tensor | None:
         """The weights in `region`, flat, where they are; None where they are not in one piece."""
@@ -185,35 +261,6 @@ class SharedMemoryHome(Home):
             return None
         begin = region.row * num_cols + region.col
         return self._weights[param][begin : begin + region.numel]
-
-    def copy(self, param: int, region: Region, into: Tensor) -> None:
-        """Copy the weights in `region` into the flat tensor `into`."""
-        matrix = self._matrix(self._weights, param)
-        rows = matrix[region.row : region.row + region.num_rows]
-        into.view(region.num_rows, region.num_cols).copy_(
-            rows[:, region.col : region.col + region.num_cols]
-        )
-
-    def add(self, param: int, region: Region, grad: Tensor) -> None:
-        """Add `grad`, any shape, to the sums of `region`; waits only for adds to the same rows."""
-        addend = grad.detach().reshape(region.num_rows, region.num_cols)
-        sums = self._sums(param)
-        num_cols = self._specs[param].num_cols
-        for begin, end in self._pieces(region):
-            rows = slice(region.row + begin, region.row + end)
-            begin_byte = self._high_begin[param] + rows.start * num_cols * 4
-            with self._memory.locked(begin_byte, (end - begin) * num_cols * 4):
-                self._adder.add(
-                    sums.high[rows],
-                    sums.low[rows],
-                    sums.top[rows],
-                    addend[begin:end],
-                    region.col,
-                    self._width,
-                )
-
-    def finish_adds(self) -> None:
-        """Nothing to wait for: they are done when `add` returns."""
 
     @property
     def address(self) -> int:
@@ -224,44 +271,120 @@ class SharedMemoryHome(Home):
         """Let go of the memory."""
         self._memory.close()
 
-    def _shard(self, spec: ParamSpec) -> slice:
-        numel = spec.shard_numel(self._num_ranks)
-        return slice(self._rank * numel, (self._rank + 1) * numel)
+    def _deliver(self, piece: Piece, addend: Tensor) -> None:
+        high = self._sums(piece).high
+        begin_byte = high.data_ptr() - self._memory.bytes.data_ptr()
+        with self._memory.locked(begin_byte, high.nbytes):
+            self._add(piece, addend)
 
-    def _evaluate(self, param: int, run: slice, values: Tensor) -> None:
-        spec, sums = self._specs[param], self._sums(param)
-        for rows, cols in rectangles(
-            run.start, min(run.stop, spec.numel), spec.num_cols, PIECE_NUMEL
-        ):
-            high, low = sums.high[rows, cols], sums.low[rows, cols]
-            value = value_of(high, low, sums.top[rows], self._width)
-            begin = rows.start * spec.num_cols + cols.start - run.start
-            values[begin : begin + value.numel()].copy_(value.flatten())
 
-    def _matrix(self, flats: Sequence[Tensor], param: int) -> Tensor:
-        spec = self._specs[param]
-        return flats[param][: spec.numel].view(spec.num_rows, spec.num_cols)
+class PeerHome(Home):
+    """A home on the devices of a host, whose ranks `group` has.
 
-    def _sums(self, param: int) -> Sums:
-        high, low = self._matrix(self._high, param), self._matrix(self._low, param)
-        return Sums(high, low, self._top[param].view(-1, 1))
+    It adds in threads of its own, whether or not the link overlaps: no rank could wait for another
+    that computes.
+    """
 
-    def _pieces(self, region: Region) -> Iterator[tuple[int, int]]:
-        """Rows of `region` that are added under one lock; each rank begins elsewhere, so that few
-        wait.
+    has_views = False
+
+    def __init__(
+        self,
+        specs: Sequence[ParamSpec],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        purpose: str,
+        passing_bytes: int,
+    ):
+        num_ranks, piece_numel = dist.get_world_size(), _piece_numel(specs, _SENT_NUMEL)
+        layout = Layout(specs, dtype, num_ranks)
+        take_slots = layout.reserve(num_ranks * piece_numel, torch.float32)
+        self._memory = PeerMemory(group, layout.nbytes, purpose, device)
+        ranks = tuple(range(num_ranks))
+        self._control = SharedMemory(ranks, control_bytes(num_ranks), purpose, device)
+        parts = [layout.cut(part) for part in self._memory.parts]
+        sender = LinkThread(device, overlap=True)
+        super().__init__(specs, parts, piece_numel, sender, passing_bytes)
+        slots = [take_slots(p).view(torch.uint8).view(num_ranks, -1) for p in self._memory.parts]
+        self._inbox = Inbox(slots, self._control, self._rank, self._clock)
+        self.sum_bytes += slots[self._rank].nbytes
+        self._server = LinkThread(device, overlap=True)
+        self._serving: Future[None] | None = None
+
+    def begin_sums(self, num_addends: int) -> None:
+        """Set this rank's part of the sums to zero; every element gets at most `num_addends`."""
+        self._inbox.begin()  # ends what an iteration that failed has left
+        super().begin_sums(num_addends)
+        self._serving = self._server.submit(functools.partial(self._serve, self._clock.stamp()))
+
+    def finish_adds(self) -> None:
+        """Return once what was added is in the sums, and let the current stream go on after it.
+        Raises what went wrong.
         """
-        step = max(1, PIECE_NUMEL // max(region.num_cols, 1))
-        count = -(-region.num_rows // step)
-        for index in range(count):
-            begin = (index + self._rank * count // self._num_ranks) % count * step
-            yield begin, min(begin + step, region.num_rows)
+        super().finish_adds()
+        if self._serving is not None:
+            self._inbox.finish()
+            self._serving.result()  # which others' ranks finish, without waiting for this one
+            self._serving = None
+            if self._inbox.served is not None:
+                self._clock.wait_for(self._inbox.served)
+
+    @property
+    def address(self) -> int:
+        """Where this rank's part begins."""
+        return self._memory.parts[self._rank].untyped_storage().data_ptr()
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._inbox.begin()  # ends what is under way
+        self._sender.close()
+        self._server.close()
+        self._control.close()
+
+    def _deliver(self, piece: Piece, addend: Tensor) -> None:
+        self._inbox.send(piece.shard, piece, addend)
+
+    def _serve(self, stamp: Any) -> None:
+        self._clock.wait_for(stamp)
+        self._inbox.serve(self._add)
+
+
+def open_home(
+    specs: Sequence[ParamSpec],
+    layers: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    groups: GroupPool,
+    purpose: str,
+) -> Home:
+    """The home of the run's host, on devices such as `device`, for `layers` of these parameters.
+    Collective over all ranks.
+    """
+    if device.type not in ALLOCATORS:
+        return SharedMemoryHome(specs, dtype, device, purpose)
+    everyone = range(dist.get_world_size())
+    groups.create([("home", everyone)])
+    widest = max(sum(specs[param].numel for param in layer) for layer in layers)
+    passing_bytes = STREAM_WINDOW * widest * dtype.itemsize
+    group = groups.get("home", everyone)
+    return PeerHome(specs, dtype, device, group, purpose, passing_bytes)
 
 
 class Layout:
-    """Where tensors lie in one piece of memory."""
+    """Where tensors lie in memory: those of `num_parts` shards of each parameter, side by side, of
+    `num_ranks` shards in all.
+    """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, specs: Sequence[ParamSpec], dtype: torch.dtype, num_ranks: int, num_parts: int = 1
+    ):
         self.nbytes = 0
+        self._takes = []
+        for spec in specs:
+            numel = spec.shard_numel(num_ranks)
+            num_rows = min(spec.num_rows, (numel - 1) // spec.num_cols + 2)
+            sums = [(n * spec.requires_grad, torch.int32) for n in (numel, numel, num_rows)]
+            self._takes.append([self.reserve(n * num_parts, t) for n, t in [(numel, dtype), *sums]])
 
     def reserve(self, numel: int, dtype: torch.dtype) -> functools.partial[Tensor]:
         """What takes a flat tensor [numel] out of the memory, as bytes."""
@@ -269,10 +392,23 @@ class Layout:
         self.nbytes += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         return functools.partial(_cut, begin=begin, numel=numel, dtype=dtype)
 
+    def cut(self, memory: Tensor) -> list[Part]:
+        """The tensors of each parameter."""
+        return [Part(*(take(memory) for take in row)) for row in self._takes]
+
 
 def _cut(memory: Tensor, *, begin: int, numel: int, dtype: torch.dtype) -> Tensor:
     # By way of `data`, so that an add is no modification of weights that autograd has saved.
     return memory[begin : begin + numel * dtype.itemsize].view(dtype).data
+
+
+def _piece_numel(specs: Sequence[ParamSpec], wanted: int) -> int:
+    """`wanted` elements as far as a parameter has them, and a row at least."""
+    return max(max(spec.num_cols for spec in specs), min(wanted, max(spec.numel for spec in specs)))
+
+
+def _piece(param: int, shard: int, rows: slice, cols: slice, addend_col: int = 0) -> Piece:
+    return Piece(param, shard, rows.start, rows.stop, cols.start, cols.stop, addend_col)
 
 
 def rectangles(
@@ -295,3 +431,15 @@ def rectangles(
             rows = min(step, (end - begin) // num_cols)
             yield slice(row, row + rows), slice(0, num_cols)
             begin += rows * num_cols
+
+
+def _rectangle(flat: Tensor, first: int, rows: slice, cols: slice, num_cols: int) -> Tensor:
+    """Elements of a matrix, of which `flat` holds those from `first` on."""
+    offset = flat.storage_offset() + rows.start * num_cols + cols.start - first
+    shape = rows.stop - rows.start, cols.stop - cols.start
+    return flat.as_strided(shape, (num_cols, 1), offset)
+
+
+def _shifted(part: slice, offset: int) -> slice:
+    """`part`, counted from `offset` on."""
+    return slice(part.start - offset, part.stop - offset)

@@ -173,7 +173,7 @@ class Slices:
         slot_of = slot_of or {}
         owned = buckets if home is None else home.copied
         self._gathered = frozenset(slot_of) if gathers else frozenset()
-        self._streams = home is not None and home.streams.streams
+        self._streams = home is not None and home.streams.is_streamed
         kept = [r for r in range(len(buckets)) if r not in slot_of]
         numels = {("slices", r): slice_numel(specs, owned[r]) for r in kept}
         window = slot_numels(slice_numel, specs, owned, slot_of)

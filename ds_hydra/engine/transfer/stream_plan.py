@@ -65,7 +65,7 @@ class Window:
 class StageStreams:
     """Whether a stage's buckets stream, and which slices have to be copied."""
 
-    streams: bool = False
+    is_streamed: bool = False
     """Whether gradients are added after every micro-batch."""
     window: Window = field(default_factory=Window)
     """The buckets that stream with slices that are copied, without the ones that share a

@@ -173,7 +173,7 @@ class StreamSession:
         if self._loading is not None:
             self._loading.result()
         begin = self._clock.stamp()
-        if self._with_gradients and not self._slices_home.streams.streams:
+        if self._with_gradients and not self._slices_home.streams.is_streamed:
             self._add_kept()
         self._home.finish_adds()
         dist.barrier()  # everyone has read and added

@@ -64,7 +64,7 @@ def with_streamed_schemes(
     """`profile` with schemes of one stage whose layers all stream (if `streams`), where it did not
     measure them, its memory model knows them, and they fit a micro-batch.
 
-    - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that, on one node.
+    - <SP,TP,1;stream> for each <SP,TP,1> that it has, with T of that.
     - <spN,1;stream> for each N, a power of two up to `num_devices` that divides the heads, and
       <cpN,1;stream> for each N: T is that of one rank (`single_rank_latency`), of whose micro-batch
       N ranks have a share each, with the exchanges of SP or CP by the interconnects of `cluster`.
@@ -89,8 +89,8 @@ def with_streamed_schemes(
     kinds = [False] * streams + [True] * (tokens_per_iteration is not None)
     for plain, gathers in product(dict.fromkeys([*known, *wide]), kinds):
         scheme = replace(plain, stream=not gathers, gather=gathers)
-        fits = profile.memory.knows(scheme) and profile.has_room(scheme, num_devices)
-        if not fits or not can_run(scheme):
+        fits = profile.memory.knows(scheme) and profile.max_len_tokens(scheme, num_devices) > 0
+        if not fits or scheme.num_devices > num_devices or not can_run(scheme):
             continue
         source: dict[str, object]
         if scheme in profile.latency:
