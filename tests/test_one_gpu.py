@@ -7,6 +7,7 @@ import os
 import struct
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -75,7 +76,9 @@ def test_a_step_that_hangs_or_fails_stops_no_other(tmp_path):
         run.Step(
             name="fails", arguments=("-c", f"print('{told}'); raise OSError('no')"), limit_s=30
         ),
-        run.Step(name="ends", arguments=("-c", f"print('{told}')"), limit_s=30),
+        run.Step(
+            name="ends", arguments=("-c", f"print('{told}'); print('{told[:30]}')"), limit_s=30
+        ),
     ]
     one = run.Run(tmp_path, has_gpu=True, seconds=60, site=None, nccl="")
     assert [one.try_step(s, time.monotonic() + 60, "") for s in steps] == [False, False, True]
@@ -83,9 +86,22 @@ def test_a_step_that_hangs_or_fails_stops_no_other(tmp_path):
     ends = {r["step"]: r for r in read(tmp_path) if "end" in r}
     assert [r["end"] for r in ends.values()] == ["hung", "exit code 1", "ended"]
     assert "OSError: no" in ends["fails"]["last_words"]
+    assert 'File "<string>", line 5' in ends["hangs"]["last_words"]
     assert [r["step"] for r in read(tmp_path) if r.get("case") == "sum"] == ["fails", "ends"]
     child = int(ends["hangs"]["last_words"].split()[1])
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_who_ends_a_run_ends_its_steps(tmp_path):
+    one = run.Run(tmp_path, has_gpu=True, seconds=60, site=None, nccl="")
+    step = run.Step(name="waits", arguments=("-c", "import time; time.sleep(50)"), limit_s=40)
+    lane = threading.Thread(target=one._run_lane, args=((step, step), time.monotonic() + 60, ()))
+    lane.start()
+    while not one._running:
+        time.sleep(0.01)
+    one.stop()
+    lane.join(20)
+    assert [r["end"] for r in read(tmp_path)] == ["exit code -15"]
 
 
 def test_the_page_shows_what_was_measured_and_what_is_wrong():

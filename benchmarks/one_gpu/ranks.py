@@ -25,6 +25,7 @@ COMMON = {
     "LOCAL_RANK": "0",  # all on the one device
     "MASTER_ADDR": "127.0.0.1",
     "OMP_NUM_THREADS": "2",
+    "PYTHONFAULTHANDLER": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -75,6 +76,8 @@ def run(world: int, arguments: Sequence[str], way: str, limit_s: float, nccl: st
             if time.monotonic() > end:
                 print(f"no end within {limit_s:.0f} s", file=sys.stderr)
                 code = 124
+                for process in ranks:  # Python's fault handler says where it is
+                    process.send_signal(signal.SIGABRT)
             time.sleep(0.05)
         time.sleep(1.0 if code else 0.0)  # for the others' own words
     finally:

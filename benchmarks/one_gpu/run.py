@@ -12,6 +12,7 @@ they come, to results.jsonl, steps' output to log.txt, and one_gpu.md is made of
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import lzma
 import os
@@ -33,7 +34,7 @@ from benchmarks.one_gpu.telling import START
 
 MOST_S = 530.0
 """Of ten minutes, in which the machine also starts and sends its files."""
-_LAST_WORDS = 1500
+_LAST_WORDS = 4000
 _SLACK = 6
 """A dry run has so many times the limits: its machine is small and does other things, too."""
 DESIGN = {  # what ds_hydra sets where it is imported before the device is used
@@ -134,6 +135,8 @@ class Run:
         self._site, self._nccl = site, nccl
         self._way = "hostid" if has_gpu else "cpu"
         self._temporary = tempfile.TemporaryDirectory()
+        self._running: set[subprocess.Popen[Any]] = set()
+        self._is_over = False
         (out / "results.jsonl").write_text("")
         (out / "log.txt").write_text("")
 
@@ -156,6 +159,8 @@ class Run:
 
     def _run_lane(self, lane: Sequence[Step], until: float, only: Sequence[str]) -> None:
         for step in lane:
+            if self._is_over:
+                return
             if only and not step.name.startswith(tuple(only)):
                 continue
             if step.gpu_only and not self._has_gpu:
@@ -218,19 +223,28 @@ class Run:
                 command, cwd=ROOT, env=self.environment(step.environment), stdout=out, stderr=err,
                 start_new_session=True,
             )  # fmt: skip
+            self._running.add(process)
             try:
                 code: int | None = process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 code = None
+                _ask_where(process)
             finally:
                 _end(process)
+                self._running.discard(process)
         output = base.with_suffix(".out").read_text(errors="replace").splitlines()
-        findings = [json.loads(line) for line in output if line.startswith(START)]
+        findings = [found for line in output if (found := _read(line))]
         rest = [line for line in output if not line.startswith(START)]
         words = "\n".join([*rest, base.with_suffix(".err").read_text(errors="replace")]).strip()
         with self._lock, (self._out / "log.txt").open("a") as file:
             file.write(f"==== {step.name}\n{words[-200_000:]}\n")
         return findings, words, code if code != 124 else None
+
+    def stop(self) -> None:
+        """End the steps under way, and begin no other."""
+        self._is_over = True
+        for process in list(self._running):
+            _end(process)
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """Of a step, with `more` of its own."""
@@ -240,11 +254,26 @@ class Run:
             path.append(before)
         own = {"PYTHONPATH": os.pathsep.join(path), "TOKENIZERS_PARALLELISM": "false"}
         # Wheels are installed without bytecode, which the first process that imports them writes.
-        own |= {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": ""}
+        own |= {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "", "PYTHONFAULTHANDLER": "1"}
         own["DS_ACCELERATOR"] = "cuda" if self._has_gpu else "cpu"
         if not self._has_gpu:
             own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         return {**os.environ, **own, **(more or {})}
+
+
+def _read(line: str) -> dict[str, Any] | None:
+    """A finding; None of any other line, and of one that its writer did not finish."""
+    with contextlib.suppress(json.JSONDecodeError):
+        if line.startswith(START):
+            return dict(json.loads(line))
+    return None
+
+
+def _ask_where(process: subprocess.Popen[Any]) -> None:
+    """Let a process that hangs, and those that it has started, say in which lines, and end."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, signal.SIGABRT)
+        process.wait(2)
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
@@ -323,6 +352,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=(), help="steps that begin so")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends what was started, too
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         site = None
@@ -343,6 +373,7 @@ def main() -> None:
             run.try_step(_step("machine", "machine", limit_s=60), begin + options.seconds, "")
             run.run(options.only)
         finally:
+            run.stop()
             for process in compiling:
                 _end(process)
     text = page.make((options.out / "results.jsonl").read_text().splitlines())
