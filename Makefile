@@ -15,10 +15,10 @@ export PYTHONDONTWRITEBYTECODE :=
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all check docs reproduce format clean
+.PHONY: help install demo test test-all test-nightly check docs reproduce format clean
 
 help:  ## show this list
-	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
 
 install: $(DEVELOPED)  ## create the virtual environment
 
@@ -41,10 +41,13 @@ demo: $(INSTALLED)  ## train a small LLaMA on the standard library's source with
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/deepspeed --log_level error --num_gpus 4 --no_local_rank examples/stdlib/train.py
 
 test: $(DEVELOPED)  ## run the tests of some minutes
-	$(TEST) -m "not slow"
+	$(TEST) -m "not slow and not nightly"
 
-test-all: $(DEVELOPED)  ## run every test
-	$(TEST)
+test-all: $(DEVELOPED)  ## run those too that are slow, as CI does
+	$(TEST) -m "not nightly"
+
+test-nightly: $(DEVELOPED)  ## run what is slow and rarely fails: launchers, hosts, the stand-in device in full
+	$(TEST) -m nightly
 
 check: $(DEVELOPED) docs  ## lint, types, import contract, documentation
 	$(BIN)/ruff check .

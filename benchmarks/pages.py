@@ -43,7 +43,7 @@ def wrapped(text: str) -> str:
     """`text` with paragraphs of one line in lines as long as those of docs/; all else stays."""
     return "\n\n".join(
         block
-        if "\n" in block or block.startswith(("|", "#", "<", "!"))
+        if "\n" in block or block.startswith(("|", "#", "<", "!", "- "))
         else textwrap.fill(block, WIDTH, break_long_words=False, break_on_hyphens=False)
         for block in text.split("\n\n")
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tqdm import tqdm
@@ -39,6 +39,11 @@ class Progress(tqdm):
             self.display()
         return drawn
 
+    def clear(self, *args: Any, **kwargs: Any) -> None:
+        """As tqdm; there is no bar to take away where nobody looks on."""
+        if self._is_looked_at:
+            super().clear(*args, **kwargs)
+
     def close(self) -> None:
         """As tqdm, without its last line where nobody looks on."""
         if self._is_looked_at or self.disable:
@@ -50,14 +55,22 @@ class Progress(tqdm):
 
 @contextlib.contextmanager
 def no_bars_in_files() -> Iterator[None]:
-    """The bars of the library datasets are drawn only where there is a terminal."""
+    """The bars of the libraries datasets and, where it is loaded, transformers are drawn only where
+    there is a terminal.
+    """
     import datasets
 
-    is_changed = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
-    if is_changed:
-        datasets.disable_progress_bars()
+    turn_on: list[Callable[[], None]] = []
+    if not sys.stderr.isatty():
+        if not datasets.are_progress_bars_disabled():
+            datasets.disable_progress_bars()
+            turn_on.append(datasets.enable_progress_bars)
+        of_transformers = sys.modules.get("transformers.utils.logging")
+        if of_transformers is not None and of_transformers.is_progress_bar_enabled():
+            of_transformers.disable_progress_bar()
+            turn_on.append(of_transformers.enable_progress_bar)
     try:
         yield
     finally:
-        if is_changed:
-            datasets.enable_progress_bars()
+        for turn in turn_on:
+            turn()

@@ -91,13 +91,17 @@ def start(args: argparse.Namespace, *, quiet: bool = True) -> bool:
     first.
     """
     if quiet:
-        # Of torch, about names that DeepSpeed uses
-        warnings.filterwarnings("ignore", category=FutureWarning)
+        ignore_future_warnings()
         transformers.logging.set_verbosity_error()
         deepspeed.utils.logger.setLevel("WARNING")
     deepspeed.init_distributed()
     args.run_dir = run_dir_of_first_rank(args.run_dir)
     return dist.get_rank() == 0
+
+
+def ignore_future_warnings() -> None:
+    """Those of libraries about names that other libraries use."""
+    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def run_dir_of_first_rank(run_dir: Path | None) -> Path:
@@ -152,7 +156,11 @@ def load_model(
         return model, AutoTokenizer.from_pretrained(name_or_path)
     shape = {**TINY, "vocab_size": len(texts.tokenizer), "max_position_embeddings": 2048}
     config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=0)
-    return AutoModelForCausalLM.from_config(config), texts.tokenizer
+    model = AutoModelForCausalLM.from_config(config)
+    # As the tokenizer has it: the Trainer would align them, with a line for each rank.
+    model.config.pad_token_id = texts.tokenizer.pad_token_id
+    model.generation_config.pad_token_id = texts.tokenizer.pad_token_id
+    return model, texts.tokenizer
 
 
 def read_folder(root: str, suffixes: list[str]) -> Iterator[dict[str, str]]:

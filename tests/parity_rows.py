@@ -97,16 +97,18 @@ class Rule(NamedTuple):
     reason: str
 
 
-def _partner_of(layout: str) -> Degrees | None:
-    name = layout.removeprefix("with_")
-    return None if name == layout else {"tp": KINDS["tp2"], "pp": KINDS["pp2"], "sp": KINDS["sp2"]}.get(
-        name, KINDS["dp"]
-    )  # fmt: skip
+PARTNERS = {
+    "with_dp": KINDS["dp"],
+    "with_tp": KINDS["tp2"],
+    "with_pp": KINDS["pp2"],
+    "with_sp": KINDS["sp2"],
+}
+"""What stands beside pipelines of another kind."""
 
 
 def _has_room(kind: str, layout: str) -> bool:
     free = NUM_RANKS - KINDS[kind].num_ranks
-    partner = _partner_of(layout)
+    partner = PARTNERS.get(layout)
     if layout == "idle":
         return free > 0 and kind != "pp3"
     return partner is None or free >= partner.num_ranks
@@ -121,7 +123,7 @@ RULES = (
     Rule(("layout", "weights"), lambda x, w: w == "gather" and x == "with_pp", "gathered layers have no PP"),
     Rule(("stages", "weights"), lambda s, w: w == "gather" and s == "uneven", "gathered layers have no PP"),
     Rule(("kind", "layout"), lambda k, x: not _has_room(k, x), "four ranks have no room for both, or it is 'alike'"),
-    Rule(("kind", "layout"), lambda k, x: k != "pp2" and KINDS[k] == _partner_of(x), "that is 'alike'"),
+    Rule(("kind", "layout"), lambda k, x: k != "pp2" and KINDS[k] == PARTNERS.get(x), "that is 'alike'"),
     Rule(("kind", "layout"), lambda k, x: x == "then" and KINDS[k].pp > 1, "phases have no PP"),
     Rule(("stages", "layout"), lambda s, x: s == "uneven" and x == "then", "phases have no PP"),
     Rule(("layout", "weights"), lambda x, w: x == "then" and w == "stream", "phases do not stream"),
@@ -291,7 +293,7 @@ def strategy_of(row: Row) -> str:
         options.append({2: "stages=3,1", 3: "stages=1,2,1"}[degrees.pp])
     own = _scheme(degrees, [*options, *where])
     num_alike = NUM_RANKS // degrees.num_ranks
-    partner = _partner_of(row["layout"])
+    partner = PARTNERS.get(row["layout"])
     if row["layout"] == "idle":
         return f"{1 if degrees.num_ranks > 1 else 3}x{own}"
     if row["layout"] == "then":

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import torch
 from engines import start_hydra
-from models import FAMILIES, VOCAB_SIZE, tiny
+from models import VOCAB_SIZE, tiny
 from single_process import random_examples
-from test_engine_parity import check_gradients
 
 from ds_hydra.engine.transfer.slices import SlicePool
 from ds_hydra.strategy import Strategy
-
-
-def parity_of_families(strategies):
-    """`check_gradients` of every tested family."""
-    return {
-        (family, *case): found
-        for family in FAMILIES
-        for case, found in check_gradients(family, strategies).items()
-    }
 
 
 def repeats(text):

@@ -336,6 +336,18 @@ def test_kernels_are_tried_at_the_start_as_they_will_run(on_a_device, monkeypatc
         attention.check_kernels(mixed, cpu, half)
 
 
+def test_a_torch_without_a_kernel_is_named(on_a_device, monkeypatch, caplog):
+    """torch 2.10 has another varlen_attn."""
+    monkeypatch.setattr(attention, "find_kernel", lambda needs_softcap: None)
+    config = types.SimpleNamespace(num_attention_heads=8, head_dim=64)
+    attention.check_kernels(config, torch.device("cpu"), torch.float32)
+    assert not caplog.messages
+    attention.check_kernels(config, torch.device("cpu"), torch.bfloat16)
+    (warning,) = caplog.messages
+    assert f"torch {torch.__version__} has no kernel" in warning
+    assert "pip install 'torch>=2.11', or flash-attn" in warning
+
+
 def test_the_doctor_tries_the_widths_that_models_have(on_a_device, monkeypatch):
     monkeypatch.setattr(environment, "find_kernel", attention.find_kernel)
     meta = types.SimpleNamespace(type="cuda")

@@ -14,13 +14,14 @@ import sys
 import termios
 import textwrap
 import time
+from dataclasses import replace
 
 import pytest
 from reference import make_batch, make_profile
 from shared_data import REPOSITORY
 
 from ds_hydra.errors import InfeasiblePlanError
-from ds_hydra.sampler.background import BackgroundPlanner
+from ds_hydra.sampler.background import BackgroundPlanner, PlannedIteration
 from ds_hydra.strategy.schemes.scheme import parse_strategies
 
 PROFILE = make_profile(
@@ -237,6 +238,29 @@ def test_errors_travel_back_and_do_not_end_the_worker(inline_plans):
             planner.get(77)
         assert planner.get(0).plan == inline_plans[0]
         assert planner.num_restarts == 0
+
+
+def test_a_plan_that_is_ready_can_be_seen_before_it_is_fetched(inline_plans):
+    with make_planner() as planner:
+        assert planner.peek(0) is None
+        planner.submit(BATCHES[0])
+        with planner._changed:
+            assert planner._changed.wait_for(lambda: 0 in planner._replies, LONG_S)
+        seen = [PlannedIteration.from_json(planner.peek(0)) for _ in range(2)]
+        fetched = planner.get(0)
+        assert planner.peek(0) is None
+    assert seen == [replace(fetched, waited_ms=0.0)] * 2
+    assert fetched.plan == inline_plans[0]
+
+
+def test_what_planning_raises_is_not_seen_before_it_is_fetched():
+    with make_planner() as planner:
+        planner.submit(make_batch([10**9], 0))
+        with planner._changed:
+            assert planner._changed.wait_for(lambda: 0 in planner._replies, LONG_S)
+        assert planner.peek(0) is None
+        with pytest.raises(InfeasiblePlanError):
+            planner.get(0)
 
 
 def test_iterations_are_submitted_and_fetched_once():

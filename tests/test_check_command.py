@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -62,7 +61,7 @@ def test_a_good_configuration_shows_memory_communicators_and_what_is_assumed(tmp
         if line.strip()[0] == "<"
     }
     # With the engine's states and all else that it holds; 9,669 and 75,238 by App. B.1
-    assert rows["<1,2>"] == "5,287"
+    assert rows["<1,2>"] == "5,558"
     assert rows["<8,1>"] == "63,088"
     states_alone = invoke("check", path, "--devices", 8)  # the rest is counted with a model
     assert "7,795" in states_alone.stdout
@@ -131,7 +130,7 @@ def test_a_problem_is_exit_code_1_with_the_document_on_stdout(tmp_path):
         (changed(hydra={"profile": "a800_llama_7b"}), "did you mean 'a800_llama2_7b'?"),
         (
             changed(hydra={"context_length": 100_000, "planner": {"space": "plain"}}),
-            "lower the context to 68454, or use 16 devices",
+            "lower the context to 67560, or set hydra.planner.space",
         ),
         (
             changed(hydra={"strategies": ["3x<4,1>"]}),
@@ -355,17 +354,14 @@ def test_init_writes_what_check_accepts(tmp_path, model, devices):
     assert "--force" in again.stderr
 
 
-def test_init_without_a_shipped_profile_turns_on_checkpointing_only_where_it_must():
-    short = invoke(
-        "init", "--model", "llama2_7b", "--device", "h100", "--devices", 8, "--context", 4096
-    )
-    assert short.exit_code == 0, short.stderr
-    assert "activation_checkpointing" not in json.loads(short.stdout)["hydra"]
-    assert "every start measures it" in short.stderr
-    long = invoke(
-        "init", "--model", "llama2_7b", "--device", "h100", "--devices", 8, "--context", 131072
-    )
-    assert json.loads(long.stdout)["hydra"]["activation_checkpointing"] is True
+def test_init_without_a_shipped_profile_measures_at_the_start_and_recomputes_nothing():
+    for context in (4096, 131072):
+        started = invoke(
+            "init", "--model", "llama2_7b", "--device", "h100", "--devices", 8, "--context", context
+        )
+        assert started.exit_code == 0, started.stderr
+        assert "activation_checkpointing" not in json.loads(started.stdout)["hydra"]
+        assert "every start measures it" in started.stderr
 
 
 @pytest.mark.parametrize(
@@ -470,25 +466,20 @@ def test_schemes_with_parts_are_checked_and_derived():
         assert words in problem
 
 
-def test_init_recomputes_where_only_tp_across_nodes_fits_without(tmp_path):
+def test_init_leaves_recomputation_to_the_schemes_that_need_it(tmp_path):
+    """Gathered layers, some of them checkpointed, are faster than TP across nodes."""
     config = {
         "model_type": "llama", "num_hidden_layers": 8, "hidden_size": 16384, "intermediate_size": 53248,
         "vocab_size": 32000, "num_attention_heads": 128, "num_key_value_heads": 32,
         "max_position_embeddings": 131072,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (started, reasons) = start_config(str(tmp_path), "h100", 32, 131072, None)
-    assert started["hydra"]["activation_checkpointing"] is True
-    why = reasons["hydra.activation_checkpointing"]
-    times = [float(text.replace(",", "")) for text in re.findall(r"([\d,]+) ms", why)]
-    assert times[0] < times[1]  # with it and without
-    assert "where such a sequence fits <32,1> alone" in why
-    hydra = {k: v for k, v in started["hydra"].items() if k != "activation_checkpointing"}
+    started, _ = start_config(str(tmp_path), "h100", 32, 131072, None)
+    assert "activation_checkpointing" not in started["hydra"]
+    hydra = {**started["hydra"], "planner": {"space": "plain"}}
     request = CheckRequest(
         config={**started, "hydra": hydra}, model=str(tmp_path), num_devices=32, device="h100"
     )
     (warning,) = [w for w in check_config(request).warnings if "TP groups" in w]
     assert "only <32,1> fit hydra.context_length = 131072" in warning
     assert "wider than a node of 8" in warning
-    started, reasons = start_config(str(tmp_path), "h100", 32, 32768, None)
-    assert "activation_checkpointing" not in started["hydra"]

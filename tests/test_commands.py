@@ -15,12 +15,13 @@ from command_documents import COMMANDS, write_documents_of
 from reference import make_profile
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging as libraries
 from typer.testing import CliRunner
 
 from ds_hydra.cli import app
 from ds_hydra.commands import lengths, propose
 from ds_hydra.errors import HydraConfigError
-from ds_hydra.progress import Progress
+from ds_hydra.progress import Progress, no_bars_in_files
 from ds_hydra.sampler.data import length_stats
 from ds_hydra.sampler.data.dataset import TokenDataset
 from ds_hydra.strategy import Profile, Strategy
@@ -467,16 +468,27 @@ def drawn(file):
         for step in range(1000):
             progress.set_postfix_str(f"step {step} " + "x" * 300)
             progress.update()
+        Progress.write("0% of what is logged", file=file)  # as transformers' callback does
     return file.getvalue()
 
 
 def test_progress_is_a_line_every_tenth_where_there_is_no_terminal():
-    lines = drawn(io.StringIO()).splitlines()
+    text = drawn(io.StringIO())
+    assert "\r" not in text
+    lines = text.splitlines()[:-1]
     assert [line.split("%")[0].split()[-1] for line in lines] == [
         str(n) for n in range(10, 101, 10)
     ]
     assert max(map(len, lines)) <= 200
     assert "\r" in drawn(Screen())
+
+
+def test_bars_of_libraries_are_off_where_there_is_no_terminal(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    libraries.enable_progress_bar()
+    with no_bars_in_files():
+        assert not libraries.is_progress_bar_enabled()
+    assert libraries.is_progress_bar_enabled()
 
 
 WITHOUT_TORCH = """

@@ -4,17 +4,11 @@ gradients, training.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
 from distributed import run_distributed
-from engines import start_hydra, start_stock, stock_step
-from models import tiny
-from test_engine_parity import LENGTHS, assert_parity
-from test_engine_training import batches
-from test_sequence_parallel import LAYER_BY_LAYER, SHORT_ROWS, check_families
+from test_sequence_parallel import assert_training, train_everywhere
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_hydra.engine.model.attention import PackedMicroBatch, Segment, hydra_varlen
@@ -123,90 +117,16 @@ def keys_in_parts(monkeypatch):
     monkeypatch.setattr(context_parallel, "LEAST_PART_BYTES", 1)
 
 
-STRATEGIES = (
-    "1x<cp2,1>",
-    "1x<cp4,1>",
+TRAINED = (
+    ("1x<cp4,1>", "1x<sp2,cp2,1>", "1x<cp2,2,1>", "1x<cp2,1,2>", "1x<cp2,1> + 2x<1,1>", "1x<cp2,1> + 1x<sp2,1>"),
+    ["1x<cp2,1> + 2x<1,1>", "1x<cp4,1>"],
     "1x<sp2,cp2,1>",
-    "1x<cp2,2,1>",
-    "1x<cp2,1,2>",
-    "1x<cp2,1> + 2x<1,1>",
-    "1x<cp2,1> + 1x<sp2,1>",
-)
-CUT_IN_TP = {"tp_sequence_parallel": True}
-
-PARITY = [
-    ("llama_tied", STRATEGIES, {}, LENGTHS),
-    ("gemma2", ("1x<cp4,1>",), {}, SHORT_ROWS),
-]
-IN_COMBINATION = [
-    ("llama_tied", ("1x<cp2,2;ckpt=2;stages=3,1;stream>", "1x<cp4,1;stream>"), {}, LENGTHS),
-    ("llama_tied", ("1x<cp2,1;gather> + 2x<1,1;gather>",), {}, LENGTHS),
-    ("llama_tied", ("1x<cp4,1>", "1x<sp2,cp2,1>"), {"link": {"devices_per_node": 2}}, SHORT_ROWS),
-    ("llama_bias", ("1x<cp2,2,1>", "1x<cp4,1>"), LAYER_BY_LAYER, LENGTHS),
-    ("llama_bias", ("1x<cp2,2,1>",), CUT_IN_TP, LENGTHS),
-    ("gemma2", ("1x<cp4,1>", "1x<sp2,cp2,1>"), {}, LENGTHS),
-    ("gemma3", ("1x<cp4,1>", "1x<cp2,1,2>"), {}, LENGTHS),
-    ("gpt_oss", ("1x<cp4,1>", "1x<sp2,cp2,1>"), {}, LENGTHS),
-    ("deepseek_v3", ("1x<cp2,1> + 1x<1,2>",), {}, LENGTHS),
-]
-"""(family, strategies, hydra section, lengths)."""
-
-
-@pytest.mark.distributed
-def test_gradients_equal_one_process():
-    assert_parity(run_distributed(check_families, 4, PARITY)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_gradients_equal_one_process_in_combination():
-    assert_parity(run_distributed(check_families, 4, IN_COMBINATION)[0])
-
-
-def check_training():
-    """Strategies that change in every iteration, twice; stock DeepSpeed; the engine's own choice;
-    bf16.
-    """
-    model = tiny("llama_tied")
-    data = batches(6)
-    stock = start_stock(copy.deepcopy(model))
-    wanted = [stock_step(stock, examples) for examples in data]
-    curves = []
-    for _ in range(2):
-        engine = start_hydra(copy.deepcopy(model))
-        curves.append(
-            [
-                float(engine.train_batch(b, strategy=s))
-                for b, s in zip(data, STRATEGIES[1:], strict=True)
-            ]
-        )
-    hydra = {
-        "strategies": ["1x<cp2,1> + 2x<1,1>", "1x<cp4,1>"],
-        "profiling": {"lengths": [8, 32, 64], "repeats": 1, "warmup": 0},
-    }
-    engine = start_hydra(copy.deepcopy(model), hydra=hydra)
-    before = float(engine.eval_batch(data[0]))
-    chosen = [float(engine.train_batch(b)) for b in data]
-    half = start_hydra(copy.deepcopy(model), bf16={"enabled": True})
-    in_bf16 = [float(half.train_batch(b, strategy="1x<sp2,cp2,1>")) for b in data]
-    return {
-        "wanted": wanted,
-        "curves": curves,
-        "eval": before,
-        "chosen": chosen,
-        "bf16": in_bf16,
-        "profiled": [str(scheme) for scheme in sorted(engine.hydra.know_profile().latency)],
-    }
+)  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_training_follows_stock_deepspeed_and_repeats_itself():
-    found = run_distributed(check_training, 4)[0]
-    wanted = found["wanted"]
-    torch.testing.assert_close(found["curves"][0], wanted, rtol=1e-5, atol=0)
-    assert found["curves"][0] == found["curves"][1]
-    torch.testing.assert_close(found["chosen"], wanted, rtol=1e-5, atol=0)
-    assert found["eval"] == pytest.approx(wanted[0], rel=1e-5)
-    torch.testing.assert_close(found["bf16"], wanted, rtol=5e-3, atol=0)
+    found = run_distributed(train_everywhere, 4, *TRAINED)[0]
+    assert_training(found)
     assert found["profiled"] == ["<1,1>", "<cp2,1>", "<cp4,1>"]

@@ -19,6 +19,8 @@ from ds_hydra.engine.doctor import environment, examination, links, small_model
 from ds_hydra.engine.doctor.examination import Examination, Request, describe
 from ds_hydra.engine.doctor.findings import REPORT_SCHEMA, Finding, Report, Status
 from ds_hydra.engine.parallel import tensor_parallel
+from ds_hydra.engine.profiling import profile_run
+from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy.cost_models.analytic import Hardware
 
 CHECKS = {
@@ -144,6 +146,23 @@ def test_the_planner_is_compiled_on_one_rank_of_a_host_first(monkeypatch):
     run(0)
     second.join()
     assert order == [0, 1]
+
+
+def test_two_ranks_on_one_device_are_told_what_to_do(monkeypatch):
+    def duplicate(**_):
+        raise RuntimeError(
+            "NCCL error in: ProcessGroupNCCL.cpp, invalid usage\nLast error:\n"
+            "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 10\n"
+        )
+
+    monkeypatch.setattr(profile_run.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(profile_run.deepspeed, "init_distributed", duplicate)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(
+        HydraConfigError, match=r"rank 1 and rank 0 both.*LOCAL_RANK is 0.*NCCL_HOSTID"
+    ):
+        profile_run.join_ranks()
 
 
 def test_versions_of_ranks_are_compared():

@@ -20,7 +20,7 @@ from distributed import run_distributed
 from engines import start_hydra
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import FAMILIES, VOCAB_SIZE, tiny
+from models import VOCAB_SIZE, tiny
 from single_process import num_label_tokens, random_examples, token_mean_gradients
 from transformers.models.olmo_hybrid import modeling_olmo_hybrid
 
@@ -34,31 +34,10 @@ RELATIVE_TOLERANCE = 1e-5
 """fp32 sums over a row in another order than over its sequences; measured errors are below 1e-6."""
 
 STRATEGIES = {
-    4: (
-        "4x<1,1>",
-        "1x<4,1>",
-        "1x<1,4>",
-        "1x<2,2>",
-        "2x<2,1>",
-        "1x<2,1> + 1x<1,2>",
-        "1x<1,3> + 1x<1,1>",
-        "1x<2,1> + 1x<1,1>",
-        "1x<2,1>",
-        "1x<1,2> + 2x<1,1>",
-        "1x<2,1;stream> + 1x<1,2;stream>",
-    ),
     3: ("3x<1,1>", "1x<2,1> + 1x<1,1>", "1x<1,3>", "1x<1,2> + 1x<1,1>"),
     1: ("1x<1,1>",),
 }
-
-EVERYWHERE = {"llama", "llama_tied"}
-"""Families under all of these strategies also in the tests of some minutes."""
-OF_EVERY_FAMILY = (
-    "1x<4,1>",
-    "1x<2,2>",
-    "1x<2,1> + 1x<1,2>",
-    "1x<2,1;stream> + 1x<1,2;stream>",
-)
+"""By number of ranks; those of four are in `test_parity_table.py`."""
 
 LENGTHS = (33, 5, 17, 64, 9, 2, 41, 12, 3)
 
@@ -162,21 +141,6 @@ def assert_parity(worst):
     for case, (error, name, loss_error) in worst.items():
         assert error <= RELATIVE_TOLERANCE, f"{case}: gradient of {name} is off by {error:.1e}"
         assert loss_error <= RELATIVE_TOLERANCE, f"{case}: loss is off by {loss_error:.1e}"
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_equal_one_process_on_4_ranks(family):
-    strategies = STRATEGIES[4] if family in EVERYWHERE else OF_EVERY_FAMILY
-    assert_parity(run_distributed(check_gradients, 4, family, strategies)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - EVERYWHERE))
-def test_gradients_of_other_strategies_equal_one_process_on_4_ranks(family):
-    strategies = [text for text in STRATEGIES[4] if text not in OF_EVERY_FAMILY]
-    assert_parity(run_distributed(check_gradients, 4, family, strategies)[0])
 
 
 @pytest.mark.distributed
@@ -333,13 +297,6 @@ def test_forwards_bound_to_instances_are_those_of_the_copy():
     assert_parity(run_distributed(check_patched, 2)[0])
 
 
-@pytest.mark.distributed
-def test_activation_checkpointing_gives_the_same_gradients():
-    strategies = ("4x<1,1>", "1x<2,2>", "1x<4,1>", "1x<1,3> + 1x<1,1>")
-    hydra = {"activation_checkpointing": True}
-    assert_parity(run_distributed(check_gradients, 4, "llama", strategies, hydra)[0])
-
-
 def check_compiled(family, runs):
     errors, graphs = {}, []
     for strategy, hydra in runs:
@@ -366,14 +323,6 @@ def test_compiled_layers_give_the_same_gradients():
     worst, graphs = run_distributed(check_compiled, 2, "llama", runs, timeout_s=900)[0]
     assert_parity(worst)
     assert 0 < graphs[0] < graphs[1], "nothing was compiled"
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("devices_per_node", [2, 3])
-def test_routes_through_nodes_give_the_same_gradients(devices_per_node):
-    strategies = ("4x<1,1>", "1x<4,1>", "1x<2,1> + 1x<1,2>", "1x<1,2> + 2x<1,1>")
-    hydra = {"link": {"devices_per_node": devices_per_node}}
-    assert_parity(run_distributed(check_gradients, 4, "llama_tied", strategies, hydra)[0])
 
 
 @st.composite

@@ -8,15 +8,15 @@ import tempfile
 import pytest
 from distributed import run_distributed
 from engines import long_on_four_ranks, start_hydra
+from hypothesis import given
+from hypothesis import strategies as st
 from models import VOCAB_SIZE, tiny
 from passing_layers import (
     link_memory,
     losses_with_frozen_layers,
-    parity_of_families,
     repeats,
 )
 from single_process import random_examples
-from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.engine.parallel.one_f_one_b import Pass
 from ds_hydra.engine.transfer.gathering import plan_rounds
@@ -24,31 +24,9 @@ from ds_hydra.engine.transfer.stream_plan import STREAM_WINDOW, Window
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.strategy import Scheme, Strategy
 
-STRATEGIES = (
-    "4x<1,1;gather>",
-    "1x<4,1;gather>",
-    "1x<2,1;gather> + 1x<sp2,1;gather>",
-    "1x<sp2,1;ckpt=2;gather> + 1x<1,1;gather>",
-    "1x<sp4,1;gather> then 1x<2,1;gather> + 2x<1,1;gather> then 4x<1,1;ckpt=1;gather>",
-)
-
-
-def families():
-    return {
-        "without overlap": check_gradients("qwen2", STRATEGIES, {"link": {"overlap": False}}),
-        "families": parity_of_families(("1x<2,1;gather> + 2x<1,1;gather>",)),
-        "direct": check_gradients("llama_tied", STRATEGIES),
-        "rows cut": check_gradients(
-            "llama", ("1x<4,1;gather>", "2x<2,1;ckpt=2;gather>"), {"tp_sequence_parallel": True}
-        ),
-    }
-
 
 def checks():
     return {
-        "parity": check_gradients(
-            "llama_tied", STRATEGIES, {"link": {"routes": "node", "devices_per_node": 2}}
-        ),
         "repeats": repeats("1x<2,1;gather> + 2x<1,1;gather>"),
         "frozen": losses_with_frozen_layers(
             ("4x<1,1;gather>", "1x<2,2>", "2x<2,1;gather>", "1x<2,2>", "4x<1,1>")
@@ -92,19 +70,6 @@ def phases_by_the_planner():
 @pytest.fixture(scope="module")
 def results():
     return run_distributed(checks, world_size=4)
-
-
-@pytest.mark.distributed
-def test_gradients_equal_one_process(results):
-    for result in results:
-        assert_parity(result["parity"])
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_gradients_of_every_family():
-    for found in run_distributed(families, 4, timeout_s=900)[0].values():
-        assert_parity(found)
 
 
 @pytest.mark.distributed
@@ -155,10 +120,7 @@ def test_a_rank_holds_two_layers(results):
         assert gathered.gradient_bytes < 0.4 * whole.gradient_bytes
 
 
-@pytest.mark.parametrize("num_micro_batches", [0, 1, 2, 5])
-@pytest.mark.parametrize("num_layers", [2, 3, 4, 7])
-@pytest.mark.parametrize("first_trained", [0, 1, 2])
-@pytest.mark.parametrize("num_kept", [0, 1])
+@given(st.integers(0, 6), st.integers(2, 9), st.integers(0, 3), st.integers(0, 1))
 def test_rounds_never_overwrite_what_is_used(
     num_micro_batches, num_layers, first_trained, num_kept
 ):

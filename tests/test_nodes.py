@@ -382,7 +382,7 @@ def start_everywhere(hosts, folder, command_of):
     return codes, [(folder / f"host_{host}.log").read_text() for host in range(len(hosts.names))]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
 def test_launchers_on_two_hosts_and_a_process_of_the_other_host_killed(tmp_path):
@@ -461,7 +461,7 @@ def train_count_and_die(folder, victim):
     return None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
 def test_three_hosts_the_last_with_fewer_ranks(tmp_path):

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from models import VOCAB_SIZE, tiny
 from reference import make_batch, make_profile
 from single_process import random_examples
-from test_engine_parity import assert_parity, check_gradients
 
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.records.events import simulate_plan
@@ -309,13 +308,6 @@ def test_time_outside_of_propagation_is_not_counted_for_every_phase():
     assert planner.phases_ms(KEPT) == pytest.approx(130)
 
 
-KEPT_PHASES = (
-    "1x<sp4,1> then 1x<sp2,1> + 2x<1,1> then 4x<1,1;ckpt=1>",
-    "1x<sp2,2,1> then 2x<2,1>",
-    "4x<1,1> then 1x<cp2,1>",
-)
-
-
 def kept_by_the_planner(*, overlap=True, is_frozen=False):
     """What an engine did whose context only SP holds, and what strategies by hand give."""
     model = tiny("llama", num_hidden_layers=4)
@@ -355,8 +347,6 @@ def kept_by_the_planner(*, overlap=True, is_frozen=False):
 
 def checks_of_kept():
     return {
-        "parity": check_gradients("llama_tied", KEPT_PHASES),
-        "without overlap": check_gradients("qwen2", KEPT_PHASES, {"link": {"overlap": False}}),
         "planner": kept_by_the_planner(),
         "planner without overlap": kept_by_the_planner(overlap=False),
         "frozen": kept_by_the_planner(is_frozen=True),
@@ -366,8 +356,6 @@ def checks_of_kept():
 @pytest.mark.distributed
 def test_phases_that_keep_their_slices_train_as_one_process():
     for found in run_distributed(checks_of_kept, 4):
-        assert_parity(found["parity"])
-        assert_parity(found["without overlap"])
         for planned in (found["planner"], found["frozen"]):
             evaluated, trained = planned["losses"]
             assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-6)

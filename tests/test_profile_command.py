@@ -79,13 +79,13 @@ def count_measurements(stop_after=None):
 
 def count_rehearsals():
     """Strategies of the iterations that are run from now on."""
-    seen, original = [], rehearsal._run
+    seen, original = [], rehearsal.run_once
 
     def counted(propagator, plan):
         seen.append(str(plan.strategy))
         return original(propagator, plan)
 
-    rehearsal._run = counted
+    rehearsal.run_once = counted
     return seen
 
 

@@ -14,9 +14,9 @@ from reference import make_profile
 
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.strategy import Profile, Scheme, Strategy, parse_strategies
 from ds_hydra.strategy.cost_models.cluster import find_cluster
-from ds_hydra.strategy.proposal.estimate import estimate_from_config
 from ds_hydra.strategy.proposal.extended import with_extended_schemes
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import (

@@ -14,6 +14,7 @@ from reference import make_batch, make_profile
 from ds_hydra.configs import find_file
 from ds_hydra.errors import HydraConfigError
 from ds_hydra.lab.simulator.cases import load_case
+from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates
 from ds_hydra.sampler.planner import plan_iteration
 from ds_hydra.sampler.propose import propose_strategies
@@ -23,7 +24,6 @@ from ds_hydra.strategy import Profile, Strategy
 from ds_hydra.strategy.cost_models.cluster import find_cluster
 from ds_hydra.strategy.profiles.states import with_engine_states
 from ds_hydra.strategy.proposal.candidates import enumerate_strategies, strategies_from_json
-from ds_hydra.strategy.proposal.estimate import estimate_from_config
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.proposal.program import usable_schemes
 from ds_hydra.strategy.schemes.placement import (

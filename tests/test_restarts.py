@@ -95,7 +95,7 @@ def test_restarts_that_would_hang_are_announced(environment, is_warned):
     assert not is_warned or "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun" in problem
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_torchrun_restarts_and_the_curve_goes_on(tmp_path, whole_curve):
     code = torchrun(tmp_path, "1:3:forward", "0:6:push")

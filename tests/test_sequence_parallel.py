@@ -14,7 +14,6 @@ import torch.distributed as dist
 from distributed import run_distributed
 from engines import start_hydra, start_stock, stock_step
 from models import tiny
-from test_engine_parity import LENGTHS, assert_parity, check_gradients
 from test_engine_training import batches
 
 from ds_hydra.configs import find_file
@@ -139,59 +138,14 @@ def test_a_micro_batch_is_cut_into_equal_pieces():
     assert set(dtypes) == {"torch.bfloat16"}
 
 
-STRATEGIES = (
-    "1x<sp2,1>",
-    "1x<sp4,1>",
-    "1x<sp2,2,1>",
-    "1x<sp2,2>",
-    "1x<sp2,1> + 2x<1,1>",
-    "1x<sp2,1> + 1x<2,1>",
-)
-SHORT_ROWS = (2, 2, 3, 1, 1, 2, 1)
-"""Micro-batches of 2 to 5 tokens: one for each sequence shard, or less."""
-LAYER_BY_LAYER = {"activation_checkpointing": True}
-
-PARITY = {
-    "what a link has to know": [
-        ("llama_tied", STRATEGIES, {}, LENGTHS),
-        ("llama_bias", ("1x<sp2,2,1>", "1x<sp4,1>"), LAYER_BY_LAYER, LENGTHS),
-        ("llama_tied", ("1x<sp2,2;ckpt=2;stages=3,1;stream>",), {}, LENGTHS),
-        ("llama_tied", ("1x<sp4,1>", "1x<sp2,2>"), {"link": {"devices_per_node": 2}}, SHORT_ROWS),
-    ],
-    "what attention has to know": [
-        ("gemma2", ("1x<sp4,1>", "1x<sp2,2,1>"), {}, LENGTHS),
-        ("gemma3", ("1x<sp4,1>", "1x<sp2,2>"), {}, LENGTHS),
-        ("qwen2", ("1x<sp2,2,1>", "1x<sp4,1>"), {}, LENGTHS),
-        ("phi3", ("1x<sp2,1> + 1x<1,2>", "1x<sp2,2,1>"), {}, LENGTHS),
-    ],
-}
-"""(family, strategies, hydra section, lengths)."""
-
-
-def check_families(cases):
-    """Several models one after the other: starting processes is what costs."""
-    return {
-        (family, *key): value
-        for family, strategies, hydra, lengths in cases
-        for key, value in check_gradients(family, strategies, hydra, lengths=lengths).items()
-    }
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("what", PARITY)
-def test_gradients_equal_one_process(what):
-    assert_parity(run_distributed(check_families, 4, PARITY[what])[0])
-
-
-def check_training():
-    """Strategies that change in every iteration, twice; stock DeepSpeed; the engine's own choice;
-    bf16.
+def train_everywhere(forced, candidates, in_bf16):
+    """Losses of `forced` strategies that change in every iteration, twice; of stock DeepSpeed; of
+    the engine's own choice among `candidates`; in bf16; and what else the engine knows.
     """
     model = tiny("llama_tied")
     data = batches(6)
     stock = start_stock(copy.deepcopy(model))
     wanted = [stock_step(stock, examples) for examples in data]
-    forced = (*STRATEGIES[1:], "2x<2,1>")
     curves = []
     for _ in range(2):
         engine = start_hydra(copy.deepcopy(model))
@@ -199,14 +153,14 @@ def check_training():
             [float(engine.train_batch(b, strategy=s)) for b, s in zip(data, forced, strict=True)]
         )
     hydra = {
-        "strategies": ["1x<sp2,1> + 2x<1,1>", "1x<sp4,1>"],
+        "strategies": candidates,
         "profiling": {"lengths": [8, 32, 64], "repeats": 1, "warmup": 0},
     }
     engine = start_hydra(copy.deepcopy(model), hydra=hydra)
     before = float(engine.eval_batch(data[0]))
     chosen = [float(engine.train_batch(b)) for b in data]
     half = start_hydra(copy.deepcopy(model), bf16={"enabled": True})
-    in_bf16 = [float(half.train_batch(b, strategy="1x<sp2,2,1>")) for b in data]
+    in_bf16 = [float(half.train_batch(b, strategy=in_bf16)) for b in data]
     return {
         "wanted": wanted,
         "curves": curves,
@@ -223,16 +177,28 @@ def check_training():
     }
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_training_follows_stock_deepspeed_and_repeats_itself():
-    found = run_distributed(check_training, 4)[0]
+def assert_training(found):
+    """The losses are those of stock DeepSpeed, and repeat to the bit."""
     wanted = found["wanted"]
     torch.testing.assert_close(found["curves"][0], wanted, rtol=1e-5, atol=0)
     assert found["curves"][0] == found["curves"][1]
     torch.testing.assert_close(found["chosen"], wanted, rtol=1e-5, atol=0)
     assert found["eval"] == pytest.approx(wanted[0], rel=1e-5)
     torch.testing.assert_close(found["bf16"], wanted, rtol=5e-3, atol=0)
+
+
+TRAINED = (
+    ("1x<sp4,1>", "1x<sp2,2,1>", "1x<sp2,2>", "1x<sp2,1> + 2x<1,1>", "1x<sp2,1> + 1x<2,1>", "2x<2,1>"),
+    ["1x<sp2,1> + 2x<1,1>", "1x<sp4,1>"],
+    "1x<sp2,2,1>",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_training_follows_stock_deepspeed_and_repeats_itself():
+    found = run_distributed(train_everywhere, 4, *TRAINED)[0]
+    assert_training(found)
     assert found["profiled"] == ["<1,1>", "<sp2,1>", "<sp4,1>"]
     uncut, cut = found["bytes"]  # of a rank with whole micro-batches, and of one with quarters
     assert uncut / 4 < cut < uncut / 4 * SP_ACTIVATIONS_REPEATED * 1.02

@@ -180,8 +180,6 @@ def candidates_of_the_engine(workload, cluster, seed=0):
         tokens_per_iteration=workload.tokens_per_iteration,
         space="full",
         cluster=cluster,
-        max_groups=4 * workload.num_devices,
-        max_enumerated=0,
         pruning=PruningSettings(seed=seed),
     )
     return decide_candidates(with_engine_states(workload.profile), workload.histogram, settings)

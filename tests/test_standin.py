@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from models import FAMILIES, MIXTURES_OF_EXPERTS
 
+nightly = pytest.mark.nightly
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.distributed,
@@ -93,6 +94,7 @@ def check_parity(found, num_strategies):
     assert sum(result["num_kernels"] for result in run.values()) > 100 * len(run)
 
 
+@nightly
 @pytest.mark.parametrize("check", DENSE)
 def test_gradients_are_those_of_one_process_and_nothing_races(check):
     for rank in run_checks(2, DENSE):
@@ -101,6 +103,7 @@ def test_gradients_are_those_of_one_process_and_nothing_races(check):
         check_parity(rank[check], 5 if "others" in check else 10 - num_refused)
 
 
+@nightly
 @pytest.mark.parametrize("check", EXPERTS)
 def test_gradients_of_experts(check):
     for rank in run_checks(2, EXPERTS):
@@ -192,6 +195,7 @@ def test_faults_that_only_some_rank_can_see():
     assert sum(rank["a_round_posted_early"]["put in"] for rank in ranks) == 2
 
 
+@nightly
 @pytest.mark.parametrize("check", MEMORY)
 def test_peaks_are_those_of_the_memory_model(check):
     for text, found in run_checks(2, MEMORY)[0][check].items():
@@ -218,9 +222,20 @@ def test_a_measured_profile_leaves_free_what_is_outside_of_torch_and_tries_its_l
         assert found["longest"] == 64
 
 
-USES = ("evaluation", "checkpoints", "doctor")
+USES = ("evaluation", "checkpoints", "doctor", "rows_ahead")
 
 
+def test_rows_of_an_iteration_are_fetched_beside_the_one_before():
+    for rank in run_checks(2, USES):
+        found = rank["rows_ahead"]
+        assert found["losses"] == pytest.approx(found["wanted"], rel=1e-6)
+        assert found["fetchers"][:4] == [["main"], ["beside"], ["beside"], ["beside"]]
+        assert found["failed"][0] == 3  # the iteration that has the row, not the one before
+        assert "bad block" in found["failed"][1]
+        assert found["num_races"] == 0, found["races"]
+
+
+@nightly
 def test_what_else_is_done_with_an_engine():
     for rank in run_checks(2, USES):
         evaluation, checkpoints = rank["evaluation"], rank["checkpoints"]
@@ -230,6 +245,7 @@ def test_what_else_is_done_with_an_engine():
             assert found["num_races"] == 0, found["races"]
 
 
+@nightly
 def test_hydra_trainer_trains_resumes_and_evaluates():
     for rank in run_checks(2, ("trainer",)):
         found = rank["trainer"]
@@ -245,6 +261,7 @@ def test_hydra_trainer_trains_resumes_and_evaluates():
         assert sum(of_trainer.values()) <= 3, of_trainer  # NaN, Inf and the loss, which is logged
 
 
+@nightly
 def test_adapters_of_lora():
     pytest.importorskip("peft", reason="the extra ds_hydra[peft] is not installed")
     for rank in run_checks(2, ("adapters",)):
@@ -254,6 +271,7 @@ def test_adapters_of_lora():
         assert found["num_races"] == 0, found["races"]
 
 
+@nightly
 def test_the_doctor_examines_a_device():
     first, second = (rank["doctor"] for rank in run_checks(2, USES))
     for report in (first, second):

@@ -64,13 +64,10 @@ def test_plain_schemes_are_written_and_ordered_as_ever():
         ("<2,4;stages=9,8,8,7 ; ckpt=12>", Scheme(2, 4, stages=(9, 8, 8, 7), ckpt=12), "<2,4;ckpt=12;stages=9,8,8,7>"),
         ("<sp4,1>", Scheme(1, 1, sp=4), "<sp4,1>"),
         ("< sp 4 , 2 >", Scheme(1, 2, sp=4), "<sp4,2>"),
-        ("<sp4,1,1>", Scheme(1, 1, sp=4), "<sp4,1>"),
-        ("<sp2,4,1>", Scheme(4, 1, sp=2), "<sp2,4,1>"),
         ("<sp1,4,1>", Scheme(4, 1), "<4,1>"),
         ("< sp4,1 ; stream >", Scheme(1, 1, sp=4, stream=True), "<sp4,1;stream>"),
         ("<2,2; stream;ckpt=3>", Scheme(2, 2, ckpt=3, stream=True), "<2,2;ckpt=3;stream>"),
         ("<sp4,2;ckpt=1; ep=2>", Scheme(1, 2, sp=4, ckpt=1, ep=2), "<sp4,2;ep=2;ckpt=1>"),
-        ("<sp4,1;ep=1>", Scheme(1, 1, sp=4), "<sp4,1>"),
         ("<sp2,2,1;ep=4;stream>", Scheme(2, 1, sp=2, ep=4, stream=True), "<sp2,2,1;ep=4;stream>"),
     ],
 )  # fmt: skip
@@ -91,35 +88,26 @@ def test_degrees_with_sp_count_all_ranks_and_lie_first():
     ("text", "wanted"),
     [
         ("<2,1;ckpt>", "cannot read 'ckpt'.*ckpt, stages, ep, stream, gather"),
-        ("<2,1;chkpt=3>", "cannot read 'chkpt=3'"),
-        ("<2,1;>", "cannot read ''"),
         ("<2,1;sp=2>", "cannot read 'sp=2'"),
-        ("<2,1;ckpt=-1>", "cannot read 'ckpt=-1'"),
         ("<2,1;ckpt=1;ckpt=2>", "says ckpt twice"),
         ("<2,1;ckpt=0>", "ckpt is 0, expected one number from 1 up"),
         ("<2,1;repull=3>", "<2,1;repull=3>.*repull, which stream replaces: write <1,1;stream>"),
         ("<2,2;stages=3>", "1 numbers of layers for PP 2; give one per stage"),
-        ("<2,1;stages=3,1>", "2 numbers of layers for PP 1"),
         ("<2,2;stages=4,0>", "1 layer or more for each of 2 stages"),
         (
             "<2,1;stream=0>",
             "layers of a scheme stream or none: write <2,2;stream>, or <2,1;gather>",
         ),
         ("<2,1;stream;stream=8>", "layers of a scheme stream or none"),
-        ("<2,1;stream;stream>", "says stream twice"),
         ("<2,1;gather;gather>", "says gather twice"),
         (
             "<sp4,1;ep=3>",
             "ep of a scheme with SP 4 x TP 1 is 3, expected a divisor of 4;.*<sp4,1;ep=4>",
         ),
         ("<1,2;ep=2>", "ep of a scheme with SP 1 x TP 1 is 2.*<sp2,2;ep=2>"),
-        ("<sp2,2,1;ep=8>", "ep of a scheme with SP 2 x TP 2 is 8, .*divisor of 4;.*<sp2,2,1;ep=4>"),
-        ("<sp2,1;ep=0>", "ep is 0, expected one number"),
         ("<2,1; stream = all>", "cannot read 'stream = all'"),
         ("<sp0,1>", "SP, TP and PP degrees must be 1 or more"),
         ("<sp2,1,1,1>", "cannot read"),
-        ("<sp2>", "cannot read"),
-        ("<1,2,3>", "cannot read"),
         ("<sp512,512,2>", "more than 262144 ranks"),
     ],
 )
@@ -131,9 +119,8 @@ def test_parts_that_are_wrong_are_named(text, wanted):
 @pytest.mark.parametrize(
     "parts",
     [
-        {"stages": "2,2"}, {"stages": [2, "2"]}, {"stages": [2, 2.0]}, {"stages": [4]}, {"stages": {}},
-        {"ckpt": 1.5}, {"ckpt": True}, {"ckpt": None}, {"repull": 3}, {"sp": 0}, {"sp": "2"},
-        {"stream": "every"}, {"stream": 8}, {"stream": 0}, {"stream": None}, {"stream": [1]},
+        {"stages": "2,2"}, {"stages": [2, 2.0]}, {"stages": [4]}, {"ckpt": 1.5}, {"ckpt": True}, {"repull": 3},
+        {"sp": "2"}, {"stream": "every"}, {"stream": 8}, {"stream": 0}, {"stream": None},
     ],
 )  # fmt: skip
 def test_parts_of_documents_that_are_wrong_are_refused(parts):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
 import json
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from distributed import run_distributed
 from engines import small_profile, start_hydra, start_stock, stock_step
 from holdings import peak_bytes
 from models import VOCAB_SIZE, tiny
-from single_process import random_examples, token_mean_gradients
+from single_process import random_examples
 from test_engine_parity import LENGTHS, assert_parity, check_gradients
 from test_engine_training import batches
 from torch import nn
@@ -35,23 +34,9 @@ from ds_hydra.strategy.cost_models.topology import stage_ms as composed_stage_ms
 from ds_hydra.strategy.proposal.candidates import power_of_two_schemes
 from ds_hydra.zero_link.layout import Slicing
 
-HAS_PEFT = importlib.util.find_spec("peft") is not None
-if HAS_PEFT:
-    import test_lora  # before ranks are forked: its imports are paid once
-
 ON = {"tp_sequence_parallel": True}
-LAYER_BY_LAYER = {**ON, "activation_checkpointing": True}
 SHORT_ROWS = (2, 2, 3, 1, 1, 2, 1)
 """Micro-batches of 2 to 5 tokens: fewer than ranks, or not a multiple of them."""
-
-PARITY = [
-    ("llama_bias", ("1x<4,1>", "1x<2,1> + 1x<1,2>", "1x<sp2,2,1>"), ON, LENGTHS),
-    ("llama_tied", ("1x<4,1>", "1x<2,2;ckpt=2;stages=3,1>"), ON, SHORT_ROWS),
-    ("qwen2", ("1x<sp2,2,1>",), LAYER_BY_LAYER, LENGTHS),
-    ("gemma2", ("1x<4,1>",), ON, LENGTHS),
-    ("gemma3", ("1x<2,2>",), LAYER_BY_LAYER, LENGTHS),
-]
-"""(family, strategies, hydra section, lengths)."""
 
 FEATURES = [
     ("glm4", ("1x<2,1>",), ON, (22, 5, 3)),
@@ -71,28 +56,6 @@ def families(cases):
         for family, strategies, hydra, lengths in cases
         for key, value in check_gradients(family, strategies, hydra, lengths=lengths).items()
     }
-
-
-def adapters():
-    """Errors of loss and gradients of LoRA adapters; the micro-batches that they read are gathered
-    twice, too.
-    """
-    if not HAS_PEFT:
-        return {}
-    examples = random_examples([5, 30, 12, 7, 90, 3], VOCAB_SIZE)
-    model = test_lora.adapted("llama_bias", lora_bias=True, use_rslora=True)
-    loss, wanted = token_mean_gradients(copy.deepcopy(model), examples)
-    wanted = [g for g, p in zip(wanted, model.parameters(), strict=True) if p.requires_grad]
-    engine = start_hydra(model, hydra=ON)
-    errors = {}
-    for strategy in ("1x<4,1>", "1x<2,2;ckpt=1>"):
-        got, grads = test_lora.gradients(engine, model, examples, strategy)
-        worst = [
-            float((g - w).norm() / w.norm().clamp_min(1e-12))
-            for g, w in zip(grads, wanted, strict=True)
-        ]
-        errors[strategy] = (abs(got - loss) / loss, max(worst))
-    return errors
 
 
 def training():
@@ -160,8 +123,6 @@ def profiles(folder):
 
 def checks(folder):
     return {
-        "parity": families(PARITY[:2]),
-        "adapters": adapters(),
         "training": training(),
         "memory": memory(),
         "profiles": profiles(folder),
@@ -175,27 +136,8 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.distributed
-def test_gradients_equal_one_process(results):
-    assert_parity(results[0]["parity"])
-
-
-@pytest.mark.distributed
 def test_gradients_of_other_blocks_equal_one_process():
     assert_parity(run_distributed(families, 2, FEATURES)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_gradients_of_other_families():
-    assert_parity(run_distributed(families, 4, PARITY[2:])[0])
-
-
-@pytest.mark.distributed
-def test_gradients_of_adapters_equal_one_process(results):
-    if not results[0]["adapters"]:
-        pytest.skip("the extra ds_hydra[peft] is not installed")
-    for strategy, (loss_error, grad_error) in results[0]["adapters"].items():
-        assert max(loss_error, grad_error) < 1e-5, strategy
 
 
 @pytest.mark.distributed

@@ -24,7 +24,6 @@ from ds_hydra.commands.common import (
 )
 from ds_hydra.errors import HydraConfigError
 
-TYPICAL_LENGTHS = "commoncrawl"
 """What a start is chosen for: the lengths of the data are not known yet."""
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def start_config(
     """The DeepSpeed JSON, and for dotted keys why they have their value.
 
     The shipped profile of that hardware and model is used if there is one; else the engine measures
-    at the start, and whether activations must be recomputed is decided by an estimate. Raises
+    at the start. Schemes checkpoint as many layers as they need, so nothing recomputes all. Raises
     HydraConfigError where `check` would find a problem.
     """
     from ds_hydra.configs import list_files
@@ -118,52 +117,9 @@ def start_config(
         )
     config = {**_deepspeed_part(model, device, reasons), "hydra": hydra}
     report = _check(config, model, devices, device)
-    if profile is None:
-        recomputed = {**config, "hydra": {**hydra, "activation_checkpointing": True}}
-        again = _check(recomputed, model, devices, device)
-        if why := _why_to_recompute(report, again):
-            config, report = recomputed, again
-            reasons["hydra.activation_checkpointing"] = why
     if report.problems:
         raise HydraConfigError("; ".join(report.problems))
     return config, reasons
-
-
-def _why_to_recompute(whole: ConfigReport, recomputed: ConfigReport) -> str:
-    """Why layers should run forward again in backward, which costs about 1/3 more time; "" where
-    an iteration is estimated to take less without.
-    """
-    context = whole.context_length
-    if recomputed.problems:
-        return ""
-    if whole.problems:
-        return (
-            f"by an estimate no scheme fits {context} tokens without it; costs about 1/3 more time"
-        )
-    times_ms = [_estimate_iteration_ms(report) for report in (whole, recomputed)]
-    if not times_ms[1] < times_ms[0]:
-        return ""
-    fitting = [r["scheme"] for r in whole.schemes if r["max_len_tokens"] >= context]
-    return (
-        f"by an estimate an iteration with {context} tokens in one sequence takes {times_ms[1]:,.0f} ms with it and "
-        f"{times_ms[0]:,.0f} ms without, where such a sequence fits {' or '.join(fitting[:3])} alone (lengths of "
-        f"{TYPICAL_LENGTHS})"
-    )
-
-
-def _estimate_iteration_ms(report: ConfigReport) -> float:
-    from ds_hydra.configs import find_file
-    from ds_hydra.strategy.proposal.histogram import LengthHistogram
-    from ds_hydra.strategy.proposal.program import least_iteration_ms
-
-    assert report.known_profile is not None
-    return least_iteration_ms(
-        report.known_profile,
-        LengthHistogram.load(find_file("lengths", TYPICAL_LENGTHS)),
-        num_devices=report.num_devices,
-        context_length=report.context_length,
-        tokens_per_iteration=report.tokens_per_iteration,
-    )
 
 
 def _check(config: dict[str, Any], model: str, devices: int, device: str) -> ConfigReport:

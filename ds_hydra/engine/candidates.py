@@ -68,6 +68,9 @@ from ds_hydra.strategy.schemes.scheme import check_one_host, parse_strategies
 
 logger = logging.getLogger(__name__)
 
+_MOST_NAMED = 4
+"""Schemes in one line of the log."""
+
 
 def find_unsupported(stage_model: StageModel, schemes: Iterable[Scheme]) -> Iterator[str]:
     """One line for each thing that the model does not support, with those of `schemes` that need
@@ -262,10 +265,13 @@ class EngineCandidates:
         """The candidates with what is known; not collective."""
         candidates = decide_candidates(self.profile, histogram, self._settings())
         if self.is_first_rank and candidates.assumed:
+            named = [str(scheme) for scheme in candidates.assumed[:_MOST_NAMED]]
+            if (more := len(candidates.assumed) - len(named)) > 0:
+                named.append(f"{more} more")
             logger.warning(
-                "times of %s in the candidate strategies follow from others in profile %r, nobody measured them; "
+                "times of %s in the candidate strategies follow from others in profile %r, nobody measured them;\n"
                 '`ds-hydra profile --sp` measures SP, hydra.planner.space "measured" leaves out the others',
-                ", ".join(map(str, candidates.assumed)),
+                ", ".join(named),
                 candidates.profile and candidates.profile.name,
             )
         return candidates

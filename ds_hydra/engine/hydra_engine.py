@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -57,6 +58,12 @@ from ds_hydra.strategy import Strategy
 
 leave_out_shared_memory()
 end_with_the_sentence()
+# DeepSpeed calls them, and who reads a log cannot change it.
+warnings.filterwarnings(
+    "ignore",
+    message=r"`torch\.distributed\.(all_gather_into|reduce_scatter)_tensor` is deprecated",
+    category=FutureWarning,
+)
 
 
 class HydraEngine(CheckpointingEngine):

@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,6 +107,10 @@ class PlanFeed:
         self._planner.deadline_s = self._deadline_s
         return planned
 
+    def peek(self, iteration: int) -> dict[str, Any] | None:
+        """The document of a plan that is made and not yet asked for by `get`, else None."""
+        return None if self._planner is None else self._planner.peek(iteration)
+
     def _submit_until(self, iteration: int) -> None:
         while self._planner is not None and self._ahead.iteration < iteration:
             batch, self._ahead = self._sampler.draw(self._ahead)
@@ -153,11 +158,50 @@ def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -
 
     Collective over all ranks.
     """
-    planned, error, document = None, None, {}
+
+    def make_both() -> tuple[PlannedIteration, dict[str, Any]]:
+        planned = make()
+        return planned, planned.to_json()
+
+    planned, document = _broadcast(make_both, device)
+    return PlannedIteration.from_json(document) if planned is None else planned
+
+
+def broadcast_plans(
+    feed: PlanFeed,
+    iteration: int,
+    known: Callable[[], PlannedIteration] | None,
+    device: torch.device,
+) -> tuple[PlannedIteration, dict[str, Any] | None]:
+    """The plan of `iteration`, which every rank has as `known` if it was sent before, and the
+    document of the next one where that is ready. Errors as in `broadcast_plan`.
+
+    Collective over all ranks.
+    """
+
+    def make() -> tuple[PlannedIteration, dict[str, Any]]:
+        planned = feed.get(iteration)
+        this = planned.to_json() if known is None else {"waited_ms": planned.waited_ms}
+        return planned, {"this": this, "next": feed.peek(iteration + 1)}
+
+    planned, document = _broadcast(make, device)
+    if planned is None:
+        this = document["this"]
+        planned = PlannedIteration.from_json(this) if known is None else replace(known(), **this)
+    return planned, document["next"]
+
+
+def _broadcast(
+    make: Callable[[], tuple[PlannedIteration, dict[str, Any]]], device: torch.device
+) -> tuple[PlannedIteration | None, dict[str, Any]]:
+    """On rank 0 what `make` gives, on the others None and its document. An error of rank 0 is
+    raised on every rank.
+    """
+    planned, error = None, None
+    document: dict[str, Any] = {}
     if dist.get_rank() == 0:
         try:
-            planned = make()
-            document = planned.to_json()
+            planned, document = make()
         except Exception as caught:  # whatever it is, the other ranks wait for it
             error = caught
             document = {"error": [type(error).__name__, str(error)]}
@@ -165,9 +209,9 @@ def broadcast_plan(make: Callable[[], PlannedIteration], device: torch.device) -
     if error is not None:
         raise error
     if planned is not None:
-        return planned
+        return planned, document
     document = json.loads(received)
     if "error" in document:
         name, text = document["error"]
         raise restore_error(name, f"rank 0: {text}")
-    return PlannedIteration.from_json(document)
+    return None, document

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_hydra.configs.hydra_config import HydraConfig
+from ds_hydra.engine.ahead import Ahead
 from ds_hydra.engine.candidates import EngineCandidates, cannot_write
 from ds_hydra.engine.examples import (
     check_examples,
@@ -101,6 +102,8 @@ class HydraRuntime:
         self.candidates = EngineCandidates(config, self.propagator, device)
         self._data: TokenDataset | None = None
         self._feed: PlanFeed | None = None
+        self._ahead = None if device.type == "cpu" else Ahead(self._fetch, device)
+        """None where the host computes: it would only take its time from the iteration."""
         self.sampler: TokenBudgetSampler | None = None
         self._next_iteration: int | None = None
         """The iteration that a checkpoint continues with; None where the sampler stands."""
@@ -167,21 +170,33 @@ class HydraRuntime:
         if self._next_iteration is None:
             self._next_iteration = self.sampler.state.iteration
         iteration = self.sampler.state.iteration
-        planned = broadcast_plan(lambda: feed.get(iteration), self._device)
+        fetch: Callable[[], dict[int, Example]]
+        if self._ahead is None:
+            planned = broadcast_plan(lambda: feed.get(iteration), self._device)
+            fetch = partial(self._fetch, planned.plan)
+        else:
+            planned, fetch = self._ahead.begin(feed, iteration)
         plan = planned.plan
         self.sampler.advance(len(plan.lengths))
         examples: dict[int, Example] = {}
         try:
             self.stage_model.carry_over()
-            examples = fetch_examples(self._data, plan, self.propagator.positions_needed(plan))
+            examples = fetch()
         except Exception as caught:  # whatever the user's data raise, the other ranks wait
             problem = problem or caught
         self.propagator.check_plan(plan, problem=problem)
+        if self._ahead is not None:
+            self._ahead.go_on()
         objective = None
         if loss is not None and not _is_plain(loss):
             fields: list[Fields] = [{}] * len(plan.lengths)
             objective = Objective(loss=loss, normaliser=plan.num_label_tokens, fields=fields)
         return Iteration(planned, examples.__getitem__, objective)
+
+    def _fetch(self, plan: IterationPlan) -> dict[int, Example]:
+        """The rows of `plan` that this rank needs; not collective."""
+        assert self._data is not None
+        return fetch_examples(self._data, plan, self.propagator.positions_needed(plan))
 
     def start_planning(self) -> PlanFeed:
         """Plan the mini-batches to come, on rank 0's host, if that is not under way; measures a
@@ -461,10 +476,15 @@ class HydraRuntime:
         if self._feed is not None:
             self._feed.close()
             self._feed = None
+        if self._ahead is not None:
+            self._ahead.forget()
 
     def close(self) -> None:
         """Stop planning processes, close files, release process groups. Safe to call twice."""
         self.close_feed()
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None  # they hold each other
         self.propagator.close()
         if self.log is not None:
             self.log.close()

@@ -184,6 +184,22 @@ class BackgroundPlanner:
             corrections=job.corrections,
         )
 
+    def peek(self, iteration: int) -> dict[str, Any] | None:
+        """What `get` will return, as a document, where a worker has made it; None where `get` would
+        wait, plan in line or raise.
+        """
+        with self._changed:
+            job, reply = self._pending.get(iteration), self._replies.get(iteration)
+        if job is None or reply is None or "plan" not in reply:
+            return None
+        return {
+            "plan": reply["plan"],
+            "planning_ms": reply["planning_ms"],
+            "waited_ms": 0.0,
+            "source": "worker",
+            "corrections": job.corrections.to_json(),
+        }
+
     def _plan_inline(self, job: _Job, start: float, *, is_late: bool) -> PlannedIteration:
         task = self.task
         if is_late:

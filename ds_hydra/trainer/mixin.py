@@ -30,6 +30,7 @@ from ds_hydra.engine.hydra_engine import needs_metric
 from ds_hydra.engine.model.adapters import unify_adapter_dtype, unwrap_adapters
 from ds_hydra.engine.ranks.watchdog import names_losses
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.progress import no_bars_in_files
 from ds_hydra.trainer.arguments import Note, check_dtype, drop_batch_size_mismatches
 from ds_hydra.trainer.checkpoints import restore_checkpoints, written_aside
 from ds_hydra.trainer.progress import Counters, StrategyProgressCallback
@@ -256,6 +257,11 @@ class EngineMixin:
         return output
 
     # ---- Checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """As transformers, without a bar where nobody looks on."""
+        with no_bars_in_files():
+            super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """As transformers, written aside: `checkpoint-N` is there when all ranks have written."""

@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         use_cpu=common.is_cpu(),
     )
     script, args = parser.parse_args_into_dataclasses(arguments)
+    common.ignore_future_warnings()
     texts = common.load_texts(
         script.data, script.cache_dir, hub=("", ""), num_rows=0, suffixes=script.suffixes
     )

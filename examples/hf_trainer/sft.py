@@ -96,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
         use_cpu=common.is_cpu(),
     )
     script, args = parser.parse_args_into_dataclasses(arguments)
+    common.ignore_future_warnings()
     texts = common.prepare(script.cache_dir, unit="definition")
     model, tokenizer = common.load_model(script.model_name_or_path, texts)
     tokenizer.chat_template = tokenizer.chat_template or CHAT_TEMPLATE

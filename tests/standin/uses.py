@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import shutil
@@ -15,7 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from engines import start_hydra
+from engines import small_profile, start_hydra
 from models import VOCAB_SIZE, tiny
 from peer_homes import homes_in_parts
 from single_process import (
@@ -26,6 +27,9 @@ from single_process import (
 )
 from test_engine_parity import LENGTHS
 
+from ds_hydra.engine import runtime
+from ds_hydra.errors import HydraError
+from ds_hydra.sampler.plan import IterationPlan
 from standin import device
 from standin.checks import SHORT, observed, start
 from standin.streams import observer
@@ -129,6 +133,56 @@ def trainer() -> dict[str, Any]:
     first = [{k: torch.tensor(v) for k, v in row.items()} for row in rows()[:4]]
     found["wanted"] = token_mean_gradients(tiny("llama"), first)[0]
     return found
+
+
+NUM_AHEAD = 5
+BROKEN = 3
+"""The iteration one of whose rows cannot be read."""
+
+
+def rows_ahead() -> dict[str, Any]:
+    """Losses of the engine's own mini-batches, those of the same ones given, who fetched the rows
+    of each iteration, and in which one an error of a row came.
+    """
+    import datasets
+
+    rows = [{"input_ids": e["input_ids"].tolist()} for e in random_examples([24] * 80, VOCAB_SIZE)]
+    data = datasets.Dataset.from_list(rows)
+    profile = _shared_folder() / "profile.json"
+    profile.write_text(json.dumps(small_profile(6_000_000, num_layers=4)))
+    hydra = {
+        "tokens_per_iteration": 200,
+        "profile": str(profile),
+        "strategies": ["2x<1,1>", "1x<2,1>"],
+    }
+    engine = start_hydra(tiny("llama").to("standin"), hydra=hydra, training_data=data)
+    given = start_hydra(tiny("llama").to("standin"), hydra=hydra)
+    fetchers: list[list[str]] = [[] for _ in range(NUM_AHEAD + 2)]
+    fetch, drawn = runtime.fetch_examples, engine.hydra.iterate_examples()
+
+    def noting(data: Any, plan: IterationPlan, positions: Any) -> Any:
+        is_main = threading.current_thread() is threading.main_thread()
+        fetchers[plan.iteration].append("main" if is_main else "beside")
+        if plan.iteration == BROKEN and len(fetchers[BROKEN]) == 1:
+            raise OSError("bad block")
+        return fetch(data, plan, positions)
+
+    found: dict[str, Any] = {"losses": [], "wanted": [], "failed": []}
+    with mock.patch.object(runtime, "fetch_examples", noting), observed() as seen:
+        for number in range(NUM_AHEAD):
+            if dist.get_rank() == 0:  # until the next plan is there, too
+                planner = engine.hydra._feed._planner
+                with planner._changed:
+                    assert planner._changed.wait_for(
+                        lambda p=planner, n=number: n + 1 in p._replies, 60
+                    )
+            try:
+                found["losses"].append(float(engine.train_batch()))
+            except (OSError, HydraError) as error:
+                found["failed"] += [number, str(error)]
+                break
+            found["wanted"].append(float(given.train_batch(next(drawn))))
+    return {**found, "fetchers": fetchers, "num_races": len(seen["races"]), "races": seen["races"]}
 
 
 class _Generator(torch.Generator):

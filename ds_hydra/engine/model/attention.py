@@ -349,6 +349,12 @@ def check_kernels(config: Any, device: torch.device, dtype: torch.dtype) -> None
         return
     if problem := find_softcap_problem(config, dtype):
         raise UnsupportedModelError(problem)
+    if dtype in _KERNEL_DTYPES and find_kernel(needs_softcap=False) is None:
+        logger.warning(
+            "attention is one call for each sequence: torch %s has no kernel for packed micro-batches; "
+            "pip install 'torch>=2.11', or flash-attn",
+            torch.__version__,
+        )
     for widths in sorted(head_widths(config)):
         kernel = find_kernel_for(widths, dtype, needs_softcap=False)
         if kernel is None:

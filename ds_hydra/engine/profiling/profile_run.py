@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +86,25 @@ def join_ranks(timeout: datetime.timedelta = default_pg_timeout) -> torch.device
         # Port 0: whichever is free when the store starts to listen, which nobody else has to know.
         os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
     if not dist.is_initialized():
-        deepspeed.init_distributed(timeout=timeout)
+        try:
+            deepspeed.init_distributed(timeout=timeout)
+        except RuntimeError as error:
+            raise _of_shared_device(error) from error
     return torch.device(get_accelerator().current_device_name())
+
+
+def _of_shared_device(error: RuntimeError) -> Exception:
+    """`error`, or where it is NCCL's about two ranks on one device what to do about that."""
+    found = re.search(r"Duplicate GPU detected.*", str(error))
+    if found is None:
+        return error
+    return HydraConfigError(
+        f"two ranks use one device ({found[0].strip()}), and LOCAL_RANK is {os.environ.get('LOCAL_RANK')} here: start "
+        "as many ranks on a host as it has devices (--num_gpus, --nproc-per-node), each with a LOCAL_RANK of its own. "
+        "Where ranks shall share a GPU, export NCCL_HOSTID=rank0, rank1, ... (another one for each rank), "
+        "NCCL_SOCKET_IFNAME=lo, NCCL_NET=Socket and TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1, as python -m "
+        "benchmarks.one_gpu.ranks does"
+    )
 
 
 def run_profile(

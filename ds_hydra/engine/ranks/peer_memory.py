@@ -15,6 +15,8 @@ from ds_hydra.errors import HydraConfigError
 
 Result = TypeVar("Result")
 
+_SHARING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"
+
 Allocate = Callable[[int, torch.device, dist.ProcessGroup], Callable[[], Sequence[Tensor]]]
 """Takes this rank's part, of the same size on all, and returns what maps those of the others:
 collective over the group, the bytes of each member's part in the order of the group. This rank's
@@ -60,10 +62,12 @@ class PeerMemory:
             try:
                 return step()
             except (RuntimeError, ImportError) as error:  # torch.OutOfMemoryError is a RuntimeError
+                shared = "overlapping devices" in str(error)
                 raise HydraConfigError(
                     f"{purpose}: {nbytes / 1e9:.2f} GB of {device} cannot be shared with the ranks of this host "
                     f"({str(error).splitlines()[0]}); their devices must reach each other's memory (NVLink or PCIe "
                     "peer-to-peer), all of a host's ranks in one container"
+                    + (f"; where ranks shall share a device, export {_SHARING}" if shared else "")
                 ) from error
 
         # All have their part before any waits for the others

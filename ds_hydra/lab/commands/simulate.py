@@ -349,9 +349,9 @@ def _estimate(
     """Histogram, devices and context, with defaults, and the profile of `model` by a roofline; says
     what it assumes.
     """
+    from ds_hydra.lab.simulator.estimate import estimate_from_config
     from ds_hydra.model_config import read_config
     from ds_hydra.strategy.cost_models.analytic import Hardware
-    from ds_hydra.strategy.proposal.estimate import estimate_from_config
 
     _refuse(hardware is None, "--model needs --hardware, e.g. h100")
     assert hardware is not None

@@ -10,9 +10,9 @@ from typing import Any
 from ds_hydra.configs import find_file, list_files
 from ds_hydra.configs.files import read_json_object, reading
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.lab.simulator.estimate import estimate_from_config
 from ds_hydra.lab.simulator.workload import Workload
 from ds_hydra.strategy.profiles.profile import Profile
-from ds_hydra.strategy.proposal.estimate import estimate_from_config
 from ds_hydra.strategy.proposal.histogram import LengthHistogram
 from ds_hydra.strategy.schemes.scheme import Strategy, parse_strategies
 

@@ -29,6 +29,7 @@ LAYER_INPUT_BYTES = 2
 """Bytes that activation checkpointing keeps for each token, layer and hidden unit."""
 RECOMPUTE = FORWARD_FRACTION
 """Share of T that activation checkpointing computes again."""
+_GATHERED = Scheme(1, 1, gather=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,15 +135,10 @@ def with_traffic_ms(scenario: Scenario, computed_ms: FloatArray) -> FloatArray:
 
 
 def zero3_traffic_ms(scenario: Scenario) -> float:
-    """Two gathers of all 16-bit parameters and one reduction of 16-bit gradients, on the slowest
-    link.
+    """Two gathers of all 16-bit parameters and one reduction of 16-bit gradients: as of ds_hydra's
+    own gathered layers.
     """
-    cluster = scenario.cluster
-    if cluster is None:
-        return 0.0
-    inside = cluster.num_params * (1 - 1 / cluster.num_devices) / cluster.hardware.intra_node_rate
-    share = max(0.0, 1 - cluster.hardware.devices_per_node / cluster.num_devices)
-    return 1e3 * 3 * 2 * max(inside, cluster.num_params * share / cluster.hardware.inter_node_rate)
+    return 0.0 if scenario.cluster is None else scenario.cluster.gather_ms(_GATHERED)
 
 
 def zero3_ends_ms(scenario: Scenario) -> float:

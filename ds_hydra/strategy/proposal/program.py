@@ -370,38 +370,6 @@ def _make_program(
     )
 
 
-def least_iteration_ms(
-    profile: Profile,
-    histogram: LengthHistogram,
-    *,
-    num_devices: int,
-    context_length: int,
-    tokens_per_iteration: int,
-) -> float:
-    """Propagation at least of an iteration that has a sequence of the context, on schemes <TP,PP>;
-    inf where none fits it.
-
-    One pipeline holds that sequence; the other devices take all lengths where they need least
-    device time, perfectly balanced. Beside one that has more than half of the devices nothing else
-    is planned for: it takes all lengths.
-    """
-    histogram = histogram.limit(context_length)
-    settings = ProposalSettings(tokens_per_iteration=tokens_per_iteration)
-    program = _make_program(profile, histogram, num_devices, settings)
-    tokens = float(histogram.lengths_tokens @ histogram.counts)
-    share = tokens_per_iteration / tokens
-    balanced_ms = share * float(program.least_work[-1]) / num_devices
-    times_ms = []
-    for scheme, work_ms in zip(program.schemes, program.work_ms):
-        if profile.max_len_tokens(scheme, num_devices) < context_length:
-            continue
-        alone_ms = scheme.pp * profile.get_latency(scheme).micro_batch_ms([context_length])
-        is_wide = 2 * scheme.num_devices > num_devices
-        others_ms = share * float(work_ms[-1]) if is_wide else balanced_ms
-        times_ms.append(max(alone_ms, others_ms))
-    return min(times_ms, default=float("inf"))
-
-
 def relaxed_strategies(
     profile: Profile,
     histogram: LengthHistogram,

@@ -1,0 +1,70 @@
+"""One rank of many on one device: real kernels, memory and host time, no peers.
+
+The process group is torch's fake one, which copies in an all-gather and leaves the rest as it is.
+What arrives from other ranks is zeros, so losses mean nothing; times leave out all that other ranks
+and links would add.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PretrainedConfig
+
+from benchmarks.one_gpu.device import HAS_GPU
+from ds_hydra.configs.hydra_config import LinkConfig
+from ds_hydra.engine import strategy_links
+from ds_hydra.engine.model.random_model import build_random_stage_model
+from ds_hydra.engine.profiling.profile_run import use_device
+from ds_hydra.engine.propagation import Propagator
+from ds_hydra.strategy import Strategy
+from ds_hydra.zero_link import exchange
+
+
+def enter(world: int, rank: int = 0) -> torch.device:
+    """Become rank `rank` of `world`; one host has eight. Once in a process."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(min(world, 8)),
+        LOCAL_SIZE=str(min(world, 8)),
+    )  # fmt: skip
+    use_device()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    strategy_links.check_link_plans = lambda *_: None  # all ranks "say" what this one says
+    take, init = exchange.ExchangeBuffers.take, exchange.Link.__init__
+
+    def zeros(self: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return take(self, numel, dtype).zero_()
+
+    def packed(self: Any, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **{**options, "packs": True})  # as on an accelerator
+
+    exchange.ExchangeBuffers.take = zeros
+    exchange.Link.__init__ = packed
+    return torch.device("cuda", 0) if HAS_GPU else torch.device("cpu")
+
+
+def open_rank(
+    config: PretrainedConfig, strategy: Strategy, device: torch.device, **options: Any
+) -> Propagator:
+    """A propagator of a random model under `strategy`; the caller closes it."""
+    gc.collect()
+    if HAS_GPU:
+        torch.cuda.empty_cache()
+    dtype = torch.bfloat16 if HAS_GPU else torch.float32
+    stage_model = build_random_stage_model(
+        config, dtype=dtype, device=device, num_ranks=dist.get_world_size(), **options
+    )
+    propagator = Propagator(
+        stage_model,
+        device=device,
+        max_groups=256,
+        max_groups_of_rank=256,
+        link_config=LinkConfig(devices_per_node=min(8, dist.get_world_size())),
+    )
+    propagator.prepare([strategy])
+    return propagator

@@ -1,0 +1,110 @@
+"""The page of docs/ that says what one GPU showed, out of the lines that `run.py` has written.
+
+python -m benchmarks.one_gpu.page runs/one_gpu/results.jsonl docs/benchmarks/one_gpu.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Lines = Sequence[dict[str, Any]]
+_WELL = {True: "yes", False: "**no**", None: ""}
+_HOW = (
+    "Made by `python -m benchmarks.one_gpu.page`; CONTRIBUTING says how a GPU is measured. Steps stand in the order "
+    "in which they are run."
+)
+
+
+def make(lines: Iterable[str]) -> str:
+    """The page; of a dry run it says what ran and what is right, and no time."""
+    records = [json.loads(line) for line in lines if line.strip()]
+    steps: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        steps.setdefault(record.pop("step"), []).append(record)
+    device = next((r["found"] for r in records if r.get("case") == "device"), None)
+    versions = next((r["found"] for r in records if r.get("case") == "versions"), "")
+    is_dry = device is None
+    if is_dry:
+        first = (
+            "**No GPU has been measured yet.** This is the dry run of what measures one: tiny models on CPU ranks, "
+            "every step that needs a GPU skipped by name. It says that the steps run, and no time."
+        )
+    else:
+        first = f"Measured on {device}."
+    prose = (textwrap.fill(text, 120) for text in (first, f"With {versions}.", _HOW))
+    texts = ["# One GPU", *prose, _summary(steps, is_dry)]
+    if is_dry:
+        texts += ["## Skipped without a GPU", _skipped(steps)]
+    texts += [_section(name, own, is_dry) for name, own in steps.items()]
+    return "\n\n".join(text for text in texts if text) + "\n"
+
+
+def _summary(steps: dict[str, list[dict[str, Any]]], is_dry: bool) -> str:
+    rows = []
+    for name, own in steps.items():
+        judged = [r["is_well"] for r in own if r.get("is_well") is not None]
+        end = next((r for r in reversed(own) if "end" in r), None)
+        text = "skipped" if end is None else end["end"]
+        seconds = "" if end is None or is_dry else end["seconds"]
+        wrong = judged.count(False)
+        num_cases = sum("found" in r for r in own)
+        rows.append((name, text, seconds, num_cases, f"**{wrong}**" if wrong else "0"))
+    return _table(("step", "end", "seconds", "cases", "not well"), rows)
+
+
+def _skipped(steps: dict[str, list[dict[str, Any]]]) -> str:
+    return _table(
+        ("what", "why"),
+        [
+            (f"{name}: {record['case']}" if "case" in record else name, record["skipped"])
+            for name, own in steps.items()
+            for record in own
+            if "skipped" in record
+        ],
+    )
+
+
+def _section(name: str, own: Lines, is_dry: bool) -> str:
+    shown = [r for r in own if "found" in r and (not is_dry or r["is_well"] is not None)]
+    if is_dry:
+        shown = [r for r in shown if not r["is_well"] or isinstance(r["found"], float)]
+    rows = [(r["case"], _text(r["found"]), r["wanted"], _WELL[r["is_well"]]) for r in shown]
+    if not is_dry:
+        rows += [
+            (r["case"], f"skipped: {r['skipped']}", "", "")
+            for r in own
+            if "case" in r and "skipped" in r
+        ]
+    texts = [_table(("case", "found", "wanted", "well"), rows)] if rows else []
+    for record in own:
+        if record.get("last_words"):
+            texts.append(f"{record['end']} after {record['seconds']} s, last words:")
+            texts.append("\n".join(f"    {line}" for line in record["last_words"].splitlines()))
+    return "\n\n".join([f"## {name[0].upper()}{name[1:]}", *texts]) if texts else ""
+
+
+def _text(found: Any) -> str:
+    if isinstance(found, dict):
+        return ", ".join(f"{key.replace('_', ' ')} {_text(value)}" for key, value in found.items())
+    return f"{found:g}" if isinstance(found, float) else str(found)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Like `benchmarks/pages.py`, with what Markdown would read in a cell left as it is."""
+    cells = [[str(cell).replace("|", "\\|").replace("<", "&lt;") for cell in row] for row in rows]
+    lines = ["| " + " | ".join(row) + " |" for row in (list(head), *cells)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
+def main() -> None:
+    results, page = map(Path, sys.argv[1:3])
+    page.write_text(make(results.read_text(encoding="utf-8").splitlines()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

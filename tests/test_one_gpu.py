@@ -1,0 +1,188 @@
+"""The pack for one GPU: its dry run on CPU ranks, and that no step stops the others."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from benchmarks.one_gpu import page, prepare, ranks, run
+from benchmarks.one_gpu.trim_fatbin import MAGIC, trim
+from ds_hydra.engine.ranks import peer_memory
+from ds_hydra.environment import WANTED
+from ds_hydra.errors import HydraConfigError
+
+ROOT = Path(__file__).parent.parent
+
+
+def read(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_every_step_runs_on_cpu_ranks(tmp_path):
+    """What needs a GPU is skipped by name, and all else is right."""
+    command = [sys.executable, "-m", "benchmarks.one_gpu.run", "--dry-run", "--no-install"]
+    subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, check=True)
+    log = (tmp_path / "log.txt").read_text()[-5000:]
+    records = read(tmp_path)
+    assert [r for r in records if r.get("is_well") is False] == [], log
+    ended = {r["step"] for r in records if r.get("end") == "ended"}
+    steps = {s.name: s for _, lanes in run.STEPS for lane in lanes for s in lane}
+    assert ended == {"machine"} | {name for name, s in steps.items() if not s.gpu_only}, log
+    skipped = {r["step"]: r["skipped"] for r in records if "skipped" in r and "case" not in r}
+    assert skipped == {name: s.gpu_only for name, s in steps.items() if s.gpu_only}
+    text = (tmp_path / "one_gpu.md").read_text()
+    assert text.startswith("# One GPU\n\n**No GPU has been measured yet.**")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_ranks_talk_without_nccl():
+    """The last way that is tried: copies in the host's memory."""
+    command = [sys.executable, "-m", "benchmarks.one_gpu.ranks", "--way", "staged", "2"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    found = subprocess.run(
+        [*command, "-m", "benchmarks.one_gpu.probe"],
+        cwd=ROOT, check=True, capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    told = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
+    assert [r["is_well"] for r in told if "found" in r] == [True] * 6
+
+
+HANGS = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+print("child", child.pid, flush=True)
+time.sleep(100)
+"""
+
+
+def test_a_step_that_hangs_or_fails_stops_no_other(tmp_path):
+    told = '{"case": "sum", "found": 2, "wanted": "2", "is_well": true}'
+    steps = [
+        run.Step(name="hangs", arguments=("-c", HANGS), limit_s=2),
+        run.Step(
+            name="fails", arguments=("-c", f"print('{told}'); raise OSError('no')"), limit_s=30
+        ),
+        run.Step(
+            name="ends", arguments=("-c", f"print('{told}'); print('{told[:30]}')"), limit_s=30
+        ),
+    ]
+    one = run.Run(tmp_path, has_gpu=True, seconds=60, site=None, nccl="")
+    assert [one.try_step(s, time.monotonic() + 60, "") for s in steps] == [False, False, True]
+    assert not one.try_step(steps[2], time.monotonic() + 1, "")  # no time is left
+    ends = {r["step"]: r for r in read(tmp_path) if "end" in r}
+    assert [r["end"] for r in ends.values()] == ["hung", "exit code 1", "ended"]
+    assert "OSError: no" in ends["fails"]["last_words"]
+    assert 'File "<string>", line 5' in ends["hangs"]["last_words"]
+    assert [r["step"] for r in read(tmp_path) if r.get("case") == "sum"] == ["fails", "ends"]
+    child = int(ends["hangs"]["last_words"].split()[1])
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_who_ends_a_run_ends_its_steps(tmp_path):
+    one = run.Run(tmp_path, has_gpu=True, seconds=60, site=None, nccl="")
+    step = run.Step(name="waits", arguments=("-c", "import time; time.sleep(50)"), limit_s=40)
+    lane = threading.Thread(target=one._run_lane, args=((step, step), time.monotonic() + 60, ()))
+    lane.start()
+    while not one._running:
+        time.sleep(0.01)
+    one.stop()
+    lane.join(20)
+    assert [r["end"] for r in read(tmp_path)] == ["exit code -15"]
+
+
+def test_the_page_shows_what_was_measured_and_what_is_wrong():
+    records = [
+        {
+            "step": "machine",
+            "case": "device",
+            "found": "NVIDIA H100",
+            "wanted": "",
+            "is_well": None,
+        },
+        {
+            "step": "speed",
+            "case": "8x<1,1>",
+            "found": {"passes_ms": 1.5},
+            "wanted": "",
+            "is_well": None,
+        },
+        {"step": "speed", "case": "loss", "found": "nan", "wanted": "at most 1", "is_well": False},
+        {"step": "speed", "end": "hung", "seconds": 9.0, "last_words": "waiting"},
+        {"step": "times", "skipped": "no time was left"},
+    ]
+    text = page.make(map(json.dumps, records))
+    assert text.startswith("# One GPU\n\nMeasured on NVIDIA H100.")
+    assert "| speed | hung | 9.0 | 2 | **1** |" in text
+    assert "| 8x&lt;1,1> | passes ms 1.5 |  |  |" in text
+    assert "| loss | nan | at most 1 | **no** |" in text
+    assert "hung after 9.0 s, last words:\n\n    waiting" in text
+    assert "| times | skipped |" in text
+
+
+def test_steps_run_under_the_settings_of_training():
+    assert WANTED == run.DESIGN
+    steps = [s for _, lanes in run.STEPS for lane in lanes for s in lane]
+    others = [s.name for s in steps if not s.environment.items() >= WANTED.items()]
+    assert others == ["queues by default", "queues set late"]
+
+
+def test_ranks_are_hosts_of_their_own_for_nccl():
+    own = [ranks.environment(rank, 2, 1234, "hostid") for rank in (0, 1)]
+    assert [e["NCCL_HOSTID"] for e in own] == ["rank0", "rank1"]
+    assert {e["LOCAL_RANK"] for e in own} == {"0"}
+    shared = ranks.environment(1, 2, 1234, "multirank", "/a/libnccl.so.2")
+    assert "NCCL_HOSTID" not in shared
+    assert shared["LD_PRELOAD"] == "/a/libnccl.so.2"
+
+
+def test_a_shared_device_of_streamed_layers_is_told_what_to_export(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("CUDASymmetricMemory: detected allocations from overlapping devices")
+
+    monkeypatch.setattr(peer_memory, "run_together", lambda run, _: run())
+    monkeypatch.setitem(peer_memory.ALLOCATORS, "cpu", refuse)
+    with pytest.raises(HydraConfigError, match="export TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1"):
+        peer_memory.PeerMemory(None, 8, "a home", torch.device("cpu"))
+    assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" in ranks.COMMON
+
+
+def test_what_a_wheel_needs_is_carried_or_there(tmp_path):
+    """All that the project needs is known, too."""
+    prepare.check_requirements(tmp_path)
+    with zipfile.ZipFile(tmp_path / "a-1-py3-none-any.whl", "w") as wheel:
+        needs = "Requires-Dist: numpy>=2\nRequires-Dist: lost_one\nRequires-Dist: x; extra == 'all'"
+        wheel.writestr("a-1.dist-info/METADATA", f"Name: a\n{needs}\n")
+    with pytest.raises(SystemExit, match=r"lost-one \(a-1-py3-none-any.whl\); add them to CARRIED"):
+        prepare.check_requirements(tmp_path)
+
+
+def test_device_code_of_other_architectures_is_blanked(tmp_path):
+    def entry(kind, architecture, size):
+        return (
+            struct.pack("<HHIQ", kind, 1, 64, size).ljust(28)
+            + struct.pack("<I", architecture)
+            + bytes(32)
+        )
+
+    parts = [(2, 80, b"a" * 100), (2, 90, b"b" * 50), (1, 90, b"c" * 30)]
+    body = b"".join(entry(kind, arch, len(code)) + code for kind, arch, code in parts)
+    library = b"head" + struct.pack("<IHHQ", MAGIC, 1, 16, len(body)) + body + b"tail"
+    (tmp_path / "library").write_bytes(library)
+    found = trim(tmp_path / "library", tmp_path / "out", {90})
+    assert found == {(80, False): 100, (90, True): 50, (90, False): 30}
+    out = (tmp_path / "out").read_bytes()
+    assert out == library.replace(b"a" * 100, bytes(100)).replace(b"c" * 30, bytes(30))
