@@ -309,8 +309,10 @@ def describe_examples(records: list[dict[str, Any]]) -> str:
             ]
         )
     failures = sum(r["exit_code"] != 0 for r in records)
-    long = sorted({re.sub(r"\S*/|`", "", r["longest_line"])[:60].strip() for r in records} - {""})
-    said = f" Above 200 are: {'; '.join(f'"{line} ..."' for line in long)}." if long else ""
+    heads = {re.sub(r"\S*/|`", "", r["longest_line"])[:60].strip() for r in records} - {""}
+    said = (
+        f" Above 200 are: {'; '.join(f'`{head} ...`' for head in sorted(heads))}." if heads else ""
+    )
     return paragraphs(
         "Every script of `examples/`, started as its README says, on 2 CPU ranks (`RUNS`, `CACHE`: folders of the "
         "benchmark), stdout and stderr in a file. The longest line of the file, in characters, does not count what "
