@@ -592,5 +592,6 @@ def train_without_a_scheme():
 @pytest.mark.distributed
 def test_schemes_that_the_measured_profile_leaves_out_are_not_planned_for():
     for strategy, candidates in run_distributed(train_without_a_scheme, 2)[0]:
-        assert sorted(candidates) == ["1x<2,1>", "2x<1,1>"]
+        assert {"1x<2,1>", "2x<1,1>"} <= set(candidates)
+        assert not any("<1,2>" in text for text in candidates)
         assert strategy in candidates

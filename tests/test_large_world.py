@@ -34,7 +34,7 @@ from ds_hydra.strategy.schemes.placement import groups_of
 from ds_hydra.strategy.schemes.scheme import Scheme, parse_strategies
 
 
-def settings_of(num_other_groups=2, **more):
+def settings_of(num_link_groups=2, **more):
     config = HydraConfig.parse(
         {"context_length": 32768, "tokens_per_iteration": 100_000, "max_process_groups": 256}
     )
@@ -45,7 +45,7 @@ def settings_of(num_other_groups=2, **more):
             given=(),
             can_run=lambda scheme: scheme.pp != 3,
             cluster=None,
-            num_other_groups=num_other_groups,
+            num_link_groups=num_link_groups,
         ),
         **more,
     )
@@ -61,8 +61,10 @@ def test_64_ranks_get_few_candidates_for_their_data_within_their_groups():
     assert sum(kept.is_best_static for kept in found.reasons) == 1
     assert any(strategy.is_heterogeneous for strategy in found.strategies)
     assert not any(scheme.pp == 3 for s in found.strategies for scheme in s.schemes)
-    bounded = decide_candidates(profile, histogram, settings_of(60, max_groups=72))
-    assert len(set().union(*map(groups_of, bounded.strategies))) <= 12
+    bounded = decide_candidates(profile, histogram, settings_of(max_groups=24))
+    started = decide_candidates(profile, None, settings_of(max_groups=24))
+    groups = [set().union(*map(groups_of, found.strategies)) for found in (bounded, started)]
+    assert sum(map(len, groups)) <= 24 - 2
     assert len(bounded.strategies) < len(found.strategies)
     with pytest.raises(HydraConfigError, match=r"hydra\.max_process_groups"):
         decide_candidates(profile, histogram, settings_of(256))
@@ -81,12 +83,16 @@ def test_links_count_for_everyone_who_decides(tmp_path):
         given=(),
         can_run=lambda _: True,
         cluster=try_cluster(profile, 32),
-        num_other_groups=2,
+        num_link_groups=2,
     )
     found = {str(s) for s in decide_candidates(profile, histogram, settings).strategies}
     report = check_config(
         CheckRequest(
-            config=ds_config(hydra={**hydra, "profile": "a800_llama2_32b"}),
+            config=ds_config(
+                hydra={**hydra, "profile": "a800_llama2_32b"},
+                bf16={"enabled": True},
+                communication_data_type="bf16",
+            ),
             num_devices=32,
             histogram="github",
         )

@@ -27,7 +27,12 @@ from ds_hydra.lab.simulator.systems import (
     Settings,
 )
 from ds_hydra.lab.simulator.workload import Workload, check_workload
-from ds_hydra.sampler.candidates import CandidateSettings, decide_candidates, with_schemes_of
+from ds_hydra.sampler.candidates import (
+    MAX_ENUMERATED_RANKS,
+    CandidateSettings,
+    decide_candidates,
+    with_schemes_of,
+)
 from ds_hydra.sampler.trial import HEURISTIC, Progress, PruningSettings
 from ds_hydra.strategy.cost_models.cluster import Cluster
 from ds_hydra.strategy.profiles.profile import Profile
@@ -299,6 +304,8 @@ def _propose(
             space=space,
             cluster=scenario.cluster,
             max_groups=settings.max_communicators,
+            # Of <TP,PP> alone what suits the lengths: each of all pairs would be planned at length
+            max_enumerated=0 if space == "plain" else MAX_ENUMERATED_RANKS,
             pruning=PruningSettings(
                 num_batches=settings.num_proposal_batches,
                 num_rounds=settings.num_proposal_rounds,
