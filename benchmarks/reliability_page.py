@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 import time
@@ -308,12 +309,16 @@ def describe_examples(records: list[dict[str, Any]]) -> str:
             ]
         )
     failures = sum(r["exit_code"] != 0 for r in records)
+    heads = {re.sub(r"\S*/|`", "", r["longest_line"])[:60].strip() for r in records} - {""}
+    said = (
+        f" Above 200 are: {'; '.join(f'`{head} ...`' for head in sorted(heads))}." if heads else ""
+    )
     return paragraphs(
         "Every script of `examples/`, started as its README says, on 2 CPU ranks (`RUNS`, `CACHE`: folders of the "
         "benchmark), stdout and stderr in a file. The longest line of the file, in characters, does not count what "
         "DeepSpeed's launcher logs of its own command lines (`--log_level error` leaves that out); bars drawn again: "
         "returns to the start of a line, and lines of progress that say what was said. "
-        f"**{failures} of {len(records)} runs failed.**",
+        f"**{failures} of {len(records)} runs failed.**{said}",
         table(["run", "exit codes", "longest line", "bars drawn again"], rows),
     )
 

@@ -27,6 +27,7 @@ from ds_hydra.engine.hydra_engine import check_model
 from ds_hydra.engine.losses.objective import Scores
 from ds_hydra.engine.ranks.agreement import gather_rows
 from ds_hydra.errors import HydraConfigError
+from ds_hydra.progress import no_bars_in_files
 from ds_hydra.trainer.arguments import Note, map_arguments
 from ds_hydra.trainer.mixin import say_nothing
 from ds_hydra.trl.arguments import (
@@ -104,6 +105,7 @@ class HydraMixin(ReferenceMixin):
 
     # ---- Data
 
+    @no_bars_in_files()
     def _prepare_dataset(self, dataset: Any, processing_class: Any, *args: Any, **more: Any) -> Any:
         """As TRL, of chats as HydraTrainer reads them; refuses columns that TRL does not read and
         that would change what is trained.
