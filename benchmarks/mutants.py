@@ -346,7 +346,7 @@ MUTANTS = (
     Mutant(
         "streamed: sums of a row's first columns",
         "engine/transfer/home.py",
-        "addend, of.addend_col, self._width",
+        "addend, piece.addend_col, self._width",
         "addend, 0, self._width",
         values=("stream",),
     ),
