@@ -346,8 +346,8 @@ MUTANTS = (
     Mutant(
         "streamed: sums of a row's first columns",
         "engine/transfer/home.py",
-        "addend, of.addend_col, self._width",
-        "addend, 0, self._width",
+        "self._adder.add(*sums, addend, piece.addend_col, self._width)",
+        "self._adder.add(*sums, addend, 0, self._width)",
         values=("stream",),
     ),
     Mutant(
