@@ -107,10 +107,11 @@ D the mean of its row, two sums of the same numbers. Of a first token, which see
 are equal, and so are all gradients of queries and keys where only first tokens are predicted from:
 0 in exact arithmetic. In fp32 such a gradient is what the two sums are rounded by, which follows
 their size and nothing else. In units of 2^-24 of the terms (the gradient that P dP alone would
-give) one process is off by 0.06 to 2.4 in the sixteen gradients of `--engine 67`, the engine by 2.7
-in that whose terms are the largest: the same rounding, though 12 times as far off as any of the one
-process where all are compared with the same floor. A dot product of n elements is off by n units
-at most, and heads have 8.
+give) one process was off by 0.06 to 2.4 in the sixteen such gradients of one composition (DPO, two
+sequences of three tokens, whose second token alone has a label), the engine by 2.7 in that whose
+terms are the largest: the same rounding, though 12 times as far off as any of the one process where
+all are compared with the same floor. A dot product of n elements is off by n units at most, and
+heads have 8.
 """
 
 

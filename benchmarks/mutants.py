@@ -85,7 +85,8 @@ MUTANTS = (
         _TP,
         "if not (may_write and part.is_contiguous() and _is_alone(part)):",
         "if not part.is_contiguous():",
-        values=("tp2", "tp4", "tp2pp2"),
+        ("gemma2", "mixtral", "gpt_oss", "glm4_moe", "olmo2"),
+        values=("tp2", "tp4", "tp2pp2", "sp2tp2"),
     ),
     Mutant(
         "parts of the vocabulary in the other order of ranks",
@@ -338,15 +339,15 @@ MUTANTS = (
     Mutant(
         "streamed: copies of the first columns",
         "engine/transfer/home.py",
-        "            rows[:, region.col : region.col + region.num_cols]\n",
-        "            rows[:, : region.num_cols]\n",
+        "_rectangle(weights, first, rows, cols, num_cols)",
+        "_rectangle(weights, first, rows, _shifted(cols, cols.start), num_cols)",
         values=("stream",),
     ),
     Mutant(
         "streamed: sums of a row's first columns",
         "engine/transfer/home.py",
-        "                    region.col,\n",
-        "                    0,\n",
+        "addend, of.addend_col, self._width",
+        "addend, 0, self._width",
         values=("stream",),
     ),
     Mutant(

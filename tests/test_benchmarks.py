@@ -117,8 +117,24 @@ def test_most_recorded_runs_are_predicted_with_half_of_the_error():
 
 
 def test_what_rounding_explains_is_not_wrong_and_a_fault_is():
-    setup, cases = compositions.draw_engine(1, 67)
-    model, case = setup.build(), cases[2]  # predicted from first tokens alone
+    setup = compositions.Setup(
+        family="llama",
+        overrides={**compositions.WIDTHS[0], "num_hidden_layers": 4},
+        adapter={"target_modules": compositions.LINEARS, "use_rslora": True, "r": 3},
+        frozen=None,
+        embedding_rows=251,
+        head_rows=238,
+        hydra={},
+    )
+    case = compositions.Case(
+        strategy="1x<1,1>",
+        lengths=(3, 3),
+        labels=("first", "first"),  # predicted from first tokens alone
+        placement="planned",
+        loss="dpo",
+        seed=346766212,
+    )
+    model = setup.build()
     examples = case.examples(setup)
     loss, exact = compositions.one_process(model, examples, setup, case, torch.float64)
     with compositions.softmax_without_means():

@@ -63,6 +63,7 @@ def waits_with_nothing_to_do(found):
         for place, n in found["waits"].items()
         if "at ds_hydra" in place
         and "inbox.py" not in place
+        and "exact_sums.py" not in place  # which the inbox's thread alone calls
         and "one_f_one_b.py" not in place
         and place.count("link_session.py") < 3
     }
@@ -215,7 +216,7 @@ def test_peaks_of_models_of_large_vocabularies_are_those_of_a_measured_profile(c
 def test_a_measured_profile_leaves_free_what_is_outside_of_torch_and_tries_its_longest():
     for rank in run_checks(2, VOCABULARIES):
         found = rank["measured_profile"]
-        assert found["reserved"] == found["outside"] > 5 << 30
+        assert found["reserved"] == found["outside"] > 3 << 30
         # No MaxLen below what an iteration has: its tokens, in sequences of the context
         assert found["tokens"] * found["num_micro_batches"] == 4096
         assert found["longest"] == 64

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import threading
 from collections import Counter
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -158,7 +158,7 @@ def rows_ahead() -> dict[str, Any]:
     engine = start_hydra(tiny("llama").to("standin"), hydra=hydra, training_data=data)
     given = start_hydra(tiny("llama").to("standin"), hydra=hydra)
     fetchers: list[list[str]] = [[] for _ in range(NUM_AHEAD + 2)]
-    fetch, drawn = runtime.fetch_examples, engine.hydra.iterate_examples()
+    fetch, drawn = runtime.fetch_examples, list(islice(engine.hydra.iterate_examples(), NUM_AHEAD))
 
     def noting(data: Any, plan: IterationPlan, positions: Any) -> Any:
         is_main = threading.current_thread() is threading.main_thread()
@@ -181,7 +181,7 @@ def rows_ahead() -> dict[str, Any]:
             except (OSError, HydraError) as error:
                 found["failed"] += [number, str(error)]
                 break
-            found["wanted"].append(float(given.train_batch(next(drawn))))
+            found["wanted"].append(float(given.train_batch(drawn[number])))
     return {**found, "fetchers": fetchers, "num_races": len(seen["races"]), "races": seen["races"]}
 
 

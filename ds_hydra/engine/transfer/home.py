@@ -203,11 +203,6 @@ class Home(ABC):
         for piece, rows, cols in pieces[first:] + pieces[:first]:
             self._deliver(piece, addend[_shifted(rows, region.row), _shifted(cols, region.col)])
 
-    def _add(self, piece: Sequence[int], addend: Tensor) -> None:
-        """Add to the sums of a piece, which no other rank does meanwhile."""
-        of = Piece._make(piece)
-        self._adder.add(*self._sums(of), addend, of.addend_col, self._width)
-
     def _pieces(
         self, param: int, region: Region, num_cols: int
     ) -> Iterator[tuple[Piece, slice, slice]]:
@@ -215,10 +210,11 @@ class Home(ABC):
         their rows and columns.
         """
         numel = self._numels[param]
+        piece_numel = self._piece_numel * num_cols // max(region.num_cols, 1)
         begin, end = region.row * num_cols, (region.row + region.num_rows) * num_cols
         for shard in range(begin // numel, -(-end // numel)):
             bounds = max(begin, shard * numel), min(end, (shard + 1) * numel)
-            for rows, cols in rectangles(*bounds, num_cols, self._piece_numel):
+            for rows, cols in rectangles(*bounds, num_cols, piece_numel):
                 shared = slice(
                     max(cols.start, region.col), min(cols.stop, region.col + region.num_cols)
                 )
@@ -272,10 +268,10 @@ class SharedMemoryHome(Home):
         self._memory.close()
 
     def _deliver(self, piece: Piece, addend: Tensor) -> None:
-        high = self._sums(piece).high
-        begin_byte = high.data_ptr() - self._memory.bytes.data_ptr()
-        with self._memory.locked(begin_byte, high.nbytes):
-            self._add(piece, addend)
+        sums = self._sums(piece)
+        begin_byte = sums.high.data_ptr() - self._memory.bytes.data_ptr()
+        with self._memory.locked(begin_byte, sums.high.nbytes):
+            self._adder.add(*sums, addend, piece.addend_col, self._width)
 
 
 class PeerHome(Home):
@@ -347,6 +343,10 @@ class PeerHome(Home):
     def _serve(self, stamp: Any) -> None:
         self._clock.wait_for(stamp)
         self._inbox.serve(self._add)
+
+    def _add(self, what: Sequence[int], addend: Tensor) -> None:
+        piece = Piece._make(what)
+        self._adder.add(*self._sums(piece), addend, piece.addend_col, self._width)
 
 
 def open_home(
